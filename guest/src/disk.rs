@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The disk loop: verifiable blocks on a raw disk, through the page cache and past it.
 //!
-//! What this is for: DMA into pages that the host has taken away. It happens
-//! when a guest cycles through more file data than its page cache holds: the
-//! page the kernel gives to the next read is the one that was used longest ago,
-//! which is just the one a host evicts. So the loop reads the disk in order,
-//! again and again, and leaves the choice of pages to the guest's kernel; a part
-//! of the reads and writes goes past the cache, by buffers of ours, and flushes,
-//! zeroes and discards are mixed in. When the host has memory given up and taken
-//! again, the buffers are new ones: in RAM that was plugged in, if there is such.
+//! The purpose is DMA into pages that the host has evicted. It happens when a guest cycles through more
+//! file data than its page cache holds: the kernel gives the least recently used page to the next read,
+//! which is just the page that a host evicts. So the loop reads the disk in order, again and again, and
+//! leaves the choice of pages to the guest's kernel. Some reads and writes bypass the cache, with our own
+//! buffers, and flushes, zeroes and discards are mixed in. When the host makes the guest free and
+//! reallocate memory, the buffers are reallocated, too: in plugged RAM, if there is any.
 //!
-//! A block: word 0 its number, 1 its generation, 2 the seed, 3 the checksum of
-//! the rest, the rest from [`pattern`]. A zeroed block is all zeros. One thread
-//! works, so the generation that each block should have is always known.
+//! A block: word 0 its number, 1 its generation, 2 the seed, 3 the checksum of the rest, the rest from
+//! [`pattern`]. A zeroed block is all zeros. One thread works, so the generation that each block should
+//! have is always known.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -36,14 +34,14 @@ const CHUNK_BLOCKS: usize = 256;
 const HEADER_WORDS: usize = 4;
 /// Blocks rewritten at a time.
 const WRITE_BLOCKS: usize = 16;
-/// Buffers that direct reads go round, so that most of them have grown cold.
+/// Buffers that direct reads use in turn, so that most of them have grown cold.
 const DIRECT_BUFFERS: usize = 8;
-/// An allocation of so much lies apart from others, and goes back to the kernel when it is freed.
+/// An allocation of this size is separate from others, and returns to the kernel when it is freed.
 const APART_BYTES: usize = 40 << 20;
 /// `FALLOC_FL_NO_HIDE_STALE`: with it a punched range of a block device is discarded, not zeroed.
 const NO_HIDE_STALE: u32 = 0x04;
 
-/// What a block should hold.
+/// The expected content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Content {
     Zero,
@@ -60,7 +58,7 @@ pub struct DiskError {
     source: io::Error,
 }
 
-/// Bytes of whole pages on a page boundary, as direct I/O wants them.
+/// Bytes of whole pages on a page boundary, as direct I/O requires.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     bytes: Vec<u8>,
@@ -73,7 +71,7 @@ impl Buffer {
         Self::within(len, len + PAGE_BYTES)
     }
 
-    /// One that lies apart from all else; what is more than `len` is never touched.
+    /// Allocates a separate buffer; the part past `len` is never touched.
     fn apart(len: usize) -> Self {
         Self::within(len, APART_BYTES.max(len + PAGE_BYTES))
     }
@@ -88,21 +86,21 @@ impl Buffer {
         &mut self.bytes[self.skew..self.skew + self.len]
     }
 
-    /// The part of a chunk's length that is number `turn`.
+    /// Part number `turn`, of a chunk's length.
     fn part(&mut self, turn: usize) -> &mut [u8] {
         let bytes = CHUNK_BLOCKS * PAGE_BYTES;
         &mut self.get()[turn * bytes..(turn + 1) * bytes]
     }
 }
 
-/// The disk under work and what it should hold.
+/// The disk under work and its expected content.
 #[derive(Debug)]
 pub struct Disk {
     cached: File,
     direct: File,
     contents: Vec<Content>,
     buffer: Buffer,
-    /// One after another; see [`DIRECT_BUFFERS`].
+    /// Used in turn; see [`DIRECT_BUFFERS`].
     direct_buffers: Buffer,
     seed: u64,
     random: u64,
@@ -111,7 +109,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens the disk at `path`, through the cache and past it.
+    /// Opens the disk at `path`, once with and once without the page cache.
     ///
     /// # Errors
     /// The disk cannot be opened.
@@ -147,14 +145,14 @@ impl Disk {
         self.flush()
     }
 
-    /// Takes new buffers for direct I/O.
+    /// Allocates new buffers for direct I/O.
     pub fn renew_buffers(&mut self) {
-        // The old ones first, so that they are free.
+        // The old ones first, so that their memory is free.
         self.direct_buffers = Buffer::new(0);
         self.direct_buffers = Buffer::apart(DIRECT_BUFFERS * CHUNK_BLOCKS * PAGE_BYTES);
     }
 
-    /// One chunk of the cycle, and something else by turns.
+    /// One chunk of the cycle, and another operation in turn.
     ///
     /// # Errors
     /// An operation failed; the loop may go on.
@@ -214,7 +212,7 @@ impl Disk {
         self.write(first, WRITE_BLOCKS)
     }
 
-    /// The same past the cache.
+    /// The same with direct I/O.
     fn rewrite_direct(&mut self, first: usize, counters: &Counters) -> Result<(), DiskError> {
         self.next_generation(first);
         let turn = (first / WRITE_BLOCKS) % DIRECT_BUFFERS;
@@ -298,7 +296,7 @@ impl Disk {
         let offset = first as u64 * BLOCK_BYTES;
         let bytes = WRITE_BLOCKS as u64 * BLOCK_BYTES;
         let outcome = match fallocate(&self.cached, flags, offset, bytes) {
-            // A disk that offers neither is no error: zeros are written, a discard is skipped.
+            // A disk that supports neither is no error: zeros are written, a discard is skipped.
             Err(rustix::io::Errno::OPNOTSUPP) if extra.is_empty() => self
                 .cached
                 .write_all_at(&[0; WRITE_BLOCKS * PAGE_BYTES], offset),
@@ -401,11 +399,11 @@ fn compare(bytes: &[u8], seed: u64, first: usize, contents: &[Content], counters
     Counters::add(&counters.bytes_verified, bytes.len() as u64);
 }
 
-/// Fills, works until told to stop, verifies everything.
+/// Fills, works until the stop command, verifies everything.
 ///
 /// # Errors
-/// The disk cannot be opened, filled or read at the end. Failures on the way
-/// are counted, printed and worked past.
+/// The disk cannot be opened, filled or read at the end. Failures on the way are counted, printed and
+/// skipped.
 pub fn run(path: &Path, params: &Params, shared: &Shared) -> Result<(), DiskError> {
     let counters = &shared.disk;
     counters.bytes.store(params.file_bytes, Relaxed);
@@ -438,7 +436,7 @@ pub fn run(path: &Path, params: &Params, shared: &Shared) -> Result<(), DiskErro
 mod tests {
     use super::*;
 
-    /// A file stands in for the disk; its file system must know direct I/O.
+    /// A file instead of the disk; its file system must support direct I/O.
     fn disk(params: &Params) -> Option<(tempfile::NamedTempFile, Disk)> {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
         file.as_file().set_len(params.file_bytes).expect("its size");

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! fio as the guest's work on its disk, instead of our own loop: a storage load that people know.
+//! fio as the guest's work on its disk, instead of our own loop: a well-known storage load.
 //!
-//! The host put fio and three of its job files into the initramfs; here they are run in turn,
-//! and what fio reports of them is added to our counters:
+//! The host puts fio and three of its job files into the initramfs. This module runs them in turn and adds
+//! fio's figures to our counters:
 //!
 //! ```text
 //!   fill.fio   writes every block once, each with its number and checksum     then the guest works
 //!   work.fio   until the host says stop (SIGINT)
 //!   check.fio  reads every block past the page cache                          the last verification
 //! ```
-//! Every job has fio verify what it reads, so bytes read are bytes compared: a wrong one ends
-//! fio with an error, which is counted as ours.
-//! fio goes on while the host wants quiet.
+//! In every job fio verifies what it reads, so bytes read are bytes compared: a wrong byte ends fio with an
+//! error, which is counted as ours. fio goes on while the host wants quiet.
 
 use std::fs;
 use std::io;
@@ -26,17 +25,17 @@ use serde_json::Value;
 
 use crate::shared::{Counters, Order, Shared};
 
-/// The program, where the host has put it.
+/// The program, at the path where the host puts it.
 pub const PROGRAM: &str = "/bin/fio";
 /// Folder of the job files.
 pub const JOBS: &str = "/fio";
-/// Between two looks whether fio is to end, or has ended.
+/// Between two polls for the end of fio or the stop command.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// A job of fio's failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FioError {
-    /// It could not be run, or its report not be read.
+    /// It could not be run, or its report could not be read.
     #[error("fio, {job}: {source}")]
     Io {
         /// Name of the job file.
@@ -44,7 +43,7 @@ pub enum FioError {
         /// Why.
         source: io::Error,
     },
-    /// It ended before it was told to.
+    /// It ended before the stop command.
     #[error("fio, {job}: it ended early, with {status}")]
     Early {
         /// Name of the job file.
@@ -52,7 +51,7 @@ pub enum FioError {
         /// How it ended.
         status: ExitStatus,
     },
-    /// Its report is none.
+    /// Its report is invalid.
     #[error("fio, {job}: its report cannot be read ({reason})")]
     Report {
         /// Name of the job file.
@@ -70,7 +69,7 @@ pub enum FioError {
     },
 }
 
-/// Fills the disk, has fio work until the host says stop, verifies every block.
+/// Fills the disk, lets fio work until the host's stop command, verifies every block.
 ///
 /// # Errors
 /// [`FioError`], of the first job that failed.
@@ -102,14 +101,14 @@ fn until_stop(job: &'static str, shared: &Shared) -> Result<u64, FioError> {
     let mut child = start(job)?;
     while shared.order() == Order::Step {
         if let Some(status) = child.try_wait().map_err(failed)? {
-            // What it says of its threads tells more than how it ended.
+            // The errors of its threads are more specific than its exit status.
             bytes_read(job, &report(job)?)?;
             return Err(FioError::Early { job, status });
         }
         thread::sleep(LOOK);
     }
     if let Some(pid) = child.id().try_into().ok().and_then(Pid::from_raw) {
-        // By this signal it ends its threads and reports.
+        // On this signal it ends its threads and reports.
         kill_process(pid, Signal::INT).map_err(|error| failed(error.into()))?;
     }
     child.wait().map_err(failed)?;
@@ -133,7 +132,7 @@ fn report(job: &'static str) -> Result<String, FioError> {
     fs::read_to_string(report_path(job)).map_err(|source| FioError::Io { job, source })
 }
 
-/// What the threads of a job moved.
+/// Bytes that the threads of a job moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// Bytes read, and so compared.
@@ -146,10 +145,10 @@ fn bytes_read(job: &'static str, report: &str) -> Result<u64, FioError> {
     moved(job, report).map(|moved| moved.read_bytes)
 }
 
-/// What a job moved, by fio's report, if all its threads ended without an error.
+/// Bytes that a job moved, by fio's report, if all its threads ended without an error.
 pub(crate) fn moved(job: &'static str, report: &str) -> Result<Moved, FioError> {
     let wrong = |reason: String| FioError::Report { job, reason };
-    // Notes of fio's stand before the object.
+    // fio prints notes before the object.
     let object = report.find('{').map_or("", |begin| &report[begin..]);
     let report: Value = serde_json::from_str(object).map_err(|error| wrong(error.to_string()))?;
     let Value::Array(threads) = &report["jobs"] else {

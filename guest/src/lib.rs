@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What runs inside a test guest, and the words it speaks with its host.
+//! The software inside a test guest, and its protocol with the host.
 //!
-//! A guest that is squeezed must not notice, and the only witness that can say
-//! so is the guest itself. So the work here is nothing but *checking*: every
-//! page of memory and every block of disk has content that follows from a seed,
-//! its own number and a generation ([`pattern`]), so that a lost, stale, torn or
-//! foreign page is told apart from the right one, and two loops read, compare
-//! and rewrite it until told to stop:
+//! A squeezed guest must not notice, and only the guest itself can verify that. So the work here only
+//! *checks*: every page of memory and every block of disk has content that follows from a seed, its own
+//! number and a generation ([`pattern`]), so that a lost, stale, torn or misplaced page differs from the
+//! right one. Two loops read, compare and rewrite the content until the stop command:
 //!
 //! ```text
 //!   memory ─ sweep ─┬─ random pages ─┬─ hot set      every read compared, some
@@ -14,13 +12,12 @@
 //!                         │
 //!              second serial port: `PT {json}` lines up, command words down
 //! ```
-//! A soak ([`soak`]) has other loads instead: programs that people know, each with its own check.
-//! For a bench of its speed it runs the loads that the host names ([`loads`]).
-//! On the disk fio may work instead ([`fio`]), where a load is wanted that people know.
+//! A soak ([`soak`]) has other loads instead: well-known programs, each with its own check. A bench of the
+//! guest's speed runs the loads that the host names ([`loads`]). Where a well-known storage load is wanted,
+//! fio works on the disk instead ([`fio`]).
 //!
-//! The host side includes this crate for [`wire`] only. There is no unsafe code
-//! and no clock in any decision: a guest that stands still for seconds, because
-//! the daemon was killed, is late and nothing else.
+//! The host side includes this crate for [`wire`] only. There is no unsafe code and no clock in any
+//! decision: a guest that stalls for seconds, because the daemon was killed, is only late.
 
 pub mod disk;
 pub mod fio;

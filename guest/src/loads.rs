@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Loads that people know, each run for as long as the host says, with what it did in that time: what a
-//! bench of a guest's speed needs.
+//! Well-known loads, each run for the time that the host sets and reported with its operations in that
+//! time: for benches of a guest's speed.
 //!
 //! ```text
 //!   guest, at first: ready
@@ -12,7 +12,7 @@
 //! | `stress-stream` | stress-ng `--stream`, four long arrays | one of its own |
 //! | `redis` | redis-benchmark, reads and writes at random | a request |
 //!
-//! The first run of a load makes what it needs, and finds out how much of it lasts how long.
+//! The first run of a load prepares its data, and measures its rate.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -24,17 +24,17 @@ use std::time::{Duration, Instant};
 
 const STRESS_NG: &str = "/bin/stress-ng";
 const REPORT: &str = "/tmp/stress-ng.yaml";
-/// Of the guest's memory, what `stress-vm` works on.
+/// Part of the guest's memory that `stress-vm` uses.
 const VM_BYTES: u64 = 256 << 20;
-/// Of the guest's caches, as stress-ng is to believe: it takes arrays some times as large.
+/// Cache size that stress-ng assumes: its arrays are a multiple of it.
 const STREAM_BYTES: u64 = 2 << 20;
 const REDIS: &str = "/bin/redis-server";
 const REDIS_BENCHMARK: &str = "/bin/redis-benchmark";
 const REDIS_SOCKET: &str = "/tmp/redis.sock";
-/// Keys of redis, each with a value of so many bytes.
+/// Keys of redis, each with a value.
 const KEYS: u64 = 300_000;
 const VALUE_BYTES: u64 = 512;
-/// Requests by which their rate is found out.
+/// Requests that measure redis' rate.
 const TRIAL_REQUESTS: u64 = 4000;
 /// Longest wait for redis to start.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -43,7 +43,7 @@ const LOOK: Duration = Duration::from_millis(50);
 /// A load cannot be run.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The order is none.
+    /// The command is not valid.
     #[error("'{0}' is no order: run stress-vm|stress-stream|redis SECONDS")]
     NoOrder(String),
     /// A program or file failed.
@@ -54,12 +54,12 @@ pub enum LoadError {
         /// Why.
         source: io::Error,
     },
-    /// A program ended badly.
+    /// A program failed.
     #[error("{program} ended with {said}")]
     Ended {
         /// Which.
         program: &'static str,
-        /// How, and its words.
+        /// Its status and output.
         said: String,
     },
 }
@@ -75,7 +75,7 @@ pub enum Load {
     Redis,
 }
 
-/// What the host asks for.
+/// A command of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Order {
     load: Load,
@@ -103,20 +103,20 @@ impl FromStr for Order {
     }
 }
 
-/// What was done.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ran {
     operations: u64,
     took: Duration,
 }
 
-/// Obeys the host until it closes the port.
+/// Executes the host's commands until it closes the port.
 ///
 /// # Errors
 /// The port fails.
 pub fn run(port: &mut File) -> io::Result<()> {
     let mut redis = None;
-    // What came before was said to a port that echoes.
+    // Earlier output went to a port that echoes.
     writeln!(port, "ready")?;
     for line in BufReader::new(port.try_clone()?).lines() {
         let ran = line?
@@ -171,7 +171,7 @@ fn stress(seconds: u64, what: &str) -> Result<Ran, LoadError> {
     })
 }
 
-/// What a report of stress-ng's says of its one load.
+/// The figures of its one load in a report of stress-ng.
 fn ran_by(report: &str) -> Option<Ran> {
     let value = |name: &str| {
         let line = |line: &'_ str| {
@@ -193,7 +193,7 @@ fn ran_by(report: &str) -> Option<Ran> {
     }
 }
 
-/// What `command` prints; an error if it ends badly.
+/// The output of `command`; an error if it fails.
 fn output_of(program: &'static str, command: &mut Command) -> Result<String, LoadError> {
     let failed = |source| LoadError::Io {
         what: program,
@@ -211,7 +211,7 @@ fn output_of(program: &'static str, command: &mut Command) -> Result<String, Loa
     })
 }
 
-/// A redis with all its keys, and how fast it is asked.
+/// A redis with all its keys, and its request rate.
 struct Redis {
     server: Child,
     requests_per_s: u64,
@@ -243,7 +243,7 @@ impl Redis {
             requests_per_s: 0,
         };
         wait_for_answer().map_err(failed)?;
-        // Every key is there with a probability of 0.95 then, and what is asked for later changes no size.
+        // Every key then exists with a probability of 0.95, and later requests change no size.
         benchmark(&["-t", "set", "-P", "64"], 3 * KEYS)?;
         let trial = ask(TRIAL_REQUESTS)?;
         let rate = u128::from(trial.operations) * 1_000_000_000 / trial.took.as_nanos().max(1);
@@ -256,7 +256,7 @@ impl Redis {
     }
 }
 
-/// So many reads, and as many writes.
+/// `requests` requests, half of them reads and half writes.
 fn ask(requests: u64) -> Result<Ran, LoadError> {
     let requests = requests.max(1);
     let began = Instant::now();

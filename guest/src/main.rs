@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The main work of a test guest: two loops, and a port that tells of them.
+//! The main work of a test guest: two loops, and a port that reports on them.
 
 use std::fs::File;
 use std::io::Write;
@@ -24,7 +24,7 @@ fn main() {
     if let Err(error) = run() {
         eprintln!("guest-work: {error}");
     }
-    // As the first process of its machine this one must not simply return.
+    // The first process of the machine must not simply return.
     if std::process::id() == 1
         && let Err(error) = rustix::system::reboot(rustix::system::RebootCommand::PowerOff)
     {
@@ -73,7 +73,7 @@ fn work_on_disk(params: &Params, shared: &Shared) {
         return;
     }
     let disk = Path::new(DISK);
-    // It may be plugged in later; its node may be there a moment before the disk behind it (ENXIO).
+    // It may be plugged in later; its node may exist a moment before the disk behind it (ENXIO).
     while File::open(disk).is_err() {
         if shared.order() == Order::Finish {
             return;

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The memory loop: verify every page, rewrite some, in mixed order.
 //!
-//! A sweep alone would make every page equally cold, and a random walk alone
-//! would make none cold. Real guests do both and keep a small set hot, so each
-//! step takes one stride of the sweep, a few random pages and a few pages of
-//! the hot set. Where a guest is to have memory that rests (`pt.active`), all of that is in the first
-//! part of the memory, and the rest is swept so slowly that it grows cold, but is verified.
+//! A sweep alone would make every page equally cold, and a random walk alone would make none cold. Real
+//! guests do both and keep a small set hot, so each step takes one stride of the sweep, a few random pages
+//! and a few pages of the hot set. Where a guest must have idle memory (`pt.active`), these steps stay in
+//! the first part of the memory, and the rest is swept so slowly that it grows cold, but is still verified.
 //!
-//! The memory is two halves, each an allocation of its own. When the host asks,
-//! the upper half is freed, and later taken anew with new content: a balloon that
-//! reports free pages then has some to report, and RAM that was plugged in
-//! meanwhile is what the kernel takes first. The allocator gives an allocation
-//! of more than 32 MiB back to the kernel at once.
+//! The memory is two halves, each its own allocation. On request of the host the upper half is freed, and
+//! later allocated again with new content: a balloon that reports free pages then has some to report, and
+//! the kernel uses RAM plugged in meanwhile first. The allocator gives an allocation of more than 32 MiB
+//! back to the kernel at once.
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -23,16 +21,16 @@ use crate::shared::{Counters, Extent, Order, Shared};
 
 /// Pages of one stride of the sweep.
 const STRIDE_PAGES: usize = 64;
-/// Random pages looked at in each step.
+/// Random pages checked in each step.
 const RANDOM_PAGES: usize = 8;
 /// Hot pages rewritten in each step.
 const HOT_PAGES_A_STEP: usize = 16;
-/// Of what is not active, a stride is taken once in so many steps.
+/// A stride of the inactive part is swept once in this many steps.
 const REST_EVERY_STEPS: u64 = 64;
 /// Pages of the hot set (2 MiB).
 const HOT_PAGES: usize = 512;
 
-/// Pages that lie together.
+/// Contiguous pages.
 #[derive(Debug)]
 struct Pages {
     words: Vec<u64>,
@@ -41,7 +39,7 @@ struct Pages {
 }
 
 impl Pages {
-    /// Room for so many pages, untouched.
+    /// Allocates this many pages, untouched.
     fn new(pages: usize) -> Self {
         let words = vec![0; (pages + 1) * PAGE_WORDS];
         let skew_words = words.as_ptr().align_offset(PAGE_BYTES).min(PAGE_WORDS);
@@ -59,22 +57,22 @@ impl Pages {
     }
 }
 
-/// The memory under work and what it should hold.
+/// The memory under work and its expected content.
 #[derive(Debug)]
 pub struct Memory {
     lower: Pages,
-    /// Absent while its memory is given up.
+    /// Absent while its memory is freed.
     upper: Option<Pages>,
     lower_pages: usize,
-    /// Of all pages, those given up included.
+    /// Of all pages, freed ones included.
     generations: Vec<u32>,
     seed: u64,
     random: u64,
     steps: u64,
-    /// The first ones, which are worked on all the time.
+    /// The first pages, which are in constant use.
     active_pages: usize,
     cursor: usize,
-    /// Of the sweep over what is not active.
+    /// Position of the sweep over the inactive part.
     rest_cursor: usize,
 }
 
@@ -111,7 +109,7 @@ impl Memory {
         }
     }
 
-    /// Frees the upper half, or takes it again and fills it with a new generation.
+    /// Frees the upper half, or allocates it again and fills it with a new generation.
     pub fn resize(&mut self, extent: Extent) {
         match (extent, &self.upper) {
             (Extent::Half, Some(_)) => {
@@ -169,7 +167,7 @@ impl Memory {
         }
     }
 
-    /// A stride of the sweep over what is not active.
+    /// A stride of the sweep over the inactive part.
     fn step_of_the_rest(&mut self, active: usize, counters: &Counters) {
         let rest = self.pages() - active;
         for _ in 0..STRIDE_PAGES.min(rest) {
@@ -245,7 +243,7 @@ impl Memory {
     }
 }
 
-/// Fills, works until told to stop, verifies everything.
+/// Fills, works until the stop command, verifies everything.
 pub fn run(params: &Params, shared: &Shared) {
     let counters = &shared.memory;
     let mut memory = Memory::new(params);
@@ -273,7 +271,7 @@ pub fn run(params: &Params, shared: &Shared) {
     memory.verify_all(counters);
 }
 
-/// The pause a busy loop is asked to make after each step; a guest's load, never a wait for anything.
+/// The pause of a busy loop after each step, which reduces the guest's load; never a wait for anything.
 pub(crate) fn rest(pace_us: u64) {
     if pace_us > 0 {
         std::thread::sleep(Duration::from_micros(pace_us));
@@ -332,7 +330,7 @@ mod tests {
         }
         memory.verify_all(&counters);
         assert_eq!(counters.errors.load(Relaxed), 0);
-        // Twenty strides of the rest, of which a quarter is rewritten: each page at most twice.
+        // Twenty strides of the inactive part, of which a quarter is rewritten: each page at most twice.
         let rewritten = memory.generations[128..].iter().zip(&first[128..]);
         let times: Vec<u32> = rewritten.map(|(now, then)| now - then).collect();
         assert_eq!(times.iter().sum::<u32>(), 320);

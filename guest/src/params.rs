@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest is to do, as `pt.name=value` words of its kernel command line.
+//! The guest's tasks, as `pt.name=value` words of its kernel command line.
 
 use crate::pattern::PAGE_BYTES;
 
@@ -27,19 +27,19 @@ pub enum ParamError {
 pub struct Params {
     /// Bytes of anonymous memory to work on.
     pub mem_bytes: u64,
-    /// Of it, bytes that the loop comes back to all the time; the rest is looked at seldom. 0 means all.
+    /// Of it, bytes in constant use; the rest is checked seldom. 0 means all.
     pub active_bytes: u64,
     /// Bytes of `/dev/vda` to work on; 0 leaves the disk alone.
     pub file_bytes: u64,
     /// Bytes of `/dev/vda` that fio works on instead; 0 for none.
     pub fio_bytes: u64,
-    /// Seed of a soak, which takes the place of the two loops ([`crate::soak`]); 0 for none.
+    /// Seed of a soak, which replaces the two loops ([`crate::soak`]); 0 for none.
     pub soak_seed: u64,
     /// Not 0 if it runs the loads that the host names instead ([`crate::loads`]).
     pub loads: u64,
     /// Seed of all content and order.
     pub seed: u64,
-    /// Rest of each loop after a step, so that a guest may be less than busy.
+    /// Pause of each loop after a step, for a guest that is not fully busy.
     pub pace_us: u64,
 }
 

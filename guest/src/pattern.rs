@@ -31,7 +31,7 @@ pub const fn key(seed: u64, number: u64, generation: u32) -> u64 {
     mix(mix(seed ^ mix(number)) ^ generation as u64)
 }
 
-/// What kind of content a key stands for.
+/// The kind of content for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// All zeros.
@@ -52,14 +52,14 @@ pub const fn kind(key: u64) -> Kind {
     }
 }
 
-/// The first place where a page differs from what it should hold.
+/// The first difference between a page and its expected content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
     /// Index of the word in the page.
     pub word: usize,
-    /// What the word should hold.
+    /// The expected word.
     pub want: u64,
-    /// What it holds.
+    /// The word found.
     pub got: u64,
 }
 
@@ -92,7 +92,7 @@ pub fn fill_nonzero(page: &mut [u64], key: u64) {
     });
 }
 
-/// Compares `page` with what [`fill_nonzero`] makes of `key`.
+/// Compares `page` with the output of [`fill_nonzero`] for `key`.
 ///
 /// # Errors
 /// The first word that differs.

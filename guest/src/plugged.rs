@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which of our memory lies in RAM that was plugged in.
 //!
-//! QEMU's machines put memory devices above all other memory, and with less than
-//! 2 GiB to boot with nothing else lies above 4 GiB. So a page is in plugged RAM
-//! if its frame is, which `/proc/self/pagemap` tells root (Linux'
-//! `Documentation/admin-guide/mm/pagemap.rst`).
+//! QEMU's machines put memory devices above all other memory, and with less than 2 GiB of boot memory
+//! nothing else lies above 4 GiB. So a page is in plugged RAM if its frame is, which root can read from
+//! `/proc/self/pagemap` (Linux' `Documentation/admin-guide/mm/pagemap.rst`).
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -18,7 +17,7 @@ const PRESENT: u64 = 1 << 63;
 /// The bits of an entry that are the frame's number.
 const FRAME: u64 = (1 << 55) - 1;
 
-/// How much of `memory`, which begins on a page, lies in plugged RAM; 0 where nobody may know.
+/// How much of `memory`, which begins on a page, lies in plugged RAM; 0 without permission to read that.
 #[must_use]
 pub fn plugged_bytes<T>(memory: &[T]) -> u64 {
     let pages = size_of_val(memory).div_ceil(PAGE_BYTES);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The second serial port, by which the guest and its host speak (see [`crate::wire`]).
+//! The second serial port, between guest and host (see [`crate::wire`]).
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader};
@@ -12,7 +12,7 @@ use crate::wire::Command;
 
 const PORT: &str = "/dev/ttyS1";
 
-/// Opens the port, for lines that nobody edits or echoes.
+/// Opens the port in raw mode, without line editing or echo.
 ///
 /// # Errors
 /// There is no such port.
@@ -24,7 +24,7 @@ pub fn open() -> io::Result<File> {
     Ok(port)
 }
 
-/// The commands that come from the host. It ends when the port is closed.
+/// The commands of the host. The channel ends when the port is closed.
 #[must_use]
 pub fn listen(port: File) -> Receiver<Command> {
     let (send, receive) = channel();

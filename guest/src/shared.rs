@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the two loops and the port share: counters, the pause and the end.
+//! State shared by the two loops and the port: counters, the pause and the end.
 //!
-//! Counters are relaxed: each is read on its own, and the numbers that matter
-//! are read after the loops were joined. The pause and the end are one mutex
-//! with a condition variable, looked at between steps.
+//! Counters are relaxed: each is read on its own, and the numbers that matter are read after the loops were
+//! joined. The pause and the end are one mutex with a condition variable, checked between steps.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Condvar, Mutex, PoisonError};
 
 use crate::wire::{Phase, Progress};
 
-/// What a loop is to do next.
+/// The next action of a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Take another step.
@@ -19,7 +18,7 @@ pub enum Order {
     Finish,
 }
 
-/// How much of the memory is to be under work.
+/// The part of the memory that is under work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Extent {
     /// All of it.
@@ -62,7 +61,7 @@ impl Counters {
         counter.fetch_add(amount, Relaxed);
     }
 
-    /// Counts an error; true for the first few, which are worth a line each.
+    /// Counts an error; true for the first few, which are printed.
     #[must_use]
     pub fn count_error(&self) -> bool {
         self.errors.fetch_add(1, Relaxed) < 20
@@ -81,7 +80,7 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Waits while the host wants quiet, then says whether to go on.
+    /// Waits while the host wants quiet, then returns whether to go on.
     pub fn order(&self) -> Order {
         let mut control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         while control.quiet && !control.stop {
@@ -97,13 +96,13 @@ impl Shared {
         }
     }
 
-    /// How much memory the host wants under work.
+    /// The part of the memory that the host wants under work.
     pub fn extent(&self) -> Extent {
         let control = self.control.lock().unwrap_or_else(PoisonError::into_inner);
         control.extent
     }
 
-    /// Has the memory loop change to `extent` at its next step.
+    /// Makes the memory loop change to `extent` at its next step.
     pub fn resize(&self, extent: Extent) {
         self.change(|control| control.extent = extent);
     }

@@ -7,10 +7,10 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Begins every line from the guest that is meant for the host.
+/// Prefix of every line from the guest to the host.
 pub const PREFIX: &str = "PT ";
 
-/// Where the guest's work stands.
+/// The phase of the guest's work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -19,7 +19,7 @@ pub enum Phase {
     Fill,
     /// Both loops verify and rewrite.
     Work,
-    /// Told to stop: everything is verified a last time.
+    /// After the stop command: everything is verified a last time.
     Final,
     /// Everything was verified a last time; power goes off next.
     Done,
@@ -28,7 +28,7 @@ pub enum Phase {
 /// All counters of a guest, since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Where the work stands.
+    /// The phase of the work.
     pub phase: Phase,
     /// Bytes of anonymous memory under work now.
     pub memory_bytes: u64,
@@ -56,17 +56,17 @@ pub struct Progress {
     pub disk_plugged_bytes: u64,
 }
 
-/// Begins every line of a soak that is meant for the host.
+/// Prefix of every line of a soak for the host.
 pub const SOAK_PREFIX: &str = "SK ";
 
-/// What a guest that soaks has done and seen, since its start.
+/// The counters of a guest that soaks, since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SoakProgress {
-    /// Where the work stands.
+    /// The phase of the work.
     pub phase: Phase,
-    /// Bytes that were not what they should be, by whichever load found them.
+    /// Wrong bytes, found by any load.
     pub wrong_bytes: u64,
-    /// Reads, writes and file operations that failed, and lines of the kernel that tell of such.
+    /// Reads, writes and file operations that failed, and lines about such in the kernel's log.
     pub io_errors: u64,
     /// Longest time between two writes of the heartbeat to the disk.
     pub longest_disk_gap_ms: u64,
@@ -78,7 +78,7 @@ pub struct SoakProgress {
     pub fio_bytes: u64,
     /// Values written to redis and read from it.
     pub redis_operations: u64,
-    /// Times redis was killed and found all it had promised.
+    /// Times redis was killed and had kept everything it had confirmed.
     pub redis_restarts: u64,
     /// File trees made, verified and deleted.
     pub trees: u64,
@@ -90,14 +90,14 @@ pub struct SoakProgress {
     pub swapped_pages: u64,
 }
 
-/// The progress of a soak that a line carries, or `None` if it carries none.
+/// The progress of a soak in a line, or `None` if it has none.
 #[must_use]
 pub fn parse_soak_progress(line: &str) -> Option<SoakProgress> {
     let json = line.trim().strip_prefix(SOAK_PREFIX)?;
     serde_json::from_str(json).ok()
 }
 
-/// The line that carries the progress of a soak, without its line end.
+/// The line with the progress of a soak, without its line end.
 ///
 /// # Errors
 /// Never in practice: all fields are numbers and names.
@@ -105,7 +105,7 @@ pub fn soak_progress_line(progress: &SoakProgress) -> Result<String, serde_json:
     Ok(format!("{SOAK_PREFIX}{}", serde_json::to_string(progress)?))
 }
 
-/// A word from the host.
+/// A command from the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
     /// Answer with a [`Progress`] line now.
@@ -118,7 +118,7 @@ pub enum Command {
     Go,
     /// Free half of the memory under work.
     Give,
-    /// Take that half again, and fill it anew.
+    /// Allocate that half again, and fill it anew.
     Take,
 }
 
@@ -133,7 +133,7 @@ impl Command {
         Self::Take,
     ];
 
-    /// The word on the line.
+    /// The command's word.
     #[must_use]
     pub const fn word(self) -> &'static str {
         match self {
@@ -146,7 +146,7 @@ impl Command {
         }
     }
 
-    /// The command of a line, or `None` if it is no command.
+    /// The command in a line, or `None` if it is no command.
     #[must_use]
     pub fn parse(line: &str) -> Option<Self> {
         Self::ALL
@@ -155,14 +155,14 @@ impl Command {
     }
 }
 
-/// The progress a line carries, or `None` if the line is noise.
+/// The progress in a line, or `None` if the line is noise.
 #[must_use]
 pub fn parse_progress(line: &str) -> Option<Progress> {
     let json = line.trim().strip_prefix(PREFIX)?;
     serde_json::from_str(json).ok()
 }
 
-/// The line that carries `progress`, without its line end.
+/// The line with `progress`, without its line end.
 ///
 /// # Errors
 /// Never in practice: all fields are numbers and names.

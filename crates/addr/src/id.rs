@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ids of the parties a page fault is between.
+//! Ids of the parties to a page fault.
 
 /// A party attached to an address space: the VM's vCPUs, a device of the software DPU.
 #[derive(
@@ -9,7 +9,7 @@
 pub struct DeviceId(pub u32);
 
 impl DeviceId {
-    /// The vCPUs of the VM, and whatever else runs in its VMM.
+    /// The vCPUs of the VM, and everything else that runs in its VMM.
     pub const VCPUS: Self = Self(0);
 }
 
@@ -23,7 +23,7 @@ impl std::fmt::Display for DeviceId {
     }
 }
 
-/// A queue of a device, as the device numbers it.
+/// A queue of a device, by the device's numbering.
 #[derive(
     Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
 )]

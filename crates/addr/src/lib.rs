@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Addresses, page numbers, ranges and ids: one newtype per address space.
 //!
-//! Several different numbers can name one byte of a guest's memory, and mixing two
-//! of them up corrupts somebody's data. So each has a type of its own and no
-//! arithmetic crosses from one to another except through a table that knows
-//! both sides:
+//! Several different numbers can name one byte of a guest's memory, and confusing two of them
+//! corrupts data. So each has a type of its own, and no arithmetic converts one into another except
+//! through a table that knows both sides:
 //!
 //! ```text
 //!   guest          Gpa                    what the guest and its drivers say
@@ -86,11 +85,11 @@ address! {
     Gpa
 }
 address! {
-    /// Address as a device issues it, in bytes; equal to [`Gpa`] without a virtual IOMMU.
+    /// Address that a device issues, in bytes; equal to [`Gpa`] without a virtual IOMMU.
     Iova
 }
 address! {
-    /// Address in a GMEM address space, in bytes: what the CPU and all attached devices mean by it.
+    /// Address in a GMEM address space, in bytes: the same for the CPU and all attached devices.
     #[doc(alias = "gm_va_t")]
     Va
 }

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Page request and page response: what a device and its host tell one another
-//! about an I/O page fault (VPRI 5.2, after PCIe PRI).
+//! Page request and page response: the messages between a device and its host about an I/O page
+//! fault (VPRI 5.2, after PCIe PRI).
 //!
-//! These are the messages as the program sees them, whatever carries them: a
-//! queue within one process, the page fault queue of a VPRI function, the page
-//! request queue of an IOMMU.
+//! These are the messages as the program sees them, whatever the transport: a queue within one
+//! process, the page fault queue of a VPRI function, the page request queue of an IOMMU.
 
 use crate::{DeviceId, DomainId, FileRange, QueueId};
 
@@ -17,42 +16,42 @@ pub enum Access {
     Write,
 }
 
-/// What becomes of the marks of touched pages when they have been looked at.
+/// Whether reading the marks of touched pages clears them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Marks {
     /// They stay.
     Keep,
-    /// They go: the next look tells what was touched after this one.
+    /// They are cleared: the next read returns pages touched after this one.
     Forget,
 }
 
-/// Tells a device's outstanding page requests apart; chosen by the device.
+/// Identifies one of a device's outstanding page requests; chosen by the device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
-/// Most pages of one [`RequestKind::Overwrite`], so that one word tells of each.
+/// Most pages of one [`RequestKind::Overwrite`], so that one word has a bit for each.
 pub const OVERWRITE_PAGES_MAX: u64 = 64;
 
-/// Why a device asks for pages.
+/// Why a device requests pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RequestKind {
     /// A transfer waits for them.
     Demand,
-    /// Nobody waits yet: they belong to descriptors that will be worked on soon.
+    /// No transfer waits yet: they belong to descriptors that will be processed soon.
     Prefault,
-    /// The device has written each of them whole, into bounce buffers of its own: the pages are to
-    /// be installed with that content, and what is stored of them dropped. A page that is present
-    /// stays as it is, and the device copies its bytes itself.
+    /// The device has written each page whole, into bounce buffers of its own. The pages are to be
+    /// installed with that content, and their stored content dropped. A page that is present does
+    /// not change, and the device copies its bytes itself.
     Overwrite {
         /// Bounce buffer of the first page; the others follow it. At most [`OVERWRITE_PAGES_MAX`].
         slot: u32,
     },
-    /// The device touched the page though it was absent, which its watch over its own mapping
-    /// caught: served like a demand and counted, for without a balloon in the guest it is a bug.
+    /// The device touched an absent page, which the userfaultfd on its own mapping caught. Served
+    /// like a demand and counted: without a balloon in the guest it is a bug.
     AliasFault,
 }
 
-/// A device asks for pages it may not touch yet.
+/// A device's request for pages it may not touch yet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageRequest {
     /// Chosen by the device, returned in the response.
@@ -67,20 +66,20 @@ pub struct PageRequest {
     pub pages: FileRange,
     /// Access wanted.
     pub access: Access,
-    /// Why.
+    /// Why they are requested.
     pub kind: RequestKind,
-    /// Interrupt vector by which the driver hears of this queue; `None` if it polls instead
-    /// (VPRI 6.1: the fault is handled where that interrupt goes).
+    /// Interrupt vector that notifies the driver of this queue; `None` if it polls instead (VPRI
+    /// 6.1: the fault is handled where that interrupt goes).
     pub vector: Option<u16>,
     /// When the device sent it, in nanoseconds of the host's monotonic clock; 0 if the device has
     /// no such clock.
     pub sent_ns: u64,
-    /// Fault injection: the host answers no sooner than this after it has begun, in microseconds.
+    /// Fault injection: the host answers no sooner than this many microseconds after it has begun.
     pub hold_us: u32,
 }
 
 impl PageRequest {
-    /// A request of a transfer that waits, without anything special about it.
+    /// A plain request of a transfer that waits.
     #[must_use]
     pub const fn demand(
         id: RequestId,
@@ -107,7 +106,7 @@ impl PageRequest {
 /// How a page request ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ResponseCode {
-    /// All pages were made present; try again (another eviction may have come between).
+    /// All pages were made present; retry (one may have been evicted again meanwhile).
     Success,
     /// The pages do not belong to the domain, or the access is not allowed there.
     InvalidRequest,
@@ -115,7 +114,7 @@ pub enum ResponseCode {
     ResponseFailure,
 }
 
-/// Where the slowest page of a request came from.
+/// The tier of the slowest page of a request.
 #[derive(
     Clone,
     Copy,
@@ -131,16 +130,16 @@ pub enum ResponseCode {
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Tier {
-    /// Every page was there.
+    /// Every page was present.
     #[default]
     Present,
     /// Known to be zero.
     Zero,
     /// Kept compressed.
     Compressed,
-    /// Kept in memory as it was.
+    /// Kept in memory uncompressed.
     Uncompressed,
-    /// Nobody knows.
+    /// Not known.
     Unknown,
 }
 
@@ -159,7 +158,7 @@ impl std::fmt::Display for Tier {
 /// The host's answer to one [`PageRequest`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageResponse {
-    /// Of the request.
+    /// Id of the request.
     pub id: RequestId,
     /// Queue of the request.
     pub queue: QueueId,
@@ -167,17 +166,17 @@ pub struct PageResponse {
     pub code: ResponseCode,
     /// Where the content came from.
     pub tier: Tier,
-    /// Of an overwrite: bit `k` says that page `k` was installed with the device's content.
+    /// For an overwrite: bit `k` says that page `k` was installed with the device's content.
     pub installed: u64,
-    /// From [`PageRequest::sent_ns`] until its handling began (pre-fault), in nanoseconds; counted
+    /// From [`PageRequest::sent_ns`] until its handling began (pre-fault), in nanoseconds; measured
     /// from its receipt if the device gave no time.
     pub waited_ns: u64,
-    /// How long it was handled, in nanoseconds.
+    /// How long its handling took, in nanoseconds.
     pub handling_ns: u64,
 }
 
 impl PageResponse {
-    /// The answer `code` to `request`, as if nothing had been to do.
+    /// The response `code` to `request`, as if there was nothing to do.
     #[must_use]
     pub const fn to(request: &PageRequest, code: ResponseCode) -> Self {
         Self {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pages and sections, in two spaces that are told apart by their types.
+//! Pages and sections, in two spaces distinguished by type.
 //!
-//! A page has one number in the file that backs it and another in the address space of its VM, where the
-//! files lie one after the other. Both are counted in 4 KiB, and a number of one taken for one of the
-//! other is a page of somebody else's data. So each space has a family of its own, alike in all that they
-//! can do, and nothing here turns one into the other: only who knows where a file lies can
-//! (`pagetide_vpri::mmu`, `pagetide_vmm::layout`).
+//! A page has one number in the file that backs it and another in the address space of its VM,
+//! where the files lie one after the other. Both count pages of 4 KiB, and mistaking one for the
+//! other accesses the wrong page. So each space has a family of types of its own, with the same
+//! operations, and nothing here converts one into the other: only code that knows where a file lies
+//! can (`pagetide_vpri::mmu`, `pagetide_vmm::layout`).
 //!
 //! ```text
 //!   address space   PageNo     PageRange    SectionNo     PageSet
@@ -61,20 +61,20 @@ macro_rules! page_space {
                 self.plus(1)
             }
 
-            /// The page so many pages further on. Page numbers of our own lie far below the end of
-            /// `u64`; one that comes from outside is checked first.
+            /// The page `pages` further on. Our own page numbers lie far below the end of `u64`;
+            /// numbers from outside must be checked first.
             #[must_use]
             pub const fn plus(self, pages: u64) -> Self {
                 Self(self.0 + pages)
             }
 
-            /// The same, no further than the last number there is.
+            /// The same, saturating at the highest number.
             #[must_use]
             pub const fn saturating_plus(self, pages: u64) -> Self {
                 Self(self.0.saturating_add(pages))
             }
 
-            /// How many pages this one lies after `start`, which is not after it.
+            /// How many pages this one lies after `start`; it must not lie before it.
             #[must_use]
             pub const fn since(self, start: Self) -> u64 {
                 self.0 - start.0
@@ -86,7 +86,7 @@ macro_rules! page_space {
                 $section(self.0 / SECTION_PAGES)
             }
 
-            /// Its place in its section, from 0 on.
+            /// Its place in its section, from 0.
             #[must_use]
             pub const fn place_in_section(self) -> u64 {
                 self.0 % SECTION_PAGES
@@ -110,7 +110,7 @@ macro_rules! page_space {
                 self.run(1)
             }
 
-            /// The range of so many pages from this one on.
+            /// The range of `pages` pages starting with this one.
             #[must_use]
             pub const fn run(self, pages: u64) -> $range {
                 $range {
@@ -149,13 +149,13 @@ macro_rules! page_space {
                 $page(self.0 * SECTION_PAGES)
             }
 
-            /// All pages of the section, whether its space goes on to its end or not.
+            /// All pages of the section, even past the end of its space.
             #[must_use]
             pub const fn all_pages(self) -> $range {
                 self.first_page().run(SECTION_PAGES)
             }
 
-            /// The pages of the section, cut off at `page_count` for a last section that is not whole.
+            /// The pages of the section, cut off at `page_count` if the last section is partial.
             #[must_use]
             pub fn pages(self, page_count: u64) -> $range {
                 let end = $page(page_count);
@@ -163,7 +163,7 @@ macro_rules! page_space {
                 $range::new(start, start.plus(SECTION_PAGES).min(end))
             }
 
-            /// Number of sections that `page_count` pages fill, the last perhaps not whole.
+            /// Number of sections that `page_count` pages occupy; the last may be partial.
             #[must_use]
             pub const fn count_for(page_count: u64) -> u64 {
                 page_count.div_ceil(SECTION_PAGES)
@@ -184,7 +184,7 @@ macro_rules! page_space {
             /// The range from `start` up to, not including, `end`.
             ///
             /// # Panics
-            /// If `end` lies before `start`: a range is made by our own code, never from input unchecked.
+            /// If `end` lies before `start`: our own code makes ranges, never from unchecked input.
             #[must_use]
             pub const fn new(start: $page, end: $page) -> Self {
                 assert!(start.0 <= end.0, "page range ends before it starts");
@@ -224,7 +224,7 @@ macro_rules! page_space {
                 self.end.since(self.start)
             }
 
-            /// The same as a size.
+            /// The same as a `usize`.
             #[must_use]
             pub const fn len_usize(self) -> usize {
                 to_usize(self.len())
@@ -248,7 +248,7 @@ macro_rules! page_space {
                 self.start <= page && page < self.end
             }
 
-            /// The pages both ranges hold; empty (at `other.start`) if they share none.
+            /// The pages in both ranges; empty (at `other.start`) if there are none.
             #[must_use]
             pub fn intersect(self, other: Self) -> Self {
                 let start = self.start.max(other.start);
@@ -291,7 +291,7 @@ macro_rules! page_space {
 page_space! {
     /// Number of a 4 KiB page in the address space of a VM, its backing files laid end to end.
     ///
-    /// It is no guest frame number: the daemon knows the files, not where the VMM has put them in
+    /// Not a guest frame number: the daemon knows the files, not where the VMM has put them in
     /// guest-physical space.
     PageNo,
     /// Number of a 2 MiB section in the address space of a VM.
@@ -301,7 +301,7 @@ page_space! {
 }
 
 page_space! {
-    /// Number of a 4 KiB page in one backing file of guest RAM: what a device's domain counts by.
+    /// Number of a 4 KiB page in one backing file of guest RAM: the unit of a device's domain.
     FilePage,
     /// Number of a 2 MiB section in one backing file of guest RAM.
     FileSection,

@@ -14,12 +14,12 @@ const _: () = assert!(WORDS as u64 * WORD_BITS == SECTION_PAGES);
 struct Places([u64; WORDS]);
 
 impl Places {
-    /// The places from `start` on and before `end`.
+    /// The places from `start` to before `end`.
     fn between(start: u64, end: u64) -> Self {
         let mut places = Self::default();
         let mut place = start;
         while place < end {
-            // As many as lie in the same word.
+            // All that lie in the same word at once.
             let (word, first) = Self::bit(place);
             let room = WORD_BITS - place % WORD_BITS;
             let count = room.min(end - place);
@@ -81,7 +81,7 @@ macro_rules! page_set {
         pub struct $set(Places);
 
         impl $set {
-            /// The set without a page.
+            /// The empty set.
             pub const EMPTY: Self = Self(Places([0; WORDS]));
 
             /// The pages of `range` that lie in `section`.
@@ -97,7 +97,7 @@ macro_rules! page_set {
                 self.0.insert(page.place_in_section());
             }
 
-            /// Takes `page` out.
+            /// Removes `page`.
             pub fn remove(&mut self, page: $page) {
                 self.0.remove(page.place_in_section());
             }
@@ -108,7 +108,7 @@ macro_rules! page_set {
                 self.0.contains(page.place_in_section())
             }
 
-            /// Takes every page of `other` out.
+            /// Removes every page of `other`.
             pub fn subtract(&mut self, other: &Self) {
                 self.0.combine(&other.0, |own, gone| own & !gone);
             }
@@ -150,7 +150,7 @@ macro_rules! page_set {
                 self.0.iter().map(move |place| first.plus(place))
             }
 
-            /// Maximal runs of neighbouring pages, ascending.
+            /// Maximal runs of adjacent pages, ascending.
             #[must_use]
             pub fn runs(&self, section: $section) -> Vec<$range> {
                 let mut runs: Vec<$range> = Vec::new();

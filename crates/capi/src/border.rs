@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`call`]: what is around every function that C calls, and [`InDriver`]: what is
-//! around every function of C's that a space calls.
+//! [`call`] wraps every function that C calls; [`InDriver`] wraps every C function that a space
+//! calls.
 //!
-//! A panic would be undefined behaviour in a caller that is not Rust, so it ends
-//! here and becomes GM_RET_INTERNAL. An operation of a driver runs with locks of
-//! its space held; if it called the interface it might wait for itself, so such
-//! calls are refused by a mark on the thread.
+//! A panic would be undefined behaviour in a caller that is not Rust, so it ends here and becomes
+//! GM_RET_INTERNAL. A driver's operation runs with locks of its space held. If it called the
+//! interface it might deadlock, so such calls are refused by a mark on the thread.
 
 #![expect(
     unsafe_code,
@@ -22,7 +21,7 @@ use std::{
 };
 
 thread_local! {
-    /// How many operations of drivers this thread is in the middle of.
+    /// Number of nested driver operations on this thread.
     static IN_DRIVER: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -31,7 +30,7 @@ pub(crate) fn call(body: impl FnOnce() -> Result<(), Failure>) -> gm_ret_t {
     if IN_DRIVER.with(Cell::get) > 0 {
         return Failure::InDriver.tell();
     }
-    // Whatever `body` leaves behind a panic is behind locks that do not mind.
+    // Any state that a panic in `body` leaves is behind locks that tolerate it.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => GM_RET_OK,
         Ok(Err(failure)) => failure.tell(),
@@ -61,12 +60,12 @@ impl Drop for InDriver {
     }
 }
 
-/// Where a result goes. Looked at before anything is done, so that nothing must be undone.
+/// Destination of a result. Checked before anything is done, so that nothing must be undone.
 pub(crate) struct Out<T>(std::ptr::NonNull<T>);
 
 impl<T> Out<T> {
     /// # Errors
-    /// [`Failure`] if the place is NULL.
+    /// [`Failure`] if `place` is NULL.
     pub(crate) fn new(place: *mut T) -> Result<Self, Failure> {
         match std::ptr::NonNull::new(place) {
             Some(place) if place.is_aligned() => Ok(Self(place)),
@@ -75,16 +74,16 @@ impl<T> Out<T> {
     }
 
     pub(crate) fn put(self, value: T) {
-        // SAFETY: the caller of the C function gave a place for a result of that type, as its header
-        // demands; it is not NULL and aligned.
+        // SAFETY: the caller of the C function passed a place for a result of that type, as its
+        // header demands; it is not NULL and aligned.
         unsafe { self.0.write(value) }
     }
 }
 
-/// An array that C gave.
+/// An array passed by C.
 ///
 /// # Safety
-/// `first` must be NULL or have `count` values behind it, which nobody changes during `'a`.
+/// `first` must be NULL or have `count` values behind it, which do not change during `'a`.
 pub(crate) unsafe fn array<'a, T>(
     name: &'static str,
     first: *const T,
@@ -99,7 +98,7 @@ pub(crate) unsafe fn array<'a, T>(
     if count > isize::MAX as usize / size_of::<T>().max(1) {
         return Err(wrong(name, "there are more of them than memory could hold"));
     }
-    // SAFETY: not NULL, aligned, not longer than memory; the rest is the caller's duty.
+    // SAFETY: not NULL, aligned, not longer than memory; the caller guarantees the rest.
     Ok(unsafe { std::slice::from_raw_parts(first, count) })
 }
 

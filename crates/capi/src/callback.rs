@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Callbacks of asynchronous operations (GMEM 4.1, 5.3).
 //!
-//! C's has no argument for what became of the operation, so it is called only
-//! when the operation is done: the mapping made, or gone and invalidated. A
-//! failure is told by gm_as_synchronize.
+//! A C callback has no argument for the result, so it is called only on success: when the mapping
+//! is made, or removed and invalidated. gm_as_synchronize reports failures.
 
 #![expect(unsafe_code, reason = "a function of the caller's is called")]
 
@@ -13,7 +12,7 @@ use crate::{
 };
 use std::ffi::{c_int, c_void};
 
-/// As C gives one.
+/// A callback as C passes it.
 pub(crate) type Function = Option<unsafe extern "C" fn(*mut c_void)>;
 
 /// Whether a call waits.
@@ -29,19 +28,19 @@ struct Callback {
     arg: *mut c_void,
 }
 
-// SAFETY: gmem.h says of both that any thread may be the one that calls back.
+// SAFETY: gmem.h says of both that any thread may call back.
 unsafe impl Send for Callback {}
 
 impl Callback {
     fn call(self) {
-        // SAFETY: gmem.h demands of the caller that function and argument are good until the operation
-        // is complete; it is called once.
+        // SAFETY: gmem.h demands of the caller that function and argument stay valid until the
+        // operation is complete; it is called once.
         unsafe { (self.function)(self.arg) }
     }
 }
 
 impl Wait {
-    /// What `flags` and the callback say; `known` flags are for others to look at.
+    /// Interprets `flags` and the callback; other code handles the `known` flags.
     ///
     /// # Errors
     /// An unknown flag, or a callback for an operation that is waited for.

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Cpu`]: the MMU of the host's CPUs, for a program that has no kernel to ask (`gm_mmu_CPU`).
+//! [`Cpu`]: the MMU of the host's CPUs, for a program without a kernel interface to it
+//! (`gm_mmu_CPU`).
 //!
-//! In the paper the CPU's MMU is the hardware. A process cannot hand its own page
-//! tables to a library, so here the CPU has a table like any device's, and a
-//! program reaches memory at addresses of the space through [`Cpu::copy_out`] and
-//! [`Cpu::copy_in`], which translate, copy, and say where a fault is.
+//! In the paper the CPU's MMU is the hardware. A process cannot hand its own page tables to a
+//! library. So here the CPU has a table like any device's, and a program reaches memory at
+//! addresses of the space through [`Cpu::copy_out`] and [`Cpu::copy_in`], which translate, copy,
+//! and report where a fault is.
 //!
 //! ```text
 //!    va ──► table of the active space ──► pa ──► window ──► memory of this process
 //! ```
-//! What a physical address is, the program says by *windows*: this range of
-//! physical addresses is that memory. So a page that lies in a device's memory can
-//! be reached where a window shows it, and cannot where none does; nothing else
-//! is ever dereferenced.
+//! The program defines physical addresses by *windows*: a window maps a range of physical addresses
+//! to memory of this process. A page in a device's memory can be reached only through a window;
+//! nothing else is ever dereferenced.
 //!
-//! One lock guards table and windows. It is held, shared, while a page is read, and
-//! owned while one is written or a translation is taken away: so when that
-//! returns no access is under way, and there is no TLB to invalidate.
+//! One lock guards table and windows. It is held shared while a page is read, and exclusively while
+//! one is written or a translation is removed. So when a removal returns no access is under way,
+//! and there is no TLB to invalidate.
 
 #![expect(
     unsafe_code,
@@ -38,10 +38,10 @@ use std::{
     sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
-/// Said of a physical address that no window shows.
+/// Code for a physical address outside all windows.
 pub(crate) const NO_WINDOW: i32 = -14;
 
-/// Pages that follow one another, with frames that do, and where they end.
+/// Consecutive pages with consecutive frames, and the end of the run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Run {
     end: PageNo,
@@ -49,8 +49,8 @@ struct Run {
     access: Access,
 }
 
-/// A page table: runs that do not meet, by where they begin. What it holds grows with the number of
-/// mappings and of pages that were singled out, and not with how long a caller says that a mapping is.
+/// A page table: disjoint runs, by start. Its size grows with the number of mappings and of pages
+/// changed individually, not with the length of a mapping.
 #[derive(Default)]
 struct Runs(BTreeMap<PageNo, Run>);
 
@@ -61,7 +61,7 @@ impl Runs {
         (page < run.end).then(|| (run.frame_of(page, *start), run.access))
     }
 
-    /// Lets a run begin at `page`, if one goes across it.
+    /// Splits a run that crosses `page`, so that one begins there.
     fn cut(&mut self, page: PageNo) {
         let Some((start, run)) = self.0.range_mut(..page).next_back() else {
             return;
@@ -83,7 +83,7 @@ impl Runs {
         }
     }
 
-    /// Leaves no more than reading.
+    /// Restricts pages to reading.
     fn make_read_only(&mut self, pages: PageRange) {
         self.cut(pages.start);
         self.cut(pages.end);
@@ -92,7 +92,7 @@ impl Runs {
         }
     }
 
-    /// Enters pages, in the place of what was there.
+    /// Enters pages, replacing existing entries.
     fn insert(&mut self, pages: PageRange, first: Pa, access: Access) {
         self.remove(pages);
         let end = pages.end;
@@ -108,14 +108,14 @@ impl Run {
     }
 }
 
-/// A range of physical addresses, and the memory it is.
+/// A range of physical addresses, and its memory.
 struct Window {
     pa: Pa,
     bytes: u64,
     memory: *mut u8,
 }
 
-// SAFETY: gmem.h demands that the memory of a window is good for any thread until the window is removed.
+// SAFETY: gmem.h demands that any thread may use a window's memory until the window is removed.
 unsafe impl Send for Window {}
 // SAFETY: as above.
 unsafe impl Sync for Window {}
@@ -135,7 +135,7 @@ pub(crate) struct Cpu {
     state: RwLock<State>,
 }
 
-/// Where an access did not go on.
+/// Why an access stopped.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
     /// This page is not mapped, or not for that access.
@@ -145,7 +145,7 @@ pub(crate) enum Stopped {
 }
 
 impl Cpu {
-    /// The CPU, with mappings that spaces take over when it is attached.
+    /// The CPU, with the mappings that spaces inherit when it is attached.
     ///
     /// # Errors
     /// [`Failure`] if one of the mappings allows nothing.
@@ -168,10 +168,10 @@ impl Cpu {
         self.state.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on the physical addresses from `pa` on are `bytes` of `memory`.
+    /// Maps the physical addresses from `pa` on to `bytes` of `memory`.
     ///
     /// # Errors
-    /// [`Failure`] if part of them is shown already, or the range is none.
+    /// [`Failure`] if a window covers part of them already, or the range is invalid.
     pub(crate) fn add_window(&self, pa: Pa, bytes: u64, memory: *mut u8) -> Result<(), Failure> {
         let fits = |start: u64| start.checked_add(bytes).is_some();
         if bytes == 0 || !fits(pa.0) || !fits(memory.addr() as u64) {
@@ -193,10 +193,10 @@ impl Cpu {
         Ok(())
     }
 
-    /// Takes a window away. When this returns, its memory is not touched any more.
+    /// Removes a window. When this returns, its memory is no longer accessed.
     ///
     /// # Errors
-    /// [`Failure`] if there is none that begins at `pa`.
+    /// [`Failure`] if none begins at `pa`.
     pub(crate) fn remove_window(&self, pa: Pa) -> Result<(), Failure> {
         let mut state = self.own();
         match state.windows.iter().position(|known| known.pa == pa) {
@@ -211,12 +211,12 @@ impl Cpu {
     /// Reads `bytes`, which lie in one page, from `va` on.
     ///
     /// # Safety
-    /// `to` must have room for so many.
+    /// `to` must have room for that many bytes.
     pub(crate) unsafe fn copy_out(&self, va: Va, to: *mut u8, bytes: u64) -> Result<(), Stopped> {
         let state = self.share();
         let from = state.memory_at(va, bytes, Access::Read)?;
-        // SAFETY: the window has the bytes and stays while the lock is held; the caller has the room;
-        // `copy` minds that both may be the same memory.
+        // SAFETY: the window has the bytes and stays while the lock is held; the caller has the
+        // room; `copy` allows both to be the same memory.
         unsafe { from.copy_to(to, length(bytes)) };
         Ok(())
     }
@@ -224,14 +224,14 @@ impl Cpu {
     /// Writes `bytes`, which lie in one page, from `va` on.
     ///
     /// # Safety
-    /// `from` must have so many.
+    /// `from` must have that many bytes.
     pub(crate) unsafe fn copy_in(
         &self,
         va: Va,
         from: *const u8,
         bytes: u64,
     ) -> Result<(), Stopped> {
-        // Owned, so that writes of one page and reads of it come one after the other.
+        // Exclusive, so that writes and reads of one page do not overlap.
         let state = self.own();
         let to = state.memory_at(va, bytes, Access::Write)?;
         // SAFETY: as in `copy_out`, the other way.
@@ -260,7 +260,7 @@ impl State {
         self.window_at(pa, bytes).ok_or(Stopped::NoWindow(pa))
     }
 
-    /// The memory that `bytes` from `pa` on are, if one window shows all of them.
+    /// The memory of `bytes` from `pa` on, if one window covers all of them.
     fn window_at(&self, pa: Pa, bytes: u64) -> Option<*mut u8> {
         let end = pa.0.checked_add(bytes)?;
         let shows = |known: &&Window| known.pa <= pa && end <= known.pa.0 + known.bytes;
@@ -340,7 +340,7 @@ impl Mmu for Cpu {
         backing: Backing,
     ) -> Result<(), MmuError> {
         let Backing::Frames { first, .. } = backing else {
-            // Pages without frames are in spaces over paged memory only, which C does not make.
+            // Pages without frames exist only in spaces over paged memory, which C does not make.
             return Err(MmuError::Gone);
         };
         let mut state = self.own();
@@ -358,7 +358,8 @@ impl PhysicalMemory for Cpu {
     fn prepare(&self, frame: Pa, bytes: u64) -> Result<(), MmuError> {
         let state = self.share();
         let memory = state.windowed("prepare", frame, bytes)?;
-        // SAFETY: the window has the bytes and stays while the lock is held; the frame is nobody's yet.
+        // SAFETY: the window has the bytes and stays while the lock is held; the frame is not yet
+        // in use.
         unsafe { memory.write_bytes(0, length(bytes)) };
         Ok(())
     }
@@ -367,7 +368,8 @@ impl PhysicalMemory for Cpu {
         let state = self.share();
         let from = state.windowed("copy", from, bytes)?;
         let to = state.windowed("copy", to, bytes)?;
-        // SAFETY: windows have the bytes and stay while the lock is held; nobody maps either frame now.
+        // SAFETY: windows have the bytes and stay while the lock is held; neither frame is mapped
+        // now.
         unsafe { from.copy_to(to, length(bytes)) };
         Ok(())
     }
@@ -400,7 +402,7 @@ mod tests {
         unsafe { cpu.copy_in(va, &raw const byte, 1) }
     }
 
-    /// A number from a seed that is changed.
+    /// A pseudo-random number below `end`; advances the seed.
     fn below(seed: &mut u64, end: u64) -> u64 {
         *seed ^= *seed << 13;
         *seed ^= *seed >> 7;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Driver`]: the operations that C gives, as an [`Mmu`] and as [`PhysicalMemory`].
+//! [`Driver`]: a C driver's operations, as an [`Mmu`] and as [`PhysicalMemory`].
 //!
-//! A restriction comes as a set of pages of a section and goes on as runs; a
-//! mapping comes as runs already. Each operation is called with a mark on the
-//! thread ([`InDriver`]), and its code is kept in the error.
+//! A restriction arrives as a set of pages of a section and is passed on as runs; a mapping arrives
+//! as runs already. Each operation is called with a mark on the thread ([`InDriver`]), and the
+//! error keeps its return code.
 
 #![expect(unsafe_code, reason = "functions of the caller's are called")]
 
@@ -27,13 +27,13 @@ use std::{
     },
 };
 
-/// Mappings that one device may have at most when it is attached: as many regions are made of them.
+/// Most mappings that one device may have when it is attached: each becomes a region.
 pub(crate) const INHERITED_MAX: usize = 1 << 20;
 
-/// What a driver is told when the interface asks what C cannot do.
+/// Code for a request that C does not offer.
 const NOT_OFFERED: c_int = -95;
 
-/// What failed if a driver gave a table for a second space that another space has.
+/// The operation that failed if a driver returned a table that another space has.
 const ONE_TABLE_FOR_ALL: &str = "making another table than the one in use";
 const USED: c_int = -16;
 
@@ -42,10 +42,11 @@ pub(crate) struct Driver {
     operations: gm_mmu_t,
     arg: *mut c_void,
     on_absent: OnAbsent,
-    /// Page tables of its making that are still used, perhaps by others. Counted until the driver has
-    /// destroyed them.
+    /// Page tables of its making that are still in use, perhaps by others. Counted until the driver
+    /// has destroyed them.
     tables: AtomicU64,
-    /// Which they are. Not until then: what the driver has destroyed it may make again at once.
+    /// The ids of these tables. Removed before the driver destroys one, since it may reuse the id
+    /// at once.
     known: Mutex<BTreeSet<u64>>,
 }
 
@@ -54,20 +55,20 @@ unsafe impl Send for Driver {}
 // SAFETY: as above.
 unsafe impl Sync for Driver {}
 
-/// The operations that C gives.
+/// Reads the operations that C passes.
 ///
 /// # Safety
-/// `given` must be NULL, or have a `struct_size` and as many bytes behind it as that says.
+/// `given` must be NULL, or have a `struct_size` and that many bytes behind it.
 pub(crate) unsafe fn operations(given: *const gm_mmu_t) -> Result<gm_mmu_t, Failure> {
     if given.is_null() || !given.is_aligned() {
         return Err(wrong("mmu", "it must not be NULL"));
     }
-    // SAFETY: the caller says that it can be read.
+    // SAFETY: the caller guarantees that it can be read.
     let size = unsafe { (*given).struct_size };
     if size < size_of::<gm_mmu_t>() {
         return Err(wrong("struct_size", "it must be sizeof(gm_mmu_t)"));
     }
-    // SAFETY: so many bytes are there, says the caller.
+    // SAFETY: the caller guarantees this many bytes.
     let beyond = unsafe {
         let first: *const u8 = given.add(1).cast();
         array("mmu", first, size - size_of::<gm_mmu_t>())?
@@ -77,8 +78,8 @@ pub(crate) unsafe fn operations(given: *const gm_mmu_t) -> Result<gm_mmu_t, Fail
             "operations of a later version of this interface",
         ));
     }
-    // SAFETY: the caller says that it can be read; every field may hold any bits, and functions are as
-    // the header says.
+    // SAFETY: the caller guarantees that it can be read; every bit pattern of a field is valid, and
+    // functions are as the header demands.
     let operations = unsafe { *given };
     if operations.reserved != 0 {
         return Err(wrong("reserved", "it must be 0"));
@@ -94,7 +95,7 @@ pub(crate) fn has_one_table(error: &GmError) -> bool {
     matches!(**source, MmuError::Driver { operation, .. } if operation == ONE_TABLE_FOR_ALL)
 }
 
-/// What a device does about absent pages.
+/// The device's behaviour on absent pages.
 pub(crate) fn on_absent(cap: gm_dev_cap_t) -> Result<OnAbsent, Failure> {
     match cap {
         GM_DEV_CAP_NONE => Ok(OnAbsent::Fails),
@@ -153,7 +154,7 @@ impl Driver {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The driver's next table.
+    /// Makes the driver's next table.
     fn make_table(&self) -> Result<TableId, MmuError> {
         let mut table: gm_table_t = std::ptr::null_mut();
         if let Some(create) = self.operations.table_create {
@@ -166,7 +167,7 @@ impl Driver {
         }
         let table = table.expose_provenance() as u64;
         if !self.known().insert(table) {
-            // Not destroyed: it is the other space's, or another device's that shares it.
+            // Not destroyed: it belongs to the other space, or to another device that shares it.
             return Err(MmuError::Driver {
                 operation: ONE_TABLE_FOR_ALL,
                 code: USED,
@@ -175,14 +176,14 @@ impl Driver {
         Ok(TableId(table))
     }
 
-    /// True if a page table of its making is used still, be it by another device.
-    // Acquire pairs with Release in `destroy_table`: its call has returned when the table is not counted.
+    /// True if a page table of its making is still in use, even by another device.
+    // Acquire pairs with Release in `destroy_table`: a table not counted has been destroyed.
     pub(crate) fn has_tables(&self) -> bool {
         self.tables.load(Ordering::Acquire) > 0
     }
 
     /// # Errors
-    /// [`Failure`] if what registered memory needs is missing.
+    /// [`Failure`] if an operation that registered memory needs is missing.
     pub(crate) fn require_memory_operations(&self) -> Result<(), Failure> {
         match (self.operations.prepare, self.operations.copy) {
             (Some(_), Some(_)) => Ok(()),
@@ -192,7 +193,7 @@ impl Driver {
         }
     }
 
-    /// Removes translations, or what they allow beyond reading.
+    /// Removes translations, or all access beyond reading.
     fn take(&self, table: TableId, pages: PageRange, to: Restrict) -> Result<Restricted, MmuError> {
         let gm_range_t { va, size } = range_to_c(pages);
         let table = table_to_c(table);
@@ -220,7 +221,7 @@ impl Driver {
 impl Mmu for Driver {
     fn limits(&self) -> MmuLimits {
         let format = self.operations.format;
-        // A device that cannot be told by which table to translate cannot use another's.
+        // A device without `activate` cannot be switched to another device's table.
         let shares = format != 0 && self.operations.activate.is_some();
         MmuLimits {
             on_absent: self.on_absent,
@@ -243,7 +244,7 @@ impl Mmu for Driver {
         self.known().remove(&table.0);
         if let Some(destroy) = self.operations.table_destroy {
             let _inside = InDriver::enter();
-            // SAFETY: the driver's own function, argument and table, which nobody uses any more.
+            // SAFETY: the driver's own function, argument and table, which is no longer in use.
             unsafe { destroy(self.arg, table_to_c(table)) }
         }
         self.tables.fetch_sub(1, Ordering::Release);
@@ -299,7 +300,7 @@ impl Mmu for Driver {
                 // SAFETY: the driver's own function, argument and table.
                 unsafe { map(self.arg, table, va, size, first.0, page_bytes, prot) }
             }
-            // Pages without frames are in spaces over paged memory only, which C does not make.
+            // Pages without frames exist only in spaces over paged memory, which C does not make.
             (Backing::Home, _) | (_, None) => NOT_OFFERED,
         };
         done("map", code)
@@ -324,8 +325,8 @@ impl Mmu for Driver {
         let mut list = InheritedList::default();
         let code = {
             let _inside = InDriver::enter();
-            // SAFETY: the driver's own function and argument; `add` takes this very list, which lives as
-            // long as the call.
+            // SAFETY: the driver's own function and argument; `add` takes this very list, which
+            // lives as long as the call.
             unsafe { inherit(self.arg, Some(add_inherited), (&raw mut list).cast()) }
         };
         done("inherit", code)?;
@@ -362,14 +363,14 @@ impl PhysicalMemory for Driver {
     }
 }
 
-/// Mappings as they are told of.
+/// Mappings reported by the driver.
 #[derive(Default)]
 struct InheritedList {
     mappings: Vec<Inherited>,
     wrong: Option<MmuError>,
 }
 
-/// What a mapping of C's says, or `None` if it makes no sense.
+/// Converts a mapping from C; `None` if it is invalid.
 pub(crate) fn inherited_of_c(mapping: &gm_mapping_t) -> Option<Inherited> {
     let access = access_of_c(mapping.prot)?;
     Some(Inherited {
@@ -380,7 +381,7 @@ pub(crate) fn inherited_of_c(mapping: &gm_mapping_t) -> Option<Inherited> {
     })
 }
 
-/// The access that a protection of C's is, or `None` if it is none at all, or unknown.
+/// Converts a protection from C to an access; `None` if it allows nothing or is unknown.
 pub(crate) fn access_of_c(prot: gm_prot_t) -> Option<Access> {
     const BOTH: gm_prot_t = GM_PROT_READ | GM_PROT_WRITE;
     match prot {
@@ -393,10 +394,10 @@ pub(crate) fn access_of_c(prot: gm_prot_t) -> Option<Access> {
 /// The `add` of `inherit`.
 ///
 /// # Safety
-/// `list` must be what came with it; `mapping` must be NULL or a mapping.
+/// `list` must be the argument that came with it; `mapping` must be NULL or a mapping.
 unsafe extern "C" fn add_inherited(list: *mut c_void, mapping: *const gm_mapping_t) {
     let list: *mut InheritedList = list.cast();
-    // SAFETY: the driver passes on what it was given, says gmem.h; one thread at a time.
+    // SAFETY: gmem.h demands that the driver passes its arguments on; one thread at a time.
     let (Some(list), Some(mapping)) = (unsafe { (list.as_mut(), mapping.as_ref()) }) else {
         return;
     };
@@ -411,5 +412,5 @@ unsafe extern "C" fn add_inherited(list: *mut c_void, mapping: *const gm_mapping
     }
 }
 
-/// What is said of a mapping that allows nothing.
+/// Code for a mapping that allows nothing.
 const WRONG_MAPPING: c_int = -22;

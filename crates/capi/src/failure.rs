@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Failure`]: why a call from C fails, as a code and as a sentence.
 //!
-//! Each [`GmError`] has one code, and the border has some of its own. A code
-//! that C cannot bring about does not exist: a space over paged memory is not
-//! made from C, so nothing is ever *lost* there. The numbers of the case are in
-//! the sentence, kept for the thread until its next failure.
+//! Each [`GmError`] has one code, and the border has some of its own. There is no code for errors
+//! that C cannot cause: spaces over paged memory are not made from C, so nothing is ever *lost*
+//! there. The sentence has the numbers of the case, and is kept for the thread until its next
+//! failure.
 
 use crate::types::*;
 use gmem::GmError;
@@ -20,28 +20,28 @@ thread_local! {
 /// What went wrong.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The interface said no.
+    /// An error of the interface.
     Gmem(GmError),
-    /// What was given as a handle is none.
+    /// An invalid handle.
     InvalidHandle {
-        /// Of what.
+        /// Kind of object.
         kind: &'static str,
     },
-    /// It was a handle once.
+    /// A stale handle.
     Destroyed {
-        /// Of what.
+        /// Kind of object.
         kind: &'static str,
     },
-    /// A CPU is attached to the space, this one or another.
+    /// A CPU is already attached to the space, this one or another.
     CpuAttached,
-    /// An operation of a driver called back.
+    /// An operation of a driver called the interface.
     InDriver,
     /// Too many objects.
     TooMany {
-        /// Of what.
+        /// Kind of object.
         kind: &'static str,
     },
-    /// The system gave no thread for asynchronous operations.
+    /// The system refused a thread for asynchronous operations.
     NoThread {
         /// Why.
         error: std::io::Error,
@@ -56,12 +56,12 @@ impl From<GmError> for Failure {
     }
 }
 
-/// An argument that makes no sense.
+/// An invalid argument.
 pub(crate) fn wrong(argument: &'static str, why: &'static str) -> Failure {
     Failure::Gmem(GmError::InvalidArgument { argument, why })
 }
 
-/// Something that is not offered.
+/// An unsupported operation.
 pub(crate) fn unsupported(what: &'static str) -> Failure {
     Failure::Gmem(GmError::Unsupported { what })
 }
@@ -82,10 +82,10 @@ impl Failure {
 
     /// Keeps the sentence for this thread, and returns the code.
     pub(crate) fn tell(&self) -> gm_ret_t {
-        // A zero byte could come with a panic's message only.
+        // Only a panic's message can contain a zero byte.
         let sentence = self.to_string().replace('\0', "?");
         let sentence = CString::new(sentence).unwrap_or_default();
-        // Fails while the thread ends: nobody is left to ask.
+        // Fails only while the thread exits: it cannot query the sentence any more.
         if LAST.try_with(|last| last.replace(sentence)).is_err() {
             return self.code();
         }
@@ -111,7 +111,7 @@ fn code_of(error: &GmError) -> gm_ret_t {
         GmError::Busy { .. } => GM_RET_BUSY,
         GmError::Device { .. } => GM_RET_DEVICE,
         GmError::Destroyed => GM_RET_DESTROYED,
-        // Of paged memory, which no space that was made from C has.
+        // Concerns paged memory, which no space made from C has.
         GmError::Lost { .. } => GM_RET_INTERNAL,
     }
 }
@@ -135,14 +135,14 @@ impl std::fmt::Display for Failure {
                 f,
                 "not supported now: no thread for asynchronous operations: {error}"
             ),
-            Self::Internal(message) => write!(f, "a mistake of libpagetide_gmem: {message}"),
+            Self::Internal(message) => write!(f, "a bug in libpagetide_gmem: {message}"),
         }
     }
 }
 
-/// The sentence of this thread's last failure; it stays where it is until the next.
+/// The sentence of this thread's last failure; valid until the next failure.
 pub(crate) fn last() -> *const c_char {
-    // While the thread ends there is none.
+    // There is none while the thread exits.
     LAST.try_with(|last| last.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
 }
@@ -171,7 +171,7 @@ pub(crate) fn sentence(code: gm_ret_t) -> &'static CStr {
         GM_RET_BUSY => c"a device is in the middle of an access that does not end: try again",
         GM_RET_DEVICE => c"an operation of a driver failed",
         GM_RET_IN_DRIVER => c"called from within an operation of a driver",
-        GM_RET_INTERNAL => c"a mistake of libpagetide_gmem",
+        GM_RET_INTERNAL => c"a bug in libpagetide_gmem",
         _ => c"no code of gm_ret_t",
     }
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Handles`]: numbers for objects, which tell a stale one from a good one.
+//! [`Handles`]: numbers for objects, with detection of stale ones.
 //!
-//! A handle looks like a pointer to C and is none: it names a slot of a table
-//! and says for which of the objects that the slot has had in turn.
+//! To C a handle looks like a pointer, but it is none: it names a slot of a table, and which of the
+//! slot's successive objects is meant.
 //!
 //! ```text
 //!    63   60 59            32 31            4 3   0
@@ -10,13 +10,12 @@
 //!   │ kind  │   generation   │     slot      │shard│
 //!   └───────┴────────────────┴───────────────┴─────┘
 //! ```
-//! The kind, from 1 on and below 8, makes it an address that no user's memory
-//! has, so following it by mistake ends the program at once. A slot whose
-//! generations are used up is not used again: a stale handle never becomes good.
+//! The kind, from 1 to 7, makes it an address that user memory never has, so following it by
+//! mistake ends the program at once. A slot whose generations are used up is not reused: a stale
+//! handle never becomes valid.
 //!
-//! A look-up takes one shard's lock, shared, and counts a reference; objects live
-//! as long as somebody who looked them up works with them. Nothing is called with
-//! a shard locked.
+//! A look-up takes one shard's lock, shared, and counts a reference; objects live as long as a
+//! caller that looked them up uses them. No callback runs with a shard locked.
 
 use crate::failure::Failure;
 use std::{
@@ -37,11 +36,11 @@ const GENERATION_LAST: u64 = (1 << GENERATION_BITS) - 1;
 
 const _: () = assert!(KIND_SHIFT + 4 == u64::BITS);
 
-/// What handles are of.
+/// A kind of object.
 pub(crate) struct Kind {
     /// From 1 to 7.
     pub(crate) number: u8,
-    /// For sentences.
+    /// For messages.
     pub(crate) name: &'static str,
 }
 
@@ -66,12 +65,12 @@ impl<T> PartialEq for Handle<T> {
 }
 
 impl<T> Handle<T> {
-    /// As C holds it.
+    /// The handle as C holds it.
     pub(crate) fn to_c<C>(self) -> *mut C {
         std::ptr::without_provenance_mut(index(self.bits))
     }
 
-    /// What C gave for one.
+    /// A handle as C passed it.
     pub(crate) fn of_c<C>(given: *const C) -> Self {
         Self::of_bits(given.addr() as u64)
     }
@@ -109,7 +108,7 @@ const fn index(bits: u64) -> usize {
 const _: () = assert!(size_of::<usize>() == size_of::<u64>());
 
 struct Slot<T> {
-    /// Of the object that is here, or that will be next.
+    /// Of the current object, or of the next one.
     generation: u64,
     object: Option<Arc<T>>,
 }
@@ -126,7 +125,7 @@ pub(crate) struct Handles<T> {
     next_shard: AtomicUsize,
 }
 
-// A panic with a shard locked leaves it as it was or with the change made: poison is not passed on.
+// A panic with a shard locked leaves it unchanged or with the change complete: poison is ignored.
 fn share<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
     lock.read().unwrap_or_else(PoisonError::into_inner)
 }
@@ -155,10 +154,10 @@ impl<T> Handles<T> {
         }
     }
 
-    /// A handle for a new object, which is made knowing it.
+    /// Makes a new object, which gets its own handle.
     ///
     /// # Errors
-    /// [`Failure::TooMany`] with 2^28 objects in the shard: no memory would hold them.
+    /// [`Failure::TooMany`] with 2^28 objects in the shard: more than memory could hold.
     pub(crate) fn insert_with(
         &self,
         make: impl FnOnce(Handle<T>) -> T,
@@ -209,7 +208,7 @@ impl<T> Handles<T> {
         }
     }
 
-    /// The handle is of no object any more. Nothing happens if it was of none.
+    /// Invalidates the handle. Does nothing if it is not valid.
     pub(crate) fn remove(&self, handle: Handle<T>) {
         let mut shard = own(&self.shards[handle.shard()]);
         let Some(slot) = shard.slots.get_mut(handle.slot()) else {
@@ -224,7 +223,7 @@ impl<T> Handles<T> {
             shard.free.push(handle.slot());
         }
         drop(shard);
-        // What hangs on the object goes without the lock.
+        // The object's own resources are dropped without the lock.
         drop(gone);
     }
 }

@@ -10,22 +10,20 @@
 //!                                 ▼    │
 //!                       gmem: AddressSpace, Device, Region ──► Mmu: driver.rs, cpu.rs
 //! ```
-//! Nothing of Rust crosses the border: a C program holds *handles*, numbers
-//! dressed as pointers which no code ever follows ([`handle`]), and gets codes
-//! ([`failure`]). No panic crosses it either ([`border`]).
+//! No Rust type crosses the border: a C program holds *handles*, numbers disguised as pointers that
+//! no code ever follows ([`handle`]), and gets codes ([`failure`]). No panic crosses it either
+//! ([`border`]).
 //!
-//! The header is made from this source by `tests/header.rs`: what a C programmer
-//! is to know stands at the items of [`types`] and [`interface`], in the words of
-//! C, and nowhere else.
+//! `tests/header.rs` generates the header from this source: all documentation for C programmers is
+//! on the items of [`types`] and [`interface`], in terms of C, and nowhere else.
 //!
-//! *Invariant:* every exported function begins with [`border::call`], or cannot
-//! fail. *Invariant:* a driver's operation is called through
-//! [`border::InDriver`] only, so that its calls back are refused and not waited for
-//! for ever.
+//! *Invariant:* every exported function begins with [`border::call`], or cannot fail. *Invariant:*
+//! a driver's operation is called only through [`border::InDriver`], so that its calls back are
+//! refused instead of waiting for ever.
 //!
-//! `unsafe` is where pointers of the caller are followed (`interface`, `border`,
-//! `callback`) and where the caller's functions are called (`driver`, `callback`);
-//! and in `cpu`, which copies memory that the caller has named.
+//! `unsafe` is used where the caller's pointers are followed (`interface`, `border`, `callback`)
+//! and its functions are called (`driver`, `callback`); and in `cpu`, which copies memory that the
+//! caller has named.
 
 mod border;
 mod callback;

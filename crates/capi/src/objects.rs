@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is behind the handles: [`Space`], [`Dev`], [`Area`] (a region), [`Set`].
+//! The objects behind the handles: [`Space`], [`Dev`], [`Area`] (a region), [`Set`].
 //!
-//! *One handle a region.* A space keeps the handle of each of its regions by
-//! where it begins. A region that is found may be freed at any moment, and
-//! another be allocated in its place; so an entry is made, with the list locked,
-//! only for a region that is found once more, and taken away only for the region
-//! it was made for. An entry for a region that is gone is replaced by its
-//! successor's.
+//! *One handle a region.* A space keeps the handle of each of its regions by start address. A
+//! region that was found may be freed at any moment, and another be allocated in its place. So an
+//! entry is made, with the list locked, only after the region is looked up once more, and removed
+//! only for the region it was made for. A new region's entry replaces that of a freed one.
 //!
-//! *Operations.* A space starts a thread for its asynchronous operations with the
-//! first of them. A space that was destroyed has none, so whoever queued
-//! something at that very moment looks afterwards and carries it out itself.
+//! *Operations.* A space starts a thread for its asynchronous operations with the first of them. A
+//! destroyed space has none, so a thread that queued an operation at that very moment checks
+//! afterwards and carries it out itself.
 
 use crate::{
     cpu::Cpu,
@@ -49,7 +47,7 @@ pub(crate) static SETS: Handles<Set> = Handles::new(Kind {
 });
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What these guard changes in single steps: a panic leaves nothing half done.
+    // The guarded data changes in single steps: a panic leaves nothing half done.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -86,15 +84,15 @@ pub(crate) struct Set {
 pub(crate) struct Dev {
     pub(crate) device: Arc<Device>,
     pub(crate) operations: Operations,
-    /// Held while it is attached somewhere and while it is destroyed: see [`Dev::destroy`].
+    /// Held while it is being attached and while it is being destroyed: see [`Dev::destroy`].
     standing: Mutex<()>,
 }
 
-/// Whose operations a device has.
+/// The implementation of a device's operations.
 pub(crate) enum Operations {
-    /// A C program's.
+    /// That of a C program.
     Driver(Arc<Driver>),
-    /// This library's for the CPU.
+    /// That of this library for the CPU.
     Cpu(Arc<Cpu>),
 }
 
@@ -119,7 +117,7 @@ impl Space {
         self.handle
     }
 
-    /// The handle of a region that was allocated or found just now; `None` if it was freed since.
+    /// The handle of a region just allocated or found; `None` if it was freed since.
     pub(crate) fn handle_of(
         self: &Arc<Self>,
         region: &Region,
@@ -145,7 +143,7 @@ impl Space {
         Ok(Some(handle))
     }
 
-    /// The region was freed.
+    /// Invalidates the handle of a freed region.
     pub(crate) fn forget(&self, region: &Region) {
         let mut known = lock(&self.regions);
         let is_it = |(same, _): &(Region, _)| same == region;
@@ -158,7 +156,7 @@ impl Space {
 
     pub(crate) fn new_set(self: &Arc<Self>) -> Result<Handle<Set>, Failure> {
         let mut sets = lock(&self.sets);
-        // Looked at with the list locked: a space that ends takes it afterwards.
+        // Checked with the list locked: a space that ends takes this lock afterwards.
         if self.has_ended() {
             return Err(GmError::Destroyed.into());
         }
@@ -180,7 +178,7 @@ impl Space {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Lets a thread carry operations out from now on.
+    /// Starts the thread that carries operations out, if there is none.
     pub(crate) fn serve_operations(&self) -> Result<(), Failure> {
         let mut worker = lock(&self.worker);
         if let Worker::NotYet = *worker {
@@ -194,20 +192,20 @@ impl Space {
         Ok(())
     }
 
-    /// Queues an operation with `queue`, for the thread or, in a space that ends just now, for nobody:
-    /// then it is carried out here.
+    /// Queues an operation with `queue`, for the thread. If the space is just ending there is none,
+    /// and the operation is carried out here.
     pub(crate) fn queue(&self, queue: impl FnOnce() -> Result<(), GmError>) -> Result<(), Failure> {
         self.serve_operations()?;
         queue()?;
-        // Either the end sees the operation in the queue, or this sees the end: both take the queue's
-        // lock, the end after the mark is set.
+        // Either the end sees the operation in the queue, or this sees the end: both take the
+        // queue's lock, the end after the mark is set.
         if self.has_ended() {
             self.space.synchronize()?;
         }
         Ok(())
     }
 
-    /// Ends the space; its handle and those of its mapping sets are of nothing then.
+    /// Ends the space; invalidates its handle and those of its mapping sets.
     pub(crate) fn end(&self) -> Result<(), Failure> {
         self.space.destroy()?;
         self.ended.store(true, Ordering::Release);
@@ -225,15 +223,15 @@ impl Space {
             let ended_well = thread.join().is_ok();
             debug_assert!(ended_well, "the thread catches every panic");
         }
-        // Carries out what was queued meanwhile. A failure that nobody has asked about goes with the
-        // space: there is no region left that it could be of.
+        // Carries out operations queued meanwhile. An unreported failure is dropped with the space:
+        // it has no regions left that the failure could concern.
         match self.space.synchronize() {
             Ok(()) | Err(_) => Ok(()),
         }
     }
 }
 
-/// The thread's life: a panic of an operation ends that operation and not the thread.
+/// Body of the thread: a panic of an operation ends that operation and not the thread.
 fn serve(space: &AddressSpace) {
     while catch_unwind(AssertUnwindSafe(|| space.serve_operations())).is_err() {}
 }
@@ -267,12 +265,12 @@ impl Dev {
         Ok(handle)
     }
 
-    /// Nobody attaches or destroys the device until the guard is dropped.
+    /// Keeps the device from being attached or destroyed until the guard is dropped.
     pub(crate) fn hold(&self) -> MutexGuard<'_, ()> {
         lock(&self.standing)
     }
 
-    /// What can be done with memory of the device.
+    /// The operations on the device's memory.
     ///
     /// # Errors
     /// [`Failure`] if its driver has no such operations.
@@ -287,11 +285,11 @@ impl Dev {
         }
     }
 
-    /// Ends a device that is attached nowhere, and whose page tables nobody uses: when this returns
-    /// without error its driver is not called again.
+    /// Destroys a device that is not attached anywhere and whose page tables are not in use: when
+    /// this returns without error its driver is not called again.
     ///
-    /// A table outlives the attachment of who made it while others share it. Only an attachment makes
-    /// new tables, and none can begin with the device held.
+    /// A table outlives the attachment that made it while other devices share it. Only an
+    /// attachment makes new tables, and none can begin with the device held.
     pub(crate) fn destroy(&self) -> Result<(), Failure> {
         let _held = self.hold();
         if let Operations::Driver(driver) = &self.operations
@@ -352,7 +350,7 @@ mod tests {
         let first = space.space.alloc(&request).unwrap();
         let handle = space.handle_of(&first).unwrap().unwrap();
         assert!(space.handle_of(&first).unwrap() == Some(handle));
-        // Freed, and its address taken by another, before anybody has forgotten it.
+        // Freed, and its address reused, before its handle was invalidated.
         first.dealloc().unwrap();
         let second = space.space.alloc(&request).unwrap();
         assert_eq!(second.start(), first.start());
@@ -362,7 +360,7 @@ mod tests {
             REGIONS.get(handle),
             Err(Failure::Destroyed { .. })
         ));
-        // Who found the first one late changes nothing about the second.
+        // A late look-up of the first changes nothing about the second.
         assert!(space.handle_of(&first).unwrap().is_none());
         space.forget(&first);
         assert!(space.handle_of(&second).unwrap() == Some(next));

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The types of `gmem.h` (GMEM 4.1, Table 2), as C sees them.
 //!
-//! The header's generator knows four kinds of items here: an alias of a number
-//! with constants of it (flags), a transparent struct of a number with constants
-//! of it (an enumeration), a struct without fields (a handle), and a struct
-//! with fields. Their documentation becomes the header's.
+//! The header's generator knows four kinds of items here: an alias of a number with constants of it
+//! (flags), a transparent struct of a number with constants of it (an enumeration), a struct
+//! without fields (a handle), and a struct with fields. Their documentation becomes the header's.
 
 #![expect(
     non_camel_case_types,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Client of the HTTP API over its Unix socket.
 //!
-//! One connection a request: a command makes one or two. What changes something has no time
-//! limit, since a detach takes as long as it takes to bring every page back. What
-//! only asks is answered at once by a daemon that is well: see [`ASK_WAIT`].
+//! One connection per request: a command makes one or two. Requests that change something have no time
+//! limit, since a detach takes as long as it takes to fill every page. A healthy daemon answers queries
+//! at once: see [`ASK_WAIT`].
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,14 +19,14 @@ use tokio::net::UnixStream;
 
 use crate::control::ControlError;
 
-/// How long a daemon may take to answer what changes nothing. It takes milliseconds, and on a host
-/// that is very busy perhaps seconds.
+/// How long a daemon may take to answer a query. It takes milliseconds, and perhaps seconds on a very
+/// busy host.
 pub const ASK_WAIT: Duration = Duration::from_secs(60);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No daemon listens.
     #[error(
         "no daemon answers on {path}: {source}; start one with `pagetide run`, or name its socket with --api"
     )]
@@ -44,20 +44,20 @@ pub enum ClientError {
         /// The reason.
         source: hyper::Error,
     },
-    /// It takes the connection and says nothing.
+    /// The daemon accepts the connection but does not answer.
     #[error(
         "the daemon on {path} has not answered within {waited_s} s, though its socket is there: it has just been started \
-         and is taking up what its predecessor left (its log says \"ready\" when that is done), or it hangs, or is \
+         and is recovering what its predecessor left (its log says \"ready\" when that is done), or it hangs, or is \
          stopped (SIGSTOP); see its log. VMs run on as long as they touch no evicted page. If it is ready and does not \
-         answer, kill it (SIGKILL): a new `pagetide run` takes its VMs up"
+         answer, kill it (SIGKILL): a new `pagetide run` recovers its VMs"
     )]
     Silent {
         /// The socket.
         path: PathBuf,
-        /// How long was waited.
+        /// How long the client waited.
         waited_s: u64,
     },
-    /// The answer makes no sense.
+    /// The answer cannot be parsed.
     #[error(
         "the answer of {path} (status {status}) makes no sense: {reason}; is it a pagetide of this version?"
     )]
@@ -69,7 +69,7 @@ pub enum ClientError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The daemon says no.
+    /// The daemon refused the request.
     #[error(transparent)]
     Refused(#[from] ControlError),
 }
@@ -82,7 +82,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Of the daemon that listens on `socket`.
+    /// A client of the daemon that listens on `socket`.
     #[must_use]
     pub fn new(socket: &Path) -> Self {
         Self {
@@ -91,13 +91,13 @@ impl Client {
         }
     }
 
-    /// With another patience than [`ASK_WAIT`].
+    /// Uses another timeout than [`ASK_WAIT`].
     #[must_use]
     pub fn with_ask_wait(self, ask_wait: Duration) -> Self {
         Self { ask_wait, ..self }
     }
 
-    /// Asks for a JSON answer without sending a body.
+    /// Sends a request without a body and reads a JSON answer.
     pub async fn ask<T: DeserializeOwned>(
         &self,
         method: Method,
@@ -164,7 +164,7 @@ impl Client {
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .map_err(broken)?;
-        // What ends the connection early also ends the request, which reports it.
+        // An error that ends the connection early also fails the request, which reports it.
         let connection = tokio::spawn(connection);
         let request = Request::builder()
             .method(method)
@@ -187,7 +187,7 @@ pub fn vm_path(name: &str) -> String {
     format!("/v1/vms/{}", utf8_percent_encode(name, NON_ALPHANUMERIC))
 }
 
-/// Path of the account of a device, or of all, in the API.
+/// Path of the service-level account of a device, or of all devices, in the API.
 #[must_use]
 pub fn slo_path(device: Option<&str>) -> String {
     match device {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What each command does: the clients here, the long ones in their own modules.
+//! The commands: clients are here, long-running commands in their own modules.
 
 use std::path::Path;
 use std::time::Duration;
@@ -33,7 +33,7 @@ use crate::text::Text;
 use crate::trace;
 use crate::vpri;
 
-/// Does what the command line says.
+/// Executes the command line.
 pub fn execute(cli: Cli) -> Result<(), CommandError> {
     match cli.command {
         Command::Run(args) => run::run(args),
@@ -55,7 +55,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
     }
 }
 
-/// A request on its way: who sends it, where to, how the answer is printed.
+/// An API request: the client, the path, and how the answer is printed.
 struct Call<'a> {
     client: &'a ClientArgs,
     method: Method,
@@ -63,7 +63,7 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Sends `body` if there is one, prints the answer.
+    /// Sends `body`, if any, and prints the answer.
     fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
         self,
         body: Option<&B>,
@@ -72,7 +72,7 @@ impl Call<'_> {
         print_report(&self.fetch::<B, T>(body)?, form)
     }
 
-    /// Sends `body` if there is one, gives back the answer.
+    /// Sends `body`, if any, and returns the answer.
     fn fetch<B: Serialize, T: DeserializeOwned>(self, body: Option<&B>) -> Result<T, CommandError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -272,7 +272,7 @@ fn iopf(command: IopfCommand) -> Result<(), CommandError> {
     }
 }
 
-/// How often `iopf inject --wait` looks whether it is over.
+/// Poll interval of `iopf inject --wait`.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 fn inject(args: &InjectArgs) -> Result<(), CommandError> {
@@ -298,7 +298,7 @@ fn inject(args: &InjectArgs) -> Result<(), CommandError> {
     print_report(&report, client.json.into())
 }
 
-/// Looks until an injection is over and what it held has gone on.
+/// Polls until an injection is over and its held faults have resumed.
 fn wait_for_injection(
     client: &ClientArgs,
     request: &InjectionRequest,
@@ -324,15 +324,15 @@ fn wait_for_injection(
     }
 }
 
-/// How often to look for faults that are held when an injection ends. They go on one after another,
-/// usually within 10 s; never, if their device has stopped.
+/// Number of polls to wait for faults that are held when an injection ends. They resume one after
+/// another, usually within 10 s; never, if their device has stopped.
 fn looks_for(held: u64, latency_us: u64) -> f64 {
     let all = Duration::from_micros(held.saturating_mul(latency_us));
     let patience = all.min(Duration::from_secs(10)) + Duration::from_secs(1);
     patience.div_duration_f64(LOOK_EVERY)
 }
 
-/// A device as a person names it: a path is made absolute, a serial number left as it is.
+/// A device as the user names it: a path is made absolute, a serial number stays as it is.
 fn named_device(name: &str) -> Result<String, CommandError> {
     if !name.contains('/') && !Path::new(name).exists() {
         return Ok(name.to_owned());
@@ -369,7 +369,7 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
     call.make::<_, DeviceReport>(Some(&request))
 }
 
-/// A path as the daemon can use it, whose working directory is another.
+/// The absolute path: the daemon has another working directory.
 fn absolute(path: &Path) -> Result<std::path::PathBuf, CommandError> {
     std::path::absolute(path)
         .map_err(|error| CommandError::refused(format!("'{}' is no path: {error}", path.display())))

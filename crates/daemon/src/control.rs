@@ -13,6 +13,10 @@
 //! kind beside it says how Prometheus is told. `/metrics`, the OpenAPI document
 //! and `docs/metrics.md` are made from these declarations.
 
+mod error;
+
+pub use error::{ControlError, ErrorKind};
+
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
@@ -76,63 +80,6 @@ pub trait Control: Send + Sync {
     fn stop_recording(&self) -> Result<RecordingReport, ControlError>;
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
-}
-
-/// Why a request was not done.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error, Serialize, Deserialize, ToSchema)]
-#[error("{message}")]
-pub struct ControlError {
-    /// Whose fault it is.
-    pub kind: ErrorKind,
-    /// One sentence: what, why, what to do.
-    pub message: String,
-}
-
-impl ControlError {
-    /// The request cannot mean anything (exit status 2).
-    #[must_use]
-    pub fn wrong_use(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::WrongUse, message)
-    }
-
-    /// What the request names does not exist (exit status 2).
-    #[must_use]
-    pub fn not_found(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::NotFound, message)
-    }
-
-    /// Doing it would endanger a VM, or a rule forbids it (exit status 2).
-    #[must_use]
-    pub fn refused(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::Refused, message)
-    }
-
-    /// It was tried and did not work (exit status 1).
-    #[must_use]
-    pub fn failed(message: impl Into<String>) -> Self {
-        Self::new(ErrorKind::Failed, message)
-    }
-
-    fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self {
-            kind,
-            message: message.into(),
-        }
-    }
-}
-
-/// Whose fault a [`ControlError`] is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum ErrorKind {
-    /// The request cannot mean anything.
-    WrongUse,
-    /// What the request names does not exist.
-    NotFound,
-    /// Doing it would endanger a VM, or a rule forbids it.
-    Refused,
-    /// It was tried and did not work.
-    Failed,
 }
 
 /// Take over a VM.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`CpuList`]: CPUs as the kernel writes them, such as `0,2-5`, or `any`.
+//! [`CpuList`]: a list of CPUs in the kernel's notation, such as `0,2-5`, or `any`.
 
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
@@ -8,13 +8,13 @@ use std::{fmt, str::FromStr};
 const CPUS_MAX: usize = 1024;
 const ANY: &str = "any";
 
-/// Some CPUs, ascending; none means any.
+/// A set of CPUs, ascending; empty means any.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct CpuList(Vec<usize>);
 
 impl CpuList {
-    /// Their numbers; empty for any.
+    /// The CPU numbers; empty for any.
     #[must_use]
     pub fn numbers(&self) -> &[usize] {
         &self.0

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Figures: the fields of a report that are numbers, declared once.
+//! Figures: the numeric fields of a report, declared once.
 //!
-//! [`report!`] makes from one declaration the struct that travels as JSON, its
-//! OpenAPI schema, and a table of [`Figure`]s from which the metrics page and
-//! its documentation are made. So a new figure is one line, and no place can
-//! forget it.
+//! From one declaration, [`report!`] generates the struct that is sent as JSON, its OpenAPI schema, and
+//! a table of [`Figure`]s from which the metrics page and its documentation are generated. A new figure
+//! is therefore one line, and no place can miss it.
 //!
-//! A latency travels as three percentiles for people and, to Prometheus, as a
-//! histogram: percentiles of several daemons cannot be added up, buckets can.
+//! A latency is sent as three percentiles for people and, to Prometheus, as a histogram: percentiles of
+//! several daemons cannot be aggregated, buckets can.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::control::SetReport;
 
-/// How a figure is told to Prometheus.
+/// How a figure is exported to Prometheus.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FigureKind {
     /// May go up and down.
@@ -33,9 +32,9 @@ pub struct Figure<R> {
     pub name: &'static str,
     /// First line of the field's documentation.
     pub help: &'static str,
-    /// How it is told.
+    /// How it is exported.
     pub kind: FigureKind,
-    /// Reads it; `None` where this report has none.
+    /// Reads it; `None` where this report lacks it.
     pub read: fn(&R) -> Option<Reading<'_>>,
 }
 
@@ -58,7 +57,7 @@ pub trait Report: Sized + 'static {
     const METRIC_PREFIX: &'static str;
     /// Its figures in the order of declaration.
     const FIGURES: &'static [Figure<Self>];
-    /// Name and value of the label that tells one of them from another.
+    /// Name and value of the label that distinguishes instances.
     fn label(&self) -> (&'static str, &str);
 }
 
@@ -98,10 +97,10 @@ impl<T: Measured> Measured for Option<T> {
     }
 }
 
-/// Upper bounds of the latency buckets in microseconds; a last one has no bound.
+/// Upper bounds of the latency buckets in microseconds; the last bucket has no bound.
 ///
-/// From the kernel's own floor for a fault to the second in which a person
-/// would notice, two or three steps a decade.
+/// They range from the kernel's own minimum for a fault to the second that a person would notice, with
+/// two or three steps per decade.
 pub const BUCKET_BOUNDS_US: [u64; 16] = [
     2, 5, 10, 15, 20, 30, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 100_000, 1_000_000,
 ];
@@ -130,7 +129,7 @@ pub struct LatencyBuckets {
 }
 
 impl LatencyUs {
-    /// From a histogram of nanoseconds.
+    /// Converts a histogram of nanoseconds.
     #[must_use]
     pub fn from_ns(histogram: &hdrhistogram::Histogram<u64>) -> Self {
         #[expect(
@@ -190,7 +189,7 @@ macro_rules! report {
     };
 }
 
-/// The table of a report's figures: drops the fields that are none.
+/// Builds the table of a report's figures; skips the fields that are none.
 macro_rules! figures {
     (@ [$($done:expr),*]) => { &[$($done),*] };
     (@ [$($done:expr),*] ($help:literal $field:ident skip) $($rest:tt)*) => {

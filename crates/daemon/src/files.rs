@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How many files this process may have open.
+//! The limit of open files of this process.
 //!
 //! Shells and service managers start processes with a soft limit of 1024 or less, for programs that use
-//! `select`; the hard limit is much higher. A process that may need more raises the soft limit itself.
+//! `select`; the hard limit is much higher. A process that may need more files raises the soft limit
+//! itself.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Open files that a process with one engine cannot do without. An engine's io_uring has a table of files,
+/// Open files that a process with one engine needs at least. An engine's io_uring has a table of files,
 /// and the kernel refuses a table larger than the limit.
 pub const FILES_MIN: u64 = 512;
 
-/// What is said if there are too few.
+/// The error if the limit is too low.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "this process may have {found} files open, and at least {FILES_MIN} are needed, {FILES_MIN} for the table of an \

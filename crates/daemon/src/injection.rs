@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Fault injection as the API and `pagetide iopf` have it: what is asked for, what is told (VPRI 3.3).
+//! Fault injection in the API and `pagetide iopf`: requests and reports (VPRI 3.3).
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,9 +10,9 @@ use utoipa::ToSchema;
 use crate::slo::latency;
 use crate::text::Text;
 
-/// How long an injection lasts unless told otherwise.
+/// Default duration of an injection.
 pub const DEFAULT_SECONDS: u64 = 10;
-/// Faults of an arrival unless told otherwise.
+/// Default number of faults per arrival.
 pub const DEFAULT_BURST: u32 = 1;
 
 fn default_seconds() -> u64 {
@@ -108,16 +108,16 @@ impl Text for InjectionReport {
     }
 }
 
-/// A time as people write it: `5ms`, `800us`, `1.5s`; a plain number is milliseconds.
+/// A duration in human form: `5ms`, `800us`, `1.5s`; a plain number is milliseconds.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct TimeUs(pub u64);
 
-/// A text that is no time.
+/// A text that is not a valid duration.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("'{0}' is no time: write a number with us, ms or s, such as 5ms")]
 pub struct TimeError(String);
 
-/// Units by their suffix, in microseconds. Longer ones first: `ms` ends with `s`, too.
+/// Units by their suffix, in microseconds. Longer suffixes first: `ms` also ends with `s`.
 const UNITS: [(&str, f64); 3] = [("us", 1.0), ("ms", 1e3), ("s", 1e6)];
 
 impl FromStr for TimeUs {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide vm detach`: asks for it, shows how far it is, and stops it on Ctrl-C; a second Ctrl-C
+//! `pagetide vm detach`: starts the detach, shows its progress, and stops it on Ctrl-C; a second Ctrl-C
 //! leaves it to the daemon.
 //!
-//! A detach brings back all that is away, which takes a second for each GiB or so. What is left of that
-//! the VM's own report tells: its stored pages.
+//! A detach fills every absent page, which takes about a second per GiB. Progress is read from the VM's
+//! own report, from its count of stored pages.
 
 use crate::{
     client::{Client, vm_path},
@@ -15,7 +15,7 @@ use hyper::Method;
 use std::{path::Path, time::Duration};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Between two looks at how far it is.
+/// Interval between progress polls.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// Detaches the VM `name` of the daemon that listens on `socket`.
@@ -32,7 +32,7 @@ async fn watched(client: &Client, path: &str) -> Result<DetachReport, CommandErr
         .map_err(|error| CommandError::failed(format!("cannot listen for Ctrl-C: {error}")))?;
     let mut looks = tokio::time::interval(LOOK);
     let mut detach = std::pin::pin!(client.ask::<DetachReport>(Method::DELETE, path));
-    // None while it is not long.
+    // `None` while the detach has not taken long.
     let mut shown: Option<Shown> = None;
     let mut is_first_look = true;
     let mut asked_to_stop = false;
@@ -45,7 +45,7 @@ async fn watched(client: &Client, path: &str) -> Result<DetachReport, CommandErr
                         "interrupted: the daemon has not answered yet; `pagetide vm show` tells whether the VM is still attached",
                     ));
                 }
-                // What it says to that comes by the detach itself, which goes on to its end or stops.
+                // Its result arrives through the detach itself, which then either completes or stops.
                 let stop = client.ask::<VmReport>(Method::DELETE, &format!("{path}/detach")).await;
                 if let Err(error) = stop {
                     tracing::debug!(%error, "the detach cannot be stopped any more");
@@ -63,13 +63,13 @@ async fn watched(client: &Client, path: &str) -> Result<DetachReport, CommandErr
     }
 }
 
-/// How far it is, on stderr.
+/// Progress, on stderr.
 struct Shown {
     progress: Progress,
     stored_pages: u64,
 }
 
-/// Pages that a detach brings back: zeros may stay away.
+/// Pages that a detach still has to fill. Zero pages may stay absent.
 fn left_pages(vm: &VmReport) -> u64 {
     vm.lz4_pages + vm.uncompressed_pages
 }

@@ -2,14 +2,13 @@
 //! The program `pagetide`: command line, configuration, HTTP API, metrics, and
 //! the composition of the other crates into a running daemon.
 //!
-//! [`control`] is the seam: everything a person or a program can ask for is a
-//! method of one trait, its answers are the report types there. On one side of
-//! it stand [`api`], [`metrics`] and the clients in [`command`]; on the other
-//! [`host`], which puts VMs and tiers together, [`dpu`], which holds the devices, and
-//! [`protection`], which keeps what devices touch from being evicted.
+//! [`control`] is the seam: every request of a user or a program is a method of one trait, and the
+//! report types there are its answers. On one side stand [`api`], [`metrics`] and the clients in
+//! [`command`]; on the other side [`host`], which assembles VMs and tiers, [`dpu`], which holds the
+//! devices, and [`protection`], which keeps memory that devices touch from being evicted.
 //!
-//! *Invariant:* nothing but `host`, `dpu`, `protection`, `bench`, `estimate`, `replay`,
-//! `sim`, `trace` and `vpri` knows another crate of the workspace.
+//! *Invariant:* only `host`, `dpu`, `protection`, `bench`, `estimate`, `replay`, `sim`, `trace` and
+//! `vpri` depend on other crates of the workspace.
 
 pub mod api;
 pub mod bench;

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Names of VMs: what may be one, and which one a VMM suggests.
+//! Names of VMs: which are valid, and which one a VMM suggests.
 //!
-//! A name stands in paths of the API, in file names of pools and in labels of
-//! metrics, so it is kept to characters that mean nothing anywhere.
+//! A name appears in paths of the API, in file names of pools and in labels of metrics, so it may only
+//! contain characters without special meaning in any of them.
 
 use crate::control::ControlError;
 
-/// Longest name, in bytes: with a prefix and suffix it still is a file name (255).
+/// Longest name, in bytes: with prefix and suffix it must fit a file name (255).
 pub const NAME_BYTES_MAX: usize = 64;
 
 fn may_stand(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.')
 }
 
-/// Refuses what cannot be the name of a VM.
+/// Refuses an invalid VM name.
 pub fn check_name(name: &str) -> Result<(), ControlError> {
     let fits = !name.is_empty()
         && name.len() <= NAME_BYTES_MAX
@@ -31,7 +31,7 @@ pub fn check_name(name: &str) -> Result<(), ControlError> {
 
 /// Name for the VM of process `pid`: its VMM's `-name`, else `vm-PID`.
 ///
-/// A process that is gone gets `vm-PID` too: the attach then says what is wrong.
+/// A process that is gone also gets `vm-PID`: the attach then reports the error.
 #[must_use]
 pub fn default_name(pid: u32) -> String {
     let fallback = || format!("vm-{pid}");
@@ -41,7 +41,7 @@ pub fn default_name(pid: u32) -> String {
     }
 }
 
-/// The name in a VMM's NUL-separated command line, its odd characters as `-`.
+/// The name in a VMM's NUL-separated command line, with invalid characters replaced by `-`.
 fn from_cmdline(cmdline: &[u8]) -> Option<String> {
     let arguments: Vec<&[u8]> = cmdline.split(|b| *b == 0).collect();
     let at = arguments

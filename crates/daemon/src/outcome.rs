@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How a command ends: 0 done, 1 failed, 2 wrong use or refused.
+//! Exit status of a command: 0 done, 1 failed, 2 wrong use or refused.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use crate::client::ClientError;
 use crate::control::{ControlError, ErrorKind};
 use crate::text::{Text, json};
 
-/// A command that did not do what it was asked for, told as one sentence.
+/// The failure of a command, as one sentence.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum CommandError {
     /// Wrong use, or refused: status 2.
@@ -18,23 +18,23 @@ pub enum CommandError {
     /// Tried and failed: status 1.
     #[error("{0}")]
     Failed(String),
-    /// Whoever read our output has gone: nothing to say, status 1.
-    #[error("nobody reads the output any more")]
+    /// The reader of our output has closed it: nothing to print, status 1.
+    #[error("the output is no longer read")]
     OutputClosed,
 }
 
 impl CommandError {
-    /// From any error that means wrong use or refusal.
+    /// Wraps any error that means wrong use or refusal.
     pub fn refused(error: impl std::fmt::Display) -> Self {
         Self::Refused(error.to_string())
     }
 
-    /// From any error that means failure.
+    /// Wraps any error that means failure.
     pub fn failed(error: impl std::fmt::Display) -> Self {
         Self::Failed(error.to_string())
     }
 
-    /// Status of the process.
+    /// Exit status of the process.
     #[must_use]
     pub fn exit_code(&self) -> ExitCode {
         match self {
@@ -64,7 +64,7 @@ pub enum Form {
     Json,
 }
 
-/// As the flag `--json` says.
+/// Selects the form by the flag `--json`.
 impl From<ClientError> for CommandError {
     fn from(error: ClientError) -> Self {
         match error {
@@ -80,7 +80,7 @@ impl From<bool> for Form {
     }
 }
 
-/// Prints a report the way it was asked for.
+/// Prints a report in the requested form.
 pub fn print_report<T: Text + Serialize>(report: &T, form: Form) -> Result<(), CommandError> {
     match form {
         Form::Json => print(&json(report).map_err(CommandError::failed)?),
@@ -88,7 +88,7 @@ pub fn print_report<T: Text + Serialize>(report: &T, form: Form) -> Result<(), C
     }
 }
 
-/// Prints to stdout, the only way this program does.
+/// Prints to stdout; the only function of this program that does.
 pub fn print(text: &str) -> Result<(), CommandError> {
     use std::io::Write as _;
     let mut stdout = std::io::stdout().lock();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Percent`]: a share that an operator gives, such as `0.5%`.
+//! [`Percent`]: a share given by an operator, such as `0.5%`.
 
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 
-/// Parts of a percent that are told apart: millionths of the whole.
+/// Resolution of a percent: millionths of the whole.
 const PPM_PER_PERCENT: f64 = 10_000.0;
 
 /// A share of a whole, of 0.01 to 100 percent.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How far long work is, on stderr: a bar on a terminal, else a line now and then.
+//! Progress of long work, on stderr: a bar on a terminal, otherwise an occasional line.
 
 use std::io::IsTerminal as _;
 use std::sync::{Mutex, PoisonError};
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Least time between two lines where there is no terminal.
+/// Shortest interval between two lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(10);
 
-/// Work under way. Dropped, it takes its bar off the terminal.
+/// Work in progress. Dropping it removes its bar from the terminal.
 #[derive(Debug)]
 pub struct Progress {
     what: &'static str,
@@ -25,7 +25,7 @@ enum Shown {
 }
 
 impl Progress {
-    /// Begins: `what` is being done, to `unit`s.
+    /// Starts progress of `what`, counted in `unit`.
     #[must_use]
     pub fn new(what: &'static str, unit: &'static str) -> Self {
         if !std::io::stderr().is_terminal() {
@@ -38,7 +38,7 @@ impl Progress {
         let template = format!(
             "{{prefix}} {{bar:30}} {{human_pos}}/{{human_len}} {unit}, {{eta}} left {{msg}}"
         );
-        // A template that is wrong is a bar in the default style, and no reason to stop.
+        // A wrong template only means a bar in the default style.
         if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style);
         }
@@ -49,7 +49,7 @@ impl Progress {
         }
     }
 
-    /// So much is done of what was expected, if that is known.
+    /// Reports the amount done, and the expected total if known.
     pub fn at(&self, done: u64, expected: Option<u64>) {
         match &self.shown {
             Shown::Bar(bar) => {

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide run` and `pagetide dpu`: from settings to a serving process and back to nothing.
+//! `pagetide run` and `pagetide dpu`: from settings to a serving process, and its shutdown.
 //!
-//! Order matters. Lock the state directory, then listen, then take up what a
-//! predecessor left: so two daemons never touch one pool, and clients that come
-//! early wait in the socket's backlog instead of failing. On SIGTERM or SIGINT
-//! the API goes on answering while every VM is detached, so that progress can
-//! be watched; it stops last.
+//! The order matters: lock the state directory, then listen, then recover what a predecessor left. Two
+//! daemons thus never touch one pool, and clients that connect early wait in the socket's backlog
+//! instead of failing. On SIGTERM or SIGINT the API keeps answering while every VM is detached, so that
+//! progress can be watched; the API stops last.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,16 +23,16 @@ use crate::outcome::{CommandError, print};
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::state_dir::StateDir;
 
-/// How long requests under way at the end may take: all work is done by then,
-/// only a client that does not read its answer is waited for.
+/// How long requests still under way at the end may take. All work is done by then; this only waits for
+/// a client that does not read its answer.
 const LAST_ANSWERS_WAIT: Duration = Duration::from_secs(3);
 
-/// Runs the daemon until it is told to end.
+/// Runs the daemon until SIGTERM or SIGINT.
 pub fn run(args: RunArgs) -> Result<(), CommandError> {
     run_with::<RunSettings>(args.source, args.given, start_control)
 }
 
-/// Runs a DPU process until it is told to end.
+/// Runs a DPU process until SIGTERM or SIGINT.
 pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
     run_with::<DpuSettings>(args.source, args.given, start_dpu)
 }
@@ -68,7 +67,7 @@ fn run_with<S: Settings>(
         "ready"
     );
     let outcome = runtime.block_on(serve(&socket, control));
-    // A call that still blocks belongs to a client that is no longer answered.
+    // A call that still blocks belongs to a client that no longer gets an answer.
     runtime.shutdown_background();
     outcome?;
     tracing::info!("ended");
@@ -102,7 +101,7 @@ pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), 
     let (stop, stopped) = oneshot::channel::<()>();
     let router = api::router(Arc::clone(&control));
     let server = tokio::spawn(api::serve(listener, router, async move {
-        // Stopping is asked for by the message as much as by its sender being gone.
+        // A dropped sender requests the stop as much as its message does.
         drop(stopped.await);
     }));
     let name = signals.next().await;
@@ -117,7 +116,7 @@ pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), 
     outcome.map_err(CommandError::from)
 }
 
-/// Detaches everything; a further signal only says what goes on.
+/// Detaches everything; a further signal only logs that the detach continues.
 async fn shut_down(
     control: Arc<dyn Control>,
     signals: &mut EndSignals,
@@ -127,7 +126,7 @@ async fn shut_down(
         tokio::select! {
             ended = &mut work => {
                 return ended.unwrap_or_else(|gone| {
-                    Err(ControlError::failed(format!("the shutdown died: {gone}")))
+                    Err(ControlError::failed(format!("shutdown panicked: {gone}")))
                 });
             }
             name = signals.next() => tracing::warn!(

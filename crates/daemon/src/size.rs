@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sizes as people write them: `4096`, `256M`, `1G`, powers of 1024.
+//! Sizes in human form: `4096`, `256M`, `1G`; powers of 1024.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Letters of the powers of 1024, from the first.
+/// Letters of the powers of 1024, lowest first.
 const UNITS: [char; 4] = ['K', 'M', 'G', 'T'];
 
-/// A number of bytes that is written with a unit.
+/// A number of bytes, written with a unit.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ByteSize(pub u64);
 
-/// A text that is no size.
+/// A text that is not a valid size.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SizeError {
     /// Not a number with an optional unit.

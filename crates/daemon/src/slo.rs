@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The accounts of service levels as the API and `pagetide dpu slo` tell them (VPRI 2.2, 3.4).
+//! Service-level accounts in the API and `pagetide dpu slo` (VPRI 2.2, 3.4).
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -104,7 +104,7 @@ pub struct SloList {
     pub devices: Vec<SloReport>,
 }
 
-/// Slow requests that the text lists; all that are kept are in the JSON.
+/// Slow requests listed in the text; the JSON has all that are kept.
 const SLOW_LISTED: usize = 10;
 
 impl Text for SloList {
@@ -220,7 +220,7 @@ fn maybe<T>(value: Option<T>, text: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".to_owned(), text)
 }
 
-/// Microseconds in the unit that suits a person.
+/// Converts microseconds to a readable unit.
 pub(crate) fn latency(us: f64) -> String {
     if us < 1_000.0 {
         format!("{us:.0} us")

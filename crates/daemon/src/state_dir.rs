@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The state directory: pools, locks, the API socket.
 //!
-//! It holds guest memory, so it belongs to one user and nobody else may look
-//! in. It must be on tmpfs: pools are mapped and written at every fault, and
-//! what they hold must end with the host, as the VMs do.
+//! It holds guest memory, so it belongs to one user and no other user may read it. It must be on tmpfs:
+//! pools are mapped and written at every fault, and their content must not outlive the host, just as the
+//! VMs do not.
 //!
-//! One daemon at a time works in it, held by a lock on `lock`. A predecessor
-//! that was killed a moment ago may still be dying, so the lock is waited for,
-//! for [`LOCK_WAIT`].
+//! Only one daemon at a time works in it; it holds a lock on `lock`. A predecessor that was just killed
+//! may still be exiting, so a successor waits up to [`LOCK_WAIT`] for the lock.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
@@ -18,18 +17,18 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// How long a dying predecessor is waited for: its exit tears down mappings and
-/// rings of every VM, a few seconds on a large host.
+/// How long to wait for a predecessor that is exiting: its exit tears down mappings and rings of every
+/// VM, which takes a few seconds on a large host.
 const LOCK_WAIT: Duration = Duration::from_secs(15);
-/// Between two looks at the lock.
+/// Interval between attempts to take the lock.
 const LOCK_RETRY: Duration = Duration::from_millis(50);
 /// `f_type` of tmpfs (statfs(2)).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Why there is no state directory to work in.
+/// Why the state directory cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StateDirError {
-    /// Cannot be made, opened or locked.
+    /// It cannot be created, opened or locked.
     #[error(
         "cannot use the state directory {path}: {source}; give --state-dir one on tmpfs that you own"
     )]
@@ -39,18 +38,18 @@ pub enum StateDirError {
         /// The reason.
         source: io::Error,
     },
-    /// Not a directory, or somebody else's.
+    /// It is not a directory, or belongs to another user.
     #[error("{path} is not a directory of user {uid}: remove it, or give --state-dir another path")]
     NotOurs {
         /// The directory.
         path: PathBuf,
-        /// Who we are.
+        /// Our user.
         uid: u32,
     },
-    /// On a disk.
+    /// It is on a disk.
     #[error("the state directory {0} is not on tmpfs: give --state-dir one below /dev/shm or /run")]
     NotTmpfs(PathBuf),
-    /// Another daemon lives.
+    /// Another daemon is running in it.
     #[error("another pagetide works in {0}: stop it, or give --state-dir another path")]
     Taken(PathBuf),
 }
@@ -63,7 +62,7 @@ pub struct StateDir {
 }
 
 impl StateDir {
-    /// Makes the directory where it is missing, checks it and locks it.
+    /// Creates the directory if it is missing, checks it and locks it.
     pub fn open(path: &Path) -> Result<Self, StateDirError> {
         Self::open_within(path, LOCK_WAIT)
     }
@@ -121,7 +120,7 @@ impl StateDir {
         })
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path

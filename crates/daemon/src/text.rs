@@ -1,135 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reports as text for people.
 //!
-//! Figures are printed by the unit at the end of their names, so a new figure
-//! needs nothing here.
+//! A figure is formatted by the unit at the end of its name, so a new figure needs no change here.
 
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::api::{DeviceList, DeviceSocket, VmList};
-use crate::control::{DetachEnd, DetachReport, DeviceReport, ReclaimReport, VmReport};
 use crate::size::readable;
 
-/// A report that can be printed for people.
+mod reports;
+
+/// A report that can be printed as text.
 pub trait Text {
-    /// Lines, each ended.
+    /// Lines, each with its newline.
     fn text(&self) -> String;
 }
 
-impl Text for VmList {
-    fn text(&self) -> String {
-        let mut rows = vec![
-            [
-                "NAME", "PID", "STATE", "RAM", "RESIDENT", "LIMIT", "STORED", "FAULTS", "IOPFS",
-            ]
-            .map(String::from),
-        ];
-        rows.extend(self.vms.iter().map(|vm| {
-            [
-                vm.name.clone(),
-                vm.pid.to_string(),
-                word(&vm.state),
-                readable(vm.ram_bytes),
-                readable(vm.resident_bytes),
-                vm.limit_bytes.map_or_else(|| "none".into(), readable),
-                readable(vm.stored_bytes),
-                vm.vcpu_faults.to_string(),
-                vm.iopfs.to_string(),
-            ]
-        }));
-        let mut text = table(&rows);
-        for vm in &self.vms {
-            for bar in &vm.eviction_blockers {
-                text += &format!("{}: not evicted: {bar}\n", vm.name);
-            }
-            for warning in &vm.warnings {
-                text += &format!("{}: {warning}\n", vm.name);
-            }
-        }
-        text
-    }
-}
-
-impl Text for DeviceList {
-    fn text(&self) -> String {
-        let mut rows = vec![
-            [
-                "SOCKET", "KIND", "STATE", "VM", "IMAGE", "WEIGHT", "REQUESTS", "IOPFS",
-            ]
-            .map(String::from),
-        ];
-        rows.extend(self.devices.iter().map(|device| {
-            [
-                device.socket.clone(),
-                device.kind.clone(),
-                word(&device.state),
-                device.vm.clone().unwrap_or_else(|| "-".into()),
-                device.image.clone().unwrap_or_else(|| "-".into()),
-                device.weight.to_string(),
-                device.requests.to_string(),
-                device.iopfs.to_string(),
-            ]
-        }));
-        let mut text = table(&rows);
-        for device in &self.devices {
-            if let Some(error) = &device.error {
-                text += &format!("{}: {error}\n", device.socket);
-            }
-        }
-        text
-    }
-}
-
-impl Text for VmReport {
-    fn text(&self) -> String {
-        fields(self)
-    }
-}
-
-impl Text for DeviceReport {
-    fn text(&self) -> String {
-        fields(self)
-    }
-}
-
-impl Text for ReclaimReport {
-    fn text(&self) -> String {
-        fields(self)
-    }
-}
-
-impl Text for DetachReport {
-    fn text(&self) -> String {
-        if self.end == DetachEnd::VmmEnded {
-            return format!(
-                "{}: process {} ended before it was detached; nothing is kept for it any more\n",
-                self.name, self.pid
-            );
-        }
-        format!(
-            "{}: detached from process {} in {:.1} s, {} pages brought back, {} resident\n",
-            self.name,
-            self.pid,
-            self.seconds,
-            self.filled_pages,
-            readable(self.resident_bytes)
-        )
-    }
-}
-
-impl Text for DeviceSocket {
-    fn text(&self) -> String {
-        format!("{}: removed\n", self.socket)
-    }
-}
-
-/// A report as one JSON object, indented, its line ended.
+/// A report as one indented JSON object with a final newline.
 pub fn json<T: Serialize>(report: &T) -> Result<String, serde_json::Error> {
     serde_json::to_string_pretty(report).map(|text| text + "\n")
 }
 
-/// The word a plain enum is written as in JSON.
+/// The JSON string of a plain enum.
 fn word<T: Serialize>(value: &T) -> String {
     match serde_json::to_value(value) {
         Ok(Value::String(word)) => word,
@@ -137,7 +29,7 @@ fn word<T: Serialize>(value: &T) -> String {
     }
 }
 
-/// Every field of a flat report on a line of its own, named and aligned.
+/// Every field of a flat report on its own line, named and aligned.
 pub fn fields<T: Serialize>(report: &T) -> String {
     let Ok(Value::Object(object)) = serde_json::to_value(report) else {
         unreachable!("a report is an object");
@@ -162,7 +54,7 @@ pub fn fields<T: Serialize>(report: &T) -> String {
     table(&rows)
 }
 
-/// The unit a field's name ends with, and the name without it.
+/// The unit at the end of a field's name, and the name without it.
 fn unit_of(name: &str) -> (&str, &str) {
     for unit in ["_bytes", "_us", "_seconds", "_share"] {
         if let Some(label) = name.strip_suffix(unit) {
@@ -172,7 +64,7 @@ fn unit_of(name: &str) -> (&str, &str) {
     (name, "")
 }
 
-/// A value in lines; none for what is absent.
+/// A value as lines; none for an absent value.
 fn lines(value: &Value, unit: &str) -> Vec<String> {
     match value {
         Value::Null => vec![],
@@ -235,6 +127,8 @@ pub fn table<const N: usize>(rows: &[[String; N]]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::VmList;
+    use crate::control::{DetachEnd, DetachReport, VmReport};
     use crate::control::{SetReport, VmState};
     use crate::figure::LatencyUs;
 

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Alias`]: the DPU's own mapping of guest RAM, watched.
+//! [`Alias`]: the DPU's own mapping of guest RAM, watched by a userfaultfd.
 //!
-//! DMA goes through this process' mapping of the VM's files, only ever to pages
-//! it holds a lease on. Should it alias fault and touch a page that is absent, the
-//! kernel would hand it a fresh page of zeros, and the guest would find that in
-//! place of its data. So the mapping carries a userfaultfd of its own while a VM
-//! owns the domain: an alias fault becomes an event, and the event a page request
-//! ([`RequestKind::AliasFault`]) in a queue beside those of the engines, counted and
-//! served by the host like any other. The thread that waits for it is never an
-//! engine. The same happens, rightly, to DMA into a page that the guest gave up
-//! to a balloon and took again without touching it.
+//! DMA goes through this process' mapping of the VM's files, and only to pages with a lease. If it
+//! touched an absent page (an alias fault), the kernel would supply a fresh page of zeros, and the
+//! guest would find zeros in place of its data. So the mapping has a userfaultfd of its own while a
+//! VM owns the domain. An alias fault becomes an event, and the event a page request
+//! ([`RequestKind::AliasFault`]) in a queue beside those of the engines, counted and served by the
+//! host like any other. The thread that waits for the page is never an engine. The same happens,
+//! correctly, to DMA into a page that the guest gave up to a balloon and reused without touching
+//! it.
 //!
-//! An alias fault that cannot be served (RAM that was unplugged, a page that is lost, a VM
-//! that ended) must not go on for ever: an engine that is only woken faults again,
-//! and with it stand all tenants of that engine. It gets a page of zeros, of a file
-//! that is the VM's no more; where that fails the page is watched no more. The
-//! log says so, the first time and whenever the number has doubled. A page that is
-//! lost stays so for the guest: that mark is in the VMM's own page table.
+//! An alias fault that cannot be served (unplugged RAM, a lost page, a VM that ended) must not go
+//! on forever: an engine that is only woken faults again, and all tenants of that engine stand
+//! still with it. Such a page gets zeros, in a file that no longer belongs to the VM; if that
+//! fails, the page is no longer watched. The first such case is logged, and then each time their
+//! number doubles. A lost page stays lost for the guest: its poison marker is in the VMM's own page
+//! table.
 
 use pagetide_addr::{
     Access, DeviceId, DomainId, FilePage, Hva, PAGE_BYTES, PageRequest, PageResponse, QueueId,
@@ -37,11 +36,11 @@ use std::{
     thread::JoinHandle,
 };
 
-/// Tries to put zeros in place while our address space is changing.
+/// Attempts to install zeros while our address space is changing.
 const ZERO_TRIES_MAX: u32 = 10_000;
-/// Alias faults asked about at a time: one for each thread of ours that can stand in one, and many more.
+/// Outstanding alias faults: one for each thread of ours that can block in one, and many more.
 pub(crate) const ALIAS_FAULTS_MAX: usize = 64;
-/// By what device alias faults are asked for: none of the devices, but the DPU itself.
+/// Device id in requests for alias faults: the DPU itself, not one of its devices.
 const DPU_ITSELF: DeviceId = DeviceId(u32::MAX);
 
 /// The watch over this process' mappings.
@@ -55,7 +54,7 @@ pub(crate) struct Alias {
 
 #[derive(Debug)]
 enum Running {
-    /// Nothing has been watched yet.
+    /// Nothing is watched yet.
     Not(Option<Seed>),
     Yes {
         userfaultfd: Arc<Userfaultfd>,
@@ -63,7 +62,7 @@ enum Running {
     },
 }
 
-/// What the thread is made of.
+/// The parts of the thread.
 #[derive(Debug)]
 struct Seed {
     end: DeviceEnd,
@@ -87,7 +86,7 @@ impl WatchedRanges {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Which page of which domain is at `address`.
+    /// The domain and page at `address`.
     fn page_at(&self, address: Hva) -> Option<(DomainId, FilePage)> {
         self.lock().iter().find_map(|watched| {
             let offset = address.offset_from(watched.start)?;
@@ -98,8 +97,8 @@ impl WatchedRanges {
 }
 
 impl Alias {
-    /// Watches nothing yet. `end` is the device's end of a queue of its own, number `index` among
-    /// the DPU's, whose responses ring `bell`.
+    /// Watches nothing yet. `end` is the device end of a queue of its own, number `index` among the
+    /// DPU's queues, whose responses ring `bell`.
     pub fn new(end: DeviceEnd, index: usize, bell: Arc<Doorbell>) -> Self {
         Self {
             watched: Arc::default(),
@@ -161,7 +160,7 @@ impl MappingWatch for Alias {
             if listed.iter().any(|w| w.start == start) {
                 return Ok(());
             }
-            // Listed first: an event may come at once.
+            // Add it to the list first: an event may come at once.
             listed.push(watched);
         }
         let watch = Watch::MissingAndWriteProtected;
@@ -180,7 +179,7 @@ impl MappingWatch for Alias {
         };
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         if let (Some(gone), Running::Yes { userfaultfd, .. }) = (gone, &*running)
-            // Threads of ours that wait there go on by it.
+            // This wakes threads of ours that are blocked there.
             && let Err(error) = userfaultfd.unregister(gone.start, gone.bytes)
         {
             tracing::error!(%error, "our mapping of a VM's RAM stays watched");
@@ -196,12 +195,12 @@ impl Drop for Alias {
         if let Running::Yes { thread, .. } = running.unwrap_or_else(PoisonError::into_inner)
             && thread.take().is_some_and(|thread| thread.join().is_err())
         {
-            tracing::error!("the watch over our mapping ended by a panic");
+            tracing::error!("the watch over our mapping panicked");
         }
     }
 }
 
-/// The thread that asks for pages which were touched.
+/// The thread that requests pages on alias faults.
 struct Server {
     userfaultfd: Arc<Userfaultfd>,
     watched: Arc<WatchedRanges>,
@@ -246,7 +245,7 @@ impl Server {
                 PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN),
             ];
             match poll(&mut polled, None) {
-                // EINTR: looked at again anyway.
+                // EINTR: checked again anyway.
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error),
             }
@@ -263,7 +262,7 @@ impl Server {
         }
         self.alias_faults += 1;
         let Some((domain, page)) = self.watched.page_at(address) else {
-            // No VM's any more: whoever waits there goes on as with any file.
+            // No VM owns it any more: a blocked thread proceeds as with any file.
             self.release(address, ResponseCode::InvalidRequest);
             return;
         };
@@ -294,7 +293,7 @@ impl Server {
         }
     }
 
-    /// Lets a thread of ours that has slipped go on.
+    /// Unblocks a thread of ours that is in an alias fault.
     fn release(&mut self, address: Hva, code: ResponseCode) {
         if code != ResponseCode::Success {
             self.zeroed += 1;
@@ -303,7 +302,7 @@ impl Server {
             }
             fill_with_zeros(&self.userfaultfd, address);
         }
-        // Also after that: a page that was there already wakes nobody.
+        // In any case: installing a page that was already present wakes no thread.
         if let Err(error) = self.userfaultfd.wake(address, PAGE_BYTES) {
             tracing::error!(%error, "a thread of ours stays blocked in its own fault");
         }
@@ -375,7 +374,7 @@ mod tests {
             self.domain.watch().unwrap();
         }
 
-        /// Reads a byte of `page` by our mapping, answering the alias fault by `answer`.
+        /// Reads a byte of `page` through our mapping, and answers the alias fault with `answer`.
         fn touch(&self, page: u64, answer: impl FnOnce(PageRequest)) -> u8 {
             let mapping = &self.window;
             std::thread::scope(|scope| {
@@ -408,7 +407,7 @@ mod tests {
                 (request.domain, request.pages),
                 (rig.domain.id(), FilePage(1).single())
             );
-            // As a host does it: the page comes into the file, then the answer.
+            // As a host does: first the page is written to the file, then the answer is sent.
             rig.file.write_at(PAGE_BYTES, &[77]).unwrap();
             rig.host
                 .respond(PageResponse::to(&request, ResponseCode::Success));
@@ -431,7 +430,7 @@ mod tests {
         assert_eq!(rig.alias.watched.lock().len(), 1);
         rig.domain.detach();
         assert!(rig.alias.watched.lock().is_empty());
-        // Would wait for ever if it were.
+        // Would block forever if it were watched.
         mapping.copy_to(PAGE_BYTES, &[1]).unwrap();
         rig.take();
         rig.table.retire(&rig.domain);

@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reading a descriptor chain that a guest has written (virtio 1.2, 2.7).
 //!
-//! virtio-queue keeps the rings; the chain is walked here, for two reasons. Its
-//! iterator turns every failure into 'end of chain', so an absent page inside
-//! an indirect table would look like a short request. And it starts only from
-//! the avail ring, while a chain that was parked, or that a predecessor left in
-//! the in-flight region, is known by its head alone.
+//! virtio-queue keeps the rings. The chain is walked here, for two reasons. Its iterator turns
+//! every failure into 'end of chain', so an absent page inside an indirect table would look like a
+//! short request. And it starts only from the avail ring, while a chain that was parked, or that a
+//! predecessor left in the in-flight region, is known by its head alone.
 //!
-//! The direct table is part of the ring and wired. An indirect table is
-//! ordinary guest memory: its pages are leased for the time of the walk, and
-//! [`WalkError::TableAbsent`] tells which are missing.
+//! The direct table is part of the ring and wired. An indirect table is ordinary guest memory: its
+//! pages are leased during the walk, and [`WalkError::TableAbsent`] says which are absent.
 //!
-//! A buffer outside guest memory ends no walk: memory may have been unplugged
-//! under a request, which is then to be answered with an error. Where the answer
-//! goes must be known for that, so the chain's last writable buffer has to be in
-//! memory, as rings and tables have.
+//! A buffer outside guest memory does not end the walk: memory may have been unplugged under a
+//! request, which must then be answered with an error. That requires the address for the answer, so
+//! the chain's last writable buffer must be in memory, as must rings and tables.
 //!
-//! Nor does a chain that is longer than is served ([`CHAIN_BYTES_MAX`]): the specification allows 2^32
-//! bytes, and QEMU answers what it will not do with an I/O error. Of such a chain the last writable
-//! byte is kept, for the answer.
+//! A chain that is longer than is served ([`CHAIN_BYTES_MAX`]) does not end the walk either: the
+//! specification allows 2^32 bytes, and QEMU answers requests it refuses with an I/O error. Of such
+//! a chain the last writable byte is kept, for the answer.
 
 use crate::memory::{DeviceMemory, LeaseSet, OutsideMemory, Span};
 use pagetide_addr::{Access, Gpa};
@@ -27,20 +24,20 @@ use vm_memory::{Bytes, GuestAddress};
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: u32 = 16;
-/// Most descriptors in an indirect table, and buffers in a chain: what QEMU and Linux take
+/// Most descriptors in an indirect table, and buffers in a chain: the limit of QEMU and Linux
 /// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring. The descriptor
-/// that refers to an indirect table is no buffer.
+/// that refers to an indirect table is not a buffer.
 pub const INDIRECT_MAX: u32 = 1024;
 /// Most bytes of data in a request.
 const DATA_BYTES_MAX: u64 = 64 << 20;
 /// Bytes of a block request around its data: header and status.
 pub(crate) const FRAME_BYTES: u64 = 17;
-/// Most bytes of a chain that is served, all buffers together: data, header and status. A chain leases
-/// all its pages at once, so this is also how far one request can carry a VM past its limit. Drivers
-/// send a few MiB at most; what is longer is answered with an error.
+/// Most bytes of a chain that is served, all buffers together: data, header and status. A chain
+/// leases all its pages at once, so this is also how far one request can carry a VM past its limit.
+/// Drivers send a few MiB at most; longer chains are answered with an error.
 pub const CHAIN_BYTES_MAX: u64 = DATA_BYTES_MAX + FRAME_BYTES;
 
-/// Why a chain makes no sense.
+/// Why a chain is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ChainError {
     /// A head or `next` that is not in the table.
@@ -51,7 +48,7 @@ pub enum ChainError {
         /// Descriptors in the table.
         size: u32,
     },
-    /// More buffers than there can be: it goes round.
+    /// More buffers than possible: the chain loops.
     #[error("the chain has more than {0} buffers, so it loops")]
     Loops(u32),
     /// An indirect table in an indirect table.
@@ -63,7 +60,7 @@ pub enum ChainError {
     /// The indirect table's length is not a number of descriptors, or too large.
     #[error("an indirect descriptor table has {0} bytes")]
     TableLength(u32),
-    /// An indirect descriptor though the feature was not negotiated.
+    /// An indirect descriptor, although the feature was not negotiated.
     #[error("an indirect descriptor was used without VIRTIO_F_INDIRECT_DESC")]
     IndirectNotNegotiated,
     /// A buffer or table outside guest memory.
@@ -74,12 +71,12 @@ pub enum ChainError {
     ReadableAfterWritable,
 }
 
-/// What kept a walk from its end.
+/// Why a walk stopped early.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum WalkError {
-    /// These parts of an indirect table are not all present: page requests are due.
+    /// These parts of an indirect table are not all present: request their pages.
     TableAbsent(Vec<Span>),
-    /// The chain makes no sense.
+    /// The chain is invalid.
     Broken(ChainError),
 }
 
@@ -92,13 +89,13 @@ impl<E: Into<ChainError>> From<E> for WalkError {
 /// The buffers of a chain.
 #[derive(Debug, Default)]
 pub(crate) struct Buffers {
-    /// What the device may read, in order.
+    /// Buffers that the device may read, in order.
     pub readable: Vec<Span>,
-    /// What the device may write, in order.
+    /// Buffers that the device may write, in order.
     pub writable: Vec<Span>,
-    /// The first buffer that is not in guest memory, and is in neither list.
+    /// The first buffer outside guest memory; it is in neither list.
     pub outside: Option<OutsideMemory>,
-    /// Whether the chain is longer than is served; then the lists do not have all of it.
+    /// Whether the chain is longer than is served; if so, the lists are incomplete.
     pub length: Length,
 }
 
@@ -135,7 +132,7 @@ pub(crate) struct Table {
     pub indirect: Indirect,
 }
 
-/// Walks the chain that starts at `head` and puts its buffers into `into`.
+/// Walks the chain that starts at `head` and appends its buffers to `into`.
 pub(crate) fn walk(
     memory: &DeviceMemory,
     table: Table,
@@ -165,12 +162,12 @@ struct Walk<'a> {
     into: &'a mut Buffers,
     bytes: u64,
     steps_left: u32,
-    /// Whether the last buffer, which is to hold the answer, is in memory.
+    /// Whether the last buffer, which must hold the answer, is in memory.
     end: Result<(), OutsideMemory>,
 }
 
 impl Walk<'_> {
-    /// Follows one table to its end; gives back the indirect descriptor it ended with, if any.
+    /// Follows one table to its end; returns the indirect descriptor it ended with, if any.
     fn table(&mut self, at: Gpa, size: u32, head: u16) -> Result<Option<Descriptor>, ChainError> {
         let mut index = head;
         loop {
@@ -250,7 +247,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Of a chain that is not served, only where the answer goes is of interest.
+    /// Of a chain that is not served, only the address for the answer matters.
     fn keep_last_byte(&mut self) {
         let writable = &mut self.into.writable;
         let last = split_last_byte(writable);
@@ -266,7 +263,7 @@ fn outside(address: u64, bytes: u32) -> OutsideMemory {
     }
 }
 
-/// Cuts the first `bytes` off `spans`; `None` (and nothing cut) if there are not so many.
+/// Cuts the first `bytes` off `spans`; returns `None` (and cuts nothing) if there are fewer.
 pub(crate) fn split_front(spans: &mut Vec<Span>, bytes: u32) -> Option<Vec<Span>> {
     let (mut left, mut whole) = (bytes, 0);
     for span in spans.iter() {
@@ -390,7 +387,7 @@ mod tests {
         let offsets = |spans: &[Span]| spans.iter().map(|s| s.offset).collect::<Vec<_>>();
         assert_eq!(offsets(&buffers.readable), [0x1000]);
         assert_eq!(offsets(&buffers.writable), [0x3000]);
-        // Half of it in memory is no part of it.
+        // A buffer that is only half in memory does not count as part of it.
         put(
             &f.memory,
             BASE,
@@ -425,7 +422,7 @@ mod tests {
         fill(INDIRECT_MAX + 1);
         let error = ChainError::TableLength(16 * (INDIRECT_MAX + 1));
         assert_eq!(broken(&f, table(), 0), error);
-        // One more in the table before it.
+        // One more descriptor in the table before it.
         fill(INDIRECT_MAX);
         put(&f.memory, BASE, 1, (BASE, 16, NEXT, 0));
         let error = ChainError::Loops(INDIRECT_MAX);
@@ -451,7 +448,7 @@ mod tests {
             let status = (BASE + 77, 1, WRITE, 0);
             put(&f.memory, at, u64::from(parts + 1), status);
         };
-        // The parts are all one memory, and hold the tables: it is read, not written here.
+        // All parts are in the same memory, and hold the tables: it is read, not written here.
         let mut buffers = Buffers::default();
         fill(PART);
         assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
@@ -459,7 +456,7 @@ mod tests {
         let written: u64 = buffers.writable.iter().map(|s| u64::from(s.len)).sum();
         assert_eq!(written, DATA_BYTES_MAX + 1);
         fill(PART + 1);
-        // It reaches one byte past the memory, too: that is told as well.
+        // It also reaches one byte past the memory, which is reported as well.
         assert_eq!(walk(&f.memory, table(), 0, &mut buffers), Ok(()));
         assert_eq!(buffers.length, Length::TooLong);
         let status = Span {
@@ -562,7 +559,7 @@ mod tests {
             let f = fixture();
             let mut bytes = bytes;
             if tame {
-                // Addresses within memory, so that walks get beyond the first descriptor.
+                // Addresses within memory, so that walks get past the first descriptor.
                 for descriptor in bytes.chunks_mut(16) {
                     descriptor[..8].copy_from_slice(&(BASE + 0x1000).to_le_bytes());
                     descriptor[10] = 0;

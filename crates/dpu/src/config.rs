@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a DPU and its devices are to be like, within what bounds, and why they cannot be had.
+//! Configuration of a DPU and its devices, its bounds, and errors.
 
 use crate::{
     blk::{
@@ -18,17 +18,17 @@ use pagetide_sys::socket::SocketAccess;
 use pagetide_vpri::{BounceError, DomainTable, LookUp, bounce::BOUNCE_BUFFERS_MAX};
 use std::{io, path::PathBuf, time::Duration};
 
-/// Longest an engine polls before it sleeps; beyond it a wake-up is the lesser evil.
+/// Longest time an engine polls before it sleeps; beyond it a wake-up costs less.
 pub const POLL_MAX: Duration = Duration::from_millis(1);
-/// Most engines: one a CPU is all that makes sense, and few machines have more.
+/// Most engines: more than one per CPU makes no sense, and few machines have more CPUs.
 pub const ENGINES_MAX: usize = 256;
-/// Usual [`DpuConfig::iopf_timeout`]: as long as a Linux guest waits for a disk of its own (SCSI's
-/// `timeout`) before it gives a command up.
+/// Default of [`DpuConfig::iopf_timeout`]: as long as a Linux guest waits for a disk of its own
+/// (SCSI's `timeout`) before it gives up a command.
 pub const IOPF_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bounds of [`DpuConfig::ring_entries`].
 pub const RING_ENTRIES: std::ops::RangeInclusive<u32> = 16..=4096;
 
-/// Why the DPU cannot do what it was asked.
+/// Why the DPU cannot do what was requested.
 #[derive(Debug, thiserror::Error)]
 pub enum DpuError {
     /// A setting is out of its bounds.
@@ -36,15 +36,15 @@ pub enum DpuError {
     Setting {
         /// Its name.
         setting: &'static str,
-        /// What it is.
+        /// Its value.
         value: u64,
-        /// What it must be.
+        /// The allowed values.
         must: &'static str,
     },
     /// An engine's lock.
     #[error(transparent)]
     Lock(#[from] LockError),
-    /// An engine's ring or thread could not be made.
+    /// An engine's ring or thread could not be created.
     #[error(
         "engine {engine} could not be started: {source} (Linux 6.1 or later with io_uring allowed is needed)"
     )]
@@ -63,10 +63,10 @@ pub enum DpuError {
     /// The serial number is too long.
     #[error("serial number {0:?} is longer than {SERIAL_BYTES} bytes")]
     Serial(String),
-    /// As many devices as there can be.
+    /// All device slots are in use.
     #[error("there are {DEVICES_MAX} devices already")]
     TooManyDevices,
-    /// An injection of faults is not what one can be.
+    /// An injection of faults is invalid.
     #[error(transparent)]
     Injection(#[from] InjectionError),
     /// No such device.
@@ -83,32 +83,33 @@ pub enum DpuError {
     Gone(#[from] EngineGone),
 }
 
-/// How the DPU is to be.
+/// Configuration of the DPU.
 #[derive(Debug, Clone)]
 pub struct DpuConfig {
-    /// Engine threads; the same as the [`DomainTable`] was made for.
+    /// Engine threads; must be the number that the [`DomainTable`] was created for.
     pub engine_count: usize,
     /// Longest time an engine polls with nothing to do before it sleeps.
     pub poll_max: Duration,
-    /// Requests an engine has with the kernel at a time.
+    /// Most requests of an engine with the kernel at a time.
     pub ring_entries: u32,
-    /// Page requests an engine has outstanding.
+    /// Most outstanding page requests of an engine.
     pub fault_queue_entries: usize,
-    /// Pages of reads that an engine may have under way whose own pages are absent: its bounce buffers,
-    /// of 4 KiB; 0: such pages are brought back first, as for a write. Only for a host in this process:
-    /// one that is elsewhere gives slots of its own ([`HostEnd::set_bounce`]).
+    /// Bounce buffers of an engine, 4 KiB each, for reads under way into absent pages. With 0, such
+    /// pages are brought back first, as for a write. Only for a host in this process: a host
+    /// elsewhere supplies its own slots ([`HostEnd::set_bounce`]).
     pub bounce_buffers: u32,
     /// Directory for the engines' lock files.
     pub state_dir: PathBuf,
-    /// CPUs of the engines, taken in turn; empty: wherever the kernel likes.
+    /// CPUs of the engines, used in turn; empty: the kernel chooses.
     pub cpus: Vec<usize>,
-    /// How long a request waits for its pages before it fails with an I/O error; for ever without
-    /// one. It stands still while no host is there ([`HostPresence`](pagetide_vpri::queue::HostPresence)).
+    /// How long a request waits for its pages before it fails with an I/O error; `None` means
+    /// forever. The time stands still while no host is there
+    /// ([`HostPresence`](pagetide_vpri::queue::HostPresence)).
     pub iopf_timeout: Option<Duration>,
 }
 
 impl DpuConfig {
-    /// One engine, with usual values.
+    /// One engine, with default values.
     #[must_use]
     pub fn new(state_dir: PathBuf) -> Self {
         Self {
@@ -155,7 +156,7 @@ impl DpuConfig {
     }
 }
 
-/// A block device to be.
+/// Configuration of a block device.
 #[derive(Debug, Clone)]
 pub struct BlkConfig {
     /// Unix socket to listen on.
@@ -174,9 +175,9 @@ pub struct BlkConfig {
     pub direct_io: DirectIo,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
-    /// What is taken as guest RAM.
+    /// What it accepts as guest RAM.
     pub ram: RamPolicy,
-    /// What the operator says about the image.
+    /// How the operator allows the image to be used.
     pub image_use: ImageUse,
     /// Who may connect to the socket.
     pub access: SocketAccess,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The devices of a DPU: which place each has, whose an image is, and what is told of a device.
+//! The devices of a DPU: their slots, image ownership, and reports.
 
 use crate::{
     blk::{
@@ -16,12 +16,12 @@ use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::LookUp;
 use std::{path::PathBuf, sync::Arc};
 
-/// A device and its figures.
+/// A device and its statistics.
 #[derive(Debug, Clone)]
 pub struct DeviceReport {
-    /// Its id, by which page requests name it.
+    /// Its id, used in page requests.
     pub id: DeviceId,
-    /// How far it is.
+    /// Its state.
     pub state: DeviceState,
     /// Why it stopped.
     pub stopped_because: Option<String>,
@@ -31,19 +31,19 @@ pub struct DeviceReport {
     pub image: PathBuf,
     /// Serial number shown to the guest.
     pub serial: String,
-    /// Files of guest RAM it works on now.
+    /// Files of guest RAM it uses now.
     pub files: Vec<FileKey>,
     /// Whether those files are sealed against shrinking; `None` without any.
     pub ram_sealed: Option<Sealed>,
-    /// What it takes as guest RAM.
+    /// What it accepts as guest RAM.
     pub ram: RamPolicy,
     /// Request queues offered.
     pub queue_count: u16,
     /// Whether the guest may write.
     pub writes: Writes,
-    /// What is wrong with the image, as a sentence: it was cut short, say.
+    /// What is wrong with the image, as a sentence; for example, that it was cut short.
     pub image_error: Option<String>,
-    /// Whether others may write the image meanwhile.
+    /// Whether other programs may write the image at the same time.
     pub sharing: Sharing,
     /// Whether pages are looked up before DMA.
     pub look_up: LookUp,
@@ -61,7 +61,7 @@ pub struct DeviceReport {
     pub written_bytes: u64,
     /// Requests that ended in an I/O error.
     pub failed_requests: u64,
-    /// Chains that made no sense.
+    /// Invalid chains.
     pub malformed_requests: u64,
     /// Requests answered with an error because part of them was not in guest memory.
     pub outside_requests: u64,
@@ -71,28 +71,29 @@ pub struct DeviceReport {
     pub parked_chains: u64,
     /// Page requests that a request waited for.
     pub iopfs: u64,
-    /// Requests that were made to fault by injection.
+    /// Requests in which a fault was injected.
     pub injected_iopfs: u64,
-    /// Page requests made ahead, for requests that had not begun.
+    /// Page requests sent ahead, for requests that had not begun.
     pub prefaults: u64,
-    /// Absent pages that reads covered whole: what was stored of them was dropped, not brought back.
+    /// Absent pages that reads covered entirely: their stored content was dropped, not brought
+    /// back.
     pub overwritten_pages: u64,
     /// Requests failed because the host did not answer in time.
     pub timed_out_requests: u64,
-    /// Guest RAM under standing leases of its rings.
+    /// Guest RAM under standing leases for its rings.
     pub wired_bytes: u64,
     /// Records of its DMA in the access log.
     pub logged_accesses: u64,
-    /// Records that were lost because nobody took them in time.
+    /// Records that were lost because they were not read in time.
     pub lost_accesses: u64,
-    /// Time that looking up took in the requests that were sampled (one in 61).
+    /// Time spent on look-ups in sampled requests (one in 61).
     pub lookup_sampled_ns: u64,
-    /// Requests that were sampled.
+    /// Number of sampled requests.
     pub lookup_samples: u64,
 }
 
 impl DeviceReport {
-    /// Time that looking up takes, in nanoseconds; 0 before the first sample.
+    /// Mean time of a look-up, in nanoseconds; 0 before the first sample.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
     pub fn lookup_ns_per_request(&self) -> f64 {
@@ -100,36 +101,36 @@ impl DeviceReport {
     }
 }
 
-/// All devices, by their places.
+/// All devices, by slot.
 #[derive(Default)]
 pub(crate) struct Devices {
     pub next_id: u32,
-    /// By slot.
+    /// Indexed by slot.
     pub slots: Vec<Place>,
 }
 
-/// A place for a device.
+/// A slot for a device.
 pub(crate) enum Place {
     Free,
     Here(BlkDevice),
-    /// It is being removed: its I/O is under way still, and its image is not free.
+    /// The device is being removed: its I/O is still under way, and its image is in use.
     Ending(Ending),
 }
 
-/// What is left of a device that is being removed.
+/// The remains of a device that is being removed.
 pub(crate) struct Ending {
     pub control: Arc<Control>,
     pub config: BlkConfig,
 }
 
-/// A device that is served.
+/// A device in service.
 pub(crate) struct BlkDevice {
     pub config: BlkConfig,
     pub endpoint: Endpoint,
 }
 
 impl Devices {
-    /// Those that are there to stay.
+    /// Devices that are not being removed.
     pub fn here(&self) -> impl Iterator<Item = &BlkDevice> {
         self.slots.iter().filter_map(|place| match place {
             Place::Here(device) => Some(device),
@@ -137,7 +138,7 @@ impl Devices {
         })
     }
 
-    /// Every image that is not free.
+    /// Every image in use.
     pub fn images(&self) -> impl Iterator<Item = (&Image, &BlkConfig)> {
         self.slots.iter().filter_map(|place| match place {
             Place::Free => None,
@@ -149,7 +150,7 @@ impl Devices {
         })
     }
 
-    /// Takes a device that is to be removed.
+    /// Takes out a device that is to be removed.
     pub fn take(&mut self, id: DeviceId) -> Option<(usize, BlkDevice)> {
         let is_it = |place: &Place| matches!(place, Place::Here(device) if device.id() == id);
         let slot = self.slots.iter().position(is_it)?;
@@ -165,7 +166,7 @@ impl Devices {
         }
     }
 
-    /// Makes an image ours, unless a device of ours, or another program, has it.
+    /// Claims an image for us, unless a device of ours or another program uses it.
     pub fn claim(&self, image: &mut Image, config: &BlkConfig) -> Result<(), ImageError> {
         let ImageUse { sharing, content } = config.image_use;
         let mut images = self.images();

@@ -46,7 +46,7 @@ pub struct Dpu {
 }
 
 impl Dpu {
-    /// Starts the engines. Gives back the host's end of each engine's page fault queue, and one more
+    /// Starts the engines. Returns the host's end of each engine's page fault queue, and one more
     /// for alias faults of our own mapping; `host_bell` is rung when there are page requests.
     ///
     /// After a crash, [`wait_for_dead_engines`](lock::wait_for_dead_engines) comes first.
@@ -74,7 +74,7 @@ impl Dpu {
         Ok((dpu, host_ends))
     }
 
-    /// Gives back the queue by which alias faults are asked for.
+    /// Returns the queue for page requests of alias faults.
     fn watch_mappings(&self, host_bell: &Arc<Doorbell>) -> Result<HostEnd, DpuError> {
         let index = self.engines.len();
         let failed = |source| DpuError::Engine {
@@ -129,7 +129,7 @@ impl Dpu {
         Ok(host_end)
     }
 
-    /// Gives engines a way to serve their own page requests.
+    /// Lets engines serve their own page requests.
     ///
     /// # Errors
     /// [`DpuError::Gone`].
@@ -145,7 +145,8 @@ impl Dpu {
         Ok(())
     }
 
-    /// Has each engine tell what DMA touches by its pen of `log`, while anybody wants to know. Once.
+    /// Makes each engine report DMA accesses with its pen of `log`, while anything reads it. Call
+    /// it once.
     ///
     /// # Errors
     /// [`DpuError::Gone`].
@@ -159,7 +160,7 @@ impl Dpu {
         Ok(())
     }
 
-    /// Adds a block device, which listens from now on.
+    /// Adds a block device, which starts listening.
     ///
     /// # Errors
     /// [`DpuError`].
@@ -225,11 +226,11 @@ impl Dpu {
     pub fn remove(&self, id: DeviceId) -> Result<(), DpuError> {
         let taken = self.lock().take(id);
         let (slot, mut device) = taken.ok_or(DpuError::NoSuchDevice(id))?;
-        // Not under the lock: a slow disk takes its time, and the other devices go on.
+        // Not under the lock: a slow disk takes its time, and the other devices must go on.
         device.endpoint.close();
         let control = device.endpoint.control();
         let removed = control.remove_from_engines()?;
-        // Its I/O is done: the image is free now, not when the last ring has forgotten it.
+        // Its I/O is done: the image is free now, even if some ring still refers to it.
         control.shared.image.give_up_claim(&device.config.image);
         self.lock().slots[slot] = Place::Free;
         removed.map_err(DpuError::Table)
@@ -244,7 +245,7 @@ impl Dpu {
         reports
     }
 
-    /// The account of service levels of a device.
+    /// The service-level account of a device.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`].
@@ -255,7 +256,7 @@ impl Dpu {
         Ok(account.report(now_ns()))
     }
 
-    /// Keeps a device's account, or not, to measure what it costs.
+    /// Turns a device's account on or off, to measure its cost.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`].
@@ -264,8 +265,8 @@ impl Dpu {
         Ok(())
     }
 
-    /// Changes a device's share of its engines, from their next turn on. Among devices that all have
-    /// work, each gets what its weight is of the sum of theirs.
+    /// Changes a device's share of its engines, from their next turn on. Devices that all have work
+    /// get shares in proportion to their weights.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`], [`DpuError::Setting`].
@@ -275,7 +276,7 @@ impl Dpu {
         Ok(())
     }
 
-    /// Injects faults into a device from now on; an injection that goes on there is replaced.
+    /// Injects faults into a device; this replaces an injection under way.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`], [`DpuError::Injection`].
@@ -283,7 +284,7 @@ impl Dpu {
         Ok(self.shared(id)?.injector.begin(injection, now_ns())?)
     }
 
-    /// The last injection into a device; `None` if there never was one.
+    /// The last injection into a device; `None` if there was none.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`].
@@ -291,7 +292,7 @@ impl Dpu {
         Ok(self.shared(id)?.injector.report(now_ns()))
     }
 
-    /// Ends the injection into a device, if one goes on.
+    /// Ends the injection into a device, if one is under way.
     ///
     /// # Errors
     /// [`DpuError::NoSuchDevice`].
@@ -308,7 +309,7 @@ impl Dpu {
         Ok(Arc::clone(&device.endpoint.control().shared))
     }
 
-    /// How often engines have gone to sleep.
+    /// How often engines have slept.
     #[must_use]
     pub fn engine_sleeps(&self) -> u64 {
         self.engines
@@ -318,7 +319,7 @@ impl Dpu {
     }
 
     /// Hangs up on all front ends, waits for I/O under way, and ends the engines. Parked chains
-    /// stay in their front ends' in-flight regions. Calling it twice does nothing.
+    /// stay in their front ends' in-flight regions. A second call does nothing.
     pub fn shut_down(&self) {
         let ids: Vec<DeviceId> = self.devices().iter().map(|d| d.id).collect();
         for id in ids {
@@ -352,7 +353,7 @@ impl Drop for Dpu {
     }
 }
 
-/// Whether a device may have that weight.
+/// Checks that a weight is allowed.
 ///
 /// # Errors
 /// [`DpuError::Setting`].
@@ -389,7 +390,10 @@ fn run_engine(seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {
         Err(error) => (None, Err(error)),
     };
     if ready.send(outcome).is_err() {
-        tracing::debug!(engine = index, "nobody waits for the engine to start");
+        tracing::debug!(
+            engine = index,
+            "the caller no longer waits for the engine to start"
+        );
     }
     match engine {
         Some(engine) => engine.run(),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! In-flight tracking: which chains a back end had popped and not completed when it died.
+//! In-flight tracking: which chains a back end had popped but not completed when it died.
 //!
-//! The layout is vhost-user's for split rings (docs/interop/vhost-user.rst,
-//! 'Inflight I/O tracking'), native-endian, one area a queue, padded to 64 bytes:
+//! The layout is that of vhost-user for split rings (docs/interop/vhost-user.rst, 'Inflight I/O
+//! tracking'), native-endian, one area per queue, padded to 64 bytes:
 //!
 //! ```text
 //!   0   u64 features                       word 0
@@ -10,22 +10,21 @@
 //!       u16 last_batch_head, u16 used_idx
 //!   16  desc_num × { u8 inflight, 5 × pad, u16 next; u64 counter }
 //! ```
-//! The front end keeps the memory over our death and gives it back. So what is
-//! there is *untrusted*: every index is checked, and whatever the bytes are, the
-//! worst is that the guest's own requests are done twice or not at all.
+//! The front end keeps this memory when our process dies and passes it back. So its content is
+//! *untrusted*: every index is checked, and whatever the bytes are, at worst the guest's own
+//! requests are done twice or not at all.
 //!
-//! # Order (each step may be the last one)
+//! # Order (death may follow any step)
 //! ```text
 //!   fetch:    counter = c; inflight = 1
 //!   complete: next = last_batch_head; last_batch_head = head;      prepare
 //!             used ring entry, used index                          (the queue)
 //!             inflight = 0; used_idx = the ring's used index       finish
 //! ```
-//! Death after the used index was written and before `finish` shows as
-//! `used_idx` differing from the ring's: the last batch (one head, here) was
-//! completed and is cleared. All else with `inflight = 1` is done again in the
-//! order of its counters. Block requests may be done twice: the same data to
-//! the same place, before anybody was told that they were done.
+//! After a death between the update of the used index and `finish`, `used_idx` differs from the
+//! ring's: the last batch (one head, here) was completed and is cleared. All other heads with
+//! `inflight = 1` are done again in the order of their counters. Block requests may be done twice:
+//! the same data to the same place, before their completion was announced.
 
 use pagetide_sys::mapping::SharedMapping;
 use std::sync::{
@@ -43,7 +42,7 @@ const _: () = assert!(
     "the words below are laid out for little-endian hosts"
 );
 
-/// Bytes that one queue of `desc_num` descriptors takes in the region.
+/// Bytes that one queue of `desc_num` descriptors occupies in the region.
 #[must_use]
 pub(crate) const fn area_bytes(desc_num: u16) -> u64 {
     let words = HEADER_WORDS as u64 + ENTRY_WORDS as u64 * desc_num as u64;
@@ -59,17 +58,17 @@ pub(crate) struct InflightQueue {
     counter: u64,
 }
 
-/// What a predecessor left.
+/// The state that a predecessor left.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Left {
     /// Heads to be done again, in order.
     pub resubmit: Vec<u16>,
-    /// Where the avail ring is to be read next: all before were popped.
+    /// Where to read the avail ring next: all earlier entries were popped.
     pub next_avail: u16,
 }
 
 impl InflightQueue {
-    /// True once its file has let go of the region: what is read there may be zeros.
+    /// True once its file has lost the memory of the region: data read there may be zeros.
     #[inline]
     pub fn is_lost(&self) -> bool {
         self.region.is_lost()
@@ -96,7 +95,7 @@ impl InflightQueue {
     }
 
     fn header(&self) -> &AtomicU64 {
-        // `new` has looked that all words are there, and a mapping never shrinks.
+        // `new` has checked that all words are there, and a mapping never shrinks.
         &self
             .words()
             .unwrap_or_else(|| unreachable!("area checked in new"))[1]
@@ -107,7 +106,8 @@ impl InflightQueue {
         self.words()?.get(first..first + ENTRY_WORDS)
     }
 
-    /// Finds what a predecessor left, given the used index in the ring, and makes the area ours.
+    /// Finds the state that a predecessor left, given the used index in the ring, and takes over
+    /// the area.
     pub fn take_over(&mut self, used_idx: u16) -> Left {
         let header = Header::from(self.header().load(Ordering::Acquire));
         if header.version != VERSION || header.desc_num != self.desc_num {
@@ -158,18 +158,18 @@ impl InflightQueue {
         self.header().store(header.into(), Ordering::Release);
     }
 
-    /// A chain was popped.
+    /// Records a popped chain.
     pub fn fetched(&mut self, head: u16) {
         let counter = self.counter;
         if let Some(entry) = self.entry(head) {
             entry[1].store(counter, Ordering::Relaxed);
-            // Release: whoever sees the mark sees the counter.
+            // Release: a reader that sees the flag also sees the counter.
             entry[0].store(1, Ordering::Release);
         }
         self.counter = counter.wrapping_add(1);
     }
 
-    /// A chain is about to go into the used ring.
+    /// Records a chain that is about to go into the used ring.
     pub fn prepare(&self, head: u16) {
         let header = Header::from(self.header().load(Ordering::Relaxed));
         if let Some(entry) = self.entry(head) {
@@ -179,10 +179,10 @@ impl InflightQueue {
             );
         }
         self.write_header(head, header.used_idx);
-        // What is above must not pass the used index, which a Release store writes next.
+        // The stores above must not pass the used index, which a Release store writes next.
     }
 
-    /// A chain is in the used ring, whose index is `used_idx` now.
+    /// Records that a chain is in the used ring, whose index is `used_idx` now.
     pub fn finish(&self, head: u16, used_idx: u16) {
         fence(Ordering::SeqCst);
         if let Some(entry) = self.entry(head) {
@@ -257,9 +257,9 @@ mod tests {
         assert_eq!(left.next_avail, 7);
     }
 
-    /// Runs a random schedule of fetches and completions out of order, and dies at every step of
-    /// it in turn; the successor must be told exactly the heads that were popped and are not in
-    /// the used ring, in the order in which they were popped.
+    /// Runs a random schedule of fetches and out-of-order completions, and dies at each of its
+    /// steps in turn. The successor must get exactly the heads that were popped and are not in the
+    /// used ring, in the order in which they were popped.
     #[test]
     fn death_at_any_step_leaves_exactly_the_unfinished_heads() {
         for steps in 0..120 {
@@ -321,7 +321,7 @@ mod tests {
                     .wrapping_add(1);
                 *byte = state.to_le_bytes()[5];
             }
-            // A header that is believed.
+            // A header that is trusted.
             let at = usize::try_from(area_bytes(SIZE)).unwrap() + 8;
             bytes[at..at + 4].copy_from_slice(&[1, 0, 8, 0]);
             file.write_at(0, &bytes).unwrap();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Fault injection on a live device (VPRI 3.3): requests are treated as if their first data page
-//! were absent, so often and for so long as was asked for.
+//! were absent, as often and for as long as configured.
 //!
 //! ```text
 //!   due ──► next request with data ──► parked, page request (hold) ──► host waits, answers ──► resumed
@@ -8,21 +8,21 @@
 //!    └── 1 / rate later
 //! ```
 //! Arrivals are *regular*: the n-th is due n / rate after the beginning, so that a run can be
-//! repeated. With a burst of N each arrival takes the next N requests, not only one: N faults back to
-//! back. An arrival that has met no request by the time of the next is skipped, and counted as
-//! that: faults are not saved up for a device that was idle.
+//! repeated. With a burst of N, each arrival takes the next N requests instead of one: N faults
+//! back to back. An arrival that has met no request when the next one is due is skipped and counted
+//! as skipped: faults are not saved up for an idle device.
 //!
-//! The page is there all the time. What is injected is the whole way of a fault, through the page
-//! fault queue, the function of a DPU in another process, the host's service, and back, with a host
-//! that takes `latency` to handle it.
+//! The page is present all the time. The injected fault takes the complete path of a real one: the
+//! page fault queue, the function of a DPU in another process, the host's service, and back, with a
+//! host that takes `latency` to handle it.
 //!
-//! The host may hold faults of one VM one after another, and a request's time-out runs meanwhile. So
-//! those under way, held one after another, may take a third of the time-out (of ten seconds, if there
-//! is none); an arrival that would make it more is skipped, and counted, too. What is held when an
-//! injection ends runs out.
+//! The host may hold faults of one VM one after another, and a request's time-out runs meanwhile.
+//! So all held faults together, one after another, may take at most a third of the time-out (of ten
+//! seconds, if there is none). An arrival that would exceed this is skipped and counted as skipped.
+//! Faults held when an injection ends run to their end.
 //!
-//! An injection ends by itself, and is replaced by the next one. On a request's way there is one
-//! load: the time at which an injection is due.
+//! An injection ends by itself, or when the next one replaces it. On the path of a request it costs
+//! one load: the time at which a fault is due.
 
 use crate::slo::histogram::LatencyCounts;
 use std::{
@@ -34,11 +34,11 @@ use std::{
     time::Duration,
 };
 
-/// Most arrivals a second: beyond it a device does little but fault.
+/// Most arrivals per second: beyond it a device does little but fault.
 pub const RATE_MAX: f64 = 10_000.0;
-/// Fewest arrivals a second: one an hour, as long as the longest injection.
+/// Fewest arrivals per second: one per hour, the length of the longest injection.
 pub const RATE_MIN: f64 = 1.0 / 3600.0;
-/// Longest time that the host is to hold an injected fault: well below the time-out of page requests.
+/// Longest time that the host may hold an injected fault: well below the time-out of page requests.
 pub const LATENCY_MAX: Duration = Duration::from_secs(10);
 /// Faults back to back: as many as a device may have outstanding.
 pub const BURST: RangeInclusive<u32> = 1..=128;
@@ -57,14 +57,14 @@ pub enum InjectionError {
     /// The latency.
     #[error("the latency of an injected fault is {0:?}; it must be at most {LATENCY_MAX:?}")]
     Latency(Duration),
-    /// The latency, for a device with this time-out.
+    /// The latency, given this device's time-out.
     #[error(
         "the latency of an injected fault is {latency:?}; it must be at most {most:?}, a third of the time that requests wait for pages (iopf-timeout-ms)"
     )]
     LatencyOfTimeout {
-        /// What was asked for.
+        /// The requested latency.
         latency: Duration,
-        /// What is allowed.
+        /// The allowed maximum.
         most: Duration,
     },
     /// The burst.
@@ -75,10 +75,10 @@ pub enum InjectionError {
     Seconds(u64),
 }
 
-/// What is to be injected.
+/// Parameters of an injection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Injection {
-    /// Arrivals a second, evenly spaced; each injects [`Self::burst`] faults.
+    /// Arrivals per second, evenly spaced; each injects [`Self::burst`] faults.
     pub rate: f64,
     /// How long the host holds each fault.
     pub latency: Duration,
@@ -90,7 +90,7 @@ pub struct Injection {
 
 impl Injection {
     /// # Errors
-    /// [`InjectionError`], where a number is out of its bounds.
+    /// [`InjectionError`], if a number is out of its bounds.
     pub fn check(&self) -> Result<(), InjectionError> {
         if !(RATE_MIN..=RATE_MAX).contains(&self.rate) {
             return Err(InjectionError::Rate(self.rate));
@@ -108,25 +108,25 @@ impl Injection {
     }
 }
 
-/// How far an injection is.
+/// Progress of an injection.
 #[derive(Debug, Clone, PartialEq)]
 pub struct InjectionReport {
-    /// What was asked for.
+    /// Its parameters.
     pub injection: Injection,
     /// Time left; zero when it is over.
     pub left: Duration,
-    /// Requests that were made to fault.
+    /// Requests in which a fault was injected.
     pub injected: u64,
-    /// Of them, those that have gone on in time.
+    /// Those of them that were resumed in time.
     pub resumed: u64,
-    /// Arrivals that met no request before the next, and those that were left out, or cut short,
-    /// because too much was held already.
+    /// Arrivals that met no request before the next one, and arrivals that were left out or cut
+    /// short because too much was held already.
     pub skipped: u64,
-    /// Half of those resumed were parked no longer than this.
+    /// Median of the times for which resumed requests were parked.
     pub parked_p50: Duration,
-    /// All but one in a hundred.
+    /// Their 99th percentile.
     pub parked_p99: Duration,
-    /// The longest, exactly.
+    /// Their maximum, exact.
     pub parked_max: Duration,
 }
 
@@ -137,7 +137,7 @@ struct Plan {
     hold_us: u32,
     due_ns: u64,
     until_ns: u64,
-    /// Faults that are still to be injected of the arrival that has come.
+    /// Faults of the current arrival that are still to be injected.
     left_of_burst: u32,
     injected: u64,
     skipped: u64,
@@ -145,11 +145,11 @@ struct Plan {
     parked_max_ns: u64,
 }
 
-/// Injected faults under way, of whatever injection.
+/// Injected faults under way, of any injection.
 #[derive(Debug, Default)]
 struct Held {
     faults: u32,
-    /// The longest latency of those since there were none.
+    /// The longest latency since no fault was held.
     longest: Duration,
 }
 
@@ -159,12 +159,12 @@ struct State {
     held: Held,
 }
 
-/// The injection into one device, which all its engines look at.
+/// The injection into one device, read by all its engines.
 #[derive(Debug)]
 pub(crate) struct Injector {
     /// When the next fault is due; [`NEVER_NS`] without an injection.
     due_ns: AtomicU64,
-    /// What faults under way may take, held one after another.
+    /// Most time that held faults may take, one after another.
     held_max: Duration,
     state: Mutex<State>,
 }
@@ -172,12 +172,12 @@ pub(crate) struct Injector {
 /// A fault to be injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hold {
-    /// The host is to answer no sooner, in microseconds.
+    /// The host must not answer earlier than this, in microseconds.
     pub hold_us: u32,
 }
 
 impl Injector {
-    /// For a device whose requests wait so long for their pages; for ever without one.
+    /// For a device with this time-out for page requests; `None` means forever.
     pub fn new(iopf_timeout: Option<Duration>) -> Self {
         Self {
             due_ns: AtomicU64::new(NEVER_NS),
@@ -186,7 +186,7 @@ impl Injector {
         }
     }
 
-    /// Begins an injection; one that goes on is replaced.
+    /// Begins an injection; it replaces one under way.
     pub fn begin(&self, injection: Injection, now_ns: u64) -> Result<(), InjectionError> {
         injection.check()?;
         let (latency, most) = (injection.latency, self.held_max);
@@ -194,7 +194,7 @@ impl Injector {
             return Err(InjectionError::LatencyOfTimeout { latency, most });
         }
         let interval_ns = interval_ns(injection.rate);
-        // Checked to be seconds at most.
+        // Checked to be at most some seconds.
         let hold_us = u32::try_from(injection.latency.as_micros()).unwrap_or(u32::MAX);
         let plan = Plan {
             injection,
@@ -214,7 +214,7 @@ impl Injector {
         Ok(())
     }
 
-    /// Ends the injection; what it has done can still be asked for. Faults that are held stay so.
+    /// Ends the injection; its report remains available. Faults that are held stay held.
     pub fn stop(&self, now_ns: u64) {
         if let Some(plan) = self.lock().plan.as_mut() {
             plan.until_ns = plan.until_ns.min(now_ns);
@@ -223,7 +223,7 @@ impl Injector {
         }
     }
 
-    /// A hint to engines: relaxed, for a turn sooner or later matters to nobody.
+    /// A hint to engines. Relaxed, because one turn earlier or later does not matter.
     fn publish(&self, plan: &Plan) {
         let due_ns = match plan.left_of_burst {
             0 if plan.due_ns > plan.until_ns => NEVER_NS,
@@ -233,14 +233,14 @@ impl Injector {
         self.due_ns.store(due_ns, Ordering::Relaxed);
     }
 
-    /// True if a request of now might have to fault.
+    /// True if a request taken now might have to fault.
     #[inline]
     pub fn may_be_due(&self, now_ns: u64) -> bool {
         self.due_ns.load(Ordering::Relaxed) <= now_ns
     }
 
-    /// Asks whether a request with data, which is about to begin, is to fault. If so it must be told
-    /// what becomes of it, by [`Self::resumed`] or [`Self::given_up`].
+    /// Decides whether a request with data, which is about to begin, must fault. If so, the caller
+    /// must report its outcome by [`Self::resumed`] or [`Self::given_up`].
     pub fn claim(&self, now_ns: u64) -> Option<Hold> {
         let mut state = self.lock();
         let State { plan, held } = &mut *state;
@@ -250,13 +250,13 @@ impl Injector {
         hold
     }
 
-    /// So many requests that were made to fault wait no more, and have not gone on: their time was up,
-    /// or their queue has stopped.
+    /// `count` requests with an injected fault have ended without being resumed: they timed out, or
+    /// their queue has stopped.
     pub fn given_up(&self, count: u32) {
         self.lock().held.release(count);
     }
 
-    /// A request that was made to fault goes on after `parked_ns`.
+    /// A request with an injected fault is resumed after `parked_ns`.
     pub fn resumed(&self, parked_ns: u64) {
         let mut state = self.lock();
         state.held.release(1);
@@ -266,7 +266,7 @@ impl Injector {
         }
     }
 
-    /// The last injection, if there ever was one.
+    /// The last injection, if there was one.
     pub fn report(&self, now_ns: u64) -> Option<InjectionReport> {
         let state = self.lock();
         let plan = state.plan.as_ref()?;
@@ -292,7 +292,7 @@ impl Injector {
 }
 
 impl Held {
-    /// Counts one more in, if all of them, held one after another, take no longer than `most`.
+    /// Counts one more fault, if all of them, held one after another, take at most `most`.
     fn admit(&mut self, latency: Duration, most: Duration) -> bool {
         let longest = match self.faults {
             0 => latency,
@@ -336,14 +336,15 @@ impl Plan {
         })
     }
 
-    /// What has met no request by the end meets none any more.
+    /// Arrivals that have met no request by the end are skipped.
     fn end(&mut self) {
         self.skipped += self.overdue(self.until_ns.saturating_add(1));
         self.due_ns = NEVER_NS;
         self.left_of_burst = 0;
     }
 
-    /// Arrivals that have met no request so far; the last of them still may, unless all is over.
+    /// Arrivals that have met no request so far. The last of them still may, unless the injection
+    /// is over.
     fn overdue(&self, now_ns: u64) -> u64 {
         let last_ns = now_ns.min(self.until_ns);
         if self.due_ns > last_ns {
@@ -380,7 +381,7 @@ mod tests {
         }
     }
 
-    /// Injected faults, by the millisecond of the request, with requests each so many milliseconds.
+    /// The milliseconds at which faults are injected, with a request every `every_ms`.
     fn injected(injector: &Injector, every_ms: u64, until_ms: u64) -> Vec<u64> {
         let times = (0..=until_ms).step_by(usize::try_from(every_ms).unwrap());
         times
@@ -436,7 +437,7 @@ mod tests {
             latency: Duration::from_secs(4),
             ..injection(10.0, 3)
         };
-        // Ten seconds without a time-out.
+        // Without a time-out, ten seconds count.
         for timeout in [Some(Duration::from_secs(30)), None] {
             let injector = Injector::new(timeout);
             injector.begin(slow, BEGAN).unwrap();
@@ -449,7 +450,7 @@ mod tests {
             assert_eq!(injected(&injector, 1, 750), [700, 701]);
             let report = injector.report(BEGAN + 750 * MS).unwrap();
             assert_eq!((report.injected, report.resumed), (5, 1));
-            // What an injection has begun is held still when the next one begins.
+            // Faults of the first injection are still held when the next one begins.
             injector.begin(injection(10.0, 1), BEGAN).unwrap();
             assert_eq!(injected(&injector, 1, 150), [0; 0]);
             injector.given_up(2);

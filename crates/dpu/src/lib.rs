@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The software DPU: devices in user space whose DMA may fault (VPRI 5).
 //!
-//! Engine threads serve the queues of many devices and many VMs. A front end
-//! (a VMM) sets a device up over vhost-user; from then on a request goes from
-//! the guest's ring to the image and back without anybody else:
+//! Engine threads serve the queues of many devices and many VMs. A front end (a VMM) sets up a
+//! device over vhost-user. From then on, the engine alone moves requests between the guest's ring
+//! and the image:
 //!
 //! ```text
 //!   guest ──► avail ring ──► engine: lease all pages ──► io_uring, straight to guest memory
@@ -12,25 +12,25 @@
 //!   call ◄── used ring ◄── page request ─► host fills ─► resume    release, complete
 //! ```
 //!
-//! | module | what it is about |
+//! | module | contents |
 //! |---|---|
-//! | [`dpu`], [`config`] | the whole: starting it, adding devices, reports; what it is to be like |
-//! | `engine` | the loop of an engine, a chain's way through it |
-//! | `parked` | chains that wait for pages, and why only they wait |
+//! | [`dpu`], [`config`] | the whole DPU: starting it, adding devices, reports; its configuration |
+//! | `engine` | the loop of an engine, and the path of a chain through it |
+//! | `parked` | chains that wait for pages, and why nothing else waits |
 //! | `ring` | io_uring, and why giving it guest memory is sound |
 //! | `alias` | our own mapping of guest RAM, watched for alias faults |
 //! | `memory`, `chain` | guest addresses, leases; descriptor chains |
-//! | `inflight` | what survives our death so that no request is lost |
-//! | [`inject`] | faults made on purpose |
-//! | `slo` | the account of service levels |
+//! | `inflight` | what survives the death of this process, so that no request is lost |
+//! | [`inject`] | fault injection |
+//! | `slo` | service-level accounting |
 //! | [`lock`] | how a successor knows that a dead engine's I/O is done |
 //! | `device` | the socket and the vhost-user messages |
 //! | [`blk`] | virtio-blk: image, configuration, requests |
 //!
-//! *Invariant:* no guest page is touched by an engine or by I/O of its own but
-//! under a lease or while it is wired.
-//! *Invariant:* whatever a guest writes into its rings, or a front end into its
-//! messages, the worst is that its own device stops.
+//! *Invariant:* an engine and its I/O touch a guest page only under a lease or while the page is
+//! wired.
+//! *Invariant:* whatever a guest writes into its rings, or a front end into its messages, at worst
+//! its own device stops.
 
 mod alias;
 pub mod blk;

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Locks of dead engines: when a successor may begin.
 //!
-//! I/O that a killed process had submitted goes on: seconds later it still
-//! lands in guest RAM or in an image. A successor that completed such a request
-//! again, or evicted its page, would lose data. So each engine's ring holds a
-//! lock file (`engine-N.lock`) in its file table and nowhere else. The kernel
-//! frees the table when the ring's last request is done, and only then does the
-//! `flock` fall.
+//! I/O submitted by a killed process goes on: seconds later it still lands in guest RAM or in an
+//! image. A successor that completed such a request again, or evicted its page, would lose data. So
+//! each engine's ring holds a lock file (`engine-N.lock`) in its file table and nowhere else. The
+//! kernel frees the table when the ring's last request is done, and only this releases the `flock`.
 //!
-//! What this does not see: requests that never entered the ring (they are in
-//! the in-flight region), and I/O of other programs on the image.
+//! The lock does not cover requests that never entered the ring (they are in the in-flight region),
+//! nor I/O of other programs on the image.
 
 use pagetide_sys::memory_file::{FileError, GuestFile, LockWait, Locked};
 use rustix::fs::{Mode, OFlags};
@@ -19,8 +17,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long [`take`] waits: a ring that this process has closed itself is taken down by the kernel
-/// in the background, within milliseconds.
+/// How long [`take`] waits: the kernel tears down a ring that this process has closed in the
+/// background, within milliseconds.
 const TAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why a lock cannot be taken.
@@ -57,7 +55,8 @@ fn open(path: &Path) -> Result<OwnedFd, LockError> {
     })
 }
 
-/// Takes the lock of engine `engine`; it falls when the last copy of the descriptor is closed.
+/// Takes the lock of engine `engine`. It is released when the last copy of the descriptor is
+/// closed.
 pub(crate) fn take(state_dir: &Path, engine: usize) -> Result<OwnedFd, LockError> {
     let path = state_dir.join(format!("engine-{engine}.lock"));
     let file = open(&path)?;
@@ -84,12 +83,12 @@ pub(crate) fn take(state_dir: &Path, engine: usize) -> Result<OwnedFd, LockError
     }
 }
 
-/// Waits until all I/O of engines that died with this state directory is done. Before this has
-/// returned, nothing may be recovered, evicted or completed. `progress` is told of each lock that
-/// is still held, before the wait for it.
+/// Waits until all I/O of engines that died with this state directory is done. Until this has
+/// returned, nothing may be recovered, evicted or completed. `progress` is called for each lock
+/// that is still held, before the wait for it.
 ///
 /// # Errors
-/// [`LockError`], when a lock cannot be looked at.
+/// [`LockError`], if a lock cannot be examined.
 pub fn wait_for_dead_engines(
     state_dir: &Path,
     mut progress: impl FnMut(&Path),
@@ -130,7 +129,7 @@ mod tests {
     #[test]
     fn lock_is_held_by_the_ring_alone_and_falls_with_it() {
         let dir = tempfile::tempdir().unwrap();
-        // The ring closes the descriptor it is given, so from here on only its table has it.
+        // The ring closes the descriptor it gets, so from here on only its table holds the file.
         let ring: IoRing<()> = IoRing::new(8, take(dir.path(), 0).unwrap()).unwrap();
         let other = GuestFile::from(open(&dir.path().join("engine-0.lock")).unwrap());
         assert_eq!(

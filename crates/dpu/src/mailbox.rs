@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How control threads tell an engine what to do: a list behind a lock, a count an engine can look
-//! at for nothing, and its doorbell.
+//! How control threads send commands to an engine: a list behind a lock, a count that an engine can
+//! read at no cost, and its doorbell.
 
 use pagetide_vpri::Doorbell;
 use std::{
@@ -33,13 +33,13 @@ impl<T> Mailbox<T> {
         }
     }
 
-    /// Leaves a letter and wakes the engine.
+    /// Posts a letter and wakes the engine.
     pub fn post(&self, letter: T) -> Result<(), Ended> {
         {
             let mut letters = self.lock();
             let letters = letters.as_mut().ok_or(Ended)?;
             letters.push_back(letter);
-            // Pairs with the Acquire in `is_empty`; the bell's fences order it against sleep.
+            // Pairs with the Acquire in `is_empty`; the doorbell's fences order it against sleep.
             self.count.store(letters.len(), Ordering::Release);
         }
         self.bell.ring();
@@ -51,7 +51,7 @@ impl<T> Mailbox<T> {
         self.count.load(Ordering::Acquire) == 0
     }
 
-    /// The next letter; looks at the count alone if there is none.
+    /// Takes the next letter; only reads the count if there is none.
     pub fn take_if_any(&self) -> Option<T> {
         if self.is_empty() { None } else { self.take() }
     }
@@ -64,7 +64,7 @@ impl<T> Mailbox<T> {
         letter
     }
 
-    /// Takes no more letters and drops those that are left.
+    /// Accepts no more letters and drops the remaining ones.
     pub fn close(&self) {
         let left = self.lock().take();
         self.count.store(0, Ordering::Release);

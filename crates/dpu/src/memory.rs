@@ -1,30 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest memory as a device sees it: which file, and where in it, a guest-physical address is.
+//! Guest memory as a device sees it: maps a guest-physical address to a file and an offset in it.
 //!
 //! # Terms
-//! A front end describes its RAM as *regions*: so many bytes at a [`Gpa`], found
-//! at an offset of a file whose descriptor comes along, and mapped in the front
-//! end at a [`FrontendVa`] (rings are named by that one). [`RegionTable`](crate::regions::RegionTable) is the
-//! control thread's list of them. From it each engine gets a [`DeviceMemory`] of
-//! its own: *slots* sorted by address, over one [`EnginePort`] for each part of a
-//! file that is mapped.
+//! A front end describes its RAM as *regions*: a number of bytes at a [`Gpa`], stored at an offset
+//! of a file whose descriptor is passed along, and mapped in the front end at a [`FrontendVa`]
+//! (which names rings). [`RegionTable`](crate::regions::RegionTable) is the control thread's list
+//! of them. From it each engine gets its own [`DeviceMemory`]: *slots* sorted by address, over one
+//! [`EnginePort`] for each mapped part of a file.
 //!
 //! ```text
 //!   Gpa ──slot──► port (a RamWindow) + offset in the file = Span ──► lease, then volatile slice or iovec
 //! ```
 //!
 //! # Ordering
-//! Nothing here takes a lease. A [`Span`] may be touched only while a
-//! [`LeaseSet`] covers it, or, for rings, while its pages are wired. The
-//! `GuestMemory` implementation is for ring accesses alone, so it looks at
-//! bounds and at nothing else.
+//! Nothing here takes a lease. A [`Span`] may be touched only while a [`LeaseSet`] covers it, or,
+//! for rings, while its pages are wired. The `GuestMemory` implementation is for ring accesses
+//! only, so it checks bounds and nothing else.
 //!
 //! # What may go wrong
-//! A descriptor may point anywhere: an address outside all regions is
-//! [`OutsideMemory`]. A front end may give us a file of any kind: what is taken
-//! is said in [`RamPolicy`](crate::RamPolicy), and looked at before it is mapped. A file that cannot
-//! be sealed may lose its memory while we use it; then [`DeviceMemory::is_lost`],
-//! and the device stops.
+//! A descriptor may point anywhere: an address outside all regions is [`OutsideMemory`]. A front
+//! end may pass a file of any kind: [`RamPolicy`](crate::RamPolicy) says which are accepted, and is
+//! checked before the file is mapped. A file that cannot be sealed may lose its memory while we use
+//! it; then [`DeviceMemory::is_lost`] is true and the device stops.
 
 use pagetide_addr::{Access, FileRange, Gpa};
 use pagetide_vpri::{EnginePort, Lease};
@@ -38,13 +35,13 @@ use vm_memory::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{bytes} bytes at guest {gpa} are not all in guest memory")]
 pub struct OutsideMemory {
-    /// First byte asked for.
+    /// First byte requested.
     pub gpa: Gpa,
-    /// Number of bytes asked for.
+    /// Number of bytes requested.
     pub bytes: u64,
 }
 
-/// Guest-physical addresses of one region, and where its bytes are.
+/// Guest-physical addresses of one region, and the location of its bytes.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub start: u64,
@@ -53,7 +50,7 @@ pub(crate) struct Slot {
     pub port: usize,
 }
 
-/// Bytes that lie together in one file of guest RAM.
+/// Contiguous bytes in one file of guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     pub port: usize,
@@ -62,7 +59,7 @@ pub(crate) struct Span {
 }
 
 impl Span {
-    /// The pages it touches. (Bounds were checked when the span was made, so nothing overflows.)
+    /// The pages it touches. (Bounds were checked when the span was created, so nothing overflows.)
     pub fn pages(self) -> FileRange {
         FileRange::covering(self.offset, u64::from(self.len)).unwrap_or_default()
     }
@@ -73,7 +70,7 @@ impl Span {
 pub(crate) struct DeviceMemory {
     slots: Box<[Slot]>,
     ports: Box<[EnginePort]>,
-    /// Slot of the last address: the next one is mostly in it, too.
+    /// Slot of the last address: the next one is usually in it, too.
     last: Cell<usize>,
 }
 
@@ -87,8 +84,8 @@ impl DeviceMemory {
         }
     }
 
-    /// True once a file of it has let go of memory: what was read since may be zeros that the guest
-    /// has not written, and nothing may be done on the strength of it.
+    /// True once a file of it has lost memory. Data read since may be zeros that the guest has not
+    /// written, and must not be acted on.
     #[inline]
     pub fn is_lost(&self) -> bool {
         self.ports.iter().any(|port| port.window().is_lost())
@@ -110,7 +107,7 @@ impl DeviceMemory {
         Some(found)
     }
 
-    /// The first part of `bytes` at `address` that lies together: all of it, but at a region's end.
+    /// The first contiguous part of `bytes` at `address`: all of it, except at the end of a region.
     fn first_span(&self, address: u64, bytes: u32) -> Option<Span> {
         let slot = self.slot(address)?;
         let room = slot.end - address;
@@ -121,7 +118,7 @@ impl DeviceMemory {
         })
     }
 
-    /// Appends where `bytes` at `gpa` are.
+    /// Appends the spans of `bytes` at `gpa`.
     pub fn spans(&self, gpa: Gpa, bytes: u32, into: &mut Vec<Span>) -> Result<(), OutsideMemory> {
         let outside = OutsideMemory {
             gpa,
@@ -212,12 +209,12 @@ impl GuestMemory for DeviceMemory {
 
 /// The leases of one DMA: all of its pages, or none.
 ///
-/// A duty: [`release`](Self::release) must be called before it is dropped.
+/// [`release`](Self::release) must be called before it is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct LeaseSet(Vec<(usize, Lease)>);
 
 impl LeaseSet {
-    /// Leases the pages of `span`; false if one is absent (what was leased before stays leased).
+    /// Leases the pages of `span`; false if one is absent (earlier leases stay).
     #[inline]
     pub fn take(&mut self, memory: &DeviceMemory, span: Span, access: Access) -> bool {
         match memory.ports[span.port].lease(span.pages(), access) {
@@ -229,7 +226,7 @@ impl LeaseSet {
         }
     }
 
-    /// Gives every lease back.
+    /// Releases all leases.
     #[inline]
     pub fn release(&mut self, memory: &DeviceMemory) {
         for (port, lease) in self.0.drain(..) {
@@ -257,7 +254,7 @@ pub(crate) mod tests {
     use std::{os::fd::AsFd, sync::Arc};
     use vm_memory::Bytes;
 
-    /// A memfd and the domains that know it.
+    /// A memfd and the domains that contain it.
     pub(crate) struct Ram {
         pub file: GuestFile,
         domains: DomainTable,

@@ -2,8 +2,8 @@
 //! Chains that wait for pages (VPRI 5.2): parked here, resumed by page responses.
 //!
 //! # Idea
-//! Only the faulting *chain* waits here. Whether later chains of its queue go on
-//! meanwhile is its queue's affair ([`crate::OnFault`]).
+//! Only the faulting *chain* waits here. The setting of its queue decides whether later chains of
+//! the queue go on meanwhile ([`crate::OnFault`]).
 //!
 //! ```text
 //!   park ──► unsent ──send──► waiting for n responses ──answer──► Resumed
@@ -12,30 +12,27 @@
 //!                   stay, and pop        given up, Resumed            absent again: park
 //!                   no more chains       as TimedOut
 //! ```
-//! A response says that the pages *were* brought; an eviction may have come
-//! between, so the resumed chain takes its leases again, and may park again.
-//! That is no error.
+//! A response says that the pages *were* brought in. They may have been evicted since, so the
+//! resumed chain takes its leases again, and may park again. This is not an error.
 //!
-//! The rings of a queue that is starting wait in the same way ([`Waiter::Rings`]).
+//! The rings of a starting queue wait in the same way ([`Waiter::Rings`]).
 //!
 //! # Requests without a waiter
-//! *Prefaults* ask for pages of chains that have not begun. They go after all
-//! that somebody waits for, take at most [`PREFAULTS_PER_DEVICE_MAX`] of a device's share, are
-//! dropped rather than kept if they do not fit, and their answers are forgotten.
+//! *Prefaults* request pages of chains that have not begun. They are sent after all requests that
+//! have a waiter, take at most [`PREFAULTS_PER_DEVICE_MAX`] of a device's share, are dropped if
+//! they do not fit, and their answers are ignored.
 //!
-//! # Patience
-//! A chain that has waited for its DMA longer than the time-out fails: by then
-//! its driver, or who waits for it, is better served by an error than by
-//! silence. Time is told from outside ([`ParkedChains::tick`]) and stands still while there is
-//! no host, and while this engine itself did not run. A chain that only waits to
-//! *say* that it failed, and rings, have all the time there is: there is nothing
-//! better to be done with them.
+//! # Time-outs
+//! A chain that has waited for its DMA longer than the time-out fails: by then its driver is better
+//! served by an error than by silence. Time comes from outside ([`ParkedChains::tick`]) and stands
+//! still while there is no host, and while this engine itself did not run. Rings, and a chain that
+//! only waits to *report* its failure, have no time-out: there is nothing better to do with them.
 //!
 //! # Duties
-//! Every request that was sent is answered exactly once, even if its chain is
-//! gone by then ([`ParkedChains::abandon`], time-out): the answer to a chain that
-//! is gone is dropped here. Until it comes the request counts against the share of its
-//! device: what a host does not answer must not be asked for without end.
+//! Every request that was sent is answered exactly once, even if its chain is gone by then
+//! ([`ParkedChains::abandon`], time-out). The answer is then dropped here. Until it comes, the
+//! request counts against its device's share: the number of requests that a host leaves unanswered
+//! must stay bounded.
 
 use crate::slo::course::{RequestTimeline, now_ns};
 use pagetide_addr::{
@@ -48,28 +45,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Most page requests one chain has outstanding: one for each of the 126 data buffers of a request
-/// by Linux, and two for header and status, so that all are asked for at once. A chain with more absent
-/// runs asks for the rest when these are there; they stay there because they were just used.
+/// Most page requests one chain has outstanding: one for each of the 126 data buffers of a Linux
+/// request, and two for header and status, so that all are requested at once. A chain with more
+/// absent runs requests the rest when these pages are present; they stay present because they were
+/// just used.
 pub const REQUESTS_PER_CHAIN_MAX: usize = 128;
 
-/// Most page requests one device has outstanding on an engine: a guest whose faults are slow, because
-/// it is at its limit, must not fill the queue that others need.
+/// Most page requests one device has outstanding on an engine. A guest whose faults are slow
+/// because it is at its limit must not fill the queue that others need.
 pub const REQUESTS_PER_DEVICE_MAX: usize = 128;
 
-/// Page requests that one device sends before the next one has its turn.
+/// Page requests that one device sends before the next device's turn.
 const REQUESTS_PER_ROUND: usize = 8;
 
-/// A prefault is sent only while its device has fewer requests outstanding: the rest of its share is
-/// for what somebody waits for.
+/// A prefault is sent only while its device has fewer requests outstanding than this. The rest of
+/// its share is for requests with a waiter.
 pub const PREFAULTS_PER_DEVICE_MAX: usize = 64;
 
-/// Most of the time between two looks that counts. An engine looks this often while anything waits;
-/// if it looks later, it was itself kept from running (a stopped process, a starved machine), and so
-/// may the host have been.
+/// Most time between two ticks that counts. An engine ticks this often while anything waits. If a
+/// tick comes later, the engine itself was kept from running (a stopped process, a starved
+/// machine), and the host may have been, too.
 pub const TICK_MAX: Duration = Duration::from_secs(1);
 
-/// A queue of a device, as its engine knows it. The epoch tells a queue from its predecessor.
+/// A queue of a device, as its engine knows it. The epoch distinguishes a queue from its
+/// predecessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct QueueKey {
     pub device: usize,
@@ -77,7 +76,7 @@ pub(crate) struct QueueKey {
     pub epoch: u32,
 }
 
-/// Who waits.
+/// What waits for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Waiter {
     /// The chain with this head.
@@ -86,7 +85,7 @@ pub(crate) enum Waiter {
     Rings,
 }
 
-/// What a chain wants its pages for.
+/// What a chain needs its pages for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// To do its DMA.
@@ -95,22 +94,22 @@ pub(crate) enum Purpose {
     BadStatus,
 }
 
-/// Pages that are wanted.
+/// Pages to request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageDemand {
     pub domain: DomainId,
     pub pages: FileRange,
     pub access: Access,
-    /// Fault injection: the host is to answer no sooner, in microseconds.
+    /// Fault injection: the host must not answer earlier than this, in microseconds.
     pub hold_us: u32,
 }
 
-/// On whose behalf pages are asked for.
+/// The party on whose behalf pages are requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Asker {
     pub queue: QueueKey,
     pub device: DeviceId,
-    /// Interrupt by which the driver hears of the queue, if it wants to.
+    /// Interrupt vector by which the driver is notified of the queue, if it wants interrupts.
     pub vector: Option<u16>,
 }
 
@@ -127,18 +126,18 @@ pub(crate) struct ParkedChain {
     pub course: RequestTimeline,
 }
 
-/// How waiting ended.
+/// How a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The pages were brought.
+    /// The pages were brought in.
     Present,
-    /// A request was answered by other than success.
+    /// A request was answered with an error.
     Lost,
     /// The host did not answer in time.
     TimedOut,
 }
 
-/// A chain that waits no more.
+/// A chain whose wait is over.
 #[must_use = "a resumed chain must be tried again, or its guest waits for ever"]
 #[derive(Debug)]
 pub(crate) struct Resumed {
@@ -158,45 +157,47 @@ struct Slot {
     deadline: Option<Deadline>,
 }
 
-/// What one device asks for.
+/// The requests of one device.
 #[derive(Debug, Default)]
 struct Asking {
     outstanding: usize,
-    /// Slots with requests to be sent.
+    /// Slots with unsent requests.
     unsent: VecDeque<usize>,
 }
 
-/// When a chain is given up, by the clock of [`ParkedChains::tick`]; the number tells equal times apart.
+/// When a chain times out, by the clock of [`ParkedChains::tick`]; the number distinguishes equal
+/// times.
 type Deadline = (Duration, u64);
 
-/// All that waits on one engine.
+/// Everything that waits on one engine.
 #[derive(Debug)]
 pub(crate) struct ParkedChains {
     slots: Vec<Option<Slot>>,
     free: Vec<usize>,
-    /// Whose request it is and which slot waits for it; `None` if that is gone or never was.
+    /// The device that sent the request, and the slot that waits for it; `None` if that slot is
+    /// gone or never existed.
     waiting: HashMap<RequestId, (DeviceId, Option<usize>)>,
     by_device: HashMap<DeviceId, Asking>,
-    /// Devices with requests to be sent, in the order in which they have their turns.
+    /// Devices with unsent requests, in the order of their turns.
     unsent: VecDeque<DeviceId>,
-    /// Requests that may be outstanding, of all devices together.
+    /// Most outstanding requests of all devices together.
     capacity: usize,
-    /// Prefaults to be sent, or dropped, at the next [`Self::send`].
+    /// Prefaults to be sent or dropped at the next [`Self::send`].
     ahead: Vec<(Asker, PageDemand)>,
-    /// The queue took no more when it was last tried.
+    /// The queue was full at the last attempt.
     full: bool,
     next_id: u64,
     timeout: Option<Duration>,
     deadlines: BTreeMap<Deadline, usize>,
     next_deadline: u64,
-    /// Time that chains have waited for a host that was there.
+    /// Time that chains have waited while a host was there.
     waited: Duration,
     looked: Option<Instant>,
 }
 
 impl ParkedChains {
-    /// None yet, for engine number `engine` (so that ids of two engines never meet). A chain is given
-    /// up after `timeout`; never without one.
+    /// Nothing parked yet, for engine number `engine` (so that ids of two engines never collide). A
+    /// chain times out after `timeout`; `None` means never.
     pub fn new(engine: usize, timeout: Option<Duration>) -> Self {
         Self {
             slots: Vec::new(),
@@ -216,14 +217,14 @@ impl ParkedChains {
         }
     }
 
-    /// The same, where at most `capacity` requests may be outstanding.
+    /// Sets the number of requests that may be outstanding.
     pub fn with_capacity(mut self, capacity: usize) -> Self {
         self.capacity = capacity;
         self
     }
 
-    /// Takes a chain; [`Self::send`] sends its requests, of which the number is returned. Its
-    /// neighbouring pages are merged.
+    /// Parks a chain; [`Self::send`] sends its requests. Returns their number. Adjacent pages of
+    /// the chain are merged.
     pub fn park(&mut self, mut chain: ParkedChain) -> usize {
         merge(&mut chain.wanted);
         chain.wanted.truncate(REQUESTS_PER_CHAIN_MAX);
@@ -240,7 +241,7 @@ impl ParkedChains {
         let deadline = self.deadline_of(&chain);
         if let Some(deadline) = deadline {
             if self.deadlines.is_empty() {
-                // Nobody has looked while nothing waited.
+                // No ticks came while nothing waited.
                 self.looked = None;
             }
             self.deadlines.insert(deadline, index);
@@ -268,8 +269,8 @@ impl ParkedChains {
         Some((self.waited + timeout, self.next_deadline))
     }
 
-    /// Asks for pages that nobody waits for yet, but for those that a chain of that queue is about to
-    /// ask for itself.
+    /// Requests pages that nothing waits for yet, except pages that a chain of that queue is about
+    /// to request itself.
     pub fn ask_ahead(&mut self, asker: Asker, mut wanted: Vec<PageDemand>) {
         merge(&mut wanted);
         let (slots, its) = (&self.slots, self.by_device.get(&asker.device));
@@ -287,13 +288,13 @@ impl ParkedChains {
             .extend(news.take(room).map(|wanted| (asker, *wanted)));
     }
 
-    /// Sends what has not been sent, as far as the queue takes it and no device has more than its
-    /// share; how many were sent.
+    /// Sends unsent requests, as far as the queue takes them and no device exceeds its share;
+    /// returns how many were sent.
     pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
         let mut sent = 0;
         self.full = false;
         let now_ns = now_ns();
-        // Rounds, until in one of them nothing was sent.
+        // Repeats the turns until one of them sends nothing.
         let mut silent = 0;
         while silent < self.unsent.len() {
             let Some(device) = self.unsent.pop_front() else {
@@ -305,7 +306,7 @@ impl ParkedChains {
             let its = self.by_device.get(&device);
             let left = its.is_some_and(|asking| !asking.unsent.is_empty());
             match (left, self.full) {
-                // It is the first to ask when there is room.
+                // It is the first to send when there is room.
                 (true, true) => {
                     self.unsent.push_front(device);
                     break;
@@ -317,7 +318,7 @@ impl ParkedChains {
         sent + self.send_ahead(now_ns, &mut submit)
     }
 
-    /// Sends some requests of one device: fewer if the queue is full, or the device has its share.
+    /// Sends some requests of one device, fewer if the queue is full or the device has its share.
     fn send_of(
         &mut self,
         device: DeviceId,
@@ -359,8 +360,8 @@ impl ParkedChains {
         sent
     }
 
-    /// Sends what prefaults fit, and drops the others: what is not asked for now is asked for by
-    /// its chain.
+    /// Sends the prefaults that fit and drops the others. Their chains will request the pages
+    /// themselves.
     fn send_ahead(
         &mut self,
         now_ns: u64,
@@ -378,7 +379,7 @@ impl ParkedChains {
                 kind: RequestKind::Prefault,
                 ..request(id, asker, &wanted, now_ns)
             };
-            // A queue without room for a guess is not yet full for those who wait.
+            // A queue without room for a prefault may still have room for requests with a waiter.
             if submit(request).is_err() {
                 continue;
             }
@@ -390,17 +391,17 @@ impl ParkedChains {
         sent
     }
 
-    /// True if there is something to send.
+    /// True if there are unsent requests.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty() || !self.ahead.is_empty()
     }
 
-    /// True if the queue took no more: no more chains may be popped, of whatever device.
+    /// True if the queue was full: no more chains may be popped, of any device.
     pub fn is_queue_full(&self) -> bool {
         self.full
     }
 
-    /// Takes a response; gives back the chain for which it was the last.
+    /// Takes a response; returns the chain if it was the chain's last one.
     pub fn answer(&mut self, response: PageResponse) -> Option<Resumed> {
         let (device, waiter) = self.waiting.remove(&response.id)?;
         if let Some(asking) = self.by_device.get_mut(&device) {
@@ -409,7 +410,7 @@ impl ParkedChains {
                 self.by_device.remove(&device);
             }
         }
-        // There is room again, for one at least.
+        // There is room again, for at least one request.
         self.full = false;
         let index = waiter?;
         let slot = self.slots[index].as_mut()?;
@@ -432,12 +433,12 @@ impl ParkedChains {
         Some(slot.resumed(ended))
     }
 
-    /// True if a chain is to be given up at some time.
+    /// True if some chain can time out.
     pub fn has_deadline(&self) -> bool {
         !self.deadlines.is_empty()
     }
 
-    /// Lets the time since the last look pass for those who wait, if there is a host.
+    /// Counts the time since the last tick as waiting time, if there is a host.
     pub fn tick(&mut self, now: Instant, host: HostPresence) {
         let last = self.looked.replace(now).unwrap_or(now);
         if host == HostPresence::Here {
@@ -445,13 +446,13 @@ impl ParkedChains {
         }
     }
 
-    /// How long the engine may sleep and not look.
+    /// How long the engine may sleep without a tick.
     pub fn next_look(&self) -> Option<Duration> {
         let ((deadline, _), _) = self.deadlines.first_key_value()?;
         Some(deadline.saturating_sub(self.waited).min(TICK_MAX))
     }
 
-    /// A chain that has waited too long. Its requests stay outstanding until they are answered.
+    /// Returns a chain that has timed out. Its requests stay outstanding until they are answered.
     pub fn give_up(&mut self) -> Option<Resumed> {
         let ((deadline, _), index) = self.deadlines.first_key_value()?;
         if *deadline > self.waited {
@@ -462,8 +463,8 @@ impl ParkedChains {
         Some(slot.resumed(Ended::TimedOut))
     }
 
-    /// All chains of `queue`, given up, those that have waited longest first. Their requests stay
-    /// outstanding until they are answered.
+    /// Gives up all chains of `queue` and returns them, those that have waited longest first. Their
+    /// requests stay outstanding until they are answered.
     pub fn give_up_all_of(&mut self, queue: QueueKey) -> Vec<Resumed> {
         let is_its_chain = |slot: &Slot| {
             slot.chain.asker.queue == queue && matches!(slot.chain.waiter, Waiter::Chain(_))
@@ -475,7 +476,7 @@ impl ParkedChains {
         given_up
     }
 
-    /// Takes slots out; the responses to their requests will be dropped.
+    /// Removes slots; the responses to their requests will be dropped.
     fn forget(&mut self, mut which: impl FnMut(usize, &Slot) -> bool) -> Vec<Slot> {
         let mut gone = Vec::new();
         for (index, place) in self.slots.iter_mut().enumerate() {
@@ -512,19 +513,19 @@ impl ParkedChains {
         };
         self.unsent.retain(asks);
         if self.unsent.is_empty() {
-            // Nobody is kept waiting for room any more.
+            // Nothing waits for room any more.
             self.full = false;
         }
         gone
     }
 
-    /// How many chains of `queue` are parked by injected faults.
+    /// The number of chains of `queue` that injected faults have parked.
     pub fn held_of(&self, queue: QueueKey) -> u32 {
         let its = (self.slots.iter().flatten()).filter(|slot| slot.chain.asker.queue == queue);
         its.map(|slot| u32::from(slot.chain.course.is_held())).sum()
     }
 
-    /// Forgets what waits for `queue`; how many chains that were. They stay in the in-flight
+    /// Forgets what waits for `queue`; returns the number of chains. They stay in the in-flight
     /// region, from which a successor takes them.
     pub fn abandon(&mut self, queue: QueueKey) -> usize {
         let gone = self.forget(|_, slot| slot.chain.asker.queue == queue);
@@ -534,7 +535,7 @@ impl ParkedChains {
         gone
     }
 
-    /// Requests sent and not answered.
+    /// Requests sent but not answered.
     #[cfg(test)]
     pub fn outstanding(&self) -> usize {
         self.waiting.len()
@@ -554,9 +555,9 @@ impl Slot {
     }
 }
 
-/// Requests that one device may have outstanding while so many are in all: no more than what is free
-/// then (a dynamic threshold: Choudhury and Hahne, INFOCOM 1996). So however many devices fault at
-/// a time, one that begins to finds room.
+/// Requests that one device may have outstanding while `outstanding` are outstanding in all: at
+/// most as many as are free then (a dynamic threshold: Choudhury and Hahne, INFOCOM 1996). So
+/// however many devices fault at a time, a device that begins to fault finds room.
 fn share(capacity: usize, outstanding: usize) -> usize {
     let free = capacity.saturating_sub(outstanding);
     free.clamp(1, REQUESTS_PER_DEVICE_MAX)
@@ -572,7 +573,7 @@ fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> Pag
     }
 }
 
-/// True if who has `all` has `part`.
+/// True if `all` includes `part`.
 fn covers(all: &PageDemand, part: &PageDemand) -> bool {
     all.domain == part.domain
         && all.pages.start <= part.pages.start
@@ -580,7 +581,7 @@ fn covers(all: &PageDemand, part: &PageDemand) -> bool {
         && (all.access == Access::Write || part.access == Access::Read)
 }
 
-/// Joins runs of one domain that touch or overlap; the stronger access wins.
+/// Joins runs of one domain that touch or overlap; the stronger access is kept.
 fn merge(wanted: &mut Vec<PageDemand>) {
     wanted.sort_by_key(|w| (w.domain, w.pages.start));
     wanted.dedup_by(|next, last| {
@@ -819,7 +820,7 @@ mod tests {
         assert_eq!(given_up.waiter, Waiter::Chain(4));
         assert!(parked.give_up().is_none() && !parked.has_deadline());
         assert_eq!(parked.outstanding(), 1, "it may still be answered");
-        // Its slot is used again; the late answer must not reach the new chain.
+        // Its slot is reused; the late answer must not reach the new chain.
         parked.park(chain(0, 5, vec![wanted(7, 8, Access::Read)]));
         let next = send_all(&mut parked);
         assert!(

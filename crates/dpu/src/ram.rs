@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`RamPolicy`]: which files a device takes as guest RAM, and how much of them.
+//! [`RamPolicy`]: which files a device accepts as guest RAM, and how much of them.
 //!
-//! What a file is has been found out before ([`RamFile`]), without asking anybody who could
-//! make us wait. Here it is decided by what can be guaranteed: a memfd keeps its memory if it is
-//! sealed, and costs its own device if it is not; a file that can run out of memory by
-//! somebody else's doing is taken only if the operator vouches for it.
+//! The kind of a file has been determined before ([`RamFile`]), without a query that could block.
+//! Here it is decided by what can be guaranteed. A memfd keeps its memory if it is sealed; if not,
+//! only its own device is at risk. A file that another party can make run out of memory is accepted
+//! only if the operator vouches for it.
 
 use crate::regions::MemoryError;
 use pagetide_sys::guest_ram::{RamFile, RamFileKind, Sealed};
 
-/// Most guest RAM of one device unless told otherwise. Address space is 128 TiB for all devices, of
-/// which there are 128 at most: half of it.
+/// Default for the most guest RAM of one device. Address space is 128 TiB for all devices, of which
+/// there are at most 128: this uses half of it.
 pub const RAM_BYTES_MAX: u64 = 512 << 30;
 
-/// What a device takes as guest RAM.
+/// What a device accepts as guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RamPolicy {
-    /// Whether files that can be made shorter are taken.
+    /// Whether files that can shrink are accepted.
     pub sealing: Sealing,
-    /// Whether files on a tmpfs are taken.
+    /// Whether files on a tmpfs are accepted.
     pub tmpfs: RamAllowed,
-    /// Whether huge pages of hugetlbfs are taken.
+    /// Whether hugetlbfs files are accepted.
     pub hugetlbfs: RamAllowed,
-    /// Most bytes of all regions together, and of any one file: what is kept of a file grows with its
-    /// length, however little of it is named.
+    /// Most bytes of all regions together, and of any one file: the memory kept per file grows with
+    /// the file's length, however small the named part is.
     pub bytes_max: u64,
 }
 
@@ -41,14 +41,14 @@ impl Default for RamPolicy {
 /// Whether a RAM file must be sealed against shrinking.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sealing {
-    /// It is sealed if it takes seals.
+    /// The file is sealed if it accepts seals.
     #[default]
     Preferred,
-    /// It is refused if it takes none.
+    /// The file is refused if it accepts no seals.
     Required,
 }
 
-/// Whether a kind of file is taken as guest RAM.
+/// Whether a kind of file is accepted as guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum RamAllowed {
     /// The operator vouches for it.
@@ -59,7 +59,7 @@ pub enum RamAllowed {
 }
 
 impl RamPolicy {
-    /// Refuses what is not to be taken.
+    /// Refuses files that the policy does not allow.
     ///
     /// # Errors
     /// [`MemoryError::NotAllowed`], [`MemoryError::NotSealed`], [`MemoryError::FileOverQuota`].

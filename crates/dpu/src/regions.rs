@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The regions of RAM that a front end has named, as the control thread keeps them.
+//! The RAM regions that a front end has described, as the control thread keeps them.
 //!
-//! Each is checked before any of it is mapped; from the table each engine gets its
-//! [`DeviceMemory`].
+//! Each is checked before any of it is mapped. Each engine gets its [`DeviceMemory`] from the
+//! table.
 
 use crate::{
     memory::{DeviceMemory, Slot},
@@ -13,7 +13,7 @@ use pagetide_sys::guest_ram::{RamFile, RamFileError, Sealed};
 use pagetide_vpri::{DomainError, DomainTable, EnginePort, LookUp, RamWindow};
 use std::{os::fd::BorrowedFd, sync::Arc};
 
-/// Most regions a device takes: what vhost-user back ends in the kernel and in DPDK take, too.
+/// Most regions of a device: the same limit as vhost-user back ends in the kernel and in DPDK have.
 pub const REGIONS_MAX: usize = 509;
 
 /// Why a front end's description of its memory is refused.
@@ -22,7 +22,7 @@ pub enum MemoryError {
     /// Too many regions.
     #[error("the front end has more than {REGIONS_MAX} memory regions")]
     TooMany,
-    /// Addresses or the offset are not at page borders, or the region is empty.
+    /// Addresses or the offset are not page-aligned, or the region is empty.
     #[error(
         "memory region of {bytes} bytes at guest {gpa}, front end {frontend}, file offset {file_offset:#x} does not start at page borders or is empty"
     )]
@@ -71,10 +71,10 @@ pub enum MemoryError {
     /// Its file cannot be a DMA domain.
     #[error(transparent)]
     Domain(#[from] DomainError),
-    /// Its file is no memory at all.
+    /// Its file is not memory.
     #[error(transparent)]
     File(#[from] RamFileError),
-    /// Memory of this kind is taken only by the operator's word.
+    /// Memory of this kind is accepted only if the operator allows it.
     #[error(
         "RAM file {key} is on {kind}, where it can run out of memory or be cut short under the device: \
          give the VM a memfd, or allow it by `dpu blk --allow-ram {kind}`"
@@ -82,16 +82,16 @@ pub enum MemoryError {
     NotAllowed {
         /// The file.
         key: FileKey,
-        /// What it is on.
+        /// The kind of file system.
         kind: &'static str,
     },
-    /// The file could be made shorter, and the device takes none such.
+    /// The file could shrink, and the device does not accept such files.
     #[error(
         "RAM file {0} takes no seal against shrinking, and the device was made with --require-sealed: \
          give the VM a memfd with sealing (QEMU: memory-backend-memfd,seal=on)"
     )]
     NotSealed(FileKey),
-    /// The file is longer than all that one front end may have mapped.
+    /// The file is longer than the limit for one front end.
     #[error(
         "RAM file {key} has {bytes} bytes; a device takes files of {max_bytes} at most: raise --ram-max"
     )]
@@ -100,22 +100,22 @@ pub enum MemoryError {
         key: FileKey,
         /// Its length.
         bytes: u64,
-        /// What it may have.
+        /// Its limit.
         max_bytes: u64,
     },
-    /// More than one front end may have mapped.
+    /// More than the limit for one front end.
     #[error(
         "the front end's regions have {bytes} bytes in all; a device takes {max_bytes} at most: raise --ram-max"
     )]
     OverQuota {
-        /// What it wants.
+        /// Total bytes of the regions.
         bytes: u64,
-        /// What it may have.
+        /// Their limit.
         max_bytes: u64,
     },
 }
 
-/// A region as a front end names it.
+/// A region as described by a front end.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RegionShape {
     pub gpa: Gpa,
@@ -125,7 +125,7 @@ pub(crate) struct RegionShape {
 }
 
 impl RegionShape {
-    /// Looks that it is in order, and within a file of `file_bytes`.
+    /// Checks that it is valid, and within a file of `file_bytes`.
     fn check(&self, file_bytes: u64) -> Result<(), MemoryError> {
         let Self {
             gpa,
@@ -165,7 +165,7 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// Maps the region of `file`, after every check.
+    /// Maps the region of `file`, after all checks.
     pub fn map(
         shape: RegionShape,
         file: BorrowedFd<'_>,
@@ -202,7 +202,7 @@ impl Region {
 pub(crate) struct RegionTable(Vec<Region>);
 
 impl RegionTable {
-    /// Takes one more region.
+    /// Adds a region.
     pub fn add(&mut self, region: Region) -> Result<(), MemoryError> {
         if self.0.len() == REGIONS_MAX {
             return Err(MemoryError::TooMany);
@@ -221,7 +221,7 @@ impl RegionTable {
         Ok(())
     }
 
-    /// Drops the region with these addresses.
+    /// Removes the region with these addresses.
     pub fn remove(&mut self, gpa: Gpa, bytes: u64, at: FrontendVa) -> Result<(), MemoryError> {
         let found = self
             .0
@@ -237,7 +237,7 @@ impl RegionTable {
         self.0.iter().map(Region::bytes)
     }
 
-    /// Where the guest sees what the front end has at `address`, if all `bytes` lie in one region.
+    /// Translates a front-end address to a guest-physical one, if all `bytes` lie in one region.
     pub fn translate(&self, address: FrontendVa, bytes: u64) -> Option<Gpa> {
         self.0.iter().find_map(|region| {
             let offset = address.offset_from(region.shape.frontend)?;
@@ -246,7 +246,7 @@ impl RegionTable {
         })
     }
 
-    /// Identities of the files behind it, each once.
+    /// Identities of its files, each once.
     pub fn files(&self) -> Vec<FileKey> {
         let mut files: Vec<FileKey> = Vec::new();
         for region in &self.0 {
@@ -258,7 +258,7 @@ impl RegionTable {
         files
     }
 
-    /// Whether all of it is sealed against shrinking; `None` if there is none.
+    /// Whether all of it is sealed against shrinking; `None` if it is empty.
     pub fn sealed(&self) -> Option<Sealed> {
         let mut regions = self.0.iter();
         let first = regions.next()?.sealed;

@@ -1,32 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An engine's io_uring: the one place where the kernel is given pointers into guest memory.
+//! An engine's io_uring: the only place where the kernel gets pointers into guest memory.
 //!
 //! # Idea
-//! Submitting to a ring is unsafe because the kernel goes on using the memory
-//! after the call. So the ring *owns* each transfer until its completion is
-//! taken: a [`Dma`] holds the vectors, and the guest memory (a mapping that
-//! lives as long as the `Rc`) and bounce buffers (likewise) into which they point.
-//! Nothing outside can free any of these while the kernel works on it, and dropping the ring waits.
+//! Submitting to a ring is unsafe because the kernel uses the memory after the call. So the ring
+//! *owns* each transfer until its completion is taken: a [`Dma`] holds the vectors, and the guest
+//! memory (a mapping that lives as long as the `Rc`) and bounce buffers (likewise) that they point
+//! to. No outside code can free any of these while the kernel works on it, and dropping the ring
+//! waits.
 //!
-//! Whether the *pages* are there is another matter: that is the lease, which
-//! the caller keeps in the same job and gives back on completion.
+//! Whether the *pages* are present is a separate matter: the lease ensures it. The caller keeps the
+//! lease in the same job and releases it on completion.
 //!
-//! # The lock (who may recover after us)
-//! I/O that a killed process had submitted lands later still. Slot 0 of the
-//! ring's file table is a lock file, flock'ed by us and open nowhere else: the
-//! table goes away only when the ring's last request is done, and the lock with
-//! it. See [`crate::lock`].
+//! # The lock (when a successor may recover)
+//! I/O submitted by a killed process still completes later. Slot 0 of the ring's file table is a
+//! lock file, flock'ed by us and open nowhere else. The table, and with it the lock, goes away only
+//! when the ring's last request is done. See [`crate::lock`].
 //!
 //! # Kernel threads
-//! What cannot be done without waiting (a flush, a write that needs a block of the file system) the
-//! kernel gives to threads of its own, at most [`KERNEL_THREADS`] of them for each ring; what comes
-//! when all are busy waits in line, whoever it is from. So engines bound how many operations a
-//! tenant has there that surely wait ([`crate::engine::fair`]).
+//! Operations that would block (a flush, a write that needs a block of the file system) run on
+//! kernel threads, at most [`KERNEL_THREADS`] for each ring. When all are busy, further operations
+//! wait in one queue, whichever tenant they belong to. So engines bound how many operations that
+//! are sure to block a tenant has there ([`crate::engine::fair`]).
 //!
 //! # One thread
-//! `SINGLE_ISSUER` with `DEFER_TASKRUN`: completions are made only when this
-//! thread enters the kernel asking for them, never by an interrupt of its other
-//! work; `TASKRUN_FLAG` tells a polling engine when there is something to ask for.
+//! `SINGLE_ISSUER` with `DEFER_TASKRUN`: completions are processed only when this thread enters the
+//! kernel for them, never by an interrupt of its other work. `TASKRUN_FLAG` tells a polling engine
+//! when there are any.
 #![expect(
     unsafe_code,
     reason = "pushing to a submission queue is unsafe; see the header for why it is sound here"
@@ -45,14 +44,14 @@ use std::{
     time::Duration,
 };
 
-/// Files the table can hold: the lock and two for each device.
+/// Capacity of the file table: the lock and two files for each device.
 pub(crate) const FILE_SLOTS: u32 = 1 + 2 * DEVICES_MAX;
-/// Devices of one DPU.
+/// Most devices of one DPU.
 pub(crate) const DEVICES_MAX: u32 = 128;
-/// Threads of the kernel for one ring's I/O on files and disks. The kernel's own choice is four for
-/// each CPU: on a small machine that is fewer than one tenant can keep waiting.
+/// Kernel threads for one ring's I/O on files and disks. The kernel's default is four for each CPU:
+/// on a small machine one tenant alone can block more than that.
 pub(crate) const KERNEL_THREADS: u32 = 64;
-/// Longest vector the kernel takes (`UIO_MAXIOV`).
+/// Longest vector that the kernel accepts (`UIO_MAXIOV`).
 pub(crate) const VECTOR_MAX: usize = 1024;
 
 const KIND_SHIFT: u32 = 56;
@@ -64,14 +63,14 @@ const KIND_IGNORED: u64 = 3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileSlot(pub u32);
 
-/// What to do with the file.
+/// The operation on the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// File to memory.
     Read,
     /// Memory to file.
     Write,
-    /// Make what was written durable.
+    /// Make written data durable.
     Sync,
     /// `fallocate` of bytes with a mode.
     Allocate { bytes: u64, mode: i32 },
@@ -90,17 +89,17 @@ pub(crate) enum Piece {
     },
 }
 
-/// Memory of a transfer, and how far it has got.
+/// Memory of a transfer, and its progress.
 #[derive(Debug)]
 pub(crate) struct Dma {
     memory: Rc<DeviceMemory>,
-    /// Areas that vectors point into, too.
+    /// Bounce areas that vectors point into.
     areas: Vec<Arc<BounceArea>>,
     vectors: Vec<iovec>,
     /// Vectors before this one are done.
     first: usize,
     left: u64,
-    /// The next step's part of the vectors, if it is not all that is left.
+    /// The part of the vectors for the next step, if it is not everything that is left.
     part: Vec<iovec>,
 }
 
@@ -117,7 +116,7 @@ impl Dma {
         }
     }
 
-    /// Starts anew for `spans` of `memory`.
+    /// Restarts with `spans` of `memory`.
     pub fn aim(&mut self, memory: &Rc<DeviceMemory>, spans: &[Span]) -> Result<(), OutsideMemory> {
         self.begin(memory);
         for span in spans {
@@ -126,7 +125,7 @@ impl Dma {
         Ok(())
     }
 
-    /// Starts anew for guest memory and bounce buffers, as they come.
+    /// Restarts with guest memory and bounce buffers, in order.
     pub fn aim_apart(
         &mut self,
         memory: &Rc<DeviceMemory>,
@@ -197,7 +196,7 @@ impl Dma {
         self.left
     }
 
-    /// Has the next step move no more than `bytes_max` of what is left; how much it moves at most.
+    /// Limits the next step to `bytes_max` of what is left; returns the most it will move.
     pub fn cut(&mut self, bytes_max: u64) -> u64 {
         self.part.clear();
         if self.left <= bytes_max {
@@ -226,9 +225,9 @@ impl Dma {
         }
     }
 
-    /// `bytes` more are done.
+    /// Marks `bytes` more as done.
     pub fn advance(&mut self, bytes: u64) {
-        debug_assert!(bytes <= self.left, "the kernel moved more than asked");
+        debug_assert!(bytes <= self.left, "the kernel moved more than requested");
         self.left -= bytes.min(self.left);
         self.part.clear();
         let mut bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
@@ -243,7 +242,8 @@ impl Dma {
         }
     }
 
-    /// True if direct I/O takes this memory: each part is aligned to `align` in place and length.
+    /// True if direct I/O accepts this memory: address and length of each part are multiples of
+    /// `align`.
     pub fn is_aligned(&self, align: usize) -> bool {
         self.vectors[self.first..]
             .iter()
@@ -251,14 +251,14 @@ impl Dma {
     }
 }
 
-/// A transfer with what its engine must know when it is done.
+/// A transfer, with what its engine must know when it completes.
 #[derive(Debug)]
 pub(crate) struct Job<R> {
     pub dma: Dma,
     pub request: R,
 }
 
-/// Where and what a job does next.
+/// The next operation of a job, and its place in the file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     pub file: FileSlot,
@@ -266,7 +266,7 @@ pub(crate) struct Step {
     pub offset: u64,
 }
 
-/// What the ring has to tell.
+/// An event of the ring.
 #[derive(Debug)]
 pub(crate) enum Event<R> {
     /// A step is done, with the kernel's result: a count, or a negated error number.
@@ -284,8 +284,8 @@ pub(crate) struct IoRing<R> {
 }
 
 impl<R> IoRing<R> {
-    /// A ring with room for `entries` submissions at a time, which holds `lock` as long as any of
-    /// its I/O is under way. To be called on the thread that uses it.
+    /// Creates a ring with room for `entries` submissions at a time. It holds `lock` as long as any
+    /// of its I/O is under way. Call this on the thread that uses the ring.
     pub fn new(entries: u32, lock: OwnedFd) -> io::Result<Self> {
         let ring = IoUring::builder()
             .setup_single_issuer()
@@ -298,10 +298,11 @@ impl<R> IoRing<R> {
         let mut files = vec![-1; FILE_SLOTS as usize];
         files[0] = lock.as_raw_fd();
         ring.submitter().register_files(&files)?;
-        // The second is for sockets and the like, of which there are none: 0 leaves it as it is.
+        // The second value is for sockets and the like, which are not used here: 0 leaves it
+        // unchanged.
         let mut threads = [KERNEL_THREADS, 0];
         ring.submitter().register_iowq_max_workers(&mut threads)?;
-        // The table alone holds it from here on.
+        // From here on, only the table holds it.
         drop(lock);
         Ok(Self {
             ring,
@@ -316,7 +317,7 @@ impl<R> IoRing<R> {
         self.update_file(slot, file.as_raw_fd())
     }
 
-    /// Takes a file out of the table. No job may use it.
+    /// Removes a file from the table. No job may use it.
     pub fn clear_file(&mut self, slot: FileSlot) -> io::Result<()> {
         self.update_file(slot, -1)
     }
@@ -347,7 +348,7 @@ impl<R> IoRing<R> {
         self.push(&entry)
     }
 
-    /// Watches `fd`; each time it becomes readable, [`Event::Readable`] tells `token`.
+    /// Polls `fd`; each time it becomes readable, [`Event::Readable`] reports `token`.
     pub fn poll(&mut self, fd: BorrowedFd<'_>, token: u32) -> io::Result<()> {
         let events = libc::POLLIN as u32;
         let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), events)
@@ -357,10 +358,11 @@ impl<R> IoRing<R> {
         self.push(&entry)
     }
 
-    /// Watches no more.
+    /// Stops a poll.
     ///
-    /// By `ASYNC_CANCEL`: `POLL_REMOVE` gives up (`EALREADY`) on a poll whose event is being told just
-    /// now, which one that is written in a loop always is, and such a poll would stay for ever.
+    /// Uses `ASYNC_CANCEL`: `POLL_REMOVE` fails (`EALREADY`) on a poll whose event is being
+    /// reported just now. With a descriptor that is written in a loop this is always so, and the
+    /// poll would never end.
     pub fn stop_poll(&mut self, token: u32) -> io::Result<()> {
         let target = KIND_POLL << KIND_SHIFT | u64::from(token);
         let entry = opcode::AsyncCancel::new(target)
@@ -373,24 +375,24 @@ impl<R> IoRing<R> {
         if self.ring.submission().is_full() {
             self.submit()?;
         }
-        // SAFETY: an entry with memory is made by `start` only: its pointers come from a `Dma`
-        // that `jobs` owns until the completion is taken; the vectors' buffers do not move with
-        // its box; the mappings they point into live as long as the `Rc` and the areas in it. Other
-        // entries carry no pointers. The queue has room, or `PushError` says that it has not.
+        // SAFETY: only `start` creates an entry with memory: its pointers come from a `Dma` that
+        // `jobs` owns until the completion is taken; the vectors' buffers do not move with its box;
+        // the mappings they point into live as long as the `Rc` and the areas in it. Other entries
+        // carry no pointers. If the queue has no room, the push returns `PushError`.
         unsafe { self.ring.submission().push(entry) }.map_err(io::Error::other)
     }
 
-    /// Tells the kernel of what was started, and lets it finish what it can.
+    /// Submits started steps to the kernel, and lets it process completions.
     pub fn submit(&mut self) -> io::Result<()> {
         retry(|| self.ring.submit())
     }
 
-    /// Steps started that the kernel has not been told of.
+    /// Steps that were started but not submitted.
     pub fn unsubmitted(&mut self) -> usize {
         self.ring.submission().len()
     }
 
-    /// True if [`Self::submit`] would do anything.
+    /// True if [`Self::submit`] would have an effect.
     pub fn wants_submit(&mut self) -> bool {
         let queue = self.ring.submission();
         !queue.is_empty() || queue.taskrun()
@@ -443,7 +445,7 @@ impl<R> IoRing<R> {
 
 impl<R> Drop for IoRing<R> {
     fn drop(&mut self) {
-        // The kernel still works on guest memory: wait for it, whatever it takes.
+        // The kernel still works on guest memory: wait for it, however long it takes.
         while self.in_flight > 0 {
             if let Err(error) = self.submit_and_sleep() {
                 tracing::error!(%error, in_flight = self.in_flight, "waiting for the last I/O of a ring failed; leaking its memory");
@@ -488,7 +490,7 @@ fn retry(mut call: impl FnMut() -> io::Result<usize>) -> io::Result<()> {
         match call() {
             Ok(_) => return Ok(()),
             Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-            // The completion queue is full of what we have not taken yet: not now.
+            // The completion queue is full of events that we have not taken yet: try later.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EAGAIN)) => {
                 return Ok(());
             }
@@ -586,7 +588,7 @@ mod tests {
                 let part = bytes(dma.next_part());
                 assert_eq!(part.len() as u64, most);
                 assert!(most <= step);
-                // The kernel moves less now and then.
+                // The kernel sometimes moves less.
                 let done = if moved.len() % 2 == 0 {
                     most
                 } else {

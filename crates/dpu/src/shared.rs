@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What engines and control threads share of a device: its figures, and why it stopped.
+//! State of a device that engines and control threads share: its counters, and why it stopped.
 //!
-//! Each engine writes counters of its own, so a count is a plain load and store;
-//! a report adds them up.
+//! Each engine writes its own counters, so a count is a plain load and store; a report adds them
+//! up.
 
 use crate::{
     blk::{
@@ -26,7 +26,7 @@ use std::{
 /// Why a device stopped. It stays stopped until its front end connects again.
 #[derive(Debug, thiserror::Error)]
 pub enum StopReason {
-    /// A descriptor chain makes no sense.
+    /// A descriptor chain is invalid.
     #[error("queue {queue}, chain {head}: {source}")]
     Chain {
         /// Queue number.
@@ -36,7 +36,7 @@ pub enum StopReason {
         /// What is wrong with it.
         source: ChainError,
     },
-    /// A chain is no block request.
+    /// A chain is not a block request.
     #[error("queue {queue}, chain {head}: {source}")]
     Request {
         /// Queue number.
@@ -51,10 +51,10 @@ pub enum StopReason {
     Ring {
         /// Queue number.
         queue: u16,
-        /// What virtio-queue says.
+        /// The error of virtio-queue.
         error: String,
     },
-    /// Guest memory that is needed even to answer is lost.
+    /// Guest memory needed even for an answer is lost.
     #[error(
         "queue {queue}: the content of guest pages that hold the ring or a request's status is lost"
     )]
@@ -62,7 +62,7 @@ pub enum StopReason {
         /// Queue number.
         queue: u16,
     },
-    /// A file of its memory was made shorter, or has no memory for its holes.
+    /// A file of its memory has shrunk, or has no memory for its holes.
     #[error(
         "guest memory was lost: its file was made shorter, or its file system has no room for a hole of it"
     )]
@@ -72,7 +72,7 @@ pub enum StopReason {
     Engine(String),
 }
 
-/// Figures of a device on one engine.
+/// Counters of a device on one engine.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub requests: AtomicU64,
@@ -102,13 +102,13 @@ pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.store(now, Ordering::Relaxed);
 }
 
-/// Takes from a counter that only this thread writes.
+/// Subtracts from a counter that only this thread writes.
 #[inline]
 pub(crate) fn sub(counter: &AtomicU64, amount: u64) {
     add(counter, amount.wrapping_neg());
 }
 
-/// Whether a front end is about to go, or has gone.
+/// Whether a front end is about to go, or is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leaving {
     Yes,
@@ -124,11 +124,11 @@ pub(crate) struct DeviceShared {
     pub on_fault: OnFault,
     weight: AtomicU32,
     pub counters: Box<[Counters]>,
-    /// What all its engines tell.
+    /// The account that all its engines report to.
     pub account: Mutex<Account>,
     accounted: AtomicBool,
     pub injector: Injector,
-    /// Size of an image that was seen cut short; `u64::MAX` while it is whole.
+    /// Size of the image when it was found cut short; `u64::MAX` while it is complete.
     cut_bytes: AtomicU64,
     stopped: AtomicBool,
     leaving: AtomicBool,
@@ -160,17 +160,17 @@ impl DeviceShared {
         }
     }
 
-    /// Its share of its engines beside the weights of others.
+    /// Its share of its engines relative to the weights of others.
     pub fn weight(&self) -> u32 {
         self.weight.load(Ordering::Relaxed)
     }
 
-    /// Engines see it in their next turn.
+    /// Engines use it from their next turn on.
     pub fn set_weight(&self, weight: u32) {
         self.weight.store(weight, Ordering::Relaxed);
     }
 
-    /// What requests are decided by.
+    /// The properties by which requests are decided.
     pub fn limits(&self) -> Limits {
         Limits {
             sectors: self.image.sectors,
@@ -178,13 +178,13 @@ impl DeviceShared {
         }
     }
 
-    /// True while engines tell its account.
+    /// True while engines report to its account.
     #[inline]
     pub fn is_accounted(&self) -> bool {
         self.accounted.load(Ordering::Relaxed)
     }
 
-    /// Whether engines are to tell its account.
+    /// Sets whether engines report to its account.
     pub fn set_accounting(&self, accounting: Accounting) {
         let accounted = accounting == Accounting::On;
         self.accounted.store(accounted, Ordering::Relaxed);
@@ -206,22 +206,22 @@ impl DeviceShared {
         }
     }
 
-    /// A new front end begins afresh.
+    /// Clears the stop for a new front end.
     pub fn forget_stop(&self) {
         let mut slot = self.lock();
         *slot = None;
         self.stopped.store(false, Ordering::Relaxed);
     }
 
-    /// Whether the front end is there, or is to go: then nobody waits for what it has asked for, and a
+    /// Sets whether the front end is leaving. If so, nothing waits for its requests any more, and a
     /// queue that stops finishes only what the kernel has.
     pub fn set_leaving(&self, leaving: Leaving) {
         let leaving = leaving == Leaving::Yes;
         self.leaving.store(leaving, Ordering::Release);
     }
 
-    /// True while a queue that stops need not do what it has not begun: the device has stopped, or its
-    /// front end goes.
+    /// True while a stopping queue need not do what it has not begun: the device has stopped, or
+    /// its front end is leaving.
     #[inline]
     pub fn drops_its_work(&self) -> bool {
         self.is_stopped() || self.leaving.load(Ordering::Acquire)
@@ -232,8 +232,8 @@ impl DeviceShared {
         self.lock().as_ref().map(ToString::to_string)
     }
 
-    /// Size of the image now, as far as it is served. A change is logged: the guest's I/O beyond the end
-    /// fails from now on, or no longer.
+    /// Size of the image now, at most the served size. A change is logged: the guest's I/O beyond
+    /// the end fails from now on, or no longer.
     #[inline]
     pub fn look_at_size(&self) -> u64 {
         let (now, capacity) = (self.image.bytes_now(), self.image.capacity_bytes());
@@ -253,7 +253,7 @@ impl DeviceShared {
             tracing::warn!(
                 device = self.id.0,
                 capacity_bytes = capacity,
-                "the image has its size again; what was cut off reads as zeros, unless somebody has put it back"
+                "the image has its size again; the part that was cut off reads as zeros, unless it was restored"
             );
         } else {
             tracing::error!(

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Device`]: whoever uses an address space: the CPU, a device, a virtual function of one.
+//! [`Device`]: a user of an address space: the CPU, a device, a virtual function of one.
 //!
 //! A device may be attached to several spaces and is active in one of them at a
 //! time. A virtual function is a device of its own, so two of them may be active
 //! in two spaces (GMEM 4.1, footnote 1).
 //!
-//! Locks are taken in this order: the queue's *draining*, a device's standing, the
-//! attachments of a space, the state of a region of frames, pools. The map of
-//! regions is held for a look-up only, with nothing taken under it; a mapping
-//! set's list is held over a look at its regions. A region of paged memory is
-//! locked alone, before the map, a section and the attachments: nobody who has
-//! one of these looks at its state.
+//! Locks are taken in this order: the queue's *draining*, a device's standing, the attachments of a
+//! space, the state of a region of frames, pools. The map of regions is held for a look-up only,
+//! and no other lock is taken under it. A mapping set's list is held while its regions are
+//! examined. A region of paged memory is locked alone, before the map, a section and the
+//! attachments: no holder of one of these examines its state.
 
 use crate::{
     error::GmError,
@@ -25,10 +24,10 @@ use std::sync::{
     atomic::{AtomicU32, Ordering::Relaxed},
 };
 
-/// Numbers below are given by whoever makes a device with [`Device::with_id`].
+/// Lower numbers are chosen by callers of [`Device::with_id`].
 const FIRST_NUMBER: u32 = 1 << 16;
 
-/// Where a device stands. Guarded as one: a device moves between spaces as a whole.
+/// Where a device is attached. One lock guards it: a device moves between spaces as a whole.
 #[derive(Default)]
 pub(crate) struct DeviceState {
     /// The spaces it is attached to.
@@ -41,7 +40,7 @@ pub(crate) struct DeviceState {
 /// A space that a device is attached to.
 pub(crate) struct Place {
     pub(crate) space: Weak<AddressSpace>,
-    /// The table that was made for it there, if it does not share another's.
+    /// The table that was made for it there, unless it shares another device's.
     pub(crate) own_table: Option<TableId>,
 }
 
@@ -58,14 +57,14 @@ impl DeviceState {
             .is_some_and(|known| is_same(known, space))
     }
 
-    /// True if the table is in use elsewhere.
+    /// True if it has this table in another space.
     pub(crate) fn has_table(&self, table: TableId) -> bool {
         self.attached
             .iter()
             .any(|known| known.own_table == Some(table) && known.space.strong_count() > 0)
     }
 
-    /// It is attached to `space` no more.
+    /// It is no longer attached to `space`.
     pub(crate) fn forget(&mut self, space: &AddressSpace) {
         self.attached.retain(|known| !is_same(&known.space, space));
         if self.is_active(space) {
@@ -90,7 +89,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device with a number of its own.
+    /// A device with a new number.
     #[doc(alias = "gm_dev_create")]
     #[must_use]
     pub fn create(mmu: Arc<dyn Mmu>) -> Arc<Self> {
@@ -98,7 +97,7 @@ impl Device {
         Self::with_id(DeviceId(NEXT.fetch_add(1, Relaxed)), mmu)
     }
 
-    /// A device whose number others know it by; [`DeviceId::VCPUS`] is the CPU of its space
+    /// A device whose number others know; [`DeviceId::VCPUS`] is the CPU of its space
     /// (`gm_dev_CPU`), and memory registered with it is the host's.
     #[must_use]
     pub fn with_id(id: DeviceId, mmu: Arc<dyn Mmu>) -> Arc<Self> {
@@ -117,7 +116,7 @@ impl Device {
         self.id
     }
 
-    /// What it can do.
+    /// What its MMU can do.
     #[must_use]
     pub fn limits(&self) -> &MmuLimits {
         &self.limits
@@ -133,7 +132,7 @@ impl Device {
         self.limits.on_absent == OnAbsent::Recovers
     }
 
-    /// Ends a device that is attached nowhere.
+    /// Destroys a device that is not attached anywhere.
     ///
     /// # Errors
     /// [`GmError::InUse`], [`GmError::Destroyed`].
@@ -163,12 +162,12 @@ impl Device {
         Ok(())
     }
 
-    /// Gives the device memory of its own, from `begin` to before `end`: pages that it faults on are
+    /// Registers memory of the device, from `begin` to before `end`: pages that it faults on are
     /// placed there (see [`crate::Placement`]).
     ///
     /// # Errors
-    /// [`GmError::InvalidArgument`] if the range is empty, not of whole frames, or registered with
-    /// this device already.
+    /// [`GmError::InvalidArgument`] if the range is empty, not of whole frames, or already
+    /// registered with this device.
     #[doc(alias = "gm_dev_register_physmem")]
     pub fn register_physmem(
         &self,
@@ -192,11 +191,11 @@ impl Device {
         Ok(())
     }
 
-    /// Takes memory back that was registered with the device as `begin` to before `end`, and that holds
-    /// no page.
+    /// Unregisters memory of the device that was registered as `begin` to before `end` and holds no
+    /// page.
     ///
     /// # Errors
-    /// [`GmError::InvalidArgument`] if just that range was not registered, [`GmError::InUse`].
+    /// [`GmError::InvalidArgument`] if exactly that range was not registered, [`GmError::InUse`].
     pub fn unregister_physmem(&self, begin: Pa, end: Pa) -> Result<(), GmError> {
         // Owned, so that no fault takes a frame meanwhile.
         let mut pools = own(&self.pools);
@@ -234,7 +233,7 @@ impl Device {
             .sum()
     }
 
-    /// Activates the device in `space`, to which it is attached; elsewhere it is active no more.
+    /// Activates the device in `space`, to which it is attached; it is deactivated elsewhere.
     ///
     /// # Errors
     /// [`GmError::NotAttached`]; [`GmError::Device`], after which it is active nowhere or where it was.
@@ -243,10 +242,11 @@ impl Device {
         space.activate(self)
     }
 
-    /// Detaches the device from `space`; its page table goes, unless others share it.
+    /// Detaches the device from `space`; its page table is destroyed, unless others share it.
     ///
     /// # Errors
-    /// [`GmError::NotAttached`]; [`GmError::Device`] if it would not let go: it is then attached still.
+    /// [`GmError::NotAttached`]; [`GmError::Device`] if it failed to deactivate: it is then still
+    /// attached.
     #[doc(alias = "gm_dev_detach")]
     pub fn detach(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
         space.detach(self)
@@ -262,8 +262,8 @@ impl Device {
             .is_some_and(|space| space.strong_count() > 0)
     }
 
-    /// Serves a fault of the device at `addr` in the space it is active in. When this returns without
-    /// error the access may be tried again.
+    /// Serves a fault of the device at `addr` in the space it is active in. When this returns
+    /// without error the access may be retried.
     ///
     /// # Errors
     /// [`GmError::NotActive`], [`GmError::NotAllocated`], [`GmError::NotMapped`] (the region is being

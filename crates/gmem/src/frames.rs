@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Physical memory that is registered with a device, and its frames (GMEM 5.4).
 //!
-//! A frame is handed out by an [`Arena`] over its device's range and goes back
-//! when its [`Frame`] is dropped. So whoever holds a frame's last owner must
-//! have invalidated every translation to it before.
+//! An [`Arena`] over the device's range hands out each frame, and takes it back when its [`Frame`]
+//! is dropped. So every translation to a frame must be invalidated before its [`Frame`] is dropped.
 
 use crate::{
     arena::{Arena, ArenaSettings, Fit},
@@ -13,22 +12,22 @@ use crate::{
 };
 use pagetide_addr::{DeviceId, PAGE_BYTES, Pa};
 
-/// Quanta of 4 KiB that the arena of a pool keeps at hand: single frames come and go most.
+/// Quanta of 4 KiB that the arena of a pool caches: single frames are allocated and freed most.
 const CACHED_FRAMES: u32 = 1;
 
-/// What can be done with frames of registered memory, by whoever has the engines for it.
+/// Operations on frames of registered memory, implemented by the owner of the copy engines.
 pub trait PhysicalMemory: Send + Sync {
     /// Fills `bytes` from `frame` on with zeros.
     ///
     /// # Errors
-    /// [`MmuError`]; what the frame holds then is nobody's.
+    /// [`MmuError`]; the content of the frame is then undefined.
     fn prepare(&self, frame: Pa, bytes: u64) -> Result<(), MmuError>;
 
-    /// Copies `bytes` from `from` to `to`, one of which lies in this memory, the other perhaps in
+    /// Copies `bytes` from `from` to `to`. One of them lies in this memory, the other may lie in
     /// another device's or the host's.
     ///
     /// # Errors
-    /// [`MmuError`]; `from` still holds everything.
+    /// [`MmuError`]; `from` is then unchanged.
     fn copy(&self, from: Pa, to: Pa, bytes: u64) -> Result<(), MmuError>;
 }
 
@@ -108,12 +107,12 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
-    /// Where it is.
+    /// Its address.
     pub(crate) fn pa(&self) -> Pa {
         self.pa
     }
 
-    /// Whose memory it is.
+    /// The device that owns the memory.
     pub(crate) fn owner(&self) -> DeviceId {
         self.pool.owner
     }
@@ -124,7 +123,8 @@ impl Frame {
         prepared.map_err(|source| GmError::device(self.owner(), source))
     }
 
-    /// Fills it with what `from` holds, by the device's own engine where one of the two is a device's.
+    /// Copies the content of `from` into it, by the device's own engine if one of the two is a
+    /// device's.
     pub(crate) fn copy_from(&self, from: &Self) -> Result<(), GmError> {
         let engine = if self.owner() == DeviceId::VCPUS {
             from

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One memory-management interface for CPU and devices (GMEM 3, 4, 5.1 to 5.3).
 //!
-//! A driver writes the operations of its [`Mmu`] and no memory management. It
-//! makes a [`Device`] of them and attaches it to an [`AddressSpace`], where a
-//! [`Region`] of addresses means the same to the CPU and to every device. Behind
-//! a region are frames, or the RAM of a VM, whose pages may be elsewhere
-//! ([`paging`]). Whoever faults comes through one door, [`AddressSpace::fault`].
+//! A driver implements the operations of its [`Mmu`] and no memory management. It wraps them in a
+//! [`Device`] and attaches that to an [`AddressSpace`], where a [`Region`] of addresses means the
+//! same to the CPU and to every device. A region is backed by frames, or by the RAM of a VM, whose
+//! pages may be swapped out ([`paging`]). All faults, of CPU and devices, enter through one
+//! function, [`AddressSpace::fault`].
 //!
-//! The crate does no I/O of its own, keeps no clock and starts no thread: the
-//! memory itself ([`Place`]), the store of absent pages ([`ContentStore`]) and the
-//! limit ([`Admission`]) are given to it.
+//! The crate does no I/O of its own, reads no clock and starts no thread. The caller supplies the
+//! memory itself ([`Place`]), the store of absent pages ([`ContentStore`]) and the limit
+//! ([`Admission`]).
 //!
-//! Names of the paper's interface can be searched for (`gm_as_create`, …); the C
-//! interface has them as they are.
+//! The names of the paper's interface are searchable aliases (`gm_as_create`, …); the C interface
+//! uses them unchanged.
 //!
-//! Read in this order: [`space`], [`region`], [`device`], [`arena`]; then [`paging`].
+//! Reading order: [`space`], [`region`], [`device`], [`arena`]; then [`paging`].
 
 pub mod arena;
 pub mod device;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`MappingSet`]: wired mappings that go together (GMEM 4.1, Table 2).
+//! [`MappingSet`]: wired mappings that are unmapped together (GMEM 4.1, Table 2).
 //!
-//! A driver maps many buffers for one request and has done with all of them at
-//! once; unmapped as a set they cost one invalidation a device. A set holds
-//! *mappings*, not regions: one that was unmapped on its own, and whose region
-//! was mapped anew since, is not in the set any more.
+//! A driver maps many buffers for one request and is done with all of them at once; unmapped as a
+//! set they cost one invalidation per device. A set holds *mappings*, not regions: a mapping that
+//! was unmapped on its own is no longer in the set, even if its region was mapped again since.
 
 use crate::{
     error::GmError,
@@ -13,7 +12,7 @@ use crate::{
     sync::{Arc, Mutex, lock},
 };
 
-/// Mappings that a driver regards as belonging together; clones are the same set.
+/// Mappings that a driver unmaps together; clones are the same set.
 #[doc(alias = "gm_mapping_set_t")]
 #[derive(Clone)]
 pub struct MappingSet {
@@ -25,8 +24,8 @@ pub struct MappingSet {
 pub(crate) struct SetCore(Mutex<Vec<(Arc<RegionCore>, u64)>>);
 
 impl SetCore {
-    /// Its mappings, which are in it no more. Called by the queue alone, one at a time, so nobody finds
-    /// the set empty while its mappings are being taken away.
+    /// Takes all mappings out of the set. Only the queue calls this, one call at a time, so no
+    /// other unmap finds the set empty while its mappings are being removed.
     pub(crate) fn take(&self) -> Vec<Leaver> {
         let all = std::mem::take(&mut *lock(&self.0));
         let leaver = |(region, mapping)| Leaver {
@@ -36,8 +35,8 @@ impl SetCore {
         all.into_iter().map(leaver).collect()
     }
 
-    /// What became of one of its mappings. One that somebody else unmaps at this moment is waited for;
-    /// one that would not go is in the set still.
+    /// Handles the result for one of its mappings. Waits for one that another thread is unmapping
+    /// at this moment; a mapping that failed to unmap is still in the set.
     pub(crate) fn settle(
         &self,
         leaver: &Leaver,
@@ -51,20 +50,20 @@ impl SetCore {
         }
         if leaver.region.is_mapped_as(mapping) {
             let error = match error {
-                // It failed for whoever was quicker.
+                // It failed for the thread that came first.
                 GmError::NotMapped { .. } => GmError::InUse {
-                    by: "a device that would not let it go for another unmap",
+                    by: "a device that failed another unmap of it",
                 },
                 other => other.clone(),
             };
             self.add(&leaver.region, mapping);
             return Err(error);
         }
-        // It went on its own.
+        // It was unmapped on its own.
         Ok(())
     }
 
-    /// A mapping that may not have gone is in the set still.
+    /// Puts back a mapping that may not have been removed.
     pub(crate) fn keep(&self, region: &Arc<RegionCore>, mapping: u64) {
         if region.may_be_mapped_as(mapping) {
             self.add(region, mapping);
@@ -73,7 +72,7 @@ impl SetCore {
 
     pub(crate) fn add(&self, region: &Arc<RegionCore>, serial: u64) {
         let mut all = lock(&self.0);
-        // Mappings that ended on their own are swept out when the list would grow.
+        // Mappings that ended on their own are pruned when the list would grow.
         if all.len() == all.capacity() {
             all.retain(|(known, serial)| known.may_be_mapped_as(*serial));
         }
@@ -108,18 +107,18 @@ impl MappingSet {
             .count()
     }
 
-    /// Unmaps all mappings of the set, with one invalidation a device, after whatever was queued
-    /// before. When this returns without error, no device can reach any of them.
+    /// Unmaps all mappings of the set, with one invalidation per device, after all operations
+    /// queued before. When this returns without error, no device can reach any of them.
     ///
     /// # Errors
-    /// As [`Region::unmap`](crate::Region::unmap), the first of them; those that failed are in the set
-    /// still.
+    /// The first error of [`Region::unmap`](crate::Region::unmap); the mappings that failed are
+    /// still in the set.
     #[doc(alias = "gm_mapping_set_unmap")]
     pub fn unmap(&self) -> Result<(), GmError> {
         self.space.unmap_set(&self.core)
     }
 
-    /// As [`Self::unmap`], without waiting: `callback` tells when all of them are gone.
+    /// Like [`Self::unmap`], without waiting: `callback` is called when all of them are unmapped.
     ///
     /// # Errors
     /// [`GmError::Destroyed`] if the space is; then the callback is not called.

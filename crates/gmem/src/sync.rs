@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Synchronisation primitives, so that a model checker can stand in for them.
+//! Synchronisation primitives that a model checker can replace.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
@@ -16,7 +16,7 @@ pub(crate) use std::sync::{
 #[cfg(not(loom))]
 pub(crate) use std::{thread::yield_now, thread_local};
 
-/// The checker's macro does not know that an initialiser can be a constant.
+/// The checker's macro does not support constant initialisers.
 #[cfg(loom)]
 macro_rules! checked_thread_local {
     ($(#[$attribute:meta])* static $name:ident: $type:ty = const { $initial:expr };) => {
@@ -29,14 +29,14 @@ macro_rules! checked_thread_local {
 #[cfg(loom)]
 pub(crate) use checked_thread_local as thread_local;
 
-// The checker has an `Arc` as well, but it cannot hold a `dyn Trait`; counting references is not what
-// is checked here.
+// The checker has an `Arc` as well, but it cannot hold a `dyn Trait`, and reference counting is not
+// checked here.
 pub(crate) use std::sync::Arc;
 
 use std::sync::{PoisonError, TryLockError};
 
 // A panic while one of these locks is held leaves nothing half done that its next holder could not
-// see: words change in single steps and lists by single inserts. So poison is not passed on.
+// see: words change in single steps and lists by single inserts. So poison is not propagated.
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -46,7 +46,7 @@ pub(crate) fn share<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
     lock.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The lock shared, if nobody has it for himself or waits for that.
+/// Takes the lock shared, unless another thread holds it exclusively or waits for that.
 pub(crate) fn try_share<T>(lock: &RwLock<T>) -> Option<RwLockReadGuard<'_, T>> {
     match lock.try_read() {
         Ok(guard) => Some(guard),

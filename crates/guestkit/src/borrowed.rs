@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a test borrows from the machine: a mount, huge pages, swap. Given back on drop.
+//! Resources that a test borrows from the machine: a mount, huge pages, swap. Returned on drop.
 
 use std::fs;
 use std::io;
@@ -8,13 +8,13 @@ use std::process::Command;
 
 use crate::image::command_line;
 
-/// Huge pages of 2 MiB that the kernel keeps, by number.
+/// Number of 2 MiB huge pages that the kernel reserves.
 const HUGE_PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 /// Adds and removes compressed disks in memory.
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 
-/// The machine does not lend it.
+/// The machine does not provide it.
 #[derive(Debug, thiserror::Error)]
 pub enum BorrowError {
     /// A program failed.
@@ -22,7 +22,7 @@ pub enum BorrowError {
     Failed {
         /// The command line.
         command: String,
-        /// What it said, or why it could not be started.
+        /// Its output, or why it could not be started.
         said: String,
     },
     /// A file could not be read or written.
@@ -33,7 +33,7 @@ pub enum BorrowError {
         /// Why.
         source: io::Error,
     },
-    /// There is swap already, and it is not to be meddled with.
+    /// There is swap already, which must not be changed.
     #[error("swap is on already, on {0}")]
     SwapIsOn(String),
     /// Fewer huge pages than asked for.
@@ -51,10 +51,10 @@ pub enum BorrowError {
 pub struct Tmpfs(PathBuf);
 
 impl Tmpfs {
-    /// Mounts one at `path`, which is made for it, with the words of `options`.
+    /// Mounts one at `path`, which is created for it, with the words of `options`.
     ///
     /// # Errors
-    /// Not permitted, or an option that this kernel does not know.
+    /// Not permitted, or an option that this kernel does not support.
     pub fn mount(path: &Path, options: &str) -> Result<Self, BorrowError> {
         fs::create_dir_all(path).map_err(|source| file_error(path, source))?;
         run(Command::new("mount")
@@ -72,7 +72,7 @@ impl Tmpfs {
 
 impl Drop for Tmpfs {
     fn drop(&mut self) {
-        // A ring of a killed process holds its lock file a moment longer, hence lazily.
+        // The ring of a killed process holds its lock file a moment longer, hence `--lazy`.
         if let Err(error) = run(Command::new("umount").arg("--lazy").arg(&self.0)) {
             eprintln!("guestkit: {} stays mounted: {error}", self.0.display());
             return;
@@ -83,17 +83,17 @@ impl Drop for Tmpfs {
     }
 }
 
-/// Huge pages for whoever asks the kernel next; their number is put back as it was.
+/// Huge pages for the next process that needs them; the number is restored on drop.
 #[derive(Debug)]
 pub struct HugePages {
     before: u64,
 }
 
 impl HugePages {
-    /// Has at least `wanted` free huge pages of 2 MiB.
+    /// Ensures at least `wanted` free huge pages of 2 MiB.
     ///
     /// # Errors
-    /// Not permitted, or memory is too scattered.
+    /// Not permitted, or memory is too fragmented.
     pub fn of_2_mib(wanted: u64) -> Result<Self, BorrowError> {
         let before = read_number("nr_hugepages")?;
         let borrowed = Self { before };
@@ -115,7 +115,7 @@ impl Drop for HugePages {
     }
 }
 
-/// Kernel swap on a compressed disk in memory. The machine had none before, and has none after.
+/// Kernel swap on a compressed disk in memory. The machine had no swap before, and has none after.
 #[derive(Debug)]
 pub struct ZramSwap {
     number: u32,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Clients of the daemon, which are processes of its own binary, and what they answer.
+//! Clients of the daemon, which are processes of its own binary, and their answers.
 
 use std::ffi::OsStr;
 use std::io;
@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use crate::image::command_line;
 
-/// The daemon or one of its clients did not do what it should.
+/// The daemon or one of its clients failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProductError {
-    /// A file or process could not be had.
+    /// A file or process could not be used.
     #[error("{path}: {source}", path = path.display())]
     File {
         /// Which.
@@ -28,7 +28,7 @@ pub enum ProductError {
         command: String,
         /// How it ended.
         status: ExitStatus,
-        /// What it said on stderr.
+        /// Its stderr.
         said: String,
     },
     /// A client printed something that is not one JSON object.
@@ -51,7 +51,7 @@ pub enum ProductError {
     },
 }
 
-/// What a client said.
+/// A client's answer.
 #[derive(Debug)]
 pub struct Answer {
     /// How it ended.
@@ -77,7 +77,7 @@ impl Answer {
         })
     }
 
-    /// Itself, if it ended well.
+    /// Itself, if its status is success.
     ///
     /// # Errors
     /// It ended with an error.
@@ -108,7 +108,7 @@ impl Clients {
         Self { binary, api }
     }
 
-    /// Runs a client and waits for it; its exit status is in the answer.
+    /// Runs a client and waits for it; the answer includes its exit status.
     ///
     /// # Errors
     /// It could not be started.

@@ -25,12 +25,12 @@ pub struct TooLarge {
 }
 
 impl Archive {
-    /// Adds a directory; parents come before what is in them.
+    /// Adds a directory; parents come before their content.
     pub fn directory(&mut self, name: &str) {
         self.entry(name, DIRECTORY, &[], 0);
     }
 
-    /// Adds a file that may be run.
+    /// Adds an executable file.
     ///
     /// # Errors
     /// The content has more than 4 GiB.

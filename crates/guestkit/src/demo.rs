@@ -31,17 +31,17 @@ use crate::stage::RunFolder;
 const NAME: &str = "demo";
 const RAM_BYTES: u64 = 512 << 20;
 const MEMORY_BYTES: u64 = 160 << 20;
-/// More than the page cache of such a guest holds beside [`MEMORY_BYTES`].
+/// More than the page cache of a guest with [`MEMORY_BYTES`] holds.
 const DISK_BYTES: u64 = 320 << 20;
-/// Rest of each guest loop after a step: a guest that is busy, but not a benchmark.
+/// Pause of each guest loop after a step: the guest is busy, but not a benchmark.
 const PACE_US: u64 = 2_000;
 const BOOT_TIMEOUT: Duration = Duration::from_secs(180);
 const SQUEEZE_TIMEOUT: Duration = Duration::from_secs(90);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(180);
-/// How long a restarted daemon has to open its disks by itself.
+/// Time for a restarted daemon to reopen its disks.
 const DISK_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The demo could not be brought to its end.
+/// The demo could not be completed.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
     /// The guest's image could not be made.
@@ -78,7 +78,7 @@ pub enum DemoError {
         seconds: u64,
         /// The limit.
         limit: String,
-        /// What the daemon says forbids eviction.
+        /// The daemon's reasons against eviction.
         bars: String,
         /// End of its log.
         log: String,
@@ -112,7 +112,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// What the report must show.
+    /// The conditions that the report must meet.
     #[must_use]
     pub fn wanted(&self) -> DemoGoals {
         DemoGoals {
@@ -136,7 +136,7 @@ pub fn run(options: &Options) -> Result<Report, DemoError> {
     let image = image::prepare()?;
     let folder = repository().join("target/demo");
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
-    // A run that fails is not to leave another run's report behind.
+    // A failed run must not leave an earlier run's report behind.
     let path = folder.join("report.json");
     match fs::remove_file(&path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
@@ -157,7 +157,7 @@ pub fn run(options: &Options) -> Result<Report, DemoError> {
 struct Demo {
     report: Report,
     voice: Voice,
-    /// Falls before the product: a guest without its disk would only wait.
+    /// Dropped before the product: a guest without its disk would only wait.
     guest: Guest,
     product: Product,
     disk: Option<(PathBuf, PathBuf)>,
@@ -487,7 +487,7 @@ fn registered_in(smaps: &str) -> bool {
     false
 }
 
-/// Speaks on stderr: plain lines, or one that renews itself where a person looks.
+/// Prints on stderr: plain lines, or on a terminal one line that is rewritten in place.
 struct Voice {
     begin: Instant,
     terminal: bool,
@@ -532,7 +532,7 @@ impl Voice {
 
     fn write(&mut self, text: &str) {
         let mut stderr = io::stderr();
-        // Nobody listens any more: then the silence is all there is to say.
+        // Stderr is closed: there is nowhere left to report that.
         if stderr
             .write_all(text.as_bytes())
             .and_then(|()| stderr.flush())

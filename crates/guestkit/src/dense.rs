@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A VMM of real density, taken over, squeezed and let go: what a large VM notices of it.
+//! A VMM of real size, taken over, squeezed and detached: what a large VM notices of it.
 //!
-//! A guest of some GiB takes minutes to fill its memory. The stand-in of the product's benches (`pagetide
-//! bench-part busy-guest`) does it in seconds: all of its RAM is filled, and its vCPU never rests and checks
-//! what it reads. Here it is taken over once, as a person would do it:
+//! A guest of some GiB takes minutes to fill its memory. The stand-in of the product's benches
+//! (`pagetide bench-part busy-guest`) does it in seconds: all of its RAM is filled, and its vCPU
+//! never pauses and checks what it reads. Here it is taken over once, as a user would do it:
 //!
 //! ```text
 //!   fill ─► count ─► attach ─► count ─► limit = half ─► detach ─► verify each byte
 //!           before   time      attached MiB/s
 //! ```
-//! Where memory is short it is smaller, and says why.
+//! Where memory is short, the stand-in is smaller and the report gives the reason.
 
 use std::fs;
 use std::io::{self, Write};
@@ -30,17 +30,17 @@ use crate::stand_in::StandIn;
 
 /// RAM if there is room for it.
 const RAM_BYTES: u64 = 4 << 30;
-/// Less is not worth the name.
+/// Least RAM: a smaller stand-in would show nothing.
 const RAM_BYTES_MIN: u64 = 64 << 20;
-/// Left to others, whatever they do meanwhile.
+/// Left free for other processes.
 const RESERVE_BYTES: u64 = 1 << 30;
-/// Of its RAM, what its vCPU touches, in thousandths.
+/// Share of its RAM that its vCPU touches, in thousandths.
 const HOT_PERMILLE: u64 = 125;
-/// After a start or an attach, before counts.
+/// Wait after a start or an attach, before counting.
 const SETTLE: Duration = Duration::from_secs(1);
-/// How long counts are taken.
+/// Time over which touches are counted.
 const COUNTED: Duration = Duration::from_secs(5);
-/// Between two looks at how far the squeeze is.
+/// Between two polls of the squeeze's progress.
 const LOOK: Duration = Duration::from_millis(20);
 /// Longest wait for filling, a squeeze, or verifying.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -65,12 +65,12 @@ pub enum DenseError {
         /// Why.
         source: io::Error,
     },
-    /// It did not answer as it should: it may have read a wrong byte.
+    /// It did not answer as expected: it may have read a wrong byte.
     #[error("the dense stand-in, asked for {asked}: {said}")]
     Said {
         /// The order.
         asked: String,
-        /// Its answer, or that there was none.
+        /// Its answer, or a note that there was none.
         said: String,
     },
     /// The daemon.
@@ -88,21 +88,21 @@ pub enum DenseError {
         seconds: u64,
         /// The limit.
         limit: String,
-        /// What the daemon says forbids eviction.
+        /// The daemon's reasons against eviction.
         bars: String,
     },
 }
 
-/// What became of the dense stand-in.
+/// Results of the dense stand-in.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct DenseReport {
     /// Its RAM, all of it filled.
     pub ram_bytes: u64,
     /// Why that is less than it should be.
     pub smaller: Option<String>,
-    /// From the order to its being attached.
+    /// From the request until it is attached.
     pub attach_s: f64,
-    /// How long one of its threads stood still for that.
+    /// Time for which one of its threads was stopped for that.
     pub attach_pause_us: f64,
     /// Pages touched a second before the attach.
     pub counts_per_s_before: f64,
@@ -110,19 +110,19 @@ pub struct DenseReport {
     pub counts_per_s_attached: f64,
     /// How much fewer that are, in percent; below zero if more.
     pub slow_down_percent: f64,
-    /// From all resident to half of it, beside the vCPU.
+    /// From all resident to half of it, while the vCPU runs.
     pub squeeze_mib_per_s: f64,
-    /// From the order to its being let go, with half of it away.
+    /// From the request until it is detached, with half of it absent.
     pub detach_s: f64,
-    /// What it verified after that.
+    /// Bytes verified after that.
     pub verified_bytes: u64,
 }
 
-/// Takes a dense stand-in over by `product`, squeezes it and lets it go; `folder` takes its program, and
-/// `say` what happens.
+/// Takes a dense stand-in over by `product`, squeezes and detaches it. Its program goes into
+/// `folder`; `say` reports progress.
 ///
 /// # Errors
-/// A step failed; or a byte of it is wrong.
+/// A step failed, or a byte is wrong.
 pub fn run(
     product: &Product,
     folder: &Path,
@@ -205,11 +205,12 @@ pub struct Dense {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
-    /// Falls after the process.
+    /// Dropped after the process.
     _own: OwnFolder,
 }
 
-/// A folder for its program alone, so that no link of an earlier run is written through; gone on drop.
+/// A folder for its program alone, so that no link from an earlier run is written through; removed
+/// on drop.
 struct OwnFolder(PathBuf);
 
 impl OwnFolder {
@@ -229,8 +230,8 @@ impl Drop for OwnFolder {
 }
 
 impl Dense {
-    /// Starts one of `ram_bytes`, whose program comes into `folder`: so many vCPUs touch so many
-    /// thousandths of it, at random.
+    /// Starts a stand-in of `ram_bytes` with its program in `folder`; its vCPUs touch a share of
+    /// the RAM, in thousandths, at random.
     ///
     /// # Errors
     /// It cannot be started, or filled.
@@ -282,10 +283,10 @@ impl Dense {
         Ok(number("operations") * 1e9 / number("ns").max(1.0))
     }
 
-    /// Has it check each byte of its RAM.
+    /// Checks each byte of its RAM.
     ///
     /// # Errors
-    /// One is wrong, or was when a vCPU read it.
+    /// A byte is wrong, or was when a vCPU read it.
     pub fn verify(&mut self) -> Result<(), DenseError> {
         self.ask("VerifyAll", "Done").map(|_time| ())
     }
@@ -315,7 +316,7 @@ impl Drop for Dense {
     }
 }
 
-/// What `{"WANTED": …}` holds.
+/// The value of `{"WANTED": …}`.
 fn answer_in(line: &str, wanted: &str) -> Option<Value> {
     match serde_json::from_str::<Value>(line) {
         Ok(mut answer) => answer.get_mut(wanted).map(Value::take),
@@ -344,13 +345,13 @@ impl Room {
         })
     }
 
-    /// It needs its RAM, tables for it, what is on its way, and half of it in the store.
+    /// It needs its RAM, tables for it, pages in transit, and half of it in the store.
     fn holds(self, ram_bytes: u64) -> bool {
         ram_bytes + ram_bytes / 8 + RESERVE_BYTES <= self.free_bytes
             && ram_bytes / 2 <= self.shm_bytes
     }
 
-    /// `wanted_bytes`, or half of it until there is room, and why it is less.
+    /// `wanted_bytes`, or half of it until it fits, and why it is less.
     fn fit(self, wanted_bytes: u64) -> Result<(u64, Option<String>), DenseError> {
         let free = format!(
             "{} are free, and {} on /dev/shm",
@@ -380,7 +381,8 @@ fn available_bytes(meminfo: &str) -> Option<u64> {
     kib.map_or(None, |kib| Some(kib << 10))
 }
 
-/// The least that a memory cgroup of this process, as `/proc/self/cgroup` names them, has free.
+/// The least free memory among the memory cgroups of this process, as `/proc/self/cgroup` names
+/// them.
 fn free_in_groups(groups: &str) -> u64 {
     let mut least = u64::MAX;
     for line in groups.lines() {
@@ -399,7 +401,7 @@ fn free_in_groups(groups: &str) -> u64 {
         };
         for level in Path::new(group.trim_start_matches('/')).ancestors() {
             let level = Path::new(root).join(level);
-            // `max`, and a level that is not to be seen from here, are no bounds.
+            // `max`, and a level that is not visible from here, set no bound.
             if let (Some(limit), Some(usage)) =
                 (number_in(&level.join(limit)), number_in(&level.join(usage)))
             {

@@ -4,7 +4,7 @@
 use crate::image::Addition;
 use crate::programs::{Program, ProgramError};
 
-/// The program.
+/// fio.
 pub const FIO: Program = Program {
     package: "fio",
     path: "/usr/bin/fio",

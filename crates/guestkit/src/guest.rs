@@ -23,13 +23,13 @@ use crate::swapless::{SwapError, Swapless};
 /// Longest wait for QEMU to open its sockets.
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A guest did not do what it should.
+/// A guest failed.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
     /// QEMU cannot be used.
     #[error(transparent)]
     Qemu(#[from] QemuError),
-    /// Kernel swap cannot be kept away.
+    /// Kernel swap cannot be excluded.
     #[error(transparent)]
     Swap(#[from] SwapError),
     /// QEMU's monitor failed.
@@ -77,12 +77,12 @@ struct Heard {
     soak: Option<SoakReport>,
 }
 
-/// What a guest that soaks said last.
+/// The last report of a guest that soaks.
 #[derive(Clone, Copy, Debug)]
 pub struct SoakReport {
-    /// Its words.
+    /// The report.
     pub progress: SoakProgress,
-    /// When they came.
+    /// When it came.
     pub at: Instant,
 }
 
@@ -101,7 +101,7 @@ pub struct Guest {
     version: Version,
     port: UnixStream,
     ear: Arc<Ear>,
-    /// Falls after the process, because a cgroup with a process in it stays.
+    /// Dropped after the process, because a cgroup that contains a process cannot be removed.
     _swapless: Swapless,
 }
 
@@ -200,10 +200,10 @@ impl Guest {
         self.heard().soak
     }
 
-    /// How QEMU ended, if it has.
+    /// QEMU's exit status, if it has ended.
     ///
     /// # Errors
-    /// It cannot be asked for.
+    /// It cannot be queried.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, GuestError> {
         self.exited()
     }
@@ -219,7 +219,7 @@ impl Guest {
             .map_err(|source| file_error(&self.paths.port, source))
     }
 
-    /// Waits for a report that satisfies `holds`, of those that come from now on.
+    /// Waits for a later report that satisfies `holds`.
     ///
     /// # Errors
     /// No such report within `timeout`, or QEMU ended.
@@ -280,8 +280,7 @@ impl Guest {
         })
     }
 
-    /// Tells the guest to verify everything a last time, and waits for its
-    /// final report and for QEMU to end.
+    /// Makes the guest verify everything a last time, and waits for its final report and for QEMU to end.
     ///
     /// # Errors
     /// As [`Guest::wait_for`].
@@ -306,7 +305,7 @@ impl Guest {
         Ok(last)
     }
 
-    /// Resident bytes of guest RAM, from the blocks of its file: no daemon is asked.
+    /// Resident bytes of guest RAM, from the blocks of its file; independent of the daemon.
     ///
     /// # Errors
     /// The process is gone or has no such file.
@@ -314,7 +313,7 @@ impl Guest {
         resident_bytes(self.pid())
     }
 
-    /// That `what` did not happen within `timeout`, with all that is known.
+    /// The error that `what` did not happen within `timeout`, with all known details.
     #[must_use]
     pub fn late(&self, what: String, timeout: Duration) -> GuestError {
         GuestError::Late {
@@ -444,7 +443,7 @@ fn connect(paths: &Paths, child: &mut Child) -> Result<UnixStream, GuestError> {
 
 /// Kills a process, as a crash would, and waits for its end.
 pub(crate) fn end(child: &mut Child) {
-    // An error means that it has ended already, and then there is nobody to wait for.
+    // An error means that it has ended already, and there is no process to wait for.
     if let Err(error) = child.kill() {
         eprintln!("guestkit: killing process {}: {error}", child.id());
     }

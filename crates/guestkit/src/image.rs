@@ -36,7 +36,7 @@ pub enum ImageError {
     Failed {
         /// The command line.
         command: String,
-        /// What it said last.
+        /// The end of its output.
         output: String,
     },
     /// A program is not there.
@@ -82,7 +82,7 @@ pub struct Image {
     pub release: String,
 }
 
-/// A file more in a guest's initramfs.
+/// An additional file in a guest's initramfs.
 #[derive(Clone, Debug)]
 pub struct Addition {
     /// Its path there, from the root.
@@ -103,7 +103,7 @@ impl Addition {
         &self.name
     }
 
-    /// What `path` holds on this machine, as `name` in the guest.
+    /// The content of `path` on this machine, as `name` in the guest.
     #[must_use]
     pub fn copy(path: &Path, name: &str) -> Self {
         Self {
@@ -146,10 +146,10 @@ pub fn prepare() -> Result<Image, ImageError> {
     prepare_with(&Extras::default())
 }
 
-/// What an initramfs holds beside what every guest needs.
+/// The content of an initramfs beyond what every guest needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Extras<'a> {
-    /// End of the archive's name, by which it is told from others.
+    /// End of the archive's name, which distinguishes it from others.
     pub suffix: &'a str,
     /// Further files.
     pub additions: &'a [Addition],
@@ -164,7 +164,7 @@ pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
     let lock_path = folder.join("lock");
     let lock = fs::File::create(&lock_path).map_err(|source| file_error(&lock_path, source))?;
-    // Tests of several binaries may prepare at once; the lock falls with the file.
+    // Tests of several binaries may prepare at once; closing the file releases the lock.
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)
         .map_err(|error| file_error(&lock_path, error.into()))?;
 
@@ -207,11 +207,11 @@ fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Archive, ImageErr
 fn add(archive: &mut Archive, additions: &[Addition]) -> Result<(), ImageError> {
     let mut folders = BTreeSet::new();
     for addition in additions {
-        // `ancestors` goes from the file up to the root, and both are not wanted.
+        // `ancestors` includes the file and the root; neither is wanted.
         let above = Path::new(&addition.name).ancestors().skip(1);
         folders.extend(above.filter(|folder| !folder.as_os_str().is_empty()));
     }
-    // A parent sorts before what is in it.
+    // A parent sorts before its content.
     for folder in folders {
         archive.directory(&folder.to_string_lossy());
     }
@@ -304,7 +304,7 @@ fn first_deb(folder: &Path, package: &str) -> Result<PathBuf, ImageError> {
     })
 }
 
-/// Builds `guest-work` without any shared library, as nothing else is in the guest.
+/// Builds `guest-work` without any shared library, since the guest has none.
 fn build_guest_work(folder: &Path) -> Result<PathBuf, ImageError> {
     let target = folder.join("build");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -370,7 +370,7 @@ fn write_if_changed(path: &Path, content: &[u8]) -> Result<(), ImageError> {
     if fs::read(path).is_ok_and(|old| old == content) {
         return Ok(());
     }
-    // A guest that is booting may have the old one open: never write into it.
+    // A booting guest may have the old one open: never write into it.
     let half = path.with_extension("half");
     fs::write(&half, content).map_err(|source| file_error(&half, source))?;
     fs::rename(&half, path).map_err(|source| file_error(path, source))

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a process holds, told by `/proc`, and what of it came to stay.
+//! The holdings of a process, from `/proc`, and what of them remains.
 //!
-//! A daemon that has let go of its VMs and devices should hold what it held
-//! before it had any. A [`Snapshot`] says what that is: descriptors, memory that
-//! is shared through files, and threads, each counted by *class*.
+//! A daemon that has released its VMs and devices should hold what it held before it had any. A
+//! [`Snapshot`] lists its holdings: descriptors, memory that is shared through files, and threads, each
+//! counted by *class*.
 //!
 //! ```text
 //!   memfd pc.ram    a memfd, by the name its maker gave it         userfaultfd, eventfd, pidfd, …
@@ -11,18 +11,18 @@
 //!   file PATH       any other file
 //!   thread faults-N a thread, by its name with numbers left out
 //! ```
-//! Classes make two moments comparable although numbers of descriptors and
-//! addresses differ, and a finding readable.
+//! Classes make two moments comparable although descriptor numbers and addresses differ, and make a finding
+//! readable.
 //!
 //! # What is not counted
 //! - Private memory, which is the allocator's: arenas and stacks are kept for the next use.
-//! - Threads that wait for work and end by themselves: of the runtime, of
-//!   `io_uring`, and the workers of page requests (`pt-iopf-N`), of which there is at most one a CPU. Nor the one that holds
-//!   answers back for fault injection (`pt-iopf-later`), which is made once.
-//! - The watch over the daemon's own mappings (`pt-alias` and its userfaultfd), which is made once.
-//! - Memory of the link between a daemon and a DPU process: that keeps the last daemon's until another one
-//!   comes. (In the daemon a link that stays shows by its descriptor.)
-//! - What is on its way out: [`wait_for_release`] looks again until a time is over.
+//! - Threads that wait for work and end by themselves: of the runtime, of `io_uring`, and the workers of
+//!   page requests (`pt-iopf-N`), of which there is at most one a CPU. Nor the thread that delays answers
+//!   for fault injection (`pt-iopf-later`), which is created once.
+//! - The watch over the daemon's own mappings (`pt-alias` and its userfaultfd), which is created once.
+//! - Memory of the link between a daemon and a DPU process: the DPU process keeps the last daemon's until
+//!   the next daemon connects. (In the daemon, a leaked link shows by its descriptor.)
+//! - What is about to be released: [`wait_for_release`] polls until a timeout.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -33,9 +33,9 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Between two looks at a process that is still letting go.
+/// Between two polls of a process that still releases resources.
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
-/// Beginnings of the names of threads that come and go with the work.
+/// Prefixes of the names of threads that come and go with the work.
 const PASSING_THREADS: [&str; 4] = ["tokio", "iou-", "pt-iopf-N", "pt-iopf-later"];
 /// Name of the thread that watches the daemon's own mappings.
 const ALIAS_WATCH: &str = "pt-alias";
@@ -43,24 +43,24 @@ const ALIAS_WATCH: &str = "pt-alias";
 const LINK_MEMORY: &str = "memfd pagetide-vpri";
 /// Size of the blocks in which the kernel counts what a file takes.
 const BLOCK_BYTES: u64 = 512;
-/// What `/proc` adds to the name of a file that has none any more.
+/// The suffix of `/proc` for the name of an unlinked file.
 const DELETED: &str = " (deleted)";
 
 /// Numbers by class.
 pub type Classes = BTreeMap<String, u64>;
 
-/// What a process holds at one moment.
+/// The holdings of a process at one moment.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Snapshot {
     /// Open descriptors.
     pub descriptors: Classes,
-    /// Bytes of memory that files hold for it: mapped, or open though they have no name any more.
+    /// Bytes of memory that files hold for it: mapped, or open though unlinked.
     pub bytes: Classes,
     /// Threads.
     pub threads: Classes,
 }
 
-/// What a process holds more than before, by class.
+/// The holdings of a process in excess of an earlier moment, by class.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct Growth(Snapshot);
 
@@ -76,7 +76,7 @@ impl Files {
         self.0.entry(file).or_insert((class, 0)).1 += bytes;
     }
 
-    /// An open file counts with what it takes, unless it is mapped.
+    /// An open file counts with its allocated size, unless it is mapped.
     fn add_open(&mut self, file: FileId, class: String, bytes: u64) {
         self.0.entry(file).or_insert((class, bytes));
     }
@@ -91,10 +91,10 @@ impl Files {
 }
 
 impl Snapshot {
-    /// What process `pid` holds now.
+    /// The holdings of process `pid` now.
     ///
     /// # Errors
-    /// It has ended, or may not be looked at.
+    /// It has ended, or may not be examined.
     pub fn of(pid: u32) -> io::Result<Self> {
         let process = Path::new("/proc").join(pid.to_string());
         let mut files = Files::default();
@@ -113,14 +113,14 @@ impl Snapshot {
         Ok(snapshot)
     }
 
-    /// What process `pid` holds once it has settled after its start, as far as it does within `patience`: its
-    /// threads have their names, and nothing comes or goes.
+    /// The holdings of process `pid` once it has settled after its start, if that happens within
+    /// `patience`: its threads have their names, and nothing comes or goes.
     ///
     /// # Errors
     /// As of [`Self::of`].
     pub fn settled(pid: u32, patience: Duration) -> io::Result<Self> {
         let deadline = Instant::now() + patience;
-        // A thread has the name of the process until it has run for the first time.
+        // A thread has the process's name until it has run for the first time.
         let own = fs::read_to_string(format!("/proc/{pid}/comm"))?;
         let unnamed = without_numbers(own.trim_end());
         let mut before = Self::of(pid)?;
@@ -135,7 +135,7 @@ impl Snapshot {
         }
     }
 
-    /// The watch over the daemon's own mappings is made for the first VM and kept, as one thread with
+    /// The watch over the daemon's own mappings is created for the first VM and kept, as one thread with
     /// one userfaultfd.
     fn leave_out_the_alias_watch(&mut self) {
         if self.threads.remove(ALIAS_WATCH).is_some()
@@ -145,7 +145,7 @@ impl Snapshot {
         }
     }
 
-    /// What is held at `later` and was not at this moment.
+    /// Holdings at `later` that did not exist at this moment.
     #[must_use]
     pub fn growth_to(&self, later: &Self) -> Growth {
         Growth(Self {
@@ -175,7 +175,7 @@ impl Growth {
         self.0.threads.values().sum()
     }
 
-    /// True if nothing is held that was not before.
+    /// True if nothing is held that was not held before.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.leaked_descriptors() + self.leaked_bytes() + self.leaked_threads() == 0
@@ -203,11 +203,11 @@ impl Display for Growth {
     }
 }
 
-/// Waits until process `pid` holds nothing that it did not hold `before`, `patience` at most. Returns what
-/// it still holds then.
+/// Waits, at most `patience`, until process `pid` holds nothing that it did not hold `before`. Returns its
+/// remaining excess.
 ///
 /// # Errors
-/// It has ended, or may not be looked at.
+/// It has ended, or may not be examined.
 pub fn wait_for_release(pid: u32, before: &Snapshot, patience: Duration) -> io::Result<Growth> {
     let deadline = Instant::now() + patience;
     loop {
@@ -227,7 +227,7 @@ fn growth(before: &Classes, later: &Classes) -> Classes {
     later.iter().filter_map(more).collect()
 }
 
-/// A line of `maps` that tells of memory shared through a file.
+/// A line of `maps` for memory shared through a file.
 struct SharedMapping {
     file: FileId,
     class: String,
@@ -257,7 +257,7 @@ fn shared_mapping(line: &str) -> Option<SharedMapping> {
     })
 }
 
-/// A field of `/proc` that is not as it should be is passed over with its line.
+/// A line of `/proc` with an invalid field is skipped.
 fn parsed<E>(field: Result<u64, E>) -> Option<u64> {
     field.ok()
 }
@@ -281,7 +281,7 @@ fn descriptors(folder: &Path, files: &mut Files) -> io::Result<Classes> {
     Ok(classes)
 }
 
-/// The class of what a link in `/proc/PID/fd`, or a line of `maps`, points to.
+/// The class of the target of a link in `/proc/PID/fd`, or of a line of `maps`.
 fn class_of(target: &str) -> String {
     if let Some(memfd) = target.strip_prefix("/memfd:") {
         return format!("memfd {}", memfd.trim_end_matches(DELETED));
@@ -369,7 +369,7 @@ mod tests {
         assert!(shared_mapping("7f00-8f00 rw-p 00000000 00:00 0 [heap]").is_none());
     }
 
-    /// Other tests run in this process, so only classes are looked at that are this one's.
+    /// Other tests run in this process, so only this test's own classes are checked.
     #[test]
     fn memory_descriptor_and_thread_that_stay_are_found_and_found_gone() {
         let own = std::process::id();

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Boots and drives real guests under stock QEMU, for the demo and the tests.
 //!
-//! What Pagetide claims is about running virtual machines that nobody changed,
-//! so its last word is said by such machines: the distribution's QEMU, its cloud
-//! kernel, and a guest that verifies every byte ([`pagetide_guest`]). This crate
-//! makes the image, starts QEMU, listens to the guest, starts and kills the
-//! daemon, and measures from outside what the daemon says of itself.
+//! Pagetide's claims are about running, unmodified virtual machines, so the final test uses such
+//! machines: the distribution's QEMU, its cloud kernel, and a guest that verifies every byte
+//! ([`pagetide_guest`]). This crate builds the image, starts QEMU, reads the guest's output, starts
+//! and kills the daemon, and measures from outside what the daemon reports about itself.
 //!
-//! It uses the daemon only as a user does, by its command line. (Of the product's
-//! crates it uses `sys` alone, for the memory of a [stand-in](stand_in) for a VMM.)
+//! It uses the daemon only as a user does, through its command line. (Of the product's crates it
+//! uses `sys` alone, for the memory of a [stand-in](stand_in) for a VMM.)
 
 pub mod adp_live;
 pub mod bare;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kernel modules and the order in which they load.
 //!
-//! A kernel package carries no `modules.dep` (it is made on installation), but
-//! each module says in its `.modinfo` section what it depends on, as
-//! `depends=a,b`. So the order is found from the modules themselves.
+//! A kernel package carries no `modules.dep` (it is made on installation), but each module lists its
+//! dependencies in its `.modinfo` section, as `depends=a,b`. The order is computed from these.
 
 use std::collections::BTreeMap;
 use std::fs;

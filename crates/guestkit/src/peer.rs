@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! QEMU's own vhost-user-blk back end: a peer of ours, and a stranger to Pagetide.
+//! QEMU's own vhost-user-blk back end, which is independent of Pagetide.
 
 use std::io;
 use std::path::Path;

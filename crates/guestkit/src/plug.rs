@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! RAM plugged into a running guest, and out of it again, through QEMU's monitor.
+//! RAM plugged into a running guest, and unplugged again, through QEMU's monitor.
 //!
-//! A DIMM is two objects: a memory backend, which QEMU maps as it is made, and a
-//! device of it, which tells guest and vhost-user back ends. Taking it out is the
-//! same backwards, and the guest has a say: it must first have moved its pages
-//! elsewhere. The guest's kernel uses such memory at once (see
+//! A DIMM is two objects: a memory backend, which QEMU maps as it is created, and a device for it, which
+//! notifies guest and vhost-user back ends. Unplugging reverses the order and needs the guest's consent: it
+//! must first have moved its pages elsewhere. The guest's kernel uses such memory at once (see
 //! [`crate::qemu`]).
 
 use std::path::Path;
@@ -15,7 +14,7 @@ use serde_json::{Value, json};
 use crate::guest::{Guest, GuestError};
 use crate::qmp::{Qmp, QmpError};
 
-/// How often QEMU is asked whether the guest has let go.
+/// How often QEMU is polled for the guest's release of a DIMM.
 const ASK_EVERY: Duration = Duration::from_millis(50);
 
 /// Names of a DIMM's two objects.
@@ -23,7 +22,7 @@ fn names(name: &str) -> (String, String) {
     (format!("{name}-dimm"), format!("{name}-ram"))
 }
 
-/// Plugs a DIMM of `bytes` in; the guest finds it in its own time.
+/// Plugs a DIMM of `bytes` in; the guest detects it in its own time.
 ///
 /// # Errors
 /// QEMU refuses.
@@ -34,7 +33,7 @@ pub fn plug(guest: &Guest, name: &str, bytes: u64) -> Result<(), GuestError> {
     Ok(())
 }
 
-/// [`plug`] of a DIMM whose memory is `file`, which has so many bytes.
+/// [`plug`] of a DIMM whose memory is `file`, of `bytes` bytes.
 ///
 /// # Errors
 /// QEMU refuses.
@@ -62,7 +61,7 @@ fn add_dimm(qmp: &mut Qmp, name: &str) -> Result<Value, QmpError> {
     qmp.execute("device_add", &device)
 }
 
-/// Has the guest let go of a DIMM, and waits until it has. Its memory is still mapped in QEMU.
+/// Requests that the guest release a DIMM, and waits until it has. Its memory is still mapped in QEMU.
 ///
 /// # Errors
 /// QEMU refuses, or the guest keeps it for longer than `timeout`.
@@ -89,7 +88,7 @@ fn is_plugged(qmp: &mut Qmp, name: &str) -> Result<bool, QmpError> {
         .any(|device| device["data"]["id"] == *id))
 }
 
-/// Has QEMU give back the memory of a DIMM that was ejected.
+/// Makes QEMU free the memory of an ejected DIMM.
 ///
 /// # Errors
 /// QEMU refuses.
@@ -99,7 +98,7 @@ pub fn drop_memory(guest: &Guest, name: &str) -> Result<(), GuestError> {
     Ok(())
 }
 
-/// Words for QEMU: a device of up to `bytes` of RAM that comes and goes in blocks (virtio-mem).
+/// Arguments for QEMU: a device of up to `bytes` of RAM that is plugged in blocks (virtio-mem).
 #[must_use]
 pub fn virtio_mem(bytes: u64) -> Vec<String> {
     [
@@ -111,7 +110,7 @@ pub fn virtio_mem(bytes: u64) -> Vec<String> {
     .to_vec()
 }
 
-/// Asks the guest to have so much of the RAM of [`virtio_mem`].
+/// Requests that the guest use `bytes` of the RAM of [`virtio_mem`].
 ///
 /// # Errors
 /// QEMU refuses.
@@ -121,7 +120,7 @@ pub fn request(guest: &Guest, bytes: u64) -> Result<(), GuestError> {
     Ok(())
 }
 
-/// How much of it the guest has now.
+/// How much of it is plugged now.
 ///
 /// # Errors
 /// QEMU refuses.

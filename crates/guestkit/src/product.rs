@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pagetide as its users have it: a binary, a state directory, a command line.
+//! Pagetide as its users run it: a binary, a state directory, a command line.
 //!
-//! Each [`Product`] has a state directory of its own on tmpfs, so that several
-//! may run beside one another and beside a real one. Killing it with SIGKILL and
-//! starting it again on the same directory is part of what is tested.
+//! Each [`Product`] has its own state directory on tmpfs, so that several can run beside each other
+//! and beside a real one. The tests also kill it with SIGKILL and restart it on the same directory.
 
 use std::ffi::OsStr;
 use std::fs::{self, OpenOptions};
@@ -24,15 +23,16 @@ use crate::leaks::{Growth, Snapshot, wait_for_release};
 
 /// Longest wait for the API to answer, recovery after a kill included.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Longest wait for a clean end, every page brought back included.
+/// Longest wait for a clean end, including the recovery of every absent page.
 const STOP_TIMEOUT: Duration = Duration::from_secs(120);
-/// Longest wait until what a VM or a device needed is given back.
+/// Longest wait until the resources of a VM or a device are released.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One daemon with its state.
 ///
-/// What it holds is noted when it is started, before its first VM and its first device. Dropped, it lets go
-/// of those it still has and must hold no more than that; then it is killed and its state removed.
+/// Its holdings are recorded when it starts, before its first VM and its first device. On drop it
+/// detaches the remaining VMs and devices and must hold no more than that; then it is killed and
+/// its state removed.
 #[derive(Debug)]
 pub struct Product {
     binary: PathBuf,
@@ -41,17 +41,17 @@ pub struct Product {
     user: Option<User>,
     role: Role,
     child: Option<Child>,
-    /// What it held before its first VM and its first device.
+    /// Its holdings before its first VM and its first device.
     at_first: Snapshot,
 }
 
-/// A user without any right, as `nobody` of most systems.
+/// An unprivileged user, `nobody` on most systems.
 pub const NOBODY: User = User {
     uid: 65_534,
     gid: 65_534,
 };
 
-/// Whom a daemon runs as.
+/// The user that a daemon runs as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct User {
     /// User number.
@@ -60,14 +60,14 @@ pub struct User {
     pub gid: u32,
 }
 
-/// What a process of the product is.
+/// The role of a process of the product.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
     /// `pagetide run`, with its devices in it.
     Daemon,
     /// The same with these settings, as flags.
     DaemonWith(Vec<String>),
-    /// `pagetide run`, with its devices in the process whose VPRI function listens there.
+    /// `pagetide run`, with its devices in the process whose VPRI function listens on this socket.
     DaemonBeside(PathBuf),
     /// `pagetide dpu`.
     Dpu,
@@ -93,7 +93,7 @@ impl Product {
         }
     }
 
-    /// [`Product::binary`], where a VMM can be taken over; `None` where not, after saying why.
+    /// [`Product::binary`] where a VMM can be taken over; `None` where not, after printing why.
     #[must_use]
     pub fn to_take_over() -> Option<PathBuf> {
         if !rustix::process::geteuid().is_root() {
@@ -109,7 +109,7 @@ impl Product {
         }
     }
 
-    /// Starts `binary` with an empty state directory; its log goes on in `log`.
+    /// Starts `binary` with an empty state directory; its log is appended to `log`.
     ///
     /// # Errors
     /// It cannot be started or does not answer.
@@ -130,7 +130,7 @@ impl Product {
         Self::start_by(None, role, binary, (state_dir, log))
     }
 
-    /// As [`Product::start`], the daemon being `user` from its first instruction on.
+    /// As [`Product::start`], with the daemon running as `user` from its first instruction.
     ///
     /// # Errors
     /// As there; `user` must be able to run `binary`.
@@ -170,7 +170,7 @@ impl Product {
         Ok(product)
     }
 
-    /// Starts the daemon on the state that is there, and waits until it answers.
+    /// Starts the daemon on the existing state, and waits until it answers.
     ///
     /// # Errors
     /// It cannot be started, ends, or does not answer.
@@ -248,23 +248,23 @@ impl Product {
     /// Where the daemon's log ends now.
     ///
     /// # Errors
-    /// It cannot be looked at.
+    /// The log cannot be examined.
     pub fn log_end(&self) -> Result<LogEnd, ProductError> {
         let log = fs::metadata(&self.log).map_err(|source| file_error(&self.log, source))?;
         Ok(LogEnd(log.len()))
     }
 
-    /// What the daemon, or the one before it, has said since then.
+    /// What this daemon, or its predecessor, has logged since then.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The log cannot be read.
     pub fn log_since(&self, end: LogEnd) -> Result<String, ProductError> {
         let bytes = fs::read(&self.log).map_err(|source| file_error(&self.log, source))?;
         let begin = usize::try_from(end.0).unwrap_or(bytes.len());
         Ok(String::from_utf8_lossy(&bytes[begin.min(bytes.len())..]).into_owned())
     }
 
-    /// Runs a client and waits for it; its exit status is in the answer.
+    /// Runs a client and waits for it; the answer includes its exit status.
     ///
     /// # Errors
     /// It could not be started.
@@ -282,17 +282,17 @@ impl Product {
         Clients::new(self.binary.clone(), self.api())
     }
 
-    /// The device that listens on `socket`, as `dpu list` tells of it.
+    /// The device that listens on `socket`, as `dpu list` shows it.
     ///
     /// # Errors
-    /// The daemon does not answer, or knows no such device.
+    /// The daemon does not answer, or has no such device.
     pub fn device(&self, socket: &Path) -> Result<Value, ProductError> {
         let name = socket.to_string_lossy();
         let found = self.devices()?.into_iter().find(|d| d["socket"] == *name);
         found.ok_or_else(|| self.silent(format!("it knows no device at {name}")))
     }
 
-    /// Every device, as `dpu list` tells of it.
+    /// Every device, as `dpu list` shows it.
     ///
     /// # Errors
     /// The daemon does not answer.
@@ -312,7 +312,7 @@ impl Product {
         self.serve_disk_with(socket, image, &[])
     }
 
-    /// As [`Product::serve_disk`], with more words for `dpu blk`.
+    /// As [`Product::serve_disk`], with more arguments for `dpu blk`.
     ///
     /// # Errors
     /// The daemon refuses.
@@ -364,7 +364,7 @@ impl Product {
         self.client(["vm", "show", name, "--json"])?.json()
     }
 
-    /// Has `bytes` of a VM evicted now.
+    /// Evicts `bytes` of a VM now.
     ///
     /// # Errors
     /// The daemon refuses or fails.
@@ -374,7 +374,7 @@ impl Product {
             .json()
     }
 
-    /// Lets a VM go.
+    /// Detaches a VM.
     ///
     /// # Errors
     /// The daemon refuses or fails.
@@ -394,7 +394,7 @@ impl Product {
         }
     }
 
-    /// Asks the daemon to end (SIGTERM) and waits until it has let every VM go.
+    /// Sends SIGTERM to the daemon and waits until it has detached every VM.
     ///
     /// # Errors
     /// It does not end in time.
@@ -422,7 +422,7 @@ impl Product {
         }
     }
 
-    /// Every VM, as `vm list` tells of it.
+    /// Every VM, as `vm list` shows it.
     ///
     /// # Errors
     /// The daemon does not answer.
@@ -437,7 +437,7 @@ impl Product {
         })
     }
 
-    /// What the daemon holds now.
+    /// The daemon's holdings now.
     ///
     /// # Errors
     /// It does not run.
@@ -446,8 +446,8 @@ impl Product {
         Snapshot::of(pid).map_err(|source| file_error(&self.binary, source))
     }
 
-    /// What the daemon holds that it did not before its first VM and its first device, after a wait of
-    /// `patience` at most for that to be nothing.
+    /// The daemon's holdings beyond those before its first VM and its first device. Waits at most
+    /// `patience` for that to be nothing.
     ///
     /// # Errors
     /// It does not run.
@@ -471,7 +471,7 @@ impl Product {
         )))
     }
 
-    /// Lets go of what VMs and devices there are. `Some` says why not of all.
+    /// Detaches all VMs and removes all devices. `Some` has the reason if not all succeeded.
     fn let_all_go(&self) -> Result<Option<String>, ProductError> {
         for device in self.devices()? {
             let socket = device["socket"].as_str().unwrap_or_default();
@@ -494,7 +494,7 @@ impl Product {
         Ok(None)
     }
 
-    /// What is wrong with what the daemon holds at its end, if it runs and nothing bars the comparison.
+    /// The daemon's excess holdings at its end, if it runs and the comparison is possible.
     fn last_look(&mut self) -> Option<String> {
         if !matches!(self.ended(), Ok(None)) || self.child.is_none() {
             return None;
@@ -509,10 +509,10 @@ impl Product {
         }
     }
 
-    /// How it ended, if it has.
+    /// Its exit status, if it has ended.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>, ProductError> {
         match &mut self.child {
             None => Ok(None),
@@ -549,8 +549,8 @@ impl Drop for Product {
 
 /// Whether some process listens on the Unix socket at `path`.
 ///
-/// Asked of the kernel and not by connecting: a vhost-user back end would take
-/// us for its front end.
+/// This queries the kernel instead of connecting: a vhost-user back end would take us for its front
+/// end.
 ///
 /// # Errors
 /// The kernel's list cannot be read.

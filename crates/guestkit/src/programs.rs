@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Programs of this machine, and what they need to run in a guest.
+//! Programs of this machine, and their dependencies in a guest.
 //!
-//! The guest has no distribution in it, only an initramfs of ours; so an installed program goes there
-//! with the shared objects that the loader would take, each at the path it has here.
+//! The guest has no distribution, only our initramfs; so an installed program goes there with the shared
+//! objects that the loader would use, each at its path on this machine.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,18 @@ use std::process::Command;
 
 use crate::image::Addition;
 
-/// A program cannot be given to a guest.
+/// A program cannot be provided to a guest.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
     /// It is not installed.
     #[error("there is no {path}: install the package {package}")]
     Missing {
-        /// Where it should be.
+        /// Its expected path.
         path: &'static str,
-        /// What brings it.
+        /// The package that has it.
         package: &'static str,
     },
-    /// What it needs cannot be told.
+    /// Its dependencies cannot be determined.
     #[error("`ldd` cannot tell what a program needs: {0}")]
     Objects(String),
     /// `ldd` cannot be run.
@@ -47,7 +47,7 @@ pub const STRESS_NG: Program = Program {
     name: "bin/stress-ng",
 };
 
-/// The server of redis. It and the checker of its files are one program, which looks at its name.
+/// The server of redis. Server and checker of its files are one program, which decides by its name.
 pub const REDIS_SERVER: Program = Program {
     package: "redis-tools",
     path: "/usr/bin/redis-check-rdb",
@@ -65,7 +65,7 @@ impl Program {
     /// The program and its shared objects.
     ///
     /// # Errors
-    /// It is not installed, or a shared object it needs is not there.
+    /// It or a shared object that it needs is not installed.
     pub fn additions(&self) -> Result<Vec<Addition>, ProgramError> {
         let (path, package) = (self.path, self.package);
         if !Path::new(path).exists() {
@@ -97,7 +97,7 @@ fn objects(list: &str) -> Result<Vec<PathBuf>, ProgramError> {
         if line.contains("not found") {
             return Err(ProgramError::Objects(line.trim().to_owned()));
         }
-        // `NAME => PATH (ADDRESS)`, or `PATH (ADDRESS)`; what the kernel itself provides has no path.
+        // `NAME => PATH (ADDRESS)`, or `PATH (ADDRESS)`; the kernel's own object has no path.
         paths.extend(
             line.split_whitespace()
                 .find(|word| word.starts_with('/'))

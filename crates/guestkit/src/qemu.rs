@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The command line of a stock QEMU for a test guest.
 //!
-//! Pure: a [`GuestSpec`] and what is known of the machine in, words out.
-//! [`crate::guest`] starts it.
+//! Pure functions: from a [`GuestSpec`] and the machine's properties to arguments. [`crate::guest`] starts
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -37,10 +37,10 @@ pub struct Version {
 }
 
 impl Version {
-    /// Asks the installed QEMU.
+    /// Queries the installed QEMU.
     ///
     /// # Errors
-    /// It is not installed, or its answer holds no version.
+    /// It is not installed, or its answer has no version.
     pub fn installed() -> Result<Self, QemuError> {
         let output = Command::new(QEMU)
             .arg("--version")
@@ -50,8 +50,8 @@ impl Version {
         Self::parse(&text).ok_or(QemuError::NoVersion(text))
     }
 
-    /// Name and value of the option by which a socket connects again after a fifth of a second, or
-    /// a second at least where only whole ones can be said.
+    /// Name and value of the option for a socket to reconnect after a fifth of a second, or after a second
+    /// where only whole seconds are possible.
     #[must_use]
     pub fn reconnect(self) -> (&'static str, u32) {
         // 9.2 renamed the option to milliseconds, and later versions drop the old one.
@@ -140,7 +140,7 @@ pub enum Ram {
     /// A shared memfd: what Pagetide takes over.
     #[default]
     SharedMemfd,
-    /// A shared file without a name in this folder, which is on a tmpfs.
+    /// A shared unlinked file in this folder, which is on a tmpfs.
     SharedFile(PathBuf),
     /// A memfd mapped privately.
     PrivateMemfd,
@@ -156,19 +156,19 @@ pub enum Disk {
     /// No disk.
     #[default]
     Absent,
-    /// A raw image that QEMU itself opens; the words are options of its `-drive`.
+    /// A raw image that QEMU itself opens; the string has options for its `-drive`.
     Image(PathBuf, &'static str),
     /// A vhost-user-blk back end that listens on a socket.
     VhostUser(PathBuf),
 }
 
-/// Where the port of the guest's work ends.
+/// Where the port of the guest's work leads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Port {
-    /// At a socket that QEMU listens on ([`Paths::port`]).
+    /// A socket that QEMU listens on ([`Paths::port`]).
     #[default]
     Socket,
-    /// At QEMU's input and output.
+    /// QEMU's input and output.
     Stdio,
 }
 
@@ -193,9 +193,9 @@ pub struct GuestSpec {
     pub spare_ram_bytes: u64,
     /// User that QEMU becomes after it has opened everything.
     pub run_as: Option<String>,
-    /// Where one speaks with its work.
+    /// The other end of its work's port.
     pub port: Port,
-    /// More words for QEMU.
+    /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
 
@@ -226,9 +226,9 @@ pub struct Paths {
     pub qmp: PathBuf,
     /// The port of the guest's work.
     pub port: PathBuf,
-    /// What the guest's kernel and work printed.
+    /// Output of the guest's kernel and work.
     pub console: PathBuf,
-    /// What QEMU itself printed.
+    /// Output of QEMU itself.
     pub log: PathBuf,
 }
 
@@ -247,7 +247,7 @@ impl Paths {
     }
 }
 
-/// The words after `qemu-system-x86_64`.
+/// The arguments of `qemu-system-x86_64`.
 #[must_use]
 pub fn arguments(
     spec: &GuestSpec,
@@ -260,7 +260,7 @@ pub fn arguments(
         .map(str::to_owned)
         .to_vec();
     let mut option = |name: &str, value: String| words.extend([name.to_owned(), value]);
-    // A guest that panics is to end, not to try again.
+    // A guest that panics must end, not restart.
     option("-action", "reboot=shutdown,panic=exit-failure".to_owned());
     option("-accel", accel.argument().to_owned());
     option("-cpu", "max".to_owned());
@@ -313,7 +313,7 @@ fn memory_size(spec: &GuestSpec) -> String {
     format!("{boot},slots=4,maxmem={}M", most >> 20)
 }
 
-/// The memory object of so much RAM, if there is one, and the machine that uses it.
+/// The memory object for this RAM, if there is one, and the machine that uses it.
 pub(crate) fn memory(ram: &Ram, ram_bytes: u64) -> (Option<String>, String) {
     let kind = match ram {
         Ram::SharedMemfd => "memfd,share=on".to_owned(),
@@ -364,11 +364,11 @@ fn disk(spec: &GuestSpec, version: Version) -> Vec<(&'static str, String)> {
 }
 
 fn kernel_command_line(work: &Params) -> String {
-    // The guest may stand still for seconds while the daemon is away: no watchdog
-    // is to take that for a hang; nor is a vCPU that was not run for a tick at boot, on a busy host, to
-    // take its timer for broken, and panic. Debian's kernels zero every page as they allocate it, and so fetch
-    // it before a device may: here the device is to be first. Memory that is plugged in is used at
-    // once, and for pages that can be moved, so that it can be taken out again.
+    // The guest may stall for seconds while no daemon runs: no watchdog may take that for a hang. On a busy
+    // host a vCPU that was not run for a tick at boot must not take its timer for broken, and panic.
+    // Debian's kernels zero every page as they allocate it, and so fetch it before a device can; here the
+    // device must be first. Plugged memory is used at once, and only for movable pages, so that it can be
+    // unplugged again.
     format!(
         "console=ttyS0 loglevel=4 panic=-1 nowatchdog rcupdate.rcu_cpu_stall_suppress=1 \
          mitigations=off no_timer_check init_on_alloc=0 memhp_default_state=online_movable {}",

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The few words of QMP that a test says to QEMU.
+//! The few QMP commands that tests send to QEMU.
 //!
-//! One JSON object a line in both directions. Events come between question and
-//! answer and are skipped. See QEMU's `docs/interop/qmp-spec.rst`.
+//! One JSON object a line in both directions. Events between command and answer are skipped. See QEMU's
+//! `docs/interop/qmp-spec.rst`.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -11,16 +11,16 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// Longest wait for an answer: QEMU's main loop may itself stand in a page fault.
+/// Longest wait for an answer: QEMU's main loop may itself wait for a page fault.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// QEMU did not do as told.
+/// A QMP command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// The socket failed or stayed silent.
+    /// The socket failed or sent nothing.
     #[error("QMP: {0}")]
     Io(#[from] io::Error),
-    /// QEMU said something that is not JSON.
+    /// QEMU sent something that is not JSON.
     #[error("QMP: {0}")]
     Json(#[from] serde_json::Error),
     /// QEMU refused.
@@ -43,7 +43,7 @@ impl Qmp {
     /// Connects and leaves negotiation mode.
     ///
     /// # Errors
-    /// Nobody listens there, or QEMU refuses.
+    /// No process listens there, or QEMU refuses.
     pub fn connect(path: &Path) -> Result<Self, QmpError> {
         let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
@@ -55,7 +55,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs one command and returns what it returns.
+    /// Runs one command and returns its result.
     ///
     /// # Errors
     /// The connection fails, or QEMU refuses with a reason.

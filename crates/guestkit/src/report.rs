@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the demo found, and what of it must hold.
+//! The demo's findings, and the conditions that they must meet.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -8,7 +8,7 @@ use crate::dense::DenseReport;
 
 /// Share of the limit by which resident memory may pass it, in percent.
 pub const TOLERANCE_PERCENT: u64 = 5;
-/// Fewest vCPU faults and I/O page faults of a demo worth the name.
+/// Fewest vCPU faults and I/O page faults of a meaningful demo.
 pub const LEAST_FAULTS: u64 = 1_000;
 /// Longest stop of the VMM during the attach.
 pub const LONGEST_ATTACH_PAUSE_US: f64 = 5_000.0;
@@ -25,7 +25,7 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// Reads them from the object a daemon reports; what is missing reads as 0.
+    /// Reads them from the object that a daemon reports; missing values read as 0.
     #[must_use]
     pub fn read(value: &Value) -> Self {
         let at = |name: &str| value[name].as_f64().unwrap_or_default();
@@ -58,7 +58,7 @@ pub struct Report {
     pub pool_bytes_max: u64,
     /// Seconds squeezed, by the samples.
     pub squeezed_seconds: f64,
-    /// How long a thread of QEMU stood still for the attach.
+    /// Time for which a thread of QEMU was stopped for the attach.
     pub attach_pause_us: f64,
     /// Faults of vCPUs.
     pub vcpu_faults: u64,
@@ -68,13 +68,13 @@ pub struct Report {
     pub iopfs: u64,
     /// How long they took.
     pub iopf_us: Percentiles,
-    /// Pages evicted, all told.
+    /// Pages evicted in total.
     pub evicted_pages: u64,
-    /// Pages in the zero tier when let go.
+    /// Pages in the zero tier at the detach.
     pub zero_pages: u64,
-    /// Pages in the lz4 tier when let go.
+    /// Pages in the lz4 tier at the detach.
     pub lz4_pages: u64,
-    /// Bytes in the store when let go.
+    /// Bytes in the store at the detach.
     pub stored_bytes: u64,
     /// Restarts of the daemon.
     pub restarts: u64,
@@ -88,9 +88,9 @@ pub struct Report {
     pub memory_errors: u64,
     /// Blocks of disk found wrong, and failed requests.
     pub disk_errors: u64,
-    /// Guest memory pinned by anybody.
+    /// Guest memory pinned by any process.
     pub pinned_guest_bytes: u64,
-    /// Whether the VM was let go, by the kernel's word.
+    /// Whether the VM was detached, according to the kernel.
     pub detached: bool,
     /// Whether the guest then verified every byte once more.
     pub verified_after_detach: bool,
@@ -98,7 +98,7 @@ pub struct Report {
     pub dense: DenseReport,
 }
 
-/// What a run of the demo was to show.
+/// The goals of a run of the demo.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DemoGoals {
     /// Seconds to be squeezed.
@@ -108,7 +108,7 @@ pub struct DemoGoals {
 }
 
 impl Report {
-    /// Takes over the figures that the daemon tells of a VM.
+    /// Takes over the figures that the daemon reports for a VM.
     pub fn take_figures(&mut self, vm: &Value) {
         let number = |name: &str| vm[name].as_u64().unwrap_or_default();
         self.pool_bytes_max = self.pool_bytes_max.max(number("pool_bytes"));
@@ -143,7 +143,7 @@ impl Report {
             .collect()
     }
 
-    /// Whether there was enough of everything.
+    /// Whether the counts are high enough.
     fn amounts(&self, wanted: &DemoGoals) -> [(bool, String); 6] {
         let (limit, most) = (self.limit_bytes, self.resident_max_after_bytes);
         let (seconds, enough) = (self.squeezed_seconds, wanted.squeezed_seconds);
@@ -186,7 +186,7 @@ impl Report {
         ]
     }
 
-    /// Whether nothing was harmed.
+    /// Whether there was no damage.
     fn soundness(&self) -> [(bool, String); 8] {
         let pause_us = self.attach_pause_us;
         let none = |count: u64, what: &str| (count == 0, format!("{count} {what}."));

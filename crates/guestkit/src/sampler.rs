@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Resident memory of a guest, sampled from outside the daemon.
 //!
-//! The daemon is not to be its own witness: the kernel counts the blocks of the
-//! memfd, whether the daemon lives or not.
+//! The daemon must not be its own witness: the kernel counts the blocks of the memfd, whether the daemon
+//! runs or not.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -12,7 +12,7 @@ use crate::guest::resident_bytes;
 
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// What was seen.
+/// The samples so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Seen {
     /// Resident in the last sample.
@@ -59,7 +59,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Starts to sample the QEMU process `pid`; ends by itself when that ends.
+    /// Starts to sample the QEMU process `pid`; stops by itself when that process ends.
     #[must_use]
     pub fn start(pid: u32) -> Self {
         let state = Arc::new(Mutex::new(State::default()));
@@ -81,7 +81,7 @@ impl Sampler {
         }
     }
 
-    /// From now on keeps the maximum, and the time at or below `ceiling_bytes`.
+    /// From now on records the maximum, and the time at or below `ceiling_bytes`.
     pub fn watch(&self, ceiling_bytes: u64) {
         let mut state = lock(&self.state);
         let now_bytes = state.seen.now_bytes;
@@ -93,7 +93,7 @@ impl Sampler {
         state.last = None;
     }
 
-    /// What was seen so far.
+    /// The samples so far.
     #[must_use]
     pub fn seen(&self) -> Seen {
         lock(&self.state).seen

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a test of the product with a real guest stands on.
+//! The environment of a product test with a real guest.
 //!
-//! A stage is a folder on tmpfs, a running daemon with its state there, and the
-//! guest's image. Where a machine cannot give one, [`Stage::set`] says why, and
-//! the test skips itself with that.
+//! A stage is a folder on tmpfs, a running daemon with its state there, and the guest's image. Where a
+//! machine cannot provide one, [`Stage::set`] returns the reason, and the test skips itself with it.
 
 use std::fs;
 use std::io;
@@ -17,12 +16,12 @@ use crate::image::{self, Image};
 use crate::product::{Product, ProductError, Role};
 use crate::qemu::{GuestSpec, Version};
 
-/// A folder on tmpfs with a short name, as sockets' names must be short; gone on drop.
+/// A folder on tmpfs with a short name, since socket paths must be short; removed on drop.
 #[derive(Debug)]
 pub struct RunFolder(PathBuf);
 
 impl RunFolder {
-    /// Makes a folder that no other process and no other call has.
+    /// Makes a folder that no other process or call uses.
     ///
     /// # Errors
     /// There is no tmpfs at `/dev/shm` to write to.
@@ -54,7 +53,7 @@ impl Drop for RunFolder {
 #[derive(Debug)]
 pub struct Skip(pub String);
 
-/// A daemon, an image, a folder. Guests go first, the folder last.
+/// A daemon, an image, a folder. Guests are dropped first, the folder last.
 #[derive(Debug)]
 pub struct Stage {
     /// The daemon.
@@ -84,7 +83,7 @@ enum Devices {
     InProcessOfTheirOwn,
 }
 
-/// A disk image, gone on drop.
+/// A disk image, removed on drop.
 #[derive(Debug)]
 struct DiskFile(PathBuf);
 
@@ -97,13 +96,13 @@ impl Drop for DiskFile {
 }
 
 impl Stage {
-    /// Starts a daemon, or says why tests of the product cannot run here.
+    /// Starts a daemon, or returns why tests of the product cannot run here.
     ///
     /// # Errors
-    /// [`Skip`] for want of root, QEMU, image or binary.
+    /// [`Skip`] for lack of root, QEMU, image or binary.
     ///
     /// # Panics
-    /// All is there and the daemon does not start: that is a failure and no reason to skip.
+    /// All is present and the daemon does not start: that is a failure and no reason to skip.
     pub fn set() -> Result<Self, Skip> {
         Self::set_with(Room::Ample, Devices::InDaemon)
     }
@@ -185,7 +184,7 @@ impl Stage {
         self.folder.path()
     }
 
-    /// A socket for a disk, and its empty image on a file system that knows direct I/O.
+    /// A socket for a disk, and its empty image on a file system that supports direct I/O.
     ///
     /// # Errors
     /// The image cannot be made.
@@ -213,10 +212,10 @@ impl Stage {
         )
     }
 
-    /// Waits until `holds`, looking again and again.
+    /// Polls until `holds`.
     ///
     /// # Errors
-    /// The look itself failed, or `timeout` passed: then with the daemon's last words.
+    /// A poll failed, or `timeout` passed; the latter includes the end of the daemon's log.
     pub fn until(
         &self,
         what: &str,

@@ -1,24 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A stand-in for a VMM: a process with guest RAM and threads that use it, which starts in milliseconds.
 //!
-//! What happens to a VMM from outside (taken over, squeezed, let go, killed)
-//! does not need a guest. The stand-in has a memfd as QEMU has one (shared,
-//! `MADV_DONTFORK`), threads that touch it at random and compare what they
-//! read, and if told so a connection to a vhost-user block device whose DMA
-//! goes into the same memory.
+//! Operations on a VMM from outside (take-over, squeeze, detach, kill) do not need a guest. The stand-in
+//! has a memfd like QEMU's (shared, `MADV_DONTFORK`), threads that touch it at random and compare what they
+//! read, and optionally a connection to a vhost-user block device whose DMA goes into the same memory.
 //!
 //! ```text
 //!   test ── StandIn ──stdin──► program: verify          main thread, asleep in read()
 //!                   ◄─stdout── ready, sound N           vCPUs: touch, compare
 //!                                                       disk: read into RAM, again and again
 //! ```
-//! Each page has a content that follows from its number, so anybody can tell a
-//! wrong one. Writers write what is there already: that is a write to the kernel.
-//! The program ends with its input, and with status 3 at a wrong byte.
+//! The content of each page follows from its number, so any observer can detect a wrong page. Writers store
+//! the existing content again, which the kernel sees as a write. The program ends at the end of its input,
+//! and with status 3 at a wrong byte.
 //!
-//! The benches of large VMs have a stand-in of their own (`bench::busy` of `pagetide`): dense, busy, with
-//! versions of pages, and without devices. This one stays apart because its disk's rings and buffers lie
-//! in the same memory, and because this crate knows the product by its command line only.
+//! The benches of large VMs have their own stand-in (`bench::busy` of `pagetide`): dense, busy, with
+//! versions of pages, and without devices. This one is separate because its disk's rings and buffers lie in
+//! the same memory, and because this crate knows only the product's command line.
 
 mod disk;
 mod guest;
@@ -33,23 +31,23 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A program is taken for a VMM by its name.
+/// A program is recognised as a VMM by its name.
 const PROGRAM: &str = "qemu-stand-in";
-/// What it says when its memory is filled and its disk connected.
+/// Its output once its memory is filled and its disk connected.
 pub const READY: &str = "ready";
-/// The order to compare every page.
+/// The command to compare every page.
 pub const VERIFY: &str = "verify";
-/// The beginning of the answer; the number of pages follows.
+/// The prefix of the answer; the number of pages follows.
 pub const SOUND: &str = "sound";
 
 /// What kind of VM it is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StandInSpec {
-    /// RAM that is filled, in MiB.
+    /// RAM to fill, in MiB.
     pub ram_mib: u64,
     /// Threads that use it.
     pub threads: u32,
-    /// Socket of a vhost-user block device to be connected.
+    /// Socket of a vhost-user block device to connect to.
     pub disk: Option<PathBuf>,
 }
 
@@ -62,7 +60,7 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// The program `built` under a name by which it is taken for a VMM, in `folder`.
+    /// Places the program `built` in `folder`, under a name that is recognised as a VMM's.
     ///
     /// # Errors
     /// It cannot be linked or copied there.
@@ -110,7 +108,7 @@ impl StandIn {
         self.child.id()
     }
 
-    /// Has it compare every page; returns their number.
+    /// Makes it compare every page; returns their number.
     ///
     /// # Errors
     /// It found a wrong byte, or has ended.
@@ -127,7 +125,7 @@ impl StandIn {
         }
     }
 
-    /// Sends it a signal, while nobody has waited for its end.
+    /// Sends it a signal, as long as its end has not been waited for.
     ///
     /// # Errors
     /// It has ended.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The steps that tests of the product are made of, with the specs they share.
+//! The steps that tests of the product are made of, and the specs they share.
 //!
-//! A step that does not succeed panics with what guest and daemon said last: it
-//! is a failed test. Guests run one at a time, because they are emulated.
+//! A step that does not succeed panics with the last output of guest and daemon: the test fails.
+//! Guests run one at a time, because they are emulated.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -29,7 +29,7 @@ static TURN: Mutex<()> = Mutex::new(());
 /// A stage, and the turn to use it: guests run one at a time.
 pub type Turn = (MutexGuard<'static, ()>, Stage);
 
-/// The stage that `set` sets, or `None` after saying why not.
+/// The stage that `set` sets, or `None` after printing why not.
 #[must_use]
 pub fn take_turn(set: impl FnOnce() -> Result<Stage, Skip>) -> Option<Turn> {
     let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -119,7 +119,7 @@ pub fn squeeze(stage: &Stage, guest: &Guest) -> u64 {
     limit
 }
 
-/// Lets the guest work until it has compared so much more, memory and disk together.
+/// Lets the guest work until it has compared this many more bytes, memory and disk together.
 ///
 /// # Panics
 /// It does not.
@@ -158,10 +158,10 @@ pub fn sound_end(guest: &mut Guest) {
     assert_eq!(last.final_disk_bytes, last.disk_bytes);
 }
 
-/// A client that must be refused: exit status 2 and a sentence, which is returned.
+/// Runs a client that must be refused with exit status 2 and a sentence, which is returned.
 ///
 /// # Panics
-/// It is not.
+/// The client is not refused.
 pub fn refused(product: &Product, words: &[&str]) -> String {
     let answer = product.client(words).expect("a client");
     assert_eq!(
@@ -180,11 +180,11 @@ pub fn refused(product: &Product, words: &[&str]) -> String {
     answer.said
 }
 
-/// An attach that must be refused, with a sentence that has `word` in it; the VM must be unharmed:
-/// it goes on working.
+/// Attempts an attach that must be refused with a sentence that contains `word`. The VM must be
+/// unharmed and go on working.
 ///
 /// # Panics
-/// It is not so.
+/// The attach is not refused like that, or the VM does not go on.
 pub fn attach_refused(product: &Product, guest: &mut Guest, word: &str) {
     let said = refused(product, &["attach", "--pid", &guest.pid().to_string()]);
     assert!(said.contains(word), "no word of {word:?} in: {said}");

@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Starting a program where kernel swap cannot reach its memory.
+//! Starts a program where kernel swap cannot reach its memory.
 //!
-//! Without swap on the machine there is nothing to do. With it and cgroup v2 the
-//! program starts in a cgroup of its own that may not swap: `memory.swap.max = 0`.
-//! cgroup v1 has no such setting (neither `memory.swappiness` nor
-//! `memory.memsw.limit_in_bytes` keeps shared memory in place), so there the
-//! program gets a tmpfs mounted with `noswap` (Linux 6.4) for its guest's RAM. It
-//! is mounted in the program's own mount namespace: nobody else sees it, and it
-//! goes when the program ends.
+//! Without swap on the machine there is nothing to do. With swap and cgroup v2 the program starts in its
+//! own cgroup with `memory.swap.max = 0`. cgroup v1 has no such setting (neither `memory.swappiness` nor
+//! `memory.memsw.limit_in_bytes` keeps shared memory in place), so there the program gets a tmpfs mounted
+//! with `noswap` (Linux 6.4) for its guest's RAM. It is mounted in the program's own mount namespace: no
+//! other process sees it, and it disappears when the program ends.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Kernel swap could not be kept away.
+/// Kernel swap could not be excluded.
 #[derive(Debug, thiserror::Error)]
 pub enum SwapError {
     /// A file could not be used.
@@ -31,7 +29,7 @@ pub enum SwapError {
          ({said}; it needs root and Linux 6.4): switch swap off (swapoff -a)"
     )]
     NoTmpfs {
-        /// What the attempt said.
+        /// The output of the attempt.
         said: String,
     },
 }
@@ -53,11 +51,11 @@ pub enum Swapless {
 }
 
 impl Swapless {
-    /// Looks whether there is swap, and if so makes a cgroup called `name`, or a folder in `folder`
-    /// for a tmpfs of `ram_bytes`.
+    /// Checks for swap. If there is any, makes a cgroup called `name`, or a folder in `folder` for a tmpfs
+    /// of `ram_bytes`.
     ///
     /// # Errors
-    /// There is swap, and neither can be had: usually for want of root.
+    /// There is swap and neither can be made: usually for lack of root.
     pub fn prepare(name: &str, folder: &Path, ram_bytes: u64) -> Result<Self, SwapError> {
         let swaps_path = Path::new("/proc/swaps");
         let swaps = fs::read_to_string(swaps_path).map_err(|source| error(swaps_path, source))?;
@@ -69,7 +67,7 @@ impl Swapless {
         if !version_2.join("cgroup.controllers").exists() {
             return Self::tmpfs(ram, ram_bytes);
         }
-        // In a container the groups may not be for us to make.
+        // In a container we may not be permitted to make cgroups.
         Self::cgroup(version_2, name)
             .or_else(|error| Self::tmpfs(ram, ram_bytes).map_err(|_second_choice| error))
     }
@@ -89,10 +87,10 @@ impl Swapless {
 
     fn tmpfs(path: PathBuf, ram_bytes: u64) -> Result<Self, SwapError> {
         fs::create_dir_all(&path).map_err(|source| error(&path, source))?;
-        // Room for what a file system needs beside its files.
+        // Room for the file system's metadata.
         let bytes = ram_bytes + (4 << 20);
         let tmpfs = Self::Tmpfs { path, bytes };
-        // An attempt in a namespace that ends at once tells whether the kernel knows the option.
+        // A trial mount in a short-lived namespace shows whether the kernel supports the option.
         let said = match tmpfs.command("true").output() {
             Ok(output) if output.status.success() => return Ok(tmpfs),
             Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
@@ -101,7 +99,7 @@ impl Swapless {
         Err(SwapError::NoTmpfs { said })
     }
 
-    /// Where the program is to put its guest's RAM, if it matters.
+    /// Where the program must put its guest's RAM, if it matters.
     #[must_use]
     pub fn ram_folder(&self) -> Option<&Path> {
         match self {
@@ -116,7 +114,7 @@ impl Swapless {
         match self {
             Self::NoSwap => Command::new(program),
             Self::Cgroup(path) => {
-                // A shell moves itself and becomes the program: no page is charged elsewhere.
+                // A shell moves itself and then executes the program: no page is charged elsewhere.
                 let mut command = Command::new("/bin/sh");
                 command.args(["-c", "echo $$ >\"$0\" && exec \"$@\""]);
                 command.arg(path.join("cgroup.procs")).arg(program);

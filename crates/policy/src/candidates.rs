@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Candidates`]: sections on their way out.
+//! [`Candidates`]: sections selected for eviction.
 //!
-//! What a sample says of a section is not enough to evict it: pages of it may be in use that were not
-//! watched, and a page that is mapped may have been pinned by a copy in the kernel just now. So a section
-//! that is to go is first taken out of the page tables as a whole, and stands so for at least
-//! [`UNMAPPED_MIN`]. Then those of its pages go that nobody has mapped again.
+//! A sample of a section is not enough to evict it: pages that were not watched may be in use, and a copy
+//! in the kernel may have pinned a mapped page just now. So a section to be evicted is first unmapped as
+//! a whole, and stays so for at least [`UNMAPPED_MIN`]. Then those of its pages are evicted that were not
+//! mapped again.
 //!
 //! ```text
 //!                 unmapped as a whole        UNMAPPED_MIN later
@@ -12,12 +12,12 @@
 //!        ▲                                                        │
 //!        └──── another reclaim ◄──── tried ◄──── what is left is in use
 //! ```
-//! A section that stands ready and is not needed stays ready: it is the *reserve* from which memory
-//! comes at once. Nothing but a look at the whole section may take pages of it out of the page tables
-//! meanwhile, because a page that is not mapped counts as one that nobody took since then. So it is not
-//! sampled ([`Candidates::stands`]). The kernel might do it all the same (a huge page that it tries to
-//! make and gives up); so after [`READY_MAX`] a section is looked at anew, which costs nothing where
-//! all of it is unmapped still.
+//! A section that is ready and not needed stays ready: it belongs to the *reserve*, from which memory
+//! is available at once. Only a look at the whole section may unmap pages of it meanwhile, because an
+//! unmapped page counts as one that was not used since then. So it is not sampled
+//! ([`Candidates::stands`]). The kernel might still unmap pages (a huge page that it tries to make and
+//! gives up); so after [`READY_MAX`] a section is looked at again, which costs nothing if all of it is
+//! still unmapped.
 //!
 //! Times are durations since any fixed moment.
 
@@ -25,17 +25,17 @@ use crate::victims::UNMAPPED_MIN;
 use pagetide_addr::SectionNo;
 use std::{collections::HashMap, ops::Range, time::Duration};
 
-/// How long a section stands ready before it is looked at anew.
+/// How long a section stays ready before it is looked at again.
 pub const READY_MAX: Duration = Duration::from_secs(10);
 
-/// How far a section is.
+/// How far the eviction of a section has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Readiness {
-    /// It must be unmapped first, or looked at anew.
+    /// It must be unmapped first, or looked at again.
     Mapped,
     /// It was unmapped a moment ago.
     Resting,
-    /// What is unmapped of it may go.
+    /// Its unmapped pages may be evicted.
     Ready,
     /// What is left of it was found in use.
     Tried,
@@ -55,7 +55,7 @@ pub struct Candidates {
 }
 
 impl Candidates {
-    /// How far `section` is.
+    /// How far the eviction of `section` has come.
     #[must_use]
     pub fn readiness(&self, section: SectionNo, now: Duration) -> Readiness {
         match self.stands.get(&section) {
@@ -71,13 +71,14 @@ impl Candidates {
         }
     }
 
-    /// True while `section` stands unmapped as a whole.
+    /// True while `section` is kept unmapped as a whole.
     #[must_use]
     pub fn stands(&self, section: SectionNo) -> bool {
         matches!(self.stands.get(&section), Some(Stand::Unmapped { .. }))
     }
 
-    /// From when to when what is unmapped of `section` may go, if it stands unmapped.
+    /// The time within which the unmapped pages of `section` may be evicted, if it is kept
+    /// unmapped.
     #[must_use]
     pub fn ready_within(&self, section: SectionNo) -> Option<Range<Duration>> {
         match self.stands.get(&section) {
@@ -86,13 +87,13 @@ impl Candidates {
         }
     }
 
-    /// Sections that stand unmapped.
+    /// Number of sections kept unmapped.
     #[must_use]
     pub fn unmapped_sections(&self) -> u64 {
         self.unmapped
     }
 
-    /// `section` was unmapped as a whole; `now` is when the last page was.
+    /// `section` was unmapped as a whole; `now` is when its last page was.
     pub fn unmapped(&mut self, section: SectionNo, now: Duration) {
         self.put(section, Some(Stand::Unmapped { since: now }));
     }
@@ -102,24 +103,24 @@ impl Candidates {
         self.put(section, Some(Stand::Tried));
     }
 
-    /// `section` has no page any more, or is mapped again.
+    /// `section` has no pages left, or is mapped again.
     pub fn forget(&mut self, section: SectionNo) {
         self.put(section, None);
     }
 
-    /// Those that were found in use may be tried again.
+    /// Sections that were found in use may be tried again.
     pub fn try_again(&mut self) {
         self.stands
             .retain(|_, stand| matches!(stand, Stand::Unmapped { .. }));
     }
 
-    /// Nothing is known of any page table any more.
+    /// Nothing is known of the page tables from now on.
     pub fn forget_all(&mut self) {
         self.stands.clear();
         self.unmapped = 0;
     }
 
-    /// Forgets sections that are no more.
+    /// Forgets sections that no longer exist.
     pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
         self.stands.retain(|section, _| there(*section));
         let unmapped = self.stands.values();
@@ -155,14 +156,14 @@ mod tests {
         let almost = AT + UNMAPPED_MIN - Duration::from_nanos(1);
         assert_eq!(all.readiness(A, almost), Readiness::Resting);
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Ready);
-        // Unmapped once more: it rests again.
+        // Unmapped once more: its wait starts over.
         all.unmapped(A, AT + UNMAPPED_MIN);
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Resting);
         assert_eq!(all.unmapped_sections(), 1);
         let within = all.ready_within(A).unwrap();
         assert_eq!(within, AT + 2 * UNMAPPED_MIN..AT + UNMAPPED_MIN + READY_MAX);
         assert_eq!(all.ready_within(B), None);
-        // It is looked at anew after a while, and not sampled until then.
+        // It is looked at again after a while, and not sampled until then.
         assert_eq!(all.readiness(A, AT + 2 * READY_MAX), Readiness::Mapped);
         assert!(all.stands(A));
     }

@@ -5,18 +5,18 @@
 //!   List { first ─────────────► cell ◄──► cell ◄──► cell ◄───────────── last }
 //! ```
 //! One vector of cells serves any number of lists; a cell is in one of them, or in none. Every step is O(1),
-//! the joining of two lists and the turning of one too. Which section a cell is for, and which cells are
-//! free, their owners know: `links.rs` and `dense_links.rs`.
+//! including the joining of two lists and the rotation of one. The owners, `links.rs` and `dense_links.rs`,
+//! know which section a cell is for, and which cells are free.
 
 use crate::chunks::push;
 use std::num::NonZeroU32;
 
-/// Most cells: one less than there are numbers.
+/// Most cells: one less than there are slot numbers.
 pub(crate) const CELLS_MAX: usize = u32::MAX as usize;
 
-/// Place of a section's cell. Good until the section is removed.
+/// Place of a section's cell. Valid until the section is removed.
 ///
-/// Its number is one more than the index, so that none at all takes no more room than one.
+/// Its number is one more than the index, so that an `Option` takes no more room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Slot(NonZeroU32);
 
@@ -24,7 +24,7 @@ impl Slot {
     /// The slot of the cell at `index`.
     ///
     /// # Panics
-    /// If there are too many cells, which owners see to that there are not.
+    /// If there are too many cells; the owners prevent that.
     pub(crate) fn new(index: usize) -> Self {
         assert!(index < CELLS_MAX, "too many sections to remember");
         let number = u32::try_from(index + 1).ok().and_then(NonZeroU32::new);
@@ -36,7 +36,7 @@ impl Slot {
     }
 }
 
-/// A 64-bit number that needs no more than the alignment of half of it, so that cells have no gaps.
+/// A 64-bit number with the alignment of its half, so that cells have no gaps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Halves([u32; 2]);
 
@@ -101,8 +101,8 @@ impl<T> Cells<T> {
         (self.0.capacity() * size_of::<Cell<T>>()) as u64
     }
 
-    /// Reads each line of memory that the cells take, in order, which is many times faster than to come by
-    /// them one by one along a list. Changes nothing.
+    /// Reads each cache line of the cells, in order, which is many times faster than following a list.
+    /// Changes nothing.
     pub(crate) fn warm_up(&self) {
         const LINE_BYTES: usize = 64;
         let cells = (LINE_BYTES / size_of::<Cell<T>>()).max(1);
@@ -119,7 +119,7 @@ impl<T> Cells<T> {
         &mut self.0[slot.index()]
     }
 
-    /// One more cell, in no list.
+    /// Adds a cell that is in no list.
     pub(crate) fn push(&mut self, value: T) -> Slot {
         let len = self.0.len();
         let slot = Slot::new(len);
@@ -172,7 +172,8 @@ impl<T> Cells<T> {
         list.len += more.len;
     }
 
-    /// Turns `list` so that the cell at `slot`, which is in it, comes first, and those before it last.
+    /// Rotates `list` so that the cell at `slot`, which is in it, comes first, and those before it
+    /// last.
     pub(crate) fn turn(&mut self, list: &mut List, slot: Slot) {
         let (Some(first), Some(last), Some(before)) = (list.first, list.last, self.at(slot).before)
         else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Chunks`]: a place for each 64 sections in a row, so that what is kept of sections lies in vectors.
+//! [`Chunks`]: a place for each 64 consecutive sections, so that data of sections is kept in vectors.
 //!
-//! RAM lies in long pieces, mostly one that begins at 0; but memory that is plugged in later may lie
+//! RAM consists of long pieces, mostly one that starts at 0; but memory plugged in later may be
 //! anywhere. So a section is found in two steps:
 //!
 //! ```text
@@ -11,7 +11,7 @@
 //!                                                                            │ place 1  │ or 64 bits
 //! ```
 //! A directory of low numbers is 4 bytes for 64 sections up to the highest; far ones, from 2 TiB on, take some
-//! 20 bytes each. Places of chunks that went are given out again, the last first.
+//! 20 bytes each. Places of removed chunks are reused, the last one first.
 
 use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
@@ -30,12 +30,13 @@ const NOWHERE: u32 = u32::MAX;
 pub(crate) struct Chunks {
     low: Vec<u32>,
     far: FxHashMap<u64, u32>,
-    /// Number of the chunk at each place; of a free place the one it had.
+    /// Number of the chunk at each place; at a free place, its previous one.
     numbers: Vec<u64>,
     free: Vec<u32>,
 }
 
-/// Adds to a vector that grows by an eighth, not by doubling, and so never wastes more than that.
+/// Appends to a vector that grows by an eighth instead of doubling, and so never wastes more than
+/// that.
 pub(crate) fn push<T>(vector: &mut Vec<T>, value: T) {
     if vector.len() == vector.capacity() {
         vector.reserve_exact(vector.len() / 8 + 8);
@@ -61,7 +62,8 @@ impl Chunks {
         (place != NOWHERE).then_some(place as usize)
     }
 
-    /// A place for the chunk with this number, which has none. It is a free one, or comes after all others.
+    /// Assigns a place to the chunk with this number, which has none: a free place, or one after all
+    /// others.
     ///
     /// # Panics
     /// If there are more than 2^32 - 1 chunks, half a zettabyte of memory.
@@ -88,7 +90,7 @@ impl Chunks {
         place as usize
     }
 
-    /// The chunk at `place` goes.
+    /// Removes the chunk at `place`.
     pub(crate) fn remove(&mut self, place: usize) {
         let number = self.numbers[place];
         let place = match usize::try_from(number) {

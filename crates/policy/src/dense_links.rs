@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`DenseLinks`]: sections in lists, with a value of the owner's for each. For all of a VM's sections;
+//! [`DenseLinks`]: sections in lists, each with a value of the owner. For all of a VM's sections;
 //! `links.rs` is for some of them.
 //!
-//! RAM lies in long pieces, so the cells of 64 sections in a row are made at once, and a section's number tells
-//! its cell (`chunks.rs`). A cell is 8 bytes and the value, and nothing else is needed to find it or
-//! to tell its section.
+//! RAM consists of long pieces, so the cells of 64 consecutive sections are created at once, and a section's
+//! number gives its cell (`chunks.rs`). A cell is 8 bytes and the value; nothing else is needed to find it or
+//! its section.
 //!
-//! A section is in one of the lists, and every step is O(1). The memory of 64 sections none of which
-//! is there any more is used again for others.
+//! A section is in one of the lists, and every step is O(1). The memory of 64 sections is reused for
+//! others once none of them exists any more.
 
 use crate::{
     cells::{Cell, Cells, List, Slot},
@@ -19,9 +19,9 @@ use pagetide_addr::SectionNo;
 #[derive(Debug)]
 pub(crate) struct DenseLinks<T> {
     chunks: Chunks,
-    /// [`CHUNK`] for each place of a chunk. That of a section that is not there comes after itself.
+    /// [`CHUNK`] for each place of a chunk. The cell of a missing section links to itself.
     cells: Cells<T>,
-    /// Sections that are there, by place of the chunk.
+    /// Number of existing sections, by place of the chunk.
     there: Vec<u8>,
     len: u64,
 }
@@ -48,7 +48,7 @@ impl<T: Copy + Default> DenseLinks<T> {
         self.cells.bytes() + self.chunks.bytes() + self.there.capacity() as u64
     }
 
-    /// Brings all of it into the processor's cache.
+    /// Loads all of it into the processor's cache.
     pub(crate) fn warm_up(&self) {
         self.cells.warm_up();
     }
@@ -84,7 +84,7 @@ impl<T: Copy + Default> DenseLinks<T> {
     /// Puts `section`, which is in no list, at the end of `list`.
     ///
     /// # Panics
-    /// If there are too many sections, which owners see to that there are not.
+    /// If there are too many sections; the owners prevent that.
     pub(crate) fn insert_last(&mut self, list: &mut List, section: SectionNo, value: T) -> Slot {
         debug_assert!(self.find(section).is_none(), "{section:?} is there already");
         let (number, offset) = split(section);
@@ -142,7 +142,8 @@ impl<T: Copy + Default> DenseLinks<T> {
         self.cells.append(list, more);
     }
 
-    /// Turns `list` so that the section at `slot`, which is in it, comes first, and those before it last.
+    /// Rotates `list` so that the section at `slot`, which is in it, comes first, and those before it
+    /// last.
     pub(crate) fn turn(&mut self, list: &mut List, slot: Slot) {
         self.cells.turn(list, slot);
     }

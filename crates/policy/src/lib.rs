@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which memory stays and which goes: hot and cold sections and the choice of
-//! victims (Taiji 4.2), and the protection of what devices are about to touch
-//! (VPRI 6.2).
+//! Which memory stays and which is evicted: hot and cold sections and the choice of victims (Taiji
+//! 4.2), and the protection of sections that devices are about to touch (VPRI 6.2).
 //!
-//! No I/O, no clock, no thread, no page: only sections, times given by the caller,
-//! and decisions. So the very code that decides in the daemon is replayed on traces in
-//! virtual time.
+//! No I/O, no clock, no thread, no page: only sections, times given by the caller, and decisions.
+//! So exactly the code that decides in the daemon can be replayed on traces in virtual time.
 //!
 //! - [`marks`]: when reclaim begins and ends.
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
-//! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections on their way out.
-//! - [`protect`]: what devices touch, and which sections the evictor spares for it.
+//! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
+//!   eviction.
+//! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
 
 pub mod candidates;
 mod cells;

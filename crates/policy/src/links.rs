@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Links`]: sections in lists, with a value of the owner's for each, found by number. For some of a VM's
-//! sections, wherever they lie; `dense_links.rs` is for all of them.
+//! [`Links`]: sections in lists, each with a value of the owner, found by number. For some of a VM's
+//! sections, wherever they are; `dense_links.rs` is for all of them.
 //!
 //! ```text
 //!   List { first ─────────────► cell ◄──► cell ◄──► cell ◄───────────── last }
@@ -9,9 +9,10 @@
 //! A section is in one of the lists. Every step is O(1).
 //!
 //! A cell is 16 bytes and the value, without gaps if the value has an alignment of 4 ([`Halves`]). The table
-//! takes 5 bytes a place and is at least 7/16 full after it grew, so at most 11.5 bytes a section. The vector
-//! grows by an eighth: with a value of 12 bytes at most 43 bytes a section in all, and 38 on average. Memory
-//! is not given back before the owner goes: its owners limit how many sections they remember.
+//! takes 5 bytes per place and is at least 7/16 full after it grew, so at most 11.5 bytes per section. The
+//! vector grows by an eighth: with a value of 12 bytes at most 43 bytes per section in all, and 38 on
+//! average. Memory is not freed before the owner is dropped: owners limit the number of sections they
+//! remember.
 
 use crate::cells::{Cells, Halves, List};
 use hashbrown::HashTable;
@@ -32,7 +33,7 @@ struct Named<T> {
 pub(crate) struct Links<T> {
     cells: Cells<Named<T>>,
     slots: HashTable<Slot>,
-    /// The first free cell; the others are after one another.
+    /// The first free cell; each links to the next.
     free: Option<Slot>,
 }
 
@@ -57,7 +58,7 @@ impl<T> Links<T> {
         self.cells.bytes() + self.slots.allocation_size() as u64
     }
 
-    /// Brings all of it into the processor's cache.
+    /// Loads all of it into the processor's cache.
     pub(crate) fn warm_up(&self) {
         self.cells.warm_up();
         for slot in &self.slots {
@@ -93,7 +94,7 @@ impl<T> Links<T> {
     /// Puts `section`, which is in no list, at the end of `list`.
     ///
     /// # Panics
-    /// If there are too many sections, which owners see to that there are not.
+    /// If there are too many sections; the owners prevent that.
     pub(crate) fn insert_last(&mut self, list: &mut List, section: SectionNo, value: T) -> Slot {
         debug_assert!(self.find(section).is_none(), "{section:?} is there already");
         let named = Named {
@@ -175,7 +176,7 @@ mod tests {
         lists: &mut [List; 3],
         model: &mut Model,
     ) {
-        // Numbers far apart are as good as others.
+        // Numbers far apart work as well.
         let section = random.below(40) << 40;
         let to = random.index(3);
         let place = (0..3).find_map(|list| {
@@ -221,9 +222,9 @@ mod tests {
         let mut links: Links<[u32; 3]> = Links::default();
         let mut list = List::default();
         for section in 0..100_000_u64 {
-            // Numbers far apart are as good as others.
+            // Numbers far apart work as well.
             links.insert_last(&mut list, SectionNo(section << 17), [0; 3]);
-            // A few sections pay for the smallest table there is.
+            // A few sections pay for the smallest table.
             if section > 1_000 {
                 let bytes_per_section = links.bytes().div_ceil(links.len());
                 assert!(bytes_per_section <= 43, "{bytes_per_section} at {section}");

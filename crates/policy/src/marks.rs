@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! When memory is reclaimed: the marks under a VM's limit (Taiji 4.2.2) and the times of its rounds.
+//! When memory is reclaimed: the watermarks under a VM's limit (Taiji 4.2.2) and the times of its
+//! reclaim thread.
 //!
 //! ```text
-//!   limit ───────── a fill first has memory evicted
+//!   limit ────────── a fill first has memory evicted
 //!     │   ╲ 1.5 %
-//!   low mark ────── reclaim begins
+//!   low watermark ── reclaim begins
 //!     │   ╲ 3 %
-//!   high mark ───── reclaim ends
+//!   high watermark ─ reclaim ends
 //! ```
-//! Marks are named for what is *free* under the limit. The daemon's rounds and their replay in virtual time
-//! both go by these.
+//! Watermarks are named for what is *free* under the limit. The daemon's reclaim thread and its replay in
+//! virtual time both use these.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use std::time::Duration;
 pub const LOW_PERMILLE: i64 = 15;
 /// Free pages above which reclaim ends, in thousandths of the limit.
 pub const HIGH_PERMILLE: i64 = 30;
-/// Sections drift among the sets this often when nothing presses.
+/// Sections drift among the sets this often when there is no pressure.
 pub const SCAN_ROUND: Duration = Duration::from_secs(5);
-/// Scans of one reclaim before it gives up for this time: each costs every mapped page a small fault.
+/// Scans of one reclaim before it gives up for now: each costs a small fault per mapped page.
 pub const PRESSED_SCANS_MAX: u32 = 4;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random numbers: a seed tells all of them.
+//! Random numbers: the seed determines all of them.
 
 /// SplitMix64.
 #[derive(Debug)]

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which pages are watched, and how fast: heat learnt from samples.
+//! Which pages are watched, and how fast: heat learned from samples.
 //!
 //! # Idea
-//! To see whether memory is in use it is taken out of the page tables, and whoever uses it pays a
-//! small fault to have it back. Of all memory at once that costs a busy VM two thirds of its speed.
-//! But what is asked is only which *sections* are in use, and for that a few pages of each are enough:
-//! [`SAMPLE_PAGES`], chosen anew each time. A *sweep* looks once at every section:
+//! To detect whether memory is in use it is unmapped, and its next user takes a small fault. Done to
+//! all memory at once, that costs a busy VM two thirds of its speed. But it is enough to know which
+//! *sections* are in use, and for that a few pages of each suffice: [`SAMPLE_PAGES`], chosen anew each
+//! time. A *sweep* visits every section once:
 //!
 //! ```text
 //!   section   0        1        2        3       …
@@ -13,10 +13,10 @@
 //!             choose   choose   choose   choose       and others are unmapped
 //!             └── as fast as the cost allows ──┘
 //! ```
-//! What a sample misses: of a section in which one page in `n` is used between two sweeps it sees
-//! something with probability `1 - (1 - 1/n)^8`: 0.66 for every eighth page, 0.02 for one page of
-//! 512. Such a section drifts to the cold sets. It is then taken out of the page tables as a whole and
-//! looked at once more before any of it goes ([`crate::candidates`]); pages that came back stay.
+//! What a sample misses: in a section where one page in `n` is used between two sweeps, it finds a
+//! use with probability `1 - (1 - 1/n)^8`: 0.66 for every eighth page, 0.02 for one page of
+//! 512. Such a section drifts to the cold sets. It is then unmapped as a whole and checked once more
+//! before any of it is evicted ([`crate::candidates`]); pages mapped again stay.
 //!
 //! # What it costs
 //! Two accounts, both in CPU time, each filled by a share of a time ([`Pace`]):
@@ -26,12 +26,12 @@
 //! | the guest's | the VMM's CPU time | the faults of pages that came back; the time that its address space was locked |
 //! | ours | wall-clock time | looking |
 //!
-//! A sweep goes on while both have credit. It never takes longer than [`SWEEP_MAX`], whatever the
-//! accounts say, so that each section is looked at once in ten minutes and the first limit finds
-//! the cold ones; and where nobody needs to know what is cold it takes [`SWEEP_IDLE`].
+//! A sweep continues while both have credit. It never takes longer than [`SWEEP_MAX`], whatever the
+//! accounts hold, so that each section is sampled once in ten minutes and the first limit finds the
+//! cold ones; and while there is no limit it takes [`SWEEP_IDLE`].
 //!
-//! Sections that are hot cost most and tell least, so those are looked at in every
-//! [`HOT_SWEEPS`]th sweep only, and count as touched in the others.
+//! Hot sections cost most and reveal least, so they are sampled only in every [`HOT_SWEEPS`]th
+//! sweep, and count as touched in the others.
 //!
 //! Times are durations since any fixed moment; nothing here is a clock or does I/O.
 
@@ -44,29 +44,28 @@ use std::{collections::HashMap, time::Duration};
 
 /// Pages of a section that are watched from one sweep to the next.
 pub const SAMPLE_PAGES: usize = 8;
-/// A sweep where somebody wants to know what is cold takes at least this long.
+/// A sweep takes at least this long while cold sections are wanted.
 pub const SWEEP_WANTED: Duration = crate::marks::SCAN_ROUND;
-/// A sweep where nobody does.
+/// The same while they are not.
 pub const SWEEP_IDLE: Duration = Duration::from_secs(240);
-/// No sweep takes longer, but for the time between two calls.
+/// No sweep takes longer, except for the time between two calls.
 pub const SWEEP_MAX: Duration = Duration::from_secs(400);
-/// Sweeps in one of which a hot section is looked at.
+/// A hot section is sampled once in this many sweeps.
 pub const HOT_SWEEPS: u64 = 4;
-/// Share of a time that an account is filled by unless told otherwise, in millionths: half a percent.
+/// Default share of time that fills an account, in millionths: half a percent.
 pub const COST_PPM: u32 = 5_000;
-/// An account holds at most this: a burst that a guest does not feel.
+/// An account holds at most this: a burst that does not slow a guest down.
 const BURST_NS: i64 = 20_000_000;
-/// Longer times between two calls count as so much: what was not looked at meanwhile is not made up for
-/// at once.
+/// A longer time between two calls counts as this much: the missed samples are not made up for at once.
 const PASSED_MAX: Duration = Duration::from_secs(2);
-/// What a section costs either of them, as long as nothing was seen: 8 pages of 3 microseconds.
+/// Cost of a section to either account, until it is measured: 8 pages of 3 microseconds.
 const SECTION_NS_GUESSED: u64 = 24_000;
-/// A VMM that sleeps is looked at as one that uses this share of a CPU, in parts.
+/// A sleeping VMM counts as one that uses one part in this many of a CPU.
 const ASLEEP_PARTS: u64 = 10;
-/// How much of the time that we may use is there while memory is short.
+/// Factor on our own time while memory is short.
 const PRESSED_FACTOR: u64 = 4;
 
-/// Pages of one section that were taken out of the page tables.
+/// Pages of one section that were unmapped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Sample {
     count: u8,
@@ -79,7 +78,7 @@ impl Sample {
         let mut sample = Self::default();
         let wanted = present.len().min(SAMPLE_PAGES as u64);
         while u64::from(sample.count) < wanted {
-            // Few pages are found faster by counting than by throwing dice.
+            // Few pages are found faster by counting than by random draws.
             let page = if present.len() < SECTION_PAGES / 16 {
                 let nth = random.index(present.len());
                 present.pages(section).nth(nth)
@@ -111,14 +110,14 @@ impl Sample {
     }
 }
 
-/// What is to be done at one section.
+/// The sample to take of one section.
 #[derive(Clone, Copy, Debug)]
 pub struct Look {
     /// The section.
     pub section: SectionNo,
-    /// Its pages that are asked about: unmapped in the last sweep.
+    /// Its pages that are queried: unmapped in the last sweep.
     pub asked: PageSet,
-    /// Those to be unmapped then.
+    /// The pages to be unmapped after that.
     pub next: PageSet,
 }
 
@@ -127,7 +126,7 @@ pub struct Look {
 pub struct Sampler {
     random: Random,
     chosen: HashMap<SectionNo, Sample>,
-    /// Those that are still to be looked at in this sweep, the next one last.
+    /// The sections still to be sampled in this sweep, the next one last.
     left: Vec<SectionNo>,
     touched: Vec<SectionNo>,
     sweeps: u64,
@@ -138,12 +137,12 @@ pub struct Sampler {
 pub enum SweepStep {
     /// There are more sections.
     GoesOn,
-    /// All sections were looked at.
+    /// All sections were sampled.
     Ended,
 }
 
 impl Sampler {
-    /// One whose choices follow from `seed`.
+    /// A sampler whose choices follow from `seed`.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self {
@@ -161,7 +160,7 @@ impl Sampler {
         !self.left.is_empty()
     }
 
-    /// A sweep begins, of these sections.
+    /// Begins a sweep of these sections.
     pub fn begin(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.left.clear();
         self.left.extend(sections);
@@ -170,8 +169,7 @@ impl Sampler {
         self.sweeps += 1;
     }
 
-    /// The next section of the sweep; those that are hot and not their turn count as touched and are
-    /// passed over.
+    /// The next section of the sweep; hot ones out of turn count as touched and are skipped.
     pub fn next(&mut self, sets: &HotColdSets) -> Option<SectionNo> {
         loop {
             let section = self.left.pop()?;
@@ -183,9 +181,9 @@ impl Sampler {
         }
     }
 
-    /// What to do at `section`, of which these pages are there; nothing if there are none. A section
-    /// that is seen for the first time is asked about the very pages that are to be unmapped: whether
-    /// they were used at all.
+    /// The sample to take of `section`, whose `present` pages are given; none if there are none. At
+    /// the first sample of a section, the pages queried are those to be unmapped: whether they were
+    /// used at all.
     pub fn look(&mut self, section: SectionNo, present: &PageSet) -> Option<Look> {
         if present.is_empty() {
             self.chosen.remove(&section);
@@ -205,26 +203,26 @@ impl Sampler {
         self.touched.push(section);
     }
 
-    /// What the sweep has seen in use, once it is over.
+    /// The sections that the sweep found in use, once it is over.
     pub fn end(&mut self) -> Option<Vec<SectionNo>> {
         (self.left.is_empty()).then(|| std::mem::take(&mut self.touched))
     }
 
-    /// A look did not come about: what was to be unmapped is not known to be.
+    /// A sample failed: its pages may not be unmapped.
     pub fn failed(&mut self, look: &Look) {
         self.chosen.remove(&look.section);
     }
 
-    /// Forgets sections that are no more.
+    /// Forgets sections that no longer exist.
     pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
         self.chosen.retain(|section, _| there(*section));
     }
 }
 
-/// How much is wanted to be known.
+/// How urgently heat must be known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// Nobody needs it yet.
+    /// It is not needed yet.
     Little,
     /// There is a limit.
     Much,
@@ -232,19 +230,19 @@ pub enum Want {
     Pressed,
 }
 
-/// What a part of a sweep has cost.
+/// The cost of a part of a sweep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Time of the guest: faults, and a locked address space.
     pub guest: Duration,
-    /// Time of ours.
+    /// Our own time.
     pub own: Duration,
 }
 
 #[derive(Debug, Default)]
 struct Account {
     credit_ns: i64,
-    /// Of a section, a moving mean.
+    /// Cost of a section, a moving average.
     section_ns: u64,
 }
 
@@ -257,9 +255,9 @@ impl Account {
     fn spend(&mut self, sections: u64, spent: Duration) {
         let ns = u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX);
         let debt = i64::try_from(ns).unwrap_or(i64::MAX);
-        // What had to be done though it could not be paid for is not held against the time after it.
+        // Work that had to be done without credit does not count against later time.
         self.credit_ns = self.credit_ns.saturating_sub(debt).max(-BURST_NS);
-        // Nor is one stall of the host taken for what sections cost.
+        // Nor does one stall of the host count as the cost of sections.
         let each = (ns / sections.max(1)).min(8 * self.section_ns.max(1));
         self.section_ns = (7 * self.section_ns + each) / 8;
     }
@@ -270,20 +268,20 @@ impl Account {
     }
 }
 
-/// How many sections a sweep may go on by. See the module.
+/// How many sections a sweep may advance by. See the module.
 #[derive(Debug)]
 pub struct Pace {
     share_ppm: u64,
     guest: Account,
     own: Account,
     seen: Option<(Duration, Duration)>,
-    /// Sections times nanoseconds that were not enough for a whole section.
+    /// Sections times nanoseconds left over, less than a whole section's.
     wanted_left: u128,
     owed_left: u128,
 }
 
 impl Pace {
-    /// That the accounts are filled by `share_ppm` millionths of a time.
+    /// A pace whose accounts are filled by `share_ppm` millionths of the time.
     #[must_use]
     pub fn new(share_ppm: u32) -> Self {
         let full = || Account {
@@ -300,8 +298,8 @@ impl Pace {
         }
     }
 
-    /// Sections, of so many in all, that may be looked at now. `cpu` is the CPU time of the VMM since
-    /// any fixed moment.
+    /// Number of sections, out of `of`, that may be sampled now. `cpu` is the CPU time of the VMM
+    /// since any fixed moment.
     pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
         let (then, cpu_then) = self.seen.replace((now, cpu)).unwrap_or((now, cpu));
         let passed = nanos(now.saturating_sub(then).min(PASSED_MAX));
@@ -319,13 +317,13 @@ impl Pace {
         };
         let wanted = portion(&mut self.wanted_left, (of, passed), period);
         let owed = portion(&mut self.owed_left, (of, passed), SWEEP_MAX);
-        // The first call finds nothing known and both accounts full.
+        // At the first call nothing is known and both accounts are full.
         let wanted = if passed == 0 { of } else { wanted };
         let affordable = self.guest.sections().min(self.own.sections());
         wanted.min(affordable).max(owed)
     }
 
-    /// That many were looked at.
+    /// Accounts for `sections` samples.
     pub fn spend(&mut self, sections: u64, cost: Cost) {
         self.guest.spend(sections, cost.guest);
         self.own.spend(sections, cost.own);
@@ -434,8 +432,8 @@ mod tests {
         assert_eq!(looked, [8, 8, 8, 8, 8, 8, 2, 2]);
     }
 
-    /// Lets time pass in steps of a second, with a VMM that uses `cpus` CPUs and sections that cost
-    /// `guest` and `own` each; sections looked at.
+    /// Advances time in steps of a second, with a VMM that uses `cpus` CPUs and sections that cost
+    /// `guest` and `own` each; returns the sections sampled.
     fn run(pace: &mut Pace, seconds: u32, cpus: u32, (guest, own): (u64, u64), want: Want) -> u64 {
         let (from, cpu_from) = pace.seen.unwrap_or_default();
         let mut sections = 0;
@@ -467,13 +465,14 @@ mod tests {
             (2_800_000_000..=3_050_000_000).contains(&guest_ns),
             "{guest_ns}"
         );
-        // Nothing comes back: ours is the account that counts, then.
+        // No page is used again: then our account is the limiting one.
         let looked = run(&mut pace, 600, 1, (100, 15_000), Want::Much);
         assert!(
             (190_000..=202_000).contains(&looked),
             "{looked} of 600 s at 0.5 % and 15 us"
         );
-        // So dear that not even a section a second can be paid for: each has its turn in ten minutes.
+        // So expensive that not even one section per second is affordable: each still has its turn in
+        // ten minutes.
         let looked = run(&mut pace, 600, 1, (900_000_000, 15_000), Want::Much);
         assert!((8192..=13_000).contains(&looked), "{looked}");
     }

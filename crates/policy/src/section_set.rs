@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`SectionSet`]: a set of sections, a bit each.
+//! [`SectionSet`]: a set of sections, one bit each.
 //!
-//! For a VM whose memory begins at 0 that is 1.5 KiB for each 16 GiB, whatever is in it; sections that lie far
-//! apart cost some 30 bytes for each 64 of which one is in it. See `chunks.rs`.
+//! For a VM whose memory begins at 0 that is 1.5 KiB per 16 GiB, whatever its content; sections far apart cost
+//! some 30 bytes for each 64 of which at least one is in the set. See `chunks.rs`.
 
 use crate::chunks::{Chunks, push, split};
 use pagetide_addr::SectionNo;
@@ -74,9 +74,9 @@ impl SectionSet {
         true
     }
 
-    /// All of them, in no order.
+    /// All of them, unordered.
     pub(crate) fn iter(&self) -> impl Iterator<Item = SectionNo> + '_ {
-        // A place that is free has no bits.
+        // A free place has no bits.
         self.bits.iter().enumerate().flat_map(move |(place, bits)| {
             let is_in = move |offset: &usize| *bits >> offset & 1 == 1;
             (0..crate::chunks::CHUNK)

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Hot and cold sections: Taiji's multi-level sets (4.2.1).
 //!
-//! One touched page must not make two megabytes hot, nor one quiet scan make
-//! them cold. So between *hot* and *cold* lie sets through which a section
-//! drifts, one step a scan:
+//! One touched page must not make two megabytes hot, nor one quiet scan make them cold. So between
+//! *hot* and *cold* there are sets through which a section drifts, one step per scan:
 //!
 //! ```text
 //!   not touched ─────────────────────────────────────────────►
@@ -11,31 +10,29 @@
 //!   ◄───────────── touched ▲
 //!                          └── touched on this side: straight to Active
 //! ```
-//! A section on the warm side that is left alone crosses to Inactive; one on
-//! the cold side that is touched goes to Active at once, for a mistake there
-//! costs faults. Among the cold, who got there first is coldest.
+//! A section on the warm side that is not touched crosses to Inactive; one on the cold side that is
+//! touched goes to Active at once, since a mistake there costs faults. Among the cold, the first to
+//! arrive is the coldest.
 //!
-//! # Nobody visits the untouched
-//! Most sections are not touched between two scans, and all of those move by one
-//! set. So it is not kept in which set a section is, but after which drift it
-//! will be cold if nobody touches it:
+//! # Untouched sections are not visited
+//! Most sections are not touched between two scans, and all of those move by one set. So a section
+//! stores not its set, but the drift after which it will be cold if it is not touched:
 //!
 //! ```text
 //!   after drift 7:      Cold │ Cool   Inactive  Active   Warm   Hot
 //!   cold after drift:    ≤ 7 │   8       9        10      11     12
 //!   after drift 8:           │ Cold     Cool   Inactive  Active  Warm
 //! ```
-//! There is a list for each such drift. A drift joins one list to the end of Cold, and
-//! the others have changed their names; so a scan costs what was touched, not what there is.
+//! There is a list for each such drift. A drift appends one list to Cold, and the others only
+//! change their names; so the cost of a scan depends on the sections touched, not on all sections.
 //!
-//! Sections of one list became what they are at the same drift. Their order among
-//! each other says no more than in which order they came there.
+//! Sections of one list reached their set at the same drift. Their order in the list is only the
+//! order in which they arrived.
 //!
 //! # Which sections are in the sets
-//! Memory comes and goes while the VM runs: sections that are new begin Active,
-//! and those that are no more leave ([`HotColdSets::follow`]). A section all of whose
-//! pages were evicted is in no set either, for there is nothing to choose it
-//! for; it is remembered, and Active again when it is touched or has pages again
+//! Memory is added and removed while the VM runs: new sections start Active, and removed ones leave
+//! ([`HotColdSets::follow`]). A section whose pages were all evicted is in no set either, since it
+//! has nothing to evict; it is remembered, and Active again when it is touched or has pages again
 //! ([`HotColdSets::emptied`], [`HotColdSets::filled`]).
 
 use crate::{
@@ -88,24 +85,25 @@ impl Level {
 pub enum Drift {
     /// They move one set towards Cold.
     OneSet,
-    /// They stay: the scan before was just now.
+    /// They stay: the previous scan was just now.
     None,
 }
 
-/// What is kept of a section.
+/// The record of a section.
 #[derive(Clone, Copy, Default, Debug)]
 struct SectionHeat {
     /// The drift after which it is cold; [`NEVER`] if it has no pages.
     cold_after: u32,
-    /// The last scan that saw it touched, or the last look that found it there. The numbers come round
-    /// after 2^32 scans, which are years; a section would be wrong for one scan if it was not touched
-    /// in all that time.
+    /// The last scan that saw it touched, or the last look that found it present. The numbers wrap
+    /// around after 2^32 scans, which take years; a section not touched in all that time would be
+    /// wrong for one scan.
     mark: u32,
 }
 
 const NEVER: u32 = u32::MAX;
 
-/// Lists of those that are not cold yet. A scan puts sections into its own future, before the drift.
+/// Lists of sections that are not cold yet. One more than warmer sets: a scan files touched
+/// sections by the drift count that follows it, before that drift.
 const RIPENING: usize = 6;
 const COLD: usize = 0;
 const EMPTY: usize = 1;
@@ -116,12 +114,12 @@ const RIPENING_FIRST: usize = 2;
 pub struct HotColdSets {
     sections: DenseLinks<SectionHeat>,
     lists: [List; RIPENING_FIRST + RIPENING],
-    /// At most one a second: there are enough numbers for 136 years.
+    /// At most one per second: the numbers last for 136 years.
     drifts: u32,
     marks: u32,
 }
 
-/// The list of those that are cold after drift `cold_after`, when there were `drifts`.
+/// The list of the sections that are cold after drift `cold_after`, once there were `drifts`.
 fn list_of(cold_after: u32, drifts: u32) -> usize {
     if cold_after == NEVER {
         EMPTY
@@ -137,7 +135,7 @@ fn ripening(cold_after: u32) -> usize {
 }
 
 impl HotColdSets {
-    /// `section_count` sections, all Active: nothing is known yet.
+    /// `section_count` sections, all Active, since nothing is known yet.
     #[must_use]
     pub fn new(section_count: u64) -> Self {
         let mut sets = Self::default();
@@ -145,8 +143,7 @@ impl HotColdSets {
         sets
     }
 
-    /// From now on there are just these sections. Those that are new are Active: nothing is known of
-    /// them yet.
+    /// From now on exactly these sections exist. New ones are Active: nothing is known of them yet.
     pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.marks = self.marks.wrapping_add(1);
         let mark = self.marks;
@@ -181,8 +178,8 @@ impl HotColdSets {
         }
     }
 
-    /// Moves all sections by what a scan saw. A section that is not followed stays in no set, and one
-    /// that is named twice was touched once.
+    /// Moves all sections by the result of a scan. A section that is not followed stays in no set,
+    /// and one named twice counts as touched once.
     pub fn scanned(&mut self, touched: impl IntoIterator<Item = SectionNo>, drift: Drift) {
         self.marks = self.marks.wrapping_add(1);
         let after = self.drifts + u32::from(drift == Drift::OneSet);
@@ -234,8 +231,8 @@ impl HotColdSets {
         }
     }
 
-    /// Looks at up to `sections_max` of the emptied sections, those first that were not looked at for
-    /// longest, and puts those that have pages again back into the sets.
+    /// Checks up to `sections_max` of the emptied sections, least recently checked first, and puts
+    /// those that have pages again back into the sets.
     pub fn look_at_empty(
         &mut self,
         sections_max: u64,
@@ -253,7 +250,7 @@ impl HotColdSets {
                 self.put(slot, self.drifts + Level::Active.drifts_to_cold());
             }
         }
-        // Those that were looked at and stay come last.
+        // Sections that were checked and stay come last.
         if let Some(slot) = next {
             self.sections.turn(&mut self.lists[EMPTY], slot);
         }
@@ -285,7 +282,7 @@ impl HotColdSets {
         LEVELS.iter().find_map(|level| self.list_at(*level).first())
     }
 
-    /// The coldest section but for `slot` and those before it.
+    /// The coldest section after `slot`.
     pub(crate) fn next_coldest(&self, slot: Slot) -> Option<Slot> {
         self.sections.after(slot).or_else(|| {
             let level = self.level_at(slot)?;
@@ -302,7 +299,7 @@ impl HotColdSets {
             .map(|slot| self.section(slot))
     }
 
-    /// The sections that were emptied and not filled; that which was not looked at for longest first.
+    /// The sections that were emptied and not filled, least recently checked first.
     pub fn empty_sections(&self) -> impl Iterator<Item = SectionNo> + '_ {
         std::iter::successors(self.lists[EMPTY].first(), |slot| self.sections.after(*slot))
             .map(|slot| self.section(slot))
@@ -318,7 +315,8 @@ impl HotColdSets {
         &self.lists[list_of(self.drifts + level.drifts_to_cold(), self.drifts)]
     }
 
-    /// Brings what is kept into the processor's cache, for one who has many VMs and now turns to this one.
+    /// Loads the data into the processor's cache, for a caller that has many VMs and turns to this one
+    /// now.
     pub fn warm_up(&self) {
         self.sections.warm_up();
     }

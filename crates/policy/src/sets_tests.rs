@@ -121,7 +121,7 @@ fn look_at_empty_sections_finds_those_with_pages_and_comes_to_all_in_turn() {
     assert_eq!(sets.empty_sections().count(), 4);
 }
 
-/// The sets as they are defined: each scan looks at each section.
+/// The sets by definition: each scan visits each section.
 #[derive(Default)]
 struct Visited {
     /// Level and the scan at which it was reached.
@@ -179,8 +179,8 @@ impl Visited {
         }
     }
 
-    /// Groups of equal temperature, coldest first. Among the cold, earlier is colder; otherwise the
-    /// level is all there is to tell.
+    /// Groups of equal temperature, coldest first. Among the cold, earlier is colder; otherwise
+    /// only the level counts.
     fn groups(&self) -> Vec<BTreeSet<u64>> {
         let mut groups: BTreeMap<(Level, u64), BTreeSet<u64>> = BTreeMap::new();
         for (section, (level, since)) in &self.standing {
@@ -251,7 +251,7 @@ fn sets_equal_those_that_visit_every_section_over_random_scans() {
                     let one_in = 2 + random.below(20);
                     let touched = some(&mut random, one_in);
                     sets.scanned(followed(&touched), drift);
-                    // A section that is not followed is in no set, whoever touches it.
+                    // A section that is not followed is in no set, even if touched.
                     model.scanned(&touched, drift);
                 }
             }

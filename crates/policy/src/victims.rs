@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Victims`]: which section is evicted next (Taiji 4.2, VPRI 6.2).
 //!
-//! # Who may go
-//! A scan takes every page out of the page tables and tells which sections were in use since the
-//! scan before. What goes must have rested since the scan for at least [`UNMAPPED_MIN`]: then nobody
-//! took a reference to it through a page table lately. Whether a page did rest, the owner of the
-//! pages says.
+//! # Which sections may be evicted
+//! A scan unmaps every page and finds which sections were in use since the previous scan. A page may
+//! be evicted only if it stayed unmapped for at least [`UNMAPPED_MIN`] after the scan: then no
+//! reference to it was taken through a page table lately. The owner of the pages checks whether a
+//! page did stay unmapped.
 //!
 //! # The passes of one reclaim
 //! ```text
 //!   ColdOnly      sections on the cold side that are not protected, coldest first
-//!   AllResting    not enough: the whole VM is hot; what rested since the scan, of any
+//!   AllResting    not enough: the whole VM is hot; what was idle since the scan, of any
 //!                 section that is not protected
-//!   Protected     not enough, and a limit that must be kept: protected ones that rested
-//!   Scan          not enough: scan, rest for UNMAPPED_MIN, and all of them again; at most
+//!   Protected     not enough, and a limit that must be kept: protected ones that were idle
+//!   Scan          not enough: scan, wait for UNMAPPED_MIN, and all of them again; at most
 //!                 PRESSED_SCANS_MAX times, for each costs every mapped page a small fault
 //! ```
-//! [`passes`] tells this order, the owner does the steps and stops when it has enough.
+//! [`passes`] yields this order; the owner does the steps and stops when it has enough.
 //!
-//! Sparing what is protected is not locking it: a VM whose limit cannot be kept otherwise loses
-//! protected sections, and that is counted. What stands between them and the others is whether
-//! the others *rest*: each section that was left alone since the last scan, a few seconds ago, goes
-//! before a protected one, and a protected one goes before the whole VM is scanned again for pages
-//! that rest for no longer than [`UNMAPPED_MIN`]. Such a scan finds nearly all that the vCPUs work
-//! with; to take that first would cost more than a device's fault, and the scan's time is
-//! what a fill does not have that waits for room.
+//! Protected sections are spared, not locked: a VM whose limit cannot be kept otherwise loses
+//! protected sections, and that is counted. The order depends on whether the others are *idle*:
+//! each section that was not touched since the last scan, a few seconds ago, is evicted before a
+//! protected one, and a protected one is evicted before the whole VM is scanned again for pages
+//! that were idle for only [`UNMAPPED_MIN`]. Such a scan finds nearly the whole working set of the
+//! vCPUs; to evict that first would cost more than a device's fault, and a fill that waits for room
+//! has no time for a scan.
 //!
-//! So the owner leaves the third pass out as long as free memory is above the low mark, or if it had
-//! no time to look at all the others.
+//! So the owner skips the third pass as long as free memory is above the low watermark, or if it had
+//! no time to try all the others.
 //!
-//! The clock is the caller's: times are durations since any fixed moment, and the same code serves
-//! the daemon and a replay in virtual time.
+//! The caller supplies the clock: times are durations since any fixed moment, and the same code
+//! serves the daemon and a replay in virtual time.
 
 use crate::{
     marks::PRESSED_SCANS_MAX,
@@ -39,29 +39,29 @@ use crate::{
 use pagetide_addr::SectionNo;
 use std::time::Duration;
 
-/// How long a page must have been unmapped before it may go. A reference taken just before the
-/// unmapping by a copy in the kernel is gone by then.
+/// How long a page must have been unmapped before it may be evicted. A reference that a copy in the
+/// kernel took just before the unmapping is gone by then.
 pub const UNMAPPED_MIN: Duration = Duration::from_millis(50);
-/// Sections drift towards cold at most this often, however often pressure makes the VM be scanned.
+/// Sections drift towards cold at most this often, however often the VM is scanned under pressure.
 pub const DRIFT_MIN: Duration = Duration::from_secs(1);
 
 /// Which sections a pass may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Reach {
-    /// Sections on the cold side, but for protected ones.
+    /// Sections on the cold side, except protected ones.
     ColdOnly,
-    /// All sections, but for protected ones.
+    /// All sections, except protected ones.
     AllResting,
     /// Protected sections.
     Protected,
 }
 
-/// How much a reclaim wants what it wants.
+/// How urgent a reclaim is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Need {
-    /// A limit must be kept: protected sections go rather than that the VM exceeds it.
+    /// A limit must be kept: protected sections are evicted before the VM exceeds it.
     Limit,
-    /// It was only asked for: what is protected stays.
+    /// A plain request: protected sections stay.
     Wish,
 }
 
@@ -70,7 +70,7 @@ pub enum Need {
 pub enum Step {
     /// [`Victims::reclaim`] with this reach.
     Take(Reach),
-    /// A scan, and then a rest of [`UNMAPPED_MIN`].
+    /// A scan, and then a wait of [`UNMAPPED_MIN`].
     Scan,
 }
 
@@ -86,40 +86,40 @@ pub fn passes(need: Need) -> impl Iterator<Item = Step> {
     takes().chain(pressed)
 }
 
-/// What became of one section that was offered.
+/// Outcome for one section that was offered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Taken {
-    /// Pages of it that went.
+    /// Pages of it that were evicted.
     pub pages: u64,
-    /// And now?
+    /// How to continue.
     pub then: Then,
 }
 
-/// How it goes on after a section was offered.
+/// How a pass continues after a section was offered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Then {
-    /// To the next section.
+    /// With the next section.
     Next,
-    /// To the next section; this one has no page any more and leaves the sets.
+    /// With the next section; this one has no pages left and leaves the sets.
     Emptied,
-    /// To the next section; a device was using this one.
+    /// With the next section; a device was using this one.
     Busy,
-    /// No further.
+    /// The pass ends.
     Stop,
 }
 
-/// What one pass brought.
+/// Result of one pass.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Reclaimed {
-    /// Pages that went.
+    /// Pages evicted.
     pub evicted_pages: u64,
     /// Of them, pages of protected sections.
     pub protected_pages: u64,
-    /// Sections passed over because a device was using them.
+    /// Sections skipped because a device was using them.
     pub busy_sections: u64,
-    /// Sections passed over because they are protected.
+    /// Sections skipped because they are protected.
     pub spared_sections: u64,
-    /// True if it ended because it was stopped, and not because there was enough or nothing left.
+    /// True if the pass was stopped, and did not end because there was enough or nothing left.
     pub was_stopped: bool,
 }
 
@@ -132,7 +132,7 @@ pub struct Victims {
 }
 
 impl Victims {
-    /// From now on there are just these sections; see [`HotColdSets::follow`].
+    /// From now on exactly these sections exist; see [`HotColdSets::follow`].
     pub fn follow(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.sets.follow(sections);
     }
@@ -143,14 +143,14 @@ impl Victims {
         &self.sets
     }
 
-    /// A scan has begun. Until [`Self::scanned`] nothing may go: a look that fails half-way has
-    /// unmapped some pages just now.
+    /// A scan has begun. Nothing may be evicted until [`Self::scanned`]: a scan that fails half-way
+    /// has unmapped some pages just now.
     pub fn scan_begun(&mut self) {
         self.scanned_at = None;
     }
 
-    /// A scan has found that just these sections were touched since the one before. `now` is when the
-    /// last page was unmapped. Costs as much as was touched.
+    /// A scan has found that exactly these sections were touched since the previous one. `now` is
+    /// when the last page was unmapped. The cost is proportional to the sections touched.
     pub fn scanned(&mut self, now: Duration, touched: impl IntoIterator<Item = SectionNo>) {
         let is_late = |at: Duration| now.saturating_sub(at) >= DRIFT_MIN;
         let drift = if self.drifted_at.is_none_or(is_late) {
@@ -163,12 +163,12 @@ impl Victims {
         self.scanned_at = Some(now);
     }
 
-    /// Sections that were found in use between two scans.
+    /// These sections were found in use between two scans.
     pub fn used(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.sets.scanned(sections, Drift::None);
     }
 
-    /// When the last scan was, if it succeeded.
+    /// Time of the last scan, if it succeeded.
     #[must_use]
     pub fn scanned_at(&self) -> Option<Duration> {
         self.scanned_at
@@ -181,25 +181,25 @@ impl Victims {
             .is_some_and(|at| now.saturating_sub(at) >= UNMAPPED_MIN)
     }
 
-    /// `section`, which had lost all its pages, has some again.
+    /// `section` had lost all its pages, and has some again.
     pub fn filled(&mut self, section: SectionNo) {
         self.sets.filled(section);
     }
 
-    /// `section` has lost all its pages, not to a pass of this one.
+    /// `section` has lost all its pages, by other means than a pass.
     pub fn emptied(&mut self, section: SectionNo) {
         self.sets.emptied(section);
     }
 
-    /// Looks for emptied sections that have pages again though nobody touched them; see
+    /// Looks for emptied sections that have pages again without a touch; see
     /// [`HotColdSets::look_at_empty`].
     pub fn look_at_empty(&mut self, sections_max: u64, has_pages: impl FnMut(SectionNo) -> bool) {
         self.sets.look_at_empty(sections_max, has_pages);
     }
 
     /// One pass: offers sections within `reach` to `evict`, coldest first, with the number of pages
-    /// still wanted, until `pages` went or nothing is left. Nothing is offered before the last scan is
-    /// [`UNMAPPED_MIN`] ago.
+    /// still wanted, until `pages` are evicted or nothing is left. Nothing is offered until
+    /// [`UNMAPPED_MIN`] after the last scan.
     pub fn reclaim(
         &mut self,
         now: Duration,
@@ -215,8 +215,8 @@ impl Victims {
         }
     }
 
-    /// [`Self::reclaim`] for an owner who knows of each section by itself whether it rests
-    /// ([`crate::candidates`]).
+    /// [`Self::reclaim`] for an owner that knows for each section separately how long it has been
+    /// unmapped ([`crate::candidates`]).
     pub fn offer(
         &mut self,
         pages: u64,
@@ -286,7 +286,7 @@ mod tests {
         section.0 % 2 == 1
     }
 
-    /// Offers sections of `section_pages` pages each; returns which were offered, and what came of it.
+    /// Offers sections of `section_pages` pages each; returns which were offered, and the result.
     fn take(
         victims: &mut Victims,
         pages: u64,
@@ -417,8 +417,8 @@ mod tests {
         }
     }
 
-    /// What a VM gives up for `pages` pages that a limit demands, by the section, while its sections
-    /// `in_use` are touched all the time, and how often it is scanned for that.
+    /// The sections that a VM loses when a limit demands `pages` pages, while its sections `in_use`
+    /// are touched all the time, and how often it is scanned for that.
     fn press(pages: u64, in_use: &[u64]) -> (Vec<u64>, u32) {
         let mut victims = victims();
         let (mut now, mut scans, mut gone) = (NOW, 0, Vec::new());

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A set-associative cache of tags with any of the paper's replacement
-//! policies, and the rule that says which set a request may use.
+//! A set-associative cache of tags with any of the paper's replacement policies, and the rule for the set
+//! that a request may use.
 //!
-//! A cache holds no translations, only the fact that it has them: the model
-//! asks for hits and misses, never for an address. An entry is a tag and one
-//! number of its policy:
+//! A cache holds no translations, only their presence: the model needs hits and misses, never an address.
+//! An entry is a tag and one number of its policy:
 //!
 //! ```text
 //!   LRU     tick of the last use          victim: the least
@@ -12,9 +11,9 @@
 //!   oracle  index of the next use         victim: the greatest
 //! ```
 //!
-//! The set is chosen by partition and address: `partition << address_bits | address bits`.
-//! The address bits begin at bit 21 for every cache of translations, so that a
-//! page of any size is found without knowing its size first.
+//! The set is chosen by partition and address: `partition << address_bits | address bits`. The address bits
+//! begin at bit 21 for every cache of translations, so that a page of any size is found without knowing its
+//! size first.
 
 use crate::config::{CacheConfig, PartitionBy, Replacement};
 pub(crate) use crate::hints::ENTRIES_MAX;
@@ -30,12 +29,12 @@ const LFU_SATURATED: u64 = 15;
 #[derive(Debug)]
 pub(crate) struct Cache {
     geometry: Geometry,
-    /// What `policy` is, too: asked on each use, and cheaper to ask.
+    /// The same as in `policy`: needed on each use, and cheaper to test.
     is_lru: bool,
     policy: Policy,
     ways: usize,
-    /// One more than there are, which is empty for ever: where a hint points
-    /// that knows no position.
+    /// One more than the capacity; the last stays empty for ever, as the target of hints without a
+    /// position.
     entries: Vec<Entry>,
     /// Entries in use, of each set.
     used: Vec<u32>,
@@ -52,18 +51,18 @@ struct Entry {
     mark: u64,
 }
 
-/// The replacement policy, and what it keeps besides the marks.
+/// The replacement policy, and its state besides the marks.
 #[derive(Debug)]
 enum Policy {
-    /// Marks are ticks, with the entry's index in the lower bits: the least mark
-    /// of a set tells its entry too.
+    /// Marks are ticks, with the entry's index in the lower bits: the least mark of a set also gives its
+    /// entry.
     Lru,
     /// Marks are use counts.
     Lfu(Ties),
     /// Use counts and ties are kept together.
     SmallLfu(SmallLfu),
-    /// Marks are indices of requests. Pages that are not used again are equally
-    /// far: the first entry goes, or the first in the order of the program's map.
+    /// Marks are indices of requests. Pages that are not used again are equally far: the first entry is
+    /// evicted, or the first in the order of the program's map.
     Oracle(Option<ProgramTies>),
 }
 
@@ -86,8 +85,8 @@ impl Policy {
 }
 
 impl Cache {
-    /// The cache that `config` describes, or `None` if it has no entries.
-    /// `shift` is the lowest address bit that takes part in choosing a set.
+    /// The cache that `config` describes, or `None` if it has no entries. `shift` is the lowest address bit
+    /// that selects a set.
     pub(crate) fn new(config: &CacheConfig, shift: u32, ties: &TieBreak) -> Option<Self> {
         if config.entries == 0 || config.ways == 0 {
             return None;
@@ -126,8 +125,8 @@ impl Cache {
         }
     }
 
-    /// Sees to it that `tag` is there. A tag already there counts as used; one
-    /// put in has not been used yet.
+    /// Ensures that `tag` is present. A tag already present counts as used; an inserted one has not been
+    /// used yet.
     #[inline(always)]
     pub(crate) fn fill(&mut self, page: &Page, tag: Tag, next_use: u64) {
         match self.find(page, tag) {
@@ -136,7 +135,7 @@ impl Cache {
         }
     }
 
-    /// Drops every entry whose tag `is_void` holds for.
+    /// Drops every entry for whose tag `is_void` holds.
     pub(crate) fn invalidate(&mut self, is_void: impl Fn(Tag) -> bool) {
         for set in 0..self.used.len() {
             let first = set * self.ways;
@@ -155,7 +154,7 @@ impl Cache {
         }
     }
 
-    /// What happened so far.
+    /// The counts so far.
     pub(crate) fn counts(&self) -> CacheCounts {
         self.counts
     }
@@ -233,7 +232,7 @@ impl Cache {
             return;
         };
         if u32::from(page.shift) > self.geometry.shift {
-            // From now on a tag does not tell where it is.
+            // From now on the set does not follow from the tag.
             self.geometry.plain_shift = 0;
         }
         let first = set * self.ways;
@@ -274,7 +273,7 @@ impl Cache {
         self.entries[at] = Entry { tag, mark };
     }
 
-    /// The entry of the full set `set` that must go.
+    /// The victim of the full set `set`.
     #[inline]
     fn evict(&mut self, set: usize) -> usize {
         let first = set * self.ways;
@@ -320,7 +319,7 @@ impl Cache {
         self.entries[from].tag = NO_TAG;
     }
 
-    /// Tells the policy that entry `from` takes the place of `to`.
+    /// Notifies the policy that entry `from` replaces `to`.
     fn policy_moves(&mut self, from: usize, to: usize) {
         let set = to / self.ways;
         let (from_way, to_way) = (from % self.ways, to % self.ways);
@@ -374,8 +373,8 @@ const fn lru_entry(mark: u64) -> usize {
     at
 }
 
-/// The least mark. Four at a time, each with a least of its own, so that none
-/// has to wait for the one before.
+/// The least mark. Four at a time, each with its own minimum, so that no comparison waits for the previous
+/// one.
 #[inline(always)]
 fn least_mark(entries: &[Entry]) -> u64 {
     let (fours, rest) = entries.as_chunks::<4>();
@@ -430,7 +429,7 @@ fn position_of_furthest(entries: &[Entry]) -> usize {
     furthest.1
 }
 
-/// Which set a request may use.
+/// The set that a request may use.
 #[derive(Clone, Copy, Debug)]
 struct Geometry {
     partition_by: PartitionBy,
@@ -441,16 +440,15 @@ struct Geometry {
     shift: u32,
     sources_per_partition: u32,
     source_low_bit: u32,
-    /// Pages up to this size are in the set that their tag alone decides. None
-    /// are, where two sources of one domain may have partitions of their own, nor
-    /// once a page came that is larger than what the set's address bits begin
-    /// at, since such a page is kept in several sets.
+    /// Pages up to this size are in the set that their tag alone determines. There are none where two
+    /// sources of one domain may have different partitions, nor after a page larger than the start of the
+    /// set's address bits, since such a page is kept in several sets.
     plain_shift: u32,
 }
 
 impl Geometry {
-    /// Sets and partitions are rounded down to powers of two; configurations
-    /// that are none are refused before, except in flavour hypersio.
+    /// Sets and partitions are rounded down to powers of two; other configurations are refused before,
+    /// except in flavour hypersio.
     fn new(config: &CacheConfig, shift: u32) -> Self {
         let set_bits = (config.entries / config.ways).max(1).ilog2();
         let partition_bits = config.partitions.max(1).ilog2().min(set_bits);

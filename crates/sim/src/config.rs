@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Everything that a run of the model can be told, with the paper's settings as
-//! presets (HyperTRIO tables II and IV).
+//! All settings of a run of the model, with the paper's settings as presets (HyperTRIO tables II and IV).
 //!
 //! A size of 0 entries switches a cache off. Times are whole nanoseconds.
 
@@ -15,7 +14,7 @@ pub use check::{
     PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX,
 };
 
-/// Whose rules the model follows.
+/// The rules that the model follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Flavour {
@@ -26,7 +25,7 @@ pub enum Flavour {
     Hypersio,
 }
 
-/// What a cache evicts when a set is full.
+/// The victim of a cache when a set is full.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Replacement {
@@ -40,16 +39,15 @@ pub enum Replacement {
     Oracle,
 }
 
-/// What chooses the partition that a request's translations may be kept in.
+/// The rule for the partition that a request's translations may be kept in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PartitionBy {
     /// Low bits of the source id, from [`CacheConfig::source_low_bit`] on (III).
     #[default]
     SourceBits,
-    /// A complete match: a partition belongs to the sources that the host has
-    /// tagged it with, in order of their first request; sources that find every
-    /// partition taken are cached nowhere (III).
+    /// A complete match: a partition belongs to the sources that the host has tagged it with, in order of
+    /// their first request; sources that find no free partition are not cached (III).
     FullMatch,
     /// Low bits of the domain id: what the authors' program does.
     DomainBits,
@@ -59,26 +57,25 @@ pub enum PartitionBy {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CacheConfig {
-    /// Entries in all; 0: there is no such cache.
+    /// Entries in total; 0: there is no such cache.
     pub entries: u32,
-    /// Entries a set; as many as `entries`: fully associative, as the context
-    /// cache always is.
+    /// Entries a set; equal to `entries`: fully associative, as the context cache always is.
     pub ways: u32,
-    /// Partitions the sets are shared out to.
+    /// Number of partitions that share the sets.
     #[serde(default = "one")]
     pub partitions: u32,
-    /// What chooses the partition.
+    /// The rule for the partition.
     #[serde(default)]
     pub partition_by: PartitionBy,
     /// Sources that may be tagged with one partition (full match only).
     #[serde(default = "one")]
     pub sources_per_partition: u32,
-    /// Lowest bit of the source id that takes part in choosing a partition
-    /// (source bits only). 3 leaves the PCIe function number out, which is right
-    /// for one function a device; 0 is for virtual functions numbered one by one.
+    /// Lowest bit of the source id that selects a partition (source bits only). 3 excludes the PCIe
+    /// function number, which is right for one function a device; 0 is for virtual functions numbered one
+    /// by one.
     #[serde(default = "past_the_function")]
     pub source_low_bit: u32,
-    /// What is evicted.
+    /// The replacement policy.
     #[serde(default)]
     pub replacement: Replacement,
 }
@@ -93,7 +90,7 @@ const fn past_the_function() -> u32 {
 }
 
 impl CacheConfig {
-    /// A cache that is not there.
+    /// A cache that does not exist.
     pub const OFF: Self = Self::new(0, 0, Replacement::Lru);
 
     /// A cache with one partition.
@@ -131,13 +128,13 @@ impl CacheConfig {
 pub struct LinkConfig {
     /// Rate in gigabits a second.
     pub gbps: u64,
-    /// Bytes a packet occupies on the link, gap between packets included; 64 B and up.
+    /// Bytes a packet occupies on the link, including the gap between packets; 64 B and up.
     pub packet_bytes: u64,
-    /// Translation requests that a packet issues. A trace that tells it decides.
+    /// Translation requests that a packet issues. A trace that records it overrides this.
     pub requests_per_packet: u32,
 }
 
-/// What an entry of the pending translation buffer holds.
+/// The content of an entry of the pending translation buffer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PtbUnit {
@@ -154,7 +151,7 @@ pub enum PtbUnit {
 pub struct PtbConfig {
     /// Entries.
     pub entries: u32,
-    /// What one entry holds.
+    /// The content of one entry.
     pub unit: PtbUnit,
 }
 
@@ -228,15 +225,15 @@ pub enum Predictor {
     FirstSeen,
 }
 
-/// Who sets the history-length register.
+/// Whether the host sets the history-length register.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HistoryLength {
     /// It stays as configured.
     #[default]
     Fixed,
-    /// The host writes it again when a tenant joins or leaves or its bandwidth
-    /// changes (III), so that a prefetch is just in time.
+    /// The host rewrites it when a tenant joins or leaves or its bandwidth changes (III), so that a
+    /// prefetch is just in time.
     Host,
 }
 
@@ -248,12 +245,12 @@ pub struct PrefetchConfig {
     pub enabled: bool,
     /// Entries of the prefetch buffer, fully associative, LRU.
     pub buffer_entries: u32,
-    /// Pages of a tenant's history that one prefetch brings.
+    /// Pages of a tenant's history that one prefetch fetches.
     pub pages_per_tenant: u32,
     /// History-length register: distance in requests between the source seen and
     /// the source predicted from it (the paper's stride).
     pub history_length: u32,
-    /// Who sets that register.
+    /// Whether the host sets that register.
     pub register: HistoryLength,
     /// When a prefetch is sent.
     pub trigger: PrefetchTrigger,
@@ -283,11 +280,11 @@ pub struct LatencyConfig {
     pub history_accesses: u64,
 }
 
-/// How the stages' queues order what is ready.
+/// How the stages' queues order ready requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Completion {
-    /// What is ready first goes first.
+    /// The request that is ready first is served first.
     #[default]
     OutOfOrder,
     /// Each stage serves in the order of arrival, ready or not.
@@ -298,9 +295,9 @@ pub enum Completion {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Whose rules.
+    /// The rules.
     pub flavour: Flavour,
-    /// Breaks ties of the LFU policy, and nothing else.
+    /// Breaks ties of the LFU policy; nothing else uses it.
     pub seed: u64,
     /// The link.
     pub link: LinkConfig,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The context cache: which sources' domains the device knows. Fully
-//! associative, so its entries are rows of the table of tenants.
+//! The context cache: the sources whose domains the device has. Fully associative, so its entries are rows
+//! of the table of tenants.
 
 use crate::config::{CacheConfig, Replacement};
 use crate::outcome::CacheCounts;
@@ -9,7 +9,7 @@ use crate::ties::{TieBreak, Ties};
 /// A use count at which all are halved, as in [`crate::cache`].
 const LFU_SATURATED: u64 = 15;
 
-/// What is known of one tenant.
+/// The state of one tenant.
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
     /// Use count or tick of the last use.
@@ -31,7 +31,7 @@ pub(crate) struct ContextCache {
 }
 
 impl ContextCache {
-    /// An empty cache of the size that `config` says.
+    /// An empty cache of the size in `config`.
     pub(crate) fn new(config: &CacheConfig, ties: &TieBreak) -> Self {
         Self {
             capacity: config.entries as usize,
@@ -53,7 +53,7 @@ impl ContextCache {
         found
     }
 
-    /// Sees to it that the entry of `tenant`, whose source id is `source`, is there.
+    /// Ensures that the entry of `tenant`, whose source id is `source`, is present.
     #[inline]
     pub(crate) fn fill(&mut self, tenant: u32, source: u32) {
         if self.capacity > 0 && !self.use_if_there(tenant) {
@@ -61,7 +61,7 @@ impl ContextCache {
         }
     }
 
-    /// Drops the entries that `is_void` holds for, by tenant.
+    /// Drops the entries for which `is_void` holds, by tenant.
     pub(crate) fn invalidate(&mut self, is_void: impl Fn(u32) -> bool) {
         let mut at = 0;
         while at < self.resident.len() {
@@ -74,7 +74,7 @@ impl ContextCache {
         }
     }
 
-    /// What happened so far.
+    /// The counts so far.
     pub(crate) fn counts(&self) -> CacheCounts {
         self.counts
     }
@@ -138,7 +138,7 @@ impl ContextCache {
         };
     }
 
-    /// Position of the entry that must go.
+    /// Position of the victim.
     fn victim(&mut self) -> usize {
         let mark = |tenant: &u32| self.entries[*tenant as usize].mark;
         let least = self.resident.iter().map(mark).min().unwrap_or(0);

@@ -19,7 +19,7 @@ pub enum SimError {
         /// What is wrong and what would be right.
         reason: String,
     },
-    /// A parameter is set that flavour *hypersio* passes over.
+    /// A parameter is set that flavour *hypersio* ignores.
     #[error(
         "{parameter}: flavour hypersio does as the authors' program, which has no such setting; \
          leave it out, or take flavour 'paper'"
@@ -28,7 +28,7 @@ pub enum SimError {
         /// Its name in a study file.
         parameter: &'static str,
     },
-    /// The trace asks for more than the model can tell apart.
+    /// The trace exceeds a limit of the model.
     #[error("request {request} of the trace: {reason}")]
     Request {
         /// Its number among the translation requests, from 0.
@@ -42,7 +42,7 @@ pub enum SimError {
          loses such a request and waits for it for ever; use flavour 'paper'"
     )]
     NeverEnds {
-        /// Address asked for.
+        /// Requested address.
         iova: u64,
     },
 }

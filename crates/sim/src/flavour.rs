@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The seams at which the paper's text and the authors' program differ: order
-//! of service, translation agent, predictor. The pipeline between them
-//! ([`crate::machine`]) is one.
+//! The differences between the paper's text and the authors' program: order of service, translation agent,
+//! predictor. The pipeline between them ([`crate::machine`]) is common.
 
 use crate::config::{Completion, Config, PrefetchConfig};
 use crate::outcome::AllCounts;
@@ -12,13 +11,13 @@ use crate::ties::TieBreak;
 pub(crate) trait Flavour {
     /// Order in which a stage serves.
     type Queue: StageQueue;
-    /// What lies behind PCIe.
+    /// The part behind PCIe.
     type Agent: TranslationAgent;
-    /// Which source comes next.
+    /// The prediction of the next source.
     type Predictor: SourcePredictor;
-    /// True if a stage serves one request a nanosecond and no more.
+    /// True if a stage serves at most one request a nanosecond.
     const ONE_A_NANOSECOND: bool;
-    /// Nanoseconds by which a hit in the device ends earlier than its latency says.
+    /// Nanoseconds by which a hit in the device ends before its latency.
     const HIT_ENDS_EARLY_NS: u64;
 
     /// How ties of the LFU policy are broken.
@@ -39,28 +38,28 @@ pub(crate) trait StageQueue {
     /// The next request as a number that grows with the time at which it is
     /// ready; `u64::MAX` if there is none.
     fn next_key(&self) -> u64;
-    /// The time that a key stands for.
+    /// The time of a key.
     fn ready_ns(key: u64) -> u64;
     /// Takes the next request if it is ready at `now_ns`.
     fn pop_ready(&mut self, now_ns: u64) -> Option<u32>;
 }
 
-/// How the agent answers a request that has reached it.
+/// The agent's answer to a request that has reached it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Answer {
     /// It had the translation: back at the device after that time.
     Return {
-        /// From now on.
+        /// Time from now.
         after_ns: u64,
     },
     /// It has to walk; fills its caches after that time.
     Walk {
-        /// From now on.
+        /// Time from now.
         after_ns: u64,
         /// Memory accesses of the walk.
         accesses: u64,
     },
-    /// The rules of the flavour leave the request without an end.
+    /// Under the flavour's rules the request never ends.
     Lost,
 }
 
@@ -70,9 +69,9 @@ pub(crate) trait TranslationAgent: Sized {
     fn new(config: &Config, ties: &TieBreak) -> Self;
     /// Answers `request`.
     fn look_up(&mut self, request: &Request) -> Answer;
-    /// Puts what the walk for `request` read into the caches.
+    /// Puts the entries that the walk for `request` read into the caches.
     fn fill(&mut self, request: &Request);
-    /// Drops what `is_void` holds for.
+    /// Drops entries for which `is_void` holds.
     fn invalidate(&mut self, span: &VoidSpan);
     /// Adds the counts of its caches.
     fn count(&self, counts: &mut AllCounts);
@@ -80,10 +79,10 @@ pub(crate) trait TranslationAgent: Sized {
 
 /// Learns which source follows which.
 pub(crate) trait SourcePredictor {
-    /// A predictor that knows nothing.
+    /// A predictor without any history.
     fn new(config: &PrefetchConfig) -> Self;
-    /// Takes note that `tenant` issues a request, and returns the tenant to
-    /// prefetch for, if there is one. Both are dense numbers.
+    /// Records that `tenant` issues a request, and returns the tenant to prefetch for, if there is one.
+    /// Both are dense numbers.
     fn observe(&mut self, tenant: u32) -> Option<u32>;
     /// Writes the history-length register.
     fn set_length(&mut self, length: u32);
@@ -96,18 +95,18 @@ pub(crate) enum VoidSpan {
     All,
     /// Those of a domain.
     Domain(u32),
-    /// Those of a domain that meet the span of `1 << shift` bytes around an address.
+    /// Those of a domain that overlap the span of `1 << shift` bytes around an address.
     Pages(Page),
 }
 
 impl VoidSpan {
-    /// True if `page` meets this one.
+    /// True if `page` overlaps this one.
     pub(crate) fn meets_page(&self, page: &Page) -> bool {
         self.meets(page.tag(), u32::from(page.shift))
     }
 
-    /// True if the cached span `tag` of `1 << shift` bytes at most, but not of
-    /// less than a page, meets this one.
+    /// True if the cached span `tag` of `1 << shift` bytes at most, but not of less than a page, overlaps
+    /// this one.
     pub(crate) fn meets(&self, tag: Tag, shift: u32) -> bool {
         use crate::request::{address_of, domain_of};
         match self {

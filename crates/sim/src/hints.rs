@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where in a cache a tag may be: most look-ups are answered without searching a set.
+//! The possible position of a tag in a cache: most look-ups need no search of a set.
 //!
-//! Tags fall into buckets, four for each entry of the cache. A bucket knows where
-//! the last tag that fell into it is, and how many others there are. If the tag
-//! there is another one and there are no others, the tag looked for is not in the
-//! cache; with others, its set is searched.
+//! Tags fall into buckets, four for each entry of the cache. A bucket has the position of the last tag that
+//! fell into it, and the number of others. If the tag there is a different one and there are no others, the
+//! tag is not in the cache; with others, its set is searched.
 //!
-//! A bucket that knows no position, as it is empty or as its last tag has gone,
-//! points at an entry that no tag is ever put into. So a miss takes the same way
-//! through the code whether its bucket is empty or not, which is as good as random.
+//! A bucket without a position, because it is empty or its last tag was evicted, points at an entry that
+//! never holds a tag. So a miss takes the same path through the code whether its bucket is empty or not,
+//! which is as good as random.
 
 use crate::request::Tag;
 
@@ -17,22 +16,21 @@ use crate::request::Tag;
 pub(crate) struct Hints {
     buckets: Vec<Hint>,
     shift: u32,
-    /// The position that stands for none.
+    /// The position that means none.
     nowhere: u32,
 }
 
-/// One bucket: position of the last tag that came in the upper, number of the
-/// others in the lower bits.
+/// One bucket: position of the last tag inserted in the upper, number of the others in the lower bits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hint(u32);
 
-/// Buckets of a cache of few entries, for which it costs nothing to have plenty.
+/// Buckets of a cache of few entries, for which plenty of them cost nothing.
 const BUCKETS_MIN: usize = 1024;
 
-/// Bits of the number; a bucket of more others than that is searched for ever.
+/// Bits of the number; a bucket with more others than that is searched for ever.
 const OTHERS_BITS: u32 = 7;
 const OTHERS_MAX: u32 = (1 << OTHERS_BITS) - 1;
-/// Entries that a position can name.
+/// Most entries that a position can name.
 pub(crate) const ENTRIES_MAX: u32 = 1 << 24;
 const _: () = assert!(ENTRIES_MAX <= u32::MAX >> OTHERS_BITS);
 
@@ -42,7 +40,7 @@ impl Hint {
         Self(position << OTHERS_BITS | others)
     }
 
-    /// Where the last tag is; past the last entry if that is not known.
+    /// Position of the last tag; past the last entry if that is unknown.
     #[inline(always)]
     pub(crate) const fn position(self) -> usize {
         (self.0 >> OTHERS_BITS) as usize
@@ -67,7 +65,7 @@ impl Hints {
         }
     }
 
-    /// Where `tag` may be.
+    /// The possible position of `tag`.
     #[inline(always)]
     pub(crate) fn of(&self, tag: Tag) -> Hint {
         self.buckets[self.bucket(tag)]
@@ -78,12 +76,12 @@ impl Hints {
     pub(crate) fn learn(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
         let hint = &mut self.buckets[bucket];
-        // The tag that the bucket knew of is one of the others now.
+        // The bucket's previous tag is now one of the others.
         let known = u32::from(hint.position() != self.nowhere as usize);
         *hint = Hint::new(narrow(at), (hint.others() + known).min(OTHERS_MAX));
     }
 
-    /// `tag` is not at `at` any more.
+    /// `tag` is no longer at `at`.
     #[inline]
     pub(crate) fn forget(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
@@ -92,7 +90,7 @@ impl Hints {
         *hint = if hint.position() == at {
             Hint::new(self.nowhere, others)
         } else {
-            // A number that was too large once is not known any more.
+            // Once the number was too large, it is unknown from then on.
             let gone = u32::from(others != OTHERS_MAX);
             Hint(hint.0 - gone)
         };

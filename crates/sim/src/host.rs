@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host that keeps the history-length register right
-//! ([`HistoryLength::Host`](crate::config::HistoryLength::Host); III: 'updated
-//! whenever bandwidth allocation per tenant changes and/or when a tenant is
-//! added/removed').
+//! The host that maintains the history-length register
+//! ([`HistoryLength::Host`](crate::config::HistoryLength::Host); III: 'updated whenever bandwidth
+//! allocation per tenant changes and/or when a tenant is added/removed').
 //!
-//! The register is the distance, in requests, from the source that triggers a
-//! prefetch to the source it is for. Too short, and the request comes before its
-//! translation; too long, and the few entries of the buffer have been taken by
-//! others. Just in time is
+//! The register is the distance, in requests, from the source that triggers a prefetch to the source it is
+//! for. If it is too short, the request comes before its translation; if it is too long, others have
+//! displaced the entry from the small buffer. Just in time is
 //!
 //! ```text
 //!   length = ceil(time of a prefetch / mean time between two requests), at least 1
@@ -15,20 +13,18 @@
 //!   e.g. 2 x 450 + 50 + 5 = 955 ns from the trigger to the buffer,
 //!        61.68 ns / 3 = 20.56 ns between requests:  47
 //! ```
-//! Both times are what the host saw in its last window, as it would read them
-//! from counters of device and IOMMU. A *window* is 16 packets for each tenant
-//! that is there, and 1,024 at least. At its end the host looks whether
+//! Both times are from the host's last window, as counters of device and IOMMU would give them. A *window*
+//! is 16 packets for each current tenant, and 1,024 at least. At its end the host checks whether
 //!
-//! - a tenant joined: an event says so, or its first request was seen,
-//! - a tenant left: an event says so, or it had not one request in the window
-//!   (so: none for 16 packets times the number of tenants),
-//! - a tenant's bandwidth changed: its requests differ from what its bandwidth at
-//!   the last writing makes expect by more than five standard deviations of a
-//!   random order, so that chance alone writes nothing,
+//! - a tenant joined: by an event, or by its first request,
+//! - a tenant left: by an event, or because it had no request in the window (so: none for 16 packets times
+//!   the number of tenants),
+//! - a tenant's bandwidth changed: its requests differ from those expected by its bandwidth at the last
+//!   write by more than five standard deviations of a random order, so that chance alone triggers no write,
 //! - the bandwidth of all changed, by more than a sixteenth,
 //!
-//! and only then writes the register anew, if its value is another one. A host
-//! that has seen no prefetch end in the window assumes the shortest one.
+//! and only then rewrites the register, if its value differs. A host that has seen no prefetch end in the
+//! window assumes the shortest one.
 
 use crate::config::{Config, Flavour, HistoryLength};
 
@@ -36,21 +32,21 @@ use crate::config::{Config, Flavour, HistoryLength};
 const PACKETS_PER_TENANT: u64 = 16;
 /// Packets of a window, at least.
 const PACKETS_MIN: u64 = 1024;
-/// Values that the register can take: 16 bits.
+/// Largest value of the register: 16 bits.
 const LENGTH_MAX: u64 = 1 << 16;
 /// Square of the standard deviations that count as a change.
 const DEVIATIONS_SQUARED: u128 = 25;
-/// A change of the whole bandwidth by more than one part in so many counts.
+/// A change of the total bandwidth by more than one part in this many counts.
 const WHOLE_PARTS: u128 = 16;
 
-/// What the host knows of a tenant, by its dense number.
+/// The host's state of a tenant, by its dense number.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     /// Requests in this window.
     requests: u64,
     /// Requests in the window at whose end the register was last set.
     reference: u64,
-    /// True while it is there.
+    /// True while the tenant is present.
     here: bool,
 }
 
@@ -104,12 +100,12 @@ impl Host {
         })
     }
 
-    /// A tenant was configured.
+    /// A tenant joined.
     pub(crate) fn joined(&mut self) {
         self.membership_changed = true;
     }
 
-    /// `tenant` was removed.
+    /// `tenant` left.
     pub(crate) fn left(&mut self, tenant: u32) {
         if let Some(seen) = self.tenants.get_mut(tenant as usize)
             && seen.here
@@ -126,7 +122,7 @@ impl Host {
         self.window.prefetch_ns += took_ns;
     }
 
-    /// `tenant` issues a request. Returns the register's new value if it is to be written.
+    /// `tenant` issues a request. Returns the register's new value if it must be written.
     #[inline]
     pub(crate) fn requested(&mut self, now_ns: u64, tenant: u32) -> Option<u32> {
         let at = tenant as usize;
@@ -199,7 +195,7 @@ impl Host {
         now.abs_diff(then) * WHOLE_PARTS > then
     }
 
-    /// Looks at each tenant; takes note of those that have left.
+    /// Checks each tenant; notes those that have left.
     fn tenants_changed(&mut self, window_ns: u64) -> bool {
         let mut changed = false;
         for seen in &mut self.tenants {
@@ -246,7 +242,7 @@ mod tests {
             }
         }
 
-        /// So many packets of these tenants in turn.
+        /// `packets` packets of these tenants in turn.
         fn packets(&mut self, packets: u32, tenants: &[u32], gap_ns: u64) {
             for tenant in tenants.iter().cycle().take(packets as usize) {
                 for _request in 0..3 {

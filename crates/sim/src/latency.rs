@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Latencies, exactly: a count for each nanosecond value up to a bound, a map above.
+//! Exact latencies: a counter for each nanosecond value up to a bound, a map above.
 
 use std::collections::BTreeMap;
 

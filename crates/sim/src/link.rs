@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The I/O link: a packet may arrive at each slot, and a packet that finds no
-//! room tries again at the next (IV-C).
+//! The I/O link: a packet may arrive at each slot, and one that finds no room is retried at the next
+//! (IV-C).
 //!
-//! The length of a slot is a fraction of nanoseconds (61.68 at 200 Gb/s and
-//! 1542 B); slot `n` begins at `floor(n * length)`, so the rate is exact in the
-//! long run although time is whole.
+//! The length of a slot is a fraction of nanoseconds (61.68 at 200 Gb/s and 1542 B); slot `n` begins at
+//! `floor(n * length)`, so the rate is exact in the long run although time is whole.
 
 /// Slots of the link.
 #[derive(Debug)]
@@ -46,7 +45,7 @@ impl Link {
         self.remainder = exact % self.denominator;
     }
 
-    /// Lets the slots up to and at `now_ns` go by, and says how many.
+    /// Skips the slots up to and at `now_ns`, and returns how many.
     #[inline]
     pub(crate) const fn skip_to(&mut self, now_ns: u64) -> u64 {
         let mut skipped = 0;
@@ -61,7 +60,7 @@ impl Link {
         skipped
     }
 
-    /// Passes by all slots but the last few before `now_ns` at once.
+    /// Skips all slots but the last few before `now_ns` at once.
     #[inline]
     const fn leap(&mut self, now_ns: u64) -> u64 {
         let slots = (now_ns - self.next_ns) / self.numerator.div_ceil(self.denominator);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The future, for the oracle: when each request's page is asked for again.
+//! The future, for the oracle: when each request's page is requested again.
 
 use pagetide_trace::{EventKind, EventSource, PageSize};
 use rustc_hash::FxHashMap;
@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 use crate::error::SimError;
 use crate::request::{NEVER, Page};
 
-/// Not asked for again.
+/// Not requested again.
 const NOT_AGAIN: u32 = u32::MAX;
 
 /// Index of the next request for the same page, for each request of a trace:
@@ -47,7 +47,7 @@ impl NextUses {
         Ok(Self(next))
     }
 
-    /// Index of the request after `request` that asks for the same page.
+    /// Index of the request after `request` for the same page.
     #[inline]
     pub(crate) fn after(&self, request: u64) -> u64 {
         let next = usize::try_from(request)

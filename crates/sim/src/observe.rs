@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Watching a run step by step. A run that nobody watches pays nothing for it.
+//! Observing a run step by step. A run without an observer pays nothing for it.
 
 use crate::request::Page;
 
-/// What happens to a request.
+/// A step of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Step {
@@ -27,19 +27,19 @@ pub enum Step {
     BufferFill,
     /// A demanded translation arrives: the request ends.
     End,
-    /// What is cached for the address, the domain or all is made void.
+    /// Cached data for the address, the domain or all becomes void.
     Invalidate,
 }
 
-/// One step of one request, as told to whoever watches.
+/// One step of one request, as an observer receives it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 pub struct StepRecord {
-    /// When.
+    /// Time.
     pub time_ns: u64,
-    /// What.
+    /// The step.
     pub step: Step,
-    /// Which request: a number that no other has while it is under way, and that
-    /// is used again later; `None` for an invalidation.
+    /// The request: a number that is unique while it is under way, and is reused later; `None` for an
+    /// invalidation.
     pub flight: Option<u32>,
     /// How long its packet was refused before it entered, in nanoseconds; 0 in
     /// every other step.
@@ -48,11 +48,11 @@ pub struct StepRecord {
     pub source: u32,
     /// Domain.
     pub domain: u32,
-    /// Address asked for.
+    /// Requested address.
     pub iova: u64,
 }
 
-/// What an observer is told about a step.
+/// An observer's information about a step.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub(crate) now_ns: u64,
@@ -72,13 +72,13 @@ impl Moment {
     }
 }
 
-/// Somebody who watches.
+/// An observer.
 pub(crate) trait Observer {
     /// `page`'s request takes `step`.
     fn step(&mut self, moment: Moment, step: Step, page: &Page);
 }
 
-/// Nobody.
+/// No observer.
 #[derive(Debug)]
 pub(crate) struct Nobody;
 
@@ -87,7 +87,7 @@ impl Observer for Nobody {
     fn step(&mut self, _moment: Moment, _step: Step, _page: &Page) {}
 }
 
-/// A function that is told every step.
+/// A function that receives every step.
 pub(crate) struct CallbackObserver<'a>(pub(crate) &'a mut dyn FnMut(StepRecord));
 
 impl Observer for CallbackObserver<'_> {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a run of the model found.
+//! Results of a run of the model.
 
 use serde::Serialize;
 
-/// What happened to one cache. Hits are counted when a request looks.
+/// Events of one cache. Hits are counted at the time of the look-up.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct CacheCounts {
-    /// Times that a request looked.
+    /// Look-ups.
     pub lookups: u64,
-    /// Times that it found.
+    /// Look-ups that hit.
     pub hits: u64,
-    /// Entries put in.
+    /// Entries inserted.
     pub insertions: u64,
-    /// Entries that had to go for another.
+    /// Entries evicted for another.
     pub evictions: u64,
     /// Entries dropped by an invalidation.
     pub invalidated: u64,
@@ -26,7 +26,7 @@ impl CacheCounts {
     }
 }
 
-/// `part` of `whole`; 0 of nothing.
+/// `part` of `whole`; 0 if `whole` is 0.
 #[must_use]
 pub(crate) fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 {
@@ -54,7 +54,7 @@ pub struct LatencySummary {
     pub max_ns: u64,
 }
 
-/// Caches of a run; one that is not there has no look-ups.
+/// Caches of a run; one that does not exist has no look-ups.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct AllCounts {
     /// Context cache.
@@ -75,7 +75,7 @@ pub struct AllCounts {
     pub l4: CacheCounts,
 }
 
-/// What the prefetch unit did.
+/// Counts of the prefetch unit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct PrefetchCounts {
     /// Requests that it sent.
@@ -93,7 +93,7 @@ pub struct TenantOutcome {
     pub source: u32,
     /// Requests that ended.
     pub requests: u64,
-    /// Whole packets that ended; one of several sources counts for the first.
+    /// Whole packets that ended; a packet of several sources counts for the first.
     pub packets: u64,
     /// Hits in the DevTLB.
     pub devtlb_hits: u64,
@@ -101,16 +101,16 @@ pub struct TenantOutcome {
     pub prefetch_hits: u64,
     /// Mean time of a request, from its packet's admission to its end.
     pub mean_latency_ns: f64,
-    /// Mean time that the packet of a request was refused before.
+    /// Mean time before that during which the packet of a request was refused.
     pub mean_refused_ns: f64,
     /// Goodput over the whole run, in gigabits a second.
     pub gbps: f64,
 }
 
-/// What a run found.
+/// Results of a run.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Outcome {
-    /// Time that passed in the model.
+    /// Simulated time.
     pub elapsed_ns: u64,
     /// Requests of the trace, all ended.
     pub requests: u64,
@@ -130,14 +130,14 @@ pub struct Outcome {
     pub walks: u64,
     /// Memory accesses of those walks.
     pub walk_accesses: u64,
-    /// What the caches did.
+    /// Counts of the caches.
     pub caches: AllCounts,
-    /// What the prefetch unit did.
+    /// Counts of the prefetch unit.
     pub prefetch: PrefetchCounts,
     /// Time from a request's entry to its end.
     pub latency: LatencySummary,
-    /// Jain's index over the tenants' mean times of a request, refusals included:
-    /// 1 if all are served alike.
+    /// Jain's index over the tenants' mean times of a request, refusals included: 1 if all are served
+    /// equally.
     pub fairness: f64,
     /// Tenants, in order of their first request.
     #[serde(skip_serializing_if = "Vec::is_empty")]

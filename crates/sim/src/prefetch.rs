@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prefetch unit (III): who comes next, and what that tenant asked for last.
+//! Prefetch unit (III): predicts the next source, and fetches that tenant's last pages.
 //!
-//! The unit proper, on the device, predicts a source; the history reader behind
-//! PCIe knows each tenant's last pages and asks for their translations.
+//! The unit proper, on the device, predicts a source; the history reader behind PCIe has each tenant's last
+//! pages and requests their translations.
 
 use crate::config::PrefetchConfig;
 use crate::flavour::SourcePredictor;
@@ -16,7 +16,7 @@ pub(crate) struct PrefetchUnit<P> {
     depth: u32,
     /// The last pages of every tenant, `depth` places each, a ring.
     pages: Vec<Page>,
-    /// What is in the ring of each tenant.
+    /// The state of each tenant's ring.
     rings: Vec<Ring>,
 }
 
@@ -30,7 +30,7 @@ struct Ring {
 }
 
 impl<P: SourcePredictor> PrefetchUnit<P> {
-    /// A unit that knows nothing.
+    /// A unit without any history.
     pub(crate) fn new(config: &PrefetchConfig) -> Self {
         Self {
             predictor: P::new(config),
@@ -40,8 +40,8 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
         }
     }
 
-    /// Writes `page` into its tenant's history. Pages asked for again are
-    /// written again, as the history in memory is a plain log.
+    /// Appends `page` to its tenant's history. Repeated pages are appended again, as the history in memory
+    /// is a plain log.
     #[inline(always)]
     pub(crate) fn remember(&mut self, page: &Page) {
         let tenant = page.tenant as usize;
@@ -64,7 +64,7 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
         self.pages.resize(places, Page::default());
     }
 
-    /// Where the last pages of `tenant` are.
+    /// Position of the last pages of `tenant`.
     #[inline(always)]
     pub(crate) fn history(&self, tenant: u32) -> History {
         let ring = self.rings.get(tenant as usize).copied();

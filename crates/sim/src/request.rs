@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A translation request on its way through the model, and the tags under
-//! which caches know what it asks for.
+//! A translation request on its way through the model, and the tags under which caches hold its page.
 
 use pagetide_trace::{Event, PageSize};
 
-/// Domains that a run can tell apart: a tag is 45 bits of page number and 19
-/// bits of domain. Far above the thousands of tenants that the model is for.
+/// Most domains of a run: a tag is 45 bits of page number and 19 bits of domain. Far above the thousands of
+/// tenants that the model is for.
 pub const DOMAINS_MAX: u32 = (1 << DOMAIN_BITS) - 1;
 const DOMAIN_BITS: u32 = 19;
 
@@ -16,17 +15,17 @@ pub(crate) type Tag = u64;
 /// A tag that no page has (its domain would be [`DOMAINS_MAX`]).
 pub(crate) const NO_TAG: Tag = u64::MAX;
 
-/// Next use of a page that is not used again, as far as anybody knows.
+/// Next use of a page that is not used again, as far as known.
 pub(crate) const NEVER: u64 = u64::MAX;
 
-/// A page as a tenant asked for it: what a history keeps, what a prefetch asks for.
+/// A page as a tenant requested it: the unit of a history and of a prefetch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Page {
     /// Address as issued.
     pub iova: u64,
     /// Domain, below [`DOMAINS_MAX`].
     pub domain: u32,
-    /// Source that asked, as its dense number in this run.
+    /// Requesting source, as its dense number in this run.
     pub tenant: u32,
     /// Source id as in the trace.
     pub source: u32,
@@ -77,9 +76,8 @@ pub(crate) const fn address_of(tag: Tag) -> u64 {
     tag >> DOMAIN_BITS << 12
 }
 
-/// log2 of the largest page that may begin where `tag`'s does. A tag does not
-/// tell its page's size; an invalidation that meets the largest possible one
-/// voids it, which at worst voids too much.
+/// log2 of the largest page that may begin where `tag`'s does. A tag does not have its page's size; an
+/// invalidation that overlaps the largest possible one voids it, which at worst voids too much.
 pub(crate) const fn widest_page(tag: Tag) -> u32 {
     match address_of(tag).trailing_zeros() {
         30.. => 30,
@@ -91,35 +89,34 @@ pub(crate) const fn widest_page(tag: Tag) -> u32 {
 /// A request in flight.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Request {
-    /// What it asks for.
+    /// Its page.
     pub page: Page,
-    /// Index of the next request for the same page in the trace, [`NEVER`] if none or not known.
+    /// Index of the next request for the same page in the trace, [`NEVER`] if none or unknown.
     pub next_use: u64,
     /// When it entered the device.
     pub issued_ns: u64,
     /// Packet it belongs to, as a slot of the packet table.
     pub packet: u32,
-    /// Who waits for it.
+    /// Why it was issued.
     pub origin: Origin,
-    /// How far it has got.
+    /// Its progress.
     pub answer: Answered,
 }
 
-/// Whether a request has its translation. One that is made void on its way back
-/// still ends, since the DMA that it was for was allowed when it was asked for,
-/// but it must not be kept: no cache takes it.
+/// Whether a request has its translation. One that becomes void on its way back still ends, since its DMA
+/// was allowed at the time of the request, but it must not be kept: no cache accepts it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Answered {
-    /// Not yet: it will see what is true when it is looked for.
+    /// Not yet: its look-up will find the current state.
     #[default]
     No,
     /// It was found, or the walk for it is under way.
     Yes,
-    /// It was, and then an invalidation met it.
+    /// It was found, and then an invalidation matched it.
     Void,
 }
 
-/// Where a request comes from.
+/// The origin of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum Origin {
     /// A packet waits for it.

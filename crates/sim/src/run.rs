@@ -12,7 +12,7 @@ use crate::observe::{CallbackObserver, Nobody, Observer, StepRecord};
 use crate::outcome::Outcome;
 use crate::paper::Paper;
 
-/// A trace that is about to be run.
+/// A trace to be run.
 pub struct TraceInput<'a> {
     /// Its events.
     pub events: &'a mut dyn EventSource,
@@ -29,7 +29,7 @@ pub fn run(config: &Config, trace: TraceInput<'_>) -> Result<Outcome, SimError> 
     dispatch(config, trace, Nobody)
 }
 
-/// The same, and `told` of every step that a request takes.
+/// The same, with `told` called for every step of a request.
 ///
 /// # Errors
 /// As [`run`].

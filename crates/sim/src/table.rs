@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A table of things in flight, by slot; freed slots are used again.
+//! A table of objects in flight, by slot; freed slots are reused.
 
 use crate::error::{SimError, impossible};
 
-/// Slots at most: what the queues' entries have bits for. A run gets there only
-/// if requests come faster than a stage serves them, without end.
+/// Most slots: the limit of the bits in the queues' entries. A run reaches it only if requests come faster
+/// than a stage serves them, without end.
 pub(crate) const SLOTS_MAX: usize = 1 << 20;
 
 /// Slots that may be taken between two checks: the requests of a packet, or the
 /// prefetches of a request, of which [`crate::config`] allows 64 each.
 const SLOTS_SPARE: usize = 1 << 10;
 
-/// Things in flight.
+/// Objects in flight.
 #[derive(Debug, Default)]
 pub(crate) struct Table<T> {
     slots: Vec<T>,
@@ -22,8 +22,8 @@ pub(crate) struct Table<T> {
 }
 
 impl<T: Copy + Default> Table<T> {
-    /// A slot for a thing, which is to be written there. Whoever asks without end
-    /// must look at [`Self::check`] now and then.
+    /// A slot for an object, which the caller writes there. A caller without a bound of its own must call
+    /// [`Self::check`] now and then.
     #[inline(always)]
     pub(crate) fn take(&mut self) -> u32 {
         let slot = self.free;
@@ -68,14 +68,14 @@ impl<T: Copy + Default> Table<T> {
         &mut self.slots[slot as usize]
     }
 
-    /// The slot is free again; what was in it may be read until the next [`Self::take`].
+    /// Frees the slot; its content may be read until the next [`Self::take`].
     #[inline(always)]
     pub(crate) fn release(&mut self, slot: u32) {
         self.next_free[slot as usize] = self.free;
         self.free = slot;
     }
 
-    /// Things in the table. Counts the free slots.
+    /// Objects in the table. Counts the free slots.
     pub(crate) fn len(&self) -> usize {
         let next = |slot: &u32| self.next_free.get(*slot as usize).copied();
         let free = std::iter::successors(Some(self.free), next).count() - 1;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sources by dense number, in order of their first request: what the model
-//! keeps for each tenant is a row of these tables.
+//! Sources by dense number, in order of their first request: the model's state for each tenant is a row of
+//! these tables.
 
 use rustc_hash::FxHashMap;
 
 use crate::outcome::{TenantOutcome, ratio};
 
-/// Source ids below this are looked up in an array: the 16-bit ids of hardware
-/// and those that a hyper-trace numbers on from there.
+/// Source ids below this are looked up in an array: the 16-bit ids of hardware and those that a hyper-trace
+/// assigns after them.
 const ARRAY_SOURCES: u32 = 1 << 18;
 
-/// No number given yet.
+/// No number assigned yet.
 const NONE: u32 = u32::MAX;
 
 /// Figures of one tenant.
@@ -79,9 +79,9 @@ impl Tenants {
         &mut self.tallies[number as usize]
     }
 
-    /// Jain's index over the mean time that a request of each tenant took, the
-    /// refusals of its packet included: `(sum x)^2 / (n * sum x^2)`. The bandwidths
-    /// would say nothing, since the trace fixes who sends how much.
+    /// Jain's index over the mean time that a request of each tenant took, the including the refusals of
+    /// its packet: `(sum x)^2 / (n * sum x^2)`. The bandwidths would show nothing, since the trace fixes
+    /// how much each tenant sends.
     pub(crate) fn fairness(&self) -> f64 {
         let times = self
             .tallies
@@ -97,7 +97,7 @@ impl Tenants {
         sum * sum / (count * squares)
     }
 
-    /// What each tenant got in `elapsed_ns`.
+    /// Each tenant's share of `elapsed_ns`.
     pub(crate) fn outcomes(&self, elapsed_ns: u64, packet_bytes: u64) -> Vec<TenantOutcome> {
         self.tallies
             .iter()

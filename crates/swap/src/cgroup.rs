@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`MemoryGroups`]: how much memory the cgroups that this process is in leave it.
+//! [`MemoryGroups`]: how much memory the cgroups of this process leave it.
 //!
-//! A pool's memory is charged to the process that allocates it, so to this one's memory cgroup. Where
-//! that has a limit, what the tmpfs has left does not matter: a charge beyond the limit makes the
+//! A pool's memory is charged to the process that allocates it, so to this process's memory cgroup.
+//! If that has a limit, free room in the tmpfs does not help: a charge beyond the limit makes the
 //! kernel kill a process of the group, most likely this one.
 //!
 //! A charge counts in the group and in every ancestor, so each of them must have room.
@@ -14,17 +14,18 @@
 //! | charged | `memory.current` | `memory.usage_in_bytes` |
 //! | ancestors count | always | if they say so in `memory.use_hierarchy` |
 //!
-//! Page cache of files is charged too. The kernel drops what is clean before it kills, so it
-//! counts as free: otherwise images that are read would stop eviction for ever. Pages of tmpfs are on
-//! the anonymous lists of `memory.stat`, and so are not taken for such cache.
+//! Page cache of files is charged too. The kernel drops clean cache before it kills, so clean cache
+//! counts as free: otherwise reads of images would stop eviction for ever. Pages of tmpfs are on the
+//! anonymous lists of `memory.stat`, so they do not count as such cache.
 //!
-//! Not counted is what only costs the VMM: guest pages that `UFFDIO_COPY` fills are charged to the
-//! VMM's group.
+//! Memory charged only to the VMM is not counted: guest pages that `UFFDIO_COPY` fills are charged
+//! to the VMM's group.
 
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
-/// What version 1 says where nothing is limited: the largest number of whole pages in an `i64`.
+/// Limits from here on mean "unlimited": version 1 then reports the largest number of whole pages
+/// in an `i64`.
 const UNLIMITED_BYTES: u64 = 1 << 60;
 
 /// A limit that holds for this process.
@@ -36,9 +37,9 @@ pub struct Level {
     pub file: &'static str,
     /// The limit.
     pub limit_bytes: u64,
-    /// What is charged to the group and its descendants.
+    /// Bytes charged to the group and its descendants.
     pub charged_bytes: u64,
-    /// Clean page cache in that, which goes when room is needed.
+    /// Clean page cache in that, which is dropped when room is needed.
     pub cache_bytes: u64,
 }
 
@@ -51,8 +52,8 @@ impl Level {
     }
 }
 
-/// The memory cgroups of this process, read anew each time: a process may be moved, and limits be
-/// changed.
+/// The memory cgroups of this process, read each time: a process may be moved, and limits may
+/// change.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemoryGroups {
     root: PathBuf,
@@ -65,7 +66,7 @@ enum Version {
 }
 
 impl MemoryGroups {
-    /// As the kernel tells them.
+    /// The groups that the kernel reports.
     #[must_use]
     pub fn of_this_process() -> Self {
         Self::below(Path::new("/"))
@@ -79,10 +80,10 @@ impl MemoryGroups {
         }
     }
 
-    /// Every limit there is; none where there are no cgroups.
+    /// All limits that apply; none if there are no cgroups.
     ///
     /// # Errors
-    /// What reading says, or that what was read makes no sense.
+    /// Reading failed, or a file has invalid content.
     pub fn levels(&self) -> io::Result<Vec<Level>> {
         let Some(groups) = read_if_there(&self.root.join("proc/self/cgroup"))? else {
             return Ok(Vec::new());
@@ -134,9 +135,9 @@ fn own_group(groups: &str) -> Option<(Version, &str)> {
     unified
 }
 
-/// Where the hierarchy is mounted, and where in it the group is. A mount may show a part of the
-/// hierarchy only (containers); a group outside of that part is not to be seen, and then the limits of
-/// the part's own root hold.
+/// Where the hierarchy is mounted, and the group's directory in it. A mount may show only a part of
+/// the hierarchy (containers); a group outside of that part is not visible, and then the limits of the
+/// part's own root apply.
 fn directory_of(version: Version, own: &str, mounts: &str) -> Option<(PathBuf, PathBuf)> {
     mounts.lines().find_map(|line| {
         let (mount, kind) = line.split_once(" - ")?;
@@ -185,7 +186,7 @@ fn limits_by(
     let mut levels = Vec::new();
     for file in files {
         let limit = number_in(&here.join(file))?.filter(|limit| *limit < UNLIMITED_BYTES);
-        // Without one of them the controller is off here, or this is the root of all.
+        // If either is missing, the controller is off here, or this is the root of the hierarchy.
         if let (Some(limit_bytes), Some(charged_bytes)) = (limit, charged) {
             levels.push(Level {
                 group: PathBuf::new(),
@@ -213,7 +214,7 @@ fn cache_bytes(here: &Path, prefix: &str) -> io::Result<u64> {
         lines.filter_map(named).sum::<u64>()
     };
     let cache = value(&["inactive_file", "active_file"]);
-    // In version 2 they have other names.
+    // Version 2 uses other names.
     let waiting = value(&["dirty", "writeback", "file_dirty", "file_writeback"]);
     Ok(cache.saturating_sub(waiting))
 }
@@ -224,7 +225,7 @@ fn counts_descendants(here: &Path) -> io::Result<bool> {
     Ok(says.is_none_or(|says| says.trim() != "0"))
 }
 
-/// `None` for `max`, and where there is no such file.
+/// `None` for `max`, and if there is no such file.
 fn number_in(file: &Path) -> io::Result<Option<u64>> {
     let Some(text) = read_if_there(file)? else {
         return Ok(None);
@@ -235,7 +236,7 @@ fn number_in(file: &Path) -> io::Result<Option<u64>> {
             Ok(number) => Ok(Some(number)),
             Err(_) => Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("{} says '{number}', which is no number", file.display()),
+                format!("{} says '{number}', which is not a number", file.display()),
             )),
         },
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Evictor`]: pages of one section, out of memory and into the store, in the order that loses none.
+//! [`Evictor`]: moves pages of one section from memory into the store, in an order that loses none.
 //!
 //! ```text
 //!   round begun (devices shut out, vCPUs read-only)
@@ -8,17 +8,16 @@
 //!        read ─► zero? pack, CRC ─► store ─► commit (word, punch, word)
 //!   round ended (what was needed meanwhile has stayed)
 //! ```
-//! Content is in the store before its word says so, and the word says so before
-//! the page is punched. Who took a reference to a page through a page table has
-//! mapped it; after the write protection nobody takes one to write. So a page is
-//! looked at once more between the protection and the punch: it goes only if it
-//! is unmapped still. Batches are small because a fault in the section waits
-//! for a commit, and because content packed in vain is work lost.
+//! Content is in the store before its word names it, and the word names it before the page is
+//! punched. A reference taken through a page table needs the page mapped; after the write
+//! protection no new one for writing is taken. So each page is checked once more between the
+//! protection and the punch: it is evicted only if it is still unmapped. Batches are small because
+//! a fault in the section waits for a commit, and because content packed in vain is wasted work.
 
 use crate::{
-    reclaim::TrackerError,
     store::{PoolStore, PutError},
     tier::{PAGE, Packer},
+    tracker::TrackerError,
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
@@ -27,7 +26,7 @@ use std::sync::Arc;
 /// Pages read, packed and committed together.
 const BATCH_PAGES: u64 = 16;
 
-/// What evicting from a section brought.
+/// Result of evicting from a section.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct EvictReport {
     /// Pages absent now.
@@ -38,7 +37,7 @@ pub struct EvictReport {
     pub cancelled_pages: u64,
 }
 
-/// Why evicting ended early. What was evicted before stays evicted.
+/// Why evicting ended early. Pages evicted before that stay evicted.
 #[derive(Debug, thiserror::Error)]
 pub enum EvictorError {
     /// The section cannot be evicted from now.
@@ -51,11 +50,11 @@ pub enum EvictorError {
     #[error(transparent)]
     Place(#[from] PlaceError),
     /// The tracker failed.
-    #[error("what was accessed cannot be told: {0}")]
+    #[error("cannot determine which pages were accessed: {0}")]
     Tracker(TrackerError),
 }
 
-/// See the module. One a worker: it keeps buffers.
+/// See the module. One per worker: it keeps buffers.
 pub struct Evictor {
     space: Arc<PagedMemory>,
     store: Arc<PoolStore>,
@@ -94,9 +93,9 @@ impl Evictor {
         &self.store
     }
 
-    /// Evicts up to `pages_max` of the `wanted` pages of `section`. `touched` is asked, when the pages
-    /// are protected, for those that must stay; `progress` is told after each batch how many pages
-    /// it evicted.
+    /// Evicts up to `pages_max` of the `wanted` pages of `section`. Once the pages are protected,
+    /// `touched` returns those that must stay; `progress` is called after each batch with the number
+    /// of pages it evicted.
     ///
     /// # Errors
     /// [`EvictorError`].
@@ -136,7 +135,8 @@ impl Evictor {
         report: &mut EvictReport,
     ) -> Result<(), EvictorError> {
         let candidates = round.candidates();
-        // Needed meanwhile, all of them, or taken out of the VM: then there is nothing to read even.
+        // All of them were needed meanwhile, or removed from the VM: then there is not even anything
+        // to read.
         if !pages.iter().any(|page| candidates.contains(page)) {
             return Ok(());
         }

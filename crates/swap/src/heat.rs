@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Heat`]: what is known of how hot a VM's memory is, how old that is, and what it has cost.
 //!
-//! Which pages are looked at, and how many sections at a time, [`pagetide_policy::sampling`] decides;
-//! here is the book of it.
+//! [`pagetide_policy::sampling`] decides which pages are sampled, and how many sections at a time;
+//! this module keeps the account.
 
-use crate::reclaim::Sampled;
+use crate::tracker::Sampled;
 use pagetide_policy::sampling::{COST_PPM, Cost, Look, Pace, Sampler, Want};
 use std::time::Duration;
 
-/// Sections that are looked at together: some hundred pages, whose unmapping locks the VMM's address
+/// Sections that are sampled together: some hundred pages, whose unmapping locks the VMM's address
 /// space for less than a millisecond.
 pub(crate) const SAMPLE_BATCH: u64 = 64;
 
-/// What knowing may cost.
+/// What learning the heat may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeatCost {
-    /// Share of the VMM's CPU time that its guest may lose by it, in millionths; and as much of a CPU
-    /// of ours.
+    /// Share of the VMM's CPU time that its guest may lose by it, in millionths; and the same share
+    /// of one of our CPUs.
     pub share_ppm: u32,
-    /// What the guest pays for a page that it uses again; nothing if samples take no page out of the
-    /// page tables.
+    /// What the guest pays for a page that it uses again; zero if samples unmap no pages.
     pub refault: Duration,
 }
 
@@ -35,17 +34,18 @@ impl Default for HeatCost {
 /// What is known, and what it has cost since the VM was attached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeatReport {
-    /// Sections that were looked at.
+    /// Sections that were sampled.
     pub sampled_sections: u64,
-    /// Pages that were taken out of the page tables for that.
+    /// Pages that were unmapped for that.
     pub unmapped_pages: u64,
     /// Of these, pages that the guest used again, and paid for.
     pub refaulted_pages: u64,
-    /// What the guest has lost: those pages, and the time that its address space was locked.
+    /// What the guest has lost: the cost of those pages, and the time that its address space was
+    /// locked.
     pub guest_cost: Duration,
-    /// Time of ours.
+    /// Our own time.
     pub own_cost: Duration,
-    /// Sweeps that came by every section.
+    /// Sweeps that covered every section.
     pub sweeps: u64,
     /// When the last of them ended: by the clock of [`crate::Reclaimer`].
     pub swept_at: Option<Duration>,
@@ -63,7 +63,7 @@ pub(crate) struct Heat {
 impl Heat {
     pub fn new(cost: HeatCost) -> Self {
         Self {
-            // Any: what is chosen must only be unforeseeable to nobody in particular.
+            // Any seed will do: the choice need not be unpredictable to anyone.
             sampler: Sampler::new(0x5eed),
             pace: Pace::new(cost.share_ppm),
             refault: cost.refault,
@@ -75,12 +75,12 @@ impl Heat {
         self.report
     }
 
-    /// Sections, of so many in all, that may be looked at now.
+    /// Number of sections, out of `of`, that may be sampled now.
     pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
         self.pace.sections(now, cpu, of, want)
     }
 
-    /// So many sections were looked at, which took so long.
+    /// Accounts for a sample of `sections` sections that took `took`.
     pub fn sampled(
         &mut self,
         looks: &[Look],
@@ -92,7 +92,7 @@ impl Heat {
             if !touched.cpu.is_empty() || !touched.dma.is_empty() {
                 self.sampler.touched(look.section);
             }
-            // The first time nothing had been unmapped before.
+            // In the first sample, nothing had been unmapped before.
             if look.asked != look.next && !self.refault.is_zero() {
                 back += touched.cpu.len();
             }

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where pages go when they are cold, and how they are chosen (Taiji 4.2).
+//! Where cold pages go, and how they are chosen (Taiji 4.2).
 //!
 //! - [`pool`]: the metadata pool, one file per VM that outlives the daemon: page
 //!   words, identity of the VM, stored content.
 //! - [`slots`]: room for stored content within the pool.
 //! - [`tier`]: what stored content looks like: zero, lz4, uncompressed; always with a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
-//! - [`limit`]: the VM's limit with its marks.
-//! - [`cgroup`]: what the memory cgroups of this process allow it; [`room`]: whether content may
-//!   still be stored within that.
-//! - [`evictor`]: one section out of memory; [`reclaim`]: which, and how many,
-//!   as `pagetide-policy` decides; [`reserve`]: what stands ready for whoever needs room at once;
-//!   [`heat`]: what is known of hot and cold, and what that costs.
+//! - [`limit`]: the VM's limit with its watermarks.
+//! - [`cgroup`]: how much memory the cgroups of this process allow; [`room`]: whether more content
+//!   fits within that.
+//! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
+//!   `pagetide-policy` decides; [`reserve`]: sections ready for a fill that needs room at once;
+//!   [`heat`]: what is known of hot and cold, and its cost.
 
 pub mod cgroup;
+pub mod direct;
 pub mod evictor;
 pub mod heat;
 pub mod limit;
@@ -23,13 +24,17 @@ pub mod reserve;
 pub mod room;
 pub mod slots;
 pub mod store;
+mod taken;
 pub mod tier;
+mod tracker;
 
+pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};
 pub use heat::{HeatCost, HeatReport};
 pub use limit::Limit;
 pub use pool::{Counter, Pool, PoolError, PoolWords};
-pub use reclaim::{AccessTracker, Reclaimer, Sampled, Touched};
-pub use reserve::{DirectReclaim, Reserve};
+pub use reclaim::Reclaimer;
+pub use reserve::Reserve;
 pub use room::Room;
 pub use store::PoolStore;
+pub use tracker::{AccessTracker, Sampled, Touched};

@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Limit`]: how many pages of a VM may be present, with Taiji's three marks (4.2.2).
+//! [`Limit`]: how many pages of a VM may be present, with Taiji's three watermarks (4.2.2).
 //!
 //! ```text
 //!   resident pages
-//!   limit ───────── min mark: a fill first has pages evicted, and waits for that
+//!   limit ────────── min watermark: a fill first has pages evicted, and waits for that
 //!     │   ╲ 1.5 %
-//!   low mark ────── reclaim begins
+//!   low watermark ── reclaim begins
 //!     │   ╲ 3 %
-//!   high mark ───── reclaim ends
+//!   high watermark ─ reclaim ends
 //! ```
-//! (The marks are named for *free* pages under the limit, as Taiji and the
-//! kernel do: free falls below low, rises above high.) The headroom, limit less
-//! resident pages, is an estimate that each fill takes from and each eviction
-//! adds to; [`Limit::correct`] sets it right from what the kernel says, since a
-//! guest may also discard pages without a word.
+//! (The watermarks are named for *free* pages under the limit, as in Taiji and the kernel: free
+//! falls below low, rises above high.) The headroom, limit less resident pages, is an estimate that
+//! each fill takes from and each eviction adds to; [`Limit::correct`] resets it to the kernel's
+//! count, since a guest may also discard pages without notice.
 //!
-//! A fill that finds no headroom makes room itself, of what stands ready to go
-//! ([`MakeRoom`]). If nothing does it waits for the reclaimer, but not for ever:
-//! after [`ADMISSION_WAIT`] it goes ahead over the limit and is counted. A
-//! guest that stands still helps nobody, and the next rounds bring it back.
+//! A fill that finds no headroom makes room itself, from sections that are ready ([`MakeRoom`]). If
+//! none is, it waits for the reclaimer, but not for ever: after [`ADMISSION_WAIT`] it goes ahead
+//! over the limit and is counted. A stalled guest is of no use, and the next reclaim brings it back
+//! under the limit.
 
 use crate::reserve::Reserve;
 use pagetide_gmem::Admission;
@@ -34,18 +33,18 @@ use std::{
 /// Longest wait of one fill for an eviction.
 pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
 /// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
-/// once, each device queue its rings and a chain, and eviction goes by sections. 16 MiB.
+/// once, each device queue its rings and a chain, and eviction works by sections. 16 MiB.
 pub const LIMIT_PAGES_MIN: u64 = 4096;
 /// Most pages that a fill makes room for at a time beyond its own.
 const ROOM_PAGES_MAX: i64 = 64;
-/// Times that a fill makes room before it waits: others may take what it made.
+/// Times that a fill makes room before it waits: other fills may take the room it made.
 const ROOM_TRIES: u32 = 4;
 const UNLIMITED: i64 = i64::MAX / 4;
 
-/// Who evicts what stands ready, on the thread of a fill that needs room.
+/// Evicts ready sections on the thread of a fill that needs room.
 pub trait MakeRoom: Send + Sync {
-    /// Evicts some pages, `pages` at least if there are so many that may go at once; returns how many
-    /// went. Waits for nobody.
+    /// Evicts some pages, at least `pages` if that many may be evicted at once; returns the number
+    /// evicted. Does not wait.
     fn make_room(&self, pages: u64) -> u64;
 }
 
@@ -58,7 +57,7 @@ pub struct Limit {
     wanted: Condvar,
     freed: Condvar,
     reserve: Reserve,
-    /// Weak: what it evicts is the memory that this limit belongs to.
+    /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
 }
 
@@ -71,11 +70,11 @@ struct State {
 /// Why the reclaimer woke.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wake {
-    /// The low mark was passed, or somebody asked.
+    /// The low watermark was passed, or a reclaim was requested.
     Wanted,
-    /// The time is up.
+    /// The timeout has expired.
     Timer,
-    /// The VM is being let go.
+    /// The VM is being detached.
     Stopped,
 }
 
@@ -95,14 +94,14 @@ impl Limit {
         }
     }
 
-    /// What stands ready for fills that need room.
+    /// Sections ready for fills that need room.
     #[must_use]
     pub fn reserve(&self) -> &Reserve {
         &self.reserve
     }
 
-    /// From now on fills that need room have it made by `direct`, as long as that lives. Only the first
-    /// one counts.
+    /// From now on `direct` makes room for fills that need it, as long as it lives. Only the first call
+    /// has an effect.
     pub fn make_room_by(&self, direct: Weak<dyn MakeRoom>) {
         self.direct.get_or_init(|| direct);
     }
@@ -117,8 +116,8 @@ impl Limit {
         self.want_reclaim();
     }
 
-    /// Sets limit and headroom by what was decided and by what the kernel says is present, without
-    /// asking for a reclaim.
+    /// Sets the limit, and the headroom from the kernel's count of present pages, without
+    /// requesting a reclaim.
     pub fn put_right(&self, limit_pages: Option<u64>, resident_pages: u64) {
         let limit = limit_pages
             .and_then(|pages| i64::try_from(pages).ok())
@@ -127,7 +126,7 @@ impl Limit {
         self.correct(resident_pages);
     }
 
-    /// Sets the headroom by what the kernel says is present.
+    /// Sets the headroom from the kernel's count of present pages.
     pub fn correct(&self, resident_pages: u64) {
         let limit = self.pages.load(Relaxed);
         let resident = i64::try_from(resident_pages).unwrap_or(UNLIMITED);
@@ -152,13 +151,13 @@ impl Limit {
 
     fn notify_freed(&self, headroom: i64) {
         if headroom > 0 {
-            // Under the lock, so that nobody is between his look and his wait.
+            // Under the lock, so that no thread is between its check and its wait.
             let _state = self.lock();
             self.freed.notify_all();
         }
     }
 
-    /// Pages to evict until the high mark is reached; 0 if there is enough headroom.
+    /// Pages to evict until the high watermark is reached; 0 if there is enough headroom.
     #[must_use]
     pub fn pages_to_high_mark(&self) -> u64 {
         let limit = self.pages.load(Relaxed);
@@ -169,7 +168,7 @@ impl Limit {
         u64::try_from(high - self.headroom.load(Relaxed)).unwrap_or(0)
     }
 
-    /// True once free pages are below the low mark.
+    /// True once free pages are below the low watermark.
     #[must_use]
     pub fn is_below_low_mark(&self) -> bool {
         let limit = self.pages.load(Relaxed);
@@ -182,9 +181,9 @@ impl Limit {
         self.pages.load(Relaxed) != UNLIMITED
     }
 
-    /// Pages that should stand ready to be evicted, so that a fill that finds no room need not wait
-    /// until they have rested: as many as lie between the marks, while what is free is less than twice
-    /// the high mark. 0 if the limit is far.
+    /// Pages that should be ready for eviction, so that a fill that finds no room need not wait until
+    /// they have aged: as many as the high watermark, while fewer than twice as many are free. 0 if
+    /// the limit is far.
     #[must_use]
     pub fn reserve_pages(&self) -> u64 {
         let limit = self.pages.load(Relaxed);
@@ -201,13 +200,13 @@ impl Limit {
         self.over_limit_fills.load(Relaxed)
     }
 
-    /// The same, as it counts.
+    /// The counter itself.
     #[must_use]
     pub fn over_limit_count(&self) -> &AtomicU64 {
         &self.over_limit_fills
     }
 
-    /// Asks the reclaimer to look now.
+    /// Requests a reclaim now.
     pub fn want_reclaim(&self) {
         let mut state = self.lock();
         if !state.reclaim_wanted {
@@ -223,12 +222,13 @@ impl Limit {
         self.freed.notify_all();
     }
 
-    /// Undoes [`Self::stop`]: the VM is not let go after all.
+    /// Undoes [`Self::stop`]: the VM is not detached after all.
     pub fn go_on(&self) {
         self.lock().stopped = false;
     }
 
-    /// The reclaimer's wait: until the low mark is passed, somebody asks, or `timeout`.
+    /// The reclaimer's wait: until the low watermark is passed, a reclaim is requested, or
+    /// `timeout`.
     pub fn wait_for_work(&self, timeout: Duration) -> Wake {
         let state = self.lock();
         let waited = self
@@ -243,7 +243,7 @@ impl Limit {
         }
     }
 
-    /// The reclaimer's rest: `time` goes by whatever is asked, but not a stop.
+    /// The reclaimer's pause: lasts `time` regardless of requests; only a stop ends it.
     pub fn rest(&self, time: Duration) -> Wake {
         let waited = self
             .wanted
@@ -262,14 +262,14 @@ impl Limit {
         self.lock().stopped
     }
 
-    /// Makes room for `pages`, as far as something stands ready to go.
+    /// Makes room for `pages`, as far as sections are ready.
     fn make_headroom(&self, pages: i64) {
         let Some(direct) = self.direct.get().and_then(Weak::upgrade) else {
             return;
         };
         for _ in 0..ROOM_TRIES {
             let short = pages - self.headroom.load(Relaxed);
-            // A limit that was lowered by much is the reclaimer's to reach.
+            // Reaching a limit that was lowered by much is up to the reclaimer.
             let short = short.min(pages.max(ROOM_PAGES_MAX));
             let short = u64::try_from(short).unwrap_or(0);
             if short == 0 || self.is_stopped() || direct.make_room(short) == 0 {
@@ -341,8 +341,8 @@ impl Admission for Limit {
         let short = self.is_below_low_mark();
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
-        // Removed memory may be what a fill waits for; a fill's own surplus comes by here too often to
-        // take the lock each time.
+        // A fill may be waiting for the room of removed memory; a fill's own surplus is given back
+        // here too often to take the lock each time.
         if short && pages > 0 {
             self.notify_freed(headroom);
         }
@@ -432,7 +432,7 @@ mod tests {
         assert_eq!(limit.over_limit_fills(), 3);
     }
 
-    /// Stands for what can go at once.
+    /// Stands for pages that can be evicted at once.
     struct Stock {
         limit: Arc<Limit>,
         pages: AtomicU64,
@@ -441,7 +441,7 @@ mod tests {
     impl MakeRoom for Stock {
         fn make_room(&self, pages: u64) -> u64 {
             let there = self.pages.load(Relaxed);
-            // One page more than asked for, as long as there is.
+            // One page more than requested, as long as there is one.
             let made = there.min(pages + 1);
             self.pages.store(there - made, Relaxed);
             self.limit.evicted(made);
@@ -461,7 +461,7 @@ mod tests {
         limit.make_room_by(weak);
         limit.admit(1);
         assert_eq!(stock.pages.load(Relaxed), 2);
-        // Of the two that went one is left.
+        // Room for one of the two evicted pages is left.
         limit.admit(1);
         assert_eq!(
             (stock.pages.load(Relaxed), limit.over_limit_fills()),
@@ -474,7 +474,7 @@ mod tests {
         );
         limit.admit(1);
         assert_eq!(limit.over_limit_fills(), 1);
-        // A VM that is being let go evicts nothing.
+        // A VM that is being detached evicts nothing.
         stock.pages.store(9, Relaxed);
         limit.stop();
         limit.admit(1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The metadata pool: everything about a VM's pages that must outlive the daemon, in one file.
+//! The metadata pool: all that must outlive the daemon of a VM's pages, in one file.
 //!
 //! ```text
 //!   0        ┌ header ───────────────────────────────────────────────┐
@@ -18,15 +18,14 @@
 //! pages than it has ([`capacity_for`]): a pool for 1 TiB is a file, and a
 //! mapping, of 1.1 TiB, of which only what is used takes up memory.
 //!
-//! The file lies on tmpfs with mode 0600: it holds guest memory, and it must
-//! survive the daemon but not the host. Writing through a mapping to a tmpfs
-//! that is full kills by SIGBUS, so every part is given memory by `fallocate`
-//! before it is first touched; only there can "no space" happen, as an error.
+//! The file is on tmpfs with mode 0600: it holds guest memory, and it must survive the daemon but
+//! not the host. A write through a mapping to a full tmpfs kills the process by SIGBUS, so every
+//! part gets its memory by `fallocate` before it is first touched; only there can "no space"
+//! happen, as an error.
 //!
-//! Whoever uses the pool holds its `flock`. The file is made under another name
-//! and renamed when whole. All positions are indices: nothing in it is an
-//! address of this process. A newer version may use cells that are 0 here, and
-//! finds all parts by the sizes in the header.
+//! The process that uses the pool holds its `flock`. The file is created under another name and
+//! renamed when complete. All positions are indices: nothing in it is an address of this process. A
+//! newer version may use cells that are 0 here, and finds all parts by the sizes in the header.
 
 mod file;
 mod identity;
@@ -58,7 +57,7 @@ const HEADER_BYTES: u64 = 64 << 10;
 const HEADER_CELLS: usize = 512;
 /// Most pages of a VM: 16 TiB.
 pub const PAGES_MAX: u64 = 1 << 32;
-/// Pages there is room for at least: 1 TiB.
+/// Fewest pages there is room for: 1 TiB.
 const CAPACITY_PAGES_MIN: u64 = 1 << 28;
 const NO_LIMIT: u64 = u64::MAX;
 /// Ending of a pool's file name.
@@ -81,27 +80,27 @@ enum Cell {
     UserfaultfdNumber = 11,
     Phase = 12,
     PauseUs = 13,
-    /// 0 in a pool that was made before memory could grow: then it is the page count.
+    /// 0 in a pool from before memory could grow: the capacity then is the page count.
     CapacityPages = 14,
 }
 const FIRST_COUNTER: usize = 32;
 
-/// How far a VM is on its way in or out. Numbers are on disk.
+/// How far the attach or detach of a VM has come. Numbers are on disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Phase {
-    /// Words are not set yet and nothing was evicted: a successor lets the VM go.
+    /// Words are not set yet and nothing was evicted: a successor releases the VM.
     Attaching,
-    /// Words are true.
+    /// Words are valid.
     Attached,
-    /// All content is back in its place: a successor lets the VM go.
+    /// All content is back in its place: a successor releases the VM.
     LettingGo,
 }
 
-/// Counts that go on where a dead daemon left them. Numbers are on disk: add at the end.
+/// Counters that continue where a dead daemon left them. Numbers are on disk: add at the end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(
     missing_docs,
-    reason = "each is what its name says, since the VM was attached"
+    reason = "each counts what its name says, since the VM was attached"
 )]
 pub enum Counter {
     EvictedPages,
@@ -117,7 +116,7 @@ pub enum Counter {
     JoinedFaults,
 }
 
-/// Why a pool cannot be made or used.
+/// Why a pool cannot be created or used.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     /// A system call on the pool's path failed.
@@ -130,7 +129,7 @@ pub enum PoolError {
         /// The kernel's answer.
         source: std::io::Error,
     },
-    /// The file could not be given memory, or mapped.
+    /// Memory could not be allocated to the file, or another operation on it failed.
     #[error("pool {path}: {source}")]
     File {
         /// The file.
@@ -151,9 +150,10 @@ pub enum PoolError {
         "pool {0} is not on tmpfs: it must survive the daemon but not the host; choose a state directory on tmpfs, such as one under /dev/shm"
     )]
     NotTmpfs(PathBuf),
-    /// There is one already.
+    /// A pool exists already.
     #[error(
-        "pool {0} is there already: it holds the evicted pages of a VM that could not be taken up; start the daemon anew to try again, or remove the file when that VM is gone"
+        "pool {0} exists already: it holds the evicted pages of a VM that could not be recovered; restart the daemon to \
+         try again, or remove the file when that VM is gone"
     )]
     Exists(PathBuf),
     /// Another daemon has it.
@@ -167,7 +167,7 @@ pub enum PoolError {
         /// What is wrong.
         why: String,
     },
-    /// The VM is larger than a pool can tell of.
+    /// The VM is larger than a pool can describe.
     #[error("{0} pages are more than a pool can hold ({PAGES_MAX})")]
     TooLarge(u64),
     /// The identity does not fit.
@@ -175,8 +175,8 @@ pub enum PoolError {
     IdentityTooLong(usize),
 }
 
-/// Pages a pool should have room for, given how many a VM has now: four times as many, and 1 TiB at
-/// least.
+/// Pages a pool should have room for, given how many a VM has now: four times as many, and at least
+/// 1 TiB.
 #[must_use]
 pub fn capacity_for(page_count: u64) -> u64 {
     let capacity = page_count.saturating_mul(4).max(CAPACITY_PAGES_MIN);
@@ -201,15 +201,15 @@ pub struct Pool {
     words_at: u64,
     content_at: u64,
     content_bytes: u64,
-    /// Sections whose words got memory with the pool; 0 in one that was found.
+    /// Sections whose words got memory when the pool was created; 0 in a pool that was opened.
     sections_made_with: u64,
     /// Held while the identity is replaced or words get memory.
     changing: Mutex<()>,
 }
 
 impl Pool {
-    /// Makes the pool of a VM of `page_count` pages at `path`, with room for [`capacity_for`] so many;
-    /// its words are all 0 (and to be set by the caller before anyone reads them). `seed` should be
+    /// Creates the pool of a VM of `page_count` pages at `path`, with room for [`capacity_for`] that
+    /// many; its words are all 0 (the caller must set them before any are read). `seed` should be
     /// random.
     ///
     /// # Errors
@@ -231,8 +231,8 @@ impl Pool {
         Self::create_with(path, extent, seed, identity)
     }
 
-    /// Makes a pool at `path` with room for `capacity_pages` and words for none: a page has one when
-    /// it is allocated. `seed` should be random.
+    /// Creates a pool at `path` with room for `capacity_pages` and no words: a page gets its word
+    /// when it is allocated. `seed` should be random.
     ///
     /// # Errors
     /// [`PoolError`]; nothing is left behind.
@@ -255,7 +255,7 @@ impl Pool {
         seed: u32,
         identity: &[u8],
     ) -> Result<Self, PoolError> {
-        // Words are given memory by whole sections.
+        // Memory for words is allocated by whole sections.
         let capacity_pages = extent.capacity_pages.next_multiple_of(SECTION_PAGES);
         if extent.page_count > capacity_pages || !(1..=PAGES_MAX).contains(&capacity_pages) {
             return Err(PoolError::TooLarge(extent.page_count.max(capacity_pages)));
@@ -412,7 +412,7 @@ impl Pool {
         &self.path
     }
 
-    /// Number of pages it was made with words for.
+    /// Number of pages it had words for when it was created.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.page_count
@@ -438,13 +438,13 @@ impl Pool {
         (limit != NO_LIMIT).then_some(limit)
     }
 
-    /// Remembers the VM's limit.
+    /// Records the VM's limit.
     pub fn set_limit_bytes(&self, limit: Option<u64>) {
         self.cell(Cell::Limit)
             .store(limit.unwrap_or(NO_LIMIT), Ordering::Relaxed);
     }
 
-    /// Number of the userfaultfd in the VMM, once it is there.
+    /// Number of the userfaultfd in the VMM, once it exists.
     #[must_use]
     pub fn userfaultfd_number(&self) -> Option<i32> {
         let stored = self.cell(Cell::UserfaultfdNumber).load(Ordering::Acquire);
@@ -454,7 +454,7 @@ impl Pool {
         }
     }
 
-    /// Remembers the number of the userfaultfd in the VMM, and how long the VMM stood still for it.
+    /// Records the number of the userfaultfd in the VMM, and how long the VMM was stopped for it.
     pub fn set_userfaultfd(&self, number: i32, pause_us: u64) {
         self.cell(Cell::PauseUs).store(pause_us, Ordering::Relaxed);
         let stored = u64::from(number.unsigned_abs()) + 1;
@@ -462,7 +462,7 @@ impl Pool {
             .store(stored, Ordering::Release);
     }
 
-    /// How long a thread of the VMM stood still at the attach, in microseconds.
+    /// How long a thread of the VMM was stopped during the attach, in microseconds.
     #[must_use]
     pub fn pause_us(&self) -> u64 {
         self.cell(Cell::PauseUs).load(Ordering::Relaxed)
@@ -478,12 +478,12 @@ impl Pool {
         }
     }
 
-    /// From now on the words are true.
+    /// From now on the words are valid.
     pub fn set_attached(&self) {
         self.cell(Cell::Phase).store(1, Ordering::Release);
     }
 
-    /// From now on nothing is stored any more, but for zeros.
+    /// From now on no content is stored except zeros.
     pub fn set_letting_go(&self) {
         self.cell(Cell::Phase).store(2, Ordering::Release);
     }
@@ -499,13 +499,13 @@ impl Pool {
         self.cell(Cell::Restarts).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A count that outlives the daemon.
+    /// A counter that outlives the daemon.
     #[must_use]
     pub fn counter(&self, counter: Counter) -> &AtomicU64 {
         &self.cells()[FIRST_COUNTER + counter as usize]
     }
 
-    /// Bytes of memory the pool takes up, all parts together.
+    /// Bytes of memory the pool uses, all parts together.
     ///
     /// # Errors
     /// [`FileError`].
@@ -519,7 +519,7 @@ impl Pool {
         u32::try_from(self.content_bytes / CHUNK_BYTES).unwrap_or(u32::MAX)
     }
 
-    /// Gives a chunk memory.
+    /// Allocates memory for a chunk.
     ///
     /// # Errors
     /// [`FileError::NoSpace`] when the tmpfs is full.
@@ -530,7 +530,7 @@ impl Pool {
         )
     }
 
-    /// Takes the memory of `count` chunks from `first` on back; their content is gone.
+    /// Releases the memory of `count` chunks from `first` on; their content is lost.
     ///
     /// # Errors
     /// [`FileError`].
@@ -555,7 +555,7 @@ impl Pool {
         self.mapping.copy_from(self.content_at + offset, into)
     }
 
-    /// Removes the file: the VM is gone, or needs no pool any more.
+    /// Removes the file: the VM is gone, or no longer needs a pool.
     ///
     /// # Errors
     /// [`PoolError::Path`].

@@ -1,53 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Reclaimer`]: the reclaim loop of one VM (Taiji 4.2).
 //!
-//! Which sections go, and in which order, [`pagetide_policy::victims`] decides. Here is what it is told and what
-//! is done about it: which pages were touched, and one section after the other through the [`Evictor`].
+//! [`pagetide_policy::victims`] decides which sections are evicted, and in which order. This module
+//! supplies its input, which pages were touched, and carries out its decisions: one section after the
+//! other through the [`Evictor`].
 //!
-//! # How heat is learnt
-//! By samples, a few pages of each section in each sweep, at a pace that the guest does not feel
-//! ([`crate::heat`]).
+//! # How heat is learned
+//! By samples: a few pages of each section in each sweep, at a pace that does not slow the guest
+//! down ([`crate::heat`]).
 //!
-//! # Which pages may go
-//! A section that is to go is taken out of the page tables as a whole (its content stays). A page goes
-//! only if it has been unmapped for at least [`UNMAPPED_MIN`] and was not mapped again: then nobody
-//! took a reference to it through a page table lately, which the write
-//! protection of the eviction round alone would not tell. This is looked at to
-//! choose, and again when the pages are protected.
+//! # Which pages may be evicted
+//! A section to be evicted is first unmapped as a whole (its content stays). A page is evicted only if
+//! it has been unmapped for at least [`UNMAPPED_MIN`] and was not mapped again: then no reference to
+//! it was taken through a page table lately, which the write protection of the eviction round alone
+//! would not show. This is checked when pages are chosen, and again when they are protected.
 //!
 //! ```text
-//!   reclaim   take what stands ready, coldest first ─► enough? ─► done
+//!   reclaim   evict ready sections, coldest first ─► enough? ─► done
 //!                 │ not enough
-//!                 └─► unmap the next ones, coldest first ─► the caller lets them rest, and asks again
+//!                 └─► unmap the next ones, coldest first ─► the caller lets them age, and calls again
 //! ```
-//! Some more than are needed are unmapped at a time, so that they rest while others are taken. What
-//! is left of them stands ready as a reserve.
+//! Somewhat more sections than needed are unmapped at a time, so that they age while others are
+//! evicted. Those that are left over form the reserve.
 //!
 //! # Sections without pages
-//! A section whose pages are all away is not looked at again before it has pages again: each sweep
-//! ends with a look at all of these sections, and so does a reclaim that is short.
+//! A section whose pages are all absent is not scanned until it has pages again. Each sweep ends
+//! with a check of all these sections, and so does a reclaim that falls short.
 //!
-//! # When a section is gone
-//! Of a section that is in use the pages that rest may go, again and again, while the others stay. Who
-//! predicts what a device will find absent would learn nonsense from that, so [`Took`] tells whether a pass
-//! took a section as a whole: at least [`WHOLE_EIGHTHS`] eighths of the pages it then had.
-//! A device that asks for any of it will then most likely find it away. It is a share of what there
-//! was, not of a section: of one whose pages came back in part, these are all there is to take.
+//! # When a section counts as evicted
+//! The idle pages of a section in use may be evicted again and again while the others stay. A policy that
+//! predicts which pages a device will find absent would learn nonsense from that, so [`Took`] says whether
+//! a pass took a section as a whole: at least [`WHOLE_EIGHTHS`](crate::taken::WHOLE_EIGHTHS) eighths of
+//! the pages it then had. A device that accesses any of it will then most likely find it absent. The share
+//! is of the pages present, not of the section: if only part of its pages came back, these are all there
+//! is to take.
 //!
-//! The clock is the caller's: times are durations since any fixed moment.
+//! The caller supplies the clock: times are durations since any fixed moment.
+
+pub use crate::taken::{ReclaimStop, Reclaimed, Took};
+
+pub use crate::tracker::{AccessTracker, Sampled, Touched, TrackerError};
 
 use crate::{
+    direct::{DirectReclaim, TellTaken},
     evictor::Evictor,
     heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
     limit::Limit,
-    reserve::{After, DirectReclaim, OFFERED_MAX, Ready, Reserve, TellTaken},
-    store::PutError,
+    reserve::{After, OFFERED_MAX, Ready, Reserve},
 };
-use pagetide_addr::{PageSet, SectionNo};
+use pagetide_addr::SectionNo;
 use pagetide_policy::{
     candidates::{Candidates, Readiness},
     protect::ProtectedSections,
-    sampling::{Look, Want},
+    sampling::Want,
     sets::HotColdSets,
     victims::{Taken, Then, Victims},
 };
@@ -64,142 +69,30 @@ use taking::{Memory, is_warm};
 
 pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
-/// Most times that what is wanted is unmapped ahead, if little of it goes.
+/// Largest multiple of the wanted pages that is unmapped ahead, if little of it can be evicted.
 const AHEAD_FACTOR_MAX: u64 = 64;
-/// Longest time that one call of [`Reclaimer::sample`] goes on.
+/// Longest time that one call of [`Reclaimer::sample`] runs.
 const SAMPLE_MAX: Duration = Duration::from_millis(20);
-/// Sections are unmapped in parts of so many: the tracker's buffers are bounded.
+/// Sections are unmapped in batches of this size: the tracker's buffers are bounded.
 const UNMAP_BATCH: usize = 64;
 
-/// Who took so many eighths of a section's pages took the section. What stays beyond that is a page or
-/// a few that something else in the section keeps in use.
-const WHOLE_EIGHTHS: u64 = 7;
-
-/// How much of a section a pass has taken. See the module.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Took {
-    /// All, or nearly all.
-    Whole,
-    /// Some pages; a good many stay.
-    Part,
-}
-
-impl Took {
-    pub(crate) fn of(evicted_pages: u64, present_pages: u64) -> Self {
-        if evicted_pages * 8 >= present_pages * WHOLE_EIGHTHS {
-            Self::Whole
-        } else {
-            Self::Part
-        }
-    }
-}
-
-/// Failure of a tracker, which has its own reasons.
-pub type TrackerError = Box<dyn std::error::Error + Send + Sync>;
-
-/// Which pages of a section were accessed since the last look.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Touched {
-    /// By the VMM: vCPUs and its own threads.
-    pub cpu: PageSet,
-    /// By our DMA.
-    pub dma: PageSet,
-}
-
-/// What a sample brought.
-#[derive(Debug, Clone, Default)]
-pub struct Sampled {
-    /// For each section: by CPUs, which of the pages that were asked about; by DMA, which of all.
-    pub touched: Vec<Touched>,
-    /// Pages that were taken out of the page tables.
-    pub unmapped_pages: u64,
-    /// How long the VMM's address space was locked for that.
-    pub unmapping: Duration,
-}
-
-/// How accesses are seen; the kernel decides which ways there are.
-pub trait AccessTracker: Send + Sync {
-    /// What was accessed of a few pages of each section; then begins anew with others.
-    ///
-    /// # Errors
-    /// Its own.
-    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError>;
-
-    /// What was accessed since the last look, for each of `sections` as a whole; then begins anew. They
-    /// are to be evicted: pages of them may be punched one by one afterwards, if they are not
-    /// [`AccessTracker::mapped`].
-    ///
-    /// # Errors
-    /// Its own.
-    fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError>;
-
-    /// The pages of `section` accessed since the last look, which goes on.
-    ///
-    /// # Errors
-    /// Its own.
-    fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
-}
-
-/// What reclaiming brought.
-#[derive(Debug, Default)]
-pub struct Reclaimed {
-    /// Pages absent now that were present.
-    pub evicted_pages: u64,
-    /// Sections passed over because a device was using them.
-    pub busy_sections: u64,
-    /// Of the pages, those that a DMA protector would have kept.
-    pub protected_pages: u64,
-    /// True if the last pass got on but was told to end before it had come to all sections.
-    pub has_more: bool,
-    /// True if sections were unmapped to go, and rest.
-    pub rests: bool,
-    /// Why it ended early, if it did.
-    pub stopped: Option<ReclaimStop>,
-}
-
-impl Reclaimed {
-    /// Takes another pass into account.
-    pub fn add(&mut self, pass: Self) {
-        self.evicted_pages += pass.evicted_pages;
-        self.busy_sections += pass.busy_sections;
-        self.protected_pages += pass.protected_pages;
-        self.has_more = pass.has_more;
-        self.rests = pass.rests;
-        self.stopped = pass.stopped.or(self.stopped.take());
-    }
-}
-
-/// Why reclaiming ends although pages are still wanted.
-#[derive(Debug, thiserror::Error)]
-pub enum ReclaimStop {
-    /// The store is full, or fails.
-    #[error(transparent)]
-    Store(PutError),
-    /// The VM's memory is gone.
-    #[error("the VM is gone")]
-    Gone,
-    /// The kernel would not do its part.
-    #[error("{0}")]
-    Kernel(String),
-}
-
-/// See the module. One a VM.
+/// See the module. One per VM.
 pub struct Reclaimer {
     victims: Victims,
     candidates: Candidates,
     heat: Heat,
     protected: Arc<ProtectedSections>,
     memory: Memory,
-    /// Whether sections without pages were looked at since the last sweep.
+    /// Whether sections without pages were checked since the last sweep.
     looked_at_empty: bool,
-    /// How many times what is wanted is unmapped ahead.
+    /// Multiple of the wanted pages that is unmapped ahead.
     ahead_factor: u64,
-    /// Told of each section that pages were taken of.
+    /// Notified of each section that pages were evicted from.
     taken: TellTaken,
 }
 
 impl Reclaimer {
-    /// A reclaimer that knows nothing yet of what is cold, and spares nothing.
+    /// A reclaimer that does not know yet what is cold, and spares nothing.
     #[must_use]
     pub fn new(
         evictor: Evictor,
@@ -230,12 +123,14 @@ impl Reclaimer {
         self.protected = protected;
     }
 
-    /// From now on `taken` is told of each section that pages were taken of, with how much went.
+    /// From now on `taken` is called for each section that pages were evicted from, with how much
+    /// was evicted.
     pub fn tell(&mut self, taken: impl Fn(SectionNo, Took) + Send + Sync + 'static) {
         self.taken = Arc::new(taken);
     }
 
-    /// What takes from the reserve of this one as it is now, by the same `clock`, and tells the same.
+    /// A direct reclaim from this reclaimer's reserve, as it is set up now, with the same `clock` and
+    /// the same callback.
     #[must_use]
     pub fn direct(&self, clock: impl Fn() -> Duration + Send + Sync + 'static) -> DirectReclaim {
         DirectReclaim {
@@ -247,7 +142,7 @@ impl Reclaimer {
         }
     }
 
-    /// The sections that stand ready.
+    /// The sections that are ready.
     fn reserve(&self) -> &Reserve {
         self.memory.limit.reserve()
     }
@@ -258,23 +153,23 @@ impl Reclaimer {
         self.victims.sets()
     }
 
-    /// What is known of the VM's heat, and what that has cost.
+    /// What is known of the VM's heat, and what learning it has cost.
     #[must_use]
     pub fn heat(&self) -> HeatReport {
         self.heat.report()
     }
 
-    /// Pages of sections that stand unmapped to go.
+    /// Number of sections unmapped for eviction.
     #[must_use]
     pub fn reserve_sections(&self) -> u64 {
         self.candidates.unmapped_sections()
     }
 
-    /// Goes on with the sweep, by as much as its cost allows. `cpu` is the CPU time that the VMM has
+    /// Continues the sweep by as much as its cost allows. `cpu` is the CPU time that the VMM has
     /// used.
     ///
     /// # Errors
-    /// The tracker's; what is known of a section is then as before.
+    /// The tracker's; what is known of a section is then unchanged.
     pub fn sample(
         &mut self,
         clock: impl Fn() -> Duration,
@@ -292,7 +187,7 @@ impl Reclaimer {
         Ok(())
     }
 
-    /// Looks at up to `sections_max` sections of the sweep, and ends it if there are no more.
+    /// Scans up to `sections_max` sections of the sweep, and ends the sweep if there are no more.
     fn sample_part(
         &mut self,
         clock: &impl Fn() -> Duration,
@@ -328,7 +223,7 @@ impl Reclaimer {
             .sampled(&looks, &sampled, (looked, clock().saturating_sub(began)));
         if let Some(touched) = self.heat.sampler.end() {
             self.victims.scanned(clock(), touched);
-            // What was in use may rest by now.
+            // Sections that were in use may be idle by now.
             self.candidates.try_again();
             self.look_at_empty();
             self.looked_at_empty = false;
@@ -348,7 +243,7 @@ impl Reclaimer {
         self.heat.sampler.begin(sections);
     }
 
-    /// Takes note of what became of the sections that fills have taken by themselves.
+    /// Applies the outcomes of sections that fills have evicted by direct reclaim.
     fn apply_outcomes(&mut self) {
         for (section, after) in self.reserve().outcomes() {
             self.file(section, after);
@@ -365,7 +260,7 @@ impl Reclaimer {
         }
     }
 
-    /// Offers what stands unmapped to fills that need room.
+    /// Offers unmapped sections to fills that need room.
     fn offer(&self) {
         let standing = usize::try_from(self.candidates.unmapped_sections()).unwrap_or(usize::MAX);
         let ready = |section| {
@@ -378,11 +273,11 @@ impl Reclaimer {
         self.reserve().offer(free.take(OFFERED_MAX).collect());
     }
 
-    /// A section that stands unmapped is in use if a good part of it is mapped again.
+    /// An unmapped section is in use if a good part of it is mapped again.
     fn look_at_reserve(&mut self, section: SectionNo) -> Result<(), TrackerError> {
         let mapped = self.memory.tracker.mapped(section)?;
         let is_warm = is_warm(&mapped, &self.memory.present(section));
-        // What a fill is taking now stands as it does.
+        // A section that a fill is taking now is left alone.
         if is_warm && self.reserve().withdraw(section) {
             self.heat.sampler.touched(section);
             self.candidates.forget(section);
@@ -390,7 +285,7 @@ impl Reclaimer {
         Ok(())
     }
 
-    /// A sweep at once, over all sections, whatever it costs. `go_on` is asked after every few of them.
+    /// Sweeps all sections at once, whatever it costs. `go_on` is called after every few of them.
     ///
     /// # Errors
     /// The tracker's.
@@ -407,7 +302,7 @@ impl Reclaimer {
         Ok(())
     }
 
-    /// True as long as nothing tells hot memory from cold: a section is known when it was looked at
+    /// True as long as hot memory cannot be told from cold: a section is known once it was scanned
     /// twice.
     #[must_use]
     pub fn knows_nothing(&self) -> bool {
@@ -420,8 +315,8 @@ impl Reclaimer {
         self.victims.look_at_empty(u64::MAX, has_pages);
     }
 
-    /// Memory has come or gone, and may have the numbers of other memory: no section stands unmapped as
-    /// far as is known, and those that there are now are in the sets.
+    /// Memory was added or removed, and page numbers may be reused: from now on no section is known to
+    /// be unmapped, and the sets hold the sections that there are now.
     pub fn ram_changed(&mut self) {
         self.reserve().ram_changed();
         self.candidates.forget_all();
@@ -430,15 +325,15 @@ impl Reclaimer {
         self.victims.follow(sections);
     }
 
-    /// What was found in use may be tried again.
+    /// Sections that were found in use may be tried again.
     pub fn try_again(&mut self) {
         self.candidates.try_again();
         self.look_at_empty();
     }
 
-    /// Evicts up to `pages` pages, coldest sections first, within `reach`, of those that stand unmapped
-    /// for [`UNMAPPED_MIN`]; if that is not enough, the next ones are unmapped. `go_on` is asked before
-    /// each section that is evicted. `clock` is read when sections have been unmapped, too.
+    /// Evicts up to `pages` pages, coldest sections first, within `reach`, from sections that have been
+    /// unmapped for [`UNMAPPED_MIN`]; if that is not enough, the next ones are unmapped. `go_on` is
+    /// called before each section that is evicted. `clock` is also read after sections were unmapped.
     pub fn reclaim(
         &mut self,
         clock: impl Fn() -> Duration,
@@ -453,7 +348,7 @@ impl Reclaimer {
         let (mut done, mut plan) = self.pass(clock(), pages, reach, &go_on);
         let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
         if is_short && done.stopped.is_none() && plan.is_empty() && !self.looked_at_empty {
-            // What came back to them without a touch goes before what is protected.
+            // Pages that came back to them without a touch are evicted before protected ones.
             self.look_at_empty();
             self.looked_at_empty = true;
             let left = pages - done.evicted_pages;
@@ -462,7 +357,7 @@ impl Reclaimer {
             plan = next;
         }
         done.rests = plan.resting_pages > 0;
-        // Where nearly all is in use more is tried at a time.
+        // Where nearly everything is in use, more is tried at a time.
         self.ahead_factor = match done.evicted_pages < pages / 8 {
             true => (2 * self.ahead_factor).min(AHEAD_FACTOR_MAX),
             false => 1,
@@ -477,8 +372,8 @@ impl Reclaimer {
         done
     }
 
-    /// Sees to it that about so many pages of cold sections stand unmapped, to go at once when they are
-    /// needed.
+    /// Keeps about `pages` pages of cold sections unmapped, so that they can be evicted at once when
+    /// room is needed.
     ///
     /// # Errors
     /// The tracker's.
@@ -501,11 +396,11 @@ impl Reclaimer {
         clock: &impl Fn() -> Duration,
     ) -> Result<(), TrackerError> {
         for part in sections.chunks(UNMAP_BATCH) {
-            // What a fill is taking now has rested, and is not to be unmapped under its hands.
+            // A section that a fill is taking now has aged, and must not be unmapped during that.
             let free = |section: &SectionNo| self.reserve().withdraw(*section);
             let part: Vec<SectionNo> = part.iter().copied().filter(free).collect();
             self.memory.tracker.look(&part)?;
-            // Only now: pages must rest from when the last of them was unmapped.
+            // Only now: the age counts from when the last page was unmapped.
             let now = clock();
             for section in part {
                 self.candidates.unmapped(section, now);
@@ -536,7 +431,7 @@ impl Reclaimer {
                 then: Then::Next,
             };
             if readiness == Readiness::Ready && go_on() {
-                // What a fill is taking now, that fill will tell of.
+                // A fill that is taking the section now reports it itself.
                 if let Some(_claim) = limit.reserve().claim(section) {
                     offered += 1;
                     let outcome = memory.take(section, left, || true);
@@ -558,7 +453,7 @@ impl Reclaimer {
             } else if !plan.is_full() {
                 plan.take(section, readiness, memory.present(section).len());
             }
-            // Only sections that stand ready are of interest once enough are to be unmapped.
+            // Once enough sections are to be unmapped, only those that are ready matter.
             if plan.is_full() && standing == 0 && taken.then == Then::Next {
                 taken.then = Then::Stop;
             }
@@ -571,7 +466,7 @@ impl Reclaimer {
             evicted_pages: done.evicted_pages,
             busy_sections: done.busy_sections,
             protected_pages: done.protected_pages,
-            // Each that was offered is tried, or has fewer pages: so this comes to an end.
+            // Each section offered is tried, or has fewer pages: so this terminates.
             has_more: plan.was_cut && offered > 0,
             rests: false,
             stopped,
@@ -582,7 +477,7 @@ impl Reclaimer {
         (reclaimed, plan)
     }
 
-    /// Gives memory of the store that is not needed any more back to the system.
+    /// Returns memory that the store no longer needs to the system.
     ///
     /// # Errors
     /// The kernel's.

@@ -1,39 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Reserve`]: sections that stand ready to go, for whoever needs room at once; and [`DirectReclaim`],
+//! [`Reserve`]: sections ready for eviction when a fill needs room at once; and [`DirectReclaim`],
 //! which takes them.
 //!
 //! A fill that finds no room under the limit does not wait for the reclaimer: it evicts some pages of
-//! a section that has rested (Taiji 4.2.2, below the *min* mark).
-//! Several fills may do so beside each other and beside the reclaimer, each with a section of its own:
+//! a section that is ready (Taiji 4.2.2, below the *min* watermark). Several fills may do so
+//! concurrently with each other and with the reclaimer, each with a section of its own:
 //!
 //! ```text
-//!   reclaimer ── offers what stands ready ──► ready ──┬─ claimed ──► evicted ──► released
+//!   reclaimer ── offers ready sections ─────► ready ──┬─ claimed ──► evicted ──► released
 //!        ▲                                            │  by a fill, or the reclaimer         │
 //!        │◄─ withdrawn, to be unmapped or sampled ◄───┘                                      │
 //!        └───────────────────────────────────── outcome ◄───────────────────────────────────┘
 //! ```
-//! # What keeps the rules
-//! - *A page rests before it goes.* Only the reclaimer takes pages out of the page tables, and only of
-//!   sections that nobody has claimed and that were withdrawn before; so what is listed or claimed has
-//!   been left alone since its time.
-//! - *Memory of another kind.* RAM that comes or goes begins a new epoch: what was claimed in an earlier one
-//!   finds so after its pages are protected, and spares them all.
-//! - *Hazards.* The reserve is open for as long as a look for hazards holds, and no longer
+//! # How the rules are kept
+//! - *A page ages before it is evicted.* Only the reclaimer unmaps pages, and only those of sections
+//!   that are not claimed and were withdrawn before; so a section that is listed or claimed has been
+//!   left alone since the time it is listed with.
+//! - *Changed memory.* RAM that is added or removed begins a new epoch: a claim of an earlier epoch detects
+//!   this after its pages are protected, and spares them all.
+//! - *Hazards.* The reserve is open for as long as a scan for hazards is valid, and no longer
 //!   ([`Reserve::open`]).
 //!
-//! No call here waits for another's claim to end but [`Reserve::shut`].
+//! Only [`Reserve::shut`] waits for other claims to end.
 
-use crate::{
-    limit::MakeRoom,
-    reclaim::{Took, taking::Memory},
-};
 use pagetide_addr::SectionNo;
-use pagetide_policy::protect::ProtectedSections;
 use std::{
     collections::{BTreeSet, VecDeque},
     ops::Range,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -41,27 +36,22 @@ use std::{
 
 /// Most sections that are offered at a time.
 pub const OFFERED_MAX: usize = 256;
-/// Fewest pages that are taken at a time, as far as a section has them: an eviction has costs of its
-/// own, and the next fill needs room too.
-const DIRECT_PAGES_MIN: u64 = 32;
-/// Most sections that one fill tries.
-const DIRECT_SECTIONS_MAX: usize = 4;
 
-/// A section that may go for a while.
+/// A section that may be evicted for a while.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Ready {
     /// The section.
     pub section: SectionNo,
-    /// From when it has rested until it must be looked at anew, by the clock of the reclaimer.
+    /// From when it may be evicted until it must be checked again, by the clock of the reclaimer.
     pub within: Range<Duration>,
 }
 
-/// What became of a section that a fill took.
+/// State of a section that a fill took pages of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum After {
-    /// It has no page any more.
+    /// It has no pages left.
     Emptied,
-    /// What is left of it is in use.
+    /// Its remaining pages are in use.
     Tried,
     /// A good part of it was in use.
     Warm,
@@ -82,10 +72,10 @@ struct State {
 pub struct Reserve {
     state: Mutex<State>,
     changed: Condvar,
-    direct_pages: AtomicU64,
+    pub(crate) direct_pages: AtomicU64,
 }
 
-/// A section that nobody else takes meanwhile.
+/// A section that no other thread takes meanwhile.
 #[derive(Debug)]
 pub(crate) struct Claim<'a> {
     reserve: &'a Reserve,
@@ -102,13 +92,13 @@ impl Drop for Claim<'_> {
 
 impl Claim<'_> {
     /// False once RAM has come or gone since it was claimed.
-    fn holds(&self) -> bool {
+    pub(crate) fn holds(&self) -> bool {
         self.reserve.lock().epoch == self.epoch
     }
 }
 
 impl Reserve {
-    /// Sections may be taken until then, by the clock of the reclaimer.
+    /// Sections may be taken until `until`, by the clock of the reclaimer.
     pub fn open(&self, until: Duration) {
         self.lock().open_until = until;
     }
@@ -126,7 +116,7 @@ impl Reserve {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// RAM has come or gone: what is known of sections may be that of other memory.
+    /// RAM was added or removed: what is known of sections may belong to other memory.
     pub fn ram_changed(&self) {
         let mut state = self.lock();
         state.epoch += 1;
@@ -134,16 +124,16 @@ impl Reserve {
         state.outcomes.clear();
     }
 
-    /// Pages that fills have evicted by themselves so far.
+    /// Pages that fills have evicted by direct reclaim so far.
     #[must_use]
     pub fn direct_pages(&self) -> u64 {
         self.direct_pages.load(Relaxed)
     }
 
-    /// Replaces what is offered. `ready` has [`OFFERED_MAX`] at most, coldest first.
+    /// Replaces the sections offered. `ready` has at most [`OFFERED_MAX`], coldest first.
     pub(crate) fn offer(&self, ready: Vec<Ready>) {
         let mut state = self.lock();
-        // The reclaimer does not know yet of these outcomes, and believes that the sections stand ready.
+        // The reclaimer does not know these outcomes yet, and assumes that the sections are ready.
         let has_outcome = |section| state.outcomes.iter().any(|(of, _)| *of == section);
         let is_free =
             |ready: &Ready| !state.claimed.contains(&ready.section) && !has_outcome(ready.section);
@@ -151,7 +141,7 @@ impl Reserve {
         state.ready = ready;
     }
 
-    /// True if nobody has claimed `section`; it is offered no more then.
+    /// True if `section` is not claimed; it is then no longer offered.
     pub(crate) fn withdraw(&self, section: SectionNo) -> bool {
         let mut state = self.lock();
         if state.claimed.contains(&section) {
@@ -161,7 +151,7 @@ impl Reserve {
         true
     }
 
-    /// Claims `section` for the reclaimer, unless somebody has claimed it.
+    /// Claims `section` for the reclaimer, unless it is claimed already.
     pub(crate) fn claim(&self, section: SectionNo) -> Option<Claim<'_>> {
         let mut state = self.lock();
         if !state.claimed.insert(section) {
@@ -172,8 +162,8 @@ impl Reserve {
         Some(self.claim_on(section, epoch))
     }
 
-    /// Claims the coldest section that may go now.
-    fn claim_next(&self, now: Duration) -> Option<(Claim<'_>, Ready)> {
+    /// Claims the coldest section that may be evicted now.
+    pub(crate) fn claim_next(&self, now: Duration) -> Option<(Claim<'_>, Ready)> {
         let mut state = self.lock();
         if now >= state.open_until {
             return None;
@@ -189,13 +179,13 @@ impl Reserve {
         Some((claim, ready))
     }
 
-    /// Outcomes of the sections that fills claimed, since this was last asked.
+    /// Outcomes of the sections that fills claimed since the last call.
     pub(crate) fn outcomes(&self) -> Vec<(SectionNo, After)> {
         std::mem::take(&mut self.lock().outcomes)
     }
 
     /// Ends a claim with its outcome, or, without one, leaves the section ready as before.
-    fn release(&self, claim: Claim<'_>, ready: Ready, after: Option<After>) {
+    pub(crate) fn release(&self, claim: Claim<'_>, ready: Ready, after: Option<After>) {
         let mut state = self.lock();
         if state.epoch == claim.epoch {
             match after {
@@ -203,7 +193,8 @@ impl Reserve {
                 None => state.ready.push_front(ready),
             }
         }
-        // In the same critical section: who claims it next must not meet a claim that is about to end.
+        // In the same critical section: the next thread to claim it must not find a claim that is
+        // about to end.
         state.claimed.remove(&claim.section);
         drop(state);
         std::mem::forget(claim);
@@ -220,90 +211,6 @@ impl Reserve {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Who is told of each section that pages were taken of.
-pub(crate) type TellTaken = Arc<dyn Fn(SectionNo, Took) + Send + Sync>;
-
-/// Takes from the [`Reserve`], on the thread of whoever needs room.
-pub struct DirectReclaim {
-    pub(crate) protected: Arc<ProtectedSections>,
-    pub(crate) taken: TellTaken,
-    pub(crate) clock: Box<dyn Fn() -> Duration + Send + Sync>,
-    /// One for each that takes at the same time.
-    pub(crate) workers: Mutex<Vec<Memory>>,
-    /// From which more are made.
-    pub(crate) pattern: Memory,
-}
-
-impl MakeRoom for DirectReclaim {
-    /// Tries a few sections at most.
-    fn make_room(&self, pages: u64) -> u64 {
-        let evicted = self.take_some(pages);
-        self.reserve().direct_pages.fetch_add(evicted, Relaxed);
-        evicted
-    }
-}
-
-impl DirectReclaim {
-    /// Evicts some pages of what stands ready, as [`MakeRoom::make_room`] does, but on behalf of a
-    /// reclaimer: it is not counted as a fill's.
-    pub fn take_some(&self, pages: u64) -> u64 {
-        let mut worker = self.worker();
-        let mut evicted = 0;
-        for _ in 0..DIRECT_SECTIONS_MAX {
-            let Some((claim, ready)) = self.reserve().claim_next((self.clock)()) else {
-                break;
-            };
-            // Protected since it was offered: it goes by the reclaimer's word only.
-            if self.protected.contains(ready.section) {
-                continue;
-            }
-            let left = pages.max(DIRECT_PAGES_MIN).saturating_sub(evicted);
-            evicted += self.take(&mut worker, (claim, ready), left);
-            if evicted >= pages {
-                break;
-            }
-        }
-        self.workers().push(worker);
-        evicted
-    }
-
-    fn take(&self, worker: &mut Memory, (claim, ready): (Claim<'_>, Ready), pages: u64) -> u64 {
-        let outcome = worker.take(ready.section, pages, || claim.holds());
-        let taken = outcome.taken.pages;
-        if taken > 0 {
-            let took = Took::of(taken, outcome.present.len());
-            (self.taken)(ready.section, took);
-        }
-        if let Some(stop) = &outcome.stop {
-            // The reclaimer meets it too, and says so.
-            tracing::debug!(%stop, "nothing more can be evicted for now");
-            self.reserve().close();
-        }
-        self.reserve().release(claim, ready, outcome.after(pages));
-        taken
-    }
-
-    fn reserve(&self) -> &Reserve {
-        self.pattern.limit.reserve()
-    }
-
-    fn worker(&self) -> Memory {
-        self.workers()
-            .pop()
-            .unwrap_or_else(|| self.pattern.another())
-    }
-
-    fn workers(&self) -> MutexGuard<'_, Vec<Memory>> {
-        self.workers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl std::fmt::Debug for DirectReclaim {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DirectReclaim({:?})", self.reserve())
     }
 }
 
@@ -334,9 +241,9 @@ mod tests {
         assert!(reserve.claim_next(at(12)).is_none(), "it was never opened");
         reserve.open(at(30));
         assert!(reserve.claim_next(at(4)).is_none());
-        // B is the warmer one, but A has not rested.
+        // B is warmer, but A has not aged enough.
         assert_eq!(section_of(&reserve.claim_next(at(9))), Some(B));
-        // It was not put back, for its fate is not known.
+        // It was not put back, since its outcome is not known.
         assert!(reserve.claim_next(at(9)).is_none());
         reserve.offer([ready(A, 10..20)].to_vec());
         assert!(
@@ -360,7 +267,7 @@ mod tests {
         assert!(reserve.claim(A).is_none());
         assert!(!reserve.withdraw(A));
         assert!(reserve.withdraw(B));
-        // The reclaimer goes by what it knew before.
+        // The reclaimer acts on what it knew before.
         reserve.offer([ready(A, 0..50), ready(B, 0..50)].to_vec());
         let other = reserve.claim_next(at(1));
         assert_eq!(section_of(&other), Some(B));

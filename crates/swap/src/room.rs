@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Room`]: whether the daemon's memory cgroup has room for more content of evicted pages.
 //!
-//! Evicting makes room in the VMM's group and takes some in the daemon's, for what is stored. Where the
-//! daemon's is nearly full, eviction must stop **before** the kernel has to kill: a daemon that is killed is
-//! started anew, evicts again and is killed again.
+//! Evicting makes room in the VMM's group and takes some in the daemon's, for the stored content. When the
+//! daemon's group is nearly full, eviction must stop **before** the kernel has to kill: a killed daemon
+//! would be restarted, evict again and be killed again.
 //!
 //! ```text
 //!   limit of the group ─────────────────────────────
@@ -12,15 +12,15 @@
 //!     │  half as much again
 //!   open again above, after CLOSED_MIN at least ────
 //! ```
-//! A margin is a part of its own limit. So of a group and its ancestors, all of which are charged, not
-//! the one with the least free is reached first, but the one with the least beyond its margin.
+//! Each margin is a part of its own limit. A group and all its ancestors are charged; so the limit
+//! reached first is not the one with the least free, but the one with the least beyond its margin.
 //!
-//! All VMs of the daemon share one `Room`, since they share the group. What is taken is counted
-//! between two looks at the group, and after a part of the margin there is another look.
+//! All VMs of the daemon share one `Room`, since they share the group. Between two reads of the
+//! group `Room` counts what is taken, and reads it again after a part of the margin.
 //!
-//! The gate is about content, which comes in small pieces and for ever ([`Room::take`]). A single large
-//! wish, such as the words of a VM that is attached ([`Room::take_once`]), may be refused where there is
-//! room for much content still: that closes no gate.
+//! The gate is for content, which comes in small pieces without end ([`Room::take`]). A single large
+//! request, such as the words of a VM that is attached ([`Room::take_once`]), may be refused while there
+//! is still room for much content: that does not close the gate.
 
 use crate::cgroup::{Level, MemoryGroups};
 use std::io;
@@ -29,15 +29,15 @@ use std::time::{Duration, Instant};
 
 /// Part of a limit that is left free.
 const MARGIN_PART: u64 = 16;
-/// Least margin: what the daemon's own threads, page tables and answers may come to take suddenly.
+/// Smallest margin: what the daemon's own threads, page tables and replies may take suddenly.
 const MARGIN_BYTES_MIN: u64 = 16 << 20;
-/// Most: more would only lie idle.
+/// Largest margin: more would only be wasted.
 const MARGIN_BYTES_MAX: u64 = 256 << 20;
-/// Part of the margin that may be taken without another look.
+/// Part of the margin that may be taken without another read.
 const UNSEEN_PART: u64 = 8;
-/// A look holds this long.
+/// A read is valid for this long.
 const LOOK_HOLDS: Duration = Duration::from_millis(100);
-/// What is closed stays so for this long at least, so that a log is not filled by turns.
+/// A closed gate stays closed for at least this long, so that changes do not fill the log.
 const CLOSED_MIN: Duration = Duration::from_secs(5);
 
 /// Bytes of a limit that stay free.
@@ -67,7 +67,7 @@ pub struct Shortage {
     pub limit_bytes: u64,
     /// What must stay free.
     pub margin_bytes: u64,
-    /// What must be free again.
+    /// What must be free for eviction to resume.
     pub resume_bytes: u64,
 }
 
@@ -92,7 +92,7 @@ enum Gate {
 }
 
 impl Gate {
-    /// The gate after a look at `now`, which found these levels.
+    /// The gate after a read at `now` that found these levels.
     fn after(self, levels: &[Level], now: Duration) -> Self {
         let is_below = |needed: fn(u64) -> u64| {
             let mut levels = levels.iter();
@@ -112,7 +112,7 @@ impl Gate {
     }
 }
 
-/// The level with the least beyond what `needed` says of its limit.
+/// The level with the least free beyond what `needed` requires for its limit.
 fn shortest(levels: &[Level], needed: fn(u64) -> u64) -> Option<&Level> {
     let beyond =
         |level: &&Level| i128::from(level.free_bytes()) - i128::from(needed(level.limit_bytes));
@@ -133,9 +133,9 @@ struct State {
     gate: Gate,
     levels: Vec<Level>,
     looked_at: Option<Duration>,
-    /// Taken since that look.
+    /// Taken since that read.
     taken_bytes: u64,
-    /// The last look failed, which was said.
+    /// The last read failed, and that was logged.
     is_blind: bool,
 }
 
@@ -148,14 +148,14 @@ impl std::fmt::Debug for Room {
 }
 
 impl Room {
-    /// That of the cgroups that this process is in.
+    /// The room in the cgroups of this process.
     #[must_use]
     pub fn of_this_process() -> Self {
         let groups = MemoryGroups::of_this_process();
         Self::with(Box::new(move || groups.levels()))
     }
 
-    /// Without any limit.
+    /// Room without any limit.
     #[must_use]
     pub fn unlimited() -> Self {
         Self::with(Box::new(|| Ok(Vec::new())))
@@ -178,8 +178,8 @@ impl Room {
     /// Takes room for `bytes` of content that are about to be charged.
     ///
     /// # Errors
-    /// [`Shortage`]: there is not enough, and nothing was taken. No more content can be stored then for
-    /// a while.
+    /// [`Shortage`]: there is not enough, and nothing was taken. No content can then be stored for a
+    /// while.
     pub fn take(&self, bytes: u64) -> Result<(), Shortage> {
         let now = self.begun.elapsed();
         let mut state = self.look(bytes, now);
@@ -190,16 +190,17 @@ impl Room {
         taken
     }
 
-    /// Takes room for `bytes` that are charged once, for something that can be refused by itself.
+    /// Takes room for `bytes` that are charged once, for a request that can be refused on its own.
     ///
     /// # Errors
-    /// [`Shortage`]: there is not enough, and nothing was taken. Others may find room as before.
+    /// [`Shortage`]: there is not enough, and nothing was taken. Other requests may still find
+    /// room.
     pub fn take_once(&self, bytes: u64) -> Result<(), Shortage> {
         let now = self.begun.elapsed();
         self.look(bytes, now).take(bytes)
     }
 
-    /// The state, looked at again if `bytes` more would be too much that is unseen.
+    /// The state, read again if `bytes` more would be too much since the last read.
     fn look(&self, bytes: u64, now: Duration) -> MutexGuard<'_, State> {
         let mut state = self.lock();
         let is_unseen = |level: &Level| {
@@ -211,7 +212,7 @@ impl Room {
         state
     }
 
-    /// Why nothing can be stored now, if that is so.
+    /// Why nothing can be stored now, if so.
     pub fn shortage(&self) -> Option<Shortage> {
         let now = self.begun.elapsed();
         let mut state = self.lock();
@@ -240,10 +241,10 @@ impl Room {
                 state.taken_bytes = 0;
                 state.is_blind = false;
             }
-            // What was last known holds, with what was taken since.
+            // The last values stay in force, with what was taken since.
             Err(error) => {
                 if !std::mem::replace(&mut state.is_blind, true) {
-                    tracing::warn!(%error, "the daemon's memory cgroups cannot be read: what they leave is not known");
+                    tracing::warn!(%error, "the daemon's memory cgroups cannot be read: their free room is unknown");
                 }
             }
         }
@@ -388,7 +389,7 @@ mod tests {
             level(128 * MIB, 28 * MIB),
         );
         let both = [large.clone(), small.clone()];
-        // 250 MiB of the margin of 256 are left of one, 100 where 16 are needed of the other.
+        // One has 250 MiB left of a margin of 256; the other has 100 where 16 are needed.
         assert_eq!(shortest(&both, margin_bytes), Some(&large));
         let room = Room::with(Box::new(move || Ok(vec![large.clone(), small.clone()])));
         let shortage = room.take(1).unwrap_err();

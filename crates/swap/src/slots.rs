@@ -12,12 +12,11 @@
 //!   slot size        1216 × 53         448 × 146         (empty)
 //!   slot number      counted in units of 64 bytes from the start of the area
 //! ```
-//! Nothing of this is written down: a successor rebuilds it from the page words,
-//! each of which names its slot and length ([`Slots::adopt`]). So there is no
-//! second record that a crash could make disagree with the first.
+//! None of this is stored: a successor rebuilds it from the page words, each of which names its
+//! slot and length ([`Slots::adopt`]). So there is no second record that a crash could make
+//! disagree with the first.
 //!
-//! Lower chunks are filled first, so that a store that shrinks leaves whole
-//! chunks empty at its end.
+//! Lower chunks are filled first, so that a shrinking store leaves whole chunks empty at its end.
 
 use std::collections::BTreeSet;
 
@@ -57,7 +56,7 @@ pub enum SlotError {
         /// Number of chunks.
         chunks: u32,
     },
-    /// A word names a place that cannot be.
+    /// A word names an impossible place.
     #[error("stored content at unit {0} cannot be there: the metadata pool is damaged")]
     Impossible(u64),
 }
@@ -113,7 +112,7 @@ pub struct Slots {
 pub struct Allocated {
     /// Where.
     pub slot: SlotNo,
-    /// A chunk that must be given memory before the slot is written: its number.
+    /// Number of a chunk that needs memory before the slot is written.
     pub new_chunk: Option<u32>,
 }
 
@@ -137,7 +136,7 @@ impl Slots {
         bytes.div_ceil(64).max(1)
     }
 
-    /// Takes a slot for `bytes` of content (at most [`SLOT_UNITS_MAX`] units).
+    /// Allocates a slot for `bytes` of content (at most [`SLOT_UNITS_MAX`] units).
     ///
     /// # Errors
     /// [`SlotError::Full`].
@@ -161,7 +160,8 @@ impl Slots {
         })
     }
 
-    /// Undoes the opening of a chunk that could not be given memory. It holds no content yet.
+    /// Undoes the opening of a chunk for which no memory could be allocated. It holds no content
+    /// yet.
     pub fn chunk_without_memory(&mut self, allocated: &Allocated, bytes: u32) {
         self.free(allocated.slot, bytes);
         if let Some(number) = allocated.new_chunk {
@@ -202,7 +202,7 @@ impl Slots {
         SlotNo(u64::from(number) * u64::from(UNITS_PER_CHUNK) + u64::from(index * chunk.units))
     }
 
-    /// Gives back the slot of content of `bytes`.
+    /// Frees the slot of content of `bytes`.
     ///
     /// # Panics
     /// If the slot is not taken: the caller frees each content once.
@@ -228,7 +228,7 @@ impl Slots {
         }
     }
 
-    /// Takes note of content that a dead predecessor stored.
+    /// Records content that a dead predecessor stored.
     ///
     /// # Errors
     /// [`SlotError::Impossible`] if it overlaps other content or lies outside.
@@ -269,8 +269,8 @@ impl Slots {
         Ok(())
     }
 
-    /// Empty chunks that still hold memory, but for `keep` of them; the caller gives their memory
-    /// back before anything else is allocated.
+    /// Returns all but `keep` of the empty chunks that still hold memory; the caller must release
+    /// their memory before anything else is allocated.
     pub fn take_empty_chunks(&mut self, keep: usize) -> Vec<u32> {
         let empty: Vec<u32> = self
             .unused

@@ -18,13 +18,13 @@ use std::{
     },
 };
 
-/// Empty chunks kept for what is stored next.
+/// Empty chunks kept for the next content.
 const SPARE_CHUNKS: usize = 4;
 
 /// Why content cannot be stored.
 #[derive(Debug, thiserror::Error)]
 pub enum PutError {
-    /// The tmpfs has no room left, or the pool is at its end.
+    /// The tmpfs has no room left, or the pool has reached its size.
     #[error(
         "the pool is full ({used_bytes} bytes of content): make its tmpfs larger or raise the VM's limit; eviction stops until then"
     )]
@@ -45,7 +45,7 @@ pub enum PutError {
 pub struct TierCounts {
     /// Pages compressed.
     pub lz4_pages: AtomicU64,
-    /// Pages as they are.
+    /// Pages stored uncompressed.
     pub uncompressed_pages: AtomicU64,
     /// Bytes stored for both, CRCs included.
     pub stored_bytes: AtomicU64,
@@ -76,7 +76,7 @@ impl PoolStore {
         }
     }
 
-    /// From now on memory for content is taken out of `room`.
+    /// From now on memory for content is taken from `room`.
     #[must_use]
     pub fn within(self, room: Arc<Room>) -> Self {
         Self { room, ..self }
@@ -127,9 +127,10 @@ impl PoolStore {
             }
             (written, _) => {
                 self.lock().free(allocated.slot, bytes);
-                let why = written
-                    .err()
-                    .map_or_else(|| "its place is too far".to_owned(), |e| e.to_string());
+                let why = written.err().map_or_else(
+                    || "its slot number is too large".to_owned(),
+                    |e| e.to_string(),
+                );
                 Err(PutError::File(why))
             }
         }
@@ -144,12 +145,14 @@ impl PoolStore {
         let Some(chunk) = allocated.new_chunk else {
             return Ok(allocated);
         };
-        // It is charged when it is allocated, and a charge beyond the group's limit kills.
+        // The chunk is charged when it is allocated, and a charge beyond the group's limit kills
+        // the process.
         if let Err(shortage) = self.room.take(CHUNK_BYTES) {
             slots.chunk_without_memory(&allocated, bytes);
             return Err(shortage.into());
         }
-        // Memory first, and only then a write through the mapping: that could kill.
+        // Memory first, and only then a write through the mapping: without memory that could raise
+        // SIGBUS.
         match self.pool.allocate_chunk(chunk) {
             Ok(()) => Ok(allocated),
             Err(error) => {
@@ -162,7 +165,7 @@ impl PoolStore {
         }
     }
 
-    /// Takes note of content that a dead predecessor stored.
+    /// Records content that a dead predecessor stored.
     ///
     /// # Errors
     /// [`SlotError::Impossible`].
@@ -173,7 +176,7 @@ impl PoolStore {
         Ok(())
     }
 
-    /// After the last [`Self::adopt`]: gives the memory of all other chunks back, for the
+    /// After the last [`Self::adopt`]: returns the memory of all other chunks, since the
     /// predecessor may have died between storing and committing.
     ///
     /// # Errors
@@ -194,7 +197,7 @@ impl PoolStore {
         Ok(())
     }
 
-    /// Gives the memory of empty chunks back to the system, but for a few.
+    /// Returns the memory of all but a few empty chunks to the system.
     ///
     /// # Errors
     /// [`FileError`].
@@ -224,8 +227,8 @@ impl PoolStore {
     }
 }
 
-/// Calls `work` with this thread's buffer for a stored page, which holds anything. Cleared at each
-/// fault it would cost a thirtieth of getting the content.
+/// Calls `work` with this thread's buffer for a stored page; its content is arbitrary. Clearing it
+/// at each fault would cost a thirtieth of the time to load the content.
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     thread_local! {
         static STORED: RefCell<Box<[u8]>> = RefCell::new(vec![0; STORED_BYTES_MAX].into());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What stored content looks like, and how a page becomes it and back (Taiji 4.2.2, 7.1).
+//! The form of stored content, and how a page is packed and unpacked (Taiji 4.2.2, 7.1).
 //!
 //! | tier | in the page word | in the pool |
 //! |---|---|---|
@@ -10,10 +10,9 @@
 //! ```text
 //!   Content (56 bits):   │ slot in 64-byte units: 42 │ bytes stored, less 1: 14 │
 //! ```
-//! The CRC covers the stored bytes and is seeded with the pool and the page
-//! number, so that content of another page or another VM never passes for this
-//! one's. It is checked *before* decompression: the decompressor only ever sees
-//! bytes that the compressor wrote.
+//! The CRC covers the stored bytes and is seeded with the pool and the page number, so that content
+//! of another page or another VM never passes as this page's. It is checked *before* decompression:
+//! the decompressor only ever sees bytes that the compressor wrote.
 
 use crate::slots::SlotNo;
 use pagetide_addr::PageNo;
@@ -25,7 +24,7 @@ const CRC_BYTES: usize = 4;
 /// Largest stored form of a page.
 pub const STORED_BYTES_MAX: usize = CRC_BYTES + PAGE;
 const LENGTH_BITS: u32 = 14;
-/// An lz4 block longer than this saves too little: the page is stored uncompressed, and comes back
+/// An lz4 block longer than this saves too little: the page is stored uncompressed, and is loaded
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
@@ -37,7 +36,7 @@ pub enum Tier {
     Zero,
     /// Compressed.
     Lz4,
-    /// As it is.
+    /// Uncompressed.
     Uncompressed,
 }
 
@@ -51,7 +50,7 @@ pub struct Located {
 }
 
 impl Located {
-    /// The content as a page word holds it; `None` if the slot is too far.
+    /// The content as a page word holds it; `None` if the slot number is too large.
     #[must_use]
     pub fn content(self) -> Option<Content> {
         if self.bytes == 0 || self.slot.0 >> (56 - LENGTH_BITS) != 0 {
@@ -60,7 +59,7 @@ impl Located {
         Content::at(self.slot.0 << LENGTH_BITS | u64::from(self.bytes))
     }
 
-    /// What a page word's content says.
+    /// The slot and length in a page word's content.
     #[must_use]
     pub fn of(content: Content) -> Self {
         let bits = content.bits();
@@ -119,7 +118,7 @@ impl Packer {
         let compressed = lz4_flex::block::compress_into_with_table(content, room, &mut self.table);
         let length = match compressed {
             Ok(length) if length <= LZ4_BYTES_MAX => length,
-            // Too long, or no room (which the buffer's size forbids): as it is.
+            // Too long, or no room (which the buffer's size rules out): stored uncompressed.
             _ => {
                 self.stored[CRC_BYTES..STORED_BYTES_MAX].copy_from_slice(content);
                 PAGE
@@ -135,7 +134,7 @@ impl Packer {
 /// Turns the stored form back into the page.
 ///
 /// # Errors
-/// What does not fit: the content is lost.
+/// The reason, as text: the content is lost.
 pub fn unpack(
     seed: Seed,
     page: PageNo,

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Users and groups of the host by name, from wherever the host keeps them (getpwnam_r(3)).
+//! Users and groups of the host by name, from any source that the host uses (getpwnam_r(3)).
 #![expect(unsafe_code, reason = "the C library's look-ups take raw buffers")]
 
 use std::{ffi::CString, io};
 
-/// First size of the buffer for an entry; it doubles as long as the C library asks for more.
+/// First size of the buffer for an entry; it doubles while the C library needs more.
 const ENTRY_BYTES: usize = 1 << 10;
-/// A group of tens of thousands of members has its entry in this; a larger one is not looked up.
+/// Enough for a group of tens of thousands of members; a larger one is not looked up.
 const ENTRY_BYTES_MAX: usize = 1 << 22;
 
-/// Why a name stands for no number.
+/// Why a name has no number.
 #[derive(Debug, thiserror::Error)]
 pub enum AccountError {
-    /// This host does not know it.
+    /// This host does not know the name.
     #[error(
         "this host has no {kind} '{name}': give one that `getent {database}` knows, or a number"
     )]
@@ -21,7 +21,7 @@ pub enum AccountError {
         kind: &'static str,
         /// The name.
         name: String,
-        /// What getent(1) calls the list.
+        /// The name of the list in getent(1).
         database: &'static str,
     },
     /// It could not be looked up.
@@ -31,7 +31,7 @@ pub enum AccountError {
         kind: &'static str,
         /// The name.
         name: String,
-        /// What the C library says.
+        /// The error of the C library.
         source: io::Error,
     },
 }
@@ -46,7 +46,7 @@ pub fn user_id(name: &str) -> Result<u32, AccountError> {
         let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
         let mut found = std::ptr::null_mut();
         // SAFETY: the name ends with a zero; entry and `found` are ours and outlive the call, and
-        // the buffer has the length that is said.
+        // the buffer has the stated length.
         let error = unsafe {
             libc::getpwnam_r(
                 name.as_ptr(),
@@ -83,7 +83,7 @@ pub fn group_id(name: &str) -> Result<u32, AccountError> {
     })
 }
 
-/// `look` gives the C library's error number, and what it found.
+/// `look` returns the C library's error number, and the number it found.
 fn id(
     name: &str,
     (kind, database): (&'static str, &'static str),
@@ -94,7 +94,7 @@ fn id(
         name: name.to_owned(),
         database,
     };
-    // The largest number means 'as it is' to chown(2).
+    // The largest number means 'unchanged' to chown(2).
     if let Ok(number) = name.parse::<u32>() {
         return if number == u32::MAX {
             Err(unknown())
@@ -111,7 +111,7 @@ fn id(
             (libc::ERANGE, None) if buffer.len() < ENTRY_BYTES_MAX => {
                 buffer.resize(2 * buffer.len(), 0);
             }
-            // What 'not found' is called differs between the sources of names.
+            // The error for 'not found' differs between the sources of names.
             (0 | libc::ENOENT | libc::ESRCH | libc::EBADF | libc::EPERM, None) => {
                 return Err(unknown());
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Byte locks of an open file (`F_OFD_SETLK`, fcntl_locking(2)).
+//! Byte locks of an open file description (`F_OFD_SETLK`, fcntl_locking(2)).
 //!
 //! A lock belongs to the open file *description*, not to the process: it lasts
 //! until the last descriptor of that description is closed, wherever that is
@@ -13,10 +13,10 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd},
 };
 
-/// Why a byte cannot be locked, or not be looked at.
+/// Why a byte could not be locked or examined.
 #[derive(Debug, thiserror::Error)]
 pub enum ByteLockError {
-    /// Its file system has no such locks.
+    /// Its file system does not support such locks.
     #[error("the file system has no byte locks ({0})")]
     Unsupported(io::Error),
     /// The kernel refused.
@@ -24,16 +24,16 @@ pub enum ByteLockError {
     Kernel(io::Error),
 }
 
-/// What became of an attempt to lock a byte.
+/// Result of an attempt to lock a byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ByteLocked {
     /// It is locked.
     Ours,
-    /// Somebody else has locked it exclusively.
+    /// Another open file has locked it exclusively.
     HeldByAnother,
 }
 
-/// Takes a shared lock on the byte at `offset`, without waiting. `file` must be open for reading.
+/// Takes a shared lock on the byte at `offset`, without blocking. `file` must be open for reading.
 ///
 /// # Errors
 /// [`ByteLockError`].
@@ -56,7 +56,7 @@ pub fn is_locked_by_another(file: BorrowedFd<'_>, offset: u32) -> Result<bool, B
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)
 }
 
-/// Gives up all locks that `file` has.
+/// Releases all locks that `file` has.
 ///
 /// # Errors
 /// [`ByteLockError`].
@@ -67,7 +67,7 @@ pub fn unlock_all(file: BorrowedFd<'_>) -> Result<(), ByteLockError> {
 }
 
 fn description(kind: i32, offset: u32, bytes: i64) -> libc::flock {
-    // SAFETY: a plain structure of integers, for which zero is a value; `l_pid` must be 0 here.
+    // SAFETY: a plain structure of integers, for which zero is valid; `l_pid` must be 0 here.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
     lock.l_type = i16::try_from(kind).unwrap_or_default();
     lock.l_whence = i16::try_from(libc::SEEK_SET).unwrap_or_default();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the calling thread runs, and may run, and before whom; how long this process has run, and
-//! CPUs have not.
+//! CPU placement and priority of the calling thread; CPU time of processes, and idle time of CPUs.
 
 #![expect(
     unsafe_code,
@@ -12,9 +11,9 @@ use std::{io, mem::MaybeUninit, time::Duration};
 
 /// Milliseconds of one tick of `/proc/stat`: `USER_HZ` is 100 on every architecture we run on.
 const TICK_MS: u64 = 10;
-/// The highest number that the kernel gives a process (`PID_MAX_LIMIT`).
+/// The highest pid that the kernel assigns (`PID_MAX_LIMIT`).
 const PID_MAX: u32 = 4 << 20;
-/// The niceness that yields to nobody.
+/// The niceness with the highest priority.
 const LEAST_NICE: i32 = -20;
 
 /// Why a thread could not be placed.
@@ -23,30 +22,30 @@ pub enum CpuError {
     /// The kernel refused.
     #[error("placing this thread on CPUs {cpus:?} failed: {source}")]
     Kernel {
-        /// CPUs asked for.
+        /// The requested CPUs.
         cpus: Vec<usize>,
         /// The kernel's answer.
         source: std::io::Error,
     },
-    /// Numbers beyond what the kernel's sets hold.
+    /// A CPU number beyond what the kernel's sets hold.
     #[error("CPU {cpu} is beyond the {most} CPUs an affinity set can name")]
     TooHigh {
-        /// The number asked for.
+        /// The requested number.
         cpu: usize,
-        /// One past the highest.
+        /// One more than the highest allowed.
         most: usize,
     },
 }
 
-/// Whom a thread goes before when several want its CPU.
+/// The threads over which a thread has priority on its CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Urgency {
-    /// Nobody in particular: the ordinary class, niceness 0.
+    /// None in particular: the ordinary class, niceness 0.
     Ordinary,
     /// Most others: the ordinary class, niceness -20.
     Eager,
-    /// Everybody of the ordinary class, at once (`SCHED_FIFO`), and whoever has a lower priority: 1
-    /// to 99. Threads that it starts are ordinary.
+    /// All of the ordinary class, at once (`SCHED_FIFO`), and those with a lower priority: 1 to 99.
+    /// Threads that it starts are ordinary.
     Preempting(u8),
 }
 
@@ -59,7 +58,7 @@ pub fn current() -> usize {
 /// CPUs this thread may run on, ascending.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn affinity() -> Result<Vec<usize>, CpuError> {
     allowed(None)
 }
@@ -81,10 +80,10 @@ fn allowed(thread: Option<Pid>) -> Result<Vec<usize>, CpuError> {
         .collect())
 }
 
-/// Lets this thread run on `cpus` only.
+/// Restricts this thread to `cpus`.
 ///
 /// # Errors
-/// A number too high, or what the kernel says (none of them online or allowed).
+/// A number that is too high, or the kernel's error (none of them online or allowed).
 pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
     let mut set = CpuSet::new();
     for cpu in cpus {
@@ -102,7 +101,7 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
     })
 }
 
-/// Sets before whom this thread goes.
+/// Sets the priority of this thread.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_NICE` and beyond the process's limits (`RLIMIT_RTPRIO`, `RLIMIT_NICE`).
@@ -115,7 +114,8 @@ pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
     let parameters = libc::sched_param {
         sched_priority: priority,
     };
-    // What a thread starts must not inherit this. The flag is never taken away: that is a privilege.
+    // Threads that this one starts must not inherit the priority. The flag is never cleared,
+    // because that requires a privilege.
     let policy = policy | libc::SCHED_RESET_ON_FORK;
     // SAFETY: 0 is the calling thread, and the parameters are read during the call only.
     let status = unsafe { libc::sched_setscheduler(0, policy, &raw const parameters) };
@@ -123,7 +123,7 @@ pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
         return Err(io::Error::last_os_error());
     }
     match nice {
-        // Without a pid this is the calling thread on Linux, not its process.
+        // Without a pid this means the calling thread on Linux, not its process.
         Some(nice) => Ok(rustix::process::setpriority_process(None, nice)?),
         None => Ok(()),
     }
@@ -132,7 +132,7 @@ pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
 /// Number of CPUs that are online, whether or not this process may use them.
 ///
 /// # Errors
-/// What reading `/sys/devices/system/cpu/online` says, or that it makes no sense.
+/// The error of reading `/sys/devices/system/cpu/online`, or that its content is invalid.
 pub fn online_count() -> io::Result<usize> {
     let text = std::fs::read_to_string("/sys/devices/system/cpu/online")?;
     count_of_list(text.trim_end()).ok_or_else(|| {
@@ -141,7 +141,7 @@ pub fn online_count() -> io::Result<usize> {
     })
 }
 
-/// Of `0-3,8`.
+/// The count of a list such as `0-3,8`.
 fn count_of_list(list: &str) -> Option<usize> {
     let count = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -153,16 +153,16 @@ fn count_of_list(list: &str) -> Option<usize> {
     list.split(',').map(count).sum()
 }
 
-/// How long each CPU that is online has been idle since the start of the system, in steps of 10 ms.
+/// How long each online CPU has been idle since the system started, in steps of 10 ms.
 ///
 /// # Errors
-/// What reading `/proc/stat` says.
+/// The error of reading `/proc/stat`.
 pub fn idle_times() -> io::Result<Vec<(usize, Duration)>> {
     let text = std::fs::read_to_string("/proc/stat")?;
     Ok(text.lines().filter_map(idle_time_of_line).collect())
 }
 
-/// Of `cpu3 user nice system idle iowait …`; `None` for all other lines.
+/// The idle time of a line `cpu3 user nice system idle iowait …`; `None` for all other lines.
 fn idle_time_of_line(line: &str) -> Option<(usize, Duration)> {
     let (number, fields) = line.strip_prefix("cpu")?.split_once(' ')?;
     let Ok(cpu) = number.parse() else {
@@ -174,11 +174,11 @@ fn idle_time_of_line(line: &str) -> Option<(usize, Duration)> {
     Some((cpu, Duration::from_millis(idle.checked_mul(TICK_MS)?)))
 }
 
-/// CPU time that all threads of this process have used so far, theirs and the kernel's for them.
+/// CPU time that all threads of this process have used so far, in user mode and in the kernel.
 #[must_use]
 pub fn process_time() -> Duration {
     let mut usage = MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: `usage` is writable memory of an `rusage`'s size; who is asked about is ourselves.
+    // SAFETY: `usage` is writable memory of an `rusage`'s size; the call queries this process.
     let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
     assert_eq!(
         status, 0,
@@ -197,9 +197,9 @@ pub fn process_time() -> Duration {
 /// CPU time that all threads of process `pid` have used so far.
 ///
 /// # Errors
-/// It has ended.
+/// The process has ended.
 pub fn time_of(pid: u32) -> io::Result<Duration> {
-    // A clock's number has 29 bits for the process: beyond them it would name another's clock.
+    // A clock id has 29 bits for the process: a larger pid would name the clock of another one.
     if pid == 0 || pid > PID_MAX {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
     }

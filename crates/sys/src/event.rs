@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An eventfd as the vhost crates want it.
+//! An eventfd as the vhost crates need it.
 //!
-//! Their `EventFd` can be made from a number only, which is unsafe because the
-//! number may be anybody's. An [`OwnedFd`] is nobody else's.
+//! Their `EventFd` can only be created from a number, which is unsafe because the number may belong
+//! to another owner. An [`OwnedFd`] has exactly one owner.
 #![expect(
     unsafe_code,
     reason = "vmm-sys-util takes an eventfd by its number only"
@@ -11,11 +11,11 @@
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use vmm_sys_util::eventfd::EventFd;
 
-/// `event`, which should be an eventfd, for vhost's messages.
+/// Converts `event`, which should be an eventfd, for vhost's messages.
 #[must_use]
 pub fn for_vhost(event: OwnedFd) -> EventFd {
-    // SAFETY: the number comes from a descriptor that was owned here and is given up by it, so the
-    // new owner is the only one. That it is another kind of file would be a failed read, no more.
+    // SAFETY: the number comes from a descriptor that was owned here and is given up, so the new
+    // owner is the only one. If it is another kind of file, a read merely fails.
     unsafe { EventFd::from_raw_fd(event.into_raw_fd()) }
 }
 

@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which files may be guest RAM, and what can be guaranteed of them.
+//! Which files may be guest RAM, and what can be guaranteed about them.
 //!
-//! A peer names its RAM by a descriptor of any kind. What is mapped decides
-//! what the peer can do to us later:
+//! A peer passes its RAM as a descriptor of any kind. The kind of file decides what the peer can do
+//! to us later:
 //!
-//! | file | memory can be taken from under us | taken |
+//! | file | memory can be removed while we use it | accepted |
 //! |---|---|---|
-//! | memfd that takes seals | no: it is sealed against shrinking | always |
-//! | memfd that takes none | by truncation | always, marked *unsealed* |
-//! | file on tmpfs | by truncation, or a full file system | by the operator's word |
-//! | hugetlbfs file or memfd | by truncation, or no free huge page | by the operator's word |
-//! | anything else | its file system may also make us wait (FUSE, NFS) | never |
+//! | memfd that accepts seals | no: it is sealed against shrinking | always |
+//! | memfd that accepts none | by truncation | always, marked *unsealed* |
+//! | file on tmpfs | by truncation, or a full file system | if the operator allows it |
+//! | hugetlbfs file or memfd | by truncation, or no free huge page | if the operator allows it |
+//! | anything else | its file system may also block us (FUSE, NFS) | never |
 //!
-//! The first question must not wait for the peer either: `fstat` and `fstatfs`
-//! of a FUSE file ask its server. `F_GET_SEALS` does not: the kernel answers it
-//! from the inode, and only for shmem and hugetlbfs files. Whatever fails it is
-//! not asked anything else.
+//! The first query must not wait for the peer either: `fstat` and `fstatfs` of a FUSE file query
+//! its server. `F_GET_SEALS` does not: the kernel answers it from the inode, and only for shmem and
+//! hugetlbfs files. A file that fails it is not queried further.
 
 use pagetide_addr::FileKey;
 use rustix::{
@@ -24,7 +23,7 @@ use rustix::{
 };
 use std::os::fd::BorrowedFd;
 
-/// File system types, as `fstatfs` gives them.
+/// File system types, as reported by `fstatfs`.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 const HUGETLBFS_MAGIC: i128 = 0x9584_58f6;
 
@@ -39,30 +38,30 @@ pub enum RamFileError {
     /// The kernel refused.
     #[error("{operation} of the RAM file failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// The kernel's answer.
         source: std::io::Error,
     },
 }
 
-/// What kind of file holds guest RAM.
+/// The kind of file that holds guest RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RamFileKind {
     /// A memfd of ordinary pages.
     Memfd,
-    /// A file on a tmpfs that somebody has mounted.
+    /// A file on a mounted tmpfs.
     Tmpfs,
     /// A memfd of huge pages, or a file on hugetlbfs.
     Hugetlbfs,
 }
 
-/// Whether the file can be made shorter.
+/// Whether the file can shrink.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sealed {
-    /// It cannot, for good.
+    /// It cannot, permanently.
     Yes,
-    /// Whoever has it open for writing can.
+    /// Any process that has it open for writing can shrink it.
     No,
 }
 
@@ -71,18 +70,18 @@ pub enum Sealed {
 pub struct RamFile {
     /// Its identity.
     pub key: FileKey,
-    /// Its length; it does not get less if it is sealed.
+    /// Its length; it cannot decrease if the file is sealed.
     pub bytes: u64,
-    /// What it is.
+    /// Its kind.
     pub kind: RamFileKind,
-    /// Whether that can be relied on.
+    /// Whether the length can be relied on.
     pub sealed: Sealed,
-    /// Size of the pages it is mapped by.
+    /// Page size of its mappings.
     pub page_bytes: u64,
 }
 
 impl RamFile {
-    /// Looks at `file`, and seals it against shrinking if it takes a seal. Waits for nobody.
+    /// Examines `file`, and seals it against shrinking if it accepts a seal. Does not block.
     ///
     /// # Errors
     /// [`RamFileError`].
@@ -95,7 +94,7 @@ impl RamFile {
         };
         let sealed = seal(file, seals)?;
         let file_system = rustix::fs::fstatfs(file).map_err(kernel("fstatfs"))?;
-        // Sealed before its length is read: what is read then holds.
+        // Sealed before its length is read, so the length stays valid.
         let stat = rustix::fs::fstat(file).map_err(kernel("fstat"))?;
         let kind = match i128::from(file_system.f_type) {
             HUGETLBFS_MAGIC => RamFileKind::Hugetlbfs,
@@ -126,13 +125,13 @@ fn seal(file: BorrowedFd<'_>, seals: SealFlags) -> Result<Sealed, RamFileError> 
     }
     match rustix::fs::fcntl_add_seals(file, SealFlags::SHRINK) {
         Ok(()) => Ok(Sealed::Yes),
-        // Made without MFD_ALLOW_SEALING, sealed against seals, or not open for writing.
+        // Created without MFD_ALLOW_SEALING, sealed against seals, or not open for writing.
         Err(Errno::PERM) => Ok(Sealed::No),
         Err(error) => Err(kernel("F_ADD_SEALS")(error)),
     }
 }
 
-/// The device number of all memfds: they live on a mount of the kernel's own, which has no size.
+/// The device number of all memfds: they are on a kernel-internal mount, which has no size limit.
 fn memfd_device() -> Result<u64, RamFileError> {
     static DEVICE: std::sync::OnceLock<u64> = std::sync::OnceLock::new();
     if let Some(device) = DEVICE.get() {

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Getting a thread of ours out of a system call that waits.
+//! Getting a thread of ours out of a blocking system call.
 //!
-//! A thread that reads a userfaultfd is released fastest if it waits in `read`
-//! itself; but nothing else can then end that wait. A signal can: the call
-//! returns `EINTR`. Its handler does nothing. `SIGURG` is used because it is
-//! ignored where nobody handles it, so a stray one harms nobody.
+//! A thread that reads a userfaultfd wakes fastest if it blocks in `read` itself, but then nothing
+//! else can end that wait. A signal can: the call returns `EINTR`. Its handler does nothing.
+//! `SIGURG` is used because its default action is to be ignored, so a stray one does no harm.
 //!
-//! A signal that arrives just before the call is lost, so whoever interrupts
-//! says first in memory what he wants, and goes on interrupting until it is
-//! done.
+//! A signal that arrives just before the call is lost, so the interrupting thread first stores its
+//! request in memory, and repeats the signal until the request is done.
 #![expect(
     unsafe_code,
     reason = "installing a signal handler has no safe form, nor has a signal to one thread"
@@ -21,14 +19,14 @@ extern "C" fn nothing(_signal: libc::c_int) {}
 /// Lets [`interrupt`] work on threads of this process.
 ///
 /// # Errors
-/// What `sigaction` says.
+/// The error of `sigaction`.
 pub fn allow() -> io::Result<()> {
     // SAFETY: all-zero bits are a valid sigaction (no flags, no mask, default handler).
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    // Without SA_RESTART: calls are to end, not to go on.
+    // Without SA_RESTART: calls must end, not continue.
     action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
-    // SAFETY: the structure is complete, and the handler touches nothing at all, so it may run at
-    // any point of any thread.
+    // SAFETY: the structure is complete, and the handler touches nothing, so it may run at any
+    // point of any thread.
     let installed =
         unsafe { libc::sigaction(libc::SIGURG, &raw const action, std::ptr::null_mut()) };
     if installed == 0 {
@@ -38,15 +36,15 @@ pub fn allow() -> io::Result<()> {
     }
 }
 
-/// Interrupts the system call in which `thread` of this process waits, if it does; a thread that
-/// has ended is not there to be interrupted, which is no error.
+/// Interrupts the system call in which `thread` of this process blocks, if it does. A thread that
+/// has ended is no error.
 ///
 /// # Errors
-/// What `tgkill` says.
+/// The error of `tgkill`.
 pub fn interrupt(thread: u32) -> io::Result<()> {
     let own = rustix::process::getpid().as_raw_nonzero().get();
-    // SAFETY: the call takes numbers only. Should the thread's number belong to another thread of
-    // ours by now, that one runs the empty handler.
+    // SAFETY: the call takes only numbers. If the number belongs to another thread of ours by now,
+    // that thread runs the empty handler.
     let sent = unsafe { libc::syscall(libc::SYS_tgkill, own, thread, libc::SIGURG) };
     if sent == 0 {
         return Ok(());

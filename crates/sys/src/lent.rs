@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory of ours that a device process works on: what a *driver* lends, in benches and tests.
+//! Memory of ours that a device process uses: what a *driver* lends, in benches and tests.
 //!
-//! The other crates stand on the device's side. To drive a device one needs the
-//! other side, too: buffers that its process maps by descriptor, and whose
-//! slices go into a driver crate's safe calls.
+//! The other crates implement the device side. Driving a device also requires the other side:
+//! buffers that the device's process maps by descriptor, and whose slices are passed to a driver
+//! crate's safe calls.
 #![expect(
     unsafe_code,
     reason = "a slice of shared memory is made from the mapping's pointer"
@@ -16,7 +16,7 @@ use crate::{
 };
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// Why memory to lend cannot be had.
+/// Why memory to lend could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum LentError {
     /// The file.
@@ -38,17 +38,17 @@ impl LentMemory {
     /// `bytes` of zeros.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn new(name: &str, bytes: u64) -> Result<Self, LentError> {
         let memory = Self::sparse(name, bytes)?;
         memory.file.allocate(0, bytes)?;
         Ok(memory)
     }
 
-    /// The same, but a page takes memory only when it is touched.
+    /// The same, but a page is allocated only when it is touched.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn sparse(name: &str, bytes: u64) -> Result<Self, LentError> {
         let file = GuestFile::new_memfd(name, bytes)?;
         let mapping = SharedMapping::new(file.as_fd(), bytes)?;
@@ -61,16 +61,16 @@ impl LentMemory {
         self.mapping.address()
     }
 
-    /// The `len` bytes at `offset`, to be named to a driver, or `None` if not all are there.
+    /// The `len` bytes at `offset`, to be passed to a driver, or `None` if not all are there.
     ///
-    /// Ask for them while the device does not work on them: bytes it writes meanwhile come out as
-    /// any mixture.
+    /// Call this while the device does not use them: bytes it writes concurrently may be any
+    /// mixture.
     pub fn bytes_mut(&mut self, offset: u64, len: u64) -> Option<&mut [u8]> {
         let start = self.mapping.ptr_at(offset, len)?;
         // SAFETY: in bounds by `ptr_at`, initialized (zeros at first), any byte is a valid u8; the
         // slice borrows `self` exclusively, and nothing else in this process refers to the memory.
-        // A device that writes at the same time is another process; the caller is told not to look
-        // then.
+        // A device that writes concurrently is another process; the documentation tells the caller
+        // not to read then.
         Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), to_usize(len)) })
     }
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`SharedMapping`]: our own shared mapping of a file in memory.
 //!
-//! Two kinds of files are mapped: the metadata pool, and the file behind a VM's
-//! RAM (the *alias*). In both, others write while we look: the guest, a device,
-//! a successor of this process. So no reference to plain bytes is ever given
-//! out, only atomics, copies, and raw pointers for the kernel's use.
+//! Two kinds of files are mapped: the metadata pool, and the file behind a VM's RAM (the *alias*).
+//! In both cases other parties write concurrently: the guest, a device, a successor of this
+//! process. So this type never gives out references to plain bytes, only atomics, copies, and raw
+//! pointers for the kernel.
 //!
-//! Touching a hole of the file allocates a page of zeros, and touching bytes
-//! past its end is a `SIGBUS`. Who maps guest RAM must know that the page is
-//! present first, and maps it *guarded* ([`crate::sigbus`]), because the file's
-//! length is not ours to keep; who maps a pool has allocated it first.
+//! Touching a hole of the file allocates a page of zeros, and touching bytes past its end raises
+//! `SIGBUS`. Code that maps guest RAM must first know that a page is present, and maps the file
+//! *guarded* ([`crate::sigbus`]), because the file's length is not under our control. Code that
+//! maps a pool has allocated it first.
 #![expect(
     unsafe_code,
     reason = "mmap, and access to the memory it returns, have no safe form"
@@ -22,25 +22,25 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
-/// Why a mapping could not be made or used.
+/// Why a mapping could not be created or used.
 #[derive(Debug, thiserror::Error)]
 pub enum MappingError {
     /// The kernel refused.
     #[error("{operation} of {len_bytes} bytes failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// Bytes concerned.
         len_bytes: u64,
         /// The kernel's answer.
         source: std::io::Error,
     },
-    /// The bytes asked for are not all in the mapping.
+    /// The requested bytes are not all in the mapping.
     #[error("bytes {offset}..+{len_bytes} lie outside the mapping of {mapped_bytes} bytes")]
     OutOfBounds {
-        /// First byte asked for.
+        /// First byte requested.
         offset: u64,
-        /// Number of bytes asked for.
+        /// Number of bytes requested.
         len_bytes: u64,
         /// Length of the mapping.
         mapped_bytes: u64,
@@ -54,7 +54,7 @@ pub struct FilePart {
     pub offset: u64,
     /// Number of bytes.
     pub bytes: u64,
-    /// Size of the pages that the file is mapped by.
+    /// Page size of the file's mappings.
     pub page_bytes: u64,
 }
 
@@ -65,15 +65,15 @@ pub struct SharedMapping {
     len_bytes: u64,
     /// Whole pages of the file, so no less than `len_bytes`.
     mapped_bytes: u64,
-    /// Before the mapping goes, its range must be guarded no more.
+    /// The guard must be removed before the mapping.
     guard: Option<Guard>,
 }
 
-// SAFETY: the memory is shared with other processes anyway; all access goes through atomics,
-// copies whose racing is documented, or raw pointers. The mapping itself is unmapped only by
-// `drop`, which has exclusive access.
+// SAFETY: the memory is shared with other processes anyway; all access goes through atomics, copies
+// that document their races, or raw pointers. Only `drop`, which has exclusive access, unmaps the
+// mapping itself.
 unsafe impl Send for SharedMapping {}
-// SAFETY: as for `Send`; no method hands out a reference to memory that is not atomic.
+// SAFETY: as for `Send`; no method returns a reference to memory that is not atomic.
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
@@ -82,7 +82,7 @@ impl SharedMapping {
     /// The file must not be truncated below that while it is mapped (`SIGBUS`).
     ///
     /// # Errors
-    /// What `mmap` and `madvise` say.
+    /// The errors of `mmap` and `madvise`.
     pub fn new(file: BorrowedFd<'_>, len_bytes: u64) -> Result<Self, MappingError> {
         let part = FilePart {
             offset: 0,
@@ -92,16 +92,16 @@ impl SharedMapping {
         Self::map(file, part)
     }
 
-    /// Maps `part` of `file`, whose owner may shorten it or leave it without memory: bytes that are
-    /// not there any more read as zeros then, and [`Self::is_lost`] tells.
+    /// Maps `part` of `file`, whose owner may shorten it or leave it without memory: missing bytes
+    /// then read as zeros, and [`Self::is_lost`] is true.
     ///
     /// # Errors
-    /// What `mmap`, `madvise` and `sigaction` say.
+    /// The errors of `mmap`, `madvise` and `sigaction`.
     pub fn guarded(file: BorrowedFd<'_>, part: FilePart) -> Result<Self, MappingError> {
         let mut mapping = Self::map(file, part)?;
         let len = to_usize(mapping.mapped_bytes);
-        // SAFETY: the range is the mapping just made, of which only atomics, copies and raw pointers
-        // are given out; `drop` takes the guard away before it unmaps.
+        // SAFETY: the range is the mapping just created, of which only atomics, copies and raw
+        // pointers are given out; `drop` removes the guard before it unmaps.
         let guard = unsafe { Guard::new(mapping.address(), len) };
         mapping.guard = Some(guard.map_err(|source| MappingError::Kernel {
             operation: "sigaction",
@@ -111,8 +111,8 @@ impl SharedMapping {
         Ok(mapping)
     }
 
-    /// True if the file of a guarded mapping has let go of part of it: what was read since may be
-    /// zeros that nobody wrote. It stays so.
+    /// True if the file of a guarded mapping has lost part of it: data read since may be zeros that
+    /// were never written. It stays true.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -155,7 +155,7 @@ impl SharedMapping {
             mapped_bytes,
             guard: None,
         };
-        // SAFETY: the range is the mapping just made; DONTFORK does not change its content.
+        // SAFETY: the range is the mapping just created; DONTFORK does not change its content.
         unsafe {
             rustix::mm::madvise(
                 mapping.base.as_ptr().cast(),
@@ -173,7 +173,7 @@ impl SharedMapping {
         self.len_bytes
     }
 
-    /// Address of the first byte in this process, to be told to the kernel.
+    /// Address of the first byte in this process, to be passed to the kernel.
     #[must_use]
     pub fn address(&self) -> usize {
         self.base.as_ptr().addr()
@@ -181,7 +181,7 @@ impl SharedMapping {
 
     /// Pointer to `len` bytes at `offset`, or `None` if not all of them are mapped.
     ///
-    /// It is valid as long as the mapping lives; what it points to may change at any time.
+    /// It is valid as long as the mapping lives; its target may change at any time.
     #[must_use]
     pub fn ptr_at(&self, offset: u64, len: u64) -> Option<NonNull<u8>> {
         let end = offset.checked_add(len)?;
@@ -203,14 +203,14 @@ impl SharedMapping {
         }
         // SAFETY: in bounds by `ptr_at`; aligned because the mapping starts at a page and the
         // offset is a multiple of 8; any bits are a valid AtomicU64; the slice cannot outlive
-        // `self`, which unmaps only in `drop`. Others access these words atomically or not at
-        // all within this process.
+        // `self`, which unmaps only in `drop`. All other access to these words within this process
+        // is atomic.
         Some(unsafe { std::slice::from_raw_parts(start.cast::<AtomicU64>().as_ptr(), count) })
     }
 
     /// Copies `from` into the mapping at `offset`.
     ///
-    /// Not atomic: who reads the same bytes meanwhile sees any mixture.
+    /// Not atomic: a concurrent reader of the same bytes may see any mixture.
     ///
     /// # Errors
     /// [`MappingError::OutOfBounds`].
@@ -225,7 +225,7 @@ impl SharedMapping {
 
     /// Copies from the mapping at `offset` into `into`.
     ///
-    /// Not atomic: bytes that somebody writes meanwhile come out as any mixture.
+    /// Not atomic: bytes written concurrently may be any mixture.
     ///
     /// # Errors
     /// [`MappingError::OutOfBounds`].
@@ -236,10 +236,10 @@ impl SharedMapping {
         Ok(())
     }
 
-    /// Forgets this process's page table entries of the range; the content stays in the file.
+    /// Drops this process's page table entries of the range; the content stays in the file.
     ///
     /// # Errors
-    /// Out of bounds, or what `madvise` says (`offset` must be a multiple of the page size).
+    /// Out of bounds, or the error of `madvise` (`offset` must be a multiple of the page size).
     pub fn drop_translations(&self, offset: u64, len: u64) -> Result<(), MappingError> {
         let start = self.bounded(offset, len)?;
         // SAFETY: the range lies in our own *shared* mapping, where DONTNEED only drops page
@@ -252,15 +252,14 @@ impl SharedMapping {
             })
     }
 
-    /// Asks for huge pages. Whether the kernel gives them for files in memory, its `shmem_enabled`
-    /// says.
+    /// Requests huge pages. The kernel's `shmem_enabled` decides whether files in memory get them.
     ///
     /// # Errors
-    /// What `madvise` says: `EINVAL` from a kernel built without them.
+    /// The error of `madvise`: `EINVAL` from a kernel built without them.
     pub fn advise_huge_pages(&self) -> Result<(), MappingError> {
         let start = self.base.as_ptr().cast();
-        // SAFETY: the range is the whole of our own mapping; the advice changes by what pages it is
-        // backed, not what is in them.
+        // SAFETY: the range is the whole of our own mapping; the advice changes the pages that back
+        // it, not their content.
         unsafe { rustix::mm::madvise(start, to_usize(self.mapped_bytes), Advice::LinuxHugepage) }
             .map_err(|source| MappingError::Kernel {
                 operation: "madvise(HUGEPAGE)",
@@ -281,8 +280,8 @@ impl SharedMapping {
 impl Drop for SharedMapping {
     fn drop(&mut self) {
         drop(self.guard.take());
-        // SAFETY: the range is exactly what `map` mapped, and `&mut self` proves that no borrow
-        // of it is left. Raw pointers given to the kernel are the caller's duty (`ptr_at`).
+        // SAFETY: the range is exactly what `map` mapped, and `&mut self` proves that no borrow of
+        // it is left. The caller is responsible for raw pointers given to the kernel (`ptr_at`).
         let unmapped =
             unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.mapped_bytes)) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping: {unmapped:?}");
@@ -390,7 +389,7 @@ mod tests {
         });
     }
 
-    /// Set for the child that is to die.
+    /// Set for the child that must die.
     const UNGUARDED: &str = "PAGETIDE_TEST_UNGUARDED";
 
     #[test]

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An asymmetric fence: free where it is passed often, dear where it is passed seldom.
+//! An asymmetric fence: free where it is passed often, expensive where it is passed rarely.
 //!
-//! DMA takes a lease (store), then looks at the PA-bitmap (load). Eviction
-//! clears the bitmap (store), then looks for leases (load). That is Dekker's
-//! pattern: without a full fence between store and load on *both* sides, each
-//! may miss the other. [`heavy`] makes every running thread of this process
-//! pass a full fence, so on the other side [`light`], which only keeps the
-//! compiler from reordering, is enough. It does not reach another process: the
-//! process that owns the bitmap issues it.
+//! DMA takes a lease (store), then checks the PA-bitmap (load). Eviction clears the bitmap (store),
+//! then checks for leases (load). That is Dekker's pattern: without a full fence between store and
+//! load on *both* sides, each may miss the other. [`heavy`] makes every running thread of this
+//! process pass a full fence, so on the other side [`light`], which only keeps the compiler from
+//! reordering, is enough. It does not reach another process: the process that owns the bitmap
+//! issues it.
 
 use rustix::thread::MembarrierCommand;
 use std::sync::atomic::{Ordering, compiler_fence, fence};
 
-/// The kernel cannot issue the heavy side.
+/// The kernel does not support the heavy side.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "membarrier({command}) failed: {source}; Linux 4.14 or later with CONFIG_MEMBARRIER is needed"
@@ -22,7 +21,7 @@ pub struct MembarrierError {
     source: std::io::Error,
 }
 
-/// Announces that this process will call [`heavy`]; once, before it does.
+/// Announces that this process will call [`heavy`]. Call it once, before the first [`heavy`].
 ///
 /// # Errors
 /// [`MembarrierError`]: then both sides must use a real fence.
@@ -35,7 +34,7 @@ pub fn register() -> Result<(), MembarrierError> {
     })
 }
 
-/// The dear side: after it, each thread of this process has passed a full fence.
+/// The expensive side: after it, each thread of this process has passed a full fence.
 ///
 /// # Errors
 /// [`MembarrierError`]: only the calling thread has passed one; leases must not be relied on.

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`GuestFile`]: a file in memory, as the one thing that everybody who maps it shares.
+//! [`GuestFile`]: a file in memory, shared by everything that maps it.
 //!
-//! A page of guest RAM is *present* when its file holds it, whoever has it
-//! mapped; absent pages are holes. `SEEK_DATA` is the one reliable test (pagemap
-//! tells about mappings, `mincore` not about pages that are in swap); for a part of
-//! a file it is asked as [`crate::presence`] says. `pread` of a hole reads zeros and
-//! allocates nothing; a write or a touch through a mapping allocates.
+//! A page of guest RAM is *present* if its file holds it, whichever process maps it; absent pages
+//! are holes. `SEEK_DATA` is the only reliable test (pagemap reports mappings, and `mincore` does
+//! not report pages in swap); [`crate::presence`] describes how part of a file is queried. `pread`
+//! of a hole reads zeros and allocates nothing; a write, or a touch through a mapping, allocates.
 
 use crate::presence::Presence;
 use pagetide_addr::FileKey;
@@ -14,16 +13,16 @@ use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// File system type of tmpfs (and so of memfds), as `statfs` gives it.
+/// File system type of tmpfs (and so of memfds), as reported by `statfs`.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
 
-/// Why a file could not do what it was asked.
+/// Why a file operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// The kernel refused.
     #[error("{operation} at byte {offset}, {len_bytes} bytes, failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// First byte.
         offset: u64,
@@ -53,19 +52,19 @@ pub enum FileError {
 /// Whether to wait for a lock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LockWait {
-    /// Until the holder lets go or dies.
+    /// Until the holder releases it or dies.
     Wait,
-    /// Not at all.
+    /// Do not wait.
     Try,
 }
 
-/// What became of a lock that was asked for.
+/// Result of a lock attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Locked {
-    /// It is ours until this open file is closed by all who share it.
+    /// It is ours until every descriptor of this open file is closed.
     Ours,
-    /// Somebody else holds it.
+    /// Another open file holds it.
     HeldByAnother,
 }
 
@@ -73,7 +72,7 @@ pub enum Locked {
 #[derive(Debug)]
 pub struct GuestFile {
     file: OwnedFd,
-    /// Made when it is asked for.
+    /// Created on first use.
     presence: RwLock<Option<Arc<Presence>>>,
 }
 
@@ -93,10 +92,10 @@ impl AsFd for GuestFile {
 }
 
 impl GuestFile {
-    /// A new memfd of `len_bytes`, all of it a hole.
+    /// Creates a memfd of `len_bytes` that is all hole.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn new_memfd(name: &str, len_bytes: u64) -> Result<Self, FileError> {
         let failed = |operation| {
             move |source: Errno| FileError::Kernel {
@@ -115,7 +114,7 @@ impl GuestFile {
     /// The file's identity on this host.
     ///
     /// # Errors
-    /// What `fstat` says.
+    /// The error of `fstat`.
     pub fn key(&self) -> Result<FileKey, FileError> {
         let stat = self.stat()?;
         Ok(FileKey {
@@ -127,23 +126,23 @@ impl GuestFile {
     /// Length in bytes, holes included.
     ///
     /// # Errors
-    /// What `fstat` says.
+    /// The error of `fstat`.
     pub fn len_bytes(&self) -> Result<u64, FileError> {
         Ok(self.stat()?.st_size.cast_unsigned())
     }
 
-    /// Bytes of memory the file takes up.
+    /// Bytes of memory that the file occupies.
     ///
     /// # Errors
-    /// What `fstat` says.
+    /// The error of `fstat`.
     pub fn allocated_bytes(&self) -> Result<u64, FileError> {
         Ok(self.stat()?.st_blocks.cast_unsigned() * 512)
     }
 
-    /// True if the file lives on tmpfs, as memfds do.
+    /// True if the file is on tmpfs, as memfds are.
     ///
     /// # Errors
-    /// What `fstatfs` says.
+    /// The error of `fstatfs`.
     pub fn is_tmpfs(&self) -> Result<bool, FileError> {
         let stat = rustix::fs::fstatfs(&self.file).map_err(kernel("fstatfs", 0, 0))?;
         Ok(i128::from(stat.f_type) == TMPFS_MAGIC)
@@ -152,7 +151,7 @@ impl GuestFile {
     /// Reads `into.len()` bytes at `offset`; holes read as zeros and stay holes.
     ///
     /// # Errors
-    /// [`FileError::Short`] past the end, or what `pread` says.
+    /// [`FileError::Short`] past the end, or the error of `pread`.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), FileError> {
         let len_bytes = into.len() as u64;
         let mut done = 0;
@@ -167,11 +166,11 @@ impl GuestFile {
         Ok(())
     }
 
-    /// Writes `from` at `offset`, allocating what was a hole. Never for guest RAM under a
+    /// Writes `from` at `offset`, which allocates holes. Never use it for guest RAM under a
     /// userfaultfd: pages are installed there.
     ///
     /// # Errors
-    /// [`FileError::NoSpace`], or what `pwrite` says.
+    /// [`FileError::NoSpace`], or the error of `pwrite`.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<(), FileError> {
         let len_bytes = from.len() as u64;
         let mut done = 0;
@@ -187,10 +186,10 @@ impl GuestFile {
         Ok(())
     }
 
-    /// Makes the bytes a hole, for everybody who maps them; the length stays.
+    /// Makes the bytes a hole, for every process that maps them; the length stays.
     ///
     /// # Errors
-    /// What `fallocate` says.
+    /// The error of `fallocate`.
     pub fn punch(&self, offset: u64, len_bytes: u64) -> Result<(), FileError> {
         let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         retry(|| rustix::fs::fallocate(&self.file, how, offset, len_bytes)).map_err(kernel(
@@ -200,12 +199,12 @@ impl GuestFile {
         ))
     }
 
-    /// Gives the bytes memory, so that touching them through a mapping cannot fail for want of
-    /// it; extends the file if needed. Content that is there stays. Until somebody touches them,
-    /// the pages still count as a hole for [`GuestFile::is_data`].
+    /// Allocates memory for the bytes, so that a touch through a mapping cannot fail for lack of
+    /// it; extends the file if needed. Existing content stays. Until the pages are touched, they
+    /// still count as a hole for [`GuestFile::is_data`].
     ///
     /// # Errors
-    /// [`FileError::NoSpace`], or what `fallocate` says.
+    /// [`FileError::NoSpace`], or the error of `fallocate`.
     pub fn allocate(&self, offset: u64, len_bytes: u64) -> Result<(), FileError> {
         match retry(|| {
             rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, len_bytes)
@@ -215,19 +214,20 @@ impl GuestFile {
         }
     }
 
-    /// True if the byte at `offset` is in memory and not in a hole.
+    /// True if the byte at `offset` is in memory, not in a hole.
     ///
     /// # Errors
-    /// What `lseek` says.
+    /// The error of `lseek`.
     pub fn is_data(&self, offset: u64) -> Result<bool, FileError> {
         Ok(self.next_data(offset)? == Some(offset))
     }
 
-    /// Maximal runs `(offset, bytes)` of pages that are in memory within `offset .. offset + len_bytes`,
-    /// both multiples of a page; ascending. Costs what that part costs, whatever else the file holds.
+    /// Maximal runs `(offset, bytes)` of pages that are in memory within
+    /// `offset .. offset + len_bytes`, both multiples of a page; ascending. The cost depends only on
+    /// that part, not on the rest of the file.
     ///
     /// # Errors
-    /// What `lseek` says.
+    /// The error of `lseek`.
     pub fn present_runs(&self, offset: u64, len_bytes: u64) -> Result<Vec<(u64, u64)>, FileError> {
         self.presence()?.runs(self, offset, len_bytes)
     }
@@ -243,18 +243,18 @@ impl GuestFile {
         Ok(Arc::clone(known.get_or_insert(made)))
     }
 
-    /// Gives up what was mapped of the file to answer [`Self::present_runs`], which maps it again.
+    /// Unmaps what was mapped of the file for [`Self::present_runs`], which maps it again.
     pub fn unmap(&self) {
         let mut known = (self.presence.write()).unwrap_or_else(PoisonError::into_inner);
         *known = None;
     }
 
     /// Maximal runs `(offset, bytes)` of data within `offset .. offset + len_bytes`, ascending. The
-    /// last look goes on to the next hole *behind* the part, so this is for a file as a whole: asked
-    /// part by part it costs the square of what is there ([`Self::present_runs`] does not).
+    /// last seek goes to the next hole *behind* the part, so use this for a whole file: part by
+    /// part, it costs the square of the present data ([`Self::present_runs`] does not).
     ///
     /// # Errors
-    /// What `lseek` says.
+    /// The error of `lseek`.
     pub fn data_runs(&self, offset: u64, len_bytes: u64) -> Result<Vec<(u64, u64)>, FileError> {
         let end = offset.saturating_add(len_bytes);
         let mut runs = Vec::new();
@@ -263,7 +263,7 @@ impl GuestFile {
             let Some(start) = self.next_data(from)?.filter(|start| *start < end) else {
                 break;
             };
-            // A hole may have been punched since: then the run's end lies at its start.
+            // A hole may have been punched since; then the run ends at its start.
             let hole = match rustix::fs::seek(&self.file, SeekFrom::Hole(start)) {
                 Ok(hole) => hole.min(end),
                 Err(Errno::NXIO) => break,
@@ -280,7 +280,7 @@ impl GuestFile {
     /// Takes an exclusive `flock` on the open file.
     ///
     /// # Errors
-    /// What `flock` says, other than that the lock is held.
+    /// The error of `flock`, other than that the lock is held.
     pub fn lock_exclusive(&self, wait: LockWait) -> Result<Locked, FileError> {
         let operation = match wait {
             LockWait::Wait => FlockOperation::LockExclusive,

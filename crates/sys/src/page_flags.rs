@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`PageFlags`]: what the kernel says of page frames (`/proc/kpageflags`), and of what size they are parts.
+//! [`PageFlags`]: the kernel's flags of page frames (`/proc/kpageflags`), and the folios they
+//! belong to.
 //!
-//! A *folio* is what the kernel keeps in a file as one: a page, or 2, 4, … 512 of them in a row, whose
-//! first frame is a multiple of their number. The first is its *head*, the others are *tails*:
+//! A *folio* is the unit in which the kernel keeps a file's memory: 1, 2, 4, … or 512 pages in a
+//! row, whose first frame is a multiple of their number. The first is its *head*, the others are
+//! *tails*:
 //!
 //! ```text
 //!   frame     0x200   0x201 … 0x3ff     0x400
 //!             head    tail    tail      (a page of its own)
 //!             └── a huge page: 2 MiB ──┘
 //! ```
-//! Content of a large folio cannot be punched in parts with certainty. The kernel splits it first; while
-//! anybody holds a reference to it, it cannot, and **the part that was to go is filled with zeros and
-//! stays**. So whoever punches parts has to know that the folio is split.
+//! Parts of a large folio cannot be punched reliably. The kernel splits the folio first. While
+//! anything holds a reference to it, the split fails, and **the part to be punched is filled with
+//! zeros and stays**. So code that punches parts must know that the folio is split.
 
 use std::fs::File;
 use std::io;
@@ -20,7 +22,7 @@ use std::os::unix::fs::FileExt;
 const ENTRY_BYTES: usize = 8;
 const COMPOUND_HEAD: u64 = 1 << 15;
 const COMPOUND_TAIL: u64 = 1 << 16;
-/// Frames of the largest folio in shared memory, as a power of two.
+/// Log2 of the number of frames of the largest folio in shared memory.
 const HUGE_ORDER: u32 = 9;
 
 /// A page frame of the host.
@@ -34,7 +36,7 @@ pub struct PageFlags {
 }
 
 impl PageFlags {
-    /// Of this host.
+    /// Opens the flags of this host.
     ///
     /// # Errors
     /// Usually that we are not root.
@@ -52,22 +54,22 @@ impl PageFlags {
         Ok(u64::from_ne_bytes(entry))
     }
 
-    /// True if `frame` is part of a page of 2 MiB.
+    /// True if `frame` is part of a 2 MiB page.
     ///
     /// # Errors
-    /// What reading says.
+    /// The error of reading.
     pub fn is_huge(&self, frame: FrameNo) -> io::Result<bool> {
         let first = FrameNo(frame.0 >> HUGE_ORDER << HUGE_ORDER);
         let middle = FrameNo(first.0 + (1 << (HUGE_ORDER - 1)));
-        // Where there are smaller folios one of them begins in the middle.
+        // If there are smaller folios, one of them begins in the middle.
         Ok(self.flags(first)? & COMPOUND_HEAD != 0 && self.flags(middle)? & COMPOUND_TAIL != 0)
     }
 
-    /// Of `frames`, those that are part of a folio of more than a page. Frames that follow one another
-    /// are asked about together.
+    /// Those of `frames` that are part of a folio of more than one page. Adjacent frames are read
+    /// together.
     ///
     /// # Errors
-    /// What reading says.
+    /// The error of reading.
     pub fn large_among(&self, frames: &[FrameNo]) -> io::Result<Vec<FrameNo>> {
         let mut large = Vec::new();
         let mut buffer = vec![0; frames.len() * ENTRY_BYTES];
@@ -87,24 +89,25 @@ impl PageFlags {
     /// The first frame of the folio that `frame` is part of.
     ///
     /// # Errors
-    /// What reading says.
+    /// The error of reading.
     pub fn head(&self, frame: FrameNo) -> io::Result<FrameNo> {
         if self.flags(frame)? & COMPOUND_TAIL == 0 {
             return Ok(frame);
         }
         for order in 1..=HUGE_ORDER {
             let first = FrameNo(frame.0 >> order << order);
-            // Between it and the frame there are tails only, or a smaller order had found its head.
+            // Between it and the frame are only tails, or a smaller order would have found its
+            // head.
             if self.flags(first)? & COMPOUND_HEAD != 0 {
                 return Ok(first);
             }
         }
-        // It was split while we looked.
+        // The folio was split meanwhile.
         Ok(frame)
     }
 }
 
-/// Where a frame's entry lies.
+/// Offset of a frame's entry.
 const fn at(frame: FrameNo) -> u64 {
     frame.0 * ENTRY_BYTES as u64
 }
@@ -114,7 +117,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// Folios of these orders, one after another from frame 0 on, as the kernel would tell of them.
+    /// Folios of these orders, one after another from frame 0 on, as the kernel would report them.
     fn host(orders: &[u32]) -> PageFlags {
         let mut file = tempfile::tempfile().unwrap();
         for order in orders {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`IdleBitmap`]: page frames marked idle, and which of them were used since.
+//! [`IdleBitmap`]: marks page frames as idle, and reports which were not used since.
 //!
-//! `/sys/kernel/mm/page_idle/bitmap` (`CONFIG_IDLE_PAGE_TRACKING`) has a bit for each page frame of the
-//! host. A one that is written marks the frame idle, and takes the accessed bits out of every page table
-//! that maps it, KVM's included; a zero that is written changes nothing. A bit that is read is one if
-//! the frame was marked and not used since by way of any page table, and not by `read` or `write`
-//! either. Of a large folio only the first frame has a bit
+//! `/sys/kernel/mm/page_idle/bitmap` (`CONFIG_IDLE_PAGE_TRACKING`) has a bit for each page frame of
+//! the host. Writing a one marks the frame idle, and clears the accessed bits in every page table
+//! that maps it, including KVM's; writing a zero changes nothing. A bit reads as one if the frame
+//! was marked and has not been used since, neither through a page table nor by `read` or `write`.
+//! Of a large folio only the first frame has a bit
 //! ([`PageFlags::head`](crate::page_flags::PageFlags::head)).
 //!
-//! The marks belong to the host: somebody else who marks frames takes our knowledge away. And the
-//! processor's buffers are not flushed, so a use soon after the mark may not be seen.
+//! The marks belong to the host: another program that marks frames destroys our information. And
+//! TLBs are not flushed, so a use soon after the mark may go unnoticed.
 
 use crate::page_flags::FrameNo;
 use std::fs::File;
@@ -21,25 +21,25 @@ const BITMAP: &str = "/sys/kernel/mm/page_idle/bitmap";
 const WORD_BYTES: usize = 8;
 const WORD_FRAMES: u64 = 64;
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub struct IdleBitmap {
     file: File,
 }
 
 impl IdleBitmap {
-    /// The host's.
+    /// Opens the host's bitmap.
     ///
     /// # Errors
-    /// `NotFound`: this kernel does not track idle pages. Others as `open` says.
+    /// `NotFound`: this kernel does not track idle pages. Otherwise the error of `open`.
     pub fn open() -> io::Result<Self> {
         Self::at(Path::new(BITMAP))
     }
 
-    /// One in a file that stands in for it.
+    /// Opens a file that stands in for it.
     ///
     /// # Errors
-    /// What `open` says.
+    /// The error of `open`.
     pub fn at(path: &Path) -> io::Result<Self> {
         let file = File::options().read(true).write(true).open(path)?;
         Ok(Self { file })
@@ -48,7 +48,7 @@ impl IdleBitmap {
     /// Marks `frames` idle.
     ///
     /// # Errors
-    /// What writing says; some may have been marked.
+    /// The error of writing; some frames may have been marked.
     pub fn mark(&self, frames: &[FrameNo]) -> io::Result<()> {
         for (word, bits) in words(frames) {
             self.file
@@ -57,10 +57,10 @@ impl IdleBitmap {
         Ok(())
     }
 
-    /// Those of `frames` that are idle still, ascending.
+    /// Those of `frames` that are still idle, ascending.
     ///
     /// # Errors
-    /// What reading says.
+    /// The error of reading.
     pub fn idle_among(&self, frames: &[FrameNo]) -> io::Result<Vec<FrameNo>> {
         let mut idle = Vec::new();
         for (word, bits) in words(frames) {
@@ -79,7 +79,7 @@ impl IdleBitmap {
     }
 }
 
-/// The words of the bitmap that `frames` lie in, ascending, and their bits.
+/// The words of the bitmap that contain `frames`, ascending, and their bits.
 fn words(frames: &[FrameNo]) -> Vec<(u64, u64)> {
     let mut sorted = frames.to_vec();
     sorted.sort_unstable();
@@ -108,7 +108,7 @@ mod tests {
         bitmap.mark(&frames).unwrap();
         let all = [0, 3, 63, 64, 127, 700].map(FrameNo);
         assert_eq!(bitmap.idle_among(&frames).unwrap(), all);
-        // Only those that are asked about.
+        // Only the requested frames.
         assert_eq!(
             bitmap.idle_among(&[FrameNo(64), FrameNo(65)]).unwrap(),
             [FrameNo(64)]

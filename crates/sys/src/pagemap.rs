@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Pagemap`]: which pages a process has in its page table at this moment.
+//! [`Pagemap`]: which pages a process currently has in its page table.
 //!
-//! *Present* here means mapped by that process; a page may well be in its file
-//! and in nobody's page table. The *swapped* bit (62) is also set by
-//! userfaultfd's write-protect markers, so it says nothing about swap.
+//! *Present* here means mapped by that process; a page may be in its file and in no page table.
+//! Write-protect markers of userfaultfd also set the *swapped* bit (62), so it says nothing about
+//! swap.
 //!
-//! # Two ways to ask
-//! `/proc/PID/pagemap` is read, eight bytes a page. Since Linux 6.7 the `PAGEMAP_SCAN` ioctl on the same
-//! file answers in runs, and tells 2 MiB translations from others. Which of them this kernel has is
-//! tried once ([`PagemapWay::of_this_kernel`]). Microseconds a section of 512 pages (Linux 6.18):
+//! # Two ways to query
+//! `/proc/PID/pagemap` is read, eight bytes a page. Since Linux 6.7 the `PAGEMAP_SCAN` ioctl on the
+//! same file returns runs, and distinguishes 2 MiB translations. [`PagemapWay::of_this_kernel`]
+//! determines once which of them this kernel has. Microseconds for a section of 512 pages (Linux
+//! 6.18):
 //!
 //! | | nothing mapped | all mapped | every second page |
 //! |---|---|---|---|
@@ -17,7 +18,7 @@
 //! | pagemap, entry by entry for 16 of them | 8 | 9 | 10 |
 //! | `PAGEMAP_SCAN` for each of 16 | 8 | 9 | 10 |
 //!
-//! So a scan of the whole section is the cheapest answer to any question about some of its pages, too.
+//! So a scan of the whole section is also the cheapest way to query some of its pages.
 #![expect(unsafe_code, reason = "PAGEMAP_SCAN has no safe wrapper")]
 
 use crate::page_flags::{FrameNo, PageFlags};
@@ -28,18 +29,18 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
 
-/// Entries read at a time: the kernel itself walks 2 MiB at a time.
+/// Entries per read: the kernel itself walks 2 MiB at a time.
 const CHUNK_ENTRIES: usize = 512;
 const ENTRY_BYTES: usize = 8;
-/// Pages of what one translation can map at most.
+/// Most pages that one translation can map.
 const HUGE_PAGES: u64 = 512;
-/// Bits of an entry that hold the page frame, of a page that is present.
+/// Bits of a present page's entry that hold its page frame.
 const FRAME_BITS: u64 = (1 << 55) - 1;
 /// `PAGEMAP_SCAN`: `_IOWR('f', 16, struct pm_scan_arg)`.
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 const PAGE_IS_PRESENT: u64 = 1 << 3;
 const PAGE_IS_HUGE: u64 = 1 << 6;
-/// Runs that one scan returns: of a section, more there cannot be.
+/// Most runs that one scan returns: a section cannot have more.
 const SCAN_RUNS: usize = 256;
 
 /// `struct pm_scan_arg`.
@@ -97,22 +98,22 @@ pub enum PagemapError {
     Gone,
 }
 
-/// How a page table is read. See the module.
+/// How a page table is read. See the module documentation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PagemapWay {
-    /// By the ioctl, in runs.
+    /// With the ioctl, in runs.
     Scan,
     /// Entry by entry.
     Read,
 }
 
 impl PagemapWay {
-    /// The best that this kernel has. Tried once.
+    /// The best way that this kernel supports. Determined once.
     #[must_use]
     pub fn of_this_kernel() -> Self {
         static WAY: OnceLock<PagemapWay> = OnceLock::new();
         *WAY.get_or_init(|| {
-            // Of a page of our own: this very static.
+            // On a page of our own: the one that holds this static.
             let here = Hva(std::ptr::from_ref(&WAY).addr() as u64 & !(PAGE_BYTES - 1));
             let tried = Pagemap::of_self().map(|map| map.scan(here, 1, |_| ()));
             match tried {
@@ -137,18 +138,18 @@ impl PagemapWay {
 pub enum Translation {
     /// 4 KiB each.
     Page,
-    /// One of 2 MiB; or, as the pagemap cannot tell, 512 that map such a page.
+    /// One of 2 MiB; or 512 that map such a page, which the pagemap cannot distinguish.
     Huge,
 }
 
-/// Pages that are mapped, one after another.
+/// A run of mapped pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MappedRun {
-    /// Position of the first.
+    /// Position of the first page.
     pub first: u64,
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
-    /// By what.
+    /// Their translations.
     pub by: Translation,
 }
 
@@ -156,11 +157,11 @@ pub struct MappedRun {
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
-    /// Where frames tell whether they are part of a huge page; none where we may not ask.
+    /// Tells whether a frame is part of a huge page; `None` without the privilege.
     flags: Option<PageFlags>,
 }
 
-/// What the page table says about one page.
+/// The page table's information about one page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PagemapEntry(u64);
 
@@ -177,7 +178,7 @@ impl PagemapEntry {
         self.0 >> 57 & 1 != 0
     }
 
-    /// The page's frame, if it is present and we may know it (`CAP_SYS_ADMIN`).
+    /// The page's frame, if the page is present and we have the privilege (`CAP_SYS_ADMIN`).
     #[must_use]
     pub const fn frame(self) -> Option<FrameNo> {
         let frame = self.0 & FRAME_BITS;
@@ -217,10 +218,10 @@ impl Pagemap {
     }
 
     /// Calls `see` for each run of mapped pages among the `pages` pages from `start` on, ascending.
-    /// Neighbours may come as runs of their own.
+    /// Adjacent runs may be reported separately.
     ///
     /// # Errors
-    /// [`PagemapError::Gone`] or [`PagemapError::Read`]; some runs may have been seen.
+    /// [`PagemapError::Gone`] or [`PagemapError::Read`]; some runs may have been reported.
     pub fn mapped_runs(
         &self,
         start: Hva,
@@ -270,14 +271,14 @@ impl Pagemap {
             }
             from = walked.max(from + PAGE_BYTES);
         }
-        // Of a process that has ended nothing is mapped; only a read tells that it has.
+        // A process that has ended maps nothing; only a read reports that it has ended.
         if found == 0 && pages > 0 {
             self.visit(start, 1, |_, _| ())?;
         }
         Ok(())
     }
 
-    /// Number of runs, and where the walk ended.
+    /// Number of runs, and the end of the walk.
     fn scan_once(
         &self,
         range: std::ops::Range<u64>,
@@ -293,10 +294,10 @@ impl Pagemap {
             return_mask: PAGE_IS_PRESENT | PAGE_IS_HUGE,
             ..ScanArgument::default()
         };
-        // SAFETY: the request is the one of this structure, which lives through the call and is
-        // laid out as the kernel's; the kernel writes at most `vector_len` runs into `runs`, of
-        // the kernel's layout too, and into nothing else. No flag is set, so nothing is changed
-        // in the process that is looked at.
+        // SAFETY: the request matches this structure, which lives through the call and has the
+        // kernel's layout; the kernel writes at most `vector_len` runs into `runs`, which has the
+        // kernel's layout too, and nothing else. No flag is set, so nothing changes in the examined
+        // process.
         let count = unsafe {
             libc::ioctl(
                 self.file.as_raw_fd(),
@@ -327,7 +328,7 @@ impl Pagemap {
                 }
             }
         };
-        // What a translation of 2 MiB could map is looked at as a whole.
+        // The range of a possible 2 MiB translation is examined as a whole.
         let mut done = 0;
         let mut entries = Vec::with_capacity(CHUNK_ENTRIES);
         while done < pages {
@@ -371,7 +372,7 @@ impl Pagemap {
     /// Calls `see(position, entry)` for each of `pages` pages from `start` on.
     ///
     /// # Errors
-    /// [`PagemapError::Gone`] or [`PagemapError::Read`]; some pages may have been seen.
+    /// [`PagemapError::Gone`] or [`PagemapError::Read`]; some pages may have been reported.
     pub fn visit(
         &self,
         start: Hva,
@@ -385,7 +386,7 @@ impl Pagemap {
             let wanted = &mut buffer[..count * ENTRY_BYTES];
             let at = (start.0 >> PAGE_SHIFT) + done;
             let got = match self.file.read_at(wanted, at * ENTRY_BYTES as u64) {
-                // The file of a process whose memory is gone is empty.
+                // After the process has lost its memory, this file is empty.
                 Ok(0) => return Err(PagemapError::Gone),
                 Ok(got) => got,
                 Err(e) if e.raw_os_error() == Some(libc::ESRCH) => return Err(PagemapError::Gone),
@@ -406,7 +407,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Number of the `pages` pages from `start` on that are mapped.
+    /// Number of mapped pages among the `pages` pages from `start` on.
     ///
     /// # Errors
     /// As [`Pagemap::mapped_runs`].
@@ -442,7 +443,7 @@ mod tests {
             }
         })
         .unwrap();
-        // Huge pages may have brought neighbours along; the touched ones must be there.
+        // Huge pages may have mapped adjacent pages; the touched ones must be there.
         for page in [0, 511, 512, 1199] {
             assert!(seen.contains(&page), "{page} in {seen:?}");
         }
@@ -477,7 +478,7 @@ mod tests {
         let map = Pagemap::of_self().unwrap();
         let [scanned, read] = both(&map, base, PAGES);
         assert!(scanned.is_empty() && read.is_empty(), "absent");
-        // Pages in a row, alone, at both ends; more runs than one call tells.
+        // Pages in a row, alone, and at both ends; more runs than one call returns.
         let mapped = |page: u64| {
             page < 3 || page == 1023 || (100..900).contains(&page) && page.is_multiple_of(2)
         };
@@ -503,7 +504,7 @@ mod tests {
         let [scanned, read] = both(&map, Hva(base.0 + PAGE_BYTES), 200);
         assert_eq!(pages_of(&scanned), pages_of(&read));
         assert_eq!(pages_of(&read)[..2], [0, 1]);
-        // In the file and in no page table.
+        // In the file, but in no page table.
         mapping.drop_translations(0, 3 * PAGE_BYTES).unwrap();
         assert!(file.is_data(0).unwrap());
         let [scanned, read] = both(&map, base, 512);
@@ -556,7 +557,7 @@ mod tests {
         assert_eq!(read, [kept]);
     }
 
-    /// A tmpfs whose files are in huge pages, whatever the host's setting; unmounted on drop.
+    /// A tmpfs with huge pages, whatever the host's setting; unmounted on drop.
     struct HugeMount(tempfile::TempDir);
 
     impl HugeMount {
@@ -672,7 +673,7 @@ mod tests {
             eprintln!("SKIPPED: no huge page was free");
             return;
         }
-        // A pipe holds the first page of it.
+        // A pipe holds the first of its pages.
         let (_from, to) = std::io::pipe().unwrap();
         let mut first = 0;
         let held = splice(
@@ -686,7 +687,7 @@ mod tests {
         assert_eq!(held.unwrap(), 4096);
         let at = 100 * PAGE_BYTES;
         guest.punch(at, PAGE_BYTES).unwrap();
-        // Whoever relies on a page being gone when it was punched reads this:
+        // Code that relies on a punched page being gone reads this:
         assert!(
             guest.is_data(at).unwrap(),
             "this kernel takes parts of held pages away"
@@ -698,7 +699,7 @@ mod tests {
         let mut byte = [1];
         guest.read_at(at, &mut byte).unwrap();
         assert_eq!(byte, [0]);
-        // As a whole it goes, held or not.
+        // As a whole it goes, whether it is held or not.
         guest.punch(0, BYTES).unwrap();
         assert_eq!(guest.present_runs(0, BYTES).unwrap(), []);
     }

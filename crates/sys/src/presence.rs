@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which pages of a part of a RAM file are in memory, at the price of that part
+//! Which pages of a part of a RAM file are in memory, at a cost that depends only on that part
 //! ([`GuestFile::present_runs`]).
 //!
 //! # Idea
-//! `lseek(SEEK_DATA)` says whether a page is there, and from a hole where the next page is that is
-//! there. The other half of the question, where such pages end, it cannot be asked: `SEEK_HOLE`
-//! goes on to the next hole, and in dense RAM that is the end of the file, a thousandth of a second
-//! for each 100 MiB. Asked once a section that is the square of the RAM.
+//! `lseek(SEEK_DATA)` says whether a page is present, and from a hole, where the next present page
+//! is. It does not say where a run of present pages ends. `SEEK_HOLE` searches up to the next hole,
+//! and in dense RAM that is the end of the file: a millisecond for each 100 MiB. One such call per
+//! section costs the square of the RAM.
 //!
-//! `mincore` answers for a range and for no more, if nobody has touched the mapping it is asked of:
-//! then it looks up each page in the page cache. But it says *absent* of a page that the kernel has
-//! swapped out, and content would be lost if a caller believed that. So it is believed where it says
-//! *present*, and where it says *absent* `SEEK_DATA` has the last word:
+//! `mincore` covers a range and no more, if its mapping has never been touched: it then looks up
+//! each page in the page cache. But it reports a page that the kernel has swapped out as *absent*,
+//! and a caller that trusted this would lose content. So *present* is trusted, and *absent* is
+//! verified by `SEEK_DATA`:
 //!
 //! ```text
 //!   mincore      ■■■■■■■■····■■■■■■■■■■■··········
 //!   SEEK_DATA            └──►         └─────────► next page: behind the part
 //! ```
-//! One system call for a section that is all there, one more for each gap.
+//! This takes one system call for a section without gaps, and one more for each gap.
 //!
-//! `mincore` tells the truth only to those who own the file or may write it; to others it calls all
-//! present. Whoever is none of those asks `SEEK_DATA` for each page.
+//! `mincore` is accurate only for the owner of the file and for those who may write it; to others
+//! it reports all pages as present. In that case each page is queried by `SEEK_DATA`.
 //!
-//! # What each state of a page looks like
+//! # The states of a page
 //! | page | `mincore` | `SEEK_DATA` | here |
 //! |---|---|---|---|
 //! | never touched, punched, read by `pread` | absent | hole | absent |
@@ -44,23 +44,24 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 
-/// Pages that one call of `mincore` is asked for.
+/// Pages per call of `mincore`.
 const PAGES_PER_CALL: usize = 512;
 
-/// Our way of asking of one file.
+/// The means to query one file.
 #[derive(Debug)]
 pub(crate) struct Presence {
     untouched: Option<Untouched>,
 }
 
-/// A mapping of a file that nobody can touch.
+/// A mapping of a file that is never touched.
 #[derive(Debug)]
 struct Untouched {
     base: NonNull<u8>,
     bytes: u64,
 }
 
-// SAFETY: the mapping is never read or written, only named to the kernel; it goes with its owner.
+// SAFETY: the mapping is never read or written, only passed to the kernel; it is unmapped with its
+// owner.
 unsafe impl Send for Untouched {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Untouched {}
@@ -82,13 +83,13 @@ impl Untouched {
         };
         match mapped {
             Ok(base) => NonNull::new(base.cast::<u8>()).map(|base| Self { base, bytes }),
-            // No room among the addresses: then the file is asked page by page.
+            // No room in the address space: the file is then queried page by page.
             Err(_) => None,
         }
     }
 
-    /// Whether each of the pages at `offset` is in the page cache: bit 0 of a byte each. False if the
-    /// kernel does not say.
+    /// Writes for each of the pages at `offset` whether it is in the page cache: bit 0 of one byte
+    /// each. False if the kernel does not answer.
     fn ask(&self, offset: u64, pages: &mut [u8]) -> bool {
         let bytes = pages.len() as u64 * PAGE_BYTES;
         if offset
@@ -108,7 +109,7 @@ impl Untouched {
 
 impl Drop for Untouched {
     fn drop(&mut self) {
-        // SAFETY: the whole mapping, made by us, to which no reference exists.
+        // SAFETY: the whole mapping, created here, without references to it.
         let unmapped =
             unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), to_usize(self.bytes)) };
         debug_assert!(
@@ -119,10 +120,10 @@ impl Drop for Untouched {
 }
 
 impl Presence {
-    /// A way of asking of `file`, of as many bytes as it has now.
+    /// Prepares queries of `file`, for its current length.
     ///
     /// # Errors
-    /// What `fstat` says.
+    /// The error of `fstat`.
     pub fn of(file: &GuestFile) -> Result<Self, FileError> {
         let bytes = file.len_bytes()?;
         let untouched = match is_told_the_truth(file) && bytes > 0 {
@@ -132,11 +133,11 @@ impl Presence {
         Ok(Self { untouched })
     }
 
-    /// Maximal runs `(offset, bytes)` of pages of `file` that are there within
+    /// Maximal runs `(offset, bytes)` of pages of `file` that are present within
     /// `offset .. offset + len_bytes`, ascending; both are multiples of a page.
     ///
     /// # Errors
-    /// What `lseek` says.
+    /// The error of `lseek`.
     pub fn runs(
         &self,
         file: &GuestFile,
@@ -165,7 +166,7 @@ impl Presence {
     }
 }
 
-/// Takes the pages at `offset` that are surely there, and asks for the others.
+/// Takes the pages at `offset` that are certainly present, and queries the others.
 fn look(file: &GuestFile, offset: u64, pages: &[u8], runs: &mut Runs) -> Result<(), FileError> {
     let is_there = |page: usize| pages[page] & 1 != 0;
     let at = |page: usize| offset + page as u64 * PAGE_BYTES;
@@ -178,8 +179,8 @@ fn look(file: &GuestFile, offset: u64, pages: &[u8], runs: &mut Runs) -> Result<
         }
         let next = file.next_data(at(page))?;
         let Some(next) = next.filter(|next| *next < at(pages.len())) else {
-            // Nothing is there up to the next page that `mincore` has seen. Should that have gone
-            // meanwhile, it went before the caller looks at it.
+            // Nothing is present up to the next page that `mincore` reported. If that page has gone
+            // meanwhile, it went before the caller examines it.
             match (page..pages.len()).find(|page| is_there(*page)) {
                 Some(seen) => page = seen,
                 None => break,
@@ -187,7 +188,7 @@ fn look(file: &GuestFile, offset: u64, pages: &[u8], runs: &mut Runs) -> Result<
             continue;
         };
         let found = to_usize((next - offset) / PAGE_BYTES);
-        // One that `mincore` has seen in between, and that has gone since, does not count.
+        // A page in between that `mincore` reported, and that has gone since, does not count.
         if !is_there(found) {
             runs.add(at(found));
             page = found + 1;
@@ -198,7 +199,7 @@ fn look(file: &GuestFile, offset: u64, pages: &[u8], runs: &mut Runs) -> Result<
     Ok(())
 }
 
-/// Runs of pages, as they are found.
+/// Runs of pages, in the order in which they are found.
 #[derive(Debug, Default)]
 struct Runs(Vec<(u64, u64)>);
 
@@ -211,7 +212,7 @@ impl Runs {
     }
 }
 
-/// Whether `mincore` tells us the truth of a file, by the kernel's rule: owner, or may write it.
+/// Whether `mincore` is accurate for us on a file, by the kernel's rule: owner, or may write it.
 fn is_told_the_truth(file: &GuestFile) -> bool {
     let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
     rustix::fs::accessat(CWD, link, Access::WRITE_OK, AtFlags::EACCESS).is_ok()
@@ -234,7 +235,7 @@ mod tests {
         runs.iter().flat_map(pages).collect()
     }
 
-    /// What `SEEK_DATA` says of each page by itself.
+    /// The present pages, by `SEEK_DATA` for each page separately.
     fn by_seeking(file: &GuestFile, from: u64, count: u64) -> Vec<u64> {
         let is_data = |page: &u64| file.is_data(page * PAGE).unwrap();
         (from..from + count).filter(is_data).collect()
@@ -316,9 +317,9 @@ mod tests {
         assert!(beyond.is_empty());
     }
 
-    /// The look at a section must cost what the section costs. What counts is system calls, and how
-    /// far each of them goes; both show in CPU time, so a dense file 64 times as long must not make
-    /// it much longer.
+    /// A query of a section must cost only what the section costs. The cost is the number of system
+    /// calls and the range that each covers. Both show in CPU time, so a dense file 64 times as
+    /// long must not make it much longer.
     #[test]
     fn a_look_at_a_section_costs_no_more_in_a_longer_file() {
         const SECTION: u64 = 2 << 20;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`ProcessFd`]: another process, by a descriptor that can never come to mean a third one.
+//! [`ProcessFd`]: another process, by a descriptor that can never refer to a different one.
 #![expect(unsafe_code, reason = "process_madvise and kcmp have no safe wrapper")]
 
 use pagetide_addr::Hva;
@@ -8,12 +8,12 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Most ranges one `process_madvise` takes (`UIO_MAXIOV`).
+/// Most ranges of one `process_madvise` (`UIO_MAXIOV`).
 const RANGES_PER_CALL: usize = 1024;
 /// `kcmp`: do two processes share one address space?
 const KCMP_VM: libc::c_long = 1;
 
-/// Why something could not be done with another process.
+/// Why an operation on another process failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ProcessError {
     /// There is no such process (any more).
@@ -22,10 +22,10 @@ pub enum ProcessError {
         /// Its pid.
         pid: u32,
     },
-    /// We may not.
+    /// We are not allowed to.
     #[error("{operation} on process {pid} is not permitted: run as root, or with CAP_SYS_PTRACE")]
     NotPermitted {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// Its pid.
         pid: u32,
@@ -33,7 +33,7 @@ pub enum ProcessError {
     /// The kernel refused.
     #[error("{operation} on process {pid} failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// Its pid.
         pid: u32,
@@ -42,19 +42,20 @@ pub enum ProcessError {
     },
 }
 
-/// How a merge of small pages ended.
+/// Result of merging small pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Merge {
-    /// There is one huge page, and it is mapped as such where it was mapped before.
+    /// One huge page exists, and is mapped as such where it was mapped before.
     Done,
-    /// There is one huge page, if the kernel could have one here at all; it is not mapped by one
-    /// translation. So it answers for memory under a userfaultfd's write protection.
+    /// One huge page exists, if the kernel could create one here at all, but not mapped by one
+    /// translation. The kernel reports this for memory under a userfaultfd's write protection.
     NotMapped,
-    /// A page was missing or in use, or there is no memory for it.
+    /// A page was missing or in use, or no memory is available.
     NotNow,
 }
 
-/// A process held by a pidfd: its pid may be used again, this descriptor is not.
+/// A process held by a pidfd: its pid may be reused, the descriptor cannot refer to another
+/// process.
 #[derive(Debug)]
 pub struct ProcessFd {
     pid: Pid,
@@ -80,10 +81,10 @@ impl ProcessFd {
         Ok(Self { pid: id, fd })
     }
 
-    /// Another descriptor of the same process; unlike [`ProcessFd::open`] it can find no other.
+    /// Duplicates the descriptor; unlike [`ProcessFd::open`] it cannot find another process.
     ///
     /// # Errors
-    /// [`ProcessError::Kernel`] when this process has no descriptors left.
+    /// [`ProcessError::Kernel`] if this process has no descriptors left.
     pub fn try_clone(&self) -> Result<Self, ProcessError> {
         let fd = self.fd.try_clone();
         Ok(Self {
@@ -92,7 +93,7 @@ impl ProcessFd {
         })
     }
 
-    /// Sends a signal, to this process and never to one that got its pid later.
+    /// Sends a signal to this process, and never to one that got its pid later.
     ///
     /// # Errors
     /// [`ProcessError::NoSuchProcess`] once it has ended, [`ProcessError::NotPermitted`].
@@ -107,10 +108,10 @@ impl ProcessFd {
         self.pid.as_raw_nonzero().get().cast_unsigned()
     }
 
-    /// A descriptor of ours for what `number` is in the process.
+    /// Duplicates descriptor `number` of the process into ours.
     ///
     /// # Errors
-    /// [`ProcessError`]; `EBADF` when the process has no such descriptor.
+    /// [`ProcessError`]; `EBADF` if the process has no such descriptor.
     pub fn take_descriptor(&self, number: i32) -> Result<OwnedFd, ProcessError> {
         rustix::process::pidfd_getfd(&self.fd, number, PidfdGetfdFlags::empty())
             .map_err(|e| explain("pidfd_getfd", self.pid(), e.into()))
@@ -119,15 +120,15 @@ impl ProcessFd {
     /// True once the process has ended.
     ///
     /// # Errors
-    /// What `poll` says.
+    /// The error of `poll`.
     pub fn has_ended(&self) -> Result<bool, ProcessError> {
         self.ends_within(Duration::ZERO)
     }
 
-    /// Waits for its end, `time` at most. True if it has ended.
+    /// Waits at most `time` for its end. True if it has ended.
     ///
     /// # Errors
-    /// What `poll` says.
+    /// The error of `poll`.
     pub fn ends_within(&self, time: Duration) -> Result<bool, ProcessError> {
         let failed = |source| explain("poll of the pidfd", self.pid(), source);
         let deadline = Instant::now() + time;
@@ -143,9 +144,9 @@ impl ProcessFd {
         }
     }
 
-    /// Advises the kernel to page the ranges `(start, bytes)` out (`MADV_PAGEOUT`): the pages
-    /// leave every page table they are in and, where no swap can take them, stay in their file.
-    /// Returns the bytes advised.
+    /// Advises the kernel to page out the ranges `(start, bytes)` (`MADV_PAGEOUT`): the pages leave
+    /// every page table and, if there is no swap for them, stay in their file. Returns the bytes
+    /// advised.
     ///
     /// # Errors
     /// [`ProcessError`]; ranges before the one that failed have been advised.
@@ -154,7 +155,8 @@ impl ProcessFd {
         let mut vectors: Vec<libc::iovec> = ranges
             .iter()
             .map(|(start, bytes)| libc::iovec {
-                // An address of the other process: a number for the kernel, not a pointer here.
+                // An address of the other process: only a number for the kernel, not a pointer
+                // here.
                 iov_base: std::ptr::without_provenance_mut(crate::to_usize(start.0)),
                 iov_len: crate::to_usize(*bytes),
             })
@@ -178,11 +180,11 @@ impl ProcessFd {
         Ok(advised)
     }
 
-    /// Has the kernel make one huge page of the 2 MiB of shared memory at `start` (`MADV_COLLAPSE`,
-    /// Linux 6.1), all of which is in its file. The content stays.
+    /// Makes the kernel merge the 2 MiB of shared memory at `start`, all of which is in its file,
+    /// into one huge page (`MADV_COLLAPSE`, Linux 6.1). The content stays.
     ///
     /// # Errors
-    /// [`ProcessError`], if not for what [`Merge`] names.
+    /// [`ProcessError`], for anything that [`Merge`] does not name.
     pub fn merge(&self, start: Hva, len_bytes: u64) -> Result<Merge, ProcessError> {
         let vector = libc::iovec {
             iov_base: std::ptr::without_provenance_mut(crate::to_usize(start.0)),
@@ -254,7 +256,7 @@ pub fn same_address_space(one: u32, other: u32) -> Result<bool, ProcessError> {
     Ok(order == 0)
 }
 
-/// `pid` as rustix has it; `None` for 0 and for what no process can have.
+/// `pid` as rustix's type; `None` for 0 and for numbers no process can have.
 pub(crate) fn to_pid(pid: u32) -> Option<Pid> {
     i32::try_from(pid).map_or(None, Pid::from_raw)
 }
@@ -358,7 +360,7 @@ mod tests {
         let own = ProcessFd::open(std::process::id()).unwrap();
         let halves = [(base, BYTES / 2), (Hva(base.0 + BYTES / 2), BYTES / 2)];
         assert_eq!(own.page_out(&halves).unwrap(), BYTES);
-        // Some pages linger in per-CPU batches.
+        // Some pages stay in per-CPU batches.
         assert!(map.count_present(base, 1024).unwrap() < 256);
         assert_eq!(file.allocated_bytes().unwrap(), BYTES);
         let mut last = [0];

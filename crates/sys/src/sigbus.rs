@@ -1,36 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A mapping whose file is cut short under us, survived.
+//! Surviving a mapping whose file shrinks while we use it.
 //!
 //! # The danger
-//! A touch of mapped memory that its file cannot back is a `SIGBUS`, and that
-//! ends the process. The owner of guest RAM can bring it about at any time: it
-//! truncates a file that takes no seals, or fills the tmpfs that the file is
-//! sparse on. A failed memory module does the same.
+//! An access to mapped memory that its file cannot back raises `SIGBUS`, which ends the process.
+//! The owner of guest RAM can cause this at any time: by truncating a file that accepts no seals,
+//! or by filling the tmpfs on which the file is sparse. A failed memory module does the same.
 //!
-//! # What is done
-//! A mapping of guest RAM is *guarded*: its range stands in a list that the
-//! signal handler reads. A `SIGBUS` at an address of the list marks the range
-//! as lost, maps anonymous zeros over all of it, and returns, so that whatever
-//! was touched reads as zeros. Nobody but the user of that one range notices.
-//! The user looks at [`Guard::is_lost`] before it believes what it has read, and
-//! gives the memory up. Any other `SIGBUS` goes to the handler that was there
-//! before (Rust's, which lets the process end).
+//! # Handling
+//! A mapping of guest RAM is *guarded*: its range is in a list that the signal handler reads. On a
+//! `SIGBUS` at an address in the list, the handler marks the range as lost, maps anonymous zeros
+//! over all of it, and returns, so that the access reads zeros. Only the user of that range is
+//! affected. The user checks [`Guard::is_lost`] before it trusts data it has read, and gives the
+//! memory up. Any other `SIGBUS` goes to the previous handler (Rust's, which lets the process end).
 //!
-//! All of the range is replaced, not the one page: a range of huge pages
-//! cannot be replaced in part, and a user that has lost one page is to touch no
-//! other.
+//! The whole range is replaced, not one page: a range of huge pages cannot be replaced in part, and
+//! a user that has lost one page must not touch any other.
 //!
 //! # The list
 //! ```text
 //!   HEAD ─► Entry ─► Entry ─► … ─► null      entries are never freed, only used again
 //! ```
-//! The handler may run at any instant on any thread, so it takes no lock: it
-//! walks the list by atomic loads. Writers exclude one another by a mutex. A
-//! range is published by its length: zero while start and length do not belong
-//! together. A thread that faults in a range holds a borrow of the mapping, so
-//! its own entry does not change under it; entries that do change belong to
-//! others, and the second look at the length keeps a mixture of old and new
-//! from being taken for a range.
+//! The handler may run at any time on any thread, so it takes no lock: it walks the list with
+//! atomic loads. A mutex serializes writers. The length publishes a range: it is zero while start
+//! and length do not match. A thread that faults in a range holds a borrow of the mapping, so its
+//! own entry does not change. Entries that do change belong to others, and the second check of the
+//! length prevents a mixture of old and new from being taken for a range.
 #![expect(
     unsafe_code,
     reason = "signal handlers are installed by sigaction, and memory is mapped over a faulting range"
@@ -49,23 +43,23 @@ use std::{
 #[derive(Debug)]
 struct Entry {
     start: AtomicUsize,
-    /// Zero: the entry is free, or about to change.
+    /// Zero: the entry is free, or is about to change.
     len: AtomicUsize,
     lost: AtomicBool,
     /// Set before the entry is published, then constant.
     next: *const Entry,
 }
 
-// SAFETY: `next` points to an entry that is never freed, and is constant after publication; all else
-// is atomic.
+// SAFETY: `next` points to an entry that is never freed, and is constant after publication; all
+// other fields are atomic.
 unsafe impl Sync for Entry {}
 
 static HEAD: AtomicPtr<Entry> = AtomicPtr::new(null_mut());
 static WRITERS: Mutex<()> = Mutex::new(());
-/// What handled `SIGBUS` before us; `None` if ours could not be installed.
+/// The previous `SIGBUS` handler; `None` if ours could not be installed.
 static BEFORE: OnceLock<Option<libc::sigaction>> = OnceLock::new();
 
-/// A range of memory that is guarded as long as this lives.
+/// A range of memory that is guarded while this lives.
 #[derive(Debug)]
 pub(crate) struct Guard {
     entry: &'static Entry,
@@ -75,9 +69,9 @@ impl Guard {
     /// Guards `len` bytes at `start`, both multiples of the page size of the mapping there.
     ///
     /// # Safety
-    /// The range is one mapping of the caller's, made by `mmap`, in which no reference to plain
-    /// memory is ever made: it may be replaced by zeros at any time. It must stay mapped until the
-    /// guard is dropped.
+    /// The range is one mapping of the caller's, created by `mmap`, to which no reference to plain
+    /// memory is ever created: it may be replaced by zeros at any time. It must stay mapped until
+    /// the guard is dropped.
     pub unsafe fn new(start: usize, len: usize) -> io::Result<Self> {
         install()?;
         let _writers = WRITERS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,8 +83,8 @@ impl Guard {
         Ok(Self { entry })
     }
 
-    /// True once part of the range could not be backed by its file: what was read from it since is
-    /// not what its owner wrote.
+    /// True once part of the range could not be backed by its file: data read from it since is not
+    /// what its owner wrote.
     #[inline]
     pub fn is_lost(&self) -> bool {
         self.entry.lost.load(Ordering::Acquire)
@@ -107,7 +101,7 @@ impl Drop for Guard {
 fn entries() -> impl Iterator<Item = &'static Entry> {
     let mut next: *const Entry = HEAD.load(Ordering::Acquire);
     std::iter::from_fn(move || {
-        // SAFETY: entries are leaked boxes: a pointer to one is null or valid for ever.
+        // SAFETY: entries are leaked boxes: a pointer to one is null or valid forever.
         let entry = unsafe { next.as_ref() }?;
         next = entry.next;
         Some(entry)
@@ -118,7 +112,7 @@ fn free_entry() -> Option<&'static Entry> {
     entries().find(|entry| entry.len.load(Ordering::Relaxed) == 0)
 }
 
-/// To be called by one writer at a time.
+/// Call this from one writer at a time.
 fn new_entry() -> &'static Entry {
     let entry = Box::leak(Box::new(Entry {
         start: AtomicUsize::new(0),
@@ -126,12 +120,12 @@ fn new_entry() -> &'static Entry {
         lost: AtomicBool::new(false),
         next: HEAD.load(Ordering::Relaxed),
     }));
-    // Pairs with the Acquire in `entries`: `next` is seen by whoever sees the entry.
+    // Pairs with the Acquire in `entries`: a reader that sees the entry also sees `next`.
     HEAD.store(entry, Ordering::Release);
     entry
 }
 
-/// The guarded range that holds `address`: the entry, its start and its length.
+/// The guarded range that contains `address`: the entry, its start and its length.
 fn find(address: usize) -> Option<(&'static Entry, usize, usize)> {
     entries().find_map(|entry| {
         let len = entry.len.load(Ordering::Acquire);
@@ -148,7 +142,7 @@ fn install() -> io::Result<()> {
         let mut before = MaybeUninit::<libc::sigaction>::zeroed();
         let handler: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) = on_sigbus;
         // SAFETY: zeros are a valid `sigaction` with an empty mask; the handler has the signature
-        // that SA_SIGINFO asks for and calls nothing that is unsafe in a signal handler.
+        // that SA_SIGINFO requires and calls nothing that is unsafe in a signal handler.
         let done = unsafe {
             (*action.as_mut_ptr()).sa_sigaction = handler as usize;
             (*action.as_mut_ptr()).sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
@@ -163,14 +157,15 @@ fn install() -> io::Result<()> {
     }
 }
 
-/// Runs on the thread that touched the memory, in the middle of whatever it did: only atomic loads,
-/// stores and system calls.
+/// Runs on the thread that touched the memory, at an arbitrary point: only atomic loads, stores and
+/// system calls are allowed.
 extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a valid siginfo to a handler with SA_SIGINFO; `si_addr` is defined for
-    // SIGBUS.
+    // SAFETY: the kernel passes a valid siginfo to a handler with SA_SIGINFO; `si_addr` is defined
+    // for SIGBUS.
     let address = unsafe { (*info).si_addr() } as usize;
     if let Some((entry, start, len)) = find(address) {
-        // Before the zeros are there, so that whoever has read one of them finds the mark.
+        // Before the zeros are mapped, so that a thread that has read one of them finds the range
+        // lost.
         entry.lost.store(true, Ordering::SeqCst);
         if map_zeros(start, len) {
             return;
@@ -180,10 +175,10 @@ extern "C" fn on_sigbus(signal: i32, info: *mut libc::siginfo_t, context: *mut l
 }
 
 fn map_zeros(start: usize, len: usize) -> bool {
-    // SAFETY: `errno` is this thread's own; the interrupted code must find it as it was.
+    // SAFETY: `errno` belongs to this thread; the interrupted code must find it unchanged.
     let errno = unsafe { *libc::__errno_location() };
-    // SAFETY: the range is one mapping whose owner has agreed, by `Guard::new`, to its being
-    // replaced, and keeps it mapped while a thread can fault in it.
+    // SAFETY: the range is one mapping whose owner has agreed, by `Guard::new`, to its replacement,
+    // and keeps it mapped while a thread can fault in it.
     let mapped = unsafe {
         libc::mmap(
             start as *mut libc::c_void,
@@ -199,7 +194,7 @@ fn map_zeros(start: usize, len: usize) -> bool {
     mapped != libc::MAP_FAILED
 }
 
-/// Does what would have been done without us.
+/// Does what would have happened without us.
 fn hand_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let before = BEFORE.get().and_then(Option::as_ref);
     match before {
@@ -207,14 +202,14 @@ fn hand_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) 
             if before.sa_sigaction != libc::SIG_DFL && before.sa_sigaction != libc::SIG_IGN =>
         {
             if before.sa_flags & libc::SA_SIGINFO == 0 {
-                // SAFETY: a handler installed without SA_SIGINFO takes the number alone.
+                // SAFETY: a handler installed without SA_SIGINFO takes only the number.
                 let handler = unsafe {
                     std::mem::transmute::<usize, extern "C" fn(i32)>(before.sa_sigaction)
                 };
                 handler(signal);
             } else {
                 // SAFETY: a handler installed with SA_SIGINFO has this signature, and gets what the
-                // kernel gave us.
+                // kernel passed to us.
                 let handler = unsafe {
                     std::mem::transmute::<
                         usize,
@@ -224,7 +219,7 @@ fn hand_on(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) 
                 handler(signal, info, context);
             }
         }
-        // The instruction is run again, faults again, and ends the process.
+        // The instruction is executed again, faults again, and ends the process.
         _ => {
             // SAFETY: zeros with SIG_DFL are a valid action; sigaction may be called in a handler.
             unsafe {

@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`EventSignal`]: an eventfd that belongs to somebody else, signalled without ever waiting.
+//! [`EventSignal`]: an eventfd of a peer, signalled without ever blocking.
 //!
 //! # Why not `write`
-//! The peer of a vhost-user connection shares the open file of every eventfd it
-//! gives us. It can leave the counter at its maximum and clear `O_NONBLOCK`, at
-//! any time; a `write` then sleeps until somebody reads, and the peer need not.
-//! `pwritev2(RWF_NOWAIT)` is not supported on eventfds. A thread that serves
-//! several tenants must not be held like that.
+//! The peer of a vhost-user connection shares the open file of every eventfd that it passes to us.
+//! At any time it can leave the counter at its maximum and clear `O_NONBLOCK`. A `write` then
+//! sleeps until a read, which the peer need not do. `pwritev2(RWF_NOWAIT)` is not supported on
+//! eventfds. A thread that serves several tenants must not be blocked like that.
 //!
-//! # What is done
-//! The kernel's own signal (`eventfd_signal`) adds to the counter, stops at its
-//! maximum, and never sleeps. An io_uring signals its *registered* eventfd in
-//! this way whenever it posts a completion. So each [`EventSignal`] has a ring
-//! of one entry with the peer's eventfd registered, and a signal is one no-op
-//! submitted to it. Registering fails for a file that is not an eventfd, which
-//! proves on the way what the peer has sent.
+//! # Solution
+//! The kernel's own signal (`eventfd_signal`) adds to the counter, stops at its maximum, and never
+//! sleeps. An io_uring signals its *registered* eventfd in this way whenever it posts a completion.
+//! So each [`EventSignal`] has a ring of one entry with the peer's eventfd registered, and a signal
+//! is one no-op submitted to it. Registering fails for a file that is not an eventfd, so it also
+//! checks the peer's descriptor.
 #![expect(
     unsafe_code,
     reason = "pushing an entry to a submission queue is unsafe"
@@ -32,17 +30,17 @@ const ENTRIES: u32 = 1;
 /// Why an eventfd cannot be signalled.
 #[derive(Debug, thiserror::Error)]
 pub enum SignalError {
-    /// The descriptor is of another kind.
+    /// The descriptor is not an eventfd.
     #[error("the descriptor is not an eventfd")]
     NotAnEventfd,
-    /// No ring can be made.
+    /// No ring could be created.
     #[error("no io_uring to signal an eventfd with: {0}")]
     Kernel(io::Error),
 }
 
-/// The right to signal an eventfd of somebody else.
+/// The right to signal an eventfd of a peer.
 pub struct EventSignal {
-    /// Boxed: it is some hundred bytes, and is handed from thread to thread.
+    /// Boxed, because it is some hundred bytes and moves between threads.
     ring: Box<IoUring>,
 }
 
@@ -74,13 +72,13 @@ impl EventSignal {
         }
     }
 
-    /// Adds one to the counter, or leaves it at its maximum. Wakes whoever waits for the eventfd in
+    /// Adds one to the counter, or leaves it at its maximum. Wakes the waiters of the eventfd in
     /// either case.
     ///
     /// # Errors
-    /// What the ring says; the signal was then not sent.
+    /// The ring's error; the signal was then not sent.
     pub fn signal(&mut self) -> io::Result<()> {
-        // A completion that an interrupted call has left behind.
+        // Completions left behind by an interrupted call.
         self.forget_completions();
         let entry = opcode::Nop::new().build();
         if self.ring.submission().is_empty() {
@@ -88,7 +86,7 @@ impl EventSignal {
             unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
         }
         loop {
-            // A no-op completes while it is submitted, so there is nothing to wait for.
+            // A no-op completes during its submission, so there is nothing to wait for.
             match self.ring.submit() {
                 Ok(_) => break,
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
@@ -107,7 +105,7 @@ impl EventSignal {
 /// True if `event` is an eventfd.
 ///
 /// # Errors
-/// [`SignalError::Kernel`]: it cannot be told.
+/// [`SignalError::Kernel`] if this cannot be determined.
 pub fn is_eventfd(event: BorrowedFd<'_>) -> Result<bool, SignalError> {
     match EventSignal::new(event) {
         Ok(_) => Ok(true),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A Unix socket that one peer at a time connects to: bound, looked at, hung up on.
+//! A Unix socket for one peer at a time: binding, examining, hanging up.
 //!
-//! Who may connect is settled before anybody can: the socket is bound, gets its
-//! owner and its mode, and only then listens. Until that last step a connection
-//! is refused whatever the mode is.
+//! Access is settled before a connection is possible: the socket is bound, gets its owner and its
+//! mode, and only then listens. Before that last step every connection is refused, whatever the
+//! mode is.
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -23,13 +23,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why nobody can listen at a path.
+/// Why it is not possible to listen at a path.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Somebody else listens there.
+    /// Another process listens there.
     #[error("socket {0} is in use by another process; choose another path or stop that process")]
     InUse(PathBuf),
-    /// The path is taken by something that is no socket.
+    /// The path is taken by something other than a socket.
     #[error("{0} exists and is not a socket; remove it or choose another path")]
     NotASocket(PathBuf),
     /// The kernel refused.
@@ -42,19 +42,20 @@ pub enum SocketError {
     },
 }
 
-/// Connections that may wait to be accepted: others try again.
+/// Connections that may wait to be accepted; further ones must retry.
 const BACKLOG: i32 = 128;
-/// Mode of a socket that was given an owner or a group and no mode: those two may connect.
+/// Mode of a socket that was given an owner or a group but no mode: those two may connect.
 const MODE_OF_OWNED: u32 = 0o660;
 
-/// Who may connect to a socket: to whom it belongs, and its mode.
+/// Who may connect to a socket: its owner, group and mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SocketAccess {
-    /// User number; who binds it, without one.
+    /// User number; `None` means that of the process that binds it.
     pub owner: Option<u32>,
-    /// Group number; that of who binds it, without one.
+    /// Group number; `None` means that of the process that binds it.
     pub group: Option<u32>,
-    /// Permission bits; without them 0660 if an owner or a group is given, else as the umask has it.
+    /// Permission bits; `None` means 0660 if an owner or a group is given, else according to the
+    /// umask.
     pub mode: Option<u32>,
 }
 
@@ -66,7 +67,7 @@ impl SocketAccess {
     }
 }
 
-/// Listens, without blocking, and clears away a socket that nobody listens on any more.
+/// Listens, without blocking, and removes a stale socket on which nothing listens any more.
 ///
 /// # Errors
 /// [`SocketError`].
@@ -74,7 +75,7 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
     bind_for(path, SocketAccess::default())
 }
 
-/// The same; nobody but those of `access` can connect at any time.
+/// The same; at no time can anyone connect but those allowed by `access`.
 ///
 /// # Errors
 /// [`SocketError`].
@@ -89,7 +90,7 @@ pub fn bind_for(path: &Path, access: SocketAccess) -> Result<UnixListener, Socke
         }
         Ok(_) => match UnixStream::connect(path) {
             Ok(_) => return Err(SocketError::InUse(path.to_owned())),
-            // Left by a daemon that was killed.
+            // Left by a killed daemon.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 std::fs::remove_file(path).map_err(failed)?;
             }
@@ -102,7 +103,7 @@ pub fn bind_for(path: &Path, access: SocketAccess) -> Result<UnixListener, Socke
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
         .map_err(|error| failed(error.into()))?;
     if access.mode().is_some() {
-        // The file is made with the bits that the socket has (Linux): so it can be told below.
+        // The file gets the permission bits of the socket (Linux), so it can be recognized below.
         rustix::fs::fchmod(&socket, Mode::empty()).map_err(|error| failed(error.into()))?;
     }
     let address = SocketAddrUnix::new(path).map_err(|error| failed(error.into()))?;
@@ -116,10 +117,10 @@ pub fn bind_for(path: &Path, access: SocketAccess) -> Result<UnixListener, Socke
     Ok(UnixListener::from(socket))
 }
 
-/// Gives the socket file at `path`, which nobody listens on yet, its owner and its mode.
+/// Gives the socket file at `path`, on which nothing listens yet, its owner and its mode.
 ///
-/// Whoever may write to the folder can put another file in its place meanwhile, so the file is
-/// opened first, and must be a socket without any permission: we have just made it so.
+/// A process that may write to the folder can put another file in its place meanwhile. So the file
+/// is opened first, and must be a socket without any permissions: we have just set none.
 fn give_to(path: &Path, access: SocketAccess) -> io::Result<()> {
     let Some(mode) = access.mode() else {
         return Ok(());
@@ -143,12 +144,13 @@ fn give_to(path: &Path, access: SocketAccess) -> io::Result<()> {
             io::Error::new(error.kind(), format!("its owner cannot be set: {error}"))
         })?;
     }
-    // chmod(2) takes no descriptor of a file that is not open for I/O, but its name in /proc.
+    // chmod(2) takes no descriptor of a file that is not open for I/O, but accepts its name in
+    // /proc.
     let name = format!("/proc/self/fd/{}", file.as_raw_fd());
     Ok(rustix::fs::chmod(name, mode)?)
 }
 
-/// True if the peer has closed the connection, whatever of it is still to be read.
+/// True if the peer has closed the connection, even if data is still to be read.
 #[must_use]
 pub fn has_hung_up(stream: &UnixStream) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(
@@ -162,10 +164,10 @@ pub fn has_hung_up(stream: &UnixStream) -> bool {
     poll(&mut polled, Some(&now)).is_ok_and(|_| !polled[0].revents().is_empty())
 }
 
-/// Hangs up, whoever else has a copy of the descriptor.
+/// Hangs up, even if other copies of the descriptor exist.
 ///
 /// # Errors
-/// What the kernel says; that the peer was quicker is none.
+/// The kernel's error; it is no error if the peer was faster.
 pub fn hang_up(stream: &UnixStream) -> io::Result<()> {
     match stream.shutdown(Shutdown::Both) {
         Err(error) if error.kind() != io::ErrorKind::NotConnected => Err(error),

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Userfaultfd`]: faults of an address space as messages, and the ioctls that answer them.
 //!
-//! A userfaultfd belongs to the address space it was made in, wherever the
-//! descriptor is held: all addresses here are of *that* process. Features are
-//! fixed for life by the first `UFFDIO_API`, so whatever a later version may
-//! want is asked for at once; `EVENT_` features are never asked for, because
-//! their unread events block `munmap` and `madvise` in the target.
+//! A userfaultfd belongs to the address space in which it was created, wherever the descriptor is
+//! held: all addresses here are of *that* process. The first `UFFDIO_API` fixes the features for
+//! good, so it requests everything that a later version may want. `EVENT_` features are never
+//! requested, because their unread events block `munmap` and `madvise` in the target.
 //!
-//! A message is only a hint: between the fault and the answer anything may have
-//! happened to the page. The answer of each ioctl is what counts:
+//! A message is only a hint: between the fault and the answer anything may have happened to the
+//! page. Only the result of each ioctl counts:
 //!
 //! ```text
 //!   copy, zeropage   Filled        the page is whole and its waiters are released
@@ -38,13 +37,13 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
 
-/// Messages read at a time.
+/// Messages per read.
 pub const EVENTS_PER_READ: usize = 16;
 
-/// Why a userfaultfd could not do what it was asked.
+/// Why a userfaultfd operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum UffdError {
-    /// We may not create one.
+    /// We are not allowed to create one.
     #[error(
         "creating a userfaultfd is not permitted (root, or access to /dev/userfaultfd, is needed): {source}"
     )]
@@ -66,7 +65,7 @@ pub enum UffdError {
     /// The kernel refused.
     #[error("{operation} at {start}, {len_bytes} bytes, failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// First address.
         start: Hva,
@@ -77,7 +76,7 @@ pub enum UffdError {
     },
 }
 
-/// What a range is watched for.
+/// The faults for which a range is watched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Watch {
     /// Accesses to absent pages.
@@ -86,40 +85,40 @@ pub enum Watch {
     MissingAndWriteProtected,
 }
 
-/// Whether writes are to fault.
+/// Whether writes fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum WriteProtection {
     /// They fault from now on.
     On,
-    /// They are allowed, and whoever waits for that is released.
+    /// They are allowed, and threads blocked in one are woken.
     Off,
 }
 
-/// What became of pages that were to be filled.
+/// Result of filling pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum FillOutcome {
-    /// So many bytes from the start were filled, and their waiters released; fewer than asked
-    /// when the next page was there already.
+    /// This many bytes from the start were filled, and the threads waiting for them woken; fewer
+    /// than requested if the next page was present already.
     Filled {
         /// Bytes filled, at least one page.
         bytes: u64,
     },
-    /// The first page was there already; nothing was written, waiters still sleep.
+    /// The first page was present already. Nothing was written, and its waiters still sleep.
     AlreadyThere,
-    /// The address space is being changed; try again.
+    /// The address space is changing; try again.
     Retry,
     /// The process has ended.
     Gone,
 }
 
-/// What became of a change of protection.
+/// Result of changing a protection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum ProtectOutcome {
-    /// It holds.
+    /// The change is in effect.
     Done,
-    /// The address space is being changed; try again.
+    /// The address space is changing; try again.
     Retry,
     /// The process has ended.
     Gone,
@@ -139,11 +138,11 @@ pub enum FaultKind {
 /// A page fault as the kernel reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FaultEvent {
-    /// What was accessed (the byte, with [`Features::EXACT_ADDRESS`], else its page).
+    /// Address of the access (the byte, with [`Features::EXACT_ADDRESS`], else its page).
     pub address: Hva,
     /// Why it faulted.
     pub kind: FaultKind,
-    /// What the access wanted.
+    /// The type of access.
     pub access: Access,
     /// Thread that waits (0 without [`Features::THREAD_ID`]), as seen from where the userfaultfd
     /// was created.
@@ -163,19 +162,19 @@ impl From<OwnedFd> for Userfaultfd {
 }
 
 impl AsFd for Userfaultfd {
-    /// Readable when a fault waits to be read.
+    /// Readable when a fault is queued.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
 impl Userfaultfd {
-    /// A new one for this process's own address space, kernel-mode faults included.
+    /// Creates one for this process's own address space, including kernel-mode faults.
     ///
     /// # Errors
     /// [`UffdError::NotPermitted`].
     pub fn create_here() -> Result<Self, UffdError> {
-        // SAFETY: the system call takes flags only and returns a new descriptor or -1.
+        // SAFETY: the system call takes only flags and returns a new descriptor or -1.
         let made =
             unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK) };
         if let Some(fd) = own(made) {
@@ -184,7 +183,7 @@ impl Userfaultfd {
         let refused = io::Error::last_os_error();
         let device =
             Self::open_device().map_err(|_| UffdError::NotPermitted { source: refused })?;
-        // SAFETY: the ioctl takes flags only and returns a new descriptor or -1.
+        // SAFETY: the ioctl takes only flags and returns a new descriptor or -1.
         let made = unsafe {
             libc::ioctl(
                 device.as_raw_fd(),
@@ -199,8 +198,8 @@ impl Userfaultfd {
             })
     }
 
-    /// `/dev/userfaultfd`: whoever holds it can create a userfaultfd whatever its rights, by
-    /// `USERFAULTFD_IOC_NEW`.
+    /// Opens `/dev/userfaultfd`. Any process that holds it can create a userfaultfd, whatever its
+    /// privileges, by `USERFAULTFD_IOC_NEW`.
     ///
     /// # Errors
     /// [`UffdError::NotPermitted`] (Linux before 6.1 does not have it).
@@ -212,16 +211,16 @@ impl Userfaultfd {
             .map_err(|source| UffdError::NotPermitted { source })
     }
 
-    /// Features the kernel has.
+    /// Features that the kernel supports.
     ///
     /// # Errors
     /// [`UffdError`].
     pub fn supported() -> Result<Features, UffdError> {
-        // A descriptor to throw away: the first UFFDIO_API fixes the features.
+        // A throw-away descriptor: the first UFFDIO_API fixes the features.
         Self::create_here()?.handshake(Features::NONE)
     }
 
-    /// Fixes the features for life: those of `wanted` that the kernel has. Returns them.
+    /// Fixes the features for good: those of `wanted` that the kernel supports. Returns them.
     ///
     /// # Errors
     /// [`UffdError::Kernel`] with `EINVAL` if they are fixed already.
@@ -231,7 +230,7 @@ impl Userfaultfd {
         Ok(chosen)
     }
 
-    /// The handshake itself; returns all features the kernel has.
+    /// The handshake itself; returns all features that the kernel supports.
     fn handshake(&self, features: Features) -> Result<Features, UffdError> {
         let mut api = Api {
             api: UFFD_API,
@@ -263,7 +262,7 @@ impl Userfaultfd {
             })
     }
 
-    /// No longer watches the range; whoever waits in it is released, protections fall.
+    /// Stops watching the range. Threads that wait in it are woken, and protections are removed.
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -272,7 +271,8 @@ impl Userfaultfd {
             .map_err(|source| kernel("UFFDIO_UNREGISTER", start, len_bytes, source))
     }
 
-    /// Fills absent pages from `dst` on with `content` (whole pages), each at once.
+    /// Fills absent pages from `dst` on with `content` (whole pages). Each page is filled
+    /// atomically.
     ///
     /// # Errors
     /// [`UffdError::Kernel`]; nothing was filled.
@@ -304,10 +304,10 @@ impl Userfaultfd {
     }
 
     /// Makes every access to absent pages fail (`SIGBUS`) from now on. A page that is mapped,
-    /// poisoned already, or absent but write-protected counts as there.
+    /// poisoned already, or absent but write-protected counts as present.
     ///
     /// # Errors
-    /// [`UffdError::Kernel`], among them that the kernel lacks [`Features::POISON`].
+    /// [`UffdError::Kernel`], also if the kernel lacks [`Features::POISON`].
     pub fn poison(&self, start: Hva, len_bytes: u64) -> Result<FillOutcome, UffdError> {
         let mut fill = Fill {
             range: range(start, len_bytes),
@@ -318,16 +318,15 @@ impl Userfaultfd {
         fill_outcome("UFFDIO_POISON", (start, len_bytes), answer, fill.done)
     }
 
-    /// True if the mapping of which `at` is a page is watched for
-    /// [`Watch::MissingAndWriteProtected`]. Changes nothing, whoever uses the page meanwhile.
+    /// True if the mapping that contains the page at `at` is watched for
+    /// [`Watch::MissingAndWriteProtected`]. Changes nothing, even if the page is in use.
     ///
-    /// Asked by a copy from where nothing can be read: the kernel looks at the mapping first
-    /// (`ENOENT`, or `EINVAL` without write protection), and any other answer means that this was
-    /// passed. It does not tell one userfaultfd from another; where another one watches,
-    /// [`Userfaultfd::register`] says so.
+    /// This attempts a copy from an unreadable page. The kernel checks the mapping first (`ENOENT`,
+    /// or `EINVAL` without write protection); any other error means that this check passed. The
+    /// check does not distinguish userfaultfds; [`Userfaultfd::register`] reports another one.
     ///
     /// # Errors
-    /// [`UffdError::Kernel`] if there is no address space left for a page that cannot be read.
+    /// [`UffdError::Kernel`] if there is no address space left for the unreadable page.
     pub fn is_watched(&self, at: Hva) -> Result<bool, UffdError> {
         let src = unreadable_page()
             .map_err(|source| kernel("reserving a page", at, PAGE_BYTES, source))?;
@@ -342,7 +341,7 @@ impl Userfaultfd {
         Ok(!answer.is_err_and(|e| matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL))))
     }
 
-    /// Protects pages against writes, present or absent, or takes that back.
+    /// Protects pages against writes, whether present or absent, or removes the protection.
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -359,8 +358,8 @@ impl Userfaultfd {
         self.change_protection(start, len_bytes, mode)
     }
 
-    /// Takes a protection off without releasing anybody: of an absent page it leaves a marker,
-    /// which stands in the way of [`Userfaultfd::poison`].
+    /// Removes a protection without waking any thread. On an absent page it leaves a marker, which
+    /// blocks [`Userfaultfd::poison`].
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -392,7 +391,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Releases whoever waits in the range; they look again, and may fault again.
+    /// Wakes the threads that wait in the range. They retry the access, and may fault again.
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -401,8 +400,8 @@ impl Userfaultfd {
             .map_err(|source| kernel("UFFDIO_WAKE", start, len_bytes, source))
     }
 
-    /// Reads the faults that wait to be read, at most [`EVENTS_PER_READ`], into `faults` (which
-    /// is emptied first). Returns how many; 0 if none waits. Other events are skipped.
+    /// Reads queued faults, at most [`EVENTS_PER_READ`], into `faults` (which is cleared first).
+    /// Returns their number; 0 if none is queued. Other events are skipped.
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -476,7 +475,7 @@ impl Message {
     }
 }
 
-/// Number and flags of the ioctl that makes a userfaultfd from `/dev/userfaultfd`.
+/// Number and flags of the ioctl that creates a userfaultfd from `/dev/userfaultfd`.
 #[must_use]
 pub(crate) const fn new_request() -> (u64, u64) {
     const FLAGS: i32 = libc::O_CLOEXEC | libc::O_NONBLOCK;
@@ -490,7 +489,7 @@ pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> bool {
         .is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
-/// Address of a page of this process that nobody can read, the kernel included.
+/// Address of a page of this process that is unreadable, even for the kernel.
 fn unreadable_page() -> io::Result<u64> {
     static PAGE: OnceLock<u64> = OnceLock::new();
     if let Some(page) = PAGE.get() {
@@ -511,8 +510,8 @@ fn unreadable_page() -> io::Result<u64> {
 
 fn own(made: libc::c_long) -> Option<OwnedFd> {
     let number = i32::try_from(made).map_or(-1, |n| n);
-    // SAFETY: a number not below zero is a descriptor the kernel has just made for us; nobody
-    // else knows it.
+    // SAFETY: a non-negative number is a descriptor that the kernel has just created for us;
+    // nothing else knows it.
     (number >= 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
 }
 
@@ -532,7 +531,8 @@ fn kernel(operation: &'static str, start: Hva, len_bytes: u64, source: io::Error
     }
 }
 
-/// `done` is bytes filled, or the error again; `EAGAIN` with bytes means: cut short.
+/// `done` is the number of bytes filled, or the error again; `EAGAIN` with bytes means that the
+/// fill was cut short.
 fn fill_outcome(
     operation: &'static str,
     (start, len_bytes): (Hva, u64),
@@ -575,7 +575,7 @@ mod tests {
     }
 
     impl Watched {
-        /// Memory of our own under a userfaultfd; `None` where we may not have one.
+        /// Memory of our own under a userfaultfd; `None` where we may not create one.
         fn new() -> Option<Self> {
             let uffd = match Userfaultfd::create_here() {
                 Ok(uffd) => uffd,
@@ -797,7 +797,7 @@ mod tests {
         assert_eq!(quietly.unwrap(), ProtectOutcome::Done);
         assert_eq!(w.uffd.poison(w.at(3), PAGE_BYTES).unwrap(), filled);
         assert_eq!(w.uffd.poison(w.at(3), PAGE_BYTES).unwrap(), there);
-        // Reading it for `write` fails there, where a plain load would end this process.
+        // `write` fails when it reads that address, where a plain load would end this process.
         let (into, from) = rustix::pipe::pipe().unwrap();
         let address = w.mapping.ptr_at(3 * PAGE_BYTES, 1).unwrap();
         // SAFETY: one byte of a live mapping is read by the kernel, or not at all.
@@ -809,7 +809,7 @@ mod tests {
         drop(into);
     }
 
-    /// What userfaultfd leaves in page tables is no page, and what it fills is one.
+    /// Markers that userfaultfd leaves in page tables are not pages; pages that it fills are.
     #[test]
     fn pages_are_present_as_the_file_has_them_whatever_a_userfaultfd_has_marked() {
         let Some(w) = Watched::new() else { return };
@@ -829,7 +829,7 @@ mod tests {
         assert_eq!(there(), [(PAGE_BYTES, 2 * PAGE_BYTES)]);
         let runs = w.file.data_runs(0, 7 * PAGE_BYTES).unwrap();
         assert_eq!(runs, there());
-        // Out of every page table, and still in the file.
+        // Out of every page table, but still in the file.
         let own = crate::process::ProcessFd::open(std::process::id()).unwrap();
         own.page_out(&[(w.at(1), 2 * PAGE_BYTES)]).unwrap();
         assert_eq!(there(), [(PAGE_BYTES, 2 * PAGE_BYTES)]);

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A [`SharedMapping`] as the virtio crates see memory: bounded volatile slices.
 //!
-//! Rings, descriptor tables and request headers live in guest RAM and change
-//! under our hands. vm-memory's `VolatileSlice` reads and writes such bytes
-//! without ever making a reference to them, so it is the one view of guest RAM
-//! that device code gets.
+//! Rings, descriptor tables and request headers are in guest RAM and change concurrently.
+//! vm-memory's `VolatileSlice` reads and writes such bytes without ever creating a reference to
+//! them, so it is the only view of guest RAM that device code gets.
 #![expect(
     unsafe_code,
     reason = "a volatile slice is made from a pointer, whose bounds are known here"
@@ -16,13 +15,13 @@ use vm_memory::VolatileSlice;
 impl SharedMapping {
     /// The `len` bytes at `offset`, or `None` if not all of them are mapped.
     ///
-    /// What is said of touching holes and of shrunken files at [`SharedMapping`] holds here too.
+    /// The notes on holes and shrunken files at [`SharedMapping`] apply here, too.
     #[must_use]
     pub fn volatile(&self, offset: u64, len: u64) -> Option<VolatileSlice<'_>> {
         let start = self.ptr_at(offset, len)?;
         // SAFETY: `ptr_at` checked that all `len` bytes are mapped, readable and writable; the
-        // slice borrows `self`, which unmaps only in `drop`; all access through it is volatile,
-        // and nobody in this process holds a reference to these bytes but as atomics.
+        // slice borrows `self`, which unmaps only in `drop`; all access through it is volatile, and
+        // the only references to these bytes in this process are to atomics.
         Some(unsafe { VolatileSlice::new(start.as_ptr(), to_usize(len)) })
     }
 }

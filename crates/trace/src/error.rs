@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can be wrong with a trace, told with the file and the record.
+//! Errors of traces, with the file and the record.
 
 use std::path::PathBuf;
 
@@ -11,10 +11,10 @@ pub enum TraceError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The file as a whole is not what it should be.
+    /// The file as a whole is invalid.
     #[error("{}: {reason}", path.display())]
     File {
         /// The file.
@@ -32,12 +32,12 @@ pub enum TraceError {
         /// What is wrong.
         reason: String,
     },
-    /// What was asked for cannot be made.
+    /// The request cannot be fulfilled.
     #[error("{0}")]
     Asked(String),
 }
 
-/// What to do about it, where the system's words leave that open.
+/// A hint for the user, where the system's message gives none.
 fn advice(error: &std::io::Error) -> &'static str {
     use std::io::ErrorKind;
     match error.kind() {

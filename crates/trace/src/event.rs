@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a trace is made of: one [`Event`] for each thing that the translation
-//! agent saw, in order.
+//! The content of a trace: one [`Event`] for each thing that the translation agent saw, in order.
 //!
-//! Most events are translation requests. The rest change what may be cached
-//! (invalidations) or who is there (tenants that join and leave). A packet is
-//! not an event: the devices that the traces are about issue a fixed number of
-//! requests a packet (HyperTRIO IV-C: ring, data, mailbox), so a packet is that
-//! many consecutive requests.
+//! Most events are translation requests. The rest change what may be cached (invalidations) or which
+//! tenants exist (joins and leaves). A packet is not an event: the devices that the traces are about issue
+//! a fixed number of requests a packet (HyperTRIO IV-C: ring, data, mailbox), so a packet is that many
+//! consecutive requests.
 
 use std::fmt;
 
@@ -139,10 +137,10 @@ impl fmt::Display for PageSize {
     }
 }
 
-/// What a request wants to do, as far as the trace tells.
+/// The access of a request, as far as the trace records it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum TraceAccess {
-    /// The trace does not say.
+    /// The trace does not record it.
     #[default]
     Unknown,
     /// DMA from memory.
@@ -169,30 +167,30 @@ pub enum EventKind {
     InvalidateContextsOfDomain,
     /// Every context entry is void.
     InvalidateContexts,
-    /// `source` begins to work, for `domain` (the host has configured it).
+    /// `source` starts to work, for `domain` (the host has configured it).
     Join,
-    /// `source` works no more.
+    /// `source` stops working.
     Leave,
 }
 
 /// One thing that the translation agent saw.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Event {
-    /// When, from an arbitrary zero; never runs backwards in a trace. `None`
-    /// if the trace knows only the order.
+    /// Time from an arbitrary zero; never runs backwards in a trace. `None` if the trace has only the
+    /// order.
     pub time_ns: Option<u64>,
-    /// Who, for events that are about a source.
+    /// The source, for events about a source.
     pub source: SourceId,
-    /// For which domain, for events that are about a domain.
+    /// The domain, for events about a domain.
     pub domain: IommuDomain,
-    /// Where; below `1 << IOVA_BITS`. Need not be aligned.
+    /// The address; below `1 << IOVA_BITS`. Need not be aligned.
     pub iova: Iova,
-    /// Page size (of a [`EventKind::Translate`]: one that has a level) or span;
-    /// `None` if the trace does not tell it.
+    /// Page size (of a [`EventKind::Translate`]: one that has a level) or span; `None` if the trace does
+    /// not record it.
     pub page_size: Option<PageSize>,
-    /// What for.
+    /// The access.
     pub access: TraceAccess,
-    /// What happened.
+    /// The event's kind.
     pub kind: EventKind,
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is in a trace, counted in one pass; and traces from one format to another.
+//! Statistics of a trace in one pass, and conversion between formats.
 //!
-//! Memory is bounded whatever the trace: pages and sources are counted exactly up
-//! to a limit, and past it as 'at least'.
+//! Memory is bounded for any trace: pages and sources are counted exactly up to a limit, and past it as 'at
+//! least'.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
@@ -13,22 +13,22 @@ use crate::open::{FormatChoice, OpenTrace, TraceFormat, open_trace};
 use crate::parquet::kind_name;
 use crate::stream::{BATCH_EVENTS, EventSink, EventSource};
 
-/// Pages that are told apart: some 100 MB. The paper's largest trace has 72,000.
+/// Distinct pages that are counted: some 100 MB. The paper's largest trace has 72,000.
 const DISTINCT_PAGES_MAX: usize = 1 << 21;
 
-/// Sources and domains that are told apart; hyper-traces go to some thousands.
+/// Distinct sources and domains that are counted; hyper-traces go to some thousands.
 const DISTINCT_IDS_MAX: usize = 1 << 20;
 
-/// Shift of the page that an address is taken to be in if the trace does not tell.
+/// Shift of the assumed page size if the trace does not record it.
 const UNKNOWN_SIZE_SHIFT: u32 = 12;
 
-/// How many different things there are.
+/// A count of distinct items.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Distinct {
     /// This many.
     Exactly(u64),
-    /// This many were told apart, and there are more.
+    /// This many were distinguished, and there are more.
     AtLeast(u64),
 }
 
@@ -37,7 +37,7 @@ pub enum Distinct {
 pub struct PageSizes {
     /// Requests for each size, by the bytes of the page.
     pub by_bytes: BTreeMap<u64, u64>,
-    /// Requests whose page size the trace does not tell.
+    /// Requests whose page size the trace does not record.
     pub unknown: u64,
 }
 
@@ -57,7 +57,7 @@ pub struct TraceInfo {
     pub format: TraceFormat,
     /// Consecutive requests that make a packet.
     pub requests_per_packet: u32,
-    /// What the file says of where its events are from; null for formats without room for it.
+    /// The file's description of its events' origin; null for formats without room for it.
     pub origin: serde_json::Value,
     /// All events.
     pub events: u64,
@@ -67,17 +67,17 @@ pub struct TraceInfo {
     pub sources: Distinct,
     /// Domains that requests were for.
     pub domains: Distinct,
-    /// Pages of domains that were asked for; one of unknown size counts as 4 KiB.
+    /// Distinct pages of domains in requests; one of unknown size counts as 4 KiB.
     pub distinct_pages: Distinct,
     /// Requests by the size of their page.
     pub page_sizes: PageSizes,
     /// Lowest and highest time, in ns; `None` if no event has one.
     pub time_span_ns: Option<(u64, u64)>,
-    /// Requests a source; `None` if there were none, or too many sources to tell.
+    /// Requests a source; `None` if there were none, or too many sources to count.
     pub requests_per_source: Option<RequestsPerSource>,
 }
 
-/// Counts what is in the trace at `path`, reading all of it.
+/// Computes the statistics of the trace at `path`, reading all of it.
 ///
 /// # Errors
 /// If it cannot be opened, or is broken anywhere.
@@ -108,11 +108,10 @@ pub fn info(path: &Path, choice: FormatChoice) -> Result<TraceInfo, TraceError> 
     })
 }
 
-/// Passes all events of `source` to `sink` and completes it; events passed.
+/// Passes all events of `source` to `sink` and completes it; returns their number.
 ///
 /// # Errors
-/// If the source is broken, or the sink cannot take an event; then the sink's
-/// file is not made.
+/// If the source is broken, or the sink cannot take an event; then the sink's file is not created.
 pub fn convert(
     source: &mut dyn EventSource,
     mut sink: Box<dyn EventSink>,
@@ -223,7 +222,7 @@ impl Pages {
     }
 }
 
-/// Whether more things came than are told apart.
+/// Whether the limit of distinct items was exceeded.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
 enum Room {
     #[default]

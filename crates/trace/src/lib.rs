@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Traces of I/O address translation: what they are made of, the formats they
-//! are kept in, tenants made by a recipe, and hyper-traces of any number of
-//! tenants (HyperTRIO IV); and traces of DMA to guest memory (VPRI 4.2, 5.3).
+//! Traces of I/O address translation: their events, their file formats, synthetic tenants, and hyper-traces
+//! of any number of tenants (HyperTRIO IV); and traces of DMA to guest memory (VPRI 4.2, 5.3).
 
 mod access;
 mod error;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Opening a trace of any format. What a file is, its content says: the name may
-//! be anything.
+//! Opens a trace of any format. The content determines the format; the name may be anything.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -15,14 +14,14 @@ use crate::qemu::QemuLogReader;
 use crate::stream::EventSource;
 use crate::text::find;
 
-/// What is looked at of a file to tell its format: the first events of a log may
-/// come after pages of messages from a guest's firmware and kernel.
+/// Bytes of a file that are read to detect its format: the first events of a log may come after pages of
+/// messages from a guest's firmware and kernel.
 const HEAD_BYTES: u64 = 1 << 20;
 
 /// First bytes of a Parquet file.
 const PARQUET_MAGIC: &[u8] = b"PAR1";
 
-/// A format that traces are kept in.
+/// A file format of traces.
 #[derive(
     Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
 )]
@@ -81,10 +80,10 @@ impl FromStr for TraceFormat {
     }
 }
 
-/// Which format a file is to be read as.
+/// The format to read a file as.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FormatChoice {
-    /// The one that its content shows.
+    /// The detected one.
     #[default]
     Detect,
     /// This one.
@@ -106,9 +105,9 @@ impl FromStr for FormatChoice {
 
 /// A trace that was opened.
 pub struct OpenTrace {
-    /// The format that it is read as.
+    /// The format it is read as.
     pub format: TraceFormat,
-    /// What it says about itself; the default for formats that have no room for it.
+    /// Its metadata; the default for formats without room for it.
     pub meta: TraceMeta,
     /// Its events.
     pub source: Box<dyn EventSource>,
@@ -126,12 +125,12 @@ impl fmt::Debug for OpenTrace {
 /// Opens the trace at `path` for its events.
 ///
 /// # Errors
-/// If it cannot be opened, or is of no format that is known, or not of the chosen one.
+/// If it cannot be opened, or is of no known format, or not of the chosen one.
 pub fn open(path: &Path, choice: FormatChoice) -> Result<Box<dyn EventSource>, TraceError> {
     open_trace(path, choice).map(|trace| trace.source)
 }
 
-/// Opens the trace at `path`, and tells its format and what it says about itself.
+/// Opens the trace at `path`, and returns its format and metadata.
 ///
 /// # Errors
 /// As [`open`].
@@ -158,10 +157,10 @@ pub fn open_trace(path: &Path, choice: FormatChoice) -> Result<OpenTrace, TraceE
     })
 }
 
-/// Tells the format of the file at `path` by its content.
+/// Detects the format of the file at `path` by its content.
 ///
 /// # Errors
-/// If it cannot be read, or is of no format that is known.
+/// If it cannot be read, or is of no known format.
 pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
     let head = head(path)?;
     detect_head(&head).ok_or_else(|| TraceError::File {
@@ -174,8 +173,8 @@ pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
     })
 }
 
-/// Opens the file at `path` to read it more than once: what a pipe gave is gone,
-/// and a device may never end.
+/// Opens the file at `path` for more than one pass: a pipe's content can be read only once, and a device
+/// may never end.
 ///
 /// # Errors
 /// If there is none, or it is no regular file.
@@ -184,7 +183,7 @@ pub fn open_regular(path: &Path) -> Result<File, TraceError> {
         path: path.to_owned(),
         source,
     };
-    // Looked at before it is opened, for opening a pipe waits for its other end.
+    // Checked before the open, since opening a pipe waits for its other end.
     let kind = fs::metadata(path).map_err(io)?.file_type();
     if kind.is_dir() {
         return Err(io(ErrorKind::IsADirectory.into()));

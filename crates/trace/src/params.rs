@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The side file `…_params.json` of a trace in the authors' format: what the
-//! trace was made with, since the format itself does not say.
+//! The side file `…_params.json` of a trace in the authors' format: the parameters of the trace, which the
+//! format itself does not hold.
 //!
-//! A table of results has the same figures as columns. A row is about a trace if
-//! all thirteen agree; so `stagger` is 0 or 1 and `run` and `live` are 0 where
-//! the workload's own figure was taken, as in such tables. Two generators may
-//! make different traces of the same figures: `generator` says which it was.
+//! A table of results has the same figures as columns. A row describes a trace if all thirteen agree; so,
+//! as in such tables, `stagger` is 0 or 1 and `run` and `live` are 0 where the workload's own figure was
+//! used. Two generators may make different traces from the same figures: `generator` names the one used.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -18,16 +17,16 @@ use crate::hypertrace::{HyperSpec, Input, Order, SourceRule};
 use crate::partial::PartialFile;
 use crate::tenant::{Stagger, TenantShape, ThirdPage, Workload};
 
-/// How the name of a trace in the authors' format ends.
+/// Suffix of the name of a trace in the authors' format.
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";
-/// How the name of its side file ends instead.
+/// Suffix of the name of its side file.
 const PARAMS_SUFFIX: &str = "params.json";
-/// Bytes that a side file may have; one has some three hundred.
+/// Largest size of a side file; a typical one has some three hundred bytes.
 const PARAMS_BYTES_MAX: u64 = 1 << 16;
-/// What we write as `generator`.
+/// Our value of `generator`.
 const GENERATOR: &str = "pagetide";
 
-/// What a trace was made with.
+/// The parameters of a trace.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct TraceParams {
     /// Name of the workload.
@@ -40,7 +39,7 @@ pub struct TraceParams {
     pub burst: u32,
     /// Packets of the trace.
     pub total_pkts: u64,
-    /// What random choices follow from.
+    /// Seed of random choices.
     pub seed: u64,
     /// `mailbox`, `ring` or `data`.
     pub third: String,
@@ -56,7 +55,7 @@ pub struct TraceParams {
     pub run: u32,
     /// Live data pages; 0: as the workload has it.
     pub live: u32,
-    /// Which program made the trace, if the file says so.
+    /// The program that made the trace, if the file names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub generator: Option<String>,
 }
@@ -79,15 +78,14 @@ impl TraceParams {
         "live",
     ];
 
-    /// Where the side file of the trace at `trace` is; `None` if that is not
-    /// named as a trace in the authors' format is.
+    /// The side file of the trace at `trace`; `None` if that name is not of the authors' format.
     #[must_use]
     pub fn path_beside(trace: &Path) -> Option<PathBuf> {
         let prefix = trace.file_name()?.to_str()?.strip_suffix(TRACE_SUFFIX)?;
         Some(trace.with_file_name(format!("{prefix}{PARAMS_SUFFIX}")))
     }
 
-    /// Reads a side file. Keys that are not known are passed over.
+    /// Reads a side file. Unknown keys are ignored.
     ///
     /// # Errors
     /// If it cannot be read, is too large to be one, or lacks a figure.
@@ -151,8 +149,8 @@ impl TraceParams {
         })
     }
 
-    /// Whether a table's row is about this trace: every column that `row` is asked
-    /// for is there and says the same. Numbers are compared as numbers.
+    /// Whether a table's row describes this trace: `row` has every column, with an equal value. Numbers are
+    /// compared as numbers.
     #[must_use]
     pub fn matches<'r>(&self, row: impl Fn(&str) -> Option<&'r str>) -> bool {
         Self::COLUMNS.into_iter().all(|name| {
@@ -162,8 +160,8 @@ impl TraceParams {
         })
     }
 
-    /// The figures of `spec`, or `None` if it has a setting that no figure tells
-    /// of (weights, lengths, other addresses, …): then no row can be about it.
+    /// The figures of `spec`, or `None` if it has a setting that no figure covers (weights, lengths, other
+    /// addresses, …): then no row can describe it.
     #[must_use]
     pub fn of(spec: &HyperSpec) -> Option<Self> {
         let Input::Synthetic(shape) = &spec.input else {
@@ -196,7 +194,7 @@ impl TraceParams {
     /// The hyper-trace of these figures, as this program makes it.
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if a name among them means nothing here.
+    /// [`TraceError::Asked`] if a name among them is unknown here.
     pub fn spec(&self) -> Result<HyperSpec, TraceError> {
         let unknown = |name: &str, value: &str| {
             TraceError::Asked(format!("{name} = \"{value}\" is not known"))

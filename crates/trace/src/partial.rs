@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file in the making: it gets its name when it is whole. Whoever finds the
-//! name finds all of the file.
+//! A file that gets its name only when it is complete, so a reader that finds the name finds the whole
+//! file.
 //!
-//! Until then it has no name at all (`O_TMPFILE`), so that a process that is
-//! killed leaves nothing behind. A file system without such files gets one named
-//! `.NAME.PID-N.partial` beside it; a killed process leaves that one there.
+//! Until then it has no name at all (`O_TMPFILE`), so that a killed process leaves nothing behind. A file
+//! system without such files gets one named `.NAME.PID-N.partial` beside it; a killed process leaves that
+//! one there.
 //!
-//! Taking a name replaces what had it. That is meant for files, and ruinous for
-//! devices and pipes: `/dev/null` would become a file for everybody. So what is
-//! there must be a regular file or nothing. Symbolic links stay, and the file
-//! they lead to is replaced.
+//! Taking a name replaces an existing file. That is right for files and ruinous for devices and pipes:
+//! `/dev/null` would become a regular file for the whole system. So only a regular file may be replaced.
+//! Symbolic links stay, and the file they lead to is replaced.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileType, OpenOptions};
@@ -24,41 +23,40 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 
 use crate::error::TraceError;
 
-/// Symbolic links that are followed; the kernel's own limit.
+/// Most symbolic links that are followed; the kernel's own limit.
 const LINKS_MAX: usize = 40;
 
-/// Bytes of a file's name that its temporary name begins with: with the numbers
-/// behind them they stay below the 255 that a name may have.
+/// Bytes of a file's name that its temporary name begins with: with the numbers after them the name stays
+/// below the limit of 255.
 const NAME_BYTES_MAX: usize = 200;
 
-/// The making of the file at a path; dropped before [`PartialFile::complete`],
-/// nothing is left of it.
+/// A file being written for a path; dropped before [`PartialFile::complete`], it leaves nothing behind.
 #[derive(Debug)]
 pub struct PartialFile {
-    /// As it was asked for.
+    /// The requested path.
     path: PathBuf,
-    /// Where that leads: no symbolic link.
+    /// The path it resolves to: no symbolic link.
     target: PathBuf,
     temporary: PathBuf,
     stage: Stage,
 }
 
-/// How far it is.
+/// The file's state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     /// It has no name.
     Nameless,
     /// It has the temporary name.
     Temporary,
-    /// It has its own.
+    /// It has its final name.
     Complete,
 }
 
 impl PartialFile {
-    /// Makes the file, empty, open for reading and writing, still without its name.
+    /// Creates the file, empty, open for reading and writing, still without its name.
     ///
     /// # Errors
-    /// If something is at `path` that is no regular file, or no file can be made there.
+    /// If `path` exists and is no regular file, or no file can be created there.
     pub fn create(path: &Path) -> Result<(Self, File), TraceError> {
         let target = target_of(path)?;
         let Some(name) = target.file_name() else {
@@ -87,7 +85,7 @@ impl PartialFile {
         Ok((partial, file))
     }
 
-    /// Whether a file can be made at `path`: for those that write it only after long work.
+    /// Checks that a file can be created at `path`, before long work whose result goes there.
     ///
     /// # Errors
     /// As [`PartialFile::create`].
@@ -111,7 +109,7 @@ impl PartialFile {
     fn finish(&mut self, file: &File) -> std::io::Result<()> {
         file.sync_data()?;
         if self.stage == Stage::Nameless {
-            // A link cannot replace what is there, a renaming can: so two steps.
+            // A link cannot replace an existing file but a rename can: so two steps.
             match fs::remove_file(&self.temporary) {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
                 _ => {}
@@ -142,13 +140,13 @@ impl PartialFile {
 impl Drop for PartialFile {
     fn drop(&mut self) {
         if self.stage == Stage::Temporary {
-            // Gone already, or its directory is: either way nothing is left to remove.
+            // Gone already, or its directory is: either way there is nothing left to remove.
             drop(fs::remove_file(&self.temporary));
         }
     }
 }
 
-/// The file that `path` leads to, if it is one or there is none yet.
+/// The file that `path` resolves to, which may not exist yet.
 fn target_of(path: &Path) -> Result<PathBuf, TraceError> {
     let refused = |reason: String| TraceError::File {
         path: path.to_owned(),
@@ -171,7 +169,7 @@ fn target_of(path: &Path) -> Result<PathBuf, TraceError> {
         }
     }
     let mut target = path.to_owned();
-    // A link to nothing is followed too, as when a file is opened for writing.
+    // A dangling link is followed too, as when a file is opened for writing.
     for _ in 0..LINKS_MAX {
         match fs::read_link(&target) {
             Ok(next) => target = directory_of(&target).join(next),
@@ -188,10 +186,10 @@ fn target_of(path: &Path) -> Result<PathBuf, TraceError> {
     Ok(target)
 }
 
-/// A temporary name for `name` that nobody else uses: others may be making the
-/// same file, and the last to finish wins.
+/// A temporary name for `name` that is unique: others may be writing the same file, and the last to finish
+/// wins.
 fn hidden(name: &OsStr) -> OsString {
-    // A number for each, and nothing that another thread wrote hangs on it.
+    // Only needs to be unique; no other data depends on it.
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let serial = NEXT.fetch_add(1, Ordering::Relaxed);
     let name = name.as_bytes();
@@ -220,18 +218,17 @@ fn directory_of(file: &Path) -> &Path {
     }
 }
 
-/// A file without a name, if the file system has such files and there is a way
-/// to name it later.
+/// A file without a name, if the file system supports that and the file can be named later.
 fn nameless(directory: &Path) -> Option<File> {
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-    // Whatever is wrong, making a file with a name tells it better.
+    // Whatever is wrong, creating a named file gives a better error.
     match rustix::fs::open(directory, flags, Mode::from_raw_mode(0o666)) {
         Ok(file) => Some(File::from(file)).filter(|file| descriptor(file).exists()),
         Err(_) => None,
     }
 }
 
-/// Where the kernel shows an open file as one to link to.
+/// The kernel's path of an open file, to link from.
 fn descriptor(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Traces in motion: events are read and written in batches, so that a trace of
-//! any length passes through a bounded buffer.
+//! Traces as streams: events are read and written in batches, so that a trace of any length passes through
+//! a bounded buffer.
 
 use crate::error::TraceError;
 use crate::event::Event;
 
-/// Events that a batch holds, at most; large enough that the cost of a call does not show.
+/// Most events in a batch; large enough that the cost of a call is negligible.
 pub const BATCH_EVENTS: usize = 4096;
 
-/// Something events are read from, in order.
+/// A source of events, in order.
 pub trait EventSource {
     /// Appends the next events to `batch`, at most [`BATCH_EVENTS`]; none means the end.
     ///
     /// # Errors
-    /// If the trace is broken there; events before the break were handed out.
+    /// If the trace is broken there; events before the break were returned.
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError>;
 }
 
-/// Something events are written to, in order.
+/// A sink for events, in order.
 pub trait EventSink {
     /// Writes `events`.
     ///
@@ -25,7 +25,7 @@ pub trait EventSink {
     /// If the file cannot take them, or the format cannot express one of them.
     fn write(&mut self, events: &[Event]) -> Result<(), TraceError>;
 
-    /// Completes the trace; without it the file is not a whole one.
+    /// Completes the trace; without it the file is incomplete.
     ///
     /// # Errors
     /// If the file cannot be completed.

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Lines of text logs: read one at a time into one buffer, and matched by hand.
 //!
-//! A log has millions of lines and a line has one shape of a few, so a search for
-//! the event's name and a walk over its fields replace regular expressions.
+//! A log has millions of lines in a few shapes, so a search for the event's name and a walk over its fields
+//! replace regular expressions.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use crate::error::TraceError;
 
-/// Longest line that is read: the events' lines are below 200 bytes, and what
-/// else is in a log (messages of a guest's firmware, say) is far below this.
+/// Longest line that is read: the events' lines are below 200 bytes, and other lines of a log (messages of
+/// a guest's firmware, say) are far shorter than this.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 
 /// Bytes read at once.
@@ -78,7 +78,7 @@ impl<R: Read> Lines<R> {
     }
 }
 
-/// Where `needle` begins in `haystack`, the first time.
+/// The first position of `needle` in `haystack`.
 pub fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     let first = *needle.first()?;
     let last_start = haystack.len().checked_sub(needle.len())?;
@@ -100,7 +100,7 @@ pub fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     None
 }
 
-/// What a field of a line is not.
+/// An invalid field of a line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FieldError {
     /// It is not there, or not in this place.
@@ -132,13 +132,13 @@ pub enum Radix {
 pub struct Cursor<'a>(pub &'a [u8]);
 
 impl<'a> Cursor<'a> {
-    /// Takes `text`, if it comes next.
+    /// Consumes `text`, if it comes next.
     pub fn literal(&mut self, text: &str) -> Option<()> {
         self.0 = self.0.strip_prefix(text.as_bytes())?;
         Some(())
     }
 
-    /// Takes white space; whether there was any.
+    /// Consumes white space; returns whether there was any.
     pub fn space(&mut self) -> bool {
         let rest = self.0.trim_ascii_start();
         let any = rest.len() != self.0.len();
@@ -146,8 +146,8 @@ impl<'a> Cursor<'a> {
         any
     }
 
-    /// Takes the digits of a number of base 10 or 16, at least one: how many, and
-    /// the number, `None` if it is past 64 bits.
+    /// Consumes the digits of a number of base 10 or 16, at least one. Returns how many, and the number,
+    /// `None` if it is past 64 bits.
     pub fn digits(&mut self, base: u32) -> Option<(usize, Option<u64>)> {
         let mut value = Some(0u64);
         let mut count = 0;
@@ -165,7 +165,7 @@ impl<'a> Cursor<'a> {
         (count != 0).then_some((count, value))
     }
 
-    /// Takes `name`, white space and its number.
+    /// Consumes `name`, white space and its number.
     pub fn field(&mut self, name: &'static str, radix: Radix) -> Result<u64, FieldError> {
         let missing = FieldError::Missing(name);
         self.literal(name).ok_or(missing)?;
@@ -180,11 +180,11 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Fields that follow one another, white space between them.
+/// Consecutive fields, separated by white space.
 pub type Shape<const N: usize> = [(&'static str, Radix); N];
 
-/// Numbers of the fields of `shape`, from the last place in `text` where they all
-/// follow one another, as a greedy expression `.*` in front would find them.
+/// Numbers of the fields of `shape`, from the last place in `text` where they are all consecutive, as a
+/// greedy expression `.*` in front would find them.
 ///
 /// The error is that of the place where most fields were found.
 pub fn fields<const N: usize>(text: &[u8], shape: &Shape<N>) -> Result<[u64; N], FieldError> {
@@ -226,7 +226,7 @@ pub fn id16(what: &str, id: u64) -> Result<u32, String> {
         .map_err(|_| format!("{what} {id:#x} has more than 16 bits"))
 }
 
-/// Where `needle` begins in `haystack`, the last time.
+/// The last position of `needle` in `haystack`.
 fn rfind(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     let (first, rest) = needle.split_first()?;
     let mut end = haystack.len().checked_sub(rest.len())?;

@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who else touches a VM's RAM: what forbids a take-over, and what forbids eviction for now.
+//! What else touches a VM's RAM: reasons to refuse a take-over, and eviction blockers.
 //!
-//! Copies that the kernel makes through page tables fault like a CPU and are
-//! safe. Three others are not:
+//! Copies that the kernel makes through page tables fault like a CPU and are safe. Three other
+//! accesses are not:
 //!
-//! - **A process that maps the same file.** Its touch of a hole allocates a page
-//!   of zeros that the VMM's userfaultfd never hears of. Refused at attach, and
-//!   looked for again before each round.
-//! - **A further mapping in the VMM itself**, which its userfaultfd does not watch
-//!   either. No layout has one at attach; it is looked for before each round.
-//!   (A new file of RAM, or all of a file gone, is no hazard: see
-//!   [`RamLayout::news`].)
-//! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA
-//!   after it has been punched from its file: the data is lost. Whoever might
-//!   pin (direct I/O files, vfio, vhost-scsi, vdpa, RDMA, udmabuf, pass-through of
-//!   SCSI or NVMe commands, SEV, locked memory) bars eviction: the VM is served, but nothing of it is evicted, and it says so.
+//! - **A process that maps the same file.** Its touch of a hole allocates a page of zeros without a
+//!   fault on the VMM's userfaultfd. Refused at attach, and checked again before each reclaim.
+//! - **A further mapping in the VMM itself**, which its userfaultfd does not watch either. No
+//!   layout has one at attach; checked again before each reclaim. (A new RAM file, or the removal
+//!   of a whole file, is no hazard: see [`RamLayout::news`].)
+//! - **Kernel pins.** A page pinned for direct I/O or a device keeps taking DMA after it has been
+//!   punched from its file: the data is lost. Anything that might pin (direct I/O files, vfio,
+//!   vhost-scsi, vdpa, RDMA, udmabuf, pass-through of SCSI or NVMe commands, SEV, locked memory) is
+//!   an eviction blocker: the VM is served, but nothing of it is evicted, and its status says so.
 
 use crate::Refusal;
 use crate::layout::{MapsChange, RamLayout};
@@ -63,7 +61,7 @@ pub enum EvictionBlocker {
         /// The file.
         path: String,
     },
-    /// A device that does DMA by the kernel.
+    /// A device that does DMA through the kernel.
     #[error(
         "the VMM has {what} open ({path}), by which a device may do DMA into guest pages: remove \
          it, or serve it by a device with I/O page faults"
@@ -82,7 +80,7 @@ pub enum EvictionBlocker {
     MappedByAnother {
         /// Its pid.
         pid: u32,
-        /// What it is.
+        /// Its command name.
         name: String,
     },
     /// The VMM maps its RAM in another way than when it was taken over.
@@ -94,7 +92,7 @@ pub enum EvictionBlocker {
         /// How.
         change: MapsChange,
     },
-    /// Swap has come into reach.
+    /// The RAM can go to swap now.
     #[error("the guest's RAM can go to kernel swap: {0}")]
     Swap(SwapReach),
 }
@@ -108,11 +106,11 @@ pub struct OtherProcess {
     pub name: String,
 }
 
-/// Refuses a VMM whose RAM somebody else maps or the kernel may swap out. `ours` are processes that
-/// may map it: devices of this host that look pages up before each DMA.
+/// Refuses a VMM whose RAM another process maps or the kernel may swap out. `ours` are processes
+/// that may map it: devices of this host that look pages up before each DMA.
 ///
 /// # Errors
-/// [`Refusal::SharedRam`], [`Refusal::SwapInReach`], and what looking says.
+/// [`Refusal::SharedRam`], [`Refusal::SwapInReach`], and errors of the check.
 pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout, ours: &[u32]) -> Result<(), Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
     let others = who_else_maps(vmm, layout, ours)?;
@@ -132,11 +130,11 @@ pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout, ours: &[u32]) -> R
 }
 
 /// Everything that forbids evicting pages of this VM now; empty if nothing does. `ours` are as for
-/// [`refuse_if_shared`]. To be asked before each round. Costs some microseconds per descriptor of the VMM and per process of the
-/// host.
+/// [`refuse_if_shared`]. To be called before each reclaim. Costs some microseconds per descriptor
+/// of the VMM and per process of the host.
 ///
 /// # Errors
-/// [`Refusal`]: what could not be found out forbids eviction too.
+/// [`Refusal`]: a failed check forbids eviction too.
 pub fn check(
     vmm: &VmmProcess,
     layout: &RamLayout,
@@ -178,7 +176,7 @@ pub fn check(
 /// Memory that the VMM has pinned or locked, in bytes.
 ///
 /// # Errors
-/// [`Refusal`] if it cannot be found out.
+/// [`Refusal`] if it cannot be determined.
 pub fn pinned_bytes(vmm: &VmmProcess) -> Result<u64, Refusal> {
     let pid = vmm.pid();
     let status = in_proc(pid)
@@ -191,7 +189,7 @@ pub fn pinned_bytes(vmm: &VmmProcess) -> Result<u64, Refusal> {
 fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        // A descriptor closed since it was listed bars nothing.
+        // A descriptor closed since it was listed blocks nothing.
         let Ok(target) = fs::read_link(entry.path()) else {
             continue;
         };
@@ -211,7 +209,7 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
         if !is_direct(&details) {
             continue;
         }
-        // Pipes and sockets know the flag too, with another meaning.
+        // Pipes and sockets have the flag too, with another meaning.
         let on_storage = fs::metadata(entry.path())
             .is_ok_and(|stat| stat.is_file() || stat.file_type().is_block_device());
         if on_storage {
@@ -221,8 +219,8 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
     Ok(())
 }
 
-/// What kind of DMA device a descriptor's target is, if it is one. No io_uring: QEMU has one for
-/// its event loop, and buffers fixed in it show as pinned memory.
+/// The kind of DMA device that a descriptor's target is, if it is one. io_uring is not listed: QEMU
+/// has one for its event loop, and its fixed buffers show as pinned memory.
 fn dma_device(target: &str) -> Option<&'static str> {
     const KNOWN: [(&str, &str); 8] = [
         ("/dev/vfio/", "a VFIO device"),
@@ -260,12 +258,12 @@ fn is_direct(fdinfo: &str) -> bool {
             Ok(flags) => Some(flags & DIRECT_FLAG != 0),
             Err(_) => None,
         })
-        // Flags that cannot be read may be anything.
+        // If the flags cannot be read, assume direct I/O.
         .unwrap_or(true)
 }
 
-/// Processes other than the VMM and this one that map a RAM file. Init is not asked: it maps
-/// nothing of anybody's, and in a container it may be out of our sight.
+/// Processes other than the VMM and this one that map a RAM file. Init is skipped: it maps no
+/// memory of other processes, and in a container it may not be visible.
 ///
 /// # Errors
 /// [`Refusal::CannotLookInto`] for a process that might be one of them.
@@ -303,7 +301,7 @@ pub fn who_else_maps(
         if needles.iter().any(|needle| maps.contains(needle.as_str())) {
             match same_address_space(vmm.pid(), pid) {
                 Ok(true) | Err(ProcessError::NoSuchProcess { .. }) => {}
-                // A stranger, or not to be known: it is named, and the next look will tell.
+                // Another address space, or unknown: it is reported, and the next check will tell.
                 Ok(false) | Err(_) => found.push(OtherProcess {
                     pid,
                     name: name_of(pid),
@@ -314,8 +312,8 @@ pub fn who_else_maps(
     Ok(found)
 }
 
-/// Processes other than the VMM and this one that have a RAM file open: whoever manages the VM
-/// already is among them. For a message: what cannot be looked into is left out.
+/// Processes other than the VMM and this one that have a RAM file open: a process that manages the
+/// VM already is among them. For a message: processes that cannot be inspected are left out.
 #[must_use]
 pub fn who_else_has_open(vmm: &VmmProcess, layout: &RamLayout) -> Vec<OtherProcess> {
     let is_ram = |entry: io::Result<fs::DirEntry>| {
@@ -341,7 +339,7 @@ pub fn who_else_has_open(vmm: &VmmProcess, layout: &RamLayout) -> Vec<OtherProce
 fn all_pids() -> io::Result<Vec<u32>> {
     let mut pids = Vec::new();
     for entry in fs::read_dir("/proc")? {
-        // Other names than numbers are not processes.
+        // Entries whose names are not numbers are not processes.
         if let Ok(pid) = entry?.file_name().to_string_lossy().parse() {
             pids.push(pid);
         }

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`RamLayout`]: where a VMM's RAM is: its files, and where the VMM has mapped them.
 //!
-//! A VMM may have several RAM files (a memory backend each) and several mappings
-//! of one file. The pages of a file have numbers that follow one another, from a
-//! section's border on; so a [`PageNo`] means the same to everybody who has the
-//! files, and the layout tells where the VMM sees it:
+//! A VMM may have several RAM files (one per memory backend) and several mappings of one file. The
+//! pages of a file are numbered consecutively, starting at a section boundary; so a [`PageNo`]
+//! means the same to every process that has the files, and the layout gives its address in the VMM:
 //!
 //! ```text
 //!   files          ┌──── file 0 ────┐ gap ┌─────── file 1 ───────┐
@@ -12,13 +11,12 @@
 //!   mappings       └─ hva A ─┘└ hva B ┘   └────── hva C ──────┘
 //! ```
 //!
-//! Every byte of a file is mapped exactly once: a page that the VMM maps nowhere
-//! could not be installed, one mapped twice would have to be protected twice.
+//! Every byte of a file is mapped exactly once: a page that the VMM does not map could not be
+//! installed, and one mapped twice would have to be protected twice.
 //!
-//! A layout never changes. A VMM that gains or loses RAM while it runs gets
-//! another one ([`RamLayout::with`], [`RamLayout::without`]), which its
-//! [`LiveLayout`] shows to everybody from then on. Files that stay keep their
-//! page numbers; numbers that a file has left behind belong to nobody.
+//! A layout never changes. A VMM that gains or loses RAM while it runs gets a new one
+//! ([`RamLayout::with`], [`RamLayout::without`]), which its [`LiveLayout`] provides to all users
+//! from then on. Files that stay keep their page numbers; the numbers of a removed file are free.
 
 mod found;
 mod live;
@@ -38,13 +36,13 @@ use std::sync::Arc;
 /// Smallest mapping that counts as guest RAM: video memory and firmware are smaller.
 pub const SMALLEST_RAM_BYTES: u64 = 16 << 20;
 
-/// Counts of memory that looks like holes, before it is believed.
+/// Times that memory that looks like holes is counted before the result is trusted.
 const LOOKS_FOR_UNSEEN: u32 = 4;
 
 /// Why mappings do not make a layout.
 #[derive(Debug, thiserror::Error)]
 pub enum LayoutError {
-    /// Part of a file is mapped nowhere.
+    /// Part of a file is not mapped.
     #[error("byte {offset:#x} of RAM file {key} is mapped nowhere")]
     Hole {
         /// The file.
@@ -75,13 +73,13 @@ pub enum LayoutError {
         key: FileKey,
         /// Its length now.
         len_bytes: u64,
-        /// What it had.
+        /// Its recorded length.
         recorded_bytes: u64,
     },
     /// No mapping at all.
     #[error("no mapping of RAM is recorded")]
     Nothing,
-    /// Page numbers that another file has, or a file that is there already.
+    /// The page numbers belong to another file, or the file is in the layout already.
     #[error("pages {} to {} cannot be given to RAM file {key}: another file has some of them, or it has others", pages.start, pages.end)]
     Taken {
         /// The file.
@@ -89,7 +87,7 @@ pub enum LayoutError {
         /// The pages it was to have.
         pages: PageRange,
     },
-    /// A file could not be asked.
+    /// A query of a file failed.
     #[error(transparent)]
     File(#[from] FileError),
 }
@@ -115,7 +113,7 @@ impl RamFile {
         self.key
     }
 
-    /// The pages it holds, of the VM's RAM.
+    /// The pages of the VM's RAM that it holds.
     #[must_use]
     pub const fn pages(&self) -> PageRange {
         self.pages
@@ -125,13 +123,13 @@ impl RamFile {
 /// A mapping of a RAM file in the VMM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RamMapping {
-    /// Where.
+    /// Its address in the VMM.
     pub hva: Hva,
-    /// How long, in bytes.
+    /// Its length, in bytes.
     pub len_bytes: u64,
-    /// Of which file: position among the layout's files.
+    /// Its file: index among the layout's files.
     pub file: usize,
-    /// From which byte of the file on.
+    /// Its first byte in the file.
     pub file_offset: u64,
 }
 
@@ -151,16 +149,15 @@ pub struct Piece {
 /// A VMM's RAM: files and mappings.
 #[derive(Clone, Debug, Default)]
 pub struct RamLayout {
-    /// By their pages.
+    /// Ordered by their pages.
     files: Vec<RamFile>,
-    /// By file and offset, so by page; with the first page of each.
+    /// Ordered by file and offset, so by page; with the first page of each.
     mappings: Vec<(PageNo, RamMapping)>,
     warnings: Vec<String>,
 }
 
 impl RamLayout {
-    /// The RAM of a running VMM, without looking at who else has it (see
-    /// [`crate::hazards`]).
+    /// The RAM of a running VMM, without a check for other users of it (see [`crate::hazards`]).
     ///
     /// # Errors
     /// [`Refusal`].
@@ -220,7 +217,7 @@ impl RamLayout {
         Ok(layout)
     }
 
-    /// The first section's border from which on `page_count` pages belong to nobody.
+    /// The first section boundary from which `page_count` page numbers are free.
     #[must_use]
     pub fn room_for(&self, page_count: u64) -> PageNo {
         let mut first = 0_u64;
@@ -238,7 +235,7 @@ impl RamLayout {
     /// # Errors
     /// [`LayoutError::Taken`].
     pub fn with(&self, new: &NewRam, first: PageNo) -> Result<Self, LayoutError> {
-        // Of RAM that would lie past the last number there is: none.
+        // No pages for RAM that would lie beyond the last page number.
         let fits = first.0.checked_add(new.page_count()).is_some();
         let pages = first.run(if fits { new.page_count() } else { 0 });
         let taken = |file: &RamFile| file.key == new.key() || overlap(file.pages, pages);
@@ -303,13 +300,13 @@ impl RamLayout {
         self.mappings.iter().map(|(_, mapping)| mapping)
     }
 
-    /// What an operator should know though it forbids nothing.
+    /// What an operator should know although it prevents nothing.
     #[must_use]
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// The page after the last one. There may be gaps before it, which are no memory.
+    /// The page after the last one. There may be gaps before it that are not memory.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.files.last().map_or(0, |file| file.pages.end.0)
@@ -324,7 +321,7 @@ impl RamLayout {
     /// Bytes of memory the files take up now.
     ///
     /// # Errors
-    /// What `fstat` says.
+    /// The error of `fstat`.
     pub fn allocated_bytes(&self) -> Result<u64, FileError> {
         self.files
             .iter()
@@ -332,15 +329,15 @@ impl RamLayout {
             .sum()
     }
 
-    /// Pages that have memory and yet look like holes: allocated by `fallocate`, touched by nobody
-    /// since. They cannot be told from absent ones, and nothing can be installed there. 0 unless
-    /// somebody has done that.
+    /// Pages that have memory and yet look like holes: allocated by `fallocate` and not touched
+    /// since. They cannot be distinguished from absent ones, and nothing can be installed there. 0
+    /// unless `fallocate` was used.
     ///
-    /// Counted while the guest runs, and so several times: memory that comes and goes between two
-    /// counts of one look does not show in the smallest.
+    /// The guest runs during the count, so it is done several times: memory that comes and goes
+    /// within one count does not affect the smallest result.
     ///
     /// # Errors
-    /// What `fstat` or `lseek` says.
+    /// The error of `fstat` or `lseek`.
     pub fn unseen_pages(&self) -> Result<u64, FileError> {
         let mut least = u64::MAX;
         for _ in 0..LOOKS_FOR_UNSEEN {
@@ -356,7 +353,8 @@ impl RamLayout {
         Ok(least)
     }
 
-    /// `pages` cut at the borders of files and mappings, ascending; what is no RAM is left out.
+    /// `pages` cut at the boundaries of files and mappings, ascending; pages that are not RAM are
+    /// left out.
     pub fn pieces(&self, pages: PageRange) -> impl Iterator<Item = Piece> + '_ {
         let first = self
             .mappings
@@ -378,7 +376,7 @@ impl RamLayout {
             })
     }
 
-    /// The page at address `hva` of the VMM; `None` if that is no RAM.
+    /// The page at address `hva` of the VMM; `None` if that is not RAM.
     #[must_use]
     pub fn page_at(&self, hva: Hva) -> Option<PageNo> {
         self.mappings.iter().find_map(|(start, mapping)| {
@@ -399,7 +397,7 @@ impl RamLayout {
 fn unseen_bytes(file: &GuestFile) -> Result<u64, FileError> {
     let before = file.allocated_bytes()?;
     let runs = file.data_runs(0, file.len_bytes()?)?;
-    // Pages that came meanwhile are not in the first number, those that went not in the second.
+    // Pages added meanwhile are not in the first number, pages removed meanwhile not in the second.
     let allocated = before.min(file.allocated_bytes()?);
     let seen: u64 = runs.iter().map(|(_, bytes)| bytes).sum();
     Ok(allocated.saturating_sub(seen))

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Taking over the memory of a running VMM from outside, and giving it back.
 //!
-//! The VMM is not changed and not asked. Its RAM is a file in memory (memfd or
-//! tmpfs) that it has mapped shared; whoever opens that file through
-//! `/proc/PID/fd` has the same pages. What is missing is a say in the VMM's page
-//! faults: for that a userfaultfd is made *inside* the VMM, by one of its
-//! threads that is borrowed for some tens of microseconds, and left open there,
-//! so that it outlives us.
+//! The VMM needs no change and does not cooperate. Its RAM is a file in memory (memfd or tmpfs)
+//! that it maps shared; a process that opens that file through `/proc/PID/fd` has the same pages.
+//! To handle the VMM's page faults, a userfaultfd is also needed: it is created *inside* the VMM by
+//! a remote system call, which stops one of its threads for some tens of microseconds, and is left
+//! open there, so that it outlives us.
 //!
 //! ```text
 //!            VMM process                                this process
@@ -18,10 +17,10 @@
 //!              └──────────── the file(s) behind RAM ───┘
 //! ```
 //!
-//! The way of an attach, each step a module:
-//! 1. [`process`]: the VMM by pid and start time, so that a pid used again is never mistaken.
-//! 2. [`layout`]: where its RAM is, or the [`Refusal`] that says what to do.
-//! 3. [`hazards`]: who else touches the RAM; what forbids eviction now.
+//! The steps of an attach, one module each:
+//! 1. [`process`]: the VMM by pid and start time, so that a reused pid is never mistaken for it.
+//! 2. [`layout`]: where its RAM is, or a [`Refusal`] that says what to do.
+//! 3. [`hazards`]: what else touches the RAM; what blocks eviction now.
 //! 4. [`takeover`]: the userfaultfd.
 //! 5. [`reader`], [`servers`], [`place`], [`tracker`]: serving it.
 

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`VmPlace`] and [`VcpuMmu`]: a VM's RAM as gmem sees it.
 //!
-//! Pages come in through the VMM's own userfaultfd (so they are charged to the
-//! VMM and wake whoever waits), and go out by punching the files. What is
-//! present, and its content, is asked of the files, never of anybody's page
-//! table. Pages that the layout does not have now (RAM that was unplugged, gaps
-//! between files) are an error to install, and nothing to protect or to wake.
+//! Pages are installed through the VMM's own userfaultfd (so they are charged to the VMM and wake
+//! waiting threads), and discarded by punching the files. Presence and content are read from the
+//! files, never from a page table. For pages not in the current layout (unplugged RAM, gaps between
+//! files), an install fails, and there is nothing to protect or to wake.
 //!
-//! A vCPU cannot be kept from reading a present page, so its strongest
-//! restriction is read-only; *no access* is reached by discarding.
+//! A vCPU cannot be prevented from reading a present page, so its strongest restriction is
+//! read-only; *no access* is reached by discarding.
 //!
 //! | answer of the kernel | what it means here |
 //! |---|---|
-//! | `EEXIST` | [`Installed::AlreadyThere`]; nobody is woken, for it may be a foreign page's page |
-//! | `EAGAIN` | the address space is changing (`mmap` in the VMM): tried again, a bounded number of times |
+//! | `EEXIST` | [`Installed::AlreadyThere`]; no thread is woken, since it may be a foreign page |
+//! | `EAGAIN` | the address space is changing (`mmap` in the VMM): retried, a bounded number of times |
 //! | `ESRCH`  | the VMM has ended: `Gone` |
 
 use crate::layout::{LiveLayout, Piece, RamLayout};
@@ -30,12 +29,12 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Tries of a call that says the address space is changing; such a change lasts as long as one `mmap`
-/// or `munmap` of the VMM. A twentieth of a second at least, most of it asleep.
+/// Tries of a call that reports a changing address space; such a change lasts as long as one `mmap`
+/// or `munmap` of the VMM. At least a twentieth of a second in all, most of it asleep.
 const MOST_TRIES: u32 = 1_000;
-/// The first of them, a microsecond or more each, with no more than a yield in between.
+/// The first of them, a microsecond or more each, with only a yield in between.
 const QUICK_TRIES: u32 = 16;
-/// Between later ones.
+/// Sleep between later ones.
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// The RAM of a VM that has been taken over.
@@ -46,7 +45,7 @@ pub struct VmPlace {
 }
 
 impl VmPlace {
-    /// The RAM that `layout` tells of, registered with `userfaultfd`.
+    /// The RAM of `layout`, registered with `userfaultfd`.
     #[must_use]
     pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<LiveLayout>) -> Self {
         Self {
@@ -61,8 +60,8 @@ impl VmPlace {
         })
     }
 
-    /// Fills pages by `call`, which is tried again while the address space is changing.
-    /// Returns the pages filled; 0 if the first was there already.
+    /// Fills pages by `call`, which is retried while the address space is changing. Returns the
+    /// pages filled; 0 if the first was present already.
     fn fill(
         &self,
         operation: &'static str,
@@ -72,7 +71,7 @@ impl VmPlace {
         for tried in 0..MOST_TRIES {
             match call().map_err(|e| kernel(operation, piece.pages)(source_of(e)))? {
                 FillOutcome::Filled { bytes } => return Ok(bytes >> PAGE_SHIFT),
-                // Whoever waits goes on waiting: it may be a foreign page's page.
+                // Waiting threads keep waiting: it may be a foreign page.
                 FillOutcome::AlreadyThere => return Ok(0),
                 FillOutcome::Gone => return Err(PlaceError::Gone),
                 FillOutcome::Retry => rest(tried),
@@ -105,8 +104,8 @@ impl VmPlace {
     }
 }
 
-/// Lets whoever changes the address space go on. He may have been preempted by this very thread, and
-/// be of a class that a yield does not make room for: then only sleeping does.
+/// Lets the thread that changes the address space continue. It may have been preempted by this very
+/// thread, and be of a scheduling class that a yield does not help: then only sleeping does.
 fn rest(tried: u32) {
     if tried < QUICK_TRIES {
         std::thread::yield_now();
@@ -148,7 +147,7 @@ impl Place for VmPlace {
                         break;
                     }
                 }
-                // Those before are installed, and that is what counts.
+                // The pages before are installed, and that is what counts.
                 Err(PlaceError::Kernel { .. }) if installed > 0 => break,
                 Err(e) => return Err(e),
             }
@@ -213,15 +212,16 @@ impl Place for VmPlace {
         Ok(())
     }
 
-    /// An evicted page has kept the marker of its write protection, which counts as a page that is
-    /// there; so that goes first. A page poisoned before stays so, and its waiters are released.
+    /// An evicted page still has the marker of its write protection, which counts as a present
+    /// page; so the marker is cleared first. A page poisoned before stays so, and its waiters are
+    /// released.
     fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
         let piece = Self::piece(&self.layout.look(), page)?;
         let there = || {
             let source = io::Error::from(io::ErrorKind::AlreadyExists);
             Err(kernel("UFFDIO_POISON", piece.pages)(source))
         };
-        // Somebody's page: its protection is not ours to take.
+        // A present page: its protection is not ours to remove.
         if self.is_present(page)? {
             return there();
         }
@@ -235,26 +235,26 @@ impl Place for VmPlace {
         if self.is_present(page)? {
             return there();
         }
-        // Should it have been protected again meanwhile, its next user faults and asks again.
+        // If it was protected again meanwhile, its next user faults and the request comes again.
         self.wake_piece(&piece)
     }
 }
 
-/// The vCPUs of a VM, and all else that runs in its VMM.
+/// The vCPUs of a VM, and all other threads of its VMM.
 #[derive(Clone, Debug)]
 pub struct VcpuMmu {
     userfaultfd: Arc<Userfaultfd>,
     layout: Arc<LiveLayout>,
-    /// What the VMM has mapped, to see what is protected at all.
+    /// The VMM's page table, to see which pages are protected at all.
     map: Option<Arc<Pagemap>>,
 }
 
-/// From so many pages on it is looked at first which of them are protected. Taking a protection off that
-/// is not there makes the page read-only all the same, until its next user faults.
+/// From this many pages on, the page table is read first to find which of them are protected. Removing a
+/// protection that is not there makes the page read-only all the same, until its next user faults.
 const LOOK_PAGES_MIN: u64 = 32;
 
 impl VcpuMmu {
-    /// Of the VMM whose RAM is registered with `userfaultfd`.
+    /// For the VMM whose RAM is registered with `userfaultfd`.
     #[must_use]
     pub const fn new(userfaultfd: Arc<Userfaultfd>, layout: Arc<LiveLayout>) -> Self {
         Self {
@@ -264,10 +264,10 @@ impl VcpuMmu {
         }
     }
 
-    /// The same, which spares pages that are not protected from having that taken off.
+    /// The same, which removes protection only from pages that have it.
     ///
     /// # Errors
-    /// [`PagemapError`]: what process `pid` has mapped cannot be seen.
+    /// [`PagemapError`]: the page table of process `pid` cannot be read.
     pub fn seeing(self, pid: u32) -> Result<Self, PagemapError> {
         Ok(Self {
             map: Some(Arc::new(Pagemap::of_process(pid)?)),
@@ -287,9 +287,9 @@ impl VcpuMmu {
         Ok(())
     }
 
-    /// Takes the protection off those pages that have it.
+    /// Removes the protection from those pages that have it.
     fn unprotect(&self, map: &Pagemap, piece: &Piece) -> Result<(), MmuError> {
-        // Positions in the piece, first and after the last.
+        // Half-open ranges of positions in the piece.
         let mut runs: Vec<(u64, u64)> = Vec::new();
         let seen = map.visit(piece.hva, piece.pages.len(), |position, entry| {
             match runs.last_mut() {
@@ -299,7 +299,7 @@ impl VcpuMmu {
             }
         });
         if let Err(error) = seen {
-            tracing::debug!(%error, "what is protected cannot be seen; all is taken to be");
+            tracing::debug!(%error, "protected pages cannot be determined; all are assumed to be");
             return self.protect_piece(piece, WriteProtection::Off);
         }
         for (first, end) in runs {
@@ -341,8 +341,8 @@ impl Mmu for VcpuMmu {
         }
     }
 
-    /// Protects run by run and never a page more: a protection nobody takes off again costs the
-    /// guest a fault. When it returns no CPU can write to the pages: the kernel has flushed.
+    /// Protects run by run and never a page more: a protection that is never removed costs the
+    /// guest a fault. On return no CPU can write to the pages: the kernel has flushed the TLBs.
     fn restrict(
         &self,
         _table: TableId,
@@ -362,7 +362,7 @@ impl Mmu for VcpuMmu {
         Ok(Restricted::Done)
     }
 
-    /// Takes the protection off, whatever the access: who waits is released by that.
+    /// Removes the protection, whatever the access: that releases waiting threads.
     fn grant(
         &self,
         _table: TableId,

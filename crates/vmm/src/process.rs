@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`VmmProcess`]: a running VMM, told apart from whoever may get its pid later.
+//! [`VmmProcess`]: a running VMM, distinguished from a later process with the same pid.
 
 use crate::Refusal;
 use pagetide_sys::process::{ProcessError, ProcessFd};
@@ -17,7 +17,7 @@ const EMULATORS: [&str; 6] = [
     "openvmm",
 ];
 
-/// What tells one process from all others until the host is booted again.
+/// Identifies one process among all until the next boot of the host.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct VmmIdentity {
     /// Its pid.
@@ -52,7 +52,7 @@ impl VmmProcess {
         let stat = in_proc(pid)
             .and_then(|p| p.stat())
             .map_err(|e| Refusal::parsing(pid, "read the state", e))?;
-        // Only now: a pid used again between the two would show here.
+        // Only now: a pid reused between the two would show here.
         if process.has_ended().unwrap_or(true) {
             return Err(Refusal::NoSuchProcess { pid });
         }
@@ -81,7 +81,7 @@ impl VmmProcess {
         Ok(found)
     }
 
-    /// The same process, held once more: it can never come to be another.
+    /// The same process, held once more: it can never become another.
     ///
     /// # Errors
     /// [`ProcessError::Kernel`] when this process has no descriptors left.
@@ -104,12 +104,12 @@ impl VmmProcess {
     /// Waits for its end, `time` at most. True if it has ended.
     #[must_use]
     pub fn ends_within(&self, time: Duration) -> bool {
-        // Nothing more can be told of a process that cannot be asked: it is taken to run.
+        // A process that cannot be queried is assumed to run.
         self.process.ends_within(time).unwrap_or(false)
     }
 
-    /// To be asked after something was found in `/proc` by pid: if it says that the process still
-    /// runs, then what was found is its.
+    /// To be called after something was read from `/proc` by pid: if the process still runs, the
+    /// data was its own.
     ///
     /// # Errors
     /// [`Refusal::NoSuchProcess`] if it has ended.
@@ -147,7 +147,7 @@ impl VmmProcess {
     /// True if it has a KVM VM, or its program is a known emulator.
     ///
     /// # Errors
-    /// [`Refusal`], mostly of too little privilege.
+    /// [`Refusal`], mostly for lack of privilege.
     pub fn is_emulator(&self) -> Result<bool, Refusal> {
         let pid = self.pid();
         let process = in_proc(pid).map_err(|e| Refusal::parsing(pid, "look at /proc", e))?;
@@ -161,7 +161,7 @@ impl VmmProcess {
         let fds = process
             .fd()
             .map_err(|e| Refusal::parsing(pid, "list the descriptors", e))?;
-        // Descriptors closed while we look are of no interest.
+        // Descriptors closed during the listing do not matter.
         Ok(fds.flatten().any(|fd| match fd.target {
             FDTarget::AnonInode(kind) => kind == "kvm-vm",
             FDTarget::Path(path) => path.as_os_str() == "anon_inode:kvm-vm",

@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`FaultReader`]: the one thread that reads a VM's faults.
 //!
-//! One per VM: several readers of one userfaultfd wake one another. It hands
-//! each fault to a [`FaultSink`], which serves it on this thread if that takes no
-//! wait; if it does, or if many come together, others help ([`crate::servers`]).
+//! One per VM: several readers of one userfaultfd wake one another. The reader hands each fault to
+//! a [`FaultSink`], which serves it on this thread if that needs no wait; if it does, or if many
+//! faults arrive together, other threads help ([`crate::servers`]).
 //!
 //! # Where
-//! A fault is cheapest when its reader runs where the faulting thread runs,
-//! because that thread has just gone to sleep there. So the reader follows: now
-//! and then it looks at the CPU of the last fault's thread. That costs a file in
-//! `/proc` (some 20 µs), hence not at every fault, and ever more seldom as long
-//! as the answer is the same.
+//! A fault is cheapest when its reader runs on the CPU of the faulting thread, because that thread
+//! has just gone to sleep there. So the reader follows: now and then it checks the CPU of the last
+//! fault's thread. That means reading a file in `/proc` (some 20 µs), so it is not done at every
+//! fault, and ever less often as long as the answer stays the same.
 //!
 //! # Waiting
-//! The reader waits in `read` itself. The kernel mostly lets a thread that the
-//! fill has woken run at once; if that faults again, the reader finds the next
-//! message without having slept. If not, the `read` that would look for a
-//! message is also the one that makes room for the woken thread, who shares the
-//! CPU: polling there would keep it from running. (Measured: `poll` before each
-//! `read` costs 0.5 to 1 µs a fault, polling for 50 µs up to 50.) A reader that
-//! is told to poll therefore stays [`ReaderPlacement::Anywhere`].
+//! The reader waits in `read` itself. The kernel mostly runs a thread that the fill has woken at
+//! once; if it faults again, the reader finds the next message without having slept. If not, the
+//! `read` that checks for a message also yields the shared CPU to the woken thread: polling there
+//! would keep it from running. (Measured: `poll` before each `read` costs 0.5 to 1 µs a fault,
+//! polling for 50 µs up to 50.) A reader configured to poll therefore stays
+//! [`ReaderPlacement::Anywhere`].
 //!
 //! ```text
 //!   reader:  read ──► serve ──► read ──► …       EINTR: is it over?
@@ -51,9 +49,9 @@ mod watch;
 
 use watch::{End, Watch, WatchState, signal};
 
-/// Faults between two looks at where the faulting threads run, at first.
+/// Faults between two checks of where the faulting threads run, at first.
 pub const FAULTS_PER_LOOK: u64 = 64;
-/// The same once they have stayed where they are for many looks: ten milliseconds of faults.
+/// The same once they have stayed on their CPU for many checks: ten milliseconds of faults.
 const FAULTS_PER_LOOK_MAX: u64 = 1024;
 
 /// Why a thread waits.
@@ -65,14 +63,14 @@ pub enum FaultKind {
     WriteProtected,
 }
 
-/// A fault of a VM, as the reader hands it on. Only a hint: things may have changed since.
+/// A fault of a VM, as passed on by the reader. Only a hint: the state may have changed since.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct VcpuFault {
     /// The page.
     pub page: PageNo,
     /// Why the thread waits.
     pub kind: FaultKind,
-    /// What it wants to do.
+    /// The access it attempted.
     pub access: Access,
     /// The thread, of the VMM.
     pub thread: u32,
@@ -80,42 +78,44 @@ pub struct VcpuFault {
     pub read_at: Instant,
 }
 
-/// What became of a fault that was to be served without waiting.
+/// Result of trying to serve a fault without waiting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Served {
-    /// Its thread runs again, or will without anybody's doing.
+    /// Its thread runs again, or will without further action.
     Yes,
-    /// That would take a wait: [`FaultSink::fault`] is to be called.
+    /// That would need a wait: call [`FaultSink::fault`].
     WouldWait,
 }
 
-/// Who serves faults.
+/// Serves faults.
 pub trait FaultSink: Send + Sync {
-    /// A thread of the VMM waits, and is to be served if that takes no wait: for room, for a lock that
-    /// is held long, for a device. Called on the reader's thread.
+    /// A thread of the VMM waits: serves its fault if that needs no wait for room, for a lock that is
+    /// held long, or for a device. Called on the reader's thread.
     fn fault_at_once(&self, fault: VcpuFault) -> Served;
 
-    /// A thread of the VMM waits. Called on any of several threads, several at a time.
+    /// A thread of the VMM waits: serves its fault. Called on any of several threads, several at a
+    /// time.
     fn fault(&self, fault: VcpuFault);
 
-    /// A fault was served, and others are too that were read with it. Called where it was served;
-    /// returns the pages around it that are worth bringing along.
+    /// A fault was served, and so were the others read with it. Called where it was served; returns
+    /// the pages around it that are worth reading ahead.
     fn served(&self, fault: VcpuFault) -> Option<PageRange>;
 
-    /// Brings such pages along. Called where that disturbs least.
+    /// Reads such pages ahead. Called where that disturbs least.
     fn bring_along(&self, pages: PageRange);
 
-    /// The VMM has ended; no fault is read any more. Called once, last by the reader.
+    /// The VMM has ended; no more faults are read. Called once, as the reader's last call.
     fn vmm_gone(&self);
 
-    /// The reader had to give up; faults are not served any more. Called once, last by the reader.
+    /// The reader had to give up; faults are no longer served. Called once, as the reader's last
+    /// call.
     fn reader_failed(&self, error: &ReaderError);
 }
 
 /// Where the reader runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ReaderPlacement {
-    /// On the CPU of the threads that fault.
+    /// On the CPU of the faulting threads.
     FollowFaults,
     /// Where the scheduler puts it.
     Anywhere,
@@ -126,10 +126,10 @@ pub enum ReaderPlacement {
 pub struct ReaderConfig {
     /// Where it runs.
     pub placement: ReaderPlacement,
-    /// After a fault: how long it looks for the next one before it sleeps, in microseconds. It
-    /// uses its CPU fully meanwhile, so it must not be that of a vCPU.
+    /// After a fault: how long the reader polls for the next one before it sleeps, in microseconds.
+    /// It keeps its CPU fully busy meanwhile, so that must not be a vCPU's.
     pub poll_us: u64,
-    /// Threads that serve beside it.
+    /// Threads that serve faults beside the reader.
     pub servers: usize,
 }
 
@@ -154,7 +154,7 @@ pub enum ReaderError {
     /// The kernel refused something.
     #[error("{operation} failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation.
         operation: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -162,29 +162,29 @@ pub enum ReaderError {
     /// The userfaultfd failed.
     #[error(transparent)]
     Uffd(#[from] UffdError),
-    /// The VMM could not be held.
+    /// The VMM's pidfd could not be duplicated.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// Serving a fault panicked, which is a bug of ours.
+    /// Serving a fault panicked, which is a bug in this program.
     #[error("serving a fault panicked ({what}): a bug; the VM waits until it is served again")]
     Panicked {
-        /// What the panic said.
+        /// The panic message.
         what: String,
     },
 }
 
-/// What a reader has done so far.
+/// Counters of a reader.
 #[derive(Debug, Default)]
 pub struct ReaderCounters {
     /// Faults handed to the sink.
     pub faults: AtomicU64,
-    /// Reads that brought at least one.
+    /// Reads that returned at least one.
     pub batches: AtomicU64,
     /// Moves to another CPU.
     pub moves: AtomicU64,
     /// Id of the reader's thread, once it runs.
     pub thread: AtomicU64,
-    /// Faults at addresses that are no RAM, or of a kind that was not asked for.
+    /// Faults at addresses that are not RAM, or of a kind that was not requested.
     pub strays: AtomicU64,
 }
 
@@ -199,7 +199,7 @@ pub struct FaultReader {
 }
 
 impl FaultReader {
-    /// Starts reading the faults of `vmm`. Whoever serves beside the reader runs on `cpus`.
+    /// Starts reading the faults of `vmm`. The servers run on `cpus`.
     ///
     /// # Errors
     /// [`ReaderError`].
@@ -269,7 +269,7 @@ impl FaultReader {
                 Ok(reader)
             }
             Err(source) => {
-                // There is nobody for the watcher to interrupt.
+                // There is no thread for the watcher to interrupt.
                 ended.say_ended();
                 Err(kernel("starting a thread")(source))
             }
@@ -283,25 +283,25 @@ impl FaultReader {
         stop: &Arc<OwnedFd>,
     ) -> io::Result<Arc<FaultServers>> {
         let stop = Arc::clone(stop);
-        // The reader then says why, as of a panic of its own.
+        // The reader then reports why, as for a panic of its own.
         let failed = move || signal(&stop);
         let servers = FaultServers::start(config.servers, pid, sink, cpus, failed)?;
         Ok(Arc::new(servers))
     }
 
-    /// Faults that were served by others than the reader so far.
+    /// Faults served by threads other than the reader so far.
     #[must_use]
     pub fn handed_on(&self) -> u64 {
         self.servers.taken()
     }
 
-    /// What it has done so far.
+    /// Its counters.
     #[must_use]
     pub fn counters(&self) -> &ReaderCounters {
         &self.counters
     }
 
-    /// CPU time its thread has used, in seconds; 0 if the kernel does not tell.
+    /// CPU time its thread has used, in seconds; 0 if the kernel does not report it.
     #[must_use]
     pub fn cpu_seconds(&self) -> f64 {
         let thread = self.counters.thread.load(Ordering::Relaxed);
@@ -334,7 +334,7 @@ impl Drop for FaultReader {
     }
 }
 
-/// Makes `read` wait for a fault, or not. The flag belongs to the userfaultfd, not to our
+/// Makes `read` blocking or non-blocking. The flag belongs to the userfaultfd, not to our
 /// descriptor, so a predecessor may have left it either way.
 fn set_waiting(userfaultfd: &Userfaultfd, waiting: impl Into<bool>) -> io::Result<()> {
     let flags = fcntl_getfl(userfaultfd.as_fd())? & !OFlags::NONBLOCK;
@@ -355,9 +355,9 @@ struct Reading {
     counters: Arc<ReaderCounters>,
     config: ReaderConfig,
     servers: Arc<FaultServers>,
-    /// What was read last.
+    /// The faults read last.
     faults: Vec<VcpuFault>,
-    /// What of it was served here.
+    /// Those of them that were served here.
     done: Vec<VcpuFault>,
     here: Option<usize>,
     next_look: u64,
@@ -365,9 +365,9 @@ struct Reading {
 }
 
 impl Reading {
-    /// A thread that ended by panic would leave a VM that hangs with nobody told.
+    /// A thread that ended by a panic would leave the VM hanging without any report.
     fn run_to_the_end(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
-        // Neither is used after a panic but to say that there was one.
+        // After a panic, both are used only to report it.
         let run = AssertUnwindSafe(|| self.run(sink));
         catch_unwind(run).unwrap_or_else(|panic| {
             let what = words_of(panic.as_ref());
@@ -383,7 +383,7 @@ impl Reading {
         let mut faults = Vec::new();
         let mut last = Instant::now();
         loop {
-            // Faults not read yet stay in the kernel for the next reader.
+            // Unread faults stay in the kernel for the next reader.
             if let Some(end) = self.told.end() {
                 return match self.servers.failure() {
                     Some(what) => Err(ReaderError::Panicked { what }),
@@ -406,7 +406,7 @@ impl Reading {
         }
     }
 
-    /// Sleeps until a fault can be read, or somebody interrupts: for a reader that polls.
+    /// Sleeps until a fault can be read, or until interrupted: for a reader that polls.
     fn sleep(&self) -> Result<(), ReaderError> {
         let failed = |source| ReaderError::Kernel {
             operation: "poll of a userfaultfd",
@@ -459,7 +459,7 @@ impl Reading {
             .try_for_each(|address| self.stray(address))
     }
 
-    /// Serves what was read, together with the servers if it is more than one.
+    /// Serves the faults read, together with the servers if there are several.
     fn serve_together(&mut self, sink: &dyn FaultSink) {
         let Some((first, others)) = self.faults.split_first() else {
             return;
@@ -472,14 +472,14 @@ impl Reading {
             if self.serve_one(fault, sink) == Served::Yes {
                 self.done.push(fault);
             }
-            // What was shared before was taken to the last: what there is now has come with these.
+            // All faults shared before were taken: those there now arrived with these.
             next = match others {
                 [] => None,
                 [_, ..] => self.servers.take_back(),
             };
         }
         for fault in self.done.drain(..) {
-            // On this CPU, most likely, somebody runs again who was served.
+            // A thread that was served most likely runs on this CPU again.
             if let Some(pages) = sink.served(fault)
                 && let Some(pages) = self.servers.bring_along(pages)
             {
@@ -498,9 +498,9 @@ impl Reading {
         served
     }
 
-    /// Somebody waits at an address that is no RAM of the layout, though it is watched (RAM that a
-    /// predecessor had begun to take). Woken he would only fault again, for ever: so its mapping is
-    /// watched no more, and he finds what is in the file, or zeros.
+    /// A thread waits at an address that is watched but not in the layout (RAM that a predecessor
+    /// had begun to take over). If woken, the thread would only fault again, for ever: so its
+    /// mapping is no longer watched, and the thread reads the file's content, or zeros.
     fn stray(&self, address: Hva) -> Result<(), ReaderError> {
         self.counters.strays.fetch_add(1, Ordering::Relaxed);
         let page = page_of(address);
@@ -509,7 +509,7 @@ impl Reading {
             if let Err(error) = self.userfaultfd.unregister(start, len_bytes) {
                 tracing::debug!(%address, %error, "a stray fault's mapping was not watched, or is gone");
             }
-            // It may have become RAM meanwhile, and is to be watched then.
+            // It may have become RAM meanwhile, and must then be watched.
             if let Some(page) = self.layout.look().page_at(address) {
                 tracing::debug!(%address, %page, "a stray fault's mapping has become RAM");
                 let both = WatchFor::MissingAndWriteProtected;
@@ -519,7 +519,7 @@ impl Reading {
         Ok(self.userfaultfd.wake(page, PAGE_BYTES)?)
     }
 
-    /// Every so many faults: goes where `thread` runs.
+    /// Every `look_every` faults: moves to the CPU where `thread` runs.
     fn follow(&mut self, thread: u32) {
         let count = self.counters.faults.load(Ordering::Relaxed);
         if self.config.placement == ReaderPlacement::Anywhere || count < self.next_look {
@@ -541,7 +541,7 @@ impl Reading {
                 self.counters.moves.fetch_add(1, Ordering::Relaxed);
             }
             Err(e) => {
-                // A cpuset that keeps us from there: stay, and do not try again.
+                // A cpuset excludes us from there: stay, and do not try again.
                 tracing::warn!(cpu = there, error = %e, "the fault reader cannot follow the vCPUs");
                 self.config.placement = ReaderPlacement::Anywhere;
             }
@@ -689,7 +689,7 @@ mod tests {
             (ReaderConfig::default(), &Arc::default()),
         )
         .unwrap();
-        // Were it woken only, it would fault for ever.
+        // If it were only woken, it would fault for ever.
         mapping.copy_to(7 * PAGE_BYTES, &[1]).unwrap();
         mapping.copy_to(40 * PAGE_BYTES, &[2]).unwrap();
         let mut found = [0; 1];

@@ -19,7 +19,7 @@ pub enum Refusal {
     PidUsedAgain {
         /// The pid.
         pid: u32,
-        /// What it is now.
+        /// Name of the process that has it now.
         name: String,
     },
     /// It is no VMM.
@@ -33,7 +33,7 @@ pub enum Refusal {
         /// Its program.
         name: String,
     },
-    /// Its RAM is in no file that others can open.
+    /// Its RAM is not in a file that other processes can open.
     #[error(
         "the RAM of VMM {pid} ({name}) is private memory, which cannot be evicted from outside: \
          start it with shared file memory (QEMU: -object \
@@ -72,7 +72,7 @@ pub enum Refusal {
     /// A child of the VMM would get the RAM too.
     #[error(
         "the RAM of VMM {pid} ({name}) at {address:#x} would be inherited by a forked child (no \
-         DONTFORK), who would read zeros in place of evicted pages: use a VMM that sets \
+         DONTFORK), which would read zeros in place of evicted pages: use a VMM that sets \
          MADV_DONTFORK on guest RAM, as QEMU does"
     )]
     Forkable {
@@ -111,9 +111,9 @@ pub enum Refusal {
         pid: u32,
         /// Its program.
         name: String,
-        /// Who else.
+        /// The other process.
         other_pid: u32,
-        /// What that is.
+        /// Its name.
         other_name: String,
     },
     /// Another process cannot be looked into.
@@ -124,9 +124,9 @@ pub enum Refusal {
     CannotLookInto {
         /// The pid.
         pid: u32,
-        /// Who may map it.
+        /// The process that may map it.
         other_pid: u32,
-        /// What that is.
+        /// Its name.
         other_name: String,
     },
     /// The kernel may swap the RAM out.
@@ -149,7 +149,7 @@ pub enum Refusal {
         /// How.
         source: LayoutError,
     },
-    /// RAM that it had when it was taken over is mapped no more.
+    /// RAM that it had when it was taken over is no longer mapped.
     #[error(
         "VMM {pid} ({name}) no longer maps RAM that it was taken over with ({mapping}): that RAM \
          was unplugged, or the program was replaced by exec; what was evicted of it cannot be \
@@ -163,7 +163,7 @@ pub enum Refusal {
         /// What is gone.
         mapping: RecordedMapping,
     },
-    /// We may not look.
+    /// We lack the permission to look.
     #[error("not permitted to {what} of process {pid}: run as root (or with CAP_SYS_PTRACE)")]
     NotPermitted {
         /// The pid.
@@ -213,5 +213,5 @@ impl Refusal {
 /// Name of our own daemon.
 const DAEMON: &str = "pagetide";
 
-/// `ESRCH`: what `/proc` says when the process ends while it is read.
+/// `ESRCH`: the error of `/proc` when the process ends while it is read.
 pub(crate) const NO_SUCH_PROCESS: i32 = 3;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`FaultServers`]: the threads that serve a VM's faults beside its reader.
 //!
-//! The reader never waits. What is at hand it serves itself; two kinds of faults it gives away:
+//! The reader never waits. It serves faults that need no wait itself, and passes on two kinds:
 //!
 //! ```text
 //!            ┌─ at hand ──────────► served here
@@ -9,15 +9,16 @@
 //!            ├─ many at a time ──► shared ◄── servers that are idle, and the reader when it is through
 //!            └─ would wait ──────► waiting ◄── servers only
 //! ```
-//! A third thing to do is nobody's fault: to bring pages along that will be asked for next. A server
-//! that is idle does it, for the vCPU just served mostly runs on the reader's CPU.
+//! A third task belongs to no fault: readahead of the pages needed next. An idle server does it,
+//! since the vCPU just served mostly runs on the reader's CPU.
 //!
-//! *Shared* faults may be taken by anybody, so none of them ever stands behind one that waits: the
-//! reader takes what no server has. *Waiting* ones (no room under the limit, a section whose lock is
-//! held, content that is not at hand) go to the servers, each of which waits for one at a time.
-//! As many servers as there are CPUs to wait with are enough: a fault that waits for room makes room.
+//! *Shared* faults may be taken by any thread, so none of them ever queues behind one that waits: the
+//! reader takes those that no server has. *Waiting* ones (no room under the limit, a section whose
+//! lock is held, content that is not at hand) go to the servers, each of which waits for one at a
+//! time. As many servers as there are CPUs are enough: a fault that waits for room makes room.
 //!
-//! Servers run where the vCPUs may run ([`ServerCpus`]), which belong to whoever pays for the VM.
+//! Servers run where the vCPUs may run ([`ServerCpus`]): those CPUs belong to the tenant that pays
+//! for the VM.
 
 use crate::reader::{FaultSink, VcpuFault};
 use pagetide_addr::PageRange;
@@ -30,9 +31,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 /// Most faults that wait for a server at a time. Each thread of a VMM waits in one fault, and may be woken
-/// and fault once more; beyond this the reader serves them itself, and waits.
+/// and fault once more; beyond this limit the reader serves faults itself, and waits.
 pub const WAITING_MAX: usize = 4096;
-/// Of faults that come together, one server is woken for so many: waking one costs as much as
+/// One server is woken per this many faults that arrive together: waking one costs as much as
 /// serving some.
 const FAULTS_PER_WAKE: usize = 4;
 
@@ -53,7 +54,7 @@ impl ServerCpus {
         }
     }
 
-    /// Has this thread run there, if that has changed since `seen`.
+    /// Moves this thread to these CPUs, if they have changed since `seen`.
     fn follow(&self, seen: &mut u64) {
         let version = self.version.load(Ordering::Acquire);
         if version == *seen {
@@ -70,15 +71,15 @@ impl ServerCpus {
     }
 }
 
-/// What is handed on.
+/// The tasks passed on.
 #[derive(Debug, Default)]
 struct Faults {
     shared: VecDeque<VcpuFault>,
     waiting: VecDeque<VcpuFault>,
-    /// Pages that are worth bringing along.
+    /// Pages to be read ahead.
     along: VecDeque<PageRange>,
     idle: usize,
-    /// What a panic said.
+    /// Message of a panic.
     failure: Option<String>,
     is_over: bool,
 }
@@ -90,14 +91,14 @@ struct Queue {
     taken: AtomicU64,
 }
 
-/// The running servers; dropping it ends them, when all that was handed on is served.
+/// The running servers; dropping it ends them once all tasks passed on are done.
 #[derive(Debug)]
 pub(crate) struct FaultServers {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A fault and how it is to be served.
+/// A task for a server.
 enum Task {
     Fault(VcpuFault),
     BringAlong(PageRange),
@@ -107,7 +108,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a panic said.
+/// Message of a panic.
 pub(crate) fn words_of(panic: &(dyn Any + Send)) -> String {
     if let Some(text) = panic.downcast_ref::<&str>() {
         (*text).to_owned()
@@ -149,17 +150,17 @@ impl FaultServers {
         Ok(servers)
     }
 
-    /// Faults that were served by others than the reader so far.
+    /// Faults served by threads other than the reader so far.
     pub(crate) fn taken(&self) -> u64 {
         self.queue.taken.load(Ordering::Relaxed)
     }
 
-    /// What the panic of a server said, if there was one.
+    /// Message of a server's panic, if there was one.
     pub(crate) fn failure(&self) -> Option<String> {
         lock(&self.queue.faults).failure.clone()
     }
 
-    /// Hands on faults that anybody may serve, this thread too: see [`Self::take_back`].
+    /// Passes on faults that any thread may serve, including this one: see [`Self::take_back`].
     pub(crate) fn share(&self, faults: &[VcpuFault]) {
         let mut queue = lock(&self.queue.faults);
         let wakes = (faults.len() / FAULTS_PER_WAKE).min(queue.idle);
@@ -175,7 +176,7 @@ impl FaultServers {
         lock(&self.queue.faults).shared.pop_front()
     }
 
-    /// Hands on a fault that waits; `None` if a server will serve it.
+    /// Passes on a fault that waits; `None` if a server will serve it.
     pub(crate) fn hand_on(&self, fault: VcpuFault) -> Option<VcpuFault> {
         let mut queue = lock(&self.queue.faults);
         if queue.waiting.len() >= WAITING_MAX || queue.failure.is_some() {
@@ -189,7 +190,7 @@ impl FaultServers {
 }
 
 impl FaultServers {
-    /// Hands on pages that are worth bringing along; `None` if an idle server will.
+    /// Passes on pages to be read ahead; `None` if an idle server will do it.
     pub(crate) fn bring_along(&self, pages: PageRange) -> Option<PageRange> {
         let mut queue = lock(&self.queue.faults);
         if queue.idle <= queue.along.len() {
@@ -221,13 +222,13 @@ struct Server {
 }
 
 impl Server {
-    /// Until the end. A panic leaves what it said in the queue: a fault that nobody serves would be a
-    /// vCPU that hangs with nobody told.
+    /// Runs until the end. A panic leaves its message in the queue: an unserved fault would be a vCPU
+    /// that hangs without any report.
     fn run(&self) -> Result<(), ()> {
         let mut placed = 0;
         while let Some(task) = self.next() {
             self.cpus.follow(&mut placed);
-            // Neither is used after a panic but to say that there was one.
+            // After a panic, both are used only to report it.
             let served = catch_unwind(AssertUnwindSafe(|| self.serve(task)));
             if let Err(panic) = served {
                 lock(&self.queue.faults).failure = Some(words_of(panic.as_ref()));

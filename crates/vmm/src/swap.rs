@@ -1,28 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Whether the kernel may swap a process's shared memory out behind our back.
 //!
-//! Two things would go wrong: a page in swap is absent from its file's memory
-//! but not from its file, so it is read back on any access without a word to
-//! us; and the tracker's page-out, which only unmaps where there is nowhere to
-//! write, would really evict.
+//! Two things would go wrong: a page in swap is absent from its file's memory but not from its
+//! file, so any access reads it back without our notice; and the tracker's page-out, which only
+//! unmaps while there is no swap, would really evict.
 //!
-//! Safe are: no swap at all; cgroup v2 with `memory.swap.max` 0 at the process's
-//! group or above it; and RAM in files on a tmpfs that is mounted with `noswap`
-//! (Linux 6.4), whatever the cgroups. Under cgroup v1 nothing else is: neither
-//! `memory.swappiness` 0 nor a `memory.memsw.limit_in_bytes` equal to
-//! `memory.limit_in_bytes` keeps `MADV_PAGEOUT` or global reclaim from swapping
-//! (both tried on Linux 6.18; the limits are looked at only by the reclaim that
-//! the group's own limit starts).
+//! Safe are: no swap at all; cgroup v2 with `memory.swap.max` 0 at the process's group or above it;
+//! and RAM in files on a tmpfs that is mounted with `noswap` (Linux 6.4), whatever the cgroups.
+//! Under cgroup v1 nothing else is safe: neither `memory.swappiness` 0 nor a
+//! `memory.memsw.limit_in_bytes` equal to `memory.limit_in_bytes` keeps `MADV_PAGEOUT` or global
+//! reclaim from swapping (both tested on Linux 6.18; only the reclaim that the group's own limit
+//! starts checks the limits).
 //!
-//! Pages of a `noswap` tmpfs are unevictable, so the tracker has to unmap them in
-//! another way: see [`crate::tracker`].
+//! Pages of a `noswap` tmpfs are unevictable, so the tracker must unmap them in another way: see
+//! [`crate::tracker`].
 
 use crate::layout::RamLayout;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// How pages could go to swap, and what to do.
+/// How pages could go to swap, and what to do about it.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum SwapReach {
     /// Its cgroup does not forbid it.
@@ -44,7 +42,7 @@ pub enum SwapReach {
          version 2 with memory.swap.max = 0"
     )]
     Version1,
-    /// It is in no group that has a say.
+    /// It is in no group that could forbid it.
     #[error(
         "swap is on and no memory cgroup forbids it: start it with its RAM on a tmpfs that never \
          swaps (Linux 6.4: mount -t tmpfs -o noswap,size=SIZE tmpfs DIR; QEMU: \
@@ -53,10 +51,10 @@ pub enum SwapReach {
     NoGroup,
 }
 
-/// How pages of `layout`, which is process `pid`'s, could go to swap; `None` if they cannot.
+/// How pages of `layout`, the RAM of process `pid`, could go to swap; `None` if they cannot.
 ///
 /// # Errors
-/// What reading `/proc` says.
+/// The error of reading `/proc`.
 pub fn in_reach(pid: u32, layout: &RamLayout) -> io::Result<Option<SwapReach>> {
     if !is_on(&std::fs::read_to_string("/proc/swaps")?) {
         return Ok(None);
@@ -78,7 +76,7 @@ pub fn in_reach(pid: u32, layout: &RamLayout) -> io::Result<Option<SwapReach>> {
 /// sees them: they may have different mounts.
 ///
 /// # Errors
-/// What reading `/proc` says.
+/// The error of reading `/proc`.
 pub(crate) fn file_systems_without_swap(pid: u32) -> io::Result<BTreeSet<u64>> {
     let mut devices = BTreeSet::new();
     for whose in ["self".to_owned(), pid.to_string()] {
@@ -119,7 +117,8 @@ fn version_2_mount(mounts: &str) -> Option<PathBuf> {
     })
 }
 
-/// `groups` is `/proc/PID/cgroup`: lines `number:controllers:path`, version 2 being `0::path`.
+/// `groups` is the content of `/proc/PID/cgroup`: lines `number:controllers:path`, version 2 being
+/// `0::path`.
 fn reach(
     groups: &str,
     version_2: Option<&Path>,

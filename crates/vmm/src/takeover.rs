@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Making a userfaultfd inside a running VMM, taking it again later, and letting go.
+//! Creates a userfaultfd inside a running VMM, resumes it later, and releases it.
 //!
-//! A userfaultfd watches the address space of the process that makes it. So the
-//! VMM makes it: one of its threads is borrowed for one system call (see
-//! [`pagetide_sys::ptrace`]), and the descriptor is fetched with `pidfd_getfd`.
-//! A VMM without root's rights gets EPERM from that call; then it is handed
-//! `/dev/userfaultfd`, which asks for no rights of its own, over a socket pair
-//! made for the purpose. `UFFD_USER_MODE_ONLY` is never used: KVM faults in
-//! kernel mode.
+//! A userfaultfd watches the address space of the process that creates it. So the VMM creates it,
+//! by a remote system call in one of its threads (see [`pagetide_sys::ptrace`]), and the descriptor
+//! is fetched with `pidfd_getfd`. In a VMM without root's privileges that call fails with EPERM;
+//! then `/dev/userfaultfd`, which needs no privileges once open, is passed to it over a socket pair
+//! created for the purpose. `UFFD_USER_MODE_ONLY` is never used: KVM faults in kernel mode.
 //!
-//! The descriptor stays open in the VMM. If this process dies, threads that
-//! fault go on waiting instead of reading zeros, and a successor takes the same
-//! userfaultfd again by its number ([`resume`]).
+//! The descriptor stays open in the VMM. If this process dies, faulting threads wait instead of
+//! reading zeros, and a successor fetches the same userfaultfd by its number ([`resume`]).
 //!
 //! ```text
 //!   take_over ──► served ──► (we die) ──► resume ──► served ──► let_go
@@ -32,16 +29,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Once;
 use std::time::Duration;
 
-/// How long a thread of a VMM may be away for a take-over: twenty times what it takes, and less than a
-/// guest's timer tick. What takes longer is undone, and tried again when the host may be less busy; a VMM is
-/// refused after 5 tries within 0.3 s.
+/// How long a thread of a VMM may be stopped for a take-over: twenty times the usual time, and less than a
+/// guest's timer tick. An attempt that takes longer is undone, and retried when the host may be less busy; a
+/// VMM is refused after 5 tries within 0.3 s.
 pub const PAUSE_LIMITS: PauseLimits = PauseLimits {
     pause_max: Duration::from_millis(5),
     tries_max: 5,
     backoff: Duration::from_millis(20),
 };
 
-/// Why a VMM could not be taken over, taken again or let go.
+/// Why a VMM could not be taken over, resumed or released.
 #[derive(Debug, thiserror::Error)]
 pub enum TakeOverError {
     /// Nothing could be run inside it.
@@ -56,13 +53,13 @@ pub enum TakeOverError {
     /// Its descriptor could not be fetched.
     #[error(transparent)]
     Process(#[from] ProcessError),
-    /// The VMM may not make one, and neither may we make one for it.
+    /// The VMM may not create one, and neither may we create one for it.
     #[error(
         "the VMM may not create a userfaultfd ({refused}), and handing it /dev/userfaultfd failed: \
          {source}; Linux 6.1 or later is needed for a VMM that does not run as root"
     )]
     NotPermittedInside {
-        /// What its own attempt said.
+        /// The error of its own attempt.
         refused: Errno,
         /// Why the other way failed.
         source: Box<TakeOverError>,
@@ -78,7 +75,7 @@ pub enum TakeOverError {
         /// Features needed.
         needed: u64,
     },
-    /// What was left in the VMM is there no more.
+    /// The userfaultfd left in the VMM no longer exists.
     #[error(
         "descriptor {number} of process {pid} is not the userfaultfd that was left there; its \
          evicted pages cannot be served any more"
@@ -96,20 +93,20 @@ pub enum TakeOverError {
 pub struct TakenOver {
     /// Our descriptor of its userfaultfd; all of its RAM is registered.
     pub userfaultfd: Userfaultfd,
-    /// Number of the same in the VMM, which is to be remembered for [`resume`] and [`let_go`].
+    /// Its number in the VMM, to be recorded for [`resume`] and [`let_go`].
     pub number: i32,
     /// Its features, fixed for life.
     pub features: Features,
-    /// How long one thread of the VMM was away, in microseconds.
+    /// How long one thread of the VMM was stopped, in microseconds.
     pub pause_us: u64,
-    /// Which process it is, to be remembered too.
+    /// Which process it is; to be recorded too.
     pub identity: VmmIdentity,
 }
 
-/// Takes over the RAM of `vmm` as `layout` has it: from the return on, faults wait to be read.
+/// Takes over the RAM of `vmm` as given by `layout`: from the return on, faults wait to be read.
 ///
 /// # Errors
-/// [`TakeOverError`]; everything is as it was then.
+/// [`TakeOverError`]; everything is then as before.
 pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, TakeOverError> {
     let undo = |thread: &mut StoppedThread<'_>, number: &i32| Ok(thread.close(*number)?);
     let ran = run_inside_within(vmm.fd(), PAUSE_LIMITS, create_inside, undo)?;
@@ -124,7 +121,7 @@ pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, Take
             identity: vmm.identity(),
         }),
         Err(error) => {
-            // Our descriptor is closed already; with the VMM's own the registrations go.
+            // Our descriptor is closed already; closing the VMM's own ends the registrations.
             if let Err(e) = close_inside(vmm, number) {
                 tracing::error!(
                     pid = vmm.pid(),
@@ -138,32 +135,33 @@ pub fn take_over(vmm: &VmmProcess, layout: &RamLayout) -> Result<TakenOver, Take
     }
 }
 
-/// Without real-time priority a pause depends on what else the host does.
+/// Without real-time priority, a pause depends on the load of the host.
 fn say_once_how(pace: Pace) {
     static SAID: Once = Once::new();
     if pace == Pace::Ordinary {
         SAID.call_once(|| {
             tracing::warn!(
-                "take-overs run without real-time priority, so their pauses grow with the load of the host: it \
-                 takes CAP_SYS_NICE (or RLIMIT_RTPRIO of 1), and under cgroup version 1 a cpu.rt_runtime_us above 0"
+                "take-overs run without real-time priority, so their pauses grow with the load of the host: \
+                 that priority needs CAP_SYS_NICE (or RLIMIT_RTPRIO of 1), and under cgroup version 1 \
+                 a cpu.rt_runtime_us above 0"
             );
         });
     }
 }
 
-/// A VMM that has been taken over again.
+/// A VMM that has been resumed.
 #[derive(Debug)]
 pub struct Resumed {
     /// Our descriptor of its userfaultfd; all of `layout` is registered.
     pub userfaultfd: Userfaultfd,
-    /// Its RAM as it was recorded, but for what was unplugged meanwhile.
+    /// Its RAM as recorded, without RAM unplugged meanwhile.
     pub layout: RamLayout,
 }
 
-/// Takes a userfaultfd again that an earlier process left in the VMM as descriptor `number`, for
-/// the RAM that was `recorded`. RAM that it does not watch any more was taken out meanwhile: what
-/// may lie there now is left as it is, as new RAM (see [`RamLayout::news`]).
-/// The caller then wakes all of the RAM: faults that the dead had read are lost otherwise.
+/// Resumes a userfaultfd that an earlier process left in the VMM as descriptor `number`, for the
+/// RAM that was `recorded`. RAM that it no longer watches was unplugged meanwhile: anything mapped
+/// there now is left alone, as new RAM (see [`RamLayout::news`]). The caller must then wake all of
+/// the RAM: faults that the dead process had read would otherwise be lost.
 ///
 /// # Errors
 /// [`TakeOverError::NotOurs`] if it is no longer there.
@@ -174,7 +172,7 @@ pub fn resume(
 ) -> Result<Resumed, TakeOverError> {
     let userfaultfd = take_inside(vmm, number)?;
     let layout = RamLayout::of_watched(vmm, recorded, &userfaultfd)?;
-    // Changes nothing where it is registered already, and fails where another one is.
+    // Changes nothing where it is registered already, and fails where another userfaultfd is.
     match watch(&userfaultfd, &layout) {
         Ok(()) => Ok(Resumed {
             userfaultfd,
@@ -188,9 +186,9 @@ pub fn resume(
     }
 }
 
-/// Number of the userfaultfd in a VMM whose take-over was cut off before the number was noted, if
-/// there is one. One that the VMM made for itself (postcopy, background snapshots) has other
-/// features and is passed over.
+/// Number of the userfaultfd in a VMM whose take-over was interrupted before the number was
+/// recorded, if there is one. One that the VMM created for itself (postcopy, background snapshots)
+/// has other features and is skipped.
 ///
 /// # Errors
 /// [`Refusal`] if its descriptors cannot be listed.
@@ -210,8 +208,8 @@ pub fn find_inside(vmm: &VmmProcess) -> Result<Option<i32>, Refusal> {
         }))
 }
 
-/// By the features in `/proc/PID/fdinfo` (`API: aa:FEATURES:…`): 0 before the handshake, later
-/// those asked for, by whatever version of ours. What cannot be read may be anything.
+/// By the features in `/proc/PID/fdinfo` (`API: aa:FEATURES:…`): 0 before the handshake, then those
+/// requested, by whatever version of this program. If they cannot be read, it may be ours.
 fn may_be_ours(fdinfo: &str) -> bool {
     let features = fdinfo
         .lines()
@@ -224,15 +222,15 @@ fn may_be_ours(fdinfo: &str) -> bool {
     features.is_none_or(|found| found == Features::NONE || found.contains(Features::EVICTION))
 }
 
-/// Lets the VMM go: its RAM is watched no more, and whoever waits goes on. All pages must have
-/// been brought back before; absent ones read zeros from now on.
+/// Releases the VMM: its RAM is no longer watched, and waiting threads continue. All pages must
+/// have been filled before; absent ones read zeros from now on.
 ///
-/// Either of two suffices: that each mapping is unregistered, or that the descriptor is closed in
-/// the VMM (then the caller's own is the last, and all ends with it). Both are tried whatever
-/// becomes of the other: one mapping may be gone, and one VMM not let itself be stopped.
+/// Either of two steps suffices: unregistering each mapping, or closing the descriptor in the VMM
+/// (then the caller's own is the last, and the watch ends with it). Each is tried even if the other
+/// fails: a mapping may be gone, and it may not be possible to stop a VMM.
 ///
 /// # Errors
-/// [`TakeOverError`] if neither was done; the RAM may then be watched still.
+/// [`TakeOverError`] if both failed; the RAM may then still be watched.
 pub fn let_go(
     vmm: &VmmProcess,
     layout: &RamLayout,
@@ -256,18 +254,18 @@ pub fn let_go(
     }
 }
 
-/// Whether nothing can be registered any more.
+/// Whether all mappings were unregistered.
 #[derive(Clone, Copy)]
 enum Unregistered {
     All,
     NotAll,
 }
 
-/// Ends a take-over that was cut off at whatever point: before the handshake, before or after RAM
+/// Ends a take-over that was interrupted at any point: before the handshake, before or after RAM
 /// was registered, or when the descriptor was closed already. Nothing may have been evicted.
 ///
 /// # Errors
-/// [`TakeOverError`]; the RAM may then be watched still.
+/// [`TakeOverError`]; the RAM may then still be watched.
 pub fn abandon(vmm: &VmmProcess, layout: &RamLayout, number: i32) -> Result<(), TakeOverError> {
     match take_inside(vmm, number) {
         Ok(userfaultfd) => let_go(vmm, layout, &userfaultfd, number),
@@ -279,7 +277,7 @@ pub fn abandon(vmm: &VmmProcess, layout: &RamLayout, number: i32) -> Result<(), 
     }
 }
 
-/// Closes our descriptor in the VMM, unless it is not there any more.
+/// Closes our descriptor in the VMM, if it still exists.
 fn close_inside(vmm: &VmmProcess, number: i32) -> Result<(), TakeOverError> {
     if let Err(TakeOverError::NotOurs { .. }) = take_inside(vmm, number) {
         return Ok(());
@@ -287,7 +285,7 @@ fn close_inside(vmm: &VmmProcess, number: i32) -> Result<(), TakeOverError> {
     let closed = run_inside(vmm.fd(), |thread| thread.close(number));
     match closed {
         Ok(_) => Ok(()),
-        // All its descriptors have ended with it.
+        // All its descriptors were closed with it.
         Err(_) if matches!(vmm.fd().has_ended(), Ok(true)) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -331,11 +329,11 @@ fn set_up(
     Ok((userfaultfd, features))
 }
 
-/// Has all of `layout` watched from now on; faults wait to be read. What is watched already stays
-/// so. For RAM that comes later: no thread of the VMM is stopped for it.
+/// Watches all of `layout` from now on; faults wait to be read. Mappings already watched stay so.
+/// For RAM added later: no thread of the VMM is stopped for it.
 ///
 /// # Errors
-/// [`UffdError::Busy`] where another userfaultfd watches.
+/// [`UffdError::Busy`] if another userfaultfd watches it.
 pub fn watch(userfaultfd: &Userfaultfd, layout: &RamLayout) -> Result<(), UffdError> {
     for mapping in layout.mappings() {
         userfaultfd.register(
@@ -347,7 +345,7 @@ pub fn watch(userfaultfd: &Userfaultfd, layout: &RamLayout) -> Result<(), UffdEr
     Ok(())
 }
 
-/// Runs with a thread of the VMM stopped: makes the userfaultfd there, returns its number.
+/// Runs with a thread of the VMM stopped: creates the userfaultfd there, returns its number.
 fn create_inside(thread: &mut StoppedThread<'_>) -> Result<i32, TakeOverError> {
     match thread.make_userfaultfd() {
         Ok(number) => Ok(number),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a VMM's threads run, and may run: the fault reader and the I/O page fault service go there too.
+//! Where a VMM's threads run and may run: the fault reader and the I/O page fault service run there too.
 
 use crate::process::in_proc;
 use pagetide_sys::cpu;
@@ -12,7 +12,7 @@ pub struct VcpuThread {
     pub number: u32,
     /// CPUs that it may run on, ascending.
     pub allowed: Vec<usize>,
-    /// CPU on which it last ran; `None` if it has ended meanwhile.
+    /// CPU on which it last ran; `None` if it has ended since.
     pub last: Option<usize>,
 }
 
@@ -28,8 +28,8 @@ pub fn last_cpu(pid: u32, thread: u32) -> Option<usize> {
     }
 }
 
-/// The VMM's vCPU threads by number, known by the names that QEMU and others give them; empty when they
-/// have none (QEMU names them only with `-name …,debug-threads=on`).
+/// The VMM's vCPU threads by number, recognized by the names that QEMU and others give them; empty if
+/// they have none (QEMU names them only with `-name …,debug-threads=on`).
 #[must_use]
 pub fn vcpus(pid: u32) -> Vec<VcpuThread> {
     let Ok(tasks) = in_proc(pid).and_then(|p: Process| p.tasks()) else {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`AccessLog`]: which memory DMA touches, from the engines to whoever wants to know (VPRI 5.3).
+//! [`AccessLog`]: carries which memory DMA touches from the engines to a reader (VPRI 5.3).
 //!
 //! ```text
 //!   engine 0 ── pen ──► ring ─┐
@@ -7,24 +7,24 @@
 //!   engine 2 ── pen ──► ring ─┘
 //! ```
 //! # What it costs
-//! An engine that nobody listens to pays one relaxed load a transfer. One that is
-//! listened to writes a record, four words, into a ring of its own: no lock, no wait, no
-//! line that another engine writes. The taker's position is looked at only when the
-//! ring seems full. Nobody is woken by a record; takers come by themselves.
+//! An engine whose log is off pays one relaxed load a transfer. One whose log is on
+//! writes a record, four words, into a ring of its own: no lock, no wait, no cache line
+//! that another engine writes. It reads the taker's position only when the ring seems
+//! full. A record wakes no thread; takers poll.
 //!
 //! # Credits
-//! What a ring has free are the engine's credits. A taker gives them back by taking, as
-//! many as it likes a second, and so says how much CPU time the log may cost it. An
-//! engine without a credit drops the record and counts it; it never waits.
+//! The free slots of a ring are the engine's credits. A taker returns them by taking
+//! records, as many a second as it likes, and so decides how much CPU time the log may
+//! cost it. An engine without a credit drops the record and counts it; it never waits.
 //!
 //! # Order
 //! Records of one engine stay in order. Those of several are taken engine by engine, so
-//! they are in the order of their times only about.
+//! they are only roughly in order of time.
 //!
-//! The pen writes a slot, then the tail (release); the taker reads the tail (acquire), the
-//! slot, then gives it back by the head (release), which the pen reads (acquire) before it
-//! writes the slot again. Slots are atomic words, so even a mistake here would tear a
-//! record and nothing else.
+//! The pen writes a slot, then the tail (release). The taker reads the tail (acquire) and
+//! the slot, then gives the slot back through the head (release), which the pen reads
+//! (acquire) before it writes the slot again. Slots are atomic words, so even a mistake
+//! here could only tear a record.
 
 use crate::wire::{LogRecord, RECORD_BYTES};
 use std::sync::{
@@ -32,7 +32,7 @@ use std::sync::{
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
-/// Records that may wait of one engine: 256 KiB of them.
+/// Records of one engine that may wait: 256 KiB of them.
 pub const RECORDS_MAX: usize = 8192;
 const WORDS: usize = RECORD_BYTES / 8;
 const MASK: u64 = RECORDS_MAX as u64 - 1;
@@ -43,24 +43,23 @@ const _: () = assert!(RECORDS_MAX.is_power_of_two() && WORDS * 8 == RECORD_BYTES
 pub enum Logging {
     /// From now on.
     On,
-    /// Not any more; what waits is dropped uncounted, for nobody asked for it.
+    /// No longer; waiting records are dropped uncounted, since no taker wants them.
     Off,
 }
 
-/// Where a host has records of accesses from: engines of its own process, or a VPRI function.
+/// Where a host gets records of accesses from: engines of its own process, or a VPRI function.
 pub trait AccessSource: Send + Sync {
-    /// Says whether records are wanted. They are not, at first.
+    /// Sets whether records are wanted. At first they are not.
     fn want(&self, wanted: Logging);
 
-    /// Appends what has come since, about `most` records at most; the next are taken next time. One
-    /// taker at a time.
+    /// Appends new records, about `most` at most; the rest is taken next time. One taker at a time.
     fn take(&self, most: usize, into: &mut Vec<LogRecord>);
 
-    /// Records that were lost since the start, because nobody took them in time.
+    /// Records lost since the start because they were not taken in time.
     fn lost(&self) -> u64;
 
-    /// Another number whenever the source has begun anew or ended: devices of the records before are no
-    /// more then, and their numbers may be others'.
+    /// Changes whenever the source restarts or ends: devices of earlier records no longer exist then,
+    /// and their numbers may be reused.
     fn epoch(&self) -> u64 {
         0
     }
@@ -69,9 +68,9 @@ pub trait AccessSource: Send + Sync {
 /// Whether a record found room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Logged {
-    /// It did.
+    /// It was kept.
     Kept,
-    /// It did not, and was counted.
+    /// It was dropped and counted.
     Lost,
 }
 
@@ -156,14 +155,14 @@ fn words_of(bytes: [u8; RECORD_BYTES]) -> [u64; WORDS] {
 pub struct AccessLog {
     is_on: AtomicBool,
     rings: Box<[Ring]>,
-    /// Lost by a taker that had nowhere to put them.
+    /// Dropped by a taker that had nowhere to put them.
     dropped: AtomicU64,
     /// The engine whose records are taken first next time; held by the taker.
     turn: Mutex<usize>,
 }
 
 impl AccessLog {
-    /// A log for so many engines, which is off.
+    /// A log for `engine_count` engines, which is off.
     #[must_use]
     pub fn new(engine_count: usize) -> Self {
         Self {
@@ -174,12 +173,12 @@ impl AccessLog {
         }
     }
 
-    /// What engine number `engine` writes with; `None` if there is no such engine, or it has its pen
-    /// already.
+    /// The pen of engine number `engine`; `None` if there is no such engine, or if its pen has been
+    /// taken.
     #[must_use]
     pub fn pen(self: &Arc<Self>, engine: usize) -> Option<AccessPen> {
         let ring = self.rings.get(engine)?;
-        // Acquire: what an earlier pen has written comes before what this one does.
+        // Acquire: an earlier pen's writes come before those of this one.
         if ring.has_pen.swap(true, Ordering::Acquire) {
             return None;
         }
@@ -191,7 +190,7 @@ impl AccessLog {
         })
     }
 
-    /// True while somebody wants records: look before making one.
+    /// True while records are wanted: check before making one.
     #[inline]
     #[must_use]
     pub fn is_on(&self) -> bool {
@@ -217,9 +216,9 @@ impl AccessLog {
         of_rings.sum::<u64>() + self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Calls `visit` for at most `most` records, and gives their credits back. Each engine gets the
-    /// same share of that, so one that is busy does not crowd the others out; what some do not use of
-    /// theirs goes to those that have more.
+    /// Calls `visit` for at most `most` records, and returns their credits. Each engine gets an equal
+    /// share, so a busy one does not crowd out the others; unused shares go to engines that have
+    /// more.
     pub fn visit(&self, most: usize, visit: &mut dyn FnMut(LogRecord)) {
         let mut turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let engines = self.rings.len();
@@ -238,8 +237,8 @@ impl AccessLog {
         *turn = (*turn + 1) % engines;
     }
 
-    /// Records are wanted from now on. What an engine wrote when it had not seen yet that the log was
-    /// off is dropped.
+    /// Records are wanted from now on. Records from an engine that had not yet seen that the log was
+    /// off are dropped.
     pub fn turn_on(&self) {
         if !self.is_on() {
             self.visit(usize::MAX / 2, &mut |_| ());
@@ -247,13 +246,14 @@ impl AccessLog {
         }
     }
 
-    /// Records are wanted no more. What waits is dropped, uncounted.
+    /// Records are no longer wanted. Waiting ones are dropped, uncounted.
     pub fn turn_off(&self) {
         self.is_on.store(false, Ordering::Relaxed);
         self.visit(usize::MAX / 2, &mut |_| ());
     }
 
-    /// Nobody has room for what waits: lost, as if the engines had had no credit at the time.
+    /// Drops waiting records for which there is no room: they count as lost, as if the engines had
+    /// had no credit.
     pub fn drop_waiting(&self) {
         let mut dropped = 0;
         self.visit(usize::MAX / 2, &mut |_| dropped += 1);
@@ -284,12 +284,12 @@ pub struct AccessPen {
     log: Arc<AccessLog>,
     engine: usize,
     tail: u64,
-    /// The taker was as far as this when it was last looked at.
+    /// The taker's position when it was last read.
     head_seen: u64,
 }
 
 impl AccessPen {
-    /// True while somebody wants records.
+    /// True while records are wanted.
     #[inline]
     #[must_use]
     pub fn is_on(&self) -> bool {
@@ -379,7 +379,7 @@ mod tests {
         let log = Arc::new(AccessLog::new(2));
         let mut pen = log.pen(1).unwrap();
         assert!(!pen.is_on());
-        // It had not seen yet that the log was off.
+        // The pen had not yet seen that the log was off.
         assert_eq!(pen.record(&record(1)), Logged::Kept);
         log.want(Logging::On);
         assert_eq!(pen.record(&record(2)), Logged::Kept);

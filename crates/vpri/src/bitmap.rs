@@ -6,12 +6,12 @@
 //!            page 31       1     0        bit 2k+1  and written
 //! ```
 //! A page is *unmapped* (00), *read-only* (01) or *read-write* (11). One load
-//! tells of 32 pages, so a look-up before a DMA of up to 128 KiB costs one or
-//! two loads and no call to the host. A section is 16 words, a GiB 8,192: 64 KiB.
+//! covers 32 pages, so a look-up before a DMA of up to 128 KiB costs one or two
+//! loads and no call to the host. A section is 16 words, a GiB 8,192: 64 KiB.
 //!
 //! # A terabyte
-//! A space is seldom busy all over. Above the words stands one entry for each
-//! GiB: *uniform*, all its pages alike, or a *chunk* of its 8,192 words.
+//! A space is seldom busy all over. Above the words, each GiB has one entry:
+//! *uniform*, all its pages alike, or a *chunk* of its 8,192 words.
 //!
 //! ```text
 //!   GiB        0        1         2      …     1023
@@ -19,27 +19,28 @@
 //!   chunk      none      ●       none             none      32 bytes both
 //!                        └──► 8,192 words
 //! ```
-//! An empty terabyte is 32 KiB, and is mapped or unmapped by 1,024 stores. The
-//! first change of a part of a GiB makes its chunk; chunks stay while the bitmap
-//! lives, also when all their pages are alike again, because look-ups take no
-//! lock and nobody knows when the last one has left. A terabyte that was busy all
-//! over keeps 64 MiB.
+//! An empty terabyte takes 32 KiB, and is mapped or unmapped by 1,024 stores. The
+//! first change of a part of a GiB makes its chunk. Chunks stay while the bitmap
+//! lives, even when all their pages are alike again: look-ups take no lock, so it
+//! is never known when the last one has left. A terabyte that was busy all over
+//! keeps 64 MiB.
 //!
 //! # Look-ups against changes
-//! A look-up asks for the chunk, then for its word, or else for the uniform state.
-//! Words change by one atomic operation each. Whoever makes a chunk, or changes
-//! the uniform state, holds `making`; a chunk shows itself with the uniform state
-//! of that instant in it, and that state never changes again. So
+//! A look-up reads the chunk and its word, or else the uniform state. Words change
+//! by one atomic operation each. A thread that makes a chunk or changes the
+//! uniform state holds `making`. A chunk is published with the uniform state of
+//! that instant in it, and that state never changes again. So
 //!
 //! > A look-up finds no chunk. Before it reads the uniform state a chunk appears
 //! > and a page of it is unmapped. The look-up still reads *mapped*: that was true
 //! > until the chunk appeared, which was after the look-up had begun.
 //!
-//! each look-up of a word is true of one instant between its beginning and its end
-//! (linearisable). A look-up of several words, and a change of several, is one such
-//! instant for each word. What makes a whole DMA safe against a change (VPRI 5.1,
-//! R2 and R3) is the lease that is taken before the look-up: see [`crate::lease`].
-//! R1, that the bitmap comes and goes with its memory, is the domain's duty.
+//! each look-up of a word returns a state that held at one instant between its
+//! beginning and its end (linearisable). A look-up of several words, and a change
+//! of several, is one such instant for each word. A whole DMA is made safe against
+//! a change (VPRI 5.1, R2 and R3) by the lease that is taken before the look-up:
+//! see [`crate::lease`]. R1, that the bitmap comes and goes with its memory, is up
+//! to the domain.
 
 use crate::{
     sparse::{PAGES_PER_GIB, Sparse, by_gib, gib_of, pages_of},
@@ -102,19 +103,19 @@ impl PaBitmap {
         }
     }
 
-    /// Number of pages it tells of.
+    /// Number of pages it covers.
     #[must_use]
     pub fn page_count(&self) -> u64 {
         self.page_count
     }
 
-    /// Memory it takes now, in bytes: 32 a GiB, and 65,536 more for each GiB that has a chunk.
+    /// Memory it uses now, in bytes: 32 a GiB, and 65,536 more for each GiB that has a chunk.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.gibs.bytes()
     }
 
-    /// Number of GiBs whose pages are not, or were not once, all alike: those that have a chunk.
+    /// Number of GiBs whose pages are, or once were, not all alike: those that have a chunk.
     #[must_use]
     pub fn chunk_count(&self) -> usize {
         self.gibs.made().count()
@@ -122,8 +123,8 @@ impl PaBitmap {
 
     /// True if every page of `range` allows `access`. A range past the end is not allowed.
     ///
-    /// Whoever sees a page allowed sees its content, too (Acquire; [`Self::grant`] is the partner).
-    /// That it *stays* allowed is what a lease is for.
+    /// A caller that sees a page allowed sees its content, too (Acquire; [`Self::grant`] is the
+    /// partner). Only a lease makes it *stay* allowed.
     #[must_use]
     #[inline]
     pub fn allows(&self, range: FileRange, access: Access) -> bool {
@@ -161,8 +162,8 @@ impl PaBitmap {
         }
     }
 
-    /// The word that tells of `page`, which lies within, and the page up to which it does: all of a
-    /// GiB without a chunk is told by one.
+    /// The word that holds the bits of `page`, which lies within the space, and the page up to
+    /// which it holds: one word holds for all of a GiB without a chunk.
     #[inline]
     fn look(&self, page: u64) -> (u64, u64) {
         let next_gib = (page / PAGES_PER_GIB + 1) * PAGES_PER_GIB;
@@ -221,8 +222,8 @@ impl PaBitmap {
         }
     }
 
-    /// The chunk in which `change` of `part` is to be made; `None` if it is done already, by the
-    /// uniform state.
+    /// The chunk in which to make `change` to `part`; `None` if it is already done in the uniform
+    /// state.
     fn chunk_for(&self, gib: usize, part: FileRange, change: Change) -> Option<&[AtomicU64]> {
         let whole = pages_of(gib, self.page_count);
         let gib = self.gibs.slot(gib)?;
@@ -233,14 +234,14 @@ impl PaBitmap {
             .making
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        // Who held it before us may have made the chunk.
+        // The previous holder of the lock may have made the chunk.
         if let Some(words) = gib.get() {
             return Some(words);
         }
         let now = gib.beside.load(Ordering::Relaxed);
         let next = change.of(now);
         if next == now || part == whole {
-            // Release, also of the same value: whoever sees the bits sees the page.
+            // Release, also for the same value: a caller that sees the bits sees the page.
             gib.beside.store(next, Ordering::Release);
             return None;
         }
@@ -251,7 +252,7 @@ impl PaBitmap {
 }
 
 impl Change {
-    /// What it makes of a page with `bits`.
+    /// The bits that it makes of `bits`.
     const fn of(self, bits: u8) -> u8 {
         match self {
             Self::AllowRead => bits | 0b01,
@@ -261,13 +262,13 @@ impl Change {
         }
     }
 
-    /// Makes it to the pages of `word` that `span` covers.
+    /// Applies it to the pages of `word` that `span` covers.
     #[inline]
     fn make(self, word: &AtomicU64, span: u64) {
-        // A word that is covered whole and whose value before does not matter takes a plain store.
+        // A word that is covered whole and whose old value does not matter takes a plain store.
         let whole = span == u64::MAX;
-        // Release pairs with the Acquire of a look-up. Taking needs no order of its own: the heavy
-        // fence that follows orders it against the engines.
+        // Release pairs with the Acquire of a look-up. Clearing needs no order of its own: the
+        // heavy fence that follows orders it against the engines.
         match self {
             Self::AllowWrite if whole => word.store(u64::MAX, Ordering::Release),
             Self::ForbidAll if whole => word.store(0, Ordering::Relaxed),
@@ -315,8 +316,8 @@ const fn next_word(page: u64) -> u64 {
     (page / PAGES_PER_WORD + 1) * PAGES_PER_WORD
 }
 
-/// The bits of pages `page..next` in the word of `page`. If they do not all lie in it, the rest is
-/// left out: that is so for uniform states only, where each page tells of all.
+/// The bits of pages `page..next` in the word of `page`. If not all of them lie in it, the rest is
+/// left out: this happens only for uniform states, where each page stands for all.
 #[inline]
 const fn span(page: u64, next: u64) -> u64 {
     let bits = 2 * (next - page);
@@ -375,8 +376,8 @@ mod loom_tests {
         });
     }
 
-    /// The same page, seen mapped once, is never seen unmapped again while nobody unmaps it,
-    /// whether its GiB is told of by the uniform state or by the chunk that appears meanwhile.
+    /// A page that was seen mapped is never seen unmapped again while no thread unmaps it, whether
+    /// its GiB is described by the uniform state or by the chunk that appears meanwhile.
     #[test]
     fn loom_look_ups_never_go_back_to_a_state_that_was_left() {
         loom::model(|| {
@@ -395,8 +396,8 @@ mod loom_tests {
         });
     }
 
-    /// Whoever sees a page allowed sees what was put there before, be it told by the uniform state,
-    /// by a chunk that appears, or by one that was there.
+    /// A thread that sees a page allowed sees what was put there before, whether the uniform state,
+    /// a chunk that appears, or an existing chunk says so.
     #[test]
     fn loom_page_that_is_seen_is_seen_with_its_content() {
         let page = FilePage(0).single();
@@ -535,7 +536,7 @@ mod tests {
         assert!(bitmap.allows(all, Access::Read) && !bitmap.allows(all, Access::Write));
         bitmap.unmap_range(all);
         assert!(!bitmap.allows(all, Access::Read));
-        // What changes nothing makes nothing.
+        // A change that changes nothing makes no chunk.
         bitmap.unmap_range(FilePage(77).single());
         assert_eq!(bitmap.chunk_count(), 0);
         assert_eq!(bitmap.bytes(), 32 * 1024);

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`BounceArea`]: where transfers land whose pages are absent, and which may make them void.
+//! [`BounceArea`]: bounce buffers for transfers whose target pages are absent.
 //!
-//! A device that reads into an absent page need not have its old content brought
-//! back if it writes the page whole. It lets the transfer land in slots of this
-//! area, one page each, and tells the host by
-//! [`Overwrite`](pagetide_addr::RequestKind::Overwrite) which slot holds which page's new content.
+//! A device that writes an absent page whole does not need its old content filled first. It
+//! directs the transfer into slots of this area, one page each, and sends an
+//! [`Overwrite`](pagetide_addr::RequestKind::Overwrite) to the host that names which slot holds
+//! which page's new content.
 //!
 //! ```text
 //!   disk ── transfer ──► slot 17, 18, 19 ── overwrite 17, pages 5..8 ──► host reads the slots
 //!                                                                        and installs the pages
 //! ```
-//! The device writes a slot and the host reads it, never both: a slot belongs to
-//! the device, but from the request until its response to the host. So the area
-//! may be memory of one process or be shared by two, and neither believes the
-//! other: what the host reads becomes the content of pages that this very device
-//! might have written anyway.
+//! The device writes a slot and the host reads it, never both at once: a slot
+//! belongs to the host from the request until its response, and to the device
+//! otherwise. So the area may be memory of one process or shared by two. Neither
+//! side has to trust the other: the host installs the slot's bytes in pages that
+//! this very device could have written anyway.
 //!
-//! *Invariant:* a slot's number means one area. A device that is given another
-//! area (its host is another process now) gets numbers that were never used, so
-//! an overwrite that is left of the old one names no slot of the new.
+//! *Invariant:* a slot's number belongs to one area. A device that is given
+//! another area (because its host is now another process) gets numbers that
+//! were never used, so an overwrite left over from the old area names no slot
+//! of the new one.
 
 use pagetide_addr::PAGE_BYTES;
 use pagetide_sys::{
@@ -34,7 +35,7 @@ pub const BOUNCE_BUFFERS_MAX: u32 = 1 << 20;
 /// Why there is no bounce area.
 #[derive(Debug, thiserror::Error)]
 pub enum BounceError {
-    /// Slots that the numbers do not reach, or none.
+    /// The slot numbers overflow, or there are none.
     #[error(
         "a bounce area of {count} slots from number {first} on: it must have from 1 to {BOUNCE_BUFFERS_MAX}, with numbers below 2^32"
     )]
@@ -44,12 +45,12 @@ pub enum BounceError {
         /// How many.
         count: u32,
     },
-    /// Not a page's border, or not all within the memory given.
+    /// Not at a page border, or not entirely within the memory given.
     #[error(
         "a bounce area of {count} slots at byte {offset_bytes} is not made of whole pages of a mapping of {mapped_bytes} bytes"
     )]
     Misplaced {
-        /// Where it was to begin.
+        /// Where it should begin.
         offset_bytes: u64,
         /// How many slots.
         count: u32,
@@ -73,7 +74,7 @@ pub struct BounceArea {
 }
 
 impl BounceArea {
-    /// `count` slots in memory of this process, numbered from 0. They take up memory when they are
+    /// `count` slots in memory of this process, numbered from 0. A slot uses memory only once it is
     /// first used.
     ///
     /// # Errors
@@ -86,8 +87,8 @@ impl BounceArea {
         Self::over(mapping, 0, (0, count))
     }
 
-    /// Slots in `mapping`, from byte `offset_bytes` on, which may be shared with another process: the
-    /// number of the first of them, and how many.
+    /// Slots in `mapping`, from byte `offset_bytes` on, which may be shared with another process.
+    /// `first` is the number of the first slot, `count` how many there are.
     ///
     /// # Errors
     /// [`BounceError::Count`], [`BounceError::Misplaced`].
@@ -119,8 +120,8 @@ impl BounceArea {
         self.slots.clone()
     }
 
-    /// The bytes of `count` slots from `slot` on, or `None` if not all of them are of this area. They
-    /// begin at a page's border.
+    /// The bytes of `count` slots from `slot` on, or `None` if not all of them belong to this area.
+    /// They begin at a page border.
     #[must_use]
     pub fn bytes(&self, slot: u32, count: u64) -> Option<VolatileSlice<'_>> {
         let nth = u64::from(slot.checked_sub(self.slots.start)?);
@@ -132,8 +133,8 @@ impl BounceArea {
         self.mapping.volatile(at, count * PAGE_BYTES)
     }
 
-    /// Appends what is in `count` slots from `slot` on to `into`; false, and nothing, if not all of
-    /// them are of this area.
+    /// Appends the content of `count` slots from `slot` on to `into`; appends nothing and returns
+    /// false if not all of them belong to this area.
     pub fn read(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let Some(bytes) = self.bytes(slot, count) else {
             return false;

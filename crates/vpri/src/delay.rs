@@ -1,27 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Time that passes on purpose: what a slower look-up would cost can be tried (VPRI 7.1).
+//! Deliberate delay, to try what a slower look-up would cost (VPRI 7.1).
 //!
 //! The paper adds 100 ns to each look-up of its DPU and sees no difference. So
-//! short a time is no matter for a clock, whose reading alone takes a quarter of
-//! it, but for work that takes as long: multiplications each of which needs the
-//! last, measured once beforehand.
+//! short a time cannot be measured with a clock, whose reading alone takes a
+//! quarter of it. The delay is work that takes as long: multiplications that
+//! each need the result of the last, measured once beforehand.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Multiplications in a try of the calibration: about a millisecond.
+/// Multiplications in one calibration run: about a millisecond.
 const TRY_STEPS: u32 = 1 << 20;
-/// Tries of the calibration, of which the shortest counts: the others were interrupted.
+/// Calibration runs, of which the shortest counts: the others were interrupted.
 const TRIES: u32 = 16;
 
-/// Work that takes some time, on the machine where it was calibrated.
+/// Work that takes a fixed time on the machine where it was calibrated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Delay {
     steps: u32,
 }
 
 impl Delay {
-    /// A delay of about `time`, at most a few milliseconds. Computes for some milliseconds itself.
+    /// A delay of about `time`, at most a few milliseconds. This call itself computes for some
+    /// milliseconds.
     #[must_use]
     pub fn calibrated(time: Duration) -> Self {
         let shortest = (0..TRIES).map(|_| {
@@ -36,7 +37,7 @@ impl Delay {
         }
     }
 
-    /// Passes it.
+    /// Spends the delay.
     #[inline]
     pub fn pass(self) {
         let mut state = black_box(1_u64);

@@ -3,25 +3,29 @@
 //!
 //! A domain is made when the first device maps a file, or when a VM with that
 //! file is attached, whichever comes first; both find it by [`FileKey`]. As long
-//! as no VM is attached every page is read-write. Attaching takes the bits away
-//! and hands them out again page by page; detaching gives all of them back.
+//! as no VM is attached, every page is read-write. Attaching unmaps all pages
+//! and then grants them one by one; detaching grants all of them again.
 //!
-//! A domain whose file its VM has unplugged is *retired*: no bit of it is ever
-//! set again, and page requests for it are refused, so a device that still knows
-//! it reaches nothing. Should the file come again, it gets a new domain.
+//! A domain whose file its VM has unplugged is *retired*: its bits are never set
+//! again, and page requests for it are refused, so a device that still knows the
+//! domain reaches nothing. If the file comes back, it gets a new domain.
 //!
-//! Where the host is another process it *declares* domains before any device may
-//! have mapped their files; and until it has declared all, a domain that only a
-//! device knows begins unmapped ([`DomainTable::set_initial`]). A device that does
-//! not look up would not notice, so until then it gets no port.
+//! A host in another process *declares* domains before any device may have mapped
+//! their files. Until it has declared all of them, a domain that only a device
+//! knows begins unmapped ([`DomainTable::set_initial`]). A device without look-up
+//! would not notice, so it gets no port until then.
 //!
 //! # What is mapped
-//! A domain covers a file; mapped are only the parts of it that devices have
-//! named ([`RamWindow`]), each as long as some device uses it. A file may be
-//! sparse and of any length, and address space is everybody's.
+//! A domain covers a whole file. Only the parts that devices have named
+//! ([`RamWindow`]) are mapped, each as long as some device uses it. A file may
+//! be sparse and of any length, and all domains share one address space.
 //!
-//! Order of locks: the table's entries, then a domain's owner. The list of
-//! windows is a leaf.
+//! Lock order: the table's entries, then a domain's owner. The list of windows
+//! is a leaf lock.
+
+mod error;
+
+pub use error::DomainError;
 
 mod port;
 mod spaces;
@@ -33,7 +37,7 @@ pub use window::RamWindow;
 use crate::{bitmap::Attribute, delay::Delay, lease::PageAttributes};
 use pagetide_addr::{DomainId, FileKey, PAGE_BYTES};
 use pagetide_sys::{
-    guest_ram::{RamFile, RamFileError},
+    guest_ram::RamFile,
     mapping::{FilePart, SharedMapping},
 };
 use std::{
@@ -45,78 +49,15 @@ use std::{
 /// Largest file a domain can cover, from the width of a lease's section numbers: 2^32 sections.
 pub const DOMAIN_BYTES_MAX: u64 = 1 << 53;
 
-/// Why a domain cannot be had or changed.
-#[derive(Debug, thiserror::Error)]
-pub enum DomainError {
-    /// The file is larger than [`DOMAIN_BYTES_MAX`].
-    #[error("a file of {0} bytes is too large for a DMA domain")]
-    TooLarge(u64),
-    /// The file cannot be guest RAM.
-    #[error(transparent)]
-    File(#[from] RamFileError),
-    /// Part of the file cannot be mapped.
-    #[error("{bytes} bytes of guest RAM file {key} cannot be mapped: {source}")]
-    Map {
-        /// The file.
-        key: FileKey,
-        /// Length of the part.
-        bytes: u64,
-        /// The kernel's answer.
-        source: pagetide_sys::mapping::MappingError,
-    },
-    /// A device without look-up would touch memory of an attached VM.
-    #[error(
-        "look-up cannot be off for RAM file {0}: its VM is attached; detach the VM first, or start the device with look-up on"
-    )]
-    LookUpNeeded(FileKey),
-    /// A device without look-up would touch memory of which nobody has said yet whether it is there.
-    #[error(
-        "look-up cannot be off for RAM file {0}: the host has not said yet which memory has pages elsewhere; connect the device again once 'pagetide run' is connected, or start the device with look-up on"
-    )]
-    NotKnown(FileKey),
-    /// A VM cannot be attached while a device serves it without look-up.
-    #[error(
-        "{devices} device queue(s) work on RAM file {key} with look-up off; restart those devices with look-up on, then attach"
-    )]
-    LookUpOff {
-        /// The file.
-        key: FileKey,
-        /// Number of such ports.
-        devices: u32,
-    },
-    /// The file is not as long as its domain was declared.
-    #[error(
-        "RAM file {key} has {bytes} bytes, but the host has declared {declared_bytes}: the VM changed its RAM in between; connect the device again"
-    )]
-    Length {
-        /// The file.
-        key: FileKey,
-        /// Its length.
-        bytes: u64,
-        /// What the host said.
-        declared_bytes: u64,
-    },
-    /// The device is not there, or does not do what it is told.
-    #[error("the DPU {0}")]
-    Device(String),
-    /// The file belongs to a VM that could not be taken up again.
-    #[error(
-        "RAM file {0} belongs to a VM whose evicted pages wait in a pool that could not be taken up: no device may touch it until then"
-    )]
-    Barred(FileKey),
-    /// Two VMs cannot own one file.
-    #[error("RAM file {0} belongs to a VM that is attached already")]
-    AttachedAlready(FileKey),
-}
-
 /// Whether a device looks at the PA-bitmap before each DMA.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LookUp {
-    /// It does: the only way for a VM that is attached.
+    /// It does: the only way while a VM is attached.
     On,
     /// It does not; for measuring what the look-up costs.
     Off,
-    /// It does and takes some time more for each; for measuring what a slower look-up would cost.
+    /// It does, and each look-up takes some extra time; for measuring what a slower look-up would
+    /// cost.
     Slowed(Delay),
 }
 
@@ -126,14 +67,14 @@ pub trait MappingWatch: std::fmt::Debug + Send + Sync {
     /// Watches `window`; does nothing if it is watched already.
     ///
     /// # Errors
-    /// A sentence.
+    /// A sentence that says why the window cannot be watched.
     fn watch(&self, window: &RamWindow) -> Result<(), String>;
 
-    /// Watches it no more.
+    /// Stops watching it.
     fn unwatch(&self, window: &RamWindow);
 }
 
-/// The watch of a table, once it has one.
+/// The watch of a table, once it is set.
 type TheWatch = Arc<OnceLock<Arc<dyn MappingWatch>>>;
 
 /// One file of guest RAM with its page attributes.
@@ -142,12 +83,12 @@ pub struct DmaDomain {
     id: DomainId,
     key: FileKey,
     len_bytes: u64,
-    /// Those that devices of this process use; dead ones are cleared away when another is made.
+    /// Windows that devices of this process use; dead ones are removed when another is made.
     windows: Mutex<Vec<Weak<RamWindow>>>,
     attributes: PageAttributes,
     owner: Mutex<Ownership>,
     watch: TheWatch,
-    /// Those of the table that it is in.
+    /// The entries of the table that the domain is in.
     entries: Arc<Mutex<Entries>>,
 }
 
@@ -177,7 +118,7 @@ impl DmaDomain {
     }
 
     /// The window through which a device reaches `bytes` bytes at `offset` of the file, made if no
-    /// device has one that covers them. `file` is what [`RamFile::of`] has looked at.
+    /// existing window covers them. [`RamFile::of`] has checked `file`.
     ///
     /// # Errors
     /// [`DomainError::Map`], or [`DomainError::Device`] if the domain's VM is attached and the window
@@ -209,9 +150,10 @@ impl DmaDomain {
         let window = Arc::new(RamWindow::new(self, offset, mapping));
         windows.push(Arc::downgrade(&window));
         drop(windows);
-        // After it is listed: an attach that comes now either finds it there, or is found here.
+        // Check only after listing it: a concurrent attach either finds the window in the list or
+        // is found here.
         if self.is_attached() {
-            // Nobody has used it yet, so nothing is under way.
+            // The window has not been used yet, so no DMA is under way.
             self.watch_window(&window)?;
         }
         Ok(window)
@@ -238,7 +180,7 @@ impl DmaDomain {
         &self.attributes
     }
 
-    /// Takes the domain for a VM: from now on no device may do without look-up.
+    /// Takes the domain for a VM: from now on, every device must look up.
     ///
     /// # Errors
     /// [`DomainError::AttachedAlready`], [`DomainError::LookUpOff`].
@@ -257,8 +199,8 @@ impl DmaDomain {
         Ok(())
     }
 
-    /// From now on DMA of this process into an absent page of the VM is noticed. To be called when
-    /// no DMA is under way that began before the domain was attached: that may go where it likes.
+    /// From now on, DMA of this process into an absent page of the VM is noticed. To be called when
+    /// no DMA is under way that began before the domain was attached: such DMA is not restricted.
     ///
     /// # Errors
     /// [`DomainError::Device`]: our own mapping cannot be watched.
@@ -284,7 +226,7 @@ impl DmaDomain {
     }
 
     /// Gives the domain back: every page becomes read-write. All pages must be present, or the VM's
-    /// memory be without userfaultfd again.
+    /// memory must no longer have a userfaultfd.
     pub fn detach(&self) {
         self.attributes.grant_all();
         let mut owner = self.lock_owner();
@@ -292,8 +234,8 @@ impl DmaDomain {
         self.unwatch_windows();
     }
 
-    /// Gives the domain back though pages of it may be absent: all but the standing ones are
-    /// unmapped, until somebody knows that they are present.
+    /// Gives the domain back although pages of it may be absent: all but the standing ones stay
+    /// unmapped until they are known to be present.
     pub fn disown(&self) {
         self.attributes.unmap_all();
         let mut owner = self.lock_owner();
@@ -323,7 +265,7 @@ pub struct DomainTable {
 #[derive(Debug)]
 struct Entries {
     next_id: u32,
-    /// What a domain begins as that only a device knows.
+    /// Initial attribute of a domain that only a device knows.
     initial: Attribute,
     barred: HashSet<FileKey>,
     by_key: HashMap<FileKey, Weak<DmaDomain>>,
@@ -345,22 +287,22 @@ impl DomainTable {
         }
     }
 
-    /// Has the mappings of attached domains watched; the first one that is set stays.
+    /// Sets the watch for mappings of attached domains; the first one that is set stays.
     pub fn set_watch(&self, watch: Arc<dyn MappingWatch>) {
         if self.watch.set(watch).is_err() {
             tracing::debug!("a second watch over our mappings is not needed");
         }
     }
 
-    /// What a domain is from now on as long as only a device knows it: read-write if the host knows
-    /// all memory of which content is elsewhere, unmapped until then. A device without look-up gets
-    /// a port in the first case only.
+    /// Sets the initial attribute of domains that only a device knows: read-write if the host knows
+    /// all memory whose content is elsewhere, unmapped until then. A device without look-up gets a
+    /// port in the first case only.
     pub fn set_initial(&self, initial: Attribute) {
         self.lock().initial = initial;
     }
 
-    /// The domain of the file `key`, which no device needs to have brought yet: made, unmapped, if
-    /// there is none.
+    /// The domain of the file `key`, made (unmapped) if there is none. No device needs to have
+    /// mapped the file.
     ///
     /// # Errors
     /// [`DomainError::TooLarge`], [`DomainError::Length`].
@@ -388,8 +330,8 @@ impl DomainTable {
         self.engine_count
     }
 
-    /// The domain of the file `key`, made if nobody has it yet. `key` and `bytes` are what `fstat`
-    /// says of the file. Nothing of it is mapped ([`DmaDomain::map`]).
+    /// The domain of the file `key`, made if there is none. `key` and `bytes` are as `fstat`
+    /// reports them. Nothing of it is mapped ([`DmaDomain::map`]).
     ///
     /// # Errors
     /// [`DomainError::TooLarge`], [`DomainError::Barred`], [`DomainError::Length`].
@@ -408,7 +350,7 @@ impl DomainTable {
         }
     }
 
-    /// All of `file`, mapped: for whoever made the file himself, as benches and tests do.
+    /// All of `file`, mapped: for callers that made the file themselves, such as benches and tests.
     ///
     /// # Errors
     /// [`DomainError`].
@@ -418,20 +360,20 @@ impl DomainTable {
         domain.map(file, &ram, 0, ram.bytes)
     }
 
-    /// From now on nobody gets a domain of this file: pages of it are away, and nobody brings them
-    /// back.
+    /// From now on, no device gets a domain of this file: some of its pages are absent, and nothing
+    /// can fill them.
     pub fn bar(&self, key: FileKey) {
         self.lock().barred.insert(key);
     }
 
-    /// Takes [`Self::bar`] back: the file belongs to nobody, or to a VM that was taken up after all.
+    /// Reverts [`Self::bar`]: the file belongs to no VM, or to one that was recovered after all.
     pub fn lift_bar(&self, key: FileKey) {
         self.lock().barred.remove(&key);
     }
 
-    /// Ends `domain`, whose RAM is unplugged: nobody finds it any more, and all its bits are
-    /// cleared for good. It stays its VM's as far as look-up is concerned. Whoever has a lease
-    /// still may use it to its end; the memory goes when the last device lets go of the domain.
+    /// Ends `domain`, whose RAM is unplugged: it is no longer found by key, and all its bits are
+    /// cleared for good. For look-up it still belongs to its VM. A lease that is still held may be
+    /// used to its end; the memory is freed when the last device releases the domain.
     pub fn retire(&self, domain: &DmaDomain) {
         let mut entries = self.lock();
         let is_it = |known: &Weak<DmaDomain>| known.as_ptr() == std::ptr::from_ref(domain);
@@ -443,7 +385,7 @@ impl DomainTable {
         domain.unwatch_windows();
     }
 
-    /// The domain of a file, if anybody has it.
+    /// The domain of a file, if there is one.
     #[must_use]
     pub fn find(&self, key: FileKey) -> Option<Arc<DmaDomain>> {
         self.lock().by_key.get(&key).and_then(Weak::upgrade)
@@ -459,7 +401,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Entries {
-    /// Whether a device may do DMA into the file `key` without looking at its attributes.
+    /// Checks that a device may do DMA into the file `key` without look-up.
     fn permit_without_look_up(&self, key: FileKey) -> Result<(), DomainError> {
         match self.initial {
             _ if self.barred.contains(&key) => Err(DomainError::Barred(key)),
@@ -472,7 +414,7 @@ impl Entries {
         let Some(domain) = self.by_key.get(&key).and_then(Weak::upgrade) else {
             return Ok(None);
         };
-        // One that a device has mapped stays as long as it was: whoever asks anew gets that part.
+        // A domain that a device has mapped keeps its length: later callers get that part.
         if !domain.is_mapped() && domain.len_bytes != bytes {
             return Err(DomainError::Length {
                 key,

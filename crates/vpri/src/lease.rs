@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Leases: what keeps a page where it is while a device's DMA is under way.
+//! Leases: they keep a page in place while a device's DMA is under way.
 //!
 //! # Idea
-//! A DMA engine looks at the PA-bitmap and then works on the page for anything
-//! from a microsecond to seconds. Between the two the page must not be taken
-//! away (VPRI 5.1, R3). So an engine *leases* the sections it is about to touch,
-//! looks at the bitmap, and returns the lease when the DMA is done. An evictor
-//! clears the bits, then looks for leases.
+//! A DMA engine checks the PA-bitmap and then works on the page for anything
+//! from a microsecond to seconds. The page must not be evicted in between (VPRI
+//! 5.1, R3). So an engine *leases* the sections that it is about to touch,
+//! checks the bitmap, and returns the lease when the DMA is done. An evictor
+//! clears the bits, then checks for leases.
 //!
 //! ```text
 //!   engine (often)                        evictor (once a section)
@@ -17,35 +17,37 @@
 //!       no:  count -= 1, page fault           no:  wait a little, else Busy
 //! ```
 //! Either the engine sees the cleared bits, or the evictor sees the count: the
-//! fences forbid that both look before both have written. Each engine has
-//! counters of its own and is their only writer, so neither a locked
-//! instruction nor a fence is on the DMA path; the evictor pays for both.
-//! Checked under loom below.
+//! fences forbid that both read before both have written. Each engine has its
+//! own counters and is their only writer, so the DMA path has neither a locked
+//! instruction nor a fence; the evictor pays for both. Checked under loom
+//! below.
 //!
 //! # The heavy fence
-//! An evictor first *asks*: it counts up a number that each engine looks at when
-//! it begins to take a lease, and says that it has seen. All leases before were
-//! counted by then, all after look at the cleared bits: no fence is needed. An
-//! engine at work says so within a microsecond. One that sleeps, or copies
-//! something long, does not; then `membarrier` makes every thread of the process
-//! pass a fence, for ten times as much while an engine runs (an interrupt to its
-//! CPU), and for little while none does.
+//! An evictor first *asks*: it increments a number that each engine reads when
+//! it begins to take a lease, and that the engine then acknowledges. All leases
+//! before the acknowledgement are counted, and all later ones see the cleared
+//! bits: no fence is needed. An engine at work acknowledges within a
+//! microsecond. One that sleeps, or copies something long, does not. Then
+//! `membarrier` makes every thread of the process pass a fence: this costs ten
+//! times as much while an engine runs (an interrupt to its CPU), and little
+//! while none does.
 //!
-//! Counters are made for a GiB when an engine first leases in it; one that is not
-//! there is 0. To show a counter is a store like any other of the engine's, so the
-//! protocol above holds for the first lease, too.
+//! Counters are made for a GiB when an engine first takes a lease in it; a missing
+//! counter is 0. Publishing a counter is a store like any other of the engine's,
+//! so the protocol above holds for the first lease, too.
 //!
 //! *Wired* pages are leased for long: the rings of an enabled queue. They are
-//! kept by page, not by section, and are never restricted at all.
+//! recorded by page, not by section, and are never restricted.
 //!
 //! # Many ranges
-//! Whoever restricts more than a section ([`PageAttributes::begin_unmap`]) clears
-//! all bits first, then passes *one* heavy fence, and then looks for leases in all
-//! sections it touched: the fence costs the same for a page and for a terabyte.
+//! A caller that restricts more than a section ([`PageAttributes::begin_unmap`])
+//! clears all bits first, then passes *one* heavy fence, and then checks for
+//! leases in all sections that it touched: the fence costs the same for a page and
+//! for a terabyte.
 //!
 //! # What may go wrong
-//! A lease that is never returned keeps its sections from eviction for ever;
-//! so [`Lease`] is a duty value, consumed by [`EnginePort::release`] alone.
+//! A lease that is never returned blocks eviction of its sections forever, so
+//! [`Lease`] must be used: only [`EnginePort::release`] consumes it.
 //!
 //! [`EnginePort::release`]: crate::domain::EnginePort::release
 
@@ -59,26 +61,26 @@ use pagetide_addr::{
 };
 use std::collections::BTreeMap;
 
-/// How often a restriction looks for leases before it gives up: some microseconds,
-/// enough for a look-up that is about to fail, not for a disk.
+/// How often a restriction checks for leases before it gives up: some microseconds, enough for a
+/// look-up that is about to fail, not for a disk.
 const LEASE_LOOKS: u32 = 200;
 
-/// How often an evictor looks whether all engines have seen that it asked, before it makes them
-/// pass a fence: some microseconds. Under the model checker, the second look comes after a turn
-/// of the engines.
+/// How often an evictor checks that all engines have acknowledged, before it makes them pass a
+/// fence: some microseconds. Under the model checker, the second check comes after a turn of the
+/// engines.
 const ASK_LOOKS: u32 = if cfg!(loom) { 2 } else { 256 };
 
 /// The PA-bitmap of a domain together with the leases on its pages.
 #[derive(Debug)]
 pub struct PageAttributes {
     bitmap: PaBitmap,
-    /// The counters of each engine, one a section.
+    /// The counters of each engine, one for each section.
     leases: Box<[Sparse<AtomicU32>]>,
     /// How often evictors asked.
     asked: OwnLine,
-    /// What of that each engine has seen.
+    /// The last of these numbers that each engine has acknowledged.
     seen: Box<[OwnLine]>,
-    /// How many queues have each wired page.
+    /// How many queues wire each page.
     wired: Mutex<BTreeMap<FilePage, u32>>,
 }
 
@@ -93,7 +95,7 @@ impl OwnLine {
     }
 }
 
-/// Sections an engine holds for one DMA. Must go back by [`EnginePort::release`].
+/// Sections an engine holds for one DMA. Must be returned by [`EnginePort::release`].
 #[must_use = "a lease that is not released keeps its pages from eviction for ever"]
 #[derive(Debug)]
 pub struct Lease {
@@ -121,7 +123,7 @@ impl PageAttributes {
         &self.bitmap
     }
 
-    /// Memory that bitmap and counters take now, in bytes.
+    /// Memory that bitmap and counters use now, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bitmap.bytes() + self.leases.iter().map(Sparse::bytes).sum::<u64>()
@@ -129,14 +131,14 @@ impl PageAttributes {
 
     /// Leases `range` for engine `engine`, if every page of it allows `access`.
     ///
-    /// Only the thread of that engine may call this, and [`Self::release`]: the counters have one
-    /// writer each. [`EnginePort`] keeps to it.
+    /// Only the thread of that engine may call this and [`Self::release`]: each counter has one
+    /// writer. [`EnginePort`] ensures it.
     #[inline]
     pub(crate) fn lease(&self, engine: usize, range: FileRange, access: Access) -> Option<Lease> {
         self.lease_past(engine, range, access, light_fence)
     }
 
-    /// [`Self::lease`]; `fence` stands between the count and the look-up.
+    /// [`Self::lease`]; `fence` runs between the count and the look-up.
     #[inline]
     fn lease_past(
         &self,
@@ -160,20 +162,20 @@ impl PageAttributes {
         }
     }
 
-    /// Tells evictors that wait for it that whatever is leased is counted, and that what they cleared
-    /// will be seen.
+    /// Acknowledges to waiting evictors that every lease is counted, and that what they cleared will
+    /// be seen.
     #[inline]
     fn say_seen(&self, engine: usize) {
-        // Acquire: look-ups from now on see what was cleared before it was asked.
+        // Acquire: look-ups from now on see the bits that were cleared before the request.
         let asked = self.asked.0.load(Ordering::Acquire);
         let seen = &self.seen[engine].0;
         if seen.load(Ordering::Relaxed) != asked {
-            // Release: who sees this sees the counts of all leases until now.
+            // Release: an evictor that sees this sees the counts of all leases until now.
             seen.store(asked, Ordering::Release);
         }
     }
 
-    /// After bits were cleared: from now on every engine has either shown its lease to us or will see
+    /// Call after clearing bits: from now on every engine has either published its lease or will see
     /// our bits. See the module.
     fn fence(&self) {
         if !self.ask() {
@@ -181,9 +183,10 @@ impl PageAttributes {
         }
     }
 
-    /// Asks, and tells whether all engines have seen it soon.
+    /// Asks all engines, and returns whether they acknowledge soon.
     fn ask(&self) -> bool {
-        // Release, and a read-modify-write: who sees a later number sees what we cleared, too.
+        // Release, and a read-modify-write: an engine that sees a later number sees what we
+        // cleared, too.
         let number = self.asked.0.fetch_add(1, Ordering::Release) + 1;
         for _ in 0..ASK_LOOKS {
             let has_seen = |seen: &OwnLine| seen.0.load(Ordering::Acquire) >= number;
@@ -217,13 +220,14 @@ impl PageAttributes {
         }
     }
 
-    /// The first lease of an engine in a GiB. On that engine's thread, so nobody else makes them.
+    /// The first lease of an engine in a GiB. On that engine's thread, so no other thread makes
+    /// them.
     #[cold]
     fn make_counters(&self, engine: usize, gib: usize) -> &[AtomicU32] {
         let sections = FileSection::count_for(pages_of(gib, self.bitmap.page_count()).len());
         let counters = || (0..sections).map(|_| AtomicU32::new(0)).collect();
         let slot = self.leases[engine].slot(gib);
-        // A lease lies within the domain: checked before anything is counted.
+        // A lease lies within the domain: this is checked before anything is counted.
         slot.and_then(|slot| slot.get_or_make(counters))
             .unwrap_or_default()
     }
@@ -267,7 +271,7 @@ impl PageAttributes {
     #[must_use]
     pub fn wire(&self, range: FileRange) -> bool {
         let mut wired = self.lock_wired();
-        // Under this lock no restriction is under way, so the bits stay as they are seen.
+        // No restriction is under way under this lock, so the bits stay as they are seen.
         if !self.bitmap.allows(range, Access::Write) {
             return false;
         }
@@ -277,7 +281,7 @@ impl PageAttributes {
         true
     }
 
-    /// Takes back what [`Self::wire`] did, for the same range.
+    /// Reverts [`Self::wire`], for the same range.
     pub fn unwire(&self, range: FileRange) {
         let mut wired = self.lock_wired();
         for page in range.iter() {
@@ -308,8 +312,8 @@ impl PageAttributes {
         self.bitmap.grant(range, access);
     }
 
-    /// Makes `pages` of `section` unmapped and waits some microseconds for leases on the section to
-    /// go. False if one is still held, or if a page is wired (nothing was done then).
+    /// Unmaps `pages` of `section` and waits some microseconds for leases on the section to be
+    /// returned. False if one is still held, or if a page is wired (nothing was done then).
     #[must_use]
     pub fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         {
@@ -335,8 +339,8 @@ impl PageAttributes {
         self.no_lease_left(section)
     }
 
-    /// Makes all of `ranges` unmapped, then waits some microseconds for leases on their sections to
-    /// go. What could not be had is returned, empty if nothing: see [`Restriction::wait`].
+    /// Unmaps all of `ranges`, then waits some microseconds for leases on their sections to be
+    /// returned. Returns the sections that stayed busy, empty if none: see [`Restriction::wait`].
     #[must_use]
     pub fn unmap_ranges(&self, ranges: &[FileRange]) -> Vec<Busy> {
         self.begin_unmap(ranges).wait()
@@ -348,9 +352,9 @@ impl PageAttributes {
         self.begin_forbid_writes(ranges).wait()
     }
 
-    /// The first half of [`Self::unmap_ranges`]: from now on no DMA into `ranges` begins. Of a range
-    /// that has wired pages, the parts in their sections are left as they were. Pages past the end
-    /// are nobody's.
+    /// The first half of [`Self::unmap_ranges`]: from now on no DMA into `ranges` begins. Where a
+    /// range has wired pages, its parts in their sections are left as they were. Pages past the end
+    /// are ignored.
     pub fn begin_unmap(&self, ranges: &[FileRange]) -> Restriction<'_> {
         self.begin(ranges, PaBitmap::unmap_range)
     }
@@ -381,7 +385,7 @@ impl PageAttributes {
         restriction
     }
 
-    /// Adds `range` to what is to be cleared, without the sections in which a page of it is wired.
+    /// Adds `range` to the ranges to clear, without the sections in which a page of it is wired.
     fn split_at_wired(
         &self,
         wired: &BTreeMap<FilePage, u32>,
@@ -410,8 +414,8 @@ impl PageAttributes {
         push(start, range.end);
     }
 
-    /// Makes every page but the wired ones unmapped. Leases may still be held afterwards: wait
-    /// until [`Self::is_any_leased`] is false.
+    /// Unmaps every page but the wired ones. Leases may still be held afterwards: wait until
+    /// [`Self::is_any_leased`] is false.
     pub fn unmap_all(&self) {
         {
             let wired = self.lock_wired();
@@ -425,7 +429,7 @@ impl PageAttributes {
         self.fence();
     }
 
-    /// Makes every page read-write: the end of a VM's time under Pagetide.
+    /// Makes every page read-write: for the end of a VM's time under Pagetide.
     pub fn grant_all(&self) {
         self.bitmap
             .grant(FilePage(0).run(self.bitmap.page_count()), Access::Write);
@@ -446,7 +450,7 @@ impl PageAttributes {
     }
 
     fn lock_wired(&self) -> impl std::ops::DerefMut<Target = BTreeMap<FilePage, u32>> + '_ {
-        // A panic elsewhere cannot leave the map half changed: each change is one insert or remove.
+        // A panic elsewhere cannot leave the map inconsistent: each change is one insert or remove.
         self.wired
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -465,16 +469,16 @@ pub struct Restriction<'a> {
 /// Why pages of a section could not be restricted.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Busy {
-    /// One of them is wired: what its range has in the section was left as it was.
+    /// One of them is wired: the part of its range in the section was left as it was.
     Wired(FileSection),
     /// A DMA is under way in the section. Its bits are cleared: no further one begins.
     Leased(FileSection),
 }
 
 impl Restriction<'_> {
-    /// Waits for leases on the sections concerned, at most some microseconds however many they are.
-    /// Returns the sections in which DMA may go on: as long as one is [`Busy`], its pages must not
-    /// be taken away. Whoever gives up grants again what he wanted to take.
+    /// Waits for leases on the sections concerned, at most some microseconds in all. Returns the
+    /// sections in which DMA may go on: as long as one is [`Busy`], its pages must not be evicted.
+    /// A caller that gives up grants the ranges again.
     #[must_use]
     pub fn wait(self) -> Vec<Busy> {
         let mut leased = self.attributes.leased_in(&self.cleared);
@@ -493,7 +497,7 @@ impl Restriction<'_> {
     }
 }
 
-/// The GiB of a section, and its index among the sections of it.
+/// The GiB of a section, and its index among the sections of that GiB.
 #[inline]
 const fn place(section: FileSection) -> (usize, usize) {
     (
@@ -526,7 +530,7 @@ impl Lease {
         } else {
             range.end.0.div_ceil(SECTION_PAGES)
         };
-        // A domain has at most 2^32 sections (2^53 bytes): checked when it is made.
+        // A domain has at most 2^32 sections (2^53 bytes): this is checked when it is made.
         #[expect(
             clippy::cast_possible_truncation,
             reason = "a domain has fewer than 2^32 sections"
@@ -541,8 +545,8 @@ mod loom_tests {
     use super::*;
     use loom::sync::Arc;
 
-    /// A page as DMA sees it: an engine that holds a lease writes 1; the evictor, once it may,
-    /// takes the page away, which is a write of 2 that no DMA may follow.
+    /// A page as DMA sees it: an engine that holds a lease writes 1. The evictor, once it may,
+    /// evicts the page, which is a write of 2 that no DMA may follow.
     #[test]
     fn loom_lease_and_restriction_never_overlap() {
         loom::model(|| {
@@ -566,7 +570,7 @@ mod loom_tests {
         });
     }
 
-    /// An engine that takes one lease after the other tells the evictor that it has seen: then
+    /// An engine that takes one lease after the other acknowledges the evictor's request: then
     /// neither side passes a fence.
     #[test]
     fn loom_engine_that_has_seen_needs_no_fence() {
@@ -595,7 +599,7 @@ mod loom_tests {
     }
 
     /// The same where the restriction is the first change of a part of the GiB, so that its chunk
-    /// is made meanwhile: who does DMA to the page beside it is not disturbed by that.
+    /// is made meanwhile: a DMA to the adjacent page is not disturbed by that.
     #[test]
     fn loom_lease_against_a_restriction_that_makes_the_chunk() {
         loom::model(|| {
@@ -622,8 +626,8 @@ mod loom_tests {
         });
     }
 
-    /// One DMA into the last page of a section and the first of the next, which are taken as two
-    /// ranges: each may be had only while no DMA goes on in it.
+    /// One DMA into the last page of a section and the first of the next, which are restricted as
+    /// two ranges: each may be taken only while no DMA goes on in it.
     #[test]
     fn loom_one_fence_is_enough_for_several_ranges() {
         loom::model(|| {
@@ -741,7 +745,8 @@ mod tests {
         let wired = Busy::Wired(FilePage(5000).section());
         let held = [0, 1, far / 512].map(|section| Busy::Leased(FileSection(section)));
         assert_eq!(busy, [wired, held[0], held[1], held[2]]);
-        // The section with the wired page stays as it was; of the others all is gone that was meant.
+        // The section with the wired page stays as it was; in the others every requested page is
+        // unmapped.
         let attribute = |page| attributes.bitmap().attribute(FilePage(page));
         for page in [10, 511, 4608, 5000, 5119] {
             assert_eq!(attribute(page), Attribute::ReadWrite, "page {page}");

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! I/O page faults for devices that do DMA into guest memory which may be absent (VPRI 5, 6).
 //!
-//! [`bitmap`] says what devices may touch, [`lease`] keeps it there meanwhile,
-//! [`domain`] ties both to a file of guest RAM, [`queue`] carries page requests
-//! to the host and responses back, [`access_log`] tells the host what they have touched.
+//! [`bitmap`] holds what devices may access, and [`lease`] keeps those pages in place
+//! while a DMA is under way. [`domain`] ties both to a file of guest RAM. [`queue`]
+//! carries page requests to the host and responses back. [`access_log`] reports to the
+//! host what devices have touched.
 
 #[cfg(not(loom))]
 pub mod access_log;

@@ -2,12 +2,12 @@
 //! [`DmaMmu`]: the DMA domains of a VM as one GMEM device.
 //!
 //! A VM's RAM may be several files, each a domain with a bitmap of its own and
-//! page numbers that begin at 0; in the address space each has a range of pages
-//! of its own. This is the one place that knows both.
+//! page numbers that begin at 0. In the address space each file has its own
+//! range of pages. Only this module knows both numberings.
 //!
-//! Domains come and go with the VM's RAM. A call works on the domains there were
-//! when it began; the section's lock, under which it is made, keeps a domain from
-//! going while pages of it are granted.
+//! Domains come and go with the VM's RAM. A call works on the domains that
+//! existed when it began. The section's lock, under which it is made, prevents
+//! that a domain is removed while pages of it are granted.
 
 use crate::space::IoSpace;
 use arc_swap::ArcSwap;
@@ -53,7 +53,7 @@ impl DmaMmu {
         }
     }
 
-    /// One more domain, whose pages are `pages` of the address space. Nothing is granted yet.
+    /// Adds a domain, whose pages are `pages` of the address space. Nothing is granted yet.
     pub fn add(&self, domain: &Arc<dyn IoSpace>, pages: PageRange) {
         self.parts.rcu(|parts| {
             let mut parts = Vec::clone(parts);
@@ -65,7 +65,7 @@ impl DmaMmu {
         });
     }
 
-    /// Without the domain `id`: its pages are in the address space no more.
+    /// Removes the domain `id`: its pages are no longer in the address space.
     pub fn remove(&self, id: DomainId) {
         self.parts.rcu(|parts| {
             let mut parts = Vec::clone(parts);
@@ -74,14 +74,14 @@ impl DmaMmu {
         });
     }
 
-    /// The domains there are now.
+    /// The current domains.
     #[must_use]
     pub fn domains(&self) -> Vec<Arc<dyn IoSpace>> {
         let parts = self.parts.load();
         parts.iter().map(|part| Arc::clone(&part.domain)).collect()
     }
 
-    /// Pages of a domain as pages of the address space; `None` if they are not all there.
+    /// Pages of a domain as pages of the address space; `None` if not all of them are in it.
     #[must_use]
     pub fn in_space(&self, domain: DomainId, pages: FileRange) -> Option<PageRange> {
         let parts = self.parts.load();
@@ -275,7 +275,7 @@ mod tests {
         let attribute = || domains[1].attributes().bitmap().attribute(FilePage(39));
         assert_eq!(restrict().unwrap(), Restricted::Done);
         assert_eq!(attribute(), Attribute::Unmapped);
-        // A gap is nobody's.
+        // A gap belongs to no domain.
         let gap = PageRange::new(PageNo(600), PageNo(2048));
         mmu.grant(TableId(0), gap, Access::Write, Backing::Home)
             .unwrap();

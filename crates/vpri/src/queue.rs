@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page fault queue of an engine and the way its answers come back (VPRI 5.2).
+//! The page fault queue of an engine, and the way its responses come back (VPRI
+//! 5.2).
 //!
 //! ```text
 //!   engine                                             host
@@ -9,19 +10,19 @@
 //! ```
 //! One pair of queues serves every device of the engine, as one PFQ serves all
 //! virtual functions of a DPU. Exactly one response answers a request. The
-//! response queue is as long as the request queue and an engine never has more
+//! response queue is as long as the request queue, and an engine never has more
 //! requests outstanding than that, so a response always finds room; at the
 //! limit the engine stops popping chains and nothing grows. A request that the
-//! engine has given up (it waited too long) counts until it is answered all the
-//! same, so that its late response finds room, too.
+//! engine has given up (it waited too long) counts until it is answered, so
+//! that its late response finds room, too.
 //!
-//! A host that sits in another process may be gone for a while. [`HostEnd::set_host`]
-//! says so; the engine's patience with its page requests stands still meanwhile.
+//! A host in another process may be gone for a while; [`HostEnd::set_host`] declares
+//! it. The engine's timeouts on its page requests stop meanwhile.
 //!
-//! A doorbell is an eventfd that is rung only if the other side said that it is
-//! about to sleep: it arms the bell, looks at the queue once more, and sleeps.
-//! The producer pushes, then looks at the bell. Sequentially consistent fences
-//! on both sides keep the two looks from passing one another.
+//! A doorbell is an eventfd that is rung only if the other side has declared
+//! that it is about to sleep: it arms the bell, checks the queue once more, and
+//! sleeps. The producer pushes, then checks the bell. Sequentially consistent
+//! fences on both sides keep the two checks from passing one another.
 
 use crate::{bounce::BounceArea, source::FaultSource};
 use crossbeam_queue::ArrayQueue;
@@ -51,7 +52,7 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
-    /// A doorbell at rest.
+    /// A doorbell that is not armed.
     ///
     /// # Errors
     /// When the process has no file descriptor left.
@@ -63,17 +64,17 @@ impl Doorbell {
         })
     }
 
-    /// Says that the owner is about to sleep. It must look at its queues once more afterwards.
+    /// Declares that the owner is about to sleep. It must check its queues once more afterwards.
     pub fn arm(&self) {
         self.armed.store(true, Ordering::Relaxed);
         // Pairs with the fence in `ring`.
         fence(Ordering::SeqCst);
     }
 
-    /// Says that the owner is awake, and takes what was rung.
+    /// Declares that the owner is awake, and consumes pending rings.
     ///
     /// # Errors
-    /// None that a correct program can meet.
+    /// None in a correct program.
     pub fn disarm(&self) -> io::Result<()> {
         self.armed.store(false, Ordering::Relaxed);
         match rustix::io::read(&self.event, &mut [0; 8]) {
@@ -84,18 +85,18 @@ impl Doorbell {
 
     /// Wakes the owner if it sleeps.
     pub fn ring(&self) {
-        // Pairs with the fence in `arm`: our push is visible before we look.
+        // Pairs with the fence in `arm`: our push is visible before we check.
         fence(Ordering::SeqCst);
         if self.armed.load(Ordering::Relaxed) && self.armed.swap(false, Ordering::Relaxed) {
             self.ring_anyway();
         }
     }
 
-    /// Wakes the owner, or keeps it from its next sleep.
+    /// Wakes the owner, or prevents its next sleep.
     pub fn ring_anyway(&self) {
         let written = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
-        // The descriptor is ours; but a device elsewhere that has it, too, may have filled the
-        // counter, which is a ring as well. Any other failure is our own bug.
+        // The descriptor is ours; but another device that has it, too, may have filled the counter,
+        // which counts as a ring. Any other failure is our own bug.
         debug_assert!(matches!(written, Ok(8) | Err(rustix::io::Errno::AGAIN)));
     }
 }
@@ -106,12 +107,12 @@ impl AsFd for Doorbell {
     }
 }
 
-/// Whether there is anybody who could answer page requests.
+/// Whether a host is there to answer page requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HostPresence {
-    /// Somebody takes requests.
+    /// A host takes requests.
     Here,
-    /// Nobody does: requests wait in the queue until somebody is there again.
+    /// No host does: requests wait in the queue until one is there again.
     Away,
 }
 
@@ -163,7 +164,7 @@ impl DeviceEnd {
     pub fn submit(&self, request: PageRequest) -> Result<(), QueueFull> {
         let channel = &self.0;
         let limit = channel.requests.capacity();
-        // One engine submits, so this count only falls behind our back.
+        // Only this engine submits, so a concurrent change can only lower the count.
         if channel.outstanding.load(Ordering::Acquire) >= limit {
             return Err(QueueFull(limit));
         }
@@ -202,14 +203,14 @@ impl DeviceEnd {
         self.0.outstanding.load(Ordering::Acquire)
     }
 
-    /// Where the engine may let transfers land whose pages are absent; `None` as long as its host takes
+    /// Where the engine may direct transfers whose pages are absent; `None` as long as its host takes
     /// no overwrites.
     #[must_use]
     pub fn bounce(&self) -> Option<Arc<BounceArea>> {
         self.0.bounce()
     }
 
-    /// Whether there is anybody who could answer.
+    /// Whether a host is there to answer.
     #[must_use]
     pub fn host(&self) -> HostPresence {
         if self.0.host_away.load(Ordering::Relaxed) {
@@ -228,9 +229,9 @@ impl Channel {
 }
 
 impl HostEnd {
-    /// Gives the engine slots to let transfers land in, in place of those it may have had, or none any
-    /// more. Overwrites that name a slot of an earlier area may come as long as those are outstanding
-    /// that were begun with it.
+    /// Gives the engine bounce buffers, in place of those it may have had, or takes them away.
+    /// Overwrites that name a slot of an earlier area may come as long as transfers that began with
+    /// that area are outstanding.
     pub fn set_bounce(&self, area: Option<Arc<BounceArea>>) {
         let mut bounce = (self.0.bounce.write()).unwrap_or_else(PoisonError::into_inner);
         *bounce = area;
@@ -272,11 +273,11 @@ impl HostEnd {
         self.0.engine_bell.ring();
     }
 
-    /// Says whether there is anybody who could answer; there is, unless told otherwise.
+    /// Declares whether a host is there to answer; by default there is one.
     pub fn set_host(&self, presence: HostPresence) {
         let away = presence == HostPresence::Away;
         self.0.host_away.store(away, Ordering::Relaxed);
-        // An engine asleep reckons anew how long it may sleep.
+        // A sleeping engine recomputes how long it may sleep.
         self.0.engine_bell.ring();
     }
 }
@@ -286,7 +287,7 @@ impl FaultSource for HostEnd {
         HostEnd::next(self)
     }
 
-    /// The engine looks at the bell, which its owner arms.
+    /// The engine checks the bell, which its owner arms.
     fn arm(&self) -> bool {
         self.has_request()
     }
@@ -301,8 +302,8 @@ impl FaultSource for HostEnd {
     }
 }
 
-/// What an engine that has nothing else to do may call: it serves its own page requests, which
-/// spares both wake-ups. Never waits: what cannot be served at once is left to the service.
+/// Called by an engine that has nothing else to do: it serves its own page requests, which saves
+/// both wake-ups. Never waits: a request that cannot be served at once is left to the service.
 pub trait FaultAssist: Send + Sync {
     /// Serves waiting requests of this engine; true if none is left waiting.
     fn assist(&self, engine: usize) -> bool;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Something for every page of a space, of which only the GiBs that need it have any.
+//! An element for every page of a space, allocated only for the GiBs that need it.
 //!
 //! ```text
 //!   slot      0        1        2        …        1023      24 or 32 bytes each
@@ -8,12 +8,14 @@
 //!          └──────┴────│────┴───────┴─────────┴────────┘
 //!                      └──► elements of GiB 1, made at first need
 //! ```
-//! Looking takes no lock, so what was made once stays until the whole goes: there
-//! is no instant at which nobody looks. A space that was busy all over keeps its
-//! elements when it is quiet again; they are few (64 KiB a GiB of the PA-bitmap).
+//! Readers take no lock, so it is never certain that no reader is active:
+//! elements stay until the whole structure is dropped. A space that was busy all
+//! over keeps its elements when it is quiet again; they are small (64 KiB a GiB
+//! of the PA-bitmap).
+//! KiB a GiB of the PA-bitmap).
 //!
-//! A slot may have a small state beside: what is to be known of a GiB without
-//! elements lies in the cache line that told that it has none.
+//! A slot may carry a small state: what has to be known of a GiB without
+//! elements is then in the same cache line as the absence of elements.
 
 use crate::sync::OnceLock;
 use pagetide_addr::{FilePage, FileRange, PAGE_BYTES, SECTION_PAGES, to_usize};
@@ -23,12 +25,12 @@ pub(crate) const PAGES_PER_GIB: u64 = (1 << 30) / PAGE_BYTES;
 /// Sections of a GiB.
 pub(crate) const SECTIONS_PER_GIB: u64 = PAGES_PER_GIB / SECTION_PAGES;
 
-/// Elements of a space by GiB, with a state `S` of each GiB beside.
+/// Elements of a space by GiB, with a state `S` for each GiB.
 pub(crate) struct Sparse<T, S = ()> {
     slots: Box<[Slot<T, S>]>,
 }
 
-/// What there is of one GiB.
+/// What a space has for one GiB.
 pub(crate) struct Slot<T, S> {
     elements: OnceLock<Box<[T]>>,
     /// The state.
@@ -42,8 +44,8 @@ impl<T, S> Slot<T, S> {
         self.elements.get().map(|elements| &**elements)
     }
 
-    /// The elements, made by `make` if there are none; `None` never. One thread at a time may call
-    /// this: the caller sees to that.
+    /// The elements, made by `make` if there are none; never `None`. The caller must make sure that
+    /// only one thread at a time calls this.
     #[cold]
     pub fn get_or_make(&self, make: impl FnOnce() -> Box<[T]>) -> Option<&[T]> {
         if self.get().is_none() && self.elements.set(make()).is_err() {
@@ -82,7 +84,7 @@ impl<T, S> Sparse<T, S> {
         self.slots.iter().filter_map(Slot::get)
     }
 
-    /// Memory it takes, in bytes.
+    /// Memory in use, in bytes.
     pub fn bytes(&self) -> u64 {
         let made: usize = self.made().map(std::mem::size_of_val).sum();
         (std::mem::size_of_val(&*self.slots) + made) as u64
@@ -100,7 +102,7 @@ impl<T, S> std::fmt::Debug for Sparse<T, S> {
     }
 }
 
-/// GiBs that `page_count` pages fill, the last perhaps not whole.
+/// Number of GiBs that `page_count` pages fill, counting a partial last one.
 pub(crate) fn gib_count(page_count: u64) -> u64 {
     page_count.div_ceil(PAGES_PER_GIB)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Synchronisation primitives, so that a model checker can stand in for them,
-//! and the two halves of the asymmetric fence.
+//! Synchronisation primitives that a model checker can replace, and the two
+//! halves of the asymmetric fence.
 
 #[cfg(loom)]
 pub(crate) use loom::{
@@ -19,8 +19,8 @@ pub(crate) use std::{
     },
 };
 
-/// Stands in for the standard one under the model checker, which has none: what the checker needs
-/// to see is that a value shows itself by one store. Set by one thread at a time.
+/// Replaces the standard type under the model checker, which has none. The checker only needs to
+/// see that one store publishes the value. Set by one thread at a time.
 #[cfg(loom)]
 pub(crate) struct OnceLock<T> {
     value: std::sync::OnceLock<T>,
@@ -48,8 +48,8 @@ impl<T> OnceLock<T> {
     }
 }
 
-/// The engine's half: keeps the compiler from moving its bitmap load above its lease store. The
-/// processor is held to it by [`heavy_fence`] on the other side.
+/// The engine's half: keeps the compiler from moving its bitmap load above its lease store.
+/// [`heavy_fence`] on the other side forces the same order on the processor.
 pub(crate) fn light_fence() {
     #[cfg(loom)]
     loom::sync::atomic::fence(Ordering::SeqCst);
@@ -57,7 +57,7 @@ pub(crate) fn light_fence() {
     pagetide_sys::membarrier::light();
 }
 
-/// The evictor's half: after it, every engine of this process has either shown its lease to us or
+/// The evictor's half: after it, every engine of this process has either published its lease or
 /// will see our bitmap. Costs some microseconds while engines run, once a section.
 ///
 /// # Panics

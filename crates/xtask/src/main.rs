@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks of this repository that no compiler makes: `cargo xtask tidy`.
+//! Checks of this repository that no compiler makes: `cargo xtask tidy`, `cargo xtask circles`.
 //!
 //! A rule that is not a test is a wish. Each module holds one kind of rule as
 //! pure functions from text to findings; this file reads the text and prints.
 
+mod circles;
 mod edges;
 mod licences;
 mod source;
@@ -23,35 +24,76 @@ enum TidyError {
     NotJson(#[from] serde_json::Error),
     #[error("deny.toml: {0}")]
     DenyList(String),
+    #[error(transparent)]
+    Circles(#[from] circles::CircleError),
 }
 
 fn main() -> ExitCode {
     let mut words = std::env::args().skip(1);
     match words.next().as_deref() {
-        Some("tidy") => {}
+        Some("tidy") => report("tidy", tidy()),
+        Some("circles") => report("circles", circles()),
         other => {
             let given = other.unwrap_or("nothing");
-            eprintln!("xtask: {given} is no task; the only one is `cargo xtask tidy`");
-            return ExitCode::from(2);
+            eprintln!(
+                "xtask: {given} is no task; `cargo xtask tidy` and `cargo xtask circles` are"
+            );
+            ExitCode::from(2)
         }
     }
-    match tidy() {
+}
+
+fn report(task: &str, found: Result<Vec<String>, TidyError>) -> ExitCode {
+    match found {
         Err(error) => {
-            eprintln!("tidy: {error}");
+            eprintln!("{task}: {error}");
             ExitCode::FAILURE
         }
         Ok(findings) if findings.is_empty() => {
-            eprintln!("tidy: nothing to say");
+            eprintln!("{task}: nothing to say");
             ExitCode::SUCCESS
         }
         Ok(findings) => {
             for finding in &findings {
-                eprintln!("tidy: {finding}");
+                eprintln!("{task}: {finding}");
             }
-            eprintln!("tidy: {} findings", findings.len());
+            eprintln!("{task}: {} findings", findings.len());
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints every circle of files; those that are too large are findings.
+fn circles() -> Result<Vec<String>, TidyError> {
+    let root = root();
+    let mut findings = Vec::new();
+    for krate in crate_roots(&root)? {
+        for circle in circles::of_crate(&krate)? {
+            let name = |path: &PathBuf| {
+                let path = path.strip_prefix(&root).unwrap_or(path);
+                path.display().to_string()
+            };
+            let files: Vec<String> = circle.files.iter().map(name).collect();
+            let mut text = format!("{} files: {}", files.len(), files.join(" "));
+            if files.len() <= circles::FILES_MAX {
+                eprintln!("circles: {text}");
+                continue;
+            }
+            for (from, to, names) in &circle.uses {
+                let (from, to) = (name(from), name(to));
+                text += &format!("\n    {from} uses {to}: {}", names.join(", "));
+            }
+            findings.push(text);
+        }
+    }
+    Ok(findings)
+}
+
+/// The root files of our libraries, in order.
+fn crate_roots(root: &Path) -> Result<Vec<PathBuf>, TidyError> {
+    let files = rust_files(root)?;
+    let is_root = |path: &PathBuf| path.ends_with("src/lib.rs");
+    Ok(files.into_iter().filter(is_root).collect())
 }
 
 fn tidy() -> Result<Vec<String>, TidyError> {

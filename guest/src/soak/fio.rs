@@ -18,9 +18,9 @@ const JOB: &str = "soak";
 const REPORT: &str = "/tmp/soak-fio.json";
 const LOOK: Duration = Duration::from_millis(200);
 const BLOCK_BYTES: u64 = 16 << 10;
-/// Each way: a load that two emulated CPUs carry beside the others.
+/// Rate in each direction: a load that two emulated CPUs carry beside the others.
 const RATE_BYTES: u64 = 3 << 20;
-/// `EILSEQ`: what fio says of a block that is not what it wrote.
+/// `EILSEQ`: fio's error for a block with wrong content.
 const WRONG_BLOCK: u64 = 84;
 
 /// Runs of fio until the soak ends.
@@ -61,7 +61,7 @@ fn once(soak: &Soak, seed: u64) {
             moved.read_bytes + moved.written_bytes,
         ),
         Err(FioError::Wrong { errors, .. }) if errors.contains(&WRONG_BLOCK) => {
-            // It ends at the first, and says where on the console.
+            // It ends at the first error, and prints the place on the console.
             soak.tally.wrong(BLOCK_BYTES, "a block of fio's");
         }
         Err(error) => {
@@ -73,7 +73,7 @@ fn once(soak: &Soak, seed: u64) {
 }
 
 fn interrupt(soak: &Soak, child: &Child) {
-    // By this signal it ends its threads and reports.
+    // On this signal it ends its threads and reports.
     if let Some(pid) = child.id().try_into().ok().and_then(Pid::from_raw)
         && let Err(error) = kill_process(pid, Signal::INT)
     {
@@ -95,7 +95,7 @@ fn command(seed: u64) -> Command {
         "--verify_backlog=64",
         "--output-format=json",
         "--eta=never",
-        // Threads are enough, and need no System V shared memory.
+        // Threads suffice, and need no System V shared memory.
         "--thread=1",
     ])
     .arg(format!("--filename={FIO_PARTITION}"))

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The heartbeat of a soak: how long the guest ever stood still.
+//! The heartbeat of a soak: the guest's longest stall.
 //!
-//! Two threads of the highest priority, one with a direct, synchronous write to the disk and the other
-//! with touches of memory that is too large to stay hot, each 100 ms. The time between two beats,
-//! by the guest's monotonic clock, is a gap. Both check what they wrote before.
+//! Two threads of the highest priority, one with a direct, synchronous write to the disk and the other with
+//! touches of memory that is too large to stay hot, each 100 ms. The time between two beats, by the guest's
+//! monotonic clock, is a gap. Both check what they wrote before.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -19,7 +19,7 @@ use crate::disk::Buffer;
 use crate::pattern::{self, PAGE_BYTES, PAGE_WORDS};
 
 const BEAT: Duration = Duration::from_millis(100);
-/// Blocks that the beats on the disk go round.
+/// Blocks that the disk's beats use in turn.
 const BLOCKS: u64 = 128;
 /// Pages that the beats in memory choose from: 16 MiB.
 const PAGES: usize = 4096;
@@ -77,7 +77,7 @@ pub fn in_memory(soak: &Soak) {
 }
 
 fn first_of_all(soak: &Soak) {
-    // 0 stands for the calling thread.
+    // 0 means the calling thread.
     if let Err(error) = rustix::process::setpriority_process(None, -20) {
         soak.tally
             .failed(&format!("priority of the heartbeat: {error}"));
@@ -100,7 +100,7 @@ fn write_and_look_back(
 ) -> io::Result<()> {
     fill(wanted.get(), soak.seed, beat);
     disk.write_all_at(wanted.get(), offset(beat))?;
-    // Half way round: what was written some seconds ago, perhaps under an earlier daemon.
+    // Half a cycle back: written some seconds ago, perhaps under an earlier daemon.
     let Some(earlier) = beat.checked_sub(BLOCKS / 2) else {
         return Ok(());
     };

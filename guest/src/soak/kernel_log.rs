@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest kernel's log, read for what must not be in it.
+//! The guest kernel's log, searched for lines that must not occur.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -9,7 +9,7 @@ use super::tally::Tally;
 const LOG: &str = "/dev/kmsg";
 /// Longer than any record.
 const RECORD_BYTES: usize = 8192;
-/// Parts of lines that tell of a disk that failed.
+/// Parts of lines about a failed disk.
 const DISK: [&str; 10] = [
     "I/O error",
     "critical target error",
@@ -22,7 +22,7 @@ const DISK: [&str; 10] = [
     "Read-error on swap-device",
     "Write-error on swap-device",
 ];
-/// Parts of lines that tell of memory that is not what it was.
+/// Parts of lines about corrupted memory.
 const MEMORY: [&str; 9] = [
     "segfault at",
     "general protection fault",
@@ -35,14 +35,14 @@ const MEMORY: [&str; 9] = [
     "list_del corruption",
 ];
 
-/// What a line tells of.
+/// The subject of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trouble {
     Disk,
     Memory,
 }
 
-/// Reads the log, from its beginning and on, and counts what tells of trouble.
+/// Reads the log from its beginning, follows it, and counts lines about errors.
 pub fn read(tally: &Tally) {
     let mut log = match File::open(LOG) {
         Ok(log) => log,
@@ -52,7 +52,7 @@ pub fn read(tally: &Tally) {
     loop {
         let length = match log.read(&mut record) {
             Ok(length) => length,
-            // EPIPE: lines were lost to newer ones; the next read goes on with what is there.
+            // EPIPE: older lines were overwritten; the next read continues with the oldest remaining one.
             Err(error)
                 if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::Interrupted) =>
             {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The loads of a soak: programs that people know, each with its own check, on one disk.
+//! The loads of a soak: well-known programs, each with its own check, on one disk.
 //!
 //! The disk is partitioned by the host:
 //!
@@ -9,14 +9,14 @@
 //!   /dev/vda3   swap, for a stress-ng that has too little memory [stress]
 //!   /dev/vda4   ext4: redis with its log, file trees             [redis], [trees]
 //! ```
-//! Beside them the memory loop of the other tests ([`crate::memory`]) works, and the kernel's
-//! log is read for errors ([`kernel_log`]). Each load is a thread here and, where it is a program, a
-//! process; each repeats until the host says stop, and then verifies what it left. What it finds goes to
-//! one [`Tally`]. A failure does not end a soak: it is counted, said on the console, and the load
-//! goes on, as the next failure may say more.
+//! Beside them the memory loop of the other tests ([`crate::memory`]) works, and the kernel's log is read
+//! for errors ([`kernel_log`]). Each load is a thread here and, where it is a program, a process; each
+//! repeats until the host's stop command, and then verifies what it left. All findings go to one [`Tally`].
+//! A failure does not end a soak: it is counted and printed on the console, and the load goes on, since the
+//! next failure may be more informative.
 //!
-//! The loads run at a low priority and the heartbeat at the highest, so a gap in the heartbeat tells
-//! of the host and not of the loads.
+//! The loads run at a low priority and the heartbeat at the highest, so a gap in the heartbeat is caused by
+//! the host and not by the loads.
 
 pub mod fio;
 pub mod heartbeat;
@@ -48,15 +48,15 @@ pub const BEAT_PARTITION: &str = "/dev/vda1";
 pub const FIO_PARTITION: &str = "/dev/vda2";
 const SWAP_PARTITION: &str = "/dev/vda3";
 const FILES_PARTITION: &str = "/dev/vda4";
-/// Where the file system is.
+/// Mount point of the file system.
 pub const FILES: &str = "/mnt";
 const BUSYBOX: &str = "/bin/busybox";
 /// Nice value of the loads.
 const BEHIND: i32 = 10;
-/// After a failure, so that one that lasts does not fill the console.
+/// Wait after a failure, so that a lasting one does not fill the console.
 const PAUSE: Duration = Duration::from_secs(1);
 const REPORT_EVERY: Duration = Duration::from_secs(1);
-/// Longest wait for the disk's last partition.
+/// Longest wait for the disk's last partition, in polls.
 const DISK_LOOKS: u32 = 600;
 const DISK_LOOK: Duration = Duration::from_millis(100);
 
@@ -66,9 +66,9 @@ pub enum SoakError {
     /// A program of the set-up failed.
     #[error("`{command}` failed: {said}")]
     SetUp {
-        /// Its words.
+        /// The command line.
         command: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
     /// The disk's partitions did not appear.
@@ -82,14 +82,14 @@ pub enum SoakError {
     Report(#[from] serde_json::Error),
 }
 
-/// What all loads share.
+/// State shared by all loads.
 #[derive(Debug, Default)]
 pub struct Soak {
     /// Seed of all content and order.
     pub seed: u64,
-    /// What was done and seen.
+    /// The counters of the soak.
     pub tally: Tally,
-    /// When to stop; and the memory loop's counters.
+    /// The stop flag and the memory loop's counters.
     pub shared: Shared,
 }
 
@@ -100,7 +100,7 @@ impl Soak {
         self.shared.order() == Order::Step
     }
 
-    /// Rests, but not beyond the end of the soak by more than a moment.
+    /// Sleeps, but not much beyond the end of the soak.
     pub fn rest(&self, time: Duration) {
         const MOMENT: Duration = Duration::from_millis(100);
         let mut left = time;
@@ -125,10 +125,10 @@ impl Soak {
     }
 }
 
-/// Runs all loads until the host says stop, verifies, and reports all the time.
+/// Runs all loads until the host's stop command, verifies, and reports all the time.
 ///
 /// # Errors
-/// The disk cannot be set up, or the port is gone. What the loads find is in the reports.
+/// The disk cannot be set up, or the port is gone. The loads' findings are in the reports.
 pub fn run(params: Params, port: &mut File, commands: &Receiver<Command>) -> Result<(), SoakError> {
     set_up()?;
     let soak = Arc::new(Soak {
@@ -161,13 +161,13 @@ pub fn run(params: Params, port: &mut File, commands: &Receiver<Command>) -> Res
     Ok(())
 }
 
-/// Bytes that follow from a key, for values and files.
+/// Bytes derived from a key, for values and files.
 #[must_use]
 pub fn content(key: u64, bytes: usize) -> Vec<u8> {
     let mut content = Vec::with_capacity(bytes + 8);
     let mut word = key;
     while content.len() < bytes {
-        // A word stands for sixteen, so that the content costs little and is compressible.
+        // One word is used sixteen times, so that the content is cheap and compressible.
         word = pattern::mix(word);
         for _ in 0..16 {
             content.extend_from_slice(&word.to_le_bytes());
@@ -177,7 +177,7 @@ pub fn content(key: u64, bytes: usize) -> Vec<u8> {
     content
 }
 
-/// How many bytes differ, those that one of the two lacks included.
+/// Number of bytes that differ, including those that one of the two lacks.
 #[must_use]
 pub fn different_bytes(want: &[u8], got: &[u8]) -> u64 {
     let differ = want.iter().zip(got).filter(|(a, b)| a != b).count();
@@ -210,7 +210,7 @@ fn start(params: Params, soak: &Arc<Soak>) -> Vec<(&'static str, JoinHandle<()>)
     });
     loads.push(("memory", memory));
     let listening = Arc::clone(soak);
-    // It waits for the kernel's next line for ever, so nobody waits for it.
+    // It blocks for the kernel's next line for ever, so no thread joins it.
     thread::spawn(move || kernel_log::read(&listening.tally));
     loads
 }
@@ -237,7 +237,7 @@ fn set_up() -> Result<(), SoakError> {
     busybox(&["mkswap", SWAP_PARTITION])?;
     busybox(&["swapon", SWAP_PARTITION])?;
     busybox(&["mount", "-t", "cgroup2", "none", stress::GROUPS])?;
-    // redis forks to write its log anew, and must not be refused that.
+    // redis forks to rewrite its log, which must not fail.
     fs::write("/proc/sys/vm/overcommit_memory", "1")?;
     Ok(())
 }
@@ -253,15 +253,15 @@ fn busybox(words: &[&str]) -> Result<(), SoakError> {
     })
 }
 
-/// Puts the calling thread, and the programs that it starts, behind the heartbeat.
+/// Gives the calling thread, and the programs that it starts, a lower priority than the heartbeat.
 fn step_back(soak: &Soak) {
-    // 0 stands for the calling thread.
+    // 0 means the calling thread.
     if let Err(error) = rustix::process::setpriority_process(None, BEHIND) {
         soak.tally.failed(&format!("priority of a load: {error}"));
     }
 }
 
-/// Has the next reads of files come from the disk.
+/// Makes the next reads of files come from the disk.
 ///
 /// # Errors
 /// The kernel refuses.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! redis in a soak: an append-only log that is synced at each write, and a checker of promises.
+//! redis in a soak: an append-only log that is synced at each write, and a checker of confirmed writes.
 //!
-//! The checker knows of each key which generation of its value redis has promised to keep. It
-//! writes and reads at random; every so often it kills redis (SIGKILL), drops the page cache, starts
-//! redis again, and reads every key: redis then has what its log has, from the disk. A write whose answer was
-//! not heard may be there or not.
+//! The checker knows, for each key, the generation of its value that redis has confirmed. It writes and
+//! reads at random; every so often it kills redis (SIGKILL), drops the page cache, starts redis again, and
+//! reads every key: redis then has the content of its log, from the disk. A write whose answer was not
+//! received may be there or not.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -26,7 +26,7 @@ const BATCH: usize = 8;
 const REST: Duration = Duration::from_millis(120);
 /// How long redis lives, in batches.
 const BATCHES_A_LIFE: u64 = 150;
-/// Longest wait for an answer or a start; the guest may stand still for seconds in each.
+/// Longest wait for an answer or a start; the guest may stall for seconds in each.
 const PATIENCE: Duration = Duration::from_secs(180);
 const START_LOOK: Duration = Duration::from_millis(100);
 
@@ -50,13 +50,13 @@ pub fn run(soak: &Soak) {
 
 struct Checker<'a> {
     soak: &'a Soak,
-    /// Of each key the generation that was promised; 0 for none.
+    /// The confirmed generation of each key; 0 for none.
     generations: Vec<u32>,
     random: u64,
 }
 
 impl Checker<'_> {
-    /// Start, verification of all that was promised, work, and a violent end.
+    /// Start, verification of all confirmed writes, work, and a kill.
     fn life(&mut self) -> io::Result<()> {
         let mut server = Server::start()?;
         self.verify_all(&mut server)?;
@@ -114,7 +114,7 @@ impl Checker<'_> {
         if got == want {
             return Ok(());
         }
-        // A write whose answer was lost with its server is there, after all.
+        // A write whose answer was lost with its server exists after all.
         let later = self.value(key, promised + 1);
         if got.as_deref() == Some(&later) {
             self.generations[key] = promised + 1;
@@ -148,7 +148,7 @@ fn unexpected(command: &str, answer: &Answer) -> io::Error {
     io::Error::other(format!("the answer to {command} is {answer:?}"))
 }
 
-/// What redis answers.
+/// An answer of redis.
 #[derive(Debug, PartialEq, Eq)]
 enum Answer {
     Ok,
@@ -169,7 +169,7 @@ impl Server {
         let mut child = Command::new(PROGRAM)
             .args(["--port", "0", "--unixsocket", SOCKET, "--save", ""])
             .args(["--appendonly", "yes", "--appendfsync", "always"])
-            // Written anew each few megabytes, by a fork.
+            // Rewritten each few megabytes, by a fork.
             .args(["--auto-aof-rewrite-min-size", "4mb"])
             .args(["--dir", &folder])
             .stdout(Stdio::null())
@@ -235,12 +235,12 @@ fn ready() -> io::Result<UnixStream> {
     reader.get_mut().write_all(&request(&[b"GET", b"ready"]))?;
     match answer(&mut reader)? {
         Answer::Value(None) => Ok(reader.into_inner()),
-        // It still reads its log.
+        // It is still reading its log.
         other => Err(unexpected("GET", &other)),
     }
 }
 
-/// A request as redis reads it: an array of strings, each after its length.
+/// A request in redis' protocol: an array of strings, each after its length.
 fn request(words: &[&[u8]]) -> Vec<u8> {
     let mut request = format!("*{}\r\n", words.len()).into_bytes();
     for word in words {

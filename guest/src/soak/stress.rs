@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! stress-ng in a soak: memory under all its patterns, verified, with less RAM than it wants.
+//! stress-ng in a soak: memory under all its patterns, verified, with less RAM than it uses.
 //!
-//! Its workers are in a memory cgroup that holds less than they touch, so that a part of their
-//! memory is in swap, on our disk, all the time.
+//! Its workers are in a memory cgroup that holds less than they touch, so that a part of their memory is in
+//! swap, on our disk, all the time.
 
 use std::fs;
 use std::io;
@@ -12,12 +12,12 @@ use std::process::{Command, Output};
 use super::tally::Tally;
 use super::{BUSYBOX, PAUSE, Soak};
 
-/// Where the cgroups are.
+/// Mount point of the cgroups.
 pub const GROUPS: &str = "/cgroups";
 const PROGRAM: &str = "/bin/stress-ng";
 const REPORT: &str = "/tmp/stress-ng.yaml";
 const MEMORY_BYTES: u64 = 20 << 20;
-/// What of it may be in RAM.
+/// Limit of its memory in RAM.
 const RESIDENT_BYTES: u64 = 18 << 20;
 const SECONDS: u32 = 10;
 /// Exit status of a worker that found wrong memory.
@@ -57,7 +57,7 @@ fn make_group() -> io::Result<()> {
 }
 
 fn once(seed: u64) -> io::Result<Output> {
-    // The shell puts itself into the cgroup, and so all that comes of it.
+    // The shell puts itself into the cgroup, and so all its children.
     let script = format!(
         "echo $$ > {}/cgroup.procs && exec {PROGRAM} --vm 1 --vm-bytes {MEMORY_BYTES} --vm-method all \
          --verify --timeout {SECONDS}s --seed {seed} --metrics-brief --temp-path /tmp --yaml {REPORT}",
@@ -85,7 +85,7 @@ fn count(soak: &Soak, output: &Output) {
     }
 }
 
-/// Whether a line of stress-ng's tells of wrong content: `stress-ng: fail: [PID] vm: …`.
+/// Whether a line of stress-ng reports wrong content: `stress-ng: fail: [PID] vm: …`.
 fn is_failure(line: &str) -> bool {
     line.contains("fail:") && line.contains(" vm")
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the loads of a soak have done and seen.
+//! The counters of a soak's loads.
 //!
-//! Counters are relaxed: each is read on its own, and the last report is made after all loads
-//! were joined.
+//! Counters are relaxed: each is read on its own, and the last report is made after all loads were joined.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::wire::{Phase, SoakProgress};
 
-/// Findings beyond so many are counted and not said.
+/// Further findings are counted but not printed.
 const LINES_MAX: u64 = 60;
 
 /// Counters of all loads.
@@ -34,16 +33,16 @@ pub struct Tally {
     pub stress_ng_bogo_ops: AtomicU64,
 }
 
-/// What is known of one heart.
+/// The state of one heartbeat.
 #[derive(Debug, Default)]
 struct Pulse {
     longest_gap_ms: AtomicU64,
-    /// Its last beat; nothing before the first and once it has been told to stop.
+    /// Its last beat; `None` before the first and after the stop.
     last: Mutex<Option<Instant>>,
 }
 
 impl Pulse {
-    /// The longest gap so far, the one included that has not ended.
+    /// The longest gap so far, including the current one.
     fn longest_gap_ms(&self) -> u64 {
         let last = *self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let open = last.map_or(0, |last| millis(last.elapsed()));
@@ -74,19 +73,19 @@ impl Tally {
         counter.fetch_add(amount, Relaxed);
     }
 
-    /// Content was wrong, in so many bytes.
+    /// Counts wrong content of this many bytes.
     pub fn wrong(&self, bytes: u64, what: &str) {
         self.wrong_bytes.fetch_add(bytes.max(1), Relaxed);
         self.say(&format!("WRONG CONTENT, {bytes} bytes: {what}"));
     }
 
-    /// An operation failed that had no reason to.
+    /// Counts an operation that failed without a permitted reason.
     pub fn failed(&self, what: &str) {
         self.io_errors.fetch_add(1, Relaxed);
         self.say(&format!("FAILED: {what}"));
     }
 
-    /// A heart beat once, so long after its last beat.
+    /// Counts a beat, `gap` after the last one.
     pub fn beat(&self, heart: Heart, gap: Duration) {
         let ms = millis(gap);
         let pulse = self.pulse(heart);
@@ -98,7 +97,7 @@ impl Tally {
         }
     }
 
-    /// A heart was told to stop: what follows is no gap.
+    /// Stops a heartbeat: the time from now on is no gap.
     pub fn rest(&self, heart: Heart) {
         self.pulse(heart).set_last(None);
     }
@@ -110,7 +109,7 @@ impl Tally {
         }
     }
 
-    /// Whether each load has something to show.
+    /// Whether each load has made progress.
     #[must_use]
     pub fn all_loads_began(&self) -> bool {
         [&self.beats, &self.redis_operations, &self.trees]
@@ -118,7 +117,7 @@ impl Tally {
             .all(|counter| counter.load(Relaxed) > 0)
     }
 
-    /// All counters that are kept here.
+    /// All counters of the tally.
     #[must_use]
     pub fn progress(&self, phase: Phase) -> SoakProgress {
         SoakProgress {

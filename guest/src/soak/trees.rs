@@ -79,7 +79,7 @@ fn make(soak: &Soak, number: u64) -> io::Result<()> {
 }
 
 fn verify_and_delete(soak: &Soak, number: u64) -> io::Result<()> {
-    // What is dirty is written first, and so what is read now comes from the disk.
+    // Dirty pages are written first, so that the reads come from the disk.
     rustix::fs::sync();
     drop_page_cache()?;
     for (index, name) in names(number) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The host's CPUs: `gm_mmu_CPU`, `gm_dev_CPU`, `gm_cpu_…`.
 //!
-//! The header has the paper's two names as macros over functions, because a
-//! variable that crosses a shared library's border has two addresses.
+//! The header has the paper's two names as macros over functions, because a variable that crosses a
+//! shared library's border has two addresses.
 
 use crate::{
     border::call,
@@ -76,7 +76,7 @@ pub extern "C" fn gm_dev_cpu() -> *mut gm_dev_t {
         made = predefined()?.to_c();
         Ok(())
     });
-    // NULL is no handle: whoever uses it is told.
+    // NULL is no handle: a call that uses it gets an error.
     if outcome == GM_RET_OK {
         made
     } else {
@@ -154,7 +154,7 @@ pub unsafe extern "C" fn gm_cpu_read(
     let buffer: *mut u8 = buffer.cast();
     call(|| {
         go_through(cpu, va, (buffer, size), Access::Read, |mmu, part| {
-            // SAFETY: the part lies within the buffer, for which the caller answers.
+            // SAFETY: the part lies within the buffer, for which the caller is responsible.
             unsafe { mmu.copy_out(part.va, buffer.wrapping_add(part.offset), part.bytes) }
         })
     })
@@ -177,7 +177,7 @@ pub unsafe extern "C" fn gm_cpu_write(
     let buffer: *const u8 = buffer.cast();
     call(|| {
         go_through(cpu, va, (buffer, size), Access::Write, |mmu, part| {
-            // SAFETY: the part lies within the buffer, for which the caller answers.
+            // SAFETY: the part lies within the buffer, for which the caller is responsible.
             unsafe { mmu.copy_in(part.va, buffer.wrapping_add(part.offset), part.bytes) }
         })
     })

@@ -37,13 +37,13 @@ pub unsafe extern "C" fn gm_dev_create(
         let out = Out::new(new_dev)?;
         let on_absent = on_absent(cap)?;
         let handle = if is_cpu(mmu) {
-            // SAFETY: with this MMU the argument is such a space, says the header.
+            // SAFETY: with this MMU the argument is such a space, as the header demands.
             let mappings = unsafe { mappings_of(mmu_data.cast()) }?;
             let cpu = Arc::new(Cpu::new(mappings, on_absent)?);
             let device = Device::with_id(DeviceId::VCPUS, Arc::clone(&cpu) as _);
             Dev::publish(device, Operations::Cpu(cpu))?
         } else {
-            // SAFETY: the header demands of the caller what this does.
+            // SAFETY: the header demands this of the caller.
             let mmu = unsafe { operations(mmu)? };
             if mmu.format == FORMAT_CPU {
                 return Err(wrong(
@@ -68,13 +68,13 @@ unsafe fn mappings_of<'a>(space: *const gm_cpu_space_t) -> Result<&'a [gm_mappin
     if !space.is_aligned() {
         return Err(wrong("mmu_data", "it must be a gm_cpu_space_t"));
     }
-    // SAFETY: aligned; the caller says that it is such a space, or NULL.
+    // SAFETY: aligned; the caller guarantees that it is such a space, or NULL.
     match unsafe { space.as_ref() } {
         None => Ok(&[]),
         Some(space) if space.count > INHERITED_MAX => {
             Err(wrong("count", "a CPU has 2^20 mappings at most"))
         }
-        // SAFETY: the caller says that so many mappings are there.
+        // SAFETY: the caller guarantees that this many mappings are there.
         Some(space) => unsafe { array("mappings", space.mappings, space.count) },
     }
 }

@@ -30,7 +30,7 @@ fn page_bytes_of_c(flags: c_int) -> u64 {
 /// `pages` must be NULL or have `count` numbers behind it.
 unsafe fn frames_of_c(pages: *const gm_pa_t, count: u64) -> Result<Vec<Pa>, Failure> {
     let count = usize::try_from(count).unwrap_or(usize::MAX);
-    // SAFETY: the caller's duty.
+    // SAFETY: guaranteed by the caller.
     let pages = unsafe { array("pages", pages, count)? };
     Ok(pages.iter().copied().map(Pa).collect())
 }
@@ -175,7 +175,7 @@ pub unsafe extern "C" fn gm_region_set_policy(
             _ => return Err(wrong("policy", "there is no such policy")),
         };
         if placement == Placement::Prefetch {
-            // Pages are brought along by the thread for asynchronous operations.
+            // The thread for asynchronous operations prefetches.
             area.space.serve_operations()?;
         }
         let home = device.as_ref().map(|device| &device.device);

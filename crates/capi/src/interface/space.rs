@@ -116,7 +116,7 @@ pub unsafe extern "C" fn gm_as_attach(
 /// What the interface says of a device by its number, in words of C.
 fn why_not_attached(device: &Dev, error: GmError) -> Failure {
     match (&device.operations, error) {
-        // All CPUs have one number: it may be another that is attached.
+        // All CPUs have one number: the attached one may be another.
         (Operations::Cpu(_), GmError::AlreadyAttached { .. }) => Failure::CpuAttached,
         (Operations::Driver(_), error) if has_one_table(&error) => unsupported(
             "a second address space for a driver that has one page table (table_create, activate and \
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn gm_as_alloc(
 fn publish(space: &Arc<Space>, region: &Region) -> Result<*mut gm_region_t, Failure> {
     match space.handle_of(region) {
         Ok(Some(handle)) => Ok(handle.to_c()),
-        // Somebody has looked it up and freed it meanwhile.
+        // Another thread has looked it up and freed it meanwhile.
         Ok(None) => Err(GmError::Destroyed.into()),
         Err(failure) => {
             region.dealloc()?;
@@ -192,8 +192,8 @@ pub unsafe extern "C" fn gm_as_lookup(
         let space = Space::of_c(r#as)?;
         loop {
             let found = space.space.lookup(Va(addr))?;
-            // Else it was freed just now, and the next look tells whether another is there: every turn
-            // but the last is somebody's progress.
+            // Otherwise it was freed just now, and the next look-up shows whether there is another:
+            // every turn but the last means that another thread made progress.
             if let Some(handle) = space.handle_of(&found)? {
                 out.put(handle.to_c());
                 return Ok(());

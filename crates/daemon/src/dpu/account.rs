@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Accounts of service levels and fault injection, of devices that people name by socket or serial.
+//! Service-level accounts and fault injection, for devices named by socket or serial number.
 
 use super::set::{DeviceSet, wrong_or_failed};
 use crate::{
@@ -15,7 +15,7 @@ use pagetide_dpu::{
 use std::{path::Path, time::Duration};
 
 impl DeviceSet {
-    /// Accounts of one device, or of all by socket.
+    /// Accounts of one device, or of all devices sorted by socket.
     pub(crate) fn slo(&self, device: Option<&str>) -> Result<Vec<SloReport>, ControlError> {
         let mut devices = match device {
             Some(name) => vec![self.named(name)?],
@@ -26,7 +26,7 @@ impl DeviceSet {
         for device in &devices {
             match self.dpu().slo(device.id) {
                 Ok(account) => reports.push(report_of(device, &account)),
-                // Removed meanwhile.
+                // Removed in the meantime.
                 Err(DpuError::NoSuchDevice(_)) => {}
                 Err(error) => return Err(wrong_or_failed(&error)),
             }
@@ -34,7 +34,7 @@ impl DeviceSet {
         Ok(reports)
     }
 
-    /// Injects faults from now on.
+    /// Starts to inject faults.
     pub(crate) fn inject(
         &self,
         request: &InjectionRequest,
@@ -54,7 +54,7 @@ impl DeviceSet {
         self.injection_of(&device)
     }
 
-    /// How far the last injection into a device is.
+    /// Progress of the last injection into a device.
     pub(crate) fn injection(&self, device: &str) -> Result<InjectionReport, ControlError> {
         self.injection_of(&self.named(device)?)
     }
@@ -67,8 +67,8 @@ impl DeviceSet {
         self.injection_of(&device)
     }
 
-    /// The number of the device that people name so: by its socket, by its serial number if no other has
-    /// that, or else by that number.
+    /// The number of the device with this name: a socket, a unique serial number, or else the number
+    /// itself.
     pub(crate) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
         let devices = self.dpu().devices();
         let is_named =
@@ -98,7 +98,7 @@ impl DeviceSet {
             })
     }
 
-    /// The device with that socket, or else with that serial number if there is only one.
+    /// The device with this socket, or else with this serial number if it is unique.
     pub(super) fn named(&self, name: &str) -> Result<DeviceReport, ControlError> {
         let mut devices = self.dpu().devices();
         let by_socket = devices.iter().position(|d| d.socket == Path::new(name));

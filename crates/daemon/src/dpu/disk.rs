@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What of a [`BlkRequest`] needs a decision: who may connect, how the image is used, what the disk is
-//! called.
+//! The decisions in a [`BlkRequest`]: access to the socket, use of the image, the disk's serial number.
 
 use crate::control::{BlkRequest, ControlError};
 use pagetide_dpu::{Content, ImageUse, Sharing, SocketAccess};
@@ -46,7 +45,7 @@ impl From<SocketMode> for String {
     }
 }
 
-/// Who may connect. Names are looked up each time: a number may change, what was meant does not.
+/// Access to the socket. Names are resolved each time: a number may change, the meaning does not.
 pub(super) fn access(request: &BlkRequest) -> Result<SocketAccess, ControlError> {
     let wrong = |error: AccountError| ControlError::wrong_use(error.to_string());
     let owner = request.owner.as_deref().map(user_id);
@@ -74,8 +73,8 @@ pub(super) fn image_use(request: &BlkRequest) -> ImageUse {
     }
 }
 
-/// A device that comes back: what its image looks like was decided when it was added. The guest may
-/// have written anything since.
+/// A device that is restored: the image's format was decided when it was added. The guest may have
+/// written anything since.
 pub(super) fn coming_back(request: &BlkRequest) -> BlkRequest {
     BlkRequest {
         raw: true,
@@ -83,8 +82,8 @@ pub(super) fn coming_back(request: &BlkRequest) -> BlkRequest {
     }
 }
 
-/// Serial number of a disk that is given none: made of its socket's path, so that it is the same when
-/// the disk is removed and added again, and another for each device of a daemon.
+/// Default serial number of a disk: derived from its socket's path, so that it stays the same when the
+/// disk is removed and added again, and differs between devices of a daemon.
 pub(super) fn default_serial(socket: &Path, others: &[BlkRequest]) -> String {
     let is_taken = |serial: &String| {
         let mut serials = others.iter().filter_map(|other| other.serial.as_ref());
@@ -97,7 +96,7 @@ pub(super) fn default_serial(socket: &Path, others: &[BlkRequest]) -> String {
     free.unwrap_or_else(|| serial(0))
 }
 
-/// FNV-1a of 64 bits, which must never change: guests know their disks by it.
+/// FNV-1a of 64 bits, which must never change: guests identify their disks by it.
 fn hash(socket: &Path, round: u8) -> u64 {
     let bytes = socket.as_os_str().as_bytes().iter();
     let round = [round];
@@ -164,7 +163,7 @@ mod tests {
     fn default_serials_are_stable_and_differ_even_where_hashes_collide() {
         let socket = Path::new("/run/web.sock");
         let serial = default_serial(socket, &[]);
-        // Not to be changed: a guest may have it in its fstab.
+        // Must not change: a guest may have it in its fstab.
         assert_eq!(serial, "pt-2b78234619c03c78");
         assert!(serial.len() <= 20);
         assert_ne!(serial, default_serial(Path::new("/run/db.sock"), &[]));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The software DPU: its devices ([`DeviceSet`]), in the daemon itself or in a
-//! process of their own ([`process`]).
+//! The software DPU: its devices ([`DeviceSet`]), in the daemon itself or in a separate process
+//! ([`process`]).
 
 mod account;
 pub mod disk;
@@ -12,7 +12,7 @@ pub(crate) use set::DeviceSet;
 use crate::control::ControlError;
 use std::path::Path;
 
-/// Why a daemon whose DPU is another process serves no device.
+/// The error of a daemon whose DPU is another process, and which therefore serves no device.
 pub(crate) fn no_devices_here(socket: &Path) -> ControlError {
     ControlError::refused(format!(
         "the devices of this host are in the DPU process behind {}: ask that process, by its own --api \

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide dpu`: the software DPU as a process of its own, beside `pagetide run`.
+//! `pagetide dpu`: the software DPU as a separate process beside `pagetide run`.
 //!
 //! ```text
 //!   VMM ──vhost-user-blk──► engines, devices ─┐
 //!                                PA-bitmaps    ├ this process
 //!   pagetide run ◄──VPRI──► FunctionServer ────┘
 //! ```
-//! It is a back end twice: of the disks, whose front end is the VMM, and of the
-//! VPRI function, whose driver is in the daemon. Order at the start: the rings
-//! of dead engines are waited for, then the function listens, then the disks. So
-//! a daemon that finds the function there may be sure that nothing of an earlier
-//! DPU process is still being written; and until it has said which memory it
-//! knows, no device touches any.
+//! It is a back end twice: of the disks, whose front end is the VMM, and of the VPRI function, whose
+//! driver is in the daemon. Order at startup: wait for the rings of dead engines, then the function
+//! listens, then the disks. A daemon that finds the function listening can thus be sure that no write of
+//! an earlier DPU process is still under way. No device touches memory before the daemon has announced
+//! which memory it knows.
 
 use super::DeviceSet;
 use crate::{
@@ -39,12 +38,12 @@ use std::{
 /// A DPU process behind its API.
 struct DpuProcess {
     devices: DeviceSet,
-    /// Until the end.
+    /// `None` after shutdown.
     function: Mutex<Option<FunctionServer>>,
     vpri: PathBuf,
 }
 
-/// Starts the DPU and takes up the devices of a predecessor.
+/// Starts the DPU and restores the devices of a predecessor.
 pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlError> {
     let failed = |error: &dyn std::fmt::Display| ControlError::failed(error.to_string());
     pagetide_sys::membarrier::register().map_err(|error| failed(&error))?;

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`DeviceSet`]: the engines, their devices, and the list of devices that outlives them.
 //!
-//! What devices there are is written to `devices.json` in the state directory
-//! whenever it changes (a new file renamed over the old one), so that a
-//! successor listens on the same sockets with the same images. Front ends then
-//! connect again by themselves and bring their requests in flight with them.
+//! The set of devices is written to `devices.json` in the state directory whenever it changes (a new
+//! file renamed over the old one), so that a successor listens on the same sockets with the same images.
+//! Front ends then reconnect by themselves and resubmit their requests in flight.
 //!
-//! A successor may find an image locked: by what is left of its predecessor,
-//! whose last descriptors the kernel closes a moment after its I/O is done, or
-//! by another program that took its chance. It makes the other devices first and
-//! then tries again, for [`IMAGE_WAIT`]. A device that could not be made stays on
-//! the list, and `dpu list` says why it is out of service.
+//! A successor may find an image locked: by the remains of its predecessor, whose last descriptors the
+//! kernel closes a moment after its I/O is done, or by another program that has locked it since. It
+//! creates the other devices first and then retries for [`IMAGE_WAIT`]. A device that could not be
+//! created stays on the list, and `dpu list` says why it is out of service.
 
 use super::disk::{access, coming_back, default_serial, image_use};
 use crate::{
@@ -39,26 +37,26 @@ use std::{
 };
 
 const LIST_FILE: &str = "devices.json";
-/// Serial number of a device without one on the list: an earlier version made it, and its guest knows
-/// it by that.
+/// Serial number of a device that has none on the list: an earlier version created it, and its guest
+/// identifies it by this number.
 const SERIAL_OF_OLD: &str = "pagetide";
-/// How long a successor waits for images that others have locked; what its predecessor has left goes
-/// within milliseconds, and front ends that wait for other devices are not kept by it.
+/// How long a successor waits for locked images. A predecessor releases its locks within milliseconds,
+/// and front ends of other devices do not wait for this.
 const IMAGE_WAIT: Duration = Duration::from_secs(5);
 /// Time between two attempts.
 const IMAGE_LOOK: Duration = Duration::from_millis(20);
 
-/// The engines, their devices, and the list of these.
+/// The engines, their devices, and the list of devices.
 pub(crate) struct DeviceSet {
     dpu: Dpu,
     list_path: PathBuf,
     list: Mutex<Vec<BlkRequest>>,
-    /// The list by socket, for reports: held for moments only, where the list itself is held as long
-    /// as a device takes to be made or removed.
+    /// The list by socket, for reports: locked only for moments, while `list` is locked for as long as a
+    /// device takes to be created or removed.
     kept: Mutex<BTreeMap<PathBuf, Kept>>,
-    /// The predecessor's list, until its devices are made again.
+    /// The predecessor's list, until its devices are restored.
     found: Mutex<DeviceList>,
-    /// They were. Until then no other list may be written over it.
+    /// The devices are restored. Until then no other list may overwrite the predecessor's.
     restored: AtomicBool,
 }
 
@@ -69,7 +67,7 @@ struct Kept {
     missing_because: Option<String>,
 }
 
-/// The list as it is kept.
+/// The list as it is stored.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct DeviceList {
@@ -95,7 +93,7 @@ impl DeviceList {
     }
 }
 
-/// The engines of a set, as whoever answers their page requests sees them.
+/// The engines of a set, as seen by the side that answers their page requests.
 pub(crate) struct Hosts {
     /// The host's end of each queue of page requests.
     pub(crate) ends: Vec<HostEnd>,
@@ -104,9 +102,9 @@ pub(crate) struct Hosts {
 }
 
 impl DeviceSet {
-    /// Starts the engines. First reads the list of a predecessor: if that is of another version, nothing
-    /// is to be touched. Then waits until the rings of dead engines have drained: their I/O may still
-    /// be writing to guests and images.
+    /// Starts the engines. First reads the list of a predecessor: if it is of another version, nothing
+    /// may be touched. Then waits until the rings of dead engines have drained: their I/O may still be
+    /// writing to guests and images.
     pub(crate) fn start(
         state_dir: &Path,
         engines: &EngineSettings,
@@ -146,25 +144,25 @@ impl DeviceSet {
         Ok((set, Hosts { ends, bell }))
     }
 
-    /// Gives engines a way to serve, or to send, their own page requests.
+    /// Gives engines a way to serve or send their own page requests.
     pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
         self.dpu.set_assist(assist).map_err(failed)
     }
 
-    /// Has engines tell `log` what DMA touches, while anybody wants to know.
+    /// Lets engines record DMA accesses in `log`, while records are wanted.
     pub(crate) fn set_access_log(&self, log: &Arc<AccessLog>) -> Result<(), ControlError> {
         self.dpu.set_access_log(log).map_err(failed)
     }
 
-    /// What devices are called, by their numbers.
+    /// Names of the devices, by their numbers.
     pub(crate) fn names(&self) -> BTreeMap<DeviceId, String> {
         let name =
             |device: pagetide_dpu::DeviceReport| (device.id, device.socket.display().to_string());
         self.dpu.devices().into_iter().map(name).collect()
     }
 
-    /// Makes the devices of a predecessor again. One that cannot be made is said so and left out of
-    /// service, but stays on the list.
+    /// Restores the devices of a predecessor. If one cannot be created, this logs the reason and leaves
+    /// it out of service, but on the list.
     pub(crate) fn restore(&self) {
         let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + IMAGE_WAIT;
@@ -172,7 +170,7 @@ impl DeviceSet {
         waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         for request in &waiting {
             let image = request.image.display();
-            tracing::info!(%image, "waiting for an image that somebody else has locked");
+            tracing::info!(%image, "waiting for an image that another process has locked");
         }
         while !waiting.is_empty() {
             std::thread::sleep(IMAGE_LOOK);
@@ -182,7 +180,7 @@ impl DeviceSet {
         self.restored.store(true, Ordering::Release);
     }
 
-    /// Makes a device of a predecessor again, if it can be made, or may be until `deadline`.
+    /// Restores a device of a predecessor; returns whether to retry before `deadline`.
     fn make_again(&self, request: &BlkRequest, deadline: Instant) -> Again {
         let socket = request.socket.display();
         let made = check_weight(request.weight)
@@ -233,7 +231,7 @@ impl DeviceSet {
         let mut request = request;
         if !self.restored.load(Ordering::Acquire) {
             return Err(ControlError::refused(format!(
-                "the devices of {} were not taken up again, since the RAM of a VM is not known (the log says of which); no device is served until that is mended and the daemon started anew",
+                "the devices of {} were not restored, since the RAM of a VM is not known (see the log); no device is served until that is fixed and the daemon is restarted",
                 self.list_path.display()
             )));
         }
@@ -259,7 +257,7 @@ impl DeviceSet {
         self.report(id, Some(&request), vms)
     }
 
-    /// Makes a device; one whose weight cannot be is none.
+    /// Creates a device; fails without one if the weight is invalid.
     fn make(&self, request: &BlkRequest) -> Result<DeviceId, ControlError> {
         let wrong = |error: DpuError| wrong_or_failed(&error);
         check_weight(request.weight).map_err(wrong)?;
@@ -280,7 +278,7 @@ impl DeviceSet {
             .ok_or_else(|| failed("the device was removed at once by another call"))
     }
 
-    /// Changes a device's weight, in the list first: what is in force is what a successor finds.
+    /// Changes a device's weight, in the list first: a successor must find the weight in force.
     pub(crate) fn set_weight(
         &self,
         socket: &Path,
@@ -339,21 +337,22 @@ impl DeviceSet {
         reports
     }
 
-    /// Removes a device; the number that it had.
+    /// Removes a device; returns its number.
     pub(crate) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         let mut list = lock(&self.list);
         let Some(position) = list.iter().position(|known| known.socket == socket) else {
             return Err(no_such_device(socket));
         };
         let id = self.id_of(socket);
-        // First where it is kept: what cannot be forgotten must not come back at the next start.
+        // First in the list: a device that cannot be removed from it must not come back at the next
+        // start.
         let gone = list.remove(position);
         if let Err(error) = self.save(&list) {
             list.insert(position, gone);
             return Err(error);
         }
         lock(&self.kept).remove(socket);
-        // Its I/O may take long, and nobody else shall wait for that.
+        // Its I/O may take long, and other callers must not wait for it.
         drop(list);
         if let Some(id) = id {
             self.dpu.remove(id).map_err(failed)?;
@@ -369,7 +368,7 @@ impl DeviceSet {
             .map(|device| device.id)
     }
 
-    /// Ends the devices and the engines. Whoever answers page requests goes on until this is done.
+    /// Ends the devices and the engines. Page requests must be answered until this is done.
     pub(crate) fn shut_down(&self) {
         self.dpu.shut_down();
     }
@@ -390,7 +389,7 @@ fn no_such_device(socket: &Path) -> ControlError {
     ))
 }
 
-/// The time-out as it is set; 0 is none.
+/// The time-out setting; 0 means none.
 fn iopf_timeout(millis: u32) -> Option<Duration> {
     (millis > 0).then(|| Duration::from_millis(u64::from(millis)))
 }

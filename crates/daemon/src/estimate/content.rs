@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What sampled pages hold: packed as the product would store them, then thrown away.
+//! Content of sampled pages: packed as the product would store them, then discarded.
 
 use pagetide_addr::{PageNo, to_usize};
 use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
 
 use super::heat::ratio;
 
-/// Room for stored content is given out in units of this many bytes.
+/// Store space is allocated in units of this many bytes.
 const SLOT_BYTES: u64 = 64;
-/// Pages read of each kind: a share of one half is then known to about 2% (95%, 1/sqrt(n)).
+/// Pages read of each kind: a share of one half is then accurate to about 2% (95%, 1/sqrt(n)).
 pub const READ_PAGES: usize = 2_500;
 
 /// A random source for choosing samples: SplitMix64, small and good enough for this.
@@ -31,7 +31,7 @@ impl Chooser {
         (mixed ^ (mixed >> 31)) % bound
     }
 
-    /// Moves `count` items chosen at random to the front and cuts the rest off.
+    /// Moves `count` random items to the front and truncates the rest.
     pub fn choose<T>(&mut self, items: &mut Vec<T>, count: usize) {
         let count = count.min(items.len());
         for at in 0..count {
@@ -42,7 +42,7 @@ impl Chooser {
     }
 }
 
-/// What the pages read so far hold.
+/// Statistics of the pages read so far.
 #[derive(Default)]
 pub struct Contents {
     packer: Packer,
@@ -54,7 +54,7 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Takes in the content of one page.
+    /// Adds the content of one page.
     pub fn take(&mut self, page: PageNo, content: &[u8; PAGE]) {
         self.pages += 1;
         match self.packer.pack(Seed(0), page, content) {
@@ -70,7 +70,7 @@ impl Contents {
         }
     }
 
-    /// Pages taken in.
+    /// Number of pages added.
     #[must_use]
     pub const fn pages(&self) -> u64 {
         self.pages
@@ -118,7 +118,7 @@ mod tests {
         assert!((contents.zero_share() - 0.5).abs() < 1e-9);
         assert!((contents.compressible_share() - 0.25).abs() < 1e-9);
         assert!(contents.lz4_ratio() > 0.0 && contents.lz4_ratio() < 0.05);
-        // A uncompressed page takes its CRC and the rest of a slot beside its bytes.
+        // An uncompressed page takes its CRC and the rest of a slot beside its bytes.
         assert!(contents.stored_share() > 0.25 && contents.stored_share() < 0.27);
     }
 

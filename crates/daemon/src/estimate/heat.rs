@@ -1,45 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long sampled pages have not been touched: pure, without a clock or a VM.
+//! How long sampled pages have been idle: pure, without a clock or a VM.
 //!
-//! A *look* tells for each sampled section which pages are resident and which of
-//! them were touched since the look before. From it [`Heat`] keeps, for each
-//! page, the look at which it was last seen touched, and for each threshold T:
+//! A *look* returns, for each sampled section, which pages are resident and which of them were touched
+//! since the last look. From this [`Heat`] keeps, for each page, the look that last saw it touched, and
+//! for each threshold T:
 //!
 //! ```text
 //!   looks      0    1    2    3    4    5    6        T = 3 looks
 //!   page a     .    x    .    .    .    .    x        cold at 4, 5; at 6 a refault
 //!   page b     .    .    .    .    .    .    .        cold at 3, 4, 5, 6
 //! ```
-//! - cold share: of the resident pages, those not touched for T; the mean over
-//!   all looks that come T or later after the first.
-//! - refaults: touches of pages that the look before found cold. A policy that
-//!   evicts at T would have had each of them as a fault.
+//! - cold share: the share of resident pages not touched for T; the mean over all looks at T or later
+//!   after the first.
+//! - refaults: touches of pages that the previous look found cold. A policy that evicts at T would have
+//!   caused a fault for each of them.
 //!
-//! A touch is dated at the look that sees it, so a page looks warmer than it is
-//! by up to one interval, never colder. A page that becomes resident counts as
-//! touched.
+//! A touch is dated at the look that sees it, so a page may look warmer than it is by up to one
+//! interval, never colder. A page that becomes resident counts as touched.
 
 use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo, to_usize};
 
-/// What a look found in one section, by position of the section in the sample.
+/// Result of a look at one section; indexed by the section's position in the sample.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Seen {
     /// Pages that have memory.
     pub resident: PageSet,
-    /// Pages touched since the look before.
+    /// Pages touched since the last look.
     pub touched: PageSet,
 }
 
-/// What one threshold has come to.
+/// Result for one threshold.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Cold {
-    /// Time a page must not have been touched, in milliseconds.
+    /// Idle time from which a page is cold, in milliseconds.
     pub threshold_ms: u64,
-    /// Of the resident pages, those that are cold; 0 to 1.
+    /// Share of the resident pages that are cold; 0 to 1.
     pub page_share: f64,
-    /// Of the sections that have a resident page, those whose every one is cold; 0 to 1.
+    /// Share of the sections with a resident page whose resident pages are all cold; 0 to 1.
     pub section_share: f64,
-    /// Touches of cold pages a second, in the whole sample; `None` before there could be one.
+    /// Touches of cold pages per second, in the whole sample; `None` before one was possible.
     pub refaults_per_second: Option<f64>,
 }
 
@@ -84,7 +83,7 @@ pub struct Heat {
 }
 
 impl Heat {
-    /// From the first look, at `now_ms`: every page counts as touched then.
+    /// Starts with the first look, at `now_ms`: every page counts as touched then.
     ///
     /// # Panics
     /// If `seen` is not as long as `sections`.
@@ -113,7 +112,7 @@ impl Heat {
         }
     }
 
-    /// Takes in a further look, at `now_ms`.
+    /// Adds a look at `now_ms`.
     ///
     /// # Panics
     /// If `seen` is not as long as the sample.
@@ -157,7 +156,7 @@ impl Heat {
         self.sections.iter().map(|heat| heat.resident.len()).sum()
     }
 
-    /// What each threshold that was reached has come to.
+    /// Results for each threshold that was reached.
     #[must_use]
     pub fn cold(&self) -> Vec<Cold> {
         let reached = self.sums.iter().filter(|sums| sums.looks > 0);
@@ -172,7 +171,7 @@ impl Heat {
             .collect()
     }
 
-    /// Pages that the last look found not touched for `threshold_ms`; all resident ones for 0.
+    /// Pages idle for `threshold_ms` at the last look; all resident ones for 0.
     #[must_use]
     pub fn cold_pages(&self, threshold_ms: u64) -> Vec<PageNo> {
         let sections = self.sections.iter();

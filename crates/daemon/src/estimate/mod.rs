@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide estimate`: what taking over a VM would save, without taking it over.
 //!
-//! Nothing is injected and nothing is stopped: the VMM's page tables are read,
-//! its pages are unmapped (they stay where they are; see
-//! [`pagetide_vmm::tracker`]) and some of them are read through their file. The
-//! VM notices small faults that the kernel resolves alone, up to about one for
-//! each watched page and look.
+//! Nothing is injected and nothing is stopped: the VMM's page tables are read, its pages are unmapped
+//! (they stay present; see [`pagetide_vmm::tracker`]) and some of them are read through their file. The
+//! VM takes minor faults, up to about one for each watched page and look.
 //!
 //! The cost of a look is bounded, whatever the size of the VM: at most
 //! [`WATCHED_SECTIONS`] sections are watched, one chosen at random in each of as
 //! many equal parts of the RAM, and [`content::READ_PAGES`] pages are read once,
 //! at the end, for each line of the report.
 //!
-//! Where pages can go to kernel swap, unmapping them would really evict them: so
-//! that is refused, and looked for again before each look.
+//! Where pages can go to kernel swap, unmapping would actually evict them. Such a VM is refused, and
+//! this is checked again before each look.
 
 mod content;
 mod heat;
@@ -33,24 +31,24 @@ use watch::Watch;
 
 pub use report::{ColdReport, EstimateReport};
 
-/// Most sections watched: 128 Ki pages, of which a look unmaps those that were touched, at about
-/// a microsecond each; so at most some 0.15 s a look.
+/// Most sections watched: 128 Ki pages. A look unmaps those that were touched, at about a microsecond
+/// each: at most about 0.15 s per look.
 const WATCHED_SECTIONS: u64 = 256;
-/// Times without a touch that are reported, in minutes.
+/// Reported idle times, in minutes.
 const THRESHOLDS_MINUTES: [f64; 4] = [2.0, 5.0, 7.0, 10.0];
 /// Bytes that a page of RAM costs while a VM is attached: its page word.
 const WORD_BYTES: u64 = 8;
-/// Least time between two lines of progress.
+/// Shortest interval between two lines of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
-/// Looks at a VM for a while and reports.
+/// Observes a VM for a while and prints a report.
 pub fn run(args: &EstimateArgs) -> Result<(), CommandError> {
     let watch = Watch::open(args.pid, WATCHED_SECTIONS)?;
     let report = observe(&watch, args)?;
     print_report(&report, args.json.into())
 }
 
-/// The thresholds that `minutes` reach; half of it where it reaches none, so that there is one.
+/// The thresholds up to `minutes`; half of `minutes` if there is none, so that there is at least one.
 fn thresholds(minutes: f64) -> Vec<f64> {
     let mut reached: Vec<f64> = THRESHOLDS_MINUTES.into();
     reached.retain(|threshold| *threshold <= minutes);
@@ -74,7 +72,7 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
     let start = Instant::now();
     let end = Duration::from_millis(to_ms(args.minutes));
     let interval = Duration::from_secs(args.interval);
-    // The first look brings every watched page to the same start and is not measured.
+    // The first look brings every watched page to the same state and is not counted.
     let seen = watch.look()?;
     let mut heat = Heat::new(watch.sections(), &seen, &thresholds_ms, 0);
     let mut looks = 1;
@@ -151,7 +149,7 @@ fn progress(at: Duration, end: Duration, heat: &Heat) {
     );
 }
 
-/// Reads some of `pages` at random; those that have gone since are passed over.
+/// Reads a random sample of `pages`; skips pages that are gone by now.
 fn read(
     layout: &RamLayout,
     mut pages: Vec<PageNo>,
@@ -177,7 +175,7 @@ fn read(
     Ok(contents)
 }
 
-/// From shares of the sample to bytes and rates of the VM: RAM, resident bytes, watched share.
+/// Scales shares of the sample to bytes and rates of the VM: RAM, resident bytes, watched share.
 fn cold_report(found: &Cold, contents: &Contents, vm: (u64, u64, f64)) -> ColdReport {
     let (ram_bytes, resident_bytes, watched_share) = vm;
     let cold_bytes = part_of(resident_bytes, found.page_share);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an estimate reports.
+//! The report of an estimate.
 
 use serde::Serialize;
 
@@ -13,19 +13,19 @@ pub struct EstimateReport {
     pub pid: u32,
     /// Command of the VMM.
     pub vmm: String,
-    /// Time the VM was looked at.
+    /// Time over which the VM was observed.
     pub observed_seconds: f64,
     /// Time between two looks.
     pub interval_seconds: u64,
     /// Looks taken.
     pub looks: u32,
-    /// How touches were told.
+    /// How touches were detected.
     pub tracker: String,
     /// RAM of the VM.
     pub ram_bytes: u64,
     /// RAM of the VM that is present.
     pub resident_bytes: u64,
-    /// Part of the resident RAM whose touches were watched.
+    /// Share of the resident RAM that was watched.
     pub watched_share: f64,
     /// Pages whose content was read.
     pub read_pages: u64,
@@ -35,38 +35,38 @@ pub struct EstimateReport {
     pub compressible_share: f64,
     /// Compressed size of these over their size.
     pub lz4_ratio: f64,
-    /// Longest time a look took.
+    /// Duration of the longest look.
     pub look_max_seconds: f64,
-    /// By time without a touch; the longer ones as far as the time observed reaches.
+    /// By idle time; as far as the observed time reaches.
     pub cold: Vec<ColdReport>,
-    /// What would make `pagetide attach` refuse the VM, as sentences.
+    /// Reasons for which `pagetide attach` would refuse the VM, as sentences.
     pub refusals: Vec<String>,
-    /// What would forbid eviction, as sentences.
+    /// Eviction blockers, as sentences.
     pub eviction_blockers: Vec<String>,
-    /// What else an operator should know, as sentences.
+    /// Other warnings for an operator, as sentences.
     pub warnings: Vec<String>,
 }
 
 /// Pages not touched for some time.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct ColdReport {
-    /// That time.
+    /// The idle time.
     pub minutes: f64,
-    /// Of the resident pages, those not touched for it.
+    /// Share of the resident pages that were idle for it.
     pub cold_share: f64,
-    /// Of the sections of 2 MiB in use, those without a page touched for it.
+    /// Share of the 2 MiB sections in use of which all pages were idle for it.
     pub cold_section_share: f64,
     /// Cold pages, in bytes.
     pub cold_bytes: u64,
-    /// Of the cold pages, those that are all zero.
+    /// Share of the cold pages that are all zero.
     pub zero_share: f64,
-    /// Of the cold pages, those that are not zero and that lz4 makes smaller.
+    /// Share of the cold pages that are not zero and that lz4 makes smaller.
     pub compressible_share: f64,
-    /// What the content of the cold pages would take in the store.
+    /// Bytes that the content of the cold pages would take in the store.
     pub stored_bytes: u64,
-    /// What evicting them would save: less the store, less the page words of the whole RAM.
+    /// Bytes saved by evicting them: less the store, less the page words of the whole RAM.
     pub saved_bytes: u64,
-    /// Touches of pages evicted this cold, in the whole VM; absent while there could be none.
+    /// Touches per second of pages evicted this cold, in the whole VM; absent before one was possible.
     pub faults_per_second: Option<f64>,
 }
 

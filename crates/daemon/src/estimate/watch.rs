@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A VM that is watched from outside: the only part of `estimate` that touches one.
+//! A VM watched from outside: the only part of `estimate` that accesses one.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,13 +30,14 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Finds the VM's RAM and chooses at most `most` sections of it.
+    /// Finds the VM's RAM and samples at most `most` sections of it.
     pub fn open(pid: u32, most: u64) -> Result<Self, CommandError> {
         let vmm = VmmProcess::open(pid).map_err(CommandError::refused)?;
         let layout = RamLayout::of_process(&vmm).map_err(CommandError::refused)?;
         refuse_swap(&vmm, &layout)?;
         refuse_attached(&vmm)?;
-        // A process of ours maps the RAM of every VM whose disk it serves. That keeps nobody from attaching it.
+        // A daemon of ours maps the RAM of every VM whose disk it serves. That does not prevent an
+        // attach.
         let ours: Vec<OtherProcess> = hazards::who_else_maps(&vmm, &layout, &[])
             .map_err(CommandError::refused)?
             .into_iter()
@@ -45,7 +46,7 @@ impl Watch {
         let our_pids: Vec<u32> = ours.iter().map(|other| other.pid).collect();
         let refusals = match hazards::refuse_if_shared(&vmm, &layout, &our_pids) {
             Ok(()) => vec![],
-            // An estimate may tell what the sharing costs: touches by the other go unseen.
+            // The estimate goes on and reports the sharing: touches by the other process are not seen.
             Err(refusal @ Refusal::SharedRam { .. }) => vec![refusal.to_string()],
             Err(other) => return Err(CommandError::refused(other)),
         };
@@ -78,23 +79,23 @@ impl Watch {
         self.vmm.name()
     }
 
-    /// How touches are told.
+    /// How touches are detected.
     pub fn tracker(&self) -> &'static str {
         self.tracker.name()
     }
 
-    /// What would make an attach refuse the VM.
+    /// Reasons for which an attach would refuse the VM.
     pub fn refusals(&self) -> &[String] {
         &self.refusals
     }
 
-    /// What the figures do not tell.
+    /// Effects that the figures do not include.
     pub fn warnings(&self) -> Vec<String> {
         let of_layout = self.layout.warnings().iter().cloned();
         of_layout.chain(self.warnings.iter().cloned()).collect()
     }
 
-    /// What would forbid eviction now, beside what would refuse the VM.
+    /// Current eviction blockers, other than reasons for refusal.
     pub fn eviction_blockers(&self) -> Result<Vec<String>, CommandError> {
         let blockers =
             hazards::check(&self.vmm, &self.layout, &[]).map_err(CommandError::refused)?;
@@ -126,7 +127,7 @@ impl Watch {
         }
     }
 
-    /// Which pages are resident and which were touched since the look before.
+    /// Which pages are resident and which were touched since the last look.
     pub fn look(&self) -> Result<Vec<Seen>, CommandError> {
         refuse_swap(&self.vmm, &self.layout)?;
         let touched = self.tracker.look_many(&self.sections).map_err(tracked)?;
@@ -135,7 +136,7 @@ impl Watch {
             .map(|(section, touched)| {
                 let mut resident = self.resident(*section)?;
                 let touched = touched.by_anybody();
-                // A page that came between the two questions.
+                // A page may have become resident between the two queries.
                 resident.unite(&touched);
                 Ok(Seen { resident, touched })
             })
@@ -161,8 +162,8 @@ impl Watch {
     }
 }
 
-/// A VM is attached if a userfaultfd of ours is open in its VMM, whoever maps its RAM and also if the daemon
-/// has died.
+/// A VM is attached if a userfaultfd of ours is open in its VMM, whichever process maps its RAM, and
+/// even if the daemon has died.
 fn refuse_attached(vmm: &VmmProcess) -> Result<(), CommandError> {
     match takeover::find_inside(vmm).map_err(CommandError::refused)? {
         None => Ok(()),
@@ -182,7 +183,7 @@ fn unseen_dma(daemon: &OtherProcess) -> String {
     )
 }
 
-/// Unmapping pages that can go to swap would evict them.
+/// Refuses pages that can go to swap: unmapping would evict them.
 fn refuse_swap(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), CommandError> {
     match swap::in_reach(vmm.pid(), layout) {
         Ok(None) => Ok(()),
@@ -201,13 +202,13 @@ fn refuse_swap(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), CommandError>
 fn tracked(error: TrackerError) -> CommandError {
     match error {
         TrackerError::Unmap(_) => CommandError::Refused(format!(
-            "touches of this VM cannot be told: {error}; start the VMM without locked memory"
+            "touches of this VM cannot be detected: {error}; start the VMM without locked memory"
         )),
         other => CommandError::failed(other),
     }
 }
 
-/// One section at random from each of `most` equal parts of `count`; all if there are no more.
+/// One random section from each of `most` equal parts of `count`; all if there are no more than `most`.
 fn choose_sections(count: u64, most: u64, chooser: &mut Chooser) -> Vec<SectionNo> {
     if count <= most {
         return (0..count).map(SectionNo).collect();

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Attaching a VM, and taking one up again that a dead daemon left.
+//! Attaching a VM, and recovering one that a dead daemon left.
 //!
 //! ```text
 //!   attach                                    recover
-//!   1 look: pid, layout, hazards, limit       1 open the pool, its VMM by pid and start time
-//!   2 domains: bits cleared, leases drained   2 domains: bits cleared
-//!   3 pool made ("attaching")                 3 userfaultfd taken again by its number
-//!   4 userfaultfd made in the VMM, RAM        4 words mended, content adopted
-//!     registered; number into the pool        5 protection lifted, everybody woken
+//!   1 check: pid, layout, hazards, limit      1 open the pool, its VMM by pid and start time
+//!   2 domains: bits cleared, leases drained   2 userfaultfd duplicated by its number
+//!   3 pool created ("attaching")              3 domains: bits cleared
+//!   4 userfaultfd created in the VMM, RAM     4 words repaired, content adopted
+//!     registered; number into the pool        5 protection lifted, all waiters woken
 //!   5 words set; pool "attached"
 //!          └────────────── Vm::start ──────────────┘
 //! ```
-//! A failure undoes what was done, in reverse. A daemon that dies between 3 and
-//! 5 leaves a pool that says *attaching*: nothing was evicted, so its successor
-//! simply lets the VM go. The same holds for one that dies while letting go.
+//! A failure undoes the completed steps, in reverse. A daemon that dies between 3 and 5 leaves a pool
+//! that says *attaching*: nothing was evicted, so its successor just detaches the VM. The same holds for
+//! a daemon that dies while it releases a VM.
 
 use super::{
     hotplug,
@@ -43,9 +43,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the I/O that is under way at an attach may take to finish.
+/// How long the I/O under way at an attach may take to finish.
 const DRAIN_WAIT: Duration = Duration::from_secs(10);
-/// Between two looks at leases.
+/// Interval between polls of the leases.
 const DRAIN_LOOK: Duration = Duration::from_micros(200);
 /// Smallest limit, in bytes.
 const LIMIT_BYTES_MIN: u64 = LIMIT_PAGES_MIN * pagetide_addr::PAGE_BYTES;
@@ -103,7 +103,7 @@ pub(super) fn attach(
     })
 }
 
-/// Why a VMM could not be taken over, and by whom it may be managed already.
+/// Why a VMM could not be taken over, and which process may be managing it already.
 fn not_taken(error: &TakeOverError, vmm: &VmmProcess, layout: &RamLayout) -> ControlError {
     let mut sentence = error.to_string();
     if matches!(error, TakeOverError::Uffd(UffdError::Busy { .. })) {
@@ -144,7 +144,7 @@ fn attach_process(
     let pool = Arc::new(make_pool(&path, &layout, &identity)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
-    // Whatever forbids it, the VM is as it was: another userfaultfd, too little privilege, an old kernel.
+    // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
     let taken =
         takeover::take_over(vmm, &layout).map_err(|error| not_taken(&error, vmm, &layout))?;
     pool.set_userfaultfd(taken.number, taken.pause_us);
@@ -188,19 +188,19 @@ fn attach_process(
     }
 }
 
-/// The store in a pool, as far as the daemon's memory cgroup has room.
+/// The store in a pool, bounded by the room in the daemon's memory cgroup.
 fn store_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<PoolStore> {
     Arc::new(PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room)))
 }
 
-/// The words of a pool, likewise.
+/// The words of a pool, bounded likewise.
 fn words_of(pool: &Arc<Pool>, shared: &Shared) -> PoolWords {
     PoolWords::of(Arc::clone(pool)).within(Arc::clone(&shared.room))
 }
 
 fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
-    // Room for the words of what is there now; they are set as each file is allocated.
+    // Room for the words of the present RAM; they are set as each file is allocated.
     let page_count = layout.page_count().next_multiple_of(SECTION_PAGES);
     Pool::create(path, page_count, random_seed()?, &json).map_err(|error| match error {
         PoolError::File {
@@ -215,7 +215,7 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
     })
 }
 
-/// Pages that were allocated without ever being written look like holes, but cannot be filled.
+/// Refuses pages that were allocated but never written: they look like holes, but cannot be filled.
 pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
     match layout.unseen_pages().map_err(failed)? {
         0 => Ok(()),
@@ -226,7 +226,8 @@ pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError
     }
 }
 
-/// Whether DMA is under way cannot be told without the device: RAM is taken from one that is there.
+/// Without the device, DMA under way cannot be detected: RAM is only taken over with the device
+/// connected.
 pub(super) fn refuse_without_dpu(shared: &Shared) -> Result<(), ControlError> {
     let why = shared.spaces.eviction_blocker();
     why.map_or(Ok(()), |why| Err(ControlError::refused(why)))
@@ -240,7 +241,7 @@ fn random_seed() -> Result<u32, ControlError> {
     Ok(u32::from_ne_bytes(bytes))
 }
 
-/// The DMA domains of a VM, taken for it: their bits are cleared and their page requests held.
+/// The DMA domains of a VM, claimed for it: their bits are cleared and their page requests held.
 struct Claim<'a> {
     mmu: Arc<DmaMmu>,
     attached: Vec<Arc<dyn IoSpace>>,
@@ -260,8 +261,8 @@ impl<'a> Claim<'a> {
             domains.push((domain, file.pages()));
         }
         let mmu = Arc::new(DmaMmu::new(domains));
-        // First of all: a device that is elsewhere finds its pages unmapped as soon as the space is
-        // taken, and asks.
+        // Held first: a device in another process finds its pages unmapped as soon as the space is
+        // claimed, and sends page requests.
         shared.service.hold(&mmu.domains());
         let mut claim = Self {
             mmu,
@@ -280,7 +281,7 @@ impl<'a> Claim<'a> {
         Ok(claim)
     }
 
-    /// Has DMA into absent pages noticed; none from before the claim may be under way.
+    /// Makes DMA into absent pages fault; no DMA from before the claim may be under way.
     fn watch(&self) -> Result<(), ControlError> {
         let domains = self.mmu.domains();
         domains
@@ -306,7 +307,7 @@ impl Drop for Claim<'_> {
 /// Waits until no DMA is under way in `domains` that began before their bits were cleared.
 ///
 /// # Errors
-/// A sentence, after `patience`.
+/// An error message, after `patience`.
 pub(super) fn drain(domains: &[Arc<dyn IoSpace>], patience: Duration) -> Result<(), ControlError> {
     let begun = Instant::now();
     let is_leased = |domain: &Arc<dyn IoSpace>| domain.is_any_leased();
@@ -341,26 +342,26 @@ impl Drop for UndoPool {
     }
 }
 
-/// What became of a pool that was found.
+/// Outcome for a pool that was found.
 pub(super) enum Found {
     /// The VM is served again.
     Recovered(Box<Vm>),
-    /// The pool was of no use any more, and is gone.
+    /// The pool was no longer of use, and is removed.
     Removed,
 }
 
-/// Whose pool lies at `path`.
+/// Identity in the pool at `path`.
 ///
 /// # Errors
-/// A sentence: it cannot be told.
+/// An error message: it cannot be read.
 pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
     read_identity(&Pool::open(path).map_err(failed)?)
 }
 
-/// Removes the pool of a VM that could not be taken up and is no more.
+/// Removes the pool of a VM that could not be recovered and has ended.
 ///
 /// # Errors
-/// A sentence.
+/// An error message.
 pub(super) fn remove_pool(state_dir: &Path, name: &str) -> Result<(), ControlError> {
     let pool = Pool::open(&pool_path(state_dir, name)).map_err(failed)?;
     pool.remove().map_err(failed)
@@ -375,10 +376,10 @@ fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
     })
 }
 
-/// Takes up the VM of the pool at `path` again.
+/// Recovers the VM of the pool at `path`.
 ///
 /// # Errors
-/// A sentence; the pool stays where it is.
+/// An error message; the pool stays where it is.
 pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlError> {
     let pool = Arc::new(Pool::open(path).map_err(failed)?);
     let identity = read_identity(&pool)?;
@@ -399,7 +400,7 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         if !vmm.ends_within(ENDING_WAIT) {
             return Err(error);
         }
-        tracing::info!(pid = vmm.pid(), %error, "the VM ended while it was taken up");
+        tracing::info!(pid = vmm.pid(), %error, "the VM ended while it was being recovered");
         pool.remove().map_err(failed)?;
         Ok(Found::Removed)
     })
@@ -436,7 +437,8 @@ fn take_up(
     forget_what_went(&table, &layout);
     let store = store_of(pool, shared);
     adopt_words(&table, &place, &store, (&vmm, &identity))?;
-    // Protection of rounds that died, and faults whose messages died, all at once.
+    // Lifts write protection of rounds that died, and wakes faults whose messages were lost, all at
+    // once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let vcpus = vcpus.seeing(vmm.pid()).map_err(failed)?;
     let everything = PageNo(0).run(layout.page_count());
@@ -461,8 +463,8 @@ fn take_up(
     Ok(Found::Recovered(Box::new(vm)))
 }
 
-/// Leaves words out of the table that belong to RAM of which the VM has none any more, or to a part
-/// of a removal that the dead daemon had begun.
+/// Removes words from the table that belong to RAM the VM no longer has, or to a part of a removal that
+/// the dead daemon had begun.
 pub(super) fn forget_what_went(table: &PageTable, layout: &RamLayout) {
     let sections: Vec<SectionNo> = table.sections().collect();
     for section in sections {
@@ -472,8 +474,8 @@ pub(super) fn forget_what_went(table: &PageTable, layout: &RamLayout) {
     }
 }
 
-/// The layout without files that the dead daemon had only begun to take, if the pool cannot hold their
-/// words: nothing of them was ever evicted, and they are new RAM again.
+/// The layout without files that the dead daemon had only begun to take over, if the pool cannot hold
+/// their words: none of their pages was ever evicted, and they are new RAM again.
 pub(super) fn leave_out_misfits(
     layout: &RamLayout,
     (table, words): (&PageTable, &PoolWords),
@@ -533,12 +535,12 @@ fn adopt_words(
         present_pages = report.present_pages,
         stored_pages = report.stored_pages,
         mended_words = report.mended_words,
-        "taken up again"
+        "recovered"
     );
     Ok(())
 }
 
-/// A daemon died in the middle of an attach or a detach: nothing is stored, so the VM is let go.
+/// A daemon died in the middle of an attach or a detach: nothing is stored, so the VM is released.
 fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), ControlError> {
     let number = match pool.userfaultfd_number() {
         Some(number) => Some(number),
@@ -549,7 +551,7 @@ fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Cont
     }
     tracing::info!(
         pid = vmm.pid(),
-        "an attach or detach that did not finish was ended: the VM is let go"
+        "an attach or detach that did not finish was ended: the VM is released"
     );
     pool.remove().map_err(failed)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Bringing every page back before a VM is let go.
+//! Filling every absent page before a VM is released.
 
 use super::{
     hotplug::Hotplug,
@@ -21,28 +21,28 @@ use std::{
 
 /// Passes over all pages before a detach gives up; the second finds nothing, unless a fill failed.
 const DETACH_PASSES: u32 = 8;
-/// Pages asked for at once when a VM is let go.
+/// Pages per fault of a detach.
 const DETACH_PAGES: u64 = 16;
-/// Longest wait for pages that somebody else is filling too: far longer than any fill takes.
+/// Longest wait for pages that another thread is filling too: far longer than any fill takes.
 const FILL_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Vm {
-    /// Makes every page present whose content is stored. Pages of zeros may stay holes: that is how
-    /// they read when nobody watches. Returns how many, and the RAM that the VM still has.
+    /// Makes every page present that has stored content. Zero pages may stay holes: an unwatched hole
+    /// reads as zeros. Returns the number of pages, and the RAM that the VM still has.
     pub(super) fn fill_all(&self, shared: &Shared) -> Result<(u64, RamLayout), ControlError> {
         let mut hotplug = Hotplug::new(Arc::clone(&self.core), shared);
         let mut ram = hotplug.let_go_of_unplugged();
         let mut filled = 0;
         for _ in 0..DETACH_PASSES {
             match self.fill_pass(&ram) {
-                // A pass that found nothing more has seen every page back.
+                // A pass that found nothing has seen every page present.
                 Ok(0) => {
                     self.refuse_if_poisoned(&ram)?;
                     return Ok((filled, ram));
                 }
                 Ok(pass) => filled += pass,
                 Err(error) => {
-                    // Or was that RAM unplugged meanwhile?
+                    // The RAM may have been unplugged meanwhile.
                     let left = hotplug.let_go_of_unplugged();
                     if left.files().len() == ram.files().len() {
                         return Err(error);
@@ -52,7 +52,7 @@ impl Vm {
             }
         }
         Err(failed(format!(
-            "pages of {} do not stay where they are brought back",
+            "pages of {} do not stay present after they are filled",
             self.core.name
         )))
     }
@@ -97,7 +97,7 @@ impl Vm {
         Ok(filled)
     }
 
-    /// A lost page must not come to read as zeros: it stays forbidden as long as the VM lives.
+    /// A lost page must not read as zeros: accesses to it fail as long as the VM lives.
     fn refuse_if_poisoned(&self, ram: &RamLayout) -> Result<(), ControlError> {
         let table = self.core.memory.table();
         let poisoned = |(section, pages)| {
@@ -113,14 +113,14 @@ impl Vm {
             return Ok(());
         }
         Err(ControlError::refused(format!(
-            "{lost} pages of {} are lost, and would read as zeros if the VM were let go: save what you can inside \
+            "{lost} pages of {} are lost, and would read as zeros if the VM were detached: save what you can inside \
              the guest and power it off; until then it is served, without eviction",
             self.core.name
         )))
     }
 
-    /// The stored pages from `start` on, a few at most and none at `end`. (A fault lies in one region,
-    /// and so in one section to be sure.)
+    /// The stored pages from `start` on, a few at most and none from `end` on. (A fault must lie in one
+    /// region; a run within one section always does.)
     fn stored_run(&self, start: PageNo, end: PageNo) -> PageRange {
         let table = self.core.memory.table();
         let is_stored = |page: &PageNo| {
@@ -144,7 +144,7 @@ impl Vm {
         };
         let told = Box::new(move |outcome| {
             if reply.send(outcome).is_err() {
-                tracing::debug!("whoever detached has left");
+                tracing::debug!("the caller of the detach has left");
             }
         });
         self.core.space.fault(&fault, Some(told));

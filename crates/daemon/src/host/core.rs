@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`VmCore`]: the parts of a VM that all its threads use, and what is known of it.
+//! [`VmCore`]: the parts of a VM that all its threads use, and its shared state.
 
 use super::{
     identity::{self, Identity},
@@ -30,7 +30,7 @@ use std::{
     time::Instant,
 };
 
-/// The lock's content, whatever became of its last holder: each is set whole or not at all.
+/// The lock's content, even if its last holder panicked: each value is set whole or not at all.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -44,7 +44,7 @@ pub(super) struct VmCore {
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
     pub(super) space: Arc<AddressSpace>,
-    /// What is behind the regions of the space: the VM's RAM.
+    /// The VM's RAM, which backs the regions of the space.
     pub(super) memory: Arc<PagedMemory>,
     /// The space with its devices, to which RAM is added and from which it is removed.
     pub(super) whole: VmSpace,
@@ -52,52 +52,52 @@ pub(super) struct VmCore {
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) tenant: Arc<Tenant>,
-    /// How its heat is learnt.
+    /// How the VM's heat is measured.
     pub(super) tracker: Way,
-    /// What keeps sections that devices are about to touch from being chosen.
+    /// Keeps sections that devices are about to touch from being evicted.
     pub(super) protection: Arc<VmProtection>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) incidents: Arc<VmIncidents>,
     pub(super) heat: Mutex<Heat>,
-    /// Why eviction rests for now, though no hazard forbids it: a full pool, a kernel that refuses.
+    /// Why eviction is suspended although no hazard forbids it: a full pool, or an error of the kernel.
     pub(super) suspended: Mutex<Option<String>>,
     pub(super) detach: DetachNews,
     pub(super) synced: Mutex<[u64; 10]>,
     pub(super) bars: Mutex<Vec<String>>,
-    /// What an operator should know though it forbids nothing.
+    /// Conditions that an operator should know about although they do not block eviction.
     pub(super) warnings: Mutex<Vec<String>>,
     pub(super) orders: Orders,
     pub(super) userfaultfd: Arc<Userfaultfd>,
-    /// Where those may run who serve its faults beside the reader.
+    /// CPUs on which the threads that serve its faults beside the reader may run.
     pub(super) server_cpus: Arc<ServerCpus>,
 }
 
-/// What is known of detaches that came, or will come, to nothing.
+/// State of detaches that have failed, or are to stop.
 #[derive(Default)]
 pub(super) struct DetachNews {
-    /// The one that is under way is to stop.
+    /// The detach under way is to stop.
     pub(super) stop: AtomicBool,
-    /// One has failed: eviction rests until another one succeeds.
+    /// A detach has failed: eviction stays suspended until another one succeeds.
     pub(super) failed: AtomicBool,
 }
 
-/// What is known of how hot the VM's memory is.
+/// What is known about the heat of the VM's memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Heat {
     pub(super) sets: Vec<(Level, u64)>,
     pub(super) report: HeatReport,
-    /// When all sections had been looked at.
+    /// When the last sweep over all sections ended.
     pub(super) swept_at: Option<Instant>,
     pub(super) reserve_sections: u64,
 }
 
-/// A request to evict a number of pages now, whatever the limit.
+/// A request to evict a number of pages now, regardless of the limit.
 pub(super) struct ReclaimOrder {
     pub(super) pages: u64,
     pub(super) done: mpsc::Sender<Reclaimed>,
 }
 
-/// Orders that wait for the rounds, for as long as those run.
+/// Orders that wait for the reclaim thread, as long as it runs.
 #[derive(Default)]
 pub(super) struct Orders(Mutex<OrderList>);
 
@@ -108,7 +108,7 @@ struct OrderList {
 }
 
 impl Orders {
-    /// Gives an order to the rounds; it is dropped unanswered if they have ended.
+    /// Queues an order for the reclaim thread; drops it unanswered if that thread has ended.
     pub(super) fn push(&self, order: ReclaimOrder) {
         let mut list = lock(&self.0);
         if !list.closed {
@@ -125,7 +125,7 @@ impl Orders {
         lock(&self.0).waiting.pop()
     }
 
-    /// From now on nobody obeys; whoever waits for an answer learns it.
+    /// From now on no thread takes orders; callers that wait for an answer get an error.
     pub(super) fn close(&self) {
         let mut list = lock(&self.0);
         list.closed = true;
@@ -134,19 +134,19 @@ impl Orders {
 }
 
 impl VmCore {
-    /// True while nothing forbids eviction.
+    /// True while eviction is allowed.
     pub(super) fn may_evict(&self) -> bool {
         lock(&self.bars).is_empty()
             && lock(&self.suspended).is_none()
             && self.incidents.stopped().is_none()
     }
 
-    /// Guest RAM that somebody has pinned or locked, as far as the kernel tells.
+    /// Guest RAM that some process has pinned or locked, as far as the kernel reports it.
     pub(super) fn pinned_bytes(&self) -> u64 {
         hazards::pinned_bytes(&self.vmm).unwrap_or(0)
     }
 
-    /// TrackerAdapter for what forbids eviction now, beside what is `known` to.
+    /// Checks for hazards, and sets the eviction blockers to those found and those in `known`.
     pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBlocker>, Refusal>) {
         let found = hazards::check(&self.vmm, &self.layout.look(), &self.spaces.processes());
         match known.and_then(|known| Ok((known, found?))) {
@@ -163,12 +163,12 @@ impl VmCore {
         }
     }
 
-    /// Writes into the pool that the VM's RAM is that of `layout`, in one stroke.
+    /// Records the files of `layout` as the VM's RAM in the pool, atomically.
     pub(super) fn remember_ram(&self, layout: &RamLayout) -> Result<(), ControlError> {
         identity::remember(&self.pool, &self.identity.with_ram(layout))
     }
 
-    /// RAM has come or gone: what stopped eviction may have been that, and the limit counts anew.
+    /// RAM was plugged or unplugged: this may end a suspension of eviction, and the limit is recomputed.
     pub(super) fn ram_changed(&self) {
         self.limit.reserve().ram_changed();
         if !self.detach.failed.load(Relaxed) {
@@ -181,7 +181,8 @@ impl VmCore {
         self.limit.want_reclaim();
     }
 
-    /// Lets eviction rest; said once. The limit is not enforced meanwhile: a fill would only wait.
+    /// Suspends eviction; logged once per reason. The limit is not enforced meanwhile: fills would only
+    /// wait.
     pub(super) fn suspend(&self, why: String) {
         self.limit.reserve().close();
         let mut suspended = lock(&self.suspended);
@@ -191,7 +192,7 @@ impl VmCore {
         }
     }
 
-    /// Takes note of what forbids eviction now.
+    /// Sets the eviction blockers and logs changes.
     pub(super) fn set_bars(&self, bars: Vec<String>) {
         let mut known = lock(&self.bars);
         if *known != bars {
@@ -208,7 +209,7 @@ impl VmCore {
         }
     }
 
-    /// Takes note of what an operator should know now.
+    /// Sets the operator warnings and logs new ones.
     pub(super) fn set_warnings(&self, warnings: Vec<String>) {
         let mut known = lock(&self.warnings);
         for warning in warnings.iter().filter(|warning| !known.contains(warning)) {
@@ -225,7 +226,7 @@ impl VmCore {
         self.orders.pop()
     }
 
-    /// Puts the limit right by what the kernel says is present.
+    /// Corrects the limit's count by what the kernel reports as resident.
     pub(super) fn enforce_limit(&self) {
         match self.layout.look().allocated_bytes() {
             Ok(bytes) => {
@@ -237,11 +238,11 @@ impl VmCore {
                 self.limit
                     .put_right(limit.map(|bytes| bytes / PAGE_BYTES), bytes / PAGE_BYTES);
             }
-            Err(error) => tracing::warn!(vm = self.name, %error, "what is resident cannot be told"),
+            Err(error) => tracing::warn!(vm = self.name, %error, "how much is resident is unknown"),
         }
     }
 
-    /// Puts the counts of this process into the pool, where they outlive it.
+    /// Adds the counts of this process to the pool, where they outlive it.
     pub(super) fn sync_counters(&self) {
         use std::sync::atomic::AtomicU64;
         let counters = self.memory.counters();

@@ -5,8 +5,8 @@
 //!   dpu = in-process     engines ──queues──► FaultService       devices of this daemon
 //!   dpu = SOCKET         dpu process ──VPRI──► Driver ──► FaultService
 //! ```
-//! The service knows sources of page requests, VMs know I/O address spaces; which
-//! of the two placements it is, only this module knows.
+//! The service knows sources of page requests, VMs know I/O address spaces; only this module knows which
+//! of the two placements is in use.
 
 use super::{core::lock, vm::failed};
 use crate::{
@@ -28,13 +28,13 @@ use std::{
     time::Duration,
 };
 
-/// How long a daemon that starts waits for the DPU process, so that VMs which it takes up again are
-/// not without their devices for longer than they must.
+/// How long a starting daemon waits for the DPU process, so that recovered VMs are not without their
+/// devices longer than necessary.
 const DPU_WAIT: Duration = Duration::from_secs(2);
 
-/// Bounce buffers of an engine of this process: so many pages of reads into absent memory may be under
-/// way on it, 4 MiB; what finds no slot has its pages brought back first. A DPU process has them of
-/// its driver.
+/// Bounce buffers of an engine of this process: this many pages (4 MiB) of reads into absent memory may
+/// be under way on it. A read that finds no buffer has its pages filled first. A DPU process gets its
+/// buffers from its driver.
 const BOUNCE_BUFFERS: u32 = 1024;
 
 /// The devices of this host and the service of their page faults.
@@ -48,12 +48,12 @@ pub(super) struct Devices {
 enum Place {
     /// In this process.
     Here(DeviceSet),
-    /// In the DPU process whose VPRI function listens there.
+    /// In the DPU process whose VPRI function listens on this socket.
     Elsewhere(Arc<Driver>, PathBuf),
 }
 
 impl Devices {
-    /// Starts engines and service, or finds the DPU process.
+    /// Starts engines and service, or connects to the DPU process.
     pub(super) fn start(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
         match &settings.dpu {
             DpuPlace::InProcess => Self::here(settings),
@@ -104,12 +104,12 @@ impl Devices {
         &self.service
     }
 
-    /// Where records of what DMA touches come from.
+    /// The source of records of DMA accesses.
     pub(super) fn log(&self) -> &Arc<dyn AccessSource> {
         &self.log
     }
 
-    /// The number of the device that people name so. Of devices elsewhere only that is known here.
+    /// The number of the device with this name. Of devices elsewhere only the number is known here.
     pub(super) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
         match (&self.place, name.parse()) {
             (Place::Here(set), _) => set.number_of(name),
@@ -122,7 +122,7 @@ impl Devices {
         }
     }
 
-    /// What devices are called, by their numbers, as far as that is known here.
+    /// Names of the devices, by their numbers, as far as they are known here.
     pub(super) fn names(&self) -> BTreeMap<DeviceId, String> {
         match &self.place {
             Place::Here(set) => set.names(),
@@ -130,8 +130,8 @@ impl Devices {
         }
     }
 
-    /// Makes the devices of a predecessor again, or tells the DPU process that all memory is known
-    /// of which content is elsewhere.
+    /// Creates the devices of a predecessor again, or notifies the DPU process that all memory with
+    /// swapped-out content is known.
     pub(super) fn restore(&self) {
         match &self.place {
             Place::Here(set) => set.restore(),
@@ -195,7 +195,7 @@ impl Devices {
         }
     }
 
-    /// Ends engines, then the service, in this order: every request gets its response.
+    /// Ends the engines, then the service. In this order every request gets its response.
     pub(super) fn shut_down(&self) {
         if let Place::Here(set) = &self.place {
             set.shut_down();
@@ -209,7 +209,7 @@ impl Devices {
     }
 }
 
-/// Gives engines of this process slots for reads whose pages are absent.
+/// Gives engines of this process bounce buffers for reads into absent pages.
 fn give_bounce<'a>(engines: impl Iterator<Item = &'a HostEnd>) -> Result<(), ControlError> {
     for engine in engines {
         let area = BounceArea::new(BOUNCE_BUFFERS).map_err(failed)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What becomes of pools that earlier programs left: as long as they have no VM to serve.
+//! Recovery of pools that earlier versions left, without a VM to serve.
 
 use super::{
     attach::{forget_what_went, leave_out_misfits},
@@ -21,14 +21,14 @@ use pagetide_vmm::{
 use pagetide_vpri::DmaMmu;
 use std::{os::fd::AsFd, path::Path, sync::Arc};
 
-/// Half a section more than a whole number of them.
+/// Half a section more than a whole number of sections.
 const FILE_PAGES: u64 = 2 * SECTION_PAGES + SECTION_PAGES / 2;
 
 fn own() -> VmmProcess {
     VmmProcess::open(std::process::id()).unwrap()
 }
 
-/// `None` without the right to have one; said then.
+/// `None`, with a message, if this process may not create one.
 fn userfaultfd() -> Option<Arc<Userfaultfd>> {
     match Userfaultfd::create_here() {
         Ok(userfaultfd) => Some(Arc::new(userfaultfd)),
@@ -39,7 +39,7 @@ fn userfaultfd() -> Option<Arc<Userfaultfd>> {
     }
 }
 
-/// A RAM file that this process has mapped. Its first page is there.
+/// A RAM file that this process has mapped. Its first page is present.
 fn ram() -> (FileKey, SharedMapping) {
     let bytes = FILE_PAGES * PAGE_BYTES;
     let file = GuestFile::new_memfd("earlier", bytes).unwrap();
@@ -63,8 +63,8 @@ fn identity(files: &[(FileKey, SharedMapping)]) -> Vec<u8> {
     serde_json::to_vec(&identity).unwrap()
 }
 
-/// A pool as it was made before memory could grow: words for just these pages, one identity, the
-/// capacity's cell 0. Of each file the first page is present, the others are zeros.
+/// A pool as it was created before memory could grow: words for exactly these pages, one identity, the
+/// capacity's cell 0. The first page of each file is present, the others are zeros.
 fn make_pool(path: &Path, files: u64, identity: &[u8]) {
     let page_count = files * FILE_PAGES;
     let (header, chunk) = (64 << 10, 64 << 10);
@@ -145,7 +145,7 @@ fn files_that_share_a_section_become_one_region_that_neither_grows_nor_shrinks()
     }
     whole.remove_strays(&layout).unwrap();
     assert_eq!(whole.space.regions().len(), 1);
-    // The earlier program could still take it up.
+    // The earlier version could still recover it.
     assert_eq!(pool.identity().unwrap(), written);
 }
 
@@ -180,7 +180,7 @@ fn file_whose_words_find_no_room_is_left_out_and_one_with_words_stays() {
     let layout = RamLayout::of_recorded(&own(), &identity.recorded()).unwrap();
     let words = PoolWords::of(Arc::clone(&pool));
     let table = PageTable::reopen(Box::new(words.clone())).unwrap();
-    // As it is laid when it comes later: from the next section's border on.
+    // Placed as if it had been added later: from the border of the next section on.
     let second = layout.files()[1].key();
     let recorded = pagetide_vmm::layout::RecordedLayout {
         first_pages: vec![(second, PageNo(3 * SECTION_PAGES))],

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! RAM that comes and goes while a VM is attached (GMEM 4.2, use example #1).
+//! RAM that is plugged and unplugged while a VM is attached (GMEM 4.2, use example #1).
 //!
-//! The VM's rounds look at the VMM's mappings each second and before each pass of
-//! a reclaim. A RAM file that is new becomes a region of the address space
-//! (`gm_as_alloc`), one that is mapped nowhere any more is given back
-//! (`gm_region_dealloc`). Nothing of the VMM is stopped for it.
+//! The VM's reclaim thread reads the VMM's mappings each second and before each pass of a reclaim. A new
+//! RAM file becomes a region of the address space (`gm_as_alloc`); one that is mapped nowhere any more
+//! is given back (`gm_region_dealloc`). The VMM is not stopped for this.
 //!
 //! ```text
 //!   new file                                     file mapped nowhere
@@ -20,38 +19,35 @@
 //!     present, present pages granted, waiters
 //!     woken; page requests served
 //! ```
-//! # Until it is taken
-//! A device that hears of new RAM from its front end finds the file read-write
-//! and unwatched: its DMA works at once. It only is not evicted yet. The same is
-//! true of RAM that is refused, as long as it is: nothing of the rest depends on
-//! it, so that bars nothing. It is a warning, and tried again ever less often.
+//! # Until it is taken over
+//! A device that receives new RAM from its front end finds the file read-write and unwatched: its DMA
+//! works at once. That RAM is just not evicted yet. The same holds for RAM that is refused, for as long
+//! as it is: the rest of the VM does not depend on it, so it blocks no eviction. It only causes a
+//! warning, and is retried at growing intervals.
 //!
-//! What fails after step 1 is undone, the identity first: whoever takes the VM up
-//! must not count on what is not so. A region that a device will not let go of
-//! then is a stray, which every look tries to give back.
+//! A failure after step 1 is undone, the identity first: a daemon that recovers the VM must not rely on
+//! a step that was undone. If a device will not release a region then, the region is a stray, and every
+//! scan tries to give it back.
 //!
 //! # The same file again
-//! A backend with a path may be taken out and put in again between two looks. That
-//! is told by its mapping, which nobody watches, and is both columns above, one
-//! after the other: its pages that were away have no content any more. Devices may
-//! ask for pages by the new mapping by then, so its page requests are not refused
-//! in between but wait.
+//! A backend with a path may be unplugged and plugged again between two scans. Its mapping, which is not
+//! watched, shows that. Both columns above apply then, one after the other: pages that were absent have
+//! no content any more. Devices may already request pages by the new mapping, so page requests are not
+//! refused in between but wait.
 //!
 //! # DMA into RAM that is gone
-//! The front end takes the region from its device before the VMM unmaps it, so a
-//! descriptor that names it is answered with an error by the device itself. A
-//! chain that was waiting for a page there gets the refusal of its page request.
-//! Bits that were taken are never set again; a lease under way keeps our mapping
-//! until it ends, and writes into a file that nobody reads any more.
+//! The front end takes the region from its device before the VMM unmaps it, so the device itself answers
+//! a descriptor that names it with an error. A chain that was waiting for a page there has its page
+//! request refused. Bits that were cleared are never set again. A lease under way keeps our mapping
+//! until the lease ends, and writes into a file that is no longer read.
 //!
 //! # When the daemon dies in the middle
-//! The identity says which files are the VM's. A successor allocates the region
-//! of a file whose words are not there yet, and forgets the words of one that is
-//! not in the identity or is gone. If there is no room for the words any more it
-//! leaves the file out, and that is new RAM again. A file that was registered and is not in the
-//! identity is new to it, and its first look takes it: who waits there is woken.
-//! Nothing of a file is evicted before all five steps are done, because it is the
-//! same thread that evicts.
+//! The identity says which files are the VM's. A successor allocates the region of a file that has no
+//! words yet, and forgets the words of a file that is not in the identity or is gone. If there is no
+//! room for the words any more, it leaves the file out, and the file is new RAM again. A file that was
+//! registered but is not in the identity is new to the successor: its first scan takes the file over and
+//! wakes the threads that wait there. No page of a file is evicted before all five steps are done,
+//! because the same thread evicts.
 
 use super::{
     attach::drain,
@@ -77,37 +73,37 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long DMA that is under way in new RAM may take before the VM's rounds go on without it; they
-/// come again.
+/// How long the reclaim thread waits for DMA under way in new RAM before it goes on without that RAM and
+/// retries later.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
-/// RAM that was refused is tried again after this time, then after twice that, and so on: a try may
-/// hold up DMA into it.
+/// RAM that was refused is tried again after this time, then after twice that, and so on: an attempt may
+/// delay DMA into it.
 const RETRY_MIN: Duration = Duration::from_secs(1);
-/// The longest of these times.
+/// Longest of these intervals.
 const RETRY_MAX: Duration = Duration::from_secs(30);
 
-/// Follows the RAM of one VM; belongs to its rounds.
+/// Follows the RAM of one VM; belongs to its reclaim thread.
 pub(super) struct Hotplug {
     vm: Arc<VmCore>,
     place: VmPlace,
     shared: Shared,
     strangers: Strangers,
-    /// New RAM that cannot be taken, by its file.
+    /// New RAM that cannot be taken over, by its file.
     refused: BTreeMap<FileKey, Refused>,
-    /// False while the pool names files of which a predecessor let the VM have none.
+    /// False while the pool names files that a predecessor had removed from the VM.
     identity_is_true: bool,
 }
 
-/// What became of a RAM file that is not the VM's as it was.
+/// Fate of a RAM file that the VM no longer has as it was.
 #[derive(Clone, Copy)]
 enum Fate {
     /// It was unplugged.
     Gone,
-    /// And plugged in again, as new RAM.
+    /// It was unplugged, and plugged again as new RAM.
     Back,
 }
 
-/// Why new RAM was not taken, and when it is looked at again.
+/// Why new RAM was not taken over, and when it is tried again.
 struct Refused {
     why: String,
     wait: Duration,
@@ -127,11 +123,11 @@ impl Hotplug {
         }
     }
 
-    /// Brings the VM's regions in line with what the VMM has mapped. Returns what forbids eviction.
-    /// RAM that cannot be taken harms nobody: it is not evicted, and a warning says so.
+    /// Brings the VM's regions in line with the VMM's mappings. Returns the eviction blockers. RAM that
+    /// cannot be taken over does no harm: it is not evicted, and a warning says so.
     ///
     /// # Errors
-    /// [`Refusal`]: the VMM cannot be looked at.
+    /// [`Refusal`]: the VMM cannot be inspected.
     pub(super) fn follow(&mut self) -> Result<Vec<EvictionBlocker>, Refusal> {
         self.put_identity_right();
         for (key, refused) in &self.refused {
@@ -154,13 +150,13 @@ impl Hotplug {
             .collect())
     }
 
-    /// Lets go of files that the VMM has unmapped, and takes nothing new: while the VM is let go and
-    /// there are no rounds. Returns the RAM that it still has.
+    /// Releases files that the VMM has unmapped, and takes over nothing new: for a detach, while no
+    /// reclaim thread runs. Returns the RAM that the VM still has.
     pub(super) fn let_go_of_unplugged(&mut self) -> RamLayout {
         let news = match self.news() {
             Ok(news) => news,
             Err(error) => {
-                tracing::warn!(vm = self.vm.name, %error, "what was unplugged cannot be told");
+                tracing::warn!(vm = self.vm.name, %error, "cannot determine which RAM was unplugged");
                 return RamLayout::clone(&self.vm.layout.look());
             }
         };
@@ -178,8 +174,9 @@ impl Hotplug {
         layout.news(vmm, userfaultfd, &mut self.strangers)
     }
 
-    /// The pool may name RAM that went while no daemon ran. That is put right once the VM is served
-    /// again: had it come to nothing, the predecessor's program could have taken it up as it was.
+    /// The pool may name RAM that went away while no daemon ran. It is corrected only once the VM is
+    /// served again: had the recovery failed, the predecessor's program could still have recovered the
+    /// VM from the unchanged pool.
     fn put_identity_right(&mut self) {
         if self.identity_is_true {
             return;
@@ -202,7 +199,7 @@ impl Hotplug {
         self.identity_is_true = true;
     }
 
-    /// Lets go of what is gone, as far as it can be now. Returns what should be known of the rest.
+    /// Releases RAM that is gone, as far as that is possible now. Returns warnings about the rest.
     fn let_go(&mut self, news: &RamNews) -> Vec<String> {
         let mut warnings = Vec::new();
         for key in &news.gone {
@@ -221,14 +218,15 @@ impl Hotplug {
         warnings
     }
 
-    /// What there was no room for may fit now.
+    /// RAM for which there was no room may fit now.
     fn forget_refusals(&mut self) {
         for key in std::mem::take(&mut self.refused).into_keys() {
             self.strangers.look_again(key);
         }
     }
 
-    /// Takes new RAM as far as it can be taken; what cannot is not looked at again for a while.
+    /// Takes over new RAM as far as possible; RAM that cannot be taken over is not tried again for a
+    /// while.
     fn take(&mut self, new: &[NewRam]) {
         let is_new = |key: FileKey| new.iter().any(|ram| ram.key() == key);
         let strangers = &mut self.strangers;
@@ -248,7 +246,7 @@ impl Hotplug {
         }
     }
 
-    /// Lets go of a file that the VMM has unmapped.
+    /// Releases a file that the VMM has unmapped.
     fn remove(&self, key: FileKey, fate: Fate) -> Result<(), ControlError> {
         let vm = &self.vm;
         let layout = vm.layout.now();
@@ -258,7 +256,7 @@ impl Hotplug {
         let service = &self.shared.service;
         let mut domains = vm.mmu.domains();
         domains.retain(|domain| domain.key() == key);
-        // A device may have it by its new mapping already, and is not to be refused.
+        // A device may already have the file by its new mapping, and must not be refused.
         if matches!(fate, Fate::Back) {
             service.withhold(&domains);
         }
@@ -283,7 +281,7 @@ impl Hotplug {
         }
         let left = layout.without(key);
         vm.remember_ram(&left)?;
-        // Nobody should wait there any more; who does is to look again.
+        // No thread should wait there any more; one that does must retry its access.
         self.place.wake(pages).map_err(failed)?;
         vm.layout.set(left);
         tracing::info!(
@@ -291,13 +289,13 @@ impl Hotplug {
             bytes = pages.bytes(),
             first_page = pages.start.0,
             ram_bytes = vm.layout.look().len_bytes(),
-            "RAM was unplugged; pages of it that were away read zeros in its file from now on"
+            "RAM was unplugged; pages of it that were absent read as zeros in its file from now on"
         );
         vm.ram_changed();
         Ok(())
     }
 
-    /// Takes a new file for the VM.
+    /// Takes over a new file of the VM.
     fn add(&self, ram: &NewRam) -> Result<(), ControlError> {
         let vm = &self.vm;
         let layout = vm.layout.now();
@@ -318,7 +316,7 @@ impl Hotplug {
             .open(file.file().as_fd(), key, pages.bytes());
         let domain = opened.map_err(failed)?;
         super::attach::refuse_without_dpu(&self.shared)?;
-        // Held before it is taken: see `attach`.
+        // Requests are held before the domain is taken: see `attach`.
         let service = &self.shared.service;
         service.hold(std::slice::from_ref(&domain));
         if let Err(error) = domain.attach() {
@@ -348,11 +346,11 @@ impl Hotplug {
     }
 }
 
-/// A file on its way to become the VM's; its domain is taken.
+/// A file that is being added to the VM; its domain is taken.
 struct Joining<'a> {
     hotplug: &'a Hotplug,
     before: &'a RamLayout,
-    /// A layout with that file only.
+    /// A layout with only that file.
     alone: &'a RamLayout,
     domain: &'a Arc<dyn IoSpace>,
     pages: PageRange,
@@ -372,14 +370,14 @@ impl Joining<'_> {
         vm.mmu.add(self.domain, self.pages);
         vm.whole.add_ram(self.pages)?;
         fill_wired(&vm.space, &vm.mmu, self.pages);
-        // Faults that were read before the region was there.
+        // Wakes faults that were read before the region existed.
         self.hotplug.place.wake(self.pages).map_err(failed)?;
         service.serve_domains(&vm.tenant, std::slice::from_ref(self.domain));
         Ok(())
     }
 
-    /// Where it was mapped was looked up a while ago. By now something else may lie there, and be
-    /// watched in its place; nothing was done to its pages yet.
+    /// The file's mapping was looked up a while ago. By now something else may be mapped there, and be
+    /// watched in its place; none of its pages was changed yet.
     fn refuse_if_mapped_anew(&self) -> Result<(), ControlError> {
         match self.alone.maps_change(&self.hotplug.vm.vmm) {
             Ok(None) => Ok(()),
@@ -390,15 +388,15 @@ impl Joining<'_> {
         }
     }
 
-    /// Leaves the file as it was before: read-write for devices, watched by nobody.
+    /// Restores the file: read-write for devices, and unwatched.
     fn undo(&self) {
         let vm = &self.hotplug.vm;
-        // First of all, so that no successor counts on what is undone here.
+        // First of all, so that no successor relies on what is undone here.
         if let Err(error) = vm.remember_ram(self.before) {
             tracing::error!(vm = vm.name, %error, "the pool names RAM that is not the VM's");
         }
         if let Err(error) = vm.whole.remove_ram(self.pages) {
-            // Its region is a stray from now on, which every look tries to give back.
+            // Its region is a stray from now on; every scan tries to give it back.
             tracing::warn!(vm = vm.name, %error, "part of new RAM stays half taken");
         }
         unwatch(&vm.userfaultfd, self.alone);
@@ -421,7 +419,7 @@ fn not_let_go(error: &ControlError) -> String {
     )
 }
 
-/// New RAM waits while RAM that lay at its addresses, or was the same file, is let go.
+/// New RAM waits while RAM at the same addresses, or of the same file, is being released.
 fn refuse_if_in_the_way(layout: &RamLayout, alone: &RamLayout) -> Result<(), ControlError> {
     let same_file = alone
         .files()
@@ -439,24 +437,24 @@ fn refuse_if_in_the_way(layout: &RamLayout, alone: &RamLayout) -> Result<(), Con
     Ok(())
 }
 
-/// Has the mappings of `layout` watched no more; who waits there goes on.
+/// Unregisters the mappings of `layout`; threads that wait there go on.
 pub(super) fn unwatch(userfaultfd: &Userfaultfd, layout: &RamLayout) {
     for mapping in layout.mappings() {
-        // It may not have come to that, or be unmapped again.
+        // The mapping may not have been registered, or may be unmapped already.
         if let Err(error) = userfaultfd.unregister(mapping.hva, mapping.len_bytes) {
             tracing::debug!(%error, "new RAM was not watched");
         }
     }
 }
 
-/// Of `layout` the file `key` only.
+/// `layout` reduced to the file `key`.
 pub(super) fn only(layout: &RamLayout, key: FileKey) -> RamLayout {
     let others = layout.files().iter().filter(|file| file.key() != key);
     others.fold(layout.clone(), |left, other| left.without(other.key()))
 }
 
-/// Fills pages among `pages` that nobody has touched though a ring lies there: its device keeps them,
-/// so they must be there.
+/// Fills absent pages of `pages` that hold a ring: their device keeps them wired, so they must be
+/// present.
 pub(super) fn fill_wired(space: &AddressSpace, mmu: &DmaMmu, pages: PageRange) {
     for section in pages.sections() {
         for page in mmu.wired(section).pages(section) {

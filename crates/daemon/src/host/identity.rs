@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Identity`]: what a pool remembers of the VM it belongs to, as JSON in its header.
+//! [`Identity`]: the pool's record of the VM it belongs to, as JSON in its header.
 
 use super::vm::failed;
 use crate::control::ControlError;
@@ -12,26 +12,26 @@ use pagetide_vmm::{
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Whose pool it is. Fields may be added; unknown ones are passed over.
+/// Identifies the pool's VM. Fields may be added; unknown ones are ignored.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct Identity {
     pub(super) name: String,
     pub(super) pid: u32,
-    /// Start time of the process, in clock ticks since boot: a pid alone may be used again.
+    /// Start time of the process, in clock ticks since boot: a pid alone may be reused.
     pub(super) start_time: u64,
     pub(super) vmm: String,
     pub(super) mappings: Vec<MappingIdentity>,
 }
 
-/// One mapping of the RAM, as it was when words were made for it.
+/// One mapping of the RAM, as it was when its words were created.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(super) struct MappingIdentity {
     hva: Hva,
     len_bytes: u64,
     file: FileKey,
     file_offset: u64,
-    /// First page of the file. Without it files lie end to end, as they did before RAM could come
-    /// and go.
+    /// First page of the file. Without it files lie end to end, as they did before RAM hotplug was
+    /// supported.
     #[serde(default)]
     first_page: Option<PageNo>,
 }
@@ -44,7 +44,7 @@ impl Identity {
         }
     }
 
-    /// The layout the words were made for.
+    /// The layout for which the words were created.
     pub(super) fn recorded(&self) -> RecordedLayout {
         let of = |mapping: &MappingIdentity| RecordedMapping {
             hva: mapping.hva,
@@ -59,7 +59,7 @@ impl Identity {
         }
     }
 
-    /// The same VM with the RAM that `layout` tells of.
+    /// The same VM with the RAM of `layout`.
     pub(super) fn with_ram(&self, layout: &RamLayout) -> Self {
         Self {
             mappings: mappings_of(layout),
@@ -79,7 +79,7 @@ impl Identity {
     }
 }
 
-/// Has the pool belong to `identity` from now on, in one stroke.
+/// Writes `identity` into the pool atomically.
 pub(super) fn remember(pool: &Pool, identity: &Identity) -> Result<(), ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
     pool.set_identity(&json).map_err(failed)
@@ -100,7 +100,7 @@ pub(super) fn mappings_of(layout: &RamLayout) -> Vec<MappingIdentity> {
 mod tests {
     use super::*;
 
-    /// As daemons wrote it before RAM could come and go.
+    /// As daemons wrote it before RAM hotplug was supported.
     const EARLIER: &str = r#"{"name":"a","pid":7,"start_time":9,"vmm":"qemu","mappings":[
         {"hva":4096,"len_bytes":8192,"file":{"dev":1,"ino":2},"file_offset":0}]}"#;
 

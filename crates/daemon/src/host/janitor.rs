@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The janitor: the thread that notices when a VMM ends, and when the faults of one are served no more.
+//! The janitor: the thread that notices when a VMM ends, and when a VM's fault reader has failed.
 //!
-//! It waits for the pidfds of all VMMs at once: of VMs that are served, and of
-//! those that could not be taken up. So the end of a VMM is noticed whatever
-//! becomes of the VM's other threads, and also when it came before the VM had any: a
-//! pidfd stays readable. A VM whose end is noted is not waited for any more.
+//! It waits for the pidfds of all VMMs at once: of VMs that are served, and of VMs that could not be
+//! recovered. The end of a VMM is thus noticed even if the VM's other threads have failed, and also if
+//! it came before the VM had any: a pidfd stays readable. A VM whose end is noted is no longer waited
+//! for.
 //!
-//! What is to be done then is decided by the VM's [`Life`](super::life::Life).
+//! The VM's [`Life`](super::life::Life) decides what to do then.
 
 use super::{Host, roster::Watched, vm::failed};
 use crate::control::ControlError;
@@ -18,10 +18,10 @@ use std::{
     time::Duration,
 };
 
-/// Between two tries to wait, if that fails: no memory, say.
+/// Pause after a failed wait, for example for lack of memory.
 const WAIT_AGAIN: Duration = Duration::from_secs(1);
 
-/// What the janitor is to see to, beside the ends of VMMs.
+/// What else the janitor handles, beside the ends of VMMs.
 #[derive(Debug)]
 struct ReaderFailed(VmmIdentity, String);
 
@@ -33,15 +33,15 @@ pub(super) struct JanitorBell {
 }
 
 impl JanitorBell {
-    /// Other VMMs are to be watched than before.
+    /// The set of VMMs to watch has changed.
     pub(super) fn ring(&self) {
-        // An eventfd whose count is at its maximum, after 2^64 rings that nobody heard, is readable too.
+        // An eventfd at its maximum count, after 2^64 rings without a read, is readable too.
         if let Err(error) = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes()) {
             tracing::debug!(%error, "the janitor is woken already");
         }
     }
 
-    /// Faults of this VMM are not served any more, for this reason.
+    /// Faults of this VMM are no longer served, for this reason.
     pub(super) fn reader_failed(&self, vmm: VmmIdentity, why: String) {
         if self.failures.send(ReaderFailed(vmm, why)).is_err() {
             tracing::debug!(pid = vmm.pid, "the daemon is ending already");
@@ -98,7 +98,7 @@ impl Janitor {
         }
     }
 
-    /// Waits until the bell is rung or a VMM ends; says which have.
+    /// Waits until the bell is rung or a VMM ends; returns the events of each VMM.
     fn wait(&self, watched: &[Watched]) -> Vec<PollFlags> {
         let mut polled = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
         let pidfds = watched.iter().map(|one| one.vmm().fd().as_fd());

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Life`]: how far a VM is on its way out, and which thread brings it there.
+//! [`Life`]: how far the end of a VM has come, and which thread carries it out.
 //!
-//! A VM ends because somebody detaches it (the API, or the daemon's own end) or
-//! because its VMM has ended. Both may happen at once, in any order. Either way
-//! the same things must be given back once: threads, page requests, descriptors,
-//! mappings, the pool. So the end has one owner. Whoever asks is told what to do:
+//! A VM ends because a detach was requested (by the API, or by the daemon's own shutdown) or because its
+//! VMM has ended. Both may happen at once, in any order. Either way the same things must be freed
+//! exactly once: threads, page requests, descriptors, mappings, the pool. So the end has one owner. A
+//! thread that reports an event receives its duty:
 //!
 //! ```text
 //!                       DetachAsked                    DetachDone
@@ -15,62 +15,61 @@
 //!             │                        ▼                                  ▲
 //!             └── VmmEnded ──────► Dropping ───── Dropped ────────────────┘
 //! ```
-//! The thread that is told to detach owns the VM's end until it says *done* or
-//! *failed*. The death of the VMM meanwhile is only noted: that thread meets it
-//! anyway, at the next call into the kernel. A detach that fails because of it does not
-//! put the VM back into service (there is nobody to serve) but drops it.
+//! The thread that receives the duty to detach owns the VM's end until it reports *done* or *failed*. If
+//! the VMM dies meanwhile, that is only noted: the owner runs into it anyway, at its next system call. A
+//! detach that fails because of it does not put the VM back into service (there is no process to serve)
+//! but drops it.
 //!
-//! [`Detaching`] and [`Dropping`] are that ownership as values. Losing one, by
-//! a panic say, is the failure of the detach, or the end of the dropping: nobody waits
-//! for ever.
+//! [`Detaching`] and [`Dropping`] represent that ownership as values. Losing one, by a panic for
+//! example, fails the detach or ends the dropping: no thread waits forever.
 
 use super::core::lock;
 use crate::control::DetachEnd;
 use std::sync::{Condvar, Mutex, PoisonError};
 
-/// Whether the end of the VMM was noted.
+/// Whether the VMM is known to have ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Vmm {
     Runs,
     Ended,
 }
 
-/// How far a VM is.
+/// How far the end of a VM has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stage {
     /// Its faults are served.
     Served,
     /// A detach is under way.
     Leaving(Vmm),
-    /// Its VMM has ended, and all that was kept for it is being given back.
+    /// Its VMM has ended, and its resources are being freed.
     Dropping,
-    /// All is given back.
+    /// Everything is freed.
     Over(DetachEnd),
 }
 
 /// What happens to a VM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
-    /// Somebody wants it let go.
+    /// A detach was requested.
     DetachAsked,
-    /// The process of its VMM is no more.
+    /// The VMM has exited.
     VmmEnded,
-    /// Its detach has given all back.
+    /// Its detach has freed everything.
     DetachDone,
-    /// Its detach has come to nothing.
+    /// Its detach has failed.
     DetachFailed,
-    /// All is given back after the end of its VMM.
+    /// Everything is freed after the end of its VMM.
     Dropped,
 }
 
-/// What whoever brings an [`Event`] is to do.
+/// What the thread that reports an [`Event`] must do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Duty {
     /// Nothing.
     None,
     /// Detach the VM.
     Detach,
-    /// Give all back that was kept for the VM.
+    /// Free everything that was kept for the VM.
     Drop,
     /// Leave the VM to the thread that ends it.
     LeaveIt,
@@ -78,8 +77,8 @@ enum Duty {
     Stay,
 }
 
-/// The one place where a VM's stage changes. `None`: only the owner of a VM's end can say so, and there is
-/// none.
+/// The one place where a VM's stage changes. `None`: only the owner of a VM's end may report this event,
+/// and there is no owner.
 const fn next(stage: Stage, event: Event) -> Option<(Stage, Duty)> {
     use DetachEnd::{LetGo, VmmEnded};
     Some(match (stage, event) {
@@ -110,14 +109,14 @@ pub(super) struct Life {
     changed: Condvar,
 }
 
-/// What becomes of a wish to detach.
+/// Outcome of a request to detach.
 #[must_use]
 pub(super) enum Asked<'a> {
-    /// The caller is to detach the VM.
+    /// The caller must detach the VM.
     Yours(Detaching<'a>),
     /// Another detach is under way.
     UnderWay,
-    /// The VM came to its end before.
+    /// The VM's end is already over.
     Over(DetachEnd),
 }
 
@@ -129,12 +128,12 @@ impl Life {
         }
     }
 
-    /// How far the VM is.
+    /// The current stage.
     pub(super) fn stage(&self) -> Stage {
         *lock(&self.stage)
     }
 
-    /// Somebody wants the VM let go. Waits while the VM is dropped, but not for another detach.
+    /// Requests a detach. Waits while the VM is being dropped, but not for another detach.
     pub(super) fn detach(&self) -> Asked<'_> {
         match self.tell(Event::DetachAsked) {
             Duty::Detach => Asked::Yours(Detaching(Some(self))),
@@ -145,17 +144,17 @@ impl Life {
         }
     }
 
-    /// The VMM has ended. The caller is to drop the VM if that falls to him.
+    /// The VMM has ended. The caller must drop the VM if it gets the duty.
     pub(super) fn vmm_ended(&self) -> Option<Dropping<'_>> {
         (self.tell(Event::VmmEnded) == Duty::Drop).then(|| Dropping(Some(self)))
     }
 
-    /// True while somebody should watch for the end of the VMM.
+    /// True while the VMM must be watched for its end.
     pub(super) fn awaits_end(&self) -> bool {
         matches!(self.stage(), Stage::Served | Stage::Leaving(Vmm::Runs))
     }
 
-    /// Waits until no end of the VM is under way.
+    /// Waits until no end of the VM is in progress.
     pub(super) fn wait_settled(&self) -> Stage {
         self.wait_while(|stage| matches!(stage, Stage::Leaving(_) | Stage::Dropping))
     }
@@ -183,16 +182,16 @@ impl Life {
 pub(super) struct Detaching<'a>(Option<&'a Life>);
 
 impl<'a> Detaching<'a> {
-    /// The VMM has ended, as the detach has found out by itself.
+    /// The detach itself has found that the VMM has ended.
     pub(super) fn vmm_ended(&self) {
         if let Some(life) = self.0 {
-            // Noted; what is to be done comes with the end of the detach.
+            // Only noted; the duty follows at the end of the detach.
             let duty = life.tell(Event::VmmEnded);
             debug_assert_eq!(duty, Duty::None);
         }
     }
 
-    /// All is given back.
+    /// Everything is freed.
     pub(super) fn done(mut self) -> DetachEnd {
         if let Some(life) = self.0.take() {
             life.tell(Event::DetachDone);
@@ -203,7 +202,7 @@ impl<'a> Detaching<'a> {
         DetachEnd::LetGo
     }
 
-    /// It came to nothing: the VM is served as before, or to be dropped because its VMM has ended.
+    /// The detach failed: the VM is served as before, or is to be dropped because its VMM has ended.
     pub(super) fn failed(mut self) -> Option<Dropping<'a>> {
         let life = self.0.take()?;
         (life.tell(Event::DetachFailed) == Duty::Drop).then(|| Dropping(Some(life)))
@@ -220,7 +219,7 @@ impl Drop for Detaching<'_> {
     }
 }
 
-/// The duty to give all back that was kept for a VM whose VMM has ended; done when it is dropped.
+/// The duty to free everything kept for a VM whose VMM has ended; fulfilled when this value is dropped.
 #[must_use]
 pub(super) struct Dropping<'a>(Option<&'a Life>);
 
@@ -253,7 +252,7 @@ mod tests {
         Event::Dropped,
     ];
 
-    /// The picture at the head of the module, row by row as `STAGES`, column by column as `EVENTS`.
+    /// The diagram in the module's documentation, row by row as `STAGES`, column by column as `EVENTS`.
     #[test]
     fn each_pair_of_stage_and_event_comes_to_what_the_table_says() {
         use DetachEnd::{LetGo, VmmEnded};
@@ -312,8 +311,8 @@ mod tests {
         }
     }
 
-    /// Every order of events, as long as each is allowed: at most one owner at a time, and every way that
-    /// goes on comes to the one end.
+    /// Every allowed order of events: there is at most one owner at a time, and each path ends in the
+    /// one end.
     #[test]
     fn whatever_the_order_at_most_one_thread_owns_the_end() {
         fn follow(stage: Stage, owners: u32, depth: u32) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The composition: VMs, devices and recovery behind [`Control`].
 //!
-//! [`vm`] puts one VM together (its shared parts are [`core`]), [`attach`] makes it from a running VMM or from
-//! the pool of a dead daemon, [`rounds`] keeps it within its limit, [`hotplug`]
-//! follows RAM that comes and goes, [`devices`] holds the software DPU. [`life`] says who
-//! ends a VM, and [`janitor`] notices when its VMM does. Order at the start: the rings of dead engines are
-//! waited for, then VMs are taken up again, then devices listen again; so
-//! nothing is replayed, evicted or completed while the dead still write.
+//! [`vm`] assembles one VM (its shared parts are [`core`]), [`attach`] creates it from a running VMM or
+//! from the pool of a dead daemon, [`rounds`] keeps it within its limit, [`hotplug`] follows RAM that is
+//! plugged and unplugged, [`devices`] holds the software DPU. [`life`] decides which thread ends a VM,
+//! and [`janitor`] notices when its VMM exits. Order at startup: wait for the rings of dead engines,
+//! then recover VMs, then let devices listen again. Nothing is thus replayed, evicted or completed while
+//! a dead process still writes.
 
 mod attach;
 mod bring_back;
@@ -62,7 +62,7 @@ use std::{
 
 /// Most threads that evict from one VM.
 const EVICT_THREADS_MAX: u64 = 16;
-/// Tries to let a VM go at the daemon's end, while clients go on detaching it.
+/// Attempts to detach a VM when the daemon ends, while clients keep starting detaches of their own.
 const LAST_TRIES: u32 = 16;
 
 /// The running system.
@@ -73,8 +73,8 @@ struct Host {
     vms: Roster,
 }
 
-/// How many threads evict from a VM beside its rounds: by the setting, or one for each four CPUs but the
-/// first four.
+/// How many threads evict from a VM beside its reclaim thread: the setting, or one for every four CPUs
+/// beyond the first four.
 fn evict_helpers(threads: u32) -> u64 {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from) as u64;
     let threads = match threads {
@@ -84,7 +84,7 @@ fn evict_helpers(threads: u32) -> u64 {
     threads - 1
 }
 
-/// Starts the running system and takes up again what a predecessor left.
+/// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
@@ -137,18 +137,18 @@ fn pools(state_dir: &Path) -> Result<Vec<PathBuf>, ControlError> {
     Ok(pools)
 }
 
-/// Sees that every pool is one that this version reads, before any VM is taken up: that another
-/// version is needed is best known while nothing has been touched.
+/// Checks that this version can read every pool before any VM is recovered: a version mismatch is best
+/// found while nothing has been touched.
 fn refuse_other_versions(state_dir: &Path) -> Result<(), ControlError> {
     let own = pagetide_swap::pool::VERSION;
     for path in pools(state_dir)? {
-        // One that is no pool, or damaged, is that VM's own trouble, told when its turn comes.
+        // A file that is no pool, or is damaged, concerns only its VM; recovery reports it.
         if let Ok(Some(found)) = pagetide_swap::pool::version_at(&path)
             && found != own
         {
             return Err(ControlError::refused(format!(
                 "pool {} was made by another version of pagetide (it has format {found}, this program reads format \
-                 {own}): no VM was taken up; start that version, or remove the pool when its VM is gone",
+                 {own}): no VM was recovered; start that version, or remove the pool when its VM is gone",
                 path.display(),
             )));
         }
@@ -157,8 +157,8 @@ fn refuse_other_versions(state_dir: &Path) -> Result<(), ControlError> {
 }
 
 impl Host {
-    /// Takes up every VM whose pool is there. One that cannot be taken up is said so and left: its
-    /// pool is its memory.
+    /// Recovers every VM that has a pool. If one cannot be recovered, this logs the reason and leaves
+    /// the pool: it is the VM's memory.
     fn recover_all(&self) -> Result<Taken, ControlError> {
         let mut taken = Taken::AllKnown;
         for path in pools(&self.state_dir)? {
@@ -180,7 +180,7 @@ impl Host {
         Ok(taken)
     }
 
-    /// Keeps the name of a VM that could not be taken up, and all devices away from its RAM: their
+    /// Reserves the name of a VM that could not be recovered, and keeps all devices off its RAM: their
     /// DMA would fill holes whose content is in the pool.
     fn leave_waiting(&self, path: &Path, why: &ControlError) -> Taken {
         let name = path
@@ -208,7 +208,7 @@ impl Host {
                 tracing::error!(
                     pool = %path.display(),
                     %error,
-                    "nor can it be told whose RAM it is; no device is served until that pool is gone"
+                    "the pool does not tell whose RAM it is; no device is served until that pool is gone"
                 );
                 self.vms.put_waiting(name, None, why.message.clone());
                 Taken::SomeUnknown
@@ -216,18 +216,18 @@ impl Host {
         }
     }
 
-    /// The VMM of a VM that could not be taken up has ended: then nobody needs its pool.
+    /// The VMM of a VM that could not be recovered has ended: its pool is no longer needed.
     fn drop_waiting(&self, name: &str) {
         tracing::info!(
             vm = name,
-            "the VMM of a VM that could not be taken up has ended; its pool is removed"
+            "the VMM of a VM that could not be recovered has ended; its pool is removed"
         );
         if let Err(error) = attach::remove_pool(&self.state_dir, name) {
             tracing::warn!(vm = name, %error, "its pool stays behind");
         }
     }
 
-    /// A VMM has ended: nothing is kept for it any more, unless a detach sees to that.
+    /// A VMM has ended: drops everything kept for it, unless a detach does so.
     fn vmm_ended(&self, watched: &Watched) {
         match watched {
             Watched::Vm(vm) => {
@@ -249,7 +249,7 @@ impl Host {
         }
     }
 
-    /// The VM is there. Its faults may be served no more by now.
+    /// The VM is attached. Its fault reader may already have failed by now.
     fn put(&self, vm: Arc<Vm>) {
         if let Some(why) = self.vms.put(vm.core.name.clone(), Arc::clone(&vm)) {
             self.stop_unserved(&vm, &why);
@@ -266,15 +266,15 @@ impl Host {
     fn stop_unserved(&self, vm: &Vm, why: &str) {
         if !vm.core.vmm.ends_within(Duration::ZERO) {
             vm.core.incidents.stop_vm(format!(
-                "its faults are not served any more ({why}); restart the daemon to take it up again, then continue it (SIGCONT)"
+                "its faults are not served any more ({why}); restart the daemon to recover it, then continue it (SIGCONT)"
             ));
         }
     }
 
-    /// Lets a VM go, whose end is the caller's.
+    /// Detaches a VM whose end the caller owns.
     ///
     /// # Errors
-    /// A sentence: it is still served.
+    /// An error message; the VM is still served.
     fn let_go(&self, vm: &Vm, detaching: Detaching<'_>) -> Result<DetachReport, ControlError> {
         let begun = Instant::now();
         let before = vm.report();
@@ -288,7 +288,7 @@ impl Host {
                 let Some(dropping) = detaching.failed() else {
                     return Err(error);
                 };
-                tracing::info!(vm = name, %error, "the VMM has ended while it was let go; dropping the VM");
+                tracing::info!(vm = name, %error, "the VMM has ended during the detach; dropping the VM");
                 vm.give_back(&self.shared);
                 self.vms.remove(name);
                 drop(dropping);
@@ -296,8 +296,8 @@ impl Host {
             }
         };
         let after = vm.report();
-        tracing::info!(vm = name, filled_pages, ?end, "let go");
-        // What was stored is told as it last was, not as it is now that everything is back.
+        tracing::info!(vm = name, filled_pages, ?end, "detached");
+        // Report what was stored before the detach: now everything is present.
         let report = VmReport {
             resident_bytes: after.resident_bytes,
             alias_faults: after.alias_faults,
@@ -314,13 +314,13 @@ impl Host {
         })
     }
 
-    /// Lets a VM go at the end of the daemon, whoever else may be at it.
+    /// Detaches a VM when the daemon ends, even if another thread is detaching it.
     fn let_go_last(&self, vm: &Vm) -> Result<(), ControlError> {
         for _ in 0..LAST_TRIES {
             match vm.life.detach() {
                 Asked::Yours(detaching) => return self.let_go(vm, detaching).map(drop),
                 Asked::Over(_) => return Ok(()),
-                // It ends as any detach does. If it fails, it is tried once more from here.
+                // That detach runs to its end. If it fails, try once more from here.
                 Asked::UnderWay => {
                     vm.life.wait_settled();
                 }
@@ -333,12 +333,12 @@ impl Host {
     }
 }
 
-/// What is known of the VMs whose pools were found.
+/// What is known about the VMs whose pools were found.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Taken {
-    /// Each was taken up, or at least its RAM is known and kept from devices.
+    /// Each was recovered, or at least its RAM is known and kept from devices.
     AllKnown,
-    /// The RAM of one is not known.
+    /// The RAM of at least one is not known.
     SomeUnknown,
 }
 
@@ -402,7 +402,7 @@ impl Control for Host {
                 "{name} is being detached already"
             ))),
             Asked::Over(DetachEnd::LetGo) => Err(ControlError::not_found(format!(
-                "{name} was let go by another detach just now"
+                "{name} was detached by another request just now"
             ))),
             Asked::Over(DetachEnd::VmmEnded) => {
                 let report = vm.report();
@@ -421,7 +421,7 @@ impl Control for Host {
     fn stop_detach(&self, name: &str) -> Result<VmReport, ControlError> {
         let vm = self.vms.get(name)?;
         match vm.life.stage() {
-            // The daemon's own end lets every VM go.
+            // A detach by the daemon's own shutdown cannot be stopped.
             Stage::Leaving(_) if !self.vms.is_closed() => {
                 vm.core.detach.stop.store(true, Relaxed);
                 Ok(vm.report())
@@ -496,7 +496,7 @@ impl Control for Host {
             match self.let_go_last(&vm) {
                 Ok(()) => {}
                 Err(error) => {
-                    tracing::error!(vm = name, %error, "the VM could not be let go; a next daemon takes it up again");
+                    tracing::error!(vm = name, %error, "the VM could not be detached; the next daemon recovers it");
                     first.get_or_insert(error);
                 }
             }

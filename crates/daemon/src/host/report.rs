@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is told of a VM.
+//! The report of a VM.
 
 use super::{
     core::{Heat, lock},
@@ -19,7 +19,7 @@ use pagetide_vpri::Latencies;
 use std::sync::atomic::Ordering::Relaxed;
 
 impl Vm {
-    /// PageState and figures now.
+    /// The VM's current state and figures.
     pub(super) fn report(&self) -> VmReport {
         let core = &self.core;
         core.sync_counters();
@@ -98,7 +98,7 @@ impl Vm {
             if table.pages_of(section) == pages {
                 return table.stored_pages(section);
             }
-            // A section that files share: those of a VM that was attached before RAM could come and go.
+            // Files of a VM that was attached before RAM hotplug was supported may share a section.
             let set = table.pages_in_state(section, |state| matches!(state, PageState::Stored(_)));
             let within = set.pages(section).filter(|page| pages.contains(*page));
             within.count() as u64
@@ -113,7 +113,7 @@ impl Vm {
     }
 }
 
-/// The report with what is known of how hot the VM's memory is.
+/// Adds the heat of the VM's memory to the report.
 fn with_heat(report: VmReport, heat: Heat) -> VmReport {
     VmReport {
         sections: set_reports(heat.sets),
@@ -129,7 +129,7 @@ fn with_heat(report: VmReport, heat: Heat) -> VmReport {
     }
 }
 
-/// The report with what is protected of the VM's memory.
+/// Adds the protection of the VM's memory to the report.
 fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
     let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
     VmReport {

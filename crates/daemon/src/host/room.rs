@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whether the daemon's memory cgroup has room for its pools: what is said of it at the start, and at an
-//! attach.
+//! Checks and warnings, at startup and at an attach, of whether the daemon's memory cgroup has room for
+//! its pools.
 //!
-//! While VMs are evicted, [`pagetide_swap::room`] sees to it that the group's limit is not reached.
+//! While VMs are evicted, [`pagetide_swap::room`] ensures that the cgroup's limit is not reached.
 
 use crate::{control::ControlError, size::readable};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_swap::{Room, cgroup::Level, room::margin_bytes};
 use std::path::Path;
 
-/// Bytes of a pool that a page's word takes.
+/// Bytes that a page's word takes in a pool.
 const WORD_BYTES: u64 = 8;
 
-/// Says so if the pools may grow to more than the group allows. Their tmpfs is their other bound.
+/// Warns if the pools may grow beyond the cgroup's limit. The size of their tmpfs bounds them too.
 pub(super) fn warn_if_smaller(room: &Room, state_dir: &Path) {
     let Some(level) = room.tightest() else {
         return;
@@ -24,7 +24,7 @@ pub(super) fn warn_if_smaller(room: &Room, state_dir: &Path) {
             }
         }
         Err(error) => {
-            tracing::warn!(%error, "the size of the tmpfs of the pools cannot be told");
+            tracing::warn!(%error, "cannot determine the size of the tmpfs of the pools");
         }
     }
 }
@@ -45,8 +45,8 @@ fn smaller(level: &Level, state_dir: &Path, tmpfs_bytes: u64) -> Option<String> 
     })
 }
 
-/// Refuses a VM whose page words the group has no room for, and says so if it may not have room for what is
-/// evicted.
+/// Refuses a VM if the cgroup has no room for its page words, and warns if it may not have room for its
+/// evicted pages.
 pub(super) fn refuse_if_short(
     room: &Room,
     ram_bytes: u64,

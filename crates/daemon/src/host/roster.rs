@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Roster`]: which names are in use, and by what.
+//! [`Roster`]: which names are in use, and for what.
 //!
-//! A name is taken before its attach begins and given back after its detach has
-//! ended, so that no two calls ever work on one VM or one pool. A VM whose pool
-//! could not be taken up keeps its name too: its pool is its only memory.
+//! A name is reserved before its attach begins and freed after its detach has ended, so that no two
+//! calls ever work on one VM or one pool. A VM whose pool could not be recovered keeps its name too: the
+//! pool holds the only copy of its evicted pages.
 
 use super::{core::lock, janitor::JanitorBell, vm::Vm};
 use crate::control::{AttachRequest, ControlError};
@@ -18,14 +18,14 @@ enum Slot {
     /// Its attach is under way.
     Attaching {
         pid: u32,
-        /// Why its faults are served no more, if that came so early.
+        /// Why its fault reader failed, if it failed this early.
         reader_failed: Option<String>,
     },
     /// The VM.
     There(Arc<Vm>),
-    /// Its pool is there, but could not be taken up: why.
+    /// Its pool exists but could not be recovered, for the reason `why`.
     Waiting {
-        /// Its VMM, as far as that is known.
+        /// Its VMM, if known.
         vmm: Option<Arc<VmmProcess>>,
         why: String,
     },
@@ -41,11 +41,11 @@ impl Slot {
     }
 }
 
-/// Whose VMM may end at any time.
+/// A VM whose VMM may end at any time.
 pub(super) enum Watched {
-    /// A VM that is there.
+    /// A VM that is attached.
     Vm(Arc<Vm>),
-    /// The VMM of a VM of this name that could not be taken up.
+    /// The VMM of a VM of this name that could not be recovered.
     Waiting(String, Arc<VmmProcess>),
 }
 
@@ -61,7 +61,7 @@ impl Watched {
 /// See the module.
 pub(super) struct Roster {
     list: Mutex<List>,
-    /// Rung when there is another VMM to watch, or one less.
+    /// Rung when a VMM is to be watched or no longer watched.
     janitor: JanitorBell,
     /// An attach has ended.
     settled: Condvar,
@@ -88,24 +88,24 @@ impl Roster {
         }
     }
 
-    /// True once the daemon is ending.
+    /// True once the daemon is shutting down.
     pub(super) fn is_closed(&self) -> bool {
         lock(&self.list).closed
     }
 
-    /// Keeps name and pid for an attach, which ends by [`Self::put`] or [`Self::remove`].
+    /// Reserves name and pid for an attach, which ends with [`Self::put`] or [`Self::remove`].
     pub(super) fn reserve(&self, request: &AttachRequest) -> Result<(), ControlError> {
         let mut list = lock(&self.list);
         if list.closed {
             return Err(ControlError::refused(
-                "the daemon is ending: start it anew, then attach",
+                "the daemon is shutting down: restart it, then attach",
             ));
         }
         for (name, slot) in &list.slots {
             let waits = matches!(slot, Slot::Waiting { .. });
             if slot.pid() == Some(request.pid) && waits {
                 return Err(ControlError::refused(format!(
-                    "process {} was attached as VM '{name}' and waits for a daemon that can take its pool up: see \
+                    "process {} was attached as VM '{name}' and waits for a daemon that can recover its pool: see \
                      `pagetide vm show {name}`",
                     request.pid
                 )));
@@ -130,7 +130,7 @@ impl Roster {
         Ok(())
     }
 
-    /// The VM of a name is there. If its faults have come to be served no more during the attach: why.
+    /// Enters the VM under its name. Returns the reason if its fault reader failed during the attach.
     #[must_use]
     pub(super) fn put(&self, name: String, vm: Arc<Vm>) -> Option<String> {
         let before = self.settle(name, Slot::There(vm));
@@ -140,7 +140,7 @@ impl Roster {
         }
     }
 
-    /// The pool of this name could not be taken up.
+    /// Records that the pool of this name could not be recovered.
     pub(super) fn put_waiting(&self, name: String, vmm: Option<VmmProcess>, why: String) {
         let vmm = vmm.map(Arc::new);
         drop(self.settle(name, Slot::Waiting { vmm, why }));
@@ -153,12 +153,12 @@ impl Roster {
         before
     }
 
-    /// A name is free again.
+    /// Frees a name.
     pub(super) fn remove(&self, name: &str) {
         let removed = lock(&self.list).slots.remove(name);
         self.settled.notify_all();
         self.janitor.ring();
-        // Outside of the lock: it may be the last of a VM.
+        // Dropped without the lock: it may be the last reference to a VM.
         drop(removed);
     }
 
@@ -170,7 +170,7 @@ impl Roster {
                 "VM '{name}' is just being attached"
             ))),
             Some(Slot::Waiting { why, .. }) => Err(ControlError::failed(format!(
-                "VM '{name}' could not be taken up when the daemon started: {why}; its pool is kept, and the next \
+                "VM '{name}' could not be recovered when the daemon started: {why}; its pool is kept, and the next \
                  start tries again"
             ))),
             None => Err(ControlError::not_found(format!(
@@ -180,8 +180,8 @@ impl Roster {
         }
     }
 
-    /// Faults of a process are served no more: its VM, if it is there. If it is being attached, that is
-    /// told by [`Self::put`].
+    /// The fault reader of a process has failed: returns its VM, if it is attached. If its attach is
+    /// under way, [`Self::put`] returns the reason later.
     pub(super) fn reader_failed(&self, process: VmmIdentity, why: &str) -> Option<Arc<Vm>> {
         let mut list = lock(&self.list);
         list.slots.values_mut().find_map(|slot| match slot {
@@ -194,7 +194,7 @@ impl Roster {
         })
     }
 
-    /// Every VMM whose end is to be noticed.
+    /// Every VMM whose exit must be noticed.
     pub(super) fn watched(&self) -> Vec<Watched> {
         let watched = |(name, slot): (&String, &Slot)| match slot {
             Slot::There(vm) if vm.life.awaits_end() => Some(Watched::Vm(Arc::clone(vm))),
@@ -206,7 +206,7 @@ impl Roster {
         lock(&self.list).slots.iter().filter_map(watched).collect()
     }
 
-    /// Every VM that is there, by name.
+    /// Every attached VM, by name.
     pub(super) fn all(&self) -> Vec<Arc<Vm>> {
         let there = |slot: &Slot| match slot {
             Slot::There(vm) => Some(Arc::clone(vm)),
@@ -215,7 +215,7 @@ impl Roster {
         lock(&self.list).slots.values().filter_map(there).collect()
     }
 
-    /// Lets no attach begin any more, and waits for those under way.
+    /// Refuses new attaches and waits for those under way.
     pub(super) fn close(&self) {
         let mut list = lock(&self.list);
         list.closed = true;

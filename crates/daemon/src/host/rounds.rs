@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The rounds of one VM: looking for hazards, scanning, reclaiming. One thread a VM.
+//! The reclaim thread of one VM: it checks for hazards, scans and reclaims.
 //!
 //! ```text
-//!   wait: low mark passed, somebody asks, or a second has gone by
-//!     at most once a second   RAM that came or went followed; hazards looked for; counts put
-//!                             right and into the pool
-//!     each time               some more of a sweep: hot and cold, as fast as its cost allows
-//!     below the low mark      reclaim to the high mark, by `pagetide_policy::victims::passes`
-//!     little above it         some cold sections are kept unmapped, to go at once
+//!   wait: below the low watermark, a reclaim order, or one second has passed
+//!     at most once a second       follow RAM hotplug; check for hazards; correct counts and
+//!                                 write them to the pool
+//!     each time                   part of a sweep: hot and cold, as fast as its cost allows
+//!     below the low watermark     reclaim to the high one, by `pagetide_policy::victims::passes`
+//!     a little above it           keep some cold sections unmapped, ready to evict at once
 //! ```
-//! While a hazard forbids eviction, or it rests because the pool is full, the limit is not enforced: a fill would only
-//! wait for what cannot come.
+//! While a hazard forbids eviction, or eviction is suspended because the pool is full, the limit is not
+//! enforced: a fill would only wait for room that cannot come.
 
 use super::{
     core::{Heat, ReclaimOrder, VmCore, lock},
@@ -36,18 +36,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Hazards are looked for, and counts put right, this often at most.
+/// Hazards are checked, and counts corrected, at most this often.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
-/// How long a look for hazards holds: a pass of a reclaim is no longer than this.
+/// How long a hazard check stays valid: a pass of a reclaim takes no longer than this.
 const HAZARDS_HOLD: Duration = Duration::from_millis(100);
-/// A helper is worth its start from so many pages on: 32 MiB.
+/// A helper thread pays off from this many pages on: 32 MiB.
 const HELPER_PAGES_MIN: u64 = 8 << 10;
-/// Between two sweeps that come first of all: in this time a guest uses what it needs.
+/// Pause between the two initial sweeps: in this time a guest uses what it needs.
 const LEARNING_REST: Duration = Duration::from_millis(250);
-/// Eviction that was stopped by a full pool, or by the kernel, is tried again after this time.
+/// Eviction that a full pool or a kernel error stopped is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
 
-/// Closes the orders when the rounds end, be it by a panic: nobody may wait for an answer then.
+/// Closes the orders when the thread ends, even by a panic: no caller may wait for an answer then.
 struct CloseOrders(Arc<VmCore>);
 
 impl Drop for CloseOrders {
@@ -56,12 +56,12 @@ impl Drop for CloseOrders {
     }
 }
 
-/// What the rounds need beside the VM.
+/// State of the reclaim thread beside the VM.
 pub(super) struct Rounds {
     vm: Arc<VmCore>,
     hotplug: Hotplug,
     reclaimer: Reclaimer,
-    /// What helpers take by.
+    /// What helper threads evict with.
     direct: Arc<DirectReclaim>,
     /// Most threads that evict beside this one.
     helpers: u64,
@@ -75,7 +75,7 @@ pub(super) struct Rounds {
 }
 
 impl Rounds {
-    /// Times are told from `started` on. `helpers` threads at most evict beside this one, by `direct`.
+    /// Times count from `started`. At most `helpers` threads evict beside this one, with `direct`.
     pub(super) fn new(
         vm: Arc<VmCore>,
         reclaimer: Reclaimer,
@@ -98,7 +98,7 @@ impl Rounds {
         }
     }
 
-    /// Until the VM's limit is stopped; they may be run again then.
+    /// Runs until the VM's limit is stopped; it may be run again then.
     pub(super) fn run(mut self) -> Self {
         let _closing = CloseOrders(Arc::clone(&self.vm));
         loop {
@@ -122,7 +122,7 @@ impl Rounds {
         }
         self.refuse_orders();
         self.vm.sync_counters();
-        // What stops eviction from now on is not theirs to end.
+        // A suspension from now on is not this thread's to end.
         self.suspended_at = None;
         self
     }
@@ -139,7 +139,7 @@ impl Rounds {
         let bars = self.hotplug.follow();
         let layout = self.vm.layout.now();
         if !Arc::ptr_eq(&layout, &self.layout) {
-            // Other RAM may have the numbers of some that has gone.
+            // New RAM may reuse the page numbers of RAM that was removed.
             self.layout = layout;
             self.reclaimer.ram_changed();
         }
@@ -170,14 +170,14 @@ impl Rounds {
         };
     }
 
-    /// Eviction rests for a round: what stopped it will not have changed sooner.
+    /// Suspends eviction for [`SUSPENSION`]: its cause will not go away sooner.
     fn suspend(&mut self, why: String) {
         self.suspended_at = Some(Instant::now());
         self.vm.suspend(why);
         self.vm.enforce_limit();
     }
 
-    /// Looks for hazards anew, if the last look is not of just now: before each pass of a reclaim.
+    /// Checks for hazards again unless the last check is recent: before each pass of a reclaim.
     fn may_evict_now(&mut self) -> bool {
         if is_due(self.looked_at, HAZARDS_HOLD / 2) {
             self.look_for_hazards();
@@ -195,14 +195,14 @@ impl Rounds {
         }
     }
 
-    /// Goes on with learning what is hot.
+    /// Continues the heat sampling.
     fn sample(&mut self) {
         let want = match () {
             () if self.vm.limit.is_below_low_mark() => Want::Pressed,
             () if self.vm.limit.is_set() => Want::Much,
             () => Want::Little,
         };
-        // Of one that has ended others hear.
+        // If the VMM has ended, another thread handles that.
         let cpu = cpu::time_of(self.vm.vmm.pid()).unwrap_or_default();
         let started = self.started;
         if let Err(error) = self.reclaimer.sample(|| started.elapsed(), cpu, want) {
@@ -210,7 +210,7 @@ impl Rounds {
         }
     }
 
-    /// Where a limit is near, some cold memory stands ready to go at once.
+    /// Near the limit, keeps some cold memory unmapped and ready to evict at once.
     fn keep_reserve(&mut self) {
         let pages = self.vm.limit.reserve_pages();
         if pages == 0 || !is_due(self.reserved_at, LOOK_ROUND) || !self.vm.may_evict() {
@@ -223,9 +223,9 @@ impl Rounds {
         }
     }
 
-    /// Two sweeps at once, if nothing is known yet of what is hot. Whoever evicts by guess takes what
-    /// comes back at once, and a guest that waits for it touches so little that all of its memory
-    /// seems to rest.
+    /// Makes two sweeps at once if nothing is known yet about heat. Evicting by guess takes pages that
+    /// come back at once, and a guest that waits for them touches so little that all of its memory seems
+    /// idle.
     fn learn(&mut self) {
         if !self.reclaimer.knows_nothing() {
             return;
@@ -250,7 +250,7 @@ impl Rounds {
         self.reclaim(Need::Limit, |_| limit.pages_to_high_mark());
     }
 
-    /// Evicts until `wanted`, told what was evicted so far, says 0 or nothing more can go.
+    /// Evicts until `wanted`, called with the pages evicted so far, returns 0, or nothing more can go.
     fn reclaim(&mut self, need: Need, wanted: impl Fn(u64) -> u64) -> Reclaimed {
         let mut total = Reclaimed::default();
         for step in passes(need) {
@@ -271,7 +271,8 @@ impl Rounds {
                 Step::Take(reach) => {
                     self.take_all(reach, &wanted, &mut total);
                     match &total.stopped {
-                        // A bar of its own, which is lifted when there is room again.
+                        // This has an eviction blocker of its own, which is lifted when there is room
+                        // again.
                         Some(ReclaimStop::Store(PutError::Group(_))) => {
                             self.look_for_hazards();
                             self.vm.enforce_limit();
@@ -289,7 +290,7 @@ impl Rounds {
         total
     }
 
-    /// Passes within `reach` until there is enough, or nothing more in reach.
+    /// Makes passes within `reach` until enough was evicted or nothing is left within reach.
     fn take_all(&mut self, reach: Reach, wanted: &impl Fn(u64) -> u64, total: &mut Reclaimed) {
         loop {
             if is_due(self.synced_at, LOOK_ROUND) {
@@ -306,7 +307,8 @@ impl Rounds {
             if is_over || !(rests || has_more) {
                 return;
             }
-            // What was unmapped for this pass rests while others go, or until its time is up.
+            // What this pass unmapped stays untouched while others are evicted, or until its wait is
+            // over.
             if evicted == 0 && !has_more && self.vm.limit.rest(UNMAPPED_MIN) == Wake::Stopped {
                 return;
             }
@@ -319,7 +321,7 @@ impl Rounds {
         let started = self.started;
         let direct = Arc::clone(&self.direct);
         let helpers = match reach {
-            // Helpers take what stands ready, and of that nothing is protected.
+            // Helpers evict prepared sections, and none of those is protected.
             Reach::Protected => 0,
             Reach::ColdOnly | Reach::AllResting => self.helpers.min(pages / HELPER_PAGES_MIN),
         };
@@ -327,7 +329,7 @@ impl Rounds {
         std::thread::scope(|scope| {
             let help = || help(&direct, share, &go_on);
             let named = |number| std::thread::Builder::new().name(format!("pt-evict-{number}"));
-            // One that cannot be had is no help, and no harm.
+            // A helper thread that cannot be started costs nothing but its help.
             let running: Vec<_> = (0..helpers)
                 .filter_map(|number| named(number).spawn_scoped(scope, help).ok())
                 .collect();
@@ -341,7 +343,7 @@ impl Rounds {
                     0
                 });
             }
-            // A helper may have found nothing, and what the reclaimer was not asked for is there still.
+            // A helper may have found nothing while the reclaimer still has pages beyond its own share.
             done.has_more |= has_own && done.evicted_pages < pages;
             done
         })
@@ -366,12 +368,12 @@ impl Rounds {
     fn answer(&self, order: &ReclaimOrder, done: Reclaimed) {
         self.vm.sync_counters();
         if order.done.send(done).is_err() {
-            tracing::debug!(vm = self.vm.name, "whoever asked for a reclaim has left");
+            tracing::debug!(vm = self.vm.name, "the caller of a reclaim has left");
         }
     }
 }
 
-/// Evicts up to `pages` of what stands ready, beside the reclaimer; returns how many went.
+/// Evicts up to `pages` from prepared sections, beside the reclaimer; returns how many were evicted.
 fn help(direct: &DirectReclaim, pages: u64, go_on: &impl Fn() -> bool) -> u64 {
     let mut evicted = 0;
     while evicted < pages && go_on() {
@@ -383,20 +385,20 @@ fn help(direct: &DirectReclaim, pages: u64, go_on: &impl Fn() -> bool) -> u64 {
     evicted
 }
 
-/// What becomes of a step of a reclaim when it is its turn and there is not enough yet.
+/// Whether a step of a reclaim runs when its turn comes and too little was evicted so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Turn {
     Done,
     LeftOut,
 }
 
-/// Of a reclaim that has brought `so_far`.
+/// The decision for `step` of a reclaim that has evicted `so_far`.
 fn turn_of(step: Step, so_far: &Reclaimed, limit: &Limit) -> Turn {
     let leave_out = match step {
-        // What rests has not all been looked at: that comes before the cost of a scan.
+        // Idle sections remain that were not tried yet: they come before the cost of a scan.
         Step::Scan => so_far.has_more,
-        // What is protected goes only if the limit cannot be kept with the rest, not because
-        // there is little room under it or because a pass had no time for the rest.
+        // Protected sections are evicted only if the limit cannot be kept without them, not because
+        // there is little headroom or because a pass had no time for the rest.
         Step::Take(Reach::Protected) => so_far.has_more || !limit.is_below_low_mark(),
         Step::Take(Reach::ColdOnly | Reach::AllResting) => false,
     };
@@ -406,7 +408,7 @@ fn turn_of(step: Step, so_far: &Reclaimed, limit: &Limit) -> Turn {
     }
 }
 
-/// Where vCPUs may run, ascending.
+/// CPUs on which vCPUs may run, ascending.
 fn allowed_of(vcpus: &[threads::VcpuThread]) -> Vec<usize> {
     let all: BTreeSet<usize> = vcpus
         .iter()
@@ -425,7 +427,7 @@ fn cpus_of(vcpus: Vec<threads::VcpuThread>) -> TenantCpus {
     match cpu::online_count() {
         Ok(host_cpus) => TenantCpus::of_vcpus(&vcpus, host_cpus),
         Err(error) => {
-            tracing::debug!(%error, "whose CPUs are whose cannot be told");
+            tracing::debug!(%error, "cannot determine the CPUs of the vCPUs");
             TenantCpus::default()
         }
     }
@@ -439,14 +441,14 @@ fn is_due(last: Option<Instant>, every: Duration) -> bool {
 mod tests {
     use super::*;
 
-    /// Free memory under the limit, as the marks see it.
+    /// Free memory under the limit, as the watermarks see it.
     #[derive(Clone, Copy, Debug)]
     enum Free {
         Little,
         Enough,
     }
 
-    /// The steps of a reclaim that are done when each pass leaves some unlooked at, or none.
+    /// The steps of a reclaim that run when each pass leaves some sections untried, or none.
     fn done(free: Free, has_more: &Reclaimed) -> Vec<Step> {
         let limit = Limit::new();
         match free {

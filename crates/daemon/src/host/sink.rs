@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who the fault reader and the address space report to: one VM's [`VmSink`] and [`VmIncidents`].
+//! Receivers of the reports of one VM's fault reader and address space: [`VmSink`] and [`VmIncidents`].
 
 use super::janitor::JanitorBell;
 use pagetide_addr::{DeviceId, PageNo, PageRange};
@@ -19,7 +19,7 @@ use std::{
     },
 };
 
-/// Serves the faults of one VM's vCPUs, on the reader's thread and its servers'.
+/// Serves the faults of one VM's vCPUs, on the reader's thread and its server threads.
 pub(super) struct VmSink {
     pub(super) vmm: VmmIdentity,
     pub(super) space: Arc<AddressSpace>,
@@ -29,7 +29,7 @@ pub(super) struct VmSink {
 }
 
 impl VmSink {
-    /// It took from when the fault was read until now.
+    /// Counts a fault and its latency, from when it was read until now.
     fn count(&self, fault: VcpuFault) {
         self.latencies.record(fault.read_at.elapsed());
         self.pool
@@ -48,7 +48,7 @@ fn of_vcpu(fault: VcpuFault) -> Fault {
 
 impl FaultSink for VmSink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
-        // How it ends is told to incidents where it matters; the vCPU learns it by trying again.
+        // Incidents report outcomes that matter; the vCPU sees the outcome when it retries.
         match self.space.fault_without_waiting(&of_vcpu(fault)) {
             Some(_outcome) => {
                 self.count(fault);
@@ -80,7 +80,7 @@ impl FaultSink for VmSink {
         }
     }
 
-    /// The janitor watches the process itself, whatever becomes of this reader.
+    /// The janitor watches the process itself, independent of this reader.
     fn vmm_gone(&self) {
         tracing::debug!(pid = self.vmm.pid, "no fault comes any more");
     }
@@ -90,10 +90,10 @@ impl FaultSink for VmSink {
     }
 }
 
-/// How many failures of one kind are logged one by one before only every thousandth is.
+/// How many failures are logged individually before only every thousandth is.
 const LOGGED_ONE_BY_ONE: u64 = 10;
 
-/// Trouble with one VM's pages.
+/// Handles trouble with one VM's pages.
 pub(super) struct VmIncidents {
     name: String,
     process: VmmProcess,
@@ -119,7 +119,7 @@ impl VmIncidents {
             .clone()
     }
 
-    /// Stops the VMM: better a VM that stands still than one that reads wrong bytes.
+    /// Stops the VMM: a VM that stands still is better than one that reads wrong bytes.
     pub(super) fn stop_vm(&self, why: String) {
         tracing::error!(
             vm = self.name,

@@ -2,14 +2,13 @@
 //! A VM's address space: its vCPUs and the software DPU as devices, its RAM files as regions
 //! (GMEM 4.2, use example #1).
 //!
-//! vCPUs and DPU map the same host memory, each by its own tables, and a page
-//! stays where it is whoever faults on it: the regions' placement is *remote
-//! access* in the CPU's memory. Growing and shrinking the VM's RAM is allocating
-//! and deallocating a region.
+//! vCPUs and DPU map the same host memory, each by its own tables, and a page stays where it is
+//! whichever device faults on it: the regions' placement is *remote access* in the CPU's memory. The
+//! VM's RAM grows and shrinks by allocating and deallocating a region.
 //!
-//! A region begins at a section's border. Files of a VM that was attached before
-//! RAM could come and go lie end to end instead, so two may share a section:
-//! those are one region, which neither grows nor shrinks.
+//! A region begins at a section's border. The files of a VM that was attached before RAM hotplug was
+//! supported lie end to end instead, so two may share a section: those form one region, which neither
+//! grows nor shrinks.
 
 use super::vm::failed;
 use crate::control::ControlError;
@@ -22,12 +21,12 @@ use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
 use std::{io::ErrorKind, sync::Arc};
 
-/// What the RAM files of a VM are in its space.
+/// How the RAM files of a VM map to regions of its space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Regions {
     /// Each begins at a section's border and is a region.
     FileByFile,
-    /// Not all do: together, with what lies between, they are this one.
+    /// Not all do: together, with any gaps between them, they form this one.
     OneOfAll(PageRange),
 }
 
@@ -53,17 +52,18 @@ pub(super) struct VmSpace {
 }
 
 impl VmSpace {
-    /// The space over `memory`, vCPUs and DPU attached, with the RAM files of `layout` as regions.
+    /// Creates the space over `memory`, with vCPUs and DPU attached and the RAM files of `layout` as
+    /// regions.
     ///
     /// # Errors
-    /// A sentence.
+    /// An error message.
     pub(super) fn new(
         memory: PagedMemory,
         [vcpus, dpu]: [Arc<dyn Mmu>; 2],
         layout: &RamLayout,
     ) -> Result<Self, ControlError> {
         let policy = AllocPolicy {
-            // Files stay where they were as others come and go, and the table stays short.
+            // Files keep their place as others come and go, and the table stays short.
             fit: AddressFit::First,
             ..AllocPolicy::default()
         };
@@ -99,11 +99,11 @@ impl VmSpace {
         Ok(whole)
     }
 
-    /// Sees that [`Self::add_ram`] of these pages will find addresses and memory for their words; no
-    /// page is part of the space by it.
+    /// Ensures that [`Self::add_ram`] of these pages will find addresses and memory for their words.
+    /// Adds no page to the space.
     ///
     /// # Errors
-    /// A sentence: what there is no room for, and what to do.
+    /// An error message: what there is no room for, and what to do about it.
     pub(super) fn make_room_for(&self, pages: PageRange) -> Result<(), ControlError> {
         let detach = "detach the VM and attach it again, then it will be managed";
         if self.regions != Regions::FileByFile {
@@ -122,10 +122,10 @@ impl VmSpace {
         made.map_err(|error| no_room(pages, error))
     }
 
-    /// Makes a RAM file, whose pages these are, part of the space.
+    /// Adds a RAM file with these pages to the space.
     ///
     /// # Errors
-    /// A sentence; the file is then no part of it.
+    /// An error message; the file is then not part of the space.
     pub(super) fn add_ram(&self, pages: PageRange) -> Result<Region, ControlError> {
         let there = pages.start.va();
         let request = RegionRequest {
@@ -150,17 +150,17 @@ impl VmSpace {
         Ok(region)
     }
 
-    /// Takes a RAM file, whose pages these are, out of the space: no device reaches it any more, and
-    /// what was stored of it is freed. If it is no part of the space there is nothing to do.
+    /// Removes a RAM file with these pages from the space: devices no longer reach it, and its stored
+    /// content is freed. Does nothing if the file is not part of the space.
     ///
     /// # Errors
-    /// A sentence: a device is in the middle of a transfer. Once more, and it goes on. Or it cannot be
-    /// taken out by itself.
+    /// An error message: a device is in the middle of a transfer, and a retry continues the removal; or
+    /// the file cannot be removed on its own.
     pub(super) fn remove_ram(&self, pages: PageRange) -> Result<(), ControlError> {
         match self.space.lookup(pages.start.va()) {
             Ok(region) if region.pages() == pages => region.dealloc().map_err(failed),
             Ok(_) if self.regions != Regions::FileByFile => Err(ControlError::refused(
-                "the VM was attached before RAM could come and go, and its RAM files are not to be told apart: \
+                "the VM was attached before RAM could come and go, and its RAM files cannot be told apart: \
                  detach the VM",
             )),
             Ok(other) => Err(failed(format!(
@@ -173,11 +173,11 @@ impl VmSpace {
         }
     }
 
-    /// Gives back regions in which no file of `layout` has a page: what became of RAM whose taking
-    /// failed, when a device would not let go of it at once.
+    /// Gives back regions in which no file of `layout` has a page: these remain when RAM could not be
+    /// taken over and a device did not release it at once.
     ///
     /// # Errors
-    /// A sentence: a device is in the middle of a transfer still.
+    /// An error message: a device is still in the middle of a transfer.
     pub(super) fn remove_strays(&self, layout: &RamLayout) -> Result<(), ControlError> {
         let mut first = Ok(());
         for region in self.space.regions() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The VMM's access tracker as the reclaimer wants it.
+//! Adapts the VMM's access tracker to the reclaimer.
 
 use super::vm::failed;
 use crate::control::ControlError;
@@ -23,10 +23,10 @@ pub(super) enum Way {
 }
 
 impl Way {
-    /// The one that is set.
+    /// Chooses the way by the setting.
     ///
     /// # Errors
-    /// The kernel does not have it.
+    /// The kernel does not support it.
     pub(super) fn choose(choice: TrackerChoice) -> Result<Self, ControlError> {
         let (way, why) = decide(choice, idle::is_available)?;
         tracing::info!(
@@ -62,7 +62,7 @@ impl Way {
     }
 }
 
-/// What is taken, and why.
+/// The way to take, and why.
 fn decide(
     choice: TrackerChoice,
     idle: impl Fn() -> Result<(), String>,
@@ -82,7 +82,7 @@ fn decide(
     }
 }
 
-/// What the devices of a VM touch.
+/// DMA accesses of the devices of a VM.
 pub(super) struct Dma(pub(super) Arc<DmaMmu>);
 
 impl DmaLook for Dma {
@@ -103,10 +103,10 @@ impl DmaLook for Dma {
     }
 }
 
-/// Hands looks on to a tracker of `pagetide-vmm`.
+/// Forwards calls to a tracker of `pagetide-vmm`.
 pub(super) struct TrackerAdapter(Box<dyn pagetide_vmm::tracker::AccessTracker>);
 
-/// What learning a VM's heat may cost it, with what a small fault costs on this host.
+/// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
 pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
     let measured = match way {
         Way::Unmap => pagetide_vmm::tracker::refault_cost(),

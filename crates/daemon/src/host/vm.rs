@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Vm`]: one VM under Pagetide, put together from the other crates.
+//! [`Vm`]: one VM under Pagetide, assembled from the other crates.
 //!
 //! ```text
 //!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
@@ -7,8 +7,7 @@
 //!                                  │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
 //!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
 //! ```
-//! A [`Vm`] is made in one of two ways, by an attach or by recovery from a
-//! pool, and both end in [`Vm::start`].
+//! An attach or a recovery from a pool creates a [`Vm`]; both end in [`Vm::start`].
 
 use super::{
     core::{DetachNews, Orders, ReclaimOrder, VmCore, lock},
@@ -49,8 +48,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a process may take to end after the first sign of it: its memory goes first, and that of a
-/// large VMM takes a while.
+/// How long a process may take to end after the first sign of its end: its memory is freed first, which
+/// takes a while for a large VMM.
 pub(super) const ENDING_WAIT: Duration = Duration::from_secs(2);
 
 /// What all VMs of the daemon share.
@@ -60,26 +59,26 @@ pub(super) struct Shared {
     pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) janitor: JanitorBell,
     pub(super) reader_poll_us: u64,
-    /// Most neighbours that a vCPU's fault brings along (see `pagetide bench fault`).
+    /// Most pages that are read ahead with a vCPU's fault (see `pagetide bench fault`).
     pub(super) neighbours_max: u32,
-    /// By which policies hear of what DMA touches.
+    /// Feeds policies with records of DMA accesses.
     pub(super) feed: Arc<Feed>,
-    /// The policy that a VM begins with.
+    /// The initial policy of a VM.
     pub(super) protector: ProtectorChoice,
     /// What the memory cgroup leaves for pools.
     pub(super) room: Arc<Room>,
-    /// How a VM's heat is learnt.
+    /// How a VM's heat is measured.
     pub(super) tracker: Way,
-    /// Most threads that evict from a VM beside its rounds.
+    /// Most threads that evict from a VM beside its reclaim thread.
     pub(super) evict_helpers: u64,
-    /// What that may cost it.
+    /// How much heat tracking may cost.
     pub(super) heat_cost: HeatCost,
 }
 
 /// A VM with its threads.
 pub(super) struct Vm {
     pub(super) core: Arc<VmCore>,
-    /// How far it is on its way out, and who ends it.
+    /// How far its end has come, and which thread owns it.
     pub(super) life: Life,
     threads: Mutex<Threads>,
 }
@@ -88,12 +87,12 @@ pub(super) struct Vm {
 struct Threads {
     reader: Option<FaultReader>,
     rounds: Option<JoinHandle<Rounds>>,
-    /// What fills that need room take themselves: the limit has it only as long as this.
+    /// Direct reclaim by fills that need room: the limit holds it only weakly.
     direct: Option<Arc<DirectReclaim>>,
 }
 
-/// What an attach or a recovery brings to [`Vm::start`]. Words that there are are true, all bits of the
-/// domains are cleared and their requests held.
+/// Result of an attach or a recovery, for [`Vm::start`]. Existing words are correct, all bits of the
+/// domains are cleared, and their requests are held.
 pub(super) struct Prepared {
     pub(super) identity: Identity,
     pub(super) vmm: VmmProcess,
@@ -127,10 +126,10 @@ fn take_table(prepared: &mut Prepared) -> PageTable {
 }
 
 impl Vm {
-    /// Brings a prepared VM to life.
+    /// Starts a prepared VM.
     ///
     /// # Errors
-    /// A sentence; what the caller prepared is his to undo.
+    /// An error message; the caller must undo what it prepared.
     pub(super) fn start(mut prepared: Prepared, shared: &Shared) -> Result<Self, ControlError> {
         let identity = prepared.identity.clone();
         let incidents = Arc::new(VmIncidents::new(
@@ -147,7 +146,7 @@ impl Vm {
         for file in layout.files() {
             hotplug::fill_wired(&whole.space, &prepared.mmu, file.pages());
         }
-        // From now on a successor takes the VM up again.
+        // From now on a successor recovers the VM.
         prepared.pool.set_attached();
         let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
         let tracker = tracker_of(&prepared, shared)?;
@@ -212,7 +211,7 @@ impl Vm {
             janitor: shared.janitor.clone(),
         };
         let config = ReaderConfig {
-            // One that polls would keep a vCPU from its own CPU.
+            // A polling reader would keep a vCPU off the vCPU's own CPU.
             placement: if shared.reader_poll_us > 0 {
                 ReaderPlacement::Anywhere
             } else {
@@ -258,7 +257,7 @@ impl Vm {
         thread.spawn(move || rounds.run()).map_err(failed)
     }
 
-    /// How far the VM is.
+    /// The state of the VM.
     pub(super) fn state(&self) -> VmState {
         if self.core.incidents.stopped().is_some() {
             return VmState::Stopped;
@@ -270,14 +269,14 @@ impl Vm {
         }
     }
 
-    /// Sets the limit and remembers it.
+    /// Sets the limit and stores it in the pool.
     pub(super) fn set_limit(&self, limit_bytes: Option<u64>) {
         self.core.pool.set_limit_bytes(limit_bytes);
         self.core.enforce_limit();
         self.core.limit.want_reclaim();
     }
 
-    /// Evicts up to `pages` now; returns how many went, and why not more.
+    /// Evicts up to `pages` now; returns how many were evicted, and why not more.
     pub(super) fn reclaim(&self, pages: u64) -> (u64, Option<String>) {
         let (done, answer) = mpsc::channel();
         self.core.orders.push(ReclaimOrder { pages, done });
@@ -293,16 +292,16 @@ impl Vm {
                     short.then(|| bars.or(stopped).unwrap_or_else(in_use)),
                 )
             }
-            Err(_) => (0, Some("the VM is being let go".to_owned())),
+            Err(_) => (0, Some("the VM is being detached".to_owned())),
         }
     }
 
-    /// Ends the rounds; `None` if there were none, or are none any more.
+    /// Stops the reclaim thread; `None` if none is running.
     fn stop_rounds(&self) -> Option<Rounds> {
         self.core.limit.stop();
         let thread = lock(&self.threads).rounds.take()?;
         let rounds = thread.join();
-        // Nobody opens it any more, and no fill makes room since the limit was stopped.
+        // No thread opens it any more, and no fill makes room since the limit was stopped.
         self.core.limit.reserve().shut();
         match rounds {
             Ok(rounds) => Some(rounds),
@@ -313,9 +312,10 @@ impl Vm {
         }
     }
 
-    /// The VM stays, without eviction unless the detach was stopped; somebody must go on following its RAM.
+    /// The VM stays attached, without eviction unless the detach was stopped; its RAM must still be
+    /// followed.
     fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
-        // One that was stopped is no sign of trouble: all is as before.
+        // A detach that was stopped is no sign of trouble: the state is as before.
         if !self.core.detach.stop.swap(false, Relaxed) {
             self.core.detach.failed.store(true, Relaxed);
             self.core.suspend(why.message.clone());
@@ -327,18 +327,18 @@ impl Vm {
                 Ok(thread) => lock(&self.threads).rounds = Some(thread),
                 Err(error) => {
                     self.core.orders.close();
-                    tracing::error!(vm = self.core.name, %error, "nobody follows the VM's RAM any more");
+                    tracing::error!(vm = self.core.name, %error, "no thread follows the VM's RAM any more");
                 }
             }
         }
     }
 
-    /// Brings every page back, lets the VM go and gives all back that was kept for it. Returns the number
-    /// of pages brought back.
+    /// Fills every absent page, releases the VM and frees everything kept for it. Returns the number of
+    /// pages filled.
     ///
     /// # Errors
-    /// A sentence. The VM is then still served, without eviction; or `detaching` was told that its VMM
-    /// has ended, and it is to be [given back](Self::give_back).
+    /// An error message. The VM is then still served, without eviction; or its VMM has ended,
+    /// `detaching` has recorded that, and the VM is to be [given back](Self::give_back).
     pub(super) fn detach(
         &self,
         shared: &Shared,
@@ -349,7 +349,7 @@ impl Vm {
         self.core.limit.put_right(None, 0);
         let filled = self.fill_all(shared);
         let (filled, ram) = filled.map_err(|error| self.failed_detach(rounds, error, detaching))?;
-        // From here on it is not stopped any more.
+        // From here on the detach can no longer be stopped.
         self.core.detach.stop.store(false, Relaxed);
         let gone = self.let_go(&ram, shared);
         gone.map_err(|error| self.failed_detach(None, error, detaching))?;
@@ -357,7 +357,7 @@ impl Vm {
         Ok(filled)
     }
 
-    /// Has the RAM watched no more.
+    /// Unregisters the RAM.
     fn let_go(&self, ram: &RamLayout, shared: &Shared) -> Result<(), ControlError> {
         let core = &self.core;
         core.pool.set_letting_go();
@@ -366,62 +366,62 @@ impl Vm {
                 "the pool has lost the number of the userfaultfd in the VMM",
             ));
         };
-        // From here on page requests wait; once the RAM is watched no more, all are fine.
+        // From here on page requests wait; once the RAM is unregistered, all of them can be granted.
         shared.service.remove_tenant(&core.tenant);
         shared.feed.remove(&core.protection);
         let gone = takeover::let_go(&core.vmm, ram, &core.userfaultfd, number);
         self.free_domains(shared);
-        // Somebody must go on serving zeros to what is watched still.
+        // RAM that is still registered must still be served with zeros.
         gone.map_err(|error| {
             failed(format!(
-                "all pages of {} are back, but the VMM still has our watch: {error}",
+                "all pages of {} are present, but the VMM still has our userfaultfd: {error}",
                 core.name
             ))
         })
     }
 
-    /// A detach came to nothing: because its VMM has ended, or else the VM stays.
+    /// A detach has failed: either its VMM has ended, or the VM stays.
     fn failed_detach(
         &self,
         rounds: Option<Rounds>,
         error: ControlError,
         detaching: &Detaching<'_>,
     ) -> ControlError {
-        // What a rule forbids has nothing to do with the process.
+        // A refusal by a rule has nothing to do with the process.
         if error.kind == ErrorKind::Failed && self.core.vmm.ends_within(ENDING_WAIT) {
             detaching.vmm_ended();
         } else {
-            // Before anybody else may end the VM: from then on nothing is started for it.
+            // Done before another thread may end the VM: after that nothing is started for it.
             self.stay(rounds, &error);
         }
         error
     }
 
-    /// Gives all back that is kept for the VM: threads, page requests, domains, the pool. Done by who
-    /// owns its end (see [`Life`]), once.
+    /// Frees everything kept for the VM: threads, page requests, domains, the pool. Called once, by the
+    /// owner of the VM's end (see [`Life`]).
     pub(super) fn give_back(&self, shared: &Shared) {
         let core = &self.core;
         drop(self.stop_rounds());
         shared.service.remove_tenant(&core.tenant);
         shared.feed.remove(&core.protection);
         self.free_domains(shared);
-        // Its thread is waited for with nothing locked: reports go on meanwhile.
+        // Its thread is joined without a lock held: reports go on meanwhile.
         let (reader, direct) = {
             let mut threads = lock(&self.threads);
             (threads.reader.take(), threads.direct.take())
         };
         drop((reader, direct));
-        // Whoever holds this VM for a moment longer must not keep the next daemon from it.
+        // A holder of this VM, for a moment longer, must not keep the next daemon off the RAM.
         for file in core.layout.now().files() {
             file.file().unmap();
         }
         core.sync_counters();
         if let Err(error) = core.pool.remove() {
-            tracing::warn!(vm = core.name, %error, "the pool of a VM that is no more stays behind; a next start removes it");
+            tracing::warn!(vm = core.name, %error, "cannot remove the pool of a VM that has ended; the next start removes it");
         }
     }
 
-    /// Devices have the RAM for themselves again, and page requests that wait are answered.
+    /// Devices own the RAM again, and page requests that wait are answered.
     fn free_domains(&self, shared: &Shared) {
         let domains = self.core.mmu.domains();
         for domain in &domains {
@@ -430,7 +430,7 @@ impl Vm {
         shared.service.release(&domains);
     }
 
-    /// Faults that others served than the reader.
+    /// Faults that other threads than the reader served.
     pub(super) fn handed_on_faults(&self) -> u64 {
         lock(&self.threads)
             .reader
@@ -447,7 +447,7 @@ impl Vm {
     }
 }
 
-/// What protects a VM's memory by the policy that a VM begins with.
+/// The protection of a VM's memory, by the initial policy.
 fn protection(
     shared: &Shared,
     mmu: Arc<DmaMmu>,

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Feed`]: the thread that takes the access log and hands it on.
+//! [`Feed`]: the thread that takes records from the access log and distributes them.
 //!
 //! # A turn
 //! ```text
-//!   what was evicted, who faulted ─► records, as many as the rate allows ─► wishes ─► rest
-//!                                    └─ to the VM's policies, to the recording
+//!   evictions, faults ─► records, as many as the rate allows ─► prefetches ─► wait
+//!                        └─ to the VM's policies, to the recording
 //!   once a second: time passes for the policies
 //! ```
-//! It comes [`TURN`] apart while anybody wants records, and each second otherwise. What an
-//! engine's ring, or the buffers of a function, hold is what can come in one turn; so the
-//! rate is bounded even if the setting is not.
+//! Turns are [`TURN`] apart while records are wanted, and one second apart otherwise. One turn can take
+//! at most as many records as an engine's ring or the buffers of a function hold, so the rate is bounded
+//! even if the setting is not.
 
 use super::{
     now,
@@ -35,18 +35,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Time between two turns while records are wanted: engines have room for more than so much.
+/// Time between two turns while records are wanted: engines have room for more than that.
 const TURN: Duration = Duration::from_millis(50);
-/// The same while a recording goes on, which is to miss nothing.
+/// The same during a recording, which should miss nothing.
 const TURN_RECORDING: Duration = Duration::from_millis(10);
-/// Time between two turns while nobody wants records.
+/// Time between two turns while no records are wanted.
 const TURN_IDLE: Duration = Duration::from_secs(1);
-/// Records that are taken at once: few enough that they are still in the CPU's nearest cache when they are
-/// handed on, of which they do not drive out what the engine beside has there.
+/// Records taken at once: few enough that they are still in the L1 cache when they are handed on, and do
+/// not evict the working set of an engine on the same CPU from it.
 const TAKE_RECORDS: usize = 256;
-/// Policies hear of the time this often.
+/// Policies are notified of the passing time this often.
 const SECOND: Duration = Duration::from_secs(1);
-/// Pages brought back in one turn of a VM: 20,000 a second, a few per cent of a CPU's time.
+/// Pages prefetched in one turn of a VM: 20,000 a second, a few per cent of a CPU's time.
 const BRING_BACK_PAGES: u64 = 1024;
 
 /// A VM as the feed knows it.
@@ -56,20 +56,20 @@ struct FedVm {
     protection: Arc<VmProtection>,
 }
 
-/// How a feed is to be.
+/// Configuration of a feed.
 pub(crate) struct FeedConfig {
-    /// Records a second, at most, while nothing is recorded.
+    /// Most records per second while nothing is recorded.
     pub(crate) rate: u32,
 }
 
 struct State {
     vms: Vec<FedVm>,
-    /// Grows with each change of `vms`.
+    /// Incremented with each change of `vms`.
     generation: u64,
-    /// Devices that are no more, of which the thread does not know yet.
+    /// Removed devices that the thread has not processed yet.
     leaving: Vec<DeviceId>,
     is_stopped: bool,
-    /// The thread has ended by a panic.
+    /// The thread has panicked.
     is_broken: bool,
 }
 
@@ -86,7 +86,7 @@ struct Shared {
 pub(crate) struct Feed {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// Held by whoever begins or ends a recording, and waits for a writer's thread.
+    /// Held while a recording begins or ends, which may wait for a writer's thread.
     recorder: Mutex<()>,
 }
 
@@ -94,7 +94,7 @@ impl Feed {
     /// Starts the thread, with no VM yet.
     ///
     /// # Errors
-    /// A sentence: no thread.
+    /// An error message: no thread.
     pub(crate) fn start(
         source: Arc<dyn AccessSource>,
         config: &FeedConfig,
@@ -132,7 +132,7 @@ impl Feed {
         })
     }
 
-    /// From now on `protection` hears of accesses of its VM.
+    /// From now on `protection` receives the accesses of its VM.
     pub(crate) fn add(&self, name: &str, protection: &Arc<VmProtection>) {
         self.change(|vms| {
             vms.push(FedVm {
@@ -142,18 +142,18 @@ impl Feed {
         });
     }
 
-    /// `protection` hears of nothing any more.
+    /// `protection` receives nothing any more.
     pub(crate) fn remove(&self, protection: &Arc<VmProtection>) {
         self.change(|vms| vms.retain(|fed| !Arc::ptr_eq(&fed.protection, protection)));
     }
 
-    /// A VM's policy, or its RAM, is another: perhaps records are wanted now.
+    /// A VM's policy or RAM has changed: records may be wanted now.
     pub(crate) fn look_again(&self) {
         self.change(|_| ());
     }
 
-    /// A device is no more, and no other will have its number. Engines may hold records of it still: they
-    /// do not bring it back.
+    /// A device was removed, and its number is not reused. Engines may still hold records of it; they do
+    /// not add it again.
     pub(crate) fn device_left(&self, device: DeviceId) {
         self.change_state(|state| state.leaving.push(device));
     }
@@ -169,15 +169,15 @@ impl Feed {
         self.shared.changed.notify_all();
     }
 
-    /// Records that were of no attached VM's memory.
+    /// Records of memory that belongs to no attached VM.
     pub(crate) fn foreign_records(&self) -> u64 {
         self.shared.foreign.load(Relaxed)
     }
 
-    /// Begins to record.
+    /// Starts a recording.
     ///
     /// # Errors
-    /// A sentence: it makes no sense, or something is being recorded.
+    /// An error message: the request is invalid, or another recording is active.
     pub(crate) fn start_recording(
         &self,
         request: RecordingRequest,
@@ -189,7 +189,7 @@ impl Feed {
         let _one_at_a_time = one_at_a_time.unwrap_or_else(PoisonError::into_inner);
         if self.shared.lock().is_broken {
             return Err(ControlError::failed(
-                "the thread of the access log has ended by a panic, which the log tells: restart the daemon",
+                "the thread of the access log has panicked (see the log): restart the daemon",
             ));
         }
         let mut last = self.shared.recording();
@@ -198,7 +198,8 @@ impl Feed {
                 "accesses are being recorded already: end that by `pagetide dpu log stop` first",
             ));
         }
-        // The last one is over, but may be writing what it has; the next would use its files' numbers.
+        // The last recording has ended, but may still be writing; the next would reuse its files'
+        // numbers.
         let thread = last.as_mut().and_then(Recording::take_thread);
         drop(last);
         wait_for_writer(thread);
@@ -209,7 +210,7 @@ impl Feed {
         Ok(report)
     }
 
-    /// How far the last recording is.
+    /// Progress of the last recording.
     ///
     /// # Errors
     /// There was none.
@@ -221,7 +222,7 @@ impl Feed {
         })
     }
 
-    /// Ends the recording, if one goes on, and waits until its files are complete.
+    /// Ends the recording, if one is active, and waits until its files are complete.
     ///
     /// # Errors
     /// There was none.
@@ -277,7 +278,7 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread has panicked. Nobody would release what is protected, so nothing is any more.
+    /// The thread has panicked. Protected sections would never be released, so all protection ends.
     fn give_up(&self) {
         tracing::error!(
             "the thread of the access log ended by a panic: no VM's DMA is protected from eviction any more, and \
@@ -298,17 +299,17 @@ impl Shared {
     }
 }
 
-/// Who hears of records.
+/// Receivers of records.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hearers {
     /// The policies.
     Policies,
-    /// And a recording, of one device or of all.
+    /// The policies and a recording, of one device or of all.
     RecordingToo(Option<DeviceId>),
 }
 
 impl Hearers {
-    /// True if what `device` does is recorded.
+    /// True if the accesses of `device` are recorded.
     fn record(self, device: DeviceId) -> bool {
         match self {
             Self::Policies => false,
@@ -317,16 +318,16 @@ impl Hearers {
     }
 }
 
-/// How many records may be taken.
+/// Rate limit for taking records.
 struct Allowance {
     /// Records a second.
     rate: u32,
-    /// Millionths of a record that were not used up.
+    /// Unused millionths of a record.
     rest: u128,
 }
 
 impl Allowance {
-    /// Of so much time. What is not a whole record is kept for the next time.
+    /// Records allowed for the time passed. A fraction of a record carries over to the next call.
     fn of(&mut self, passed: Duration) -> usize {
         let parts = u128::from(self.rate) * passed.as_micros() + self.rest;
         self.rest = parts % 1_000_000;
@@ -334,23 +335,23 @@ impl Allowance {
     }
 }
 
-/// What runs on the thread.
+/// State of the feed thread.
 struct FeedThread {
     shared: Arc<Shared>,
     generation: u64,
     vms: Vec<FedVm>,
-    /// By space, the place in `vms`.
+    /// Index into `vms` by space.
     spaces: HashMap<DomainId, usize>,
-    /// Devices that were here and are no more. Their numbers are not given again, so this grows by a
-    /// word with each device that is removed.
+    /// Devices that were removed. Their numbers are not reused, so this grows by a word with each
+    /// removed device.
     left: HashSet<DeviceId>,
-    /// Of the source, when it was last looked at.
+    /// The source's epoch at the last check.
     epoch: u64,
     allowance: Allowance,
     records: Vec<LogRecord>,
-    /// What is on its way to the recording, by place in `vms`.
+    /// Records on their way to the recording, by index into `vms`.
     batches: BTreeMap<usize, Vec<AccessRecord>>,
-    /// Records that were to be recorded, and cannot be.
+    /// Records that should be recorded but are invalid.
     refused: u64,
     lost_before: u64,
     took_at: Instant,
@@ -405,7 +406,7 @@ impl FeedThread {
         self.shared.source.want(Logging::Off);
     }
 
-    /// Takes note of what VMs and devices there are; false once it is over.
+    /// Updates the lists of VMs and devices; returns false once the feed is stopped.
     fn follow(&mut self) -> bool {
         let mut state = self.shared.lock();
         if state.generation != self.generation {
@@ -453,7 +454,7 @@ impl FeedThread {
         drop(rested.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Takes as many records as the rate allows since the last time.
+    /// Takes as many records as the rate allows since the last call.
     fn take(&mut self, hearers: Hearers) {
         let passed = self.took_at.elapsed().min(2 * TURN);
         self.took_at = Instant::now();
@@ -515,8 +516,8 @@ impl FeedThread {
         }
     }
 
-    /// The VM that a space belongs to. Domains come with RAM that is plugged in: one that is not known
-    /// is looked for once a turn.
+    /// The VM that a space belongs to. Hotplugged RAM adds domains: an unknown one is searched for once
+    /// per turn.
     fn place_of(&mut self, space: DomainId, looked: &mut bool) -> Option<usize> {
         if let Some(place) = self.spaces.get(&space) {
             return Some(*place);
@@ -566,7 +567,7 @@ impl FeedThread {
         }
     }
 
-    /// True if there are more wishes.
+    /// Returns true if more sections wait to be prefetched.
     fn bring_back(&self) -> bool {
         let mut more = false;
         for fed in &self.vms {
@@ -577,7 +578,7 @@ impl FeedThread {
     }
 }
 
-/// A record with its address counted in the VM's memory.
+/// Converts a record: its address becomes relative to the VM's memory.
 fn as_recorded(believed: Believed, record: &LogRecord) -> AccessRecord {
     AccessRecord {
         time_ns: u64::try_from(believed.at.as_nanos()).unwrap_or(u64::MAX),
@@ -605,7 +606,7 @@ mod tests {
     const PAGES: u64 = 2048;
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// A log that hands out what it is given, and remembers whether it is wanted.
+    /// A log that hands out records it was given, and remembers whether records are wanted.
     #[derive(Default)]
     struct Source {
         waiting: Mutex<Vec<LogRecord>>,
@@ -830,11 +831,11 @@ mod tests {
             begin().unwrap();
             rig.put(rig.space, 1, round);
             eventually("the record", || rig.feed.recording().unwrap().records == 1);
-            // As at the end of its time: nobody waits for its files.
+            // As when its time is over: no caller waits for its files.
             rig.feed.shared.recording().as_mut().unwrap().end();
         }
         rig.feed.stop_recording().unwrap();
-        // Two files are kept: none of the five has replaced another's.
+        // Two files are kept: none of the five recordings has replaced another's file.
         let last = dir.path().join("vm-000005.parquet");
         assert!(last.exists() && dir.path().join("vm-000004.parquet").exists());
     }
@@ -856,7 +857,7 @@ mod tests {
         let refused = begin(&other).unwrap_err().message;
         assert!(refused.contains("another daemon"), "{refused}");
         assert!(other.feed.recording().is_err(), "it has not begun");
-        // A daemon that ends, as when it is started again, completes its file and lets go.
+        // A daemon that ends, as in a restart, completes its file and releases the directory.
         drop(one);
         begin(&other).unwrap();
         record(&other);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pages that policies wish back, in memory that is a set of numbers.
+//! Prefetch by policies, in memory that is a set of numbers.
 
 use super::vm::{VmHandles, VmProtection};
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
@@ -21,7 +21,7 @@ use std::{
 const SECTIONS: u64 = 4;
 const PAGES: u64 = SECTIONS * SECTION_PAGES;
 
-/// Which pages are there. What is not is zero.
+/// The set of present pages. Absent pages are zero.
 #[derive(Default)]
 struct Ram(Mutex<BTreeSet<u64>>);
 
@@ -97,7 +97,7 @@ impl Incidents for Ram {
     }
 }
 
-/// Wishes back whatever is evicted, and keeps book of what it hears.
+/// Prefetches whatever is evicted, and logs the fates it receives.
 #[derive(Default, Clone)]
 struct Wishing(Arc<Mutex<Vec<(SectionNo, Fate)>>>);
 
@@ -120,7 +120,7 @@ impl ProtectionPolicy for Wishing {
     }
 }
 
-/// A VM all of whose pages are away.
+/// A VM whose pages are all absent.
 struct Rig {
     protection: VmProtection,
     ram: Arc<Ram>,
@@ -169,14 +169,14 @@ impl Rig {
         }
     }
 
-    /// A device whose policy is that, with what it hears.
+    /// Gives a device that policy; returns it with its log.
     fn wishing(&self) -> Wishing {
         let policy = Wishing::default();
         self.protection.enter(DeviceId(1), Box::new(policy.clone()));
         policy
     }
 
-    /// The evictor takes the sections, and policies have their wishes.
+    /// Evicts the sections and lets the policies request prefetches.
     fn evict(&self, sections: impl IntoIterator<Item = u64>) {
         for section in sections {
             self.protection.evicted(SectionNo(section));
@@ -219,7 +219,7 @@ fn wishes_below_the_low_mark_come_to_nothing_and_do_not_wait_for_room() {
 }
 
 impl Wishing {
-    /// What came to nothing since the last look.
+    /// Prefetches that failed since the last call.
     fn in_vain(&self) -> Vec<u64> {
         let told = std::mem::take(&mut *self.0.lock().unwrap());
         let in_vain = told.iter().filter(|it| it.1 == Fate::NotBroughtBack);
@@ -260,7 +260,7 @@ fn policy_hears_that_what_it_wished_was_there_already() {
 fn policy_hears_of_the_oldest_wishes_when_there_are_too_many() {
     let rig = Rig::new();
     let policy = rig.wishing();
-    // More than wait, in two parts: what a policy wishes at once is bounded too.
+    // More than the queue holds, in two parts: one batch of prefetches by a policy is bounded too.
     rig.evict(0..2000);
     rig.evict(2000..2100);
     assert_eq!(policy.in_vain(), (0..52).collect::<Vec<_>>());

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`LogDir`]: a directory that one recording at a time writes to.
 //!
-//! Files are numbered from the last that is there, and the oldest go. Two daemons, or two
-//! recordings of one that was started again while the first still writes, would take the same numbers, replace
-//! each other's files and count each other's among those they may remove. So whoever records holds a lock of
-//! the directory itself (`flock`): it leaves nothing behind, and the kernel lets go of it when its holder
-//! dies.
+//! Files are numbered after the last existing one, and the oldest are removed. Two daemons, or two
+//! recordings of which the second starts while the first still writes, would use the same numbers,
+//! replace each other's files and count each other's among those they may remove. A recording therefore
+//! holds a lock on the directory itself (`flock`): it leaves nothing behind, and the kernel releases it
+//! when its holder dies.
 
 use crate::control::ControlError;
 use rustix::{
@@ -21,10 +21,10 @@ pub(super) struct LogDir {
 }
 
 impl LogDir {
-    /// Takes the directory.
+    /// Locks the directory.
     ///
     /// # Errors
-    /// A sentence: another has it, or it cannot be locked.
+    /// An error message: another recording holds the lock, or it cannot be locked.
     pub(super) fn take(dir: &Path) -> Result<Self, ControlError> {
         let file = File::open(dir).map_err(|error| {
             ControlError::refused(format!(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Minute`]: how many faults there were in the last sixty seconds.
+//! [`Minute`]: the number of faults in the last sixty seconds.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ pub(super) struct Minute {
 }
 
 impl Minute {
-    /// A minute that has just begun, after `before` faults since the start.
+    /// A minute that starts now, after `before` faults since the start.
     pub(super) fn beginning_at(before: u64) -> Self {
         Self {
             before,
@@ -31,7 +31,7 @@ impl Minute {
         }
     }
 
-    /// Their number in the minute.
+    /// Number of faults in the minute.
     pub(super) fn total(&self) -> u64 {
         self.seconds.iter().sum()
     }

@@ -1,29 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! DMA protection live: the access log feeds the policies, the evictor obeys them (VPRI 5.3, 6.2).
+//! Live DMA protection: the access log feeds the policies, and the evictor obeys them (VPRI 5.3, 6.2).
 //!
 //! ```text
 //!   engines, or a VPRI function ══ access log ══► pt-access-log ──► recording ──► files
 //!                                                   │
 //!      faults of devices, evicted sections ────────►│ VmProtection of each VM: its Protector
 //!                                                   │     │
-//!                          pages brought back ◄─────┘     └─► protected sections ──► rounds
+//!                            prefetched pages ◄─────┘     └─► protected sections ──► rounds
 //! ```
-//! [`feed`] is the thread, [`vm`] what is kept of a VM, [`recently`] keeps from the policies what
-//! tells them nothing new, [`recording`] is the log as files.
+//! [`feed`] is the thread, [`vm`] the state of one VM, [`recently`] filters out records that tell the
+//! policies nothing new, [`recording`] writes the log to files.
 //!
 //! # One thread for all VMs
-//! There is one log: engines serve queues of many VMs, and a function has one queue for
-//! all. A thread for each VM would need another that hands records out, which is most of
-//! the work: what a policy does with a record takes less time than a wake-up. And so
-//! there is one place where the rate of the log is bounded (`access-log-rate`).
+//! There is one log: engines serve queues of many VMs, and a function has one queue for all. One thread
+//! per VM would need another thread to distribute records, which is most of the work: a policy handles a
+//! record in less time than a wake-up takes. A single thread also gives one place to bound the rate of
+//! the log (`access-log-rate`).
 //!
-//! # What can go wrong, and does no harm
-//! The log is a sample; nothing that must be right rests on it. A device that floods it
-//! loses records, its own as well as others', for as long as it does. One that lies
-//! about addresses is counted; one that lies about who it is takes one of
-//! [`vm::DEVICES_MAX`] places in the VM whose memory it names; what all of them protect
-//! together is bounded. What is protected is only not chosen: a page that must go for another
-//! reason (a detach, an unplug) goes.
+//! # What can go wrong without harm
+//! The log is a sample; correctness does not depend on it. A device that floods the log loses records,
+//! its own and those of others, for as long as it does. A device that lies about addresses is counted.
+//! One that lies about its identity takes one of [`vm::DEVICES_MAX`] places in the VM whose memory it
+//! names; the total that all devices protect is bounded. Protected sections are merely not chosen: a
+//! page that must go for another reason (a detach, an unplug) goes.
 
 pub(crate) mod feed;
 #[cfg(test)]
@@ -44,7 +43,7 @@ use std::{fmt, str::FromStr, time::Duration};
 #[serde(transparent)]
 pub struct ProtectorChoice(pub PolicyChoice);
 
-/// Parameters are times and shares in whole units, and equal to themselves.
+/// Parameters are times and shares in whole units, so equality is reflexive.
 impl Eq for ProtectorChoice {}
 
 impl FromStr for ProtectorChoice {
@@ -61,7 +60,7 @@ impl fmt::Display for ProtectorChoice {
     }
 }
 
-/// Now, by the clock that devices stamp records with.
+/// The current time, by the clock that devices stamp records with.
 pub(crate) fn now() -> Duration {
     let now = clock_gettime(ClockId::Monotonic);
     let nanos = u32::try_from(now.tv_nsec).unwrap_or(0);

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Recently`]: which sections the policies have just heard of.
+//! [`Recently`]: which sections were reported to the policies a moment ago.
 //!
-//! A disk at full speed touches each of its sections dozens of times a second, while policies
-//! think in seconds: a touch of a section that was touched a moment ago tells them nothing, and
-//! costs as much as the first. So time is cut into *ticks* of a quarter of a second, and of
-//! each tick's touches of one section by one device the first alone is told. What a policy knows
-//! of a section's last touch is then late by a tick at most.
+//! A disk at full speed touches each of its sections dozens of times a second, while policies work at a
+//! scale of seconds: a touch of a section that was touched a moment ago tells them nothing, and costs as
+//! much as the first. Time is therefore divided into *ticks* of a quarter of a second, and only the
+//! first touch of a section by a device in each tick is reported. A policy's time of a section's last
+//! touch is then late by at most one tick.
 //!
 //! ```text
 //!   place = some bits of hash(device, section)    48 further bits │ 16 bits of the tick
-//!                                                 same as there: told already
+//!                                                 same as there: reported already
 //! ```
-//! A table of fixed size: two that want one place drive each other out, and are told once more than need
-//! be. Two that agree in all bits (one pair in 2^60) are taken for one in that tick.
+//! The table has a fixed size: two entries with the same place replace each other, and are reported more
+//! often than necessary. Two that agree in all bits (one pair in 2^60) count as one in that tick.
 
 use pagetide_addr::{DeviceId, SectionNo};
 use std::time::Duration;
 
-/// Places: 32 KiB of them, for twice as many sections as 4 GiB of buffers have.
+/// Number of places: 32 KiB of them, for twice as many sections as 4 GiB of buffers have.
 const PLACES: usize = 4096;
 const _: () = assert!(PLACES.is_power_of_two());
 /// Milliseconds of a tick, as a power of two.
@@ -28,12 +28,13 @@ const TICK_MASK: u128 = (1 << TICK_BITS) - 1;
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Recently {
-    /// Empty until there is a touch.
+    /// Empty until the first touch.
     places: Vec<u64>,
 }
 
 impl Recently {
-    /// True if that is the section's first touch by the device in its tick, as far as is remembered.
+    /// True if this is the section's first touch by the device in its tick, as far as the table
+    /// remembers.
     pub(super) fn is_first(&mut self, device: DeviceId, section: SectionNo, at: Duration) -> bool {
         if self.places.is_empty() {
             // No hash is without a tick, but the first tick of all has zeros: never of a live clock.
@@ -42,7 +43,7 @@ impl Recently {
         let hash = hash(device, section);
         let tick = u64::try_from((at.as_millis() >> TICK_MS_SHIFT) & TICK_MASK).unwrap_or(0);
         let entry = hash << TICK_BITS | tick;
-        // The bits that the entry has lost choose the place.
+        // The hash bits that the shift dropped from the entry choose the place.
         let place = usize::try_from(hash >> (u64::BITS - TICK_BITS)).unwrap_or(0) % PLACES;
         match self.places.get_mut(place) {
             Some(known) => std::mem::replace(known, entry) != entry,
@@ -50,13 +51,14 @@ impl Recently {
         }
     }
 
-    /// All that was told is to be told again: the policies have forgotten something.
+    /// Forgets all reports: the policies have forgotten something and need them again.
     pub(super) fn forget(&mut self) {
         self.places.clear();
     }
 }
 
-/// The product of two odd constants' multiples is spread over all 64 bits by its upper half.
+/// Multiplies twice by an odd constant, with the upper bits folded down each time: spreads the key over
+/// 64 bits.
 fn hash(device: DeviceId, section: SectionNo) -> u64 {
     const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
     let own = section.0 ^ u64::from(device.0) << 44;
@@ -110,7 +112,7 @@ mod tests {
                 again += u64::from(recently.is_first(device, section, NOW));
             }
         }
-        // By chance two in five of so many share a place with another.
+        // By chance, two in five of this many share a place with another.
         assert!(again < told * 6 / 10, "{again} of {told}");
     }
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The access log as files (VPRI 5.3): what is asked for, what is told, and the thread that writes.
+//! The access log as files (VPRI 5.3): requests, reports, and the thread that writes.
 //!
 //! ```text
 //!   pt-access-log ── bounded queue ──► pt-log-writer ──► DIR/VM-000001.parquet, …
 //! ```
-//! Each VM has a log of its own, whose addresses are counted in the VM's memory. The
-//! thread that feeds the policies never waits for the disk: with the queue full, records
-//! are lost and counted. The files are rotated and the oldest go, so a recording that is
-//! forgotten fills no disk. A directory is one recording's at a time ([`super::log_dir`]).
+//! Each VM has its own log, with addresses relative to the VM's memory. The thread that feeds the
+//! policies never waits for the disk: when the queue is full, records are lost and counted. Files are
+//! rotated and the oldest are removed, so a forgotten recording cannot fill the disk. Only one recording
+//! at a time uses a directory ([`super::log_dir`]).
 
 use super::{log_dir::LogDir, now};
 use crate::{control::ControlError, text::Text};
@@ -33,16 +33,17 @@ use std::{
 };
 use utoipa::ToSchema;
 
-/// Bytes of a file unless told otherwise.
+/// Default size of a file, in bytes.
 pub const DEFAULT_FILE_BYTES: u64 = 64 << 20;
-/// Files of a VM that are kept unless told otherwise.
+/// Default number of files kept per VM.
 pub const DEFAULT_FILES: u32 = 16;
 /// Longest recording, in seconds: a week.
 const SECONDS_MAX: u64 = 7 * 24 * 3600;
-/// Batches that wait for the disk: of a twentieth of a second each, and some megabytes at most.
+/// Most batches that wait for the disk: each covers a twentieth of a second, a few megabytes at most in
+/// all.
 const BATCHES_MAX: usize = 64;
-/// Devices of a VM in one recording, at most: places that changed hands sixteen times over. Each is named
-/// in the footer of each file, and names come from whoever owns the log.
+/// Most devices of a VM in one recording: each place reused sixteen times. Every device is named in the
+/// footer of each file, and the source of the log chooses the device numbers.
 const LOGGED_DEVICES_MAX: usize = 1024;
 
 fn default_file_bytes() -> u64 {
@@ -76,10 +77,10 @@ pub struct RecordingRequest {
 }
 
 impl RecordingRequest {
-    /// Refuses what cannot be.
+    /// Refuses an invalid request.
     ///
     /// # Errors
-    /// A sentence.
+    /// An error message.
     pub fn check(&self) -> Result<(), ControlError> {
         let wrong = |what: String| Err(ControlError::wrong_use(what));
         if !self.dir.is_absolute() {
@@ -171,7 +172,7 @@ pub(crate) struct Batch {
 
 enum Letter {
     Records(Batch),
-    /// So many were lost on the way here, perhaps another VM's.
+    /// This many records were lost on the way here, perhaps another VM's.
     Lost(u64),
 }
 
@@ -179,7 +180,7 @@ enum Letter {
 struct Progress {
     records: AtomicU64,
     lost: AtomicU64,
-    /// The writer has ended: files are complete, as far as they will be.
+    /// The writer has ended: its files are as complete as they will be.
     is_complete: AtomicBool,
     told: Mutex<RecordingStatus>,
 }
@@ -191,7 +192,7 @@ struct RecordingStatus {
     ended: Option<Duration>,
 }
 
-/// A recording that goes on, or has ended.
+/// A recording that is active, or has ended.
 pub(crate) struct Recording {
     request: RecordingRequest,
     device: Option<DeviceId>,
@@ -199,17 +200,17 @@ pub(crate) struct Recording {
     /// The same by the clock of the records.
     began_at: Duration,
     progress: Arc<Progress>,
-    /// Lost that the writer was not told of yet.
+    /// Lost records not yet reported to the writer.
     unsaid: u64,
     letters: Option<SyncSender<Letter>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Recording {
-    /// Begins. `device` is the only one recorded; `names` are what devices are called.
+    /// Starts a recording. `device` is the only one recorded; `names` are the devices' names.
     ///
     /// # Errors
-    /// A sentence: another writes to the directory, or no thread.
+    /// An error message: another recording writes to the directory, or no thread.
     pub(crate) fn start(
         request: RecordingRequest,
         device: Option<DeviceId>,
@@ -250,13 +251,13 @@ impl Recording {
         })
     }
 
-    /// The only device whose records it wants.
+    /// The only device that is recorded.
     pub(crate) fn only(&self) -> Option<DeviceId> {
         self.device
     }
 
-    /// True until it was stopped, its time is over, or the disk failed. Its files may not be complete
-    /// even then: see [`Recording::take_thread`].
+    /// True until the recording was stopped, its time is over, or the disk failed. Its files may be
+    /// incomplete even then: see [`Recording::take_thread`].
     pub(crate) fn takes_records(&self) -> bool {
         self.letters.is_some()
     }
@@ -266,12 +267,12 @@ impl Recording {
         self.progress.is_complete.load(Acquire)
     }
 
-    /// Hands records to the writer, or loses them.
+    /// Passes records to the writer, or drops and counts them.
     pub(crate) fn record(&mut self, mut batch: Batch) {
         let Some(letters) = &self.letters else {
             return;
         };
-        // The log began when the recording did, whatever time a device writes.
+        // No record may predate the recording, whatever time a device writes.
         let began_ns = u64::try_from(self.began_at.as_nanos()).unwrap_or(u64::MAX);
         for record in &mut batch.records {
             record.time_ns = record.time_ns.max(began_ns);
@@ -280,12 +281,12 @@ impl Recording {
         match letters.try_send(Letter::Records(batch)) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => self.lost(count),
-            // The writer has said why.
+            // The writer has reported why.
             Err(TrySendError::Disconnected(_)) => self.end(),
         }
     }
 
-    /// So many records were lost before they came here.
+    /// Counts records that were lost before they came here.
     pub(crate) fn lost(&mut self, count: u64) {
         self.progress.lose(count);
         self.unsaid = self.unsaid.saturating_add(count);
@@ -305,7 +306,7 @@ impl Recording {
         }
     }
 
-    /// No record is taken from now on; the writer completes its files.
+    /// Takes no more records; the writer completes its files.
     pub(crate) fn end(&mut self) {
         if self.letters.take().is_some() {
             let ended = self.began.elapsed();
@@ -313,12 +314,12 @@ impl Recording {
         }
     }
 
-    /// Its writer's thread, to be waited for without any lock.
+    /// The writer's thread, to be joined without any lock held.
     pub(crate) fn take_thread(&mut self) -> Option<JoinHandle<()>> {
         self.thread.take()
     }
 
-    /// How far it is.
+    /// Progress of the recording.
     pub(crate) fn report(&self) -> RecordingReport {
         let told = lock(&self.progress.told);
         let seconds = told
@@ -344,15 +345,15 @@ impl Recording {
 }
 
 impl Progress {
-    /// Counts what a device may have made up.
+    /// Adds to the count of lost records, saturating: a device may forge the number.
     fn lose(&self, count: u64) {
         let more = |lost: u64| Some(lost.saturating_add(count));
-        // It always has a value to store.
+        // The closure always returns a value to store.
         let (Ok(_) | Err(_)) = self.lost.fetch_update(Relaxed, Relaxed, more);
     }
 }
 
-/// Says that the writer has ended, however it did.
+/// Marks the writer as ended, even after a panic.
 struct Ended(Arc<Progress>);
 
 impl Drop for Ended {
@@ -361,14 +362,14 @@ impl Drop for Ended {
     }
 }
 
-/// One VM's log, and whose records it has.
+/// One VM's log, and the devices it names.
 struct VmLog {
     log: RotatingLog,
     devices: HashSet<DeviceId>,
 }
 
 impl VmLog {
-    /// Enters the device unless it is; false if there are too many.
+    /// Enters the device if it is new; returns false if there are too many.
     fn admit(&mut self, record: &AccessRecord, names: &BTreeMap<DeviceId, String>) -> bool {
         let id = record.device;
         if self.devices.contains(&id) {
@@ -388,7 +389,7 @@ impl VmLog {
     }
 }
 
-/// What runs on the writer's thread.
+/// State of the writer's thread.
 struct Writer {
     /// Held until all files are complete.
     _dir: LogDir,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`VmProtection`]: the protector of one VM, what it hears and what it does.
+//! [`VmProtection`]: the protector of one VM, with its inputs and actions.
 //!
-//! It hears of accesses from the feed's thread alone, which also tells it the time. The
-//! VM's rounds tell which sections were evicted, and that RAM came or went; both are kept
-//! until the feed's thread comes, because a policy may take longer than a round should wait.
+//! It receives accesses only from the feed's thread, which also notifies it of the time. The VM's
+//! reclaim thread reports evicted sections and RAM changes; both are queued until the feed's thread
+//! comes, because a policy may take longer than reclaim should wait.
 //!
 //! # Time
-//! Policies want times that never run backwards. Records of several engines come engine by
-//! engine, and a device may write any time at all. So a record's time is brought between
-//! that of what was heard last and now.
+//! Policies need times that never run backwards. Records of several engines arrive engine by engine, and
+//! a device may write any time. A record's time is therefore clamped between that of the latest event
+//! and now.
 
 use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
@@ -29,20 +29,19 @@ use std::{
     time::Duration,
 };
 
-/// Most devices of a VM that have a policy each: twice what a guest of the larger sort has.
+/// Most devices of a VM with a policy of their own: twice as many as a large guest has.
 pub(crate) const DEVICES_MAX: usize = 64;
-/// A device that was not heard of for so long gives its place to another, if all are taken.
+/// A device with no record for this long gives its place to another device if all are taken.
 const DEVICE_SILENCE: Duration = Duration::from_secs(60);
-/// A device that was not heard of for so long is taken for gone, and protects nothing any more: of one
-/// that a DPU process removes nobody tells. Longer than any rest after which a policy expects a section's
-/// next touch; and one that does come back costs no more than it did when it was new.
+/// A device with no record for this long is considered removed, and protects nothing any more: a DPU
+/// process does not report removals. This is longer than any idle time after which a policy expects a
+/// section's next touch; a device that does come back costs no more than a new one.
 const DEVICE_GONE: Duration = Duration::from_secs(6 * 3600);
-/// Longest access that is believed: far beyond what a request of a disk or a network interface has.
+/// Longest access that is accepted: far above any request of a disk or a network interface.
 const ACCESS_BYTES_MAX: u32 = 32 << 20;
-/// Evictions that wait to be told, at most: 128 GiB of them, between two looks a twentieth of a second
-/// apart.
+/// Most evictions queued for the policies: 128 GiB, between two turns a twentieth of a second apart.
 const FATES_MAX: usize = 65_536;
-/// Sections that wait to be brought back, at most.
+/// Most sections that wait for prefetch.
 const BRING_BACKS_MAX: usize = 2048;
 /// Pages of one fault that is served without waiting.
 const FAULT_PAGES: u64 = 16;
@@ -50,7 +49,7 @@ const FAULT_PAGES: u64 = 16;
 /// Bytes of a section.
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
 
-/// What of a VM is acted on: by it faults are heard of, and pages brought back. Not there in a bench.
+/// Parts of a VM that report faults and prefetch pages. Absent in a benchmark.
 pub(crate) struct VmHandles {
     pub(crate) space: Arc<AddressSpace>,
     pub(crate) limit: Arc<Limit>,
@@ -64,14 +63,14 @@ pub(crate) struct VmProtection {
     protected: Arc<ProtectedSections>,
     is_active: AtomicBool,
     inner: Mutex<Inner>,
-    /// Told by the rounds, to be heard by the policies.
+    /// Reported by the reclaim thread, for the policies.
     fates: Mutex<Vec<(SectionNo, Fate)>>,
-    /// RAM that there is now, if it has changed.
+    /// The current RAM, if it has changed.
     ram: Mutex<Option<Vec<PageRange>>>,
     counts: Counts,
 }
 
-/// What became of records and pages, since the start.
+/// Counts of records and pages since the start.
 #[derive(Default)]
 struct Counts {
     taken: AtomicU64,
@@ -79,7 +78,7 @@ struct Counts {
     brought_pages: AtomicU64,
 }
 
-/// A device as the log has it.
+/// Records of a device in the log.
 #[derive(Default, Clone, Copy)]
 struct DeviceTally {
     records: u64,
@@ -96,11 +95,11 @@ struct Inner {
     minute: Minute,
 }
 
-/// A section that a policy wants back.
+/// A section that a policy wants prefetched.
 #[derive(Clone, Copy)]
 struct PrefetchOrder {
     section: SectionNo,
-    /// Some of it is back.
+    /// Part of it was filled.
     is_begun: bool,
 }
 
@@ -111,14 +110,14 @@ pub(crate) struct DeviceProtection {
     pub(crate) policy: PolicyReport,
 }
 
-/// What a VM's protection is, and has done.
+/// State and counters of a VM's protection.
 pub(crate) struct ProtectionReport {
-    /// The policy, as it is written.
+    /// The policy, in text form.
     pub(crate) policy: String,
     pub(crate) protected_sections: u64,
-    /// Since the start, by devices and policies that are no more too.
+    /// Since the start, including devices and policies that no longer exist.
     pub(crate) dropped_sections: u64,
-    /// Pages that went although they were protected.
+    /// Pages evicted although they were protected.
     pub(crate) evicted_pages: u64,
     pub(crate) devices: Vec<DeviceProtection>,
     pub(crate) taken_records: u64,
@@ -159,29 +158,29 @@ impl VmProtection {
         }
     }
 
-    /// What is protected, for whoever evicts.
+    /// The protected sections, for the evictor.
     pub(crate) fn protected(&self) -> &Arc<ProtectedSections> {
         &self.protected
     }
 
-    /// True if there is a policy that wants to hear of accesses.
+    /// True if a policy needs accesses.
     pub(crate) fn is_active(&self) -> bool {
         self.is_active.load(Relaxed)
     }
 
-    /// The DMA domains whose accesses it wants to hear of.
+    /// The DMA domains whose accesses it needs.
     pub(crate) fn mmu(&self) -> &Arc<DmaMmu> {
         &self.mmu
     }
 
-    /// Memory up to the end of the VM's last RAM, in bytes: what addresses are counted in.
+    /// End of the VM's last RAM, in bytes: the range of addresses.
     pub(crate) fn memory_bytes(&self) -> u64 {
         let inner = self.lock();
         let ends = inner.ram.iter().map(|part| part.end.byte_offset());
         ends.max().unwrap_or(0)
     }
 
-    /// Another policy from now on; what is known is forgotten.
+    /// Switches to another policy; forgets all state.
     pub(crate) fn choose(&self, choice: &PolicyChoice) {
         let mut inner = self.lock();
         inner.protector.choose(choice);
@@ -191,7 +190,7 @@ impl VmProtection {
         self.is_active.store(*choice != PolicyChoice::None, Relaxed);
     }
 
-    /// The evictor has taken pages of `section`.
+    /// The evictor has evicted pages of `section`.
     pub(crate) fn evicted(&self, section: SectionNo) {
         let mut fates = self.fates.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_active() && fates.len() < FATES_MAX {
@@ -199,17 +198,17 @@ impl VmProtection {
         }
     }
 
-    /// RAM has come or gone: it is `ram` now.
+    /// RAM was plugged or unplugged: it is `ram` now.
     pub(crate) fn ram_changed(&self, ram: Vec<PageRange>) {
         *self.ram.lock().unwrap_or_else(PoisonError::into_inner) = Some(ram);
     }
 
-    /// A device is no more. Records of it that come later make it anew.
+    /// A device was removed. Later records of it create it again.
     pub(crate) fn device_left(&self, device: DeviceId) {
         self.lock().release(device);
     }
 
-    /// All devices that were heard of are no more, or have other numbers now.
+    /// All known devices were removed, or have other numbers now.
     pub(crate) fn all_devices_left(&self) {
         let mut inner = self.lock();
         let devices: Vec<_> = inner.heard.keys().copied().collect();
@@ -218,7 +217,7 @@ impl VmProtection {
         }
     }
 
-    /// To be held over records of this VM that follow one another.
+    /// A guard to hold over consecutive records of this VM.
     pub(crate) fn listen(&self) -> Listening<'_> {
         Listening {
             inner: self.lock(),
@@ -228,7 +227,7 @@ impl VmProtection {
         }
     }
 
-    /// Has the policies hear of what happened beside accesses.
+    /// Passes events other than accesses to the policies.
     pub(crate) fn hear_fates(&self, now: Duration) {
         let mut inner = self.lock();
         let now = inner.step(now);
@@ -266,9 +265,9 @@ impl VmProtection {
         }
     }
 
-    /// Brings back sections that policies wish back, about `pages` pages, and none if the VM's limit is
-    /// near: a wish is worth no eviction. Waits for nothing. Of wishes that come to nothing the policies
-    /// hear at once: what they expect to be touched soon would be away then.
+    /// Prefetches sections that policies have requested, about `pages` pages, and none if the VM's limit
+    /// is near: a prefetch is not worth an eviction. Never waits. Policies are notified at once of
+    /// prefetches that fail: otherwise sections they expect to be touched soon would stay absent.
     pub(crate) fn bring_back(&self, pages: u64) {
         let Some(handles) = &self.handles else {
             self.lock().refuse_wishes();
@@ -297,12 +296,12 @@ impl VmProtection {
         }
     }
 
-    /// True while sections wait to be brought back.
+    /// True while sections wait for prefetch.
     pub(crate) fn has_wishes(&self) -> bool {
         !self.lock().bring_backs.is_empty()
     }
 
-    /// Wishes `section` back, as a policy does.
+    /// Requests a prefetch of `section`, as a policy does.
     #[cfg(test)]
     pub(super) fn wish(&self, section: SectionNo) {
         self.lock().bring_backs.push_back(PrefetchOrder {
@@ -317,7 +316,7 @@ impl VmProtection {
         self.lock().protector.enter(device, policy);
     }
 
-    /// How it stands.
+    /// A snapshot of the state.
     pub(crate) fn report(&self) -> ProtectionReport {
         let inner = self.lock();
         let device = |(device, policy)| DeviceProtection {
@@ -348,11 +347,11 @@ impl VmProtection {
     }
 }
 
-/// A VM's protection while it hears of accesses.
+/// A VM's protection while it receives accesses.
 pub(crate) struct Listening<'a> {
     inner: MutexGuard<'a, Inner>,
     protection: &'a VmProtection,
-    /// Counted here, and told at the end.
+    /// Counted here and added to the totals on drop.
     taken: u64,
     refused: u64,
 }
@@ -365,18 +364,18 @@ impl Drop for Listening<'_> {
     }
 }
 
-/// An access that is believed: all of it is in the VM's memory, and its device has a place.
+/// An accepted access: all of it is in the VM's memory, and its device has a place.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Believed {
-    /// When it was, never later than now.
+    /// Its time, never later than now.
     pub(crate) at: Duration,
-    /// Where, counted in the VM's memory.
+    /// Its address, in the VM's memory.
     pub(crate) address: u64,
 }
 
 impl Listening<'_> {
-    /// A device has touched memory of the VM, it says. Nothing of it is believed unseen, neither by the
-    /// policies nor by who records: `None` if it cannot be, or its device is one too many.
+    /// Handles a device's claim to have touched memory of the VM. The claim is validated both for the
+    /// policies and for a recording: `None` if it is impossible or its device is one too many.
     pub(crate) fn record(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
         let believed = self.believe(record, now);
         match believed {
@@ -388,7 +387,7 @@ impl Listening<'_> {
 
     fn believe(&mut self, record: &LogRecord, now: Duration) -> Option<Believed> {
         let address = self.address(record)?;
-        // A device without a clock writes none.
+        // A device without a clock writes 0.
         let at = match record.time_ns {
             0 => now,
             time_ns => Duration::from_nanos(time_ns).min(now),
@@ -418,7 +417,8 @@ impl Listening<'_> {
         Some(Believed { at, address })
     }
 
-    /// Where an access begins in the VM's memory; `None` if it is not all there, or too long or short.
+    /// Where an access begins in the VM's memory; `None` if part of it is outside, or its length is
+    /// invalid.
     fn address(&self, record: &LogRecord) -> Option<u64> {
         let len = record.len_bytes;
         let sound = len > 0 && len <= ACCESS_BYTES_MAX;
@@ -428,7 +428,7 @@ impl Listening<'_> {
     }
 }
 
-/// The sections of an access that begins at `begin`, with the bytes of each.
+/// The sections of an access that begins at `begin`, with the bytes in each.
 fn touches(begin: u64, len_bytes: u32) -> impl Iterator<Item = (SectionNo, u64)> {
     let end = begin + u64::from(len_bytes);
     (begin / SECTION_BYTES..end.div_ceil(SECTION_BYTES)).map(move |section| {
@@ -438,13 +438,13 @@ fn touches(begin: u64, len_bytes: u32) -> impl Iterator<Item = (SectionNo, u64)>
 }
 
 impl Inner {
-    /// Time goes on to `at`, unless it is later already; what it is then.
+    /// Advances time to `at` unless it is later already; returns the time.
     fn step(&mut self, at: Duration) -> Duration {
         self.at = self.at.max(at);
         self.at
     }
 
-    /// True if the device has a place, or gets one.
+    /// True if the device has or gets a place.
     fn admit(&mut self, device: DeviceId, at: Duration) -> bool {
         if let Some(heard) = self.heard.get_mut(&device) {
             heard.records += 1;
@@ -465,7 +465,7 @@ impl Inner {
         true
     }
 
-    /// Takes the device's place, and what it protects.
+    /// Frees the device's place and drops its protection.
     fn release(&mut self, device: DeviceId) {
         self.heard.remove(&device);
         self.recently.forget();
@@ -483,7 +483,7 @@ impl Inner {
         }
     }
 
-    /// Takes what policies wish now; the oldest wishes that are too many come to nothing.
+    /// Queues the prefetches that policies request now; the oldest beyond the bound fail.
     fn take_wishes(&mut self, now: Duration) {
         let wishes = self.protector.take_bring_backs();
         self.bring_backs
@@ -527,15 +527,15 @@ impl Inner {
     }
 }
 
-/// What of a section was brought back.
+/// Result of a prefetch.
 struct Brought {
     pages: u64,
     is_some_left: bool,
 }
 
 impl VmHandles {
-    /// Brings about `most` stored pages of `section` back. What would have to wait is left out for
-    /// good: the section's own fault will do.
+    /// Fills about `most` stored pages of `section`. A fill that would have to wait ends the prefetch
+    /// for good: a fault on the section will fill it.
     fn bring_section(&self, section: SectionNo, most: u64) -> Brought {
         let mut pages = 0;
         let Some(memory) = self.space.memory() else {
@@ -597,7 +597,7 @@ mod tests {
     const SECTIONS: u64 = 8;
     const NOW: Duration = Duration::from_secs(1000);
 
-    /// A VM whose RAM is two files: one of 1000 pages, and what is left of eight sections.
+    /// A VM whose RAM is two files: one of 1000 pages, and one with the rest of eight sections.
     struct Rig {
         protection: VmProtection,
         domains: Vec<Arc<dyn IoSpace>>,
@@ -709,7 +709,7 @@ mod tests {
         assert_eq!(report.devices.len(), DEVICES_MAX);
         assert_eq!(report.devices[0].device, DeviceId(1));
         assert_eq!(report.refused_records, 999 - DEVICES_MAX as u64);
-        // Much later the one heard of longest ago makes room.
+        // Much later, the device with the oldest record makes room.
         let late = NOW + DEVICE_SILENCE;
         let newcomer = LogRecord {
             device: DeviceId(5000),
@@ -733,7 +733,7 @@ mod tests {
         assert_eq!(rig.protection.lock().at, NOW);
         rig.hear(&at(3));
         assert_eq!(rig.protection.lock().at, NOW);
-        // Nothing has become old by the lie.
+        // The false time made nothing look old.
         rig.protection.second_ends(NOW + Duration::from_secs(5));
         assert!(rig.protected().is_empty());
         rig.protection.second_ends(NOW + Duration::from_secs(11));
@@ -752,7 +752,8 @@ mod tests {
         let believed = |at| Some(Believed { at, address });
         assert_eq!(hear(&at(u64::MAX)), believed(NOW));
         assert_eq!(hear(&at(0)), believed(NOW));
-        // Earlier than another engine's, and true: files are sorted, policies are not told.
+        // Earlier than another engine's record, and true: files are sorted later, policies do not
+        // receive it.
         assert_eq!(hear(&at(7)), believed(Duration::from_nanos(7)));
         assert_eq!(hear(&rig.record(0, 0, 0)), None);
         assert_eq!(hear(&rig.record(1, 0, ACCESS_BYTES_MAX + 1)), None);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide replay`: what policies for the protection of DMA would have done on a trace.
+//! `pagetide replay`: what DMA protection policies would have done on a trace.
 //!
-//! The work is [`pagetide_sim::replay`]'s; here are its command line and its report. Policies are run one
-//! beside the other, each on the same accesses.
+//! [`pagetide_sim::replay`] does the work; this module has the command line and the report. Policies run
+//! in parallel, each on the same accesses.
 
 pub mod args;
 mod report;
@@ -26,13 +26,13 @@ use crate::sim::of_trace;
 use args::ReplayArgs;
 use report::{Conditions, Host, PolicyRun, ReplayReport};
 
-/// Steps in which progress is told.
+/// Step of progress reports.
 const STEP: Duration = Duration::from_secs(3600);
-/// What VMs hold at first. Their limits hold from the beginning, so the first fill of a section by a
-/// device is mostly a fault; those are told apart.
+/// Initial content of the VMs. Their limits apply from the beginning, so the first fill of a section by
+/// a device is mostly a fault; those are reported separately.
 const START: Start = Start::AllPresent;
 
-/// Does what the command line says.
+/// Executes the command.
 pub fn execute(args: &ReplayArgs) -> Result<(), CommandError> {
     let options = trace_options(args);
     let vms = survey(&args.traces, &options).map_err(of_replay)?;
@@ -76,7 +76,7 @@ fn trace_options(args: &ReplayArgs) -> TraceOptions {
     }
 }
 
-/// What is run: nothing first, then what was asked for, each once.
+/// Policies to run: none first, then the requested ones, each once.
 fn policies(asked: &[PolicyChoice]) -> Vec<PolicyChoice> {
     let mut all = vec![PolicyChoice::None];
     let every = PolicyChoice::all();
@@ -99,7 +99,7 @@ fn host(args: &ReplayArgs) -> Host {
     }
 }
 
-/// Every policy on the same VMs, as many at once as there are threads.
+/// Runs every policy on the same VMs, up to the number of threads at once.
 fn run_all(
     args: &ReplayArgs,
     vms: &[TracedVm],
@@ -110,7 +110,7 @@ fn run_all(
         .or_else(|| thread::available_parallelism().ok())
         .map_or(1, NonZeroUsize::get);
     let at_once = threads.min(policies.len());
-    // Many VMs keep the cores busy by themselves.
+    // Many VMs keep the cores busy on their own.
     let in_fleet = NonZeroUsize::new(threads / at_once).unwrap_or(NonZeroUsize::MIN);
     let end = vms.iter().map(|vm| vm.end).max().unwrap_or_default() + Duration::from_nanos(1);
     let progress = Progress::new("replay", "hours");
@@ -211,7 +211,7 @@ fn in_steps(
     Ok(())
 }
 
-/// A replay that gave no result, as the end of a command.
+/// The command error of a replay without a result.
 pub fn of_replay(error: ReplayError) -> CommandError {
     match error {
         ReplayError::Trace(error) => of_trace(error),

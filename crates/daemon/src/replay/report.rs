@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `pagetide replay` prints.
+//! The report of `pagetide replay`.
 
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{
@@ -11,34 +11,34 @@ use serde::Serialize;
 use crate::size::readable;
 use crate::text::{Text, table};
 
-/// Devices that are printed one by one; JSON has all of them.
+/// Devices that are printed individually; the JSON has all of them.
 const DEVICES_SHOWN: usize = 16;
 
 /// How the VMs were limited.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 #[serde(untagged)]
 pub enum Host {
-    /// By a host that has promised more than it has.
+    /// By a host that has promised more memory than it has.
     Overcommit {
-        /// How much more, as a share of what there is.
+        /// How much more, as a share of the memory it has.
         overcommit_share: f64,
     },
-    /// Each by itself.
+    /// Each on its own.
     Limit {
-        /// To so much.
+        /// The limit of each VM.
         limit_bytes: u64,
     },
 }
 
-/// What all runs have in common.
+/// Conditions common to all runs.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct Conditions {
     /// How the VMs were limited.
     #[serde(flatten)]
     pub host: Host,
-    /// What their memory held at first.
+    /// Initial content of their memory.
     pub start: Start,
-    /// By what times were stretched.
+    /// Factor by which times were stretched.
     pub time_scale: f64,
 }
 
@@ -50,23 +50,23 @@ pub struct PolicyRun {
     pub accounts: Vec<VmAccount>,
 }
 
-/// The whole answer.
+/// The whole report.
 #[derive(Debug, Serialize)]
 pub struct ReplayReport {
-    /// What the VMs were made from.
+    /// Sources of the VMs.
     vms: Vec<VmOrigin>,
-    /// Under what they were run.
+    /// Conditions of the runs.
     #[serde(flatten)]
     conditions: Conditions,
     /// Bytes of a section.
     section_bytes: u64,
-    /// What each policy brought, the one without protection first.
+    /// Results of each policy, the one without protection first.
     policies: Vec<PolicyReport>,
-    /// What the paper tells of its own traces.
+    /// Figures from the paper for its own traces.
     paper: PaperFigures,
 }
 
-/// What one policy brought.
+/// Results of one policy.
 #[derive(Debug, Serialize)]
 struct PolicyReport {
     policy: PolicyChoice,
@@ -174,7 +174,7 @@ impl Text for ReplayReport {
             Start::AllPresent => {
                 "at the start: all memory present, so that devices fault on most of what they fill first\n"
             }
-            Start::Untouched => "at the start: memory that nobody has touched\n",
+            Start::Untouched => "at the start: untouched memory\n",
         };
         if (time_scale - 1.0).abs() > f64::EPSILON {
             text += &format!(
@@ -190,7 +190,7 @@ impl Text for ReplayReport {
                  back and not touched since; PINNED and RPR leave it out.\n\n";
         text += &self.device_rows();
         text += &format!(
-            "\nThe paper, on its own VMs: ADP takes {} of the faults of NICs and {} of those of disks away, \
+            "\nThe paper, on its own VMs: ADP avoids {} of the faults of NICs and {} of those of disks, \
              with {} of memory pinned; LRU {} of those of disks, with {}.\n",
             span(PAPER.adp_nic_reduction),
             span(PAPER.adp_block_reduction),
@@ -270,13 +270,13 @@ impl ReplayReport {
         table(&rows)
     }
 
-    /// Each device, if they are few, beside the paper's estimate that needs no evictor.
+    /// One row per device, if they are few, next to the paper's estimate that needs no evictor.
     fn device_rows(&self) -> String {
         let Some(base) = self.policies.first() else {
             return String::new();
         };
         if base.by_device.len() > DEVICES_SHOWN {
-            return format!("{} devices: --json tells of each\n", base.by_device.len());
+            return format!("{} devices: --json lists each\n", base.by_device.len());
         }
         let mut rows = vec![
             [
@@ -312,7 +312,7 @@ impl ReplayReport {
     }
 }
 
-/// What a VM was made from, and what was assumed.
+/// The source of a VM, and the assumptions made.
 fn origin(vm: &VmOrigin) -> String {
     let through = match &vm.kind {
         OriginKind::AccessLog { lost_records, .. } => {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide sim`: the performance model of I/O address translation, by command.
 //!
-//! The work is [`pagetide_sim`]'s; here are its command line, its provenance
-//! (which program, which machine) and its reports as text.
+//! [`pagetide_sim`] does the work; this module has the command line, the provenance (program and
+//! machine) and the reports as text.
 
 pub mod args;
 mod report;
@@ -24,7 +24,7 @@ use crate::progress::Progress;
 use args::{SimCommand, StudyArgs, SweepArgs, VerifyArgs};
 use report::SweepReport;
 
-/// Does what the command line says.
+/// Executes the command.
 pub fn execute(command: SimCommand) -> Result<(), CommandError> {
     match command {
         SimCommand::Run(args) => single::run(&args),
@@ -34,7 +34,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
     }
 }
 
-/// The study of `file` or an empty one, with the changes of the command line.
+/// The study of `file`, or an empty one, with the changes of the command line.
 fn draft(file: Option<&Path>, changes: &StudyArgs) -> Result<Draft, StudyError> {
     let mut draft = match file {
         Some(file) => Draft::read(file)?,
@@ -65,7 +65,7 @@ fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
         host: host(),
     };
     let progress = Progress::new("sweep", "points");
-    // Workers tell what they finished in any order; the bar only goes forward.
+    // Workers report points in any order; the bar only moves forward.
     let most = Mutex::new(0);
     let told = |at: SweepProgress| {
         let mut most = most
@@ -102,7 +102,7 @@ fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
     }
 }
 
-/// Findings that do not hold are results too, so the status is 0 whatever they are.
+/// Findings that do not hold are results too, so the status is 0 either way.
 fn run_findings(form: Form) -> Result<(), CommandError> {
     let progress = Progress::new("findings", "runs");
     let report = findings::run(&|done, all| progress.at(done, Some(all))).map_err(of_sim)?;
@@ -110,18 +110,18 @@ fn run_findings(form: Form) -> Result<(), CommandError> {
     print_report(&report, form)
 }
 
-/// One thread for each core.
+/// One thread per core.
 fn all_cores() -> NonZeroUsize {
     std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
 }
 
-/// This program.
+/// Identifies this program.
 fn build() -> Result<Build, CommandError> {
     let commit = option_env!("PAGETIDE_GIT_COMMIT");
     Build::running(env!("CARGO_PKG_VERSION"), commit).map_err(of_study)
 }
 
-/// This machine.
+/// Identifies this machine.
 fn host() -> String {
     rustix::system::uname()
         .nodename()
@@ -129,7 +129,7 @@ fn host() -> String {
         .into_owned()
 }
 
-/// A study that gave no results, as the end of a command.
+/// The command error of a study without results.
 pub fn of_study(error: StudyError) -> CommandError {
     if error.is_wrong_use() {
         CommandError::refused(error)
@@ -138,12 +138,12 @@ pub fn of_study(error: StudyError) -> CommandError {
     }
 }
 
-/// A run that gave no result, as the end of a command.
+/// The command error of a run without a result.
 pub fn of_sim(error: SimError) -> CommandError {
     of_study(StudyError::Run(error))
 }
 
-/// A trace that could not be read or written, as the end of a command.
+/// The command error of a trace that could not be read or written.
 pub fn of_trace(error: TraceError) -> CommandError {
     if is_wrong_trace(&error) {
         CommandError::refused(error)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the simulator's commands print.
+//! Reports of the simulator's commands.
 
 use pagetide_sim::findings::FindingsReport;
 use pagetide_sim::study::{Build, PointId, Preset, Study, Sweep, SweepSummary, Trace, TraceFile};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::text::{Text, table};
 
-/// Points of a sweep that are printed; the file has all of them.
+/// Points of a sweep that are printed; the file contains all of them.
 const POINTS_SHOWN: usize = 200;
 
 /// One run with its provenance.
@@ -23,17 +23,17 @@ pub struct RunReport {
     pub build: Build,
     /// The machine.
     pub host: String,
-    /// How long it took.
+    /// Duration of the run.
     pub wall_seconds: f64,
-    /// What the configuration was made from.
+    /// What the configuration was derived from.
     pub preset: Preset,
     /// The configuration.
     pub config: Config,
     /// The trace: its recipe, or the name of its file.
     pub trace: Value,
-    /// The files it comes from.
+    /// Files that the trace comes from.
     pub trace_files: Vec<TraceFile>,
-    /// What the run found.
+    /// Result of the run.
     pub figures: Outcome,
 }
 
@@ -166,7 +166,7 @@ fn tenants(figures: &Outcome) -> String {
 /// A finished sweep.
 #[derive(Debug, Serialize)]
 pub struct SweepReport {
-    /// What was done; the rows are in the file.
+    /// Summary of the sweep; the rows are in the file.
     #[serde(flatten)]
     summary: SweepSummary,
     #[serde(skip)]
@@ -176,7 +176,7 @@ pub struct SweepReport {
 }
 
 impl SweepReport {
-    /// Of a sweep of `study`.
+    /// The report of a sweep of `study`.
     #[must_use]
     pub fn of(study: &Study, sweep: Sweep) -> Self {
         let figure = |figures: &serde_json::Map<String, Value>, name: &str| {

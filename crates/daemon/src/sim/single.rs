@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide sim run`: one point, all that can be told of it.
+//! `pagetide sim run`: one point, reported in full.
 
 use std::io::{BufWriter, Write as _};
 use std::path::Path;
@@ -52,7 +52,7 @@ pub fn run(args: &SimRunArgs) -> Result<(), CommandError> {
     print_report(&report, args.json.into())
 }
 
-/// Runs `point` and writes each step to `path`, which gets its name when it is whole.
+/// Runs `point` and writes each step to a file, which is renamed to `path` when it is complete.
 fn run_to_file(traces: &Traces, point: &Point, path: &Path) -> Result<Outcome, CommandError> {
     let failed = |error: std::io::Error| {
         CommandError::failed(format!("{}: cannot be written: {error}", path.display()))
@@ -61,7 +61,7 @@ fn run_to_file(traces: &Traces, point: &Point, path: &Path) -> Result<Outcome, C
     let mut file = BufWriter::with_capacity(1 << 20, file);
     let mut written = Ok(());
     let mut told = |step: StepRecord| {
-        // The model cannot be stopped; after an error the rest is passed over.
+        // The model cannot be stopped; after an error the remaining steps are skipped.
         if written.is_ok() {
             written = serde_json::to_writer(&mut file, &step)
                 .map_err(std::io::Error::from)

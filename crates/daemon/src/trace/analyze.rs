@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide trace analyze`: what the DMA in access logs and block traces looks
-//! like (VPRI 4.2).
+//! `pagetide trace analyze`: characterizes the DMA in access logs and block traces (VPRI 4.2).
 //!
 //! ```text
 //!   access logs    addresses in the VM's memory: as logged
-//!   block traces   addresses on a disk: as they are, which says so, or
+//!   block traces   addresses on a disk: as they are, and reported as such, or
 //!                  with --page-cache where a modelled guest's DMA would go
 //! ```
 
@@ -32,10 +31,10 @@ const SECTION_BYTES_MIN: u64 = 4096;
 /// First bytes of a Parquet file.
 const PARQUET_MAGIC: [u8; 4] = *b"PAR1";
 
-/// Records between two looks at the progress.
+/// Records between two progress updates.
 const PROGRESS_RECORDS: u64 = 1 << 14;
 
-/// Looks at the traces and prints what it saw.
+/// Analyzes the traces and prints the report.
 pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
     if args.section.0 < SECTION_BYTES_MIN {
         return Err(CommandError::refused(format!(
@@ -76,8 +75,8 @@ pub fn analyze(args: &AnalyzeArgs) -> Result<(), CommandError> {
     print_report(&report, args.json.into())
 }
 
-/// Whether a file is one of ours. One that cannot be read is told of when it is
-/// read whole; a pipe is refused here, before anything is taken from it.
+/// Whether a file is one of our access logs. Other read errors are reported when the file is read in
+/// full; a pipe is refused here, before anything is consumed from it.
 fn is_parquet(file: &Path) -> Result<bool, TraceError> {
     let mut head = [0; 4];
     let read = open_regular(file)?.read_exact(&mut head);
@@ -103,13 +102,13 @@ fn trace_options(args: &AnalyzeArgs, cache: CacheSize) -> TraceOptions {
         memory_bytes: args.memory.map(|size| size.0),
         section_bytes: args.section.0,
         time_scale: 1.0,
-        // CPUs are not looked at here.
+        // The analysis ignores CPUs.
         cpu_permille: 0,
         guest: Guest::default(),
     }
 }
 
-/// As [`of_trace`], for what reads traces into a modelled guest.
+/// Like [`of_trace`], for a trace that is read into a modelled guest.
 fn of_replay(error: ReplayError) -> CommandError {
     match error {
         ReplayError::Trace(error) => of_trace(error),
@@ -117,14 +116,14 @@ fn of_replay(error: ReplayError) -> CommandError {
     }
 }
 
-/// One pass over a trace after the other.
+/// Reads one trace after the other.
 struct Look<'a> {
     args: &'a AnalyzeArgs,
     progress: &'a Progress,
     done: u64,
 }
 
-/// A stretch of bytes that a device touched.
+/// A range of bytes that a device touched.
 struct Stretch {
     at: Duration,
     device: DeviceId,
@@ -169,10 +168,10 @@ impl Look<'_> {
             };
             let more = window.stretch(&Stretch {
                 at: Duration::from_nanos(time_ns),
-                // 0 are the CPUs.
+                // Device 0 is the CPUs.
                 device: DeviceId(request.device.saturating_add(1)),
                 service: Service::Block,
-                // Disks are told apart by their devices.
+                // The device already distinguishes disks.
                 space: DomainId(0),
                 address: request.offset_bytes,
                 len_bytes: request.len_bytes.into(),
@@ -190,8 +189,8 @@ impl Look<'_> {
     fn guest(&mut self, vm: &TracedVm) -> Result<TraceAnalysis, CommandError> {
         let mut stream = vm.stream().map_err(of_replay)?;
         let mut window = self.window(Some(vm.origin.memory_bytes));
-        // Its times count from the trace's first record, which may be a write that
-        // a device sees only when it is written back.
+        // Times count from the trace's first record, which may be a write that a device sees only at
+        // writeback.
         window.first = Some(Duration::ZERO);
         while let Some(access) = stream.next().map_err(of_replay)? {
             self.step();
@@ -238,28 +237,28 @@ impl Look<'_> {
     }
 }
 
-/// The part of a trace that is looked at, by times since its first record.
+/// The part of a trace to analyze, by times since its first record.
 struct Window {
     from: Duration,
     until: Option<Duration>,
     section_bytes: u64,
-    /// Time of the trace's first record, of whatever it is.
+    /// Time of the trace's first record, of any kind.
     first: Option<Duration>,
     analysis: Analysis,
 }
 
-/// Where a time lies.
+/// Position of a time relative to the window.
 enum Part {
-    /// Before the window; it will come.
+    /// Before the window.
     Before,
-    /// In it.
+    /// Inside it.
     Within,
-    /// After it; there is no more to look at.
+    /// After it; the rest of the trace can be skipped.
     After,
 }
 
 impl Window {
-    /// Where `at` lies, no earlier than what was asked for before.
+    /// Position of `at`; calls must be in order of time.
     fn part(&mut self, at: Duration) -> Part {
         let since = at.saturating_sub(*self.first.get_or_insert(at));
         if self.until.is_some_and(|until| since >= until) {
@@ -271,7 +270,7 @@ impl Window {
         }
     }
 
-    /// Each section of a stretch; whether later ones are looked at, too.
+    /// Adds each section of a range; returns false once the window is over.
     fn stretch(&mut self, stretch: &Stretch) -> Result<bool, AnalysisError> {
         match self.part(stretch.at) {
             Part::Before => return Ok(true),
@@ -307,7 +306,7 @@ impl Window {
     }
 }
 
-/// Gives devices the names that the log knows.
+/// Sets the device names that the log knows.
 fn name(analysis: &mut AccessAnalysis, devices: &[LoggedDevice]) {
     for device in &mut analysis.devices {
         device.name = devices
@@ -317,7 +316,7 @@ fn name(analysis: &mut AccessAnalysis, devices: &[LoggedDevice]) {
     }
 }
 
-/// Gives the devices of a block trace the numbers that their disks have in it.
+/// Names the devices of a block trace by their disk numbers in it.
 fn name_disks(analysis: &mut AccessAnalysis) {
     for device in &mut analysis.devices {
         device.name = Some(format!("disk {}", device.device.0.saturating_sub(1)));

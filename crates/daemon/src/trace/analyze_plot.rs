@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The analysis as pictures, in the manner of VPRI Fig 9 to 11: footprints of all
-//! devices, footprint over time, sections and simulated faults by access count,
-//! reuse intervals.
+//! Plots of the analysis, after VPRI Fig 9 to 11: footprints of all devices, footprint over time,
+//! sections and simulated faults by access count, reuse intervals.
 //!
-//! What a picture is made of, and how it becomes one: `analyze_svg`.
+//! This module chooses the content of the plots; `analyze_svg` draws them.
 
 use std::fs;
 use std::io::Write as _;
@@ -14,7 +13,7 @@ use pagetide_trace::{AccessAnalysis, PartialFile, Service, TraceError};
 use super::analyze_report::{Addresses, AnalyzeReport, TraceAnalysis, of_memory, range};
 use super::analyze_svg::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 
-/// Draws the pictures of a report into `dir`, which is made if need be; the files.
+/// Draws the plots of a report into `dir`, which is created if necessary; returns the files.
 ///
 /// # Errors
 /// If a file cannot be written.
@@ -59,12 +58,12 @@ fn write(path: &Path, svg: &str) -> Result<(), TraceError> {
     partial.complete(&file)
 }
 
-/// The name of a VM, or of a file without its directory.
+/// The name of a VM, or a file name without its directory.
 fn last_of(name: &str) -> &str {
     name.rsplit('/').next().unwrap_or(name)
 }
 
-/// What names the files of a trace: of its own name, what is fit for one.
+/// Base of a trace's file names: its name with other characters than letters, digits and `.` replaced.
 fn stem(name: &str) -> String {
     name.chars()
         .map(|c| {
@@ -78,8 +77,8 @@ fn stem(name: &str) -> String {
         .collect()
 }
 
-/// The footprint of each device, a VM beside the other (Fig 9b). Those of VMs
-/// whose memory is not known are left out.
+/// The footprint of each device, grouped by VM (Fig 9b). Devices of VMs with unknown memory size are
+/// left out.
 fn footprints(report: &AnalyzeReport) -> Chart {
     let of = |service: Service| {
         let vms = report.traces.iter().zip(0u32..);
@@ -234,8 +233,8 @@ fn counts(trace: &TraceAnalysis, service: Service) -> Chart {
     }
 }
 
-/// How many intervals are no longer than so much, as shares; the steps of the
-/// level axis grow with the intervals.
+/// Cumulative distribution of reuse intervals, as shares; the steps of the x axis grow with the
+/// intervals.
 fn reuse(trace: &TraceAnalysis) -> Chart {
     let mut things = Vec::new();
     let mut mark = None;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `pagetide trace analyze` prints.
+//! The report of `pagetide trace analyze`.
 
 use std::path::PathBuf;
 
@@ -12,18 +12,18 @@ use serde::Serialize;
 use crate::size::readable;
 use crate::text::{Text, table};
 
-/// Times at which footprints are printed.
+/// Number of times at which footprints are printed.
 const FOOTPRINT_TIMES: usize = 6;
 
-/// What the addresses of a trace are counted in.
+/// What the addresses of a trace refer to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Addresses {
     /// The VM's memory.
     Memory,
-    /// The disk: what the DMA went to is not known.
+    /// The disk: where the DMA went in memory is not known.
     Disk,
-    /// Memory of a guest that was modelled, for the trace has disk addresses.
+    /// Memory of a modelled guest, since the trace has disk addresses.
     PageCache,
 }
 
@@ -32,32 +32,32 @@ pub enum Addresses {
 pub struct TraceAnalysis {
     /// The VM, or the file.
     pub name: String,
-    /// What its addresses are counted in.
+    /// What its addresses refer to.
     pub addresses: Addresses,
     /// How a block trace was read.
     pub about: Option<BlockAbout>,
-    /// The guest that was modelled for it.
+    /// The guest modelled for it.
     pub origin: Option<VmOrigin>,
     /// Accesses that the log has lost.
     pub lost_records: u64,
-    /// What was seen.
+    /// The results.
     #[serde(flatten)]
     pub analysis: AccessAnalysis,
 }
 
-/// All of them.
+/// The report on all traces.
 #[derive(Debug, Serialize)]
 pub struct AnalyzeReport {
-    /// Each.
+    /// One entry per trace.
     pub traces: Vec<TraceAnalysis>,
-    /// The devices of all of them by kind, if there are several traces.
+    /// The devices of all traces by kind, if there are several traces.
     pub services: Vec<ServiceAnalysis>,
-    /// Pictures that were drawn.
+    /// Plots that were drawn.
     pub plots: Vec<PathBuf>,
 }
 
 impl AnalyzeReport {
-    /// Of these.
+    /// The report on `traces`.
     #[must_use]
     pub fn of(traces: Vec<TraceAnalysis>) -> Self {
         let devices = || traces.iter().flat_map(|trace| &trace.analysis.devices);
@@ -120,7 +120,7 @@ fn trace_text(trace: &TraceAnalysis) -> String {
     text
 }
 
-/// What is to be kept in mind about where the accesses are from.
+/// Caveats about the source of the accesses.
 fn source_text(trace: &TraceAnalysis) -> String {
     let mut text = match trace.addresses {
         Addresses::Memory => String::new(),
@@ -190,7 +190,7 @@ fn devices_text(devices: &[DeviceAnalysis]) -> String {
     table(&rows)
 }
 
-/// Devices by kind, with the paper's own below (VPRI Fig 10 and 11).
+/// Devices by kind, with the paper's figures below (VPRI Fig 10 and 11).
 fn services_text(services: &[ServiceAnalysis]) -> String {
     let mut rows = vec![
         [
@@ -287,13 +287,13 @@ fn locality_text(service: Service, locality: &Locality) -> String {
     format!("{}\n{}", table(&rows), table(&reuse))
 }
 
-/// The footprints over time, at some times. All devices have the same points.
+/// The footprints over time, at selected times. All devices have the same points.
 fn footprint_text(analysis: &AccessAnalysis) -> String {
     let points = analysis
         .devices
         .first()
         .map_or(0, |device| device.footprint_points_sections.len());
-    // The end of each sixth; in a short trace some are the same, and told once.
+    // The end of each sixth; in a short trace some coincide and are printed once.
     let mut ends: Vec<usize> = (1..=FOOTPRINT_TIMES)
         .map(|sixth| (points * sixth).div_ceil(FOOTPRINT_TIMES))
         .collect();
@@ -331,7 +331,7 @@ fn footprint_text(analysis: &AccessAnalysis) -> String {
     table(&rows)
 }
 
-/// A part of the VM's memory.
+/// Share of the VM's memory.
 #[expect(
     clippy::cast_precision_loss,
     reason = "shares are shown to a tenth of a percent"
@@ -342,7 +342,7 @@ pub fn of_memory(bytes: u64, memory_bytes: Option<u64>) -> Option<f64> {
         .map(|memory| bytes as f64 / memory as f64)
 }
 
-/// Accesses from and to, as a row is named.
+/// Row name for a range of access counts.
 pub fn range(from: u64, to: Option<u64>) -> String {
     match to {
         Some(to) if to == from => from.to_string(),

@@ -1,96 +1,96 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Charts as SVG: a text of lines, bars and words. That is written here in some
-//! lines, so no drawing crate is needed. A [`Chart`] knows nothing of what it draws.
+//! Charts as SVG, which is text: a few lines of code write it, so no drawing crate is needed. A
+//! [`Chart`] does not know the meaning of its data.
 
 use std::fmt::{Display, Write as _};
 
-/// Size of a picture, in pixels.
+/// Size of a plot, in pixels.
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 440.0;
 
-/// Room around the axes: for their numbers and names, and what the picture says.
+/// Margins around the axes: for numbers, names, title and legend.
 const LEFT: f64 = 76.0;
 const RIGHT: f64 = 24.0;
 const TOP: f64 = 84.0;
 const BOTTOM: f64 = 72.0;
 
-/// Colours that people who do not see all colours can tell apart (Okabe and Ito).
+/// Colours that are distinguishable with colour blindness (Okabe and Ito).
 const COLOURS: [&str; 7] = [
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
 ];
 
-/// Lines of a picture, at most; more could not be told apart.
+/// Most series in a plot; more could not be told apart.
 pub const SERIES_MAX: usize = COLOURS.len();
 
-/// What the level axis is made of.
+/// The x axis.
 #[derive(Clone, Debug)]
 pub enum Axis {
     /// Numbers from 0.
     Numbers {
-        /// What they are.
+        /// What they count.
         name: String,
         /// The largest.
         max: f64,
     },
-    /// Things side by side; one is as wide as from a number to the next.
+    /// Categories side by side; each is as wide as the step between two numbers.
     Things {
         /// What they are.
         name: String,
-        /// Their names, from the left.
+        /// Their names, from left to right.
         things: Vec<String>,
     },
 }
 
-/// Something that is drawn.
+/// A shape to draw.
 #[derive(Clone, Debug)]
 pub enum Shape {
-    /// From point to point, in numbers of the axes.
+    /// A line from point to point, in axis coordinates.
     Line(Vec<(f64, f64)>),
-    /// A bar for each thing.
+    /// One bar per category.
     Bars(Vec<f64>),
-    /// A dot at each place, in numbers of the axes.
+    /// Dots, in axis coordinates.
     Dots(Vec<(f64, f64)>),
 }
 
-/// What has one colour.
+/// Data drawn in one colour.
 #[derive(Clone, Debug)]
 pub struct Series {
-    /// What it is.
+    /// Its name in the legend.
     pub name: String,
     /// How it is drawn.
     pub shape: Shape,
 }
 
-/// How the numbers of the upright axis are written.
+/// Format of the numbers on the y axis.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Scale {
     /// As they are.
     Plain,
-    /// As parts of a hundred.
+    /// As percentages.
     Shares,
 }
 
-/// A picture: what it says, its axes and what is between them.
+/// A chart: title, axes and data.
 #[derive(Clone, Debug)]
 pub struct Chart {
-    /// What it says above.
+    /// The title.
     pub title: String,
-    /// The level axis.
+    /// The x axis.
     pub x: Axis,
-    /// What the upright axis counts.
+    /// What the y axis counts.
     pub y_name: String,
-    /// The largest number that must fit.
+    /// The largest y value that must fit.
     pub y_max: f64,
-    /// How its numbers are written.
+    /// Format of the y values.
     pub y_scale: Scale,
-    /// What is drawn, at most [`SERIES_MAX`].
+    /// The data, at most [`SERIES_MAX`] series.
     pub series: Vec<Series>,
-    /// An upright line at a place of the level axis, with a word.
+    /// A labelled vertical line at an x value.
     pub mark: Option<(f64, String)>,
 }
 
 impl Shape {
-    /// Its largest number.
+    /// Its largest y value.
     #[must_use]
     pub fn top(&self) -> f64 {
         match self {
@@ -102,14 +102,14 @@ impl Shape {
     }
 }
 
-/// Steps of an upright axis that was laid out.
+/// Steps of a y axis.
 struct Upright {
     step: f64,
     max: f64,
 }
 
 impl Chart {
-    /// The picture as a file.
+    /// The chart as an SVG file.
     #[must_use]
     pub fn svg(&self) -> String {
         let upright = Upright::up_to(self.y_max);
@@ -135,7 +135,7 @@ impl Chart {
         out
     }
 
-    /// Where a place of the level axis is.
+    /// Horizontal position of an x value.
     fn across(&self, x: f64) -> f64 {
         let max = match &self.x {
             Axis::Numbers { max, .. } => *max,
@@ -144,11 +144,11 @@ impl Chart {
         LEFT + x / max.max(f64::MIN_POSITIVE) * (WIDTH - LEFT - RIGHT)
     }
 
-    /// What the colours are, in a row or two.
+    /// The legend, in one or two rows.
     fn legend(&self, out: &mut String) {
         let (mut x, mut y) = (LEFT, 37.0);
         for (series, colour) in self.series.iter().zip(COLOURS) {
-            // Letters are some seven pixels wide.
+            // Letters are about seven pixels wide.
             let width = 40.0 + 7.0 * number(series.name.chars().count());
             if x > LEFT && x + width > WIDTH {
                 (x, y) = (LEFT, y + 19.0);
@@ -260,7 +260,7 @@ impl Chart {
                 );
             }
             Shape::Bars(heights) => {
-                // Bars of one thing stand side by side, with a gap to the next thing.
+                // Bars of one category stand side by side, with a gap before the next category.
                 let share = 0.8 / number(self.series.len()).max(1.0);
                 let first = 0.1 + share * number(which);
                 for (height, x) in heights.iter().zip(0u32..) {
@@ -297,7 +297,7 @@ impl Chart {
 }
 
 impl Upright {
-    /// An axis that ends at a whole number of steps.
+    /// A y axis that ends at a whole number of steps.
     fn up_to(max: f64) -> Self {
         let step = step_for(max);
         Self {
@@ -306,13 +306,13 @@ impl Upright {
         }
     }
 
-    /// Where a number is.
+    /// Vertical position of a y value.
     fn at(&self, y: f64) -> f64 {
         HEIGHT - BOTTOM - y / self.max * (HEIGHT - BOTTOM - TOP)
     }
 }
 
-/// A step of 1, 2 or 5 and zeros, of which at most seven go into `max`.
+/// A step of 1, 2 or 5 times a power of ten, at most seven of which fit in `max`.
 fn step_for(max: f64) -> f64 {
     if !max.is_normal() || max < 0.0 {
         return 1.0;
@@ -325,7 +325,7 @@ fn step_for(max: f64) -> f64 {
         .unwrap_or(max)
 }
 
-/// A number in few letters.
+/// A number in short form.
 fn short(value: f64) -> String {
     let text = format!("{value:.3}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -346,7 +346,7 @@ fn line(out: &mut String, from: (f64, f64), to: (f64, f64), colour: &str) {
     );
 }
 
-/// Words; what may be markup in them was escaped.
+/// Writes text; any markup in it must be escaped already.
 fn text(out: &mut String, at: (f64, f64), anchor: &str, words: &dyn Display) {
     put(
         out,
@@ -364,7 +364,7 @@ fn put(out: &mut String, what: std::fmt::Arguments<'_>) {
     }
 }
 
-/// Words that a file's or VM's name may have brought along.
+/// Escapes text that may come from a file or VM name.
 fn escaped(words: &str) -> String {
     let mut escaped = String::with_capacity(words.len());
     for letter in words.chars() {

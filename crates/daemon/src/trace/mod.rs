@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide trace`: makes, builds, converts and counts traces, and analyzes
-//! those of DMA.
+//! `pagetide trace`: generates, builds, converts and counts traces, and analyzes DMA traces.
 //!
-//! The work is [`pagetide_trace`]'s; here are the command line and its flags as
-//! figures of a recipe, progress, and reports as text.
+//! [`pagetide_trace`] does the work; this module has the command line, the flags as figures of a recipe,
+//! progress, and reports as text.
 
 mod analyze;
 mod analyze_plot;
@@ -29,10 +28,10 @@ use crate::sim::{of_study, of_trace};
 use args::{BuildArgs, ConvertArgs, InfoArgs, MakeArgs, OutArgs, TraceCommand, WrittenFormat};
 use report::WrittenReport;
 
-/// The simulator runs every trace that is made here: a tenant has one domain.
+/// The simulator can run every trace generated here: a tenant has one domain.
 const _: () = assert!(MAX_TENANTS <= pagetide_sim::DOMAINS_MAX);
 
-/// Does what the command line says.
+/// Executes the command.
 pub fn execute(command: TraceCommand) -> Result<(), CommandError> {
     match command {
         TraceCommand::Make(args) => make(&args),
@@ -57,7 +56,7 @@ fn make(args: &MakeArgs) -> Result<(), CommandError> {
     write_trace(&spec, &args.out)
 }
 
-/// The flags of `trace make` by their keys in a recipe.
+/// The flags of `trace make`, by their keys in a recipe.
 fn figures(args: &MakeArgs) -> Result<[(&'static str, Option<Value>); 18], CommandError> {
     let word = |given: &Option<String>| given.clone().map(Value::from);
     let count = |given: Option<u32>| given.map(Value::from);
@@ -127,8 +126,8 @@ fn build_recipe(args: &BuildArgs) -> Result<(), CommandError> {
     write_trace(&spec, &args.out)
 }
 
-/// Builds the trace of `spec` into a file, and beside one in the authors' format
-/// the figures it was made with.
+/// Builds the trace of `spec` into a file; a trace in the authors' format gets a side file with its
+/// figures.
 fn write_trace(spec: &HyperSpec, out: &OutArgs) -> Result<(), CommandError> {
     let began = Instant::now();
     let mut open_log = |path: &Path| open(path, FormatChoice::Detect);
@@ -175,8 +174,7 @@ fn write_trace(spec: &HyperSpec, out: &OutArgs) -> Result<(), CommandError> {
     print_report(&report, out.json.into())
 }
 
-/// Writes the side file of a trace in the authors' format, if its figures say
-/// all there is to say of it.
+/// Writes the side file of a trace in the authors' format, if its figures describe the trace completely.
 fn write_params(spec: &HyperSpec, out: &Path) -> Result<Option<std::path::PathBuf>, CommandError> {
     match (TraceParams::of(spec), TraceParams::path_beside(out)) {
         (Some(params), Some(path)) => {
@@ -207,7 +205,7 @@ fn sink(
     })
 }
 
-/// A source that tells how much of it was read.
+/// A source that reports how much of it was read.
 struct Counted<'a> {
     source: Box<dyn EventSource>,
     events: u64,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the commands about traces print.
+//! Reports of the trace commands.
 
 use std::path::PathBuf;
 
@@ -17,15 +17,15 @@ pub struct WrittenReport {
     pub format: TraceFormat,
     /// The side file with its figures, if one was written.
     pub params: Option<PathBuf>,
-    /// Tenants, if it was built here; the next two as well.
+    /// Number of tenants, if the trace was built here; likewise the next two.
     pub tenants: Option<usize>,
-    /// Packets.
+    /// Number of packets.
     pub packets: Option<u64>,
-    /// Translation requests.
+    /// Number of translation requests.
     pub requests: Option<u64>,
-    /// Events of every kind.
+    /// Number of events of any kind.
     pub events: u64,
-    /// How long it took.
+    /// Time it took.
     pub elapsed_seconds: f64,
 }
 

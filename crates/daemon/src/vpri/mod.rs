@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide vpri check`: any implementation of the VPRI function against the specification.
+//! `pagetide vpri check`: tests an implementation of the VPRI function against the specification.
 //!
-//! The checks are [`pagetide_vpri::check`]'s; here are the command line and the report.
+//! [`pagetide_vpri::check`] has the checks; this module has the command line and the report.
 
 mod report;
 
@@ -36,7 +36,7 @@ pub struct CheckArgs {
     pub json: bool,
 }
 
-/// Does what the command line says.
+/// Executes the command.
 pub fn execute(command: VpriCommand) -> Result<(), CommandError> {
     match command {
         VpriCommand::Check(args) => check_function(args),
@@ -49,7 +49,8 @@ fn check_function(args: CheckArgs) -> Result<(), CommandError> {
         disk: args.disk,
     };
     let form = Form::from(args.json);
-    // A reader that has gone ends the command, but only after the device was left in good order.
+    // If the reader of the output is gone the command fails, but only after the device was left in
+    // order.
     let mut printed = Ok(());
     let mut tell = |outcome: &CheckOutcome| {
         if form == Form::Text && printed.is_ok() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `vpri check` reports.
+//! The report of `vpri check`.
 
 use pagetide_vpri::check::{self, CheckOutcome, Verdict};
 use serde::Serialize;
@@ -9,20 +9,20 @@ use crate::text::Text;
 /// Width of the column of names.
 const NAME_WIDTH: usize = 26;
 
-/// What the tester found.
+/// Results of the checks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct CheckReport {
     /// Socket of the function.
     pub socket: String,
     /// Feature bits that it offers.
     pub features: u64,
-    /// Most spaces of a driver.
+    /// Most spaces per driver.
     pub spaces_max: u32,
-    /// Most page requests without an answer.
+    /// Most outstanding page requests.
     pub requests_max: u32,
-    /// Most elements of an event.
+    /// Most elements per event.
     pub ranges_max: u32,
-    /// How long an event waits for DMA at most.
+    /// Longest time that an event waits for DMA.
     pub lease_wait_us: u32,
     /// Number of this start of the device.
     pub generation: u32,
@@ -30,7 +30,7 @@ pub struct CheckReport {
     pub passed: usize,
     /// Checks that failed.
     pub failed: usize,
-    /// Checks that could not be tried.
+    /// Checks that could not be run.
     pub skipped: usize,
     /// Every check.
     pub checks: Vec<CheckLine>,
@@ -41,7 +41,7 @@ pub struct CheckReport {
 pub struct CheckLine {
     /// Group and name.
     pub name: &'static str,
-    /// What the specification demands.
+    /// What the specification requires.
     pub demand: &'static str,
     /// `pass`, `fail` or `skipped`.
     pub verdict: &'static str,
@@ -85,7 +85,7 @@ impl From<check::CheckReport> for CheckReport {
     }
 }
 
-/// The line that is printed as a check ends, and another one that says what is wrong.
+/// The line printed when a check ends, with a second line if something is wrong.
 pub fn line(outcome: &CheckOutcome) -> String {
     let CheckLine {
         name,
@@ -97,7 +97,7 @@ pub fn line(outcome: &CheckOutcome) -> String {
     format!("{verdict:<7}  {name:<NAME_WIDTH$}  {demand}\n{why}")
 }
 
-/// The lines were printed as the checks ended.
+/// The lines of the checks were printed as they ended.
 impl Text for CheckReport {
     fn text(&self) -> String {
         let Self {

@@ -1,29 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who else may have the image open: QEMU's image locks.
+//! Image locks, as QEMU uses them: which other programs may have the image open.
 //!
 //! # Idea
-//! Two programs that write one image without knowing of each other destroy it.
-//! QEMU guards its images by locks on single bytes (`block/file-posix.c`), and
-//! we take part: it refuses an image that we serve, we refuse one that it has
-//! open, and two of our devices exclude each other like two strangers, because
-//! the locks belong to the inode: path, hard link and symbolic link are one.
+//! Two programs that write one image without knowing of each other destroy it. QEMU guards its
+//! images by locks on single bytes (`block/file-posix.c`), and we take part: QEMU refuses an image
+//! that we serve, and we refuse one that QEMU has open. Two of our devices exclude each other in
+//! the same way. The locks belong to the inode, so path, hard link and symbolic link make no
+//! difference.
 //!
-//! There is one bit for each thing that can be done to an image:
+//! There is one bit for each operation on an image:
 //!
-//! | bit | may | byte *it is done* | byte *nobody else may* |
+//! | bit | operation | byte *done* | byte *forbidden to others* |
 //! |---|---|---|---|
-//! | 0 | read what is consistent | 100 | 200 |
+//! | 0 | consistent read | 100 | 200 |
 //! | 1 | write | 101 | 201 |
-//! | 2 | write what is there already | 102 | 202 |
+//! | 2 | write of unchanged data | 102 | 202 |
 //! | 3 | resize | 103 | 203 |
 //!
-//! All locks are *shared* ones; they say something and exclude nothing. Who
-//! comes first locks the bytes of what it does and of what nobody else may do,
-//! then looks whether anybody has locked the other byte of the same bit. So of
-//! two that come at once at least one sees the other; perhaps both, and then
-//! both give way.
+//! All locks are *shared* ones; they announce something and exclude nothing. A program first locks
+//! the bytes of its own operations and of those it forbids to others, then checks whether another
+//! program has locked the other byte of the same bit. So of two that come at the same time at least
+//! one sees the other; if both do, both give way.
 //!
-//! | device | does | nobody else may |
+//! | device | operations | forbidden to others |
 //! |---|---|---|
 //! | usual | read, write | write, resize |
 //! | read-only | read | write, resize |
@@ -31,19 +30,17 @@
 //! | read-only, shared | read | resize |
 //!
 //! # Which descriptor
-//! A lock lasts as long as its open file does. It is taken on the buffered one,
-//! which is in the file table of every engine's ring: so after a SIGKILL it
-//! stands until the last request of the last ring has arrived in a bounce buffer, whoever is to come
-//! next (see [`crate::lock`] for our successor).
+//! A lock lasts as long as its open file does. It is taken on the buffered descriptor, which is in
+//! the file table of every engine's ring. So after a SIGKILL it stands until the last request of
+//! the last ring is done, for every other program (see [`crate::lock`] for our successor).
 //!
 //! # Block devices
-//! QEMU's locks are those of the device *node*; another node of the same disk
-//! has others. And what the kernel itself has in use (a mounted file system,
-//! swap, a volume manager) locks no byte. So a block device is opened with
-//! `O_EXCL`, too, which refuses both; where others read beside us, only to
-//! look. That lasts until the last descriptor of the open file is closed. So
-//! an image that is given up is closed, whoever still knows it: a connection
-//! thread that a front end holds for ever, say.
+//! QEMU's locks are those of the device *node*; another node of the same disk has others. And what
+//! the kernel itself uses (a mounted file system, swap, a volume manager) locks no byte. So a block
+//! device is also opened with `O_EXCL`, which refuses both; if others may read at the same time,
+//! only as a check. The exclusion lasts until the last descriptor of the open file is closed. So an
+//! image that is given up is closed even if it is still referenced, for example by a connection
+//! thread that a front end blocks forever.
 
 use super::image::{Image, ImageError, ImageKind, Writes};
 use pagetide_sys::byte_lock::{
@@ -59,9 +56,9 @@ use std::{
     sync::PoisonError,
 };
 
-/// `RAW_LOCK_PERM_BASE` of QEMU: first byte of what is done.
+/// `RAW_LOCK_PERM_BASE` of QEMU: first byte of the operations done.
 const DONE_BASE: u32 = 100;
-/// `RAW_LOCK_SHARED_BASE` of QEMU: first byte of what nobody else may do.
+/// `RAW_LOCK_SHARED_BASE` of QEMU: first byte of the operations forbidden to others.
 const BARRED_BASE: u32 = 200;
 
 /// `BLK_PERM_CONSISTENT_READ`
@@ -72,7 +69,7 @@ const WRITE: u8 = 1 << 1;
 const WRITE_UNCHANGED: u8 = 1 << 2;
 /// `BLK_PERM_RESIZE`
 const RESIZE: u8 = 1 << 3;
-/// `BLK_PERM_ALL`, and what each is called in an error.
+/// `BLK_PERM_ALL`, with the name of each in errors.
 const PERMISSIONS: [(u8, &str); 4] = [
     (READ, "read"),
     (WRITE, "write"),
@@ -80,17 +77,17 @@ const PERMISSIONS: [(u8, &str); 4] = [
     (RESIZE, "resize"),
 ];
 
-/// Whether others may write the image beside us.
+/// Whether others may write the image at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Sharing {
-    /// Nobody may.
+    /// No other program may.
     #[default]
     Alone,
-    /// The operator knows of them: a cluster file system, say.
+    /// They may, and the operator knows of them: for example, a cluster file system.
     Shared,
 }
 
-/// What a device does to its image, and what nobody else may.
+/// What a device does to its image, and what it forbids to others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Claim {
     done: u8,
@@ -111,17 +108,17 @@ impl Claim {
         }
     }
 
-    /// True if two such claims on one image can stand side by side.
+    /// True if two such claims on one image are compatible.
     pub fn agrees_with(self, other: Self) -> bool {
         self.done & other.barred == 0 && other.done & self.barred == 0
     }
 
-    /// Bytes that say what it is.
+    /// The bytes that announce the claim.
     fn locked(self) -> impl Iterator<Item = u32> {
         bytes(DONE_BASE, self.done).chain(bytes(BARRED_BASE, self.barred))
     }
 
-    /// Why another's locks forbid it; `None` if they do not.
+    /// Why another program's locks forbid the claim; `None` if they do not.
     fn forbidden(self, file: BorrowedFd<'_>) -> Result<Option<String>, ByteLockError> {
         for (at, (bit, what)) in (0..).zip(PERMISSIONS) {
             if self.done & bit != 0 && is_locked_by_another(file, BARRED_BASE + at)? {
@@ -134,7 +131,7 @@ impl Claim {
         Ok(None)
     }
 
-    /// Locks what it locks; why not, if others have locked against it.
+    /// Takes the claim's locks; returns the reason if others have locked against it.
     fn take(self, file: BorrowedFd<'_>) -> Result<Option<String>, ByteLockError> {
         for byte in self.locked() {
             if lock_shared(file, byte)? == ByteLocked::HeldByAnother {
@@ -153,7 +150,7 @@ fn bytes(base: u32, set: u8) -> impl Iterator<Item = u32> {
 }
 
 impl Image {
-    /// Makes the image ours, as far as `sharing` says. Nothing is left locked after an error.
+    /// Claims the image for us, as far as `sharing` says. After an error nothing stays locked.
     ///
     /// # Errors
     /// [`ImageError::InUse`], [`ImageError::NoLocks`], [`ImageError::Busy`].
@@ -169,7 +166,7 @@ impl Image {
             Some(files) => {
                 match (exclusive, self.writes) {
                     (Some(exclusive), Writes::Taken) => files.buffered = exclusive,
-                    // Other readers are welcome: this was to see that the kernel does not write.
+                    // Other readers are allowed: this only checked that the kernel does not write.
                     (exclusive, _) => drop(exclusive),
                 }
                 claim.take(files.buffered.as_fd())
@@ -188,7 +185,7 @@ impl Image {
             Err(source) if sharing == Sharing::Shared => {
                 tracing::warn!(
                     image = %path.display(), %source,
-                    "a shared image is served without locks: nobody is told that it is in use"
+                    "a shared image is served without locks: other programs cannot see that it is in use"
                 );
                 Ok(())
             }
@@ -199,10 +196,10 @@ impl Image {
         }
     }
 
-    /// Lets others have the image, also if somebody still knows it. To be called when no I/O of ours is
-    /// under way.
+    /// Releases the image for others, even if it is still referenced. Call this when no I/O of ours
+    /// is under way.
     pub fn give_up_claim(&self, path: &Path) {
-        // Rings may have the open file for a moment longer, which keeps its locks.
+        // Rings may keep the open file, and with it the locks, for a moment longer.
         self.unlock(path);
         let files = self.files.write();
         let closed = files.unwrap_or_else(PoisonError::into_inner).take();
@@ -215,7 +212,7 @@ impl Image {
             return;
         };
         if let Err(error) = unlock_all(files.buffered.as_fd()) {
-            tracing::debug!(image = %path.display(), %error, "locks fall only when it is closed");
+            tracing::debug!(image = %path.display(), %error, "locks stay until it is closed");
         }
     }
 
@@ -224,7 +221,7 @@ impl Image {
             Writes::Taken => OFlags::RDWR,
             Writes::Refused => OFlags::RDONLY,
         };
-        // Not by its path, which may lead elsewhere by now.
+        // Not by its path, which may point elsewhere by now.
         let files = self.files();
         let known = files
             .as_ref()
@@ -283,7 +280,7 @@ mod tests {
                     agree,
                     "{one:?} beside {other:?}: {claimed:?}"
                 );
-                // And after a refusal nothing is left that would keep anybody out.
+                // After a refusal, no lock may be left that would exclude others.
                 second.give_up_claim(file.path());
             }
         }
@@ -372,12 +369,12 @@ mod tests {
         if let Some(files) = first.files().as_ref() {
             ring.set_file(FileSlot(1), files.buffered.as_fd()).unwrap();
         }
-        // As when a process is killed: its descriptors are closed, the ring is still there.
+        // Like a killed process: its descriptors are closed, the ring is still there.
         drop(first);
         assert!(second.claim(&path, Sharing::Alone).is_err());
         drop(ring);
         crate::lock::wait_for_dead_engines(dir.path(), |_| {}).unwrap();
-        // The kernel closes the files of a table one after the other.
+        // The kernel closes the files of a table one after another.
         let began = std::time::Instant::now();
         while second.claim(&path, Sharing::Alone).is_err() {
             assert!(began.elapsed().as_secs() < 10, "the claim does not fall");

@@ -3,15 +3,16 @@
 
 use crate::blk::image::{Image, Writes};
 
-/// Bytes of a sector, in which virtio-blk counts whatever the image's blocks are.
+/// Bytes of a sector, the unit of virtio-blk whatever the image's block size is.
 pub const SECTOR_BYTES: u64 = 512;
-/// Data segments a request may have (`VIRTIO_BLK_F_SEG_MAX`): a chain of 128 with header and status.
+/// Data segments a request may have (`VIRTIO_BLK_F_SEG_MAX`): a chain of 128, less header and
+/// status.
 pub const SEGMENTS_MAX: u32 = 126;
-/// Sectors one discard or write-zeroes may name: 2 GiB, below all limits of `fallocate`.
+/// Most sectors of one discard or write-zeroes: 2 GiB, below all limits of `fallocate`.
 pub const DISCARD_SECTORS_MAX: u32 = 1 << 22;
 /// Queue sizes offered.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Queues one device may have.
+/// Most queues of one device.
 pub const QUEUES_MAX: u16 = 64;
 
 const F_SEG_MAX: u64 = 1 << 2;
@@ -32,7 +33,7 @@ const F_VERSION_1: u64 = 1 << 32;
 
 /// Bytes of `struct virtio_blk_config` up to `write_zeroes_may_unmap` and its padding.
 const CONFIG_BYTES: usize = 60;
-/// Largest configuration space a front end may ask for (`VHOST_USER_MAX_CONFIG_SIZE`).
+/// Largest configuration space a front end may read (`VHOST_USER_MAX_CONFIG_SIZE`).
 const CONFIG_SPACE_BYTES: usize = 256;
 
 /// Feature bits the device offers.
@@ -69,7 +70,7 @@ fn fields(image: &Image, queue_count: u16) -> [u8; CONFIG_BYTES] {
     bytes.extend(SEGMENTS_MAX.to_le_bytes());
     bytes.extend([0; 4]); // geometry
     bytes.extend(512_u32.to_le_bytes()); // blk_size: any sector may be addressed
-    // Topology: the block that direct I/O moves whole.
+    // Topology: the unit that direct I/O transfers.
     bytes.push(u8::try_from((block / 512).trailing_zeros()).unwrap_or(0));
     bytes.push(0);
     bytes.extend(u16::try_from(block / 512).unwrap_or(1).to_le_bytes());

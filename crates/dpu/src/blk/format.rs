@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an image's content looks like, if it is not plain sectors.
+//! Detection of image formats other than plain sectors.
 //!
-//! We serve raw images only. One in a format of its own (qcow2, say) would be
-//! shown to the guest as what it is: a disk of strange size and content, and the
-//! first write would destroy it. So such content is refused unless the operator
-//! says that it is meant. Signatures are those that QEMU probes for
-//! (`bdrv_probe` of its drivers), and two more that stand at a file's end.
+//! We serve raw images only. The guest would see an image in another format (qcow2, for example) as
+//! it is: a disk of strange size and content, and its first write would destroy the image. So such
+//! content is refused unless the operator allows it. The signatures are those that QEMU probes for
+//! (`bdrv_probe` of its drivers), and two more that are at the end of a file.
 //!
-//! A guest may write any signature into its disk. That is why it is looked at
-//! once, when a device is added, and never when one comes back after a restart;
-//! and why nothing is ever *interpreted*: the worst that a guest gains is that
-//! its own disk, removed and added again, needs the operator's word.
+//! A guest may write any signature to its disk. So the signature is checked once, when a device is
+//! added, and not when a device comes back after a restart. And the content is never *interpreted*:
+//! the worst that a guest can do is that its own disk, when removed and added again, needs the
+//! operator's permission.
 
 use std::{
     fs::File,
@@ -24,14 +23,14 @@ pub enum Content {
     /// It must not.
     #[default]
     Probed,
-    /// Whatever it looks like, its bytes are the disk's: by the operator's word.
+    /// It may: the operator says that its bytes are the disk's content.
     Raw,
 }
 
-/// Bytes looked at from the beginning, and as many at the end.
+/// Bytes checked at the beginning, and at the end.
 const LOOKED_AT_BYTES: usize = 512;
 
-/// A signature, and where it stands.
+/// A signature and its position.
 struct Signature {
     format: &'static str,
     place: Place,
@@ -40,9 +39,9 @@ struct Signature {
 
 #[derive(Clone, Copy)]
 enum Place {
-    /// That far from the beginning.
+    /// Offset from the beginning.
     At(usize),
-    /// That far before the end.
+    /// Distance from the end.
     BeforeEnd(usize),
 }
 
@@ -63,8 +62,8 @@ const SIGNATURES: [Signature; 16] = [
     at_start("vmdk", b"COWD"),
     at_start("vmdk", b"# Disk DescriptorFile"),
     at_start("vhdx", b"vhdxfile"),
-    // A dynamic disk has its footer at the beginning, too; a fixed one at the end alone, which old
-    // programs made a byte shorter.
+    // A dynamic disk has its footer at the beginning, too; a fixed one only at the end, and old
+    // programs wrote it one byte shorter.
     at_start("vpc (VHD)", b"conectix"),
     Signature {
         format: "vpc (VHD)",
@@ -93,7 +92,7 @@ const SIGNATURES: [Signature; 16] = [
     },
 ];
 
-/// The format that the image of `bytes` looks like; `None` if it looks like plain sectors.
+/// The format that an image of `bytes` looks like; `None` if it looks like plain sectors.
 pub(crate) fn probe(image: &OwnedFd, bytes: u64) -> io::Result<Option<&'static str>> {
     let file = File::from(image.try_clone()?);
     let mut head = [0; LOOKED_AT_BYTES];
@@ -153,7 +152,7 @@ mod tests {
             };
             content[at..at + signature.bytes.len()].copy_from_slice(signature.bytes);
             assert_eq!(probed(&content), Some(signature.format));
-            // In the second sector it is some guest's data.
+            // In the second sector it is data of some guest.
             content.rotate_right(1024);
             assert_eq!(probed(&content), None, "{}", signature.format);
         }

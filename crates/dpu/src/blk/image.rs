@@ -1,22 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The image behind a block device: a file or a block device of the host.
 //!
-//! It is opened twice. Through the first descriptor goes direct I/O, where the
-//! file system has it; through the second go requests that direct I/O cannot
-//! take (a guest may use single sectors and unaligned buffers; a file system
-//! may want 4 KiB blocks). The kernel keeps both views of one file coherent: a
-//! direct write drops the pages it covers from the cache, a direct read writes
-//! them back first.
+//! It is opened twice. Direct I/O uses the first descriptor, if the file system supports it; the
+//! second serves requests that direct I/O cannot take (a guest may use single sectors and unaligned
+//! buffers; a file system may need 4 KiB blocks). The kernel keeps both views of one file coherent:
+//! a direct write drops the pages it covers from the cache, a direct read writes them back first.
 //!
 //! # Size
-//! The capacity is what the image has when it is opened. One that grows later
-//! goes on with the capacity it had. One that somebody cuts short is worse: the
-//! kernel would let the next write beyond its end make it grow again, with zeros
-//! in between, and nobody would know that data is lost. So the size is looked at
-//! before writes ([`Image::bytes_now`], once a batch), and a request beyond the
-//! end is an I/O error; so is a read, which the kernel cuts short itself. What
-//! this cannot see is an image cut between that look and the moment when a write
-//! reaches the file system: then it grows as before.
+//! The capacity is the size of the image when it is opened. If the image grows later, the capacity
+//! stays. An image that is cut short is worse: the kernel would let the next write beyond its end
+//! extend it, with zeros in between, and the data loss would go unnoticed. So the size is checked
+//! before writes ([`Image::bytes_now`], once a batch), and a request beyond the end is an I/O
+//! error; so is a read, which the kernel cuts short itself. The check cannot catch an image cut
+//! between it and the moment when a write reaches the file system: that image grows as before.
 
 use super::{
     claim::{Claim, Sharing},
@@ -33,19 +29,19 @@ use std::{
     sync::{PoisonError, RwLock, RwLockReadGuard},
 };
 
-/// What direct I/O wants where the kernel does not say (before Linux 6.1): a 4 KiB block suits
-/// every disk there is.
+/// Alignment for direct I/O where the kernel does not report it (before Linux 6.1): a 4 KiB block
+/// suits every disk.
 const ALIGN_UNKNOWN: u32 = 4096;
 
 /// Why an image cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
-    /// It cannot be opened, or does not say what it is.
+    /// It cannot be opened or examined.
     #[error("image {path}: {operation} failed: {source}")]
     Kernel {
         /// The image.
         path: PathBuf,
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// The kernel's answer.
         source: std::io::Error,
@@ -53,7 +49,7 @@ pub enum ImageError {
     /// Neither a file nor a block device.
     #[error("image {0} is neither a regular file nor a block device")]
     NotAnImage(PathBuf),
-    /// Direct I/O was asked for and is not to be had.
+    /// Direct I/O was requested but is not supported.
     #[error("image {0}: its file system has no direct I/O; serve it with direct I/O off or auto")]
     NoDirectIo(PathBuf),
     /// Shorter than a sector.
@@ -71,7 +67,7 @@ pub enum ImageError {
     InUse {
         /// The image.
         path: PathBuf,
-        /// What the other does or forbids.
+        /// What the other program does or forbids.
         because: String,
     },
     /// A device of ours serves it.
@@ -84,7 +80,7 @@ pub enum ImageError {
         /// Socket of the other device.
         socket: PathBuf,
     },
-    /// The kernel has the block device in use.
+    /// The kernel uses the block device.
     #[error(
         "image {0} is in use by the kernel (mounted, swap, or part of a volume) or was opened by another program for itself alone; release it there, or serve it with --shared if you know what else writes it"
     )]
@@ -99,19 +95,19 @@ pub enum ImageError {
         /// Why.
         source: ByteLockError,
     },
-    /// Its content is in a format.
+    /// Its content is in another format.
     #[error(
         "image {path} looks like {format}, and only raw images are served; convert it (qemu-img convert -O raw), or, if its bytes as they are shall be the disk, serve it with --raw"
     )]
     Format {
         /// The image.
         path: PathBuf,
-        /// What it looks like.
+        /// The format it looks like.
         format: &'static str,
     },
 }
 
-/// What an image is, whatever it is called.
+/// Identity of an image, independent of its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ImageKey {
     /// A file, by file system and inode number.
@@ -120,7 +116,7 @@ pub(crate) enum ImageKey {
     Device(u64),
 }
 
-/// What kind of file an image is.
+/// The kind of file an image is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ImageKind {
     /// A regular file.
@@ -129,10 +125,10 @@ pub(crate) enum ImageKind {
     BlockDevice,
 }
 
-/// How an image is to be used: the operator's word about it.
+/// How an image is to be used, as given by the operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ImageUse {
-    /// Whether others may write it meanwhile.
+    /// Whether others may write it at the same time.
     pub sharing: Sharing,
     /// Whether its content may look like a format.
     pub content: Content,
@@ -147,13 +143,13 @@ pub enum Writes {
     Refused,
 }
 
-/// Whether I/O goes past the host's page cache.
+/// Whether I/O bypasses the host's page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DirectIo {
-    /// Where the file system can.
+    /// Where the file system supports it.
     #[default]
     Auto,
-    /// Always; an error where it cannot.
+    /// Always; an error where it is not supported.
     On,
     /// Never.
     Off,
@@ -164,20 +160,20 @@ pub enum DirectIo {
 pub(crate) struct Files {
     /// For aligned requests; `None` if all I/O goes through the page cache.
     pub(crate) direct: Option<OwnedFd>,
-    /// The locks on the image are this one's: see [`super::claim`].
+    /// The image locks are held on this one: see [`super::claim`].
     pub(crate) buffered: OwnedFd,
 }
 
 /// An opened image.
 #[derive(Debug)]
 pub struct Image {
-    /// `None` once it was given up: whoever still knows the image keeps nobody out then.
+    /// `None` once the image was given up: references that remain exclude no other program then.
     pub(super) files: RwLock<Option<Files>>,
     pub(crate) kind: ImageKind,
     pub(crate) key: ImageKey,
-    /// Whether writes are taken.
+    /// Whether writes are accepted.
     pub(crate) writes: Writes,
-    /// Size in sectors of 512 bytes; a rest is not served.
+    /// Size in sectors of 512 bytes; a remainder is not served.
     pub(crate) sectors: u64,
     /// Alignment of memory for direct I/O.
     pub(crate) memory_align: usize,
@@ -186,7 +182,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`. It is not ours yet: see [`Self::claim`].
+    /// Opens the image at `path`. It is not claimed yet: see [`Self::claim`].
     ///
     /// # Errors
     /// [`ImageError`].
@@ -218,7 +214,7 @@ impl Image {
         let direct = match direct_io {
             DirectIo::Off => None,
             DirectIo::On | DirectIo::Auto => {
-                // The same file again, wherever the path leads by now.
+                // The same file again, wherever the path points by now.
                 let name = format!("/proc/self/fd/{}", buffered.as_raw_fd());
                 match rustix::fs::open(name, access | OFlags::DIRECT, Mode::empty()) {
                     Ok(direct) => Some(direct),
@@ -231,7 +227,8 @@ impl Image {
         let (memory_align, block_bytes) = alignment(&buffered, kind).map_err(failed("statx"))?;
         Ok(Self {
             files: RwLock::new(Some(Files {
-                // A file system may open with O_DIRECT and say that it cannot (alignment 0).
+                // A file system may open with O_DIRECT and report that it does not support it
+                // (alignment 0).
                 direct: direct.filter(|_| block_bytes > 0),
                 buffered,
             })),
@@ -244,7 +241,7 @@ impl Image {
         })
     }
 
-    /// Sees that the content is what it may be.
+    /// Checks that the content is allowed.
     ///
     /// # Errors
     /// [`ImageError::Format`], [`ImageError::Kernel`].
@@ -274,7 +271,7 @@ impl Image {
         }
     }
 
-    /// True if this use of it can stand beside another's of the same image.
+    /// True if this use is compatible with another use of the same image.
     pub(crate) fn agrees_with(&self, sharing: Sharing, (other, its): (&Self, Sharing)) -> bool {
         self.key != other.key
             || Claim::new(self.writes, sharing).agrees_with(Claim::new(other.writes, its))
@@ -285,8 +282,8 @@ impl Image {
         self.sectors * 512
     }
 
-    /// Size of the file now, as far as this host knows without asking a server for it; that served
-    /// for a block device, which no write makes larger, and where the kernel does not say.
+    /// Size of the file now, as far as this host knows without asking a server. For a block device,
+    /// which no write extends, and where the kernel does not report it, the served size.
     pub(crate) fn bytes_now(&self) -> u64 {
         if self.kind == ImageKind::BlockDevice {
             return self.capacity_bytes();
@@ -300,13 +297,13 @@ impl Image {
         size.unwrap_or(self.capacity_bytes())
     }
 
-    /// Its descriptors, unless it was given up.
+    /// Its descriptors, unless the image was given up.
     pub(crate) fn files(&self) -> RwLockReadGuard<'_, Option<Files>> {
         self.files.read().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Alignment that direct I/O wants of memory, and of offsets and lengths.
+/// Alignment for direct I/O: of memory, and of offsets and lengths.
 fn alignment(file: &OwnedFd, kind: ImageKind) -> Result<(u32, u32), Errno> {
     let wanted = StatxFlags::DIOALIGN;
     match rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, wanted) {

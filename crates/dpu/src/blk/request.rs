@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a block request asks for (virtio 1.2, 5.2.6), decided from its header and buffers alone.
+//! Decoding block requests (virtio 1.2, 5.2.6), from header and buffers alone.
 //!
-//! A chain has, however it is cut into descriptors: a header of 16 bytes the
-//! device reads; data; one status byte the device writes. A chain without the
-//! first or the last is beyond answering and stops the device; everything else
-//! that is wrong is answered with a status.
+//! A chain consists of a header of 16 bytes that the device reads, data, and one status byte that
+//! the device writes, however it is split into descriptors. A chain without header or status byte
+//! cannot be answered and stops the device. Every other error is answered with a status.
 
 use crate::{
     blk::{
@@ -38,7 +37,7 @@ pub enum RequestError {
     /// Not enough readable bytes for a header.
     #[error("a block request has a header of less than {HEADER_BYTES} readable bytes")]
     NoHeader,
-    /// Nowhere to put the status.
+    /// No room for the status.
     #[error("a block request has no writable byte for its status")]
     NoStatus,
 }
@@ -52,16 +51,16 @@ pub(crate) enum Status {
     Unsupported = 2,
 }
 
-/// A request cut into its parts. Parts are only located, not read.
+/// A request split into its parts. Parts are only located, not read.
 #[derive(Debug)]
 pub(crate) struct Frame {
     pub header: Span,
-    /// The header's bytes if they do not lie together.
+    /// The header's bytes if they are not contiguous.
     pub header_rest: Vec<Span>,
     pub status: Span,
 }
 
-/// Takes the status byte off `buffers`: all that an answer needs.
+/// Takes the status byte off `buffers`: an answer needs nothing else.
 pub(crate) fn status_of(buffers: &mut Buffers) -> Result<Span, RequestError> {
     split_last_byte(&mut buffers.writable).ok_or(RequestError::NoStatus)
 }
@@ -69,7 +68,7 @@ pub(crate) fn status_of(buffers: &mut Buffers) -> Result<Span, RequestError> {
 /// Takes header and status off `buffers`, which keep the data.
 pub(crate) fn frame(buffers: &mut Buffers) -> Result<Frame, RequestError> {
     let status = status_of(buffers)?;
-    // The usual case first: a descriptor that is the header and nothing else.
+    // The usual case first: a descriptor that contains the header and nothing else.
     if buffers
         .readable
         .first()
@@ -99,7 +98,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads it once; the guest may change it afterwards without effect. It must be leased.
+    /// Reads the header once, so that later changes by the guest have no effect. It must be leased.
     pub fn read(memory: &DeviceMemory, frame: &Frame) -> Result<Self, OutsideMemory> {
         let mut bytes = [0; HEADER_BYTES as usize];
         let mut done = copy(memory, frame.header, &mut bytes)?;
@@ -119,7 +118,7 @@ fn copy(memory: &DeviceMemory, span: Span, into: &mut [u8]) -> Result<usize, Out
     Ok(slice.copy_to(into))
 }
 
-/// What is to be done.
+/// What to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Work {
     /// Move image bytes from `offset` into the writable data.
@@ -128,11 +127,11 @@ pub(crate) enum Work {
     Write { offset: u64 },
     /// Make all completed writes durable.
     Flush,
-    /// Put the serial number into the writable data.
+    /// Copy the serial number into the writable data.
     Serial,
     /// Read the range from the readable data, then see [`range_work`].
     Range(RangeKind),
-    /// Nothing: answer so.
+    /// Nothing: answer with this status.
     Answer(Status),
 }
 
@@ -143,14 +142,14 @@ pub(crate) enum RangeKind {
     WriteZeroes,
 }
 
-/// Size and mode of the device, as far as requests are decided by it.
+/// Size and mode of the device, as far as they decide about requests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub sectors: u64,
     pub writes: Writes,
 }
 
-/// Decides what a request asks for, given how many data bytes it lets the device read and write.
+/// Decides what a request does, given how many data bytes the device may read and write.
 pub(crate) fn decide(limits: Limits, header: Header, readable: u64, writable: u64) -> Work {
     let refused = limits.writes == Writes::Refused;
     match header.kind {
@@ -176,7 +175,7 @@ pub(crate) fn decide(limits: Limits, header: Header, readable: u64, writable: u6
     }
 }
 
-/// Where in the image `bytes` at `sector` are, if they are whole sectors within it.
+/// The offset in the image of `bytes` at `sector`, if they are whole sectors within it.
 fn transfer(limits: Limits, sector: u64, bytes: u64) -> Option<u64> {
     if !bytes.is_multiple_of(SECTOR_BYTES) {
         return None;
@@ -185,7 +184,7 @@ fn transfer(limits: Limits, sector: u64, bytes: u64) -> Option<u64> {
     (end <= limits.sectors).then(|| sector * SECTOR_BYTES)
 }
 
-/// A range of the image to be emptied.
+/// A range of the image to empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Emptying {
     pub offset: u64,
@@ -193,7 +192,7 @@ pub(crate) struct Emptying {
     pub how: EmptyHow,
 }
 
-/// How a range is emptied, and what it holds afterwards.
+/// How to empty a range, and what it holds afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EmptyHow {
     /// The content does not matter any more.
@@ -204,7 +203,7 @@ pub(crate) enum EmptyHow {
     Zero,
 }
 
-/// Decides what the range of a discard or write-zeroes request asks for.
+/// Decides what the range of a discard or write-zeroes request does.
 pub(crate) fn range_work(
     limits: Limits,
     kind: RangeKind,
@@ -235,7 +234,7 @@ pub(crate) fn range_work(
         (RangeKind::Discard, 0) => EmptyHow::Discard,
         (RangeKind::WriteZeroes, 0) => EmptyHow::Zero,
         (RangeKind::WriteZeroes, FLAG_UNMAP) => EmptyHow::ZeroUnmap,
-        // 5.2.6.2: a device must answer so to unknown flags, and to unmap in a discard.
+        // 5.2.6.2: a device must answer this for unknown flags, and for unmap in a discard.
         _ => return Err(Status::Unsupported),
     };
     let bytes = u64::from(count) * SECTOR_BYTES;

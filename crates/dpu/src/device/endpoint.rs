@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The socket of a device and its two threads.
 //!
-//! # A front end that holds its connection thread
-//! The front end sends descriptors of any kind, and closing one of them may wait
-//! for its owner: the last close of a file of a FUSE file system asks the file
-//! system's server. So nothing but the connection thread ever closes what a
-//! front end has sent, and nobody waits for that thread for ever. The listener
-//! itself ends the session of a front end that is to go; a connection thread
-//! that has not ended [`STUCK_AFTER`] later is left to itself. As long as it is
-//! there its device takes no other front end, so there is one such thread a
-//! device at most, and no other device notices.
+//! # A front end that blocks its connection thread
+//! The front end sends descriptors of any kind, and closing one may wait for its owner: the last
+//! close of a file on a FUSE file system asks that file system's server. So only the connection
+//! thread closes descriptors that a front end has sent, and no thread waits for it without a limit.
+//! The listener itself ends the session of a front end that must go. A connection thread that has
+//! not ended [`STUCK_AFTER`] later is left alone. Its device accepts no other front end until it
+//! ends, so there is at most one such thread per device, and no other device is affected.
 
 use super::{Connection, Control, session::Session};
 use crate::shared::Leaving;
@@ -40,7 +38,7 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Listens and serves those of `access` until [`Self::close`].
+    /// Listens, and serves front ends that `access` allows until [`Self::close`].
     pub fn open(control: Arc<Control>, access: SocketAccess) -> Result<Self, SocketError> {
         let failed = |source| SocketError::Kernel {
             path: control.socket.clone(),
@@ -62,18 +60,18 @@ impl Endpoint {
         })
     }
 
-    /// What the device's threads share.
+    /// State shared by the device's threads.
     pub fn control(&self) -> &Arc<Control> {
         &self.control
     }
 
-    /// Hangs up on the front end, waits for I/O under way, and listens no more.
+    /// Hangs up on the front end, waits for I/O under way, and stops listening.
     pub fn close(&mut self) {
         let Some(listener) = self.listener.take() else {
             return;
         };
         if let Err(error) = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes()) {
-            tracing::error!(%error, "a device's listener cannot be told to stop");
+            tracing::error!(%error, "a device's listener cannot be stopped");
             return;
         }
         if listener.join().is_err() {
@@ -91,26 +89,26 @@ impl Drop for Endpoint {
     }
 }
 
-/// How long a connection thread may take to end when its session has ended and its socket is shut
-/// down. All that is left for it to do then is to close descriptors.
+/// How long a connection thread may take to end once its session has ended and its socket is shut
+/// down. By then it only has to close descriptors.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
 
 /// A connection that is being served.
 struct Served {
     stream: UnixStream,
     session: Arc<Mutex<Session>>,
-    /// Says nothing; it is cut when the thread ends.
+    /// Carries no message; it disconnects when the thread ends.
     ended: Receiver<Infallible>,
     thread: JoinHandle<()>,
 }
 
-/// What the listener knows of front ends.
+/// The listener's view of front ends.
 enum Tenancy {
-    /// There is none.
+    /// No front end.
     Nobody,
-    /// One is there, or has hung up.
+    /// A front end is there, or has hung up.
     Served(Served),
-    /// The thread of one that has gone is stuck.
+    /// A front end has gone, and its thread is stuck.
     Stuck(JoinHandle<()>),
 }
 
@@ -143,7 +141,7 @@ fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
     }
 }
 
-/// Serves a new front end, unless another is there.
+/// Serves a new front end, unless the device has one already.
 fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
     let left = match old {
         Tenancy::Served(old) if !old.thread.is_finished() && !socket::has_hung_up(&old.stream) => {
@@ -153,7 +151,7 @@ fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
             );
             return Tenancy::Served(old);
         }
-        // Its I/O must have drained before another may begin.
+        // Its I/O must have drained before another front end may begin.
         Tenancy::Served(old) => hang_up(control, old),
         left => left,
     };
@@ -208,7 +206,7 @@ fn converse(
     let mut messages = BackendReqHandler::from_stream(stream, session.clone());
     loop {
         let handled = messages.handle_request();
-        // Not under the session's lock: a close may wait for the front end.
+        // Not under the session's lock: closing may wait for the front end.
         let discarded = lock(session).take_discarded();
         drop(discarded);
         match handled {
@@ -219,8 +217,8 @@ fn converse(
                 tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused");
             }
             Err(VhostError::InactiveOperation(_)) if lock(session).lacks_handshake() => {
-                // Such a front end sends neither its features nor its memory again, so there is nothing to go
-                // on with.
+                // Such a front end sends neither its features nor its memory again, so the device
+                // cannot continue.
                 tracing::error!(
                     socket = %control.socket.display(),
                     "the front end goes on without a handshake, as QEMU before 9.1 does if its VM was paused \
@@ -235,11 +233,11 @@ fn converse(
             }
         }
     }
-    // First everything is stopped, then the socket closes: a front end that sees the hang-up may
-    // be sure that nothing touches its memory any more.
+    // Stop everything before the socket closes: a front end that sees the hang-up may rely on its
+    // memory not being touched any more.
     lock(session).end();
     control.set_connection(Connection::Nobody);
-    // The listener has a copy of the descriptor, so dropping ours would not hang up.
+    // The listener has a duplicate of the descriptor, so dropping ours would not hang up.
     shut_down(closing);
 }
 
@@ -253,17 +251,17 @@ fn shut_down(stream: &UnixStream) {
     }
 }
 
-/// Ends a session: when this returns nothing of it touches memory any more.
+/// Ends a session: after it returns, nothing of that session touches memory any more.
 fn hang_up(control: &Control, served: Served) -> Tenancy {
     shut_down(&served.stream);
-    // First of all: its thread may be waiting for a queue to drain, with the session locked.
+    // First, because its thread may be waiting for a queue to drain, with the session locked.
     control.hurry();
     lock(&served.session).end();
     control.set_connection(Connection::Nobody);
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
         tracing::error!(
             socket = %control.socket.display(),
-            "closing descriptors of a front end that has gone takes for ever; the device takes no other until it is done"
+            "closing descriptors of a front end that is gone does not finish; the device accepts no other until it does"
         );
         return Tenancy::Stuck(served.thread);
     }

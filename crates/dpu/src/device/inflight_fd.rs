@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The in-flight region as a file that goes back and forth (GET_INFLIGHT_FD, SET_INFLIGHT_FD).
+//! The in-flight region as a file that is passed back and forth (GET_INFLIGHT_FD, SET_INFLIGHT_FD).
 //!
-//! We make it, the front end keeps it, and gives it back to us or to a
-//! successor. It is sealed against shrinking when it is made, and must be when
-//! it comes back: else its owner could make us touch memory that is gone.
+//! We create it, the front end keeps it and passes it back to us or to a successor. It is sealed
+//! against shrinking when it is created, and must be sealed when it comes back: otherwise its owner
+//! could make us touch memory that is gone.
 
 use crate::{
     blk::config::{QUEUE_SIZE_MAX, QUEUES_MAX},
@@ -17,15 +17,15 @@ use pagetide_sys::{
 use rustix::fs::{MemfdFlags, SealFlags};
 use std::{fs::File, os::fd::BorrowedFd, sync::Arc};
 
-/// Why an in-flight region cannot be made or taken.
+/// Why an in-flight region cannot be created or accepted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InflightError {
-    /// Its shape is beyond what the device has.
+    /// It exceeds what the device supports.
     #[error(
         "an in-flight region for {queues} queues of {size} was asked for; at most {QUEUES_MAX} of {QUEUE_SIZE_MAX} are served"
     )]
     Shape { queues: u16, size: u16 },
-    /// The file is not what was handed out.
+    /// The file is not the one that was handed out.
     #[error(
         "the in-flight region has {bytes} bytes at {offset} of a file of {file_bytes}; {needed} are needed, at a multiple of 8"
     )]
@@ -35,7 +35,7 @@ pub(crate) enum InflightError {
         file_bytes: u64,
         needed: u64,
     },
-    /// It could be shrunk under us.
+    /// It could shrink while we use it.
     #[error("the in-flight region is not a memfd sealed against shrinking")]
     NotSealed,
     /// The kernel refused.
@@ -44,7 +44,7 @@ pub(crate) enum InflightError {
         operation: &'static str,
         source: rustix::io::Errno,
     },
-    /// It is no memory.
+    /// It is not memory.
     #[error(transparent)]
     File(#[from] RamFileError),
     /// It cannot be mapped.
@@ -73,7 +73,7 @@ fn needed(queues: u16, size: u16) -> Result<u64, InflightError> {
     Ok(u64::from(queues) * area_bytes(size))
 }
 
-/// Makes a region; its file and length.
+/// Creates a region; returns its file and length.
 pub(crate) fn create(queues: u16, size: u16) -> Result<(File, u64), InflightError> {
     let bytes = needed(queues, size)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -84,17 +84,17 @@ pub(crate) fn create(queues: u16, size: u16) -> Result<(File, u64), InflightErro
     Ok((File::from(file), bytes))
 }
 
-/// A region that was given back.
+/// A region that was passed back.
 #[derive(Debug)]
 pub(crate) struct InflightRegion {
     mapping: Arc<SharedMapping>,
     shape: Shape,
-    /// Where it begins in the mapping.
+    /// Its offset in the mapping.
     inner: u64,
 }
 
 impl InflightRegion {
-    /// Maps it, after every check.
+    /// Maps it, after all checks.
     pub fn open(file: BorrowedFd<'_>, shape: Shape) -> Result<Self, InflightError> {
         let needed = needed(shape.queues, shape.size)?;
         let ram = RamFile::of(file)?;
@@ -114,7 +114,7 @@ impl InflightRegion {
                 needed,
             });
         };
-        // Of a file of any length only what is needed takes address space.
+        // However long the file is, only the needed part takes address space.
         let first_byte = shape.offset - shape.offset % ram.page_bytes.max(PAGE_BYTES);
         let part = FilePart {
             offset: first_byte,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Each vhost-user message, and what it does to a [`Session`].
+//! The vhost-user messages, and what each does to a [`Session`].
 
 use super::{
     inflight_fd::{self, InflightRegion, Shape},
@@ -37,7 +37,8 @@ fn unsupported<T>(what: &'static str) -> Result<T> {
 }
 
 impl Session {
-    /// The eventfd that a front end has sent; what is none is refused and closed apart.
+    /// The eventfd that a front end has sent. A descriptor of another kind is refused, and closed
+    /// elsewhere.
     fn event(&mut self, file: File) -> Result<OwnedFd> {
         let event = OwnedFd::from(file);
         match check_event(event.as_fd()) {
@@ -99,7 +100,7 @@ impl VhostUserBackendReqHandlerMut for Session {
         self.discarded.extend(files);
         mapped?;
         self.stop_all(StopHow::Drain)?;
-        // What was there before is unmapped here, not by an engine.
+        // The old memory is unmapped here, not by an engine.
         let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
         drop(before);
@@ -317,9 +318,9 @@ impl VhostUserBackendReqHandlerMut for Session {
         table
             .remove(shape.gpa, shape.bytes, shape.frontend)
             .map_err(|error| refused_memory(&error))?;
-        // I/O under way may be to this region; rings may be in it.
+        // I/O under way may target this region; rings may be in it.
         self.stop_all(StopHow::Drain)?;
-        // What was there before is unmapped here, not by an engine.
+        // The old memory is unmapped here, not by an engine.
         let before = std::mem::replace(&mut self.regions, table);
         self.publish_memory()?;
         drop(before);

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A device as its front end meets it: a socket, one connection at a time, vhost-user messages.
+//! A device as its front end sees it: a socket, one connection at a time, vhost-user messages.
 //!
 //! ```text
 //!   listener thread ──accept──► connection thread ──Command──► engines
 //!        ▲                        blocking reads of messages      rings and I/O
 //!        └── a second front end is turned away while one is there
 //! ```
-//! No message is on the way of a request: after the set-up the connection
-//! thread only waits for the front end to go.
+//! No message is involved in a request: after the set-up the connection thread only waits for the
+//! front end to go.
 //!
-//! A front end that comes back before its old connection is cleaned up (a VMM
-//! that reconnects at once) waits until it is.
+//! A front end that reconnects before its old connection is cleaned up (as a VMM does that
+//! reconnects at once) waits until it is.
 
 mod endpoint;
 mod inflight_fd;
@@ -41,7 +41,7 @@ use std::{
 pub(crate) use endpoint::Endpoint;
 pub use endpoint::{SocketAccess, SocketError};
 
-/// Whether a front end is there.
+/// Whether a front end is connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DeviceState {
     /// No front end is connected.
@@ -49,7 +49,7 @@ pub enum DeviceState {
     Listening,
     /// A front end is connected.
     Connected,
-    /// Stopped; the report says why. A new connection begins afresh.
+    /// Stopped; the report says why. A new connection starts afresh.
     Stopped,
 }
 
@@ -70,7 +70,7 @@ impl From<RecvError> for EngineGone {
     }
 }
 
-/// What the control threads of one device share.
+/// State shared by the control threads of one device.
 pub(crate) struct Control {
     pub slot: usize,
     pub shared: Arc<DeviceShared>,
@@ -97,7 +97,7 @@ pub(crate) enum Connection {
     There,
 }
 
-/// What a device is made of.
+/// The parts of a device.
 pub(crate) struct Parts {
     pub slot: usize,
     pub shared: Arc<DeviceShared>,
@@ -129,24 +129,24 @@ impl Control {
         &self.engines[(self.slot + usize::from(queue)) % self.engines.len()]
     }
 
-    /// The front end goes: what its queues have not begun is not done, also by those that are draining
-    /// now.
+    /// Called when the front end goes: requests that its queues have not begun are not done, not
+    /// even by queues that are draining now.
     pub fn hurry(&self) {
         self.shared.set_leaving(Leaving::Yes);
         for engine in &self.engines {
             if let Err(error) = engine.mailbox.post(Command::Look) {
-                tracing::debug!(%error, "an engine that has ended needs no hurry");
+                tracing::debug!(%error, "an engine has ended already");
             }
         }
     }
 
-    /// Tells every engine of the device; no engine knows it if one fails.
+    /// Adds the device to every engine, or to none if one fails.
     pub fn add_to_engines(&self) -> Result<io::Result<()>, EngineGone> {
         let added = self.try_add_to_engines()?;
         if added.is_err() {
-            // The engines before that one have it. What they say of it is of no interest.
+            // The engines before that one have it. Their answer does not matter.
             self.remove_from_engines()?.unwrap_or_else(|error| {
-                tracing::warn!(%error, "a device that was not added could not be taken back");
+                tracing::warn!(%error, "a device that was not added could not be removed again");
             });
         }
         Ok(added)
@@ -168,7 +168,7 @@ impl Control {
         Ok(Ok(()))
     }
 
-    /// Takes the device, whose queues have stopped, from every engine.
+    /// Removes the device from every engine. Its queues have stopped.
     pub fn remove_from_engines(&self) -> Result<io::Result<()>, EngineGone> {
         let mut outcome = Ok(());
         for engine in &self.engines {
@@ -192,12 +192,12 @@ impl Control {
         status.sealed = sealed;
     }
 
-    /// Whether the memory that the device works on now is sealed; `None` without memory.
+    /// Whether the memory that the device uses now is sealed; `None` without memory.
     pub fn sealed(&self) -> Option<Sealed> {
         self.status().sealed
     }
 
-    /// Files of guest RAM that the device works on now.
+    /// Files of guest RAM that the device uses now.
     pub fn files(&self) -> Vec<FileKey> {
         self.status().files.clone()
     }

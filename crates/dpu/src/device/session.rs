@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One front end's connection: vhost-user messages become engine commands.
 //!
-//! A ring *runs* once it has addresses, memory to translate them by, a kick
-//! descriptor, and is enabled. Whatever takes one of these away stops it first,
-//! and its I/O is done before the message is answered: the front end may reuse
-//! what it has taken away.
+//! A ring *runs* once it has addresses, memory to translate them, and a kick descriptor, and is
+//! enabled. A message that takes one of these away stops the ring first, and its I/O is done before
+//! the message is answered: the front end may reuse the memory or descriptor it has taken away.
 //!
-//! What is refused here is refused with a reason in the log. A front end that
-//! would go on in the belief that all is well is hung up on; one that adds or
-//! removes a memory region waits for the answer (REPLY_ACK), so it may stay.
+//! Every refusal is logged with its reason. The connection is closed if the front end would
+//! otherwise go on unaware of the refusal. A front end that adds or removes a memory region waits
+//! for the answer (REPLY_ACK), so it may stay.
 
 use super::{Control, EngineGone, inflight_fd::InflightRegion};
 use crate::{
@@ -33,7 +32,7 @@ use vhost::vhost_user::{
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 
-/// Where a front end has a ring.
+/// Addresses of a ring in the front end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RingAddresses {
     pub descriptors: FrontendVa,
@@ -75,10 +74,10 @@ pub(crate) struct Session {
     pub vrings: Vec<Vring>,
     pub inflight: Option<InflightRegion>,
     pub answered: Answered,
-    /// Descriptors that the front end has sent and nobody needs: closing one may wait for it, which
-    /// nobody must do with the session locked.
+    /// Unneeded descriptors from the front end. Closing one may wait for the front end, so no
+    /// thread may do so with the session locked.
     pub discarded: Vec<OwnedFd>,
-    /// It has ended: what still comes of its front end does nothing.
+    /// It has ended: later messages of its front end have no effect.
     ended: bool,
     pub handshake: Handshake,
 }
@@ -115,12 +114,13 @@ impl Session {
         }
     }
 
-    /// True if the front end goes on where another connection ended: it never asked what we know.
+    /// True if the front end continues where another connection ended, without querying our
+    /// features.
     pub fn lacks_handshake(&self) -> bool {
         self.handshake == Handshake::Missing
     }
 
-    /// True if the front end knows that its last message was refused.
+    /// True if the front end has been told that its last message was refused.
     pub fn was_answered(&mut self) -> bool {
         std::mem::take(&mut self.answered) == Answered::Yes
     }
@@ -130,7 +130,7 @@ impl Session {
         std::mem::take(&mut self.discarded)
     }
 
-    /// Stops everything and lets go of the front end's memory. Once is enough.
+    /// Stops everything and drops the front end's memory. Further calls do nothing.
     pub fn end(&mut self) {
         if std::mem::replace(&mut self.ended, true) {
             return;
@@ -143,9 +143,9 @@ impl Session {
         }
         let gone = (std::mem::take(&mut self.regions), self.inflight.take());
         if let Err(error) = self.publish_memory() {
-            tracing::error!(%error, "an engine could not be told to let go of guest memory");
+            tracing::error!(%error, "an engine could not be made to release guest memory");
         }
-        // Unmapped here: of large memory that takes long, and an engine has other tenants.
+        // Unmapped here: for large memory this takes long, and an engine has other tenants.
         drop(gone);
     }
 
@@ -176,8 +176,8 @@ impl Session {
         self.tell_engine(queue, command, &taken)
     }
 
-    /// Tells the engine of a queue, and waits until it has obeyed: so a front end has no more than one
-    /// command waiting, however many messages it sends.
+    /// Sends a command to a queue's engine and waits until it has been obeyed. So a front end has
+    /// at most one command waiting, however many messages it sends.
     pub fn tell_engine(&self, queue: u16, command: Command, obeyed: &Receiver<()>) -> Result<()> {
         let mailbox = &self.control.engine_of(queue).mailbox;
         mailbox.post(command).map_err(|e| gone(e.into()))?;
@@ -284,7 +284,7 @@ impl Session {
         (0..self.control.queue_count).try_for_each(|queue| self.start_if_ready(queue))
     }
 
-    /// Gives every engine the memory as it is now.
+    /// Gives the current memory to every engine.
     pub fn publish_memory(&self) -> Result<()> {
         for (index, engine) in self.control.engines.iter().enumerate() {
             let memory = self
@@ -305,7 +305,7 @@ impl Session {
         Ok(())
     }
 
-    /// Maps a region that the front end names.
+    /// Maps a region described by the front end.
     pub fn region(&self, shape: RegionShape, file: BorrowedFd<'_>) -> Result<Region> {
         if self.ended {
             return Err(Error::BackendInternalError);
@@ -314,19 +314,19 @@ impl Session {
             .map_err(|error| refused_memory(&error))
     }
 
-    /// Refuses regions of which there would be too much in all.
+    /// Refuses regions whose total size is too large.
     pub fn check_quota(&self, lengths: impl Iterator<Item = u64>) -> Result<()> {
         let checked = self.control.ram.check_bytes(lengths);
         checked.map_err(|error| refused_memory(&error))
     }
 }
 
-/// The right to signal an eventfd that the front end gave.
+/// The right to signal an eventfd from the front end.
 pub(super) fn signal_of(event: &OwnedFd) -> Result<EventSignal> {
     EventSignal::new(event.as_fd()).map_err(|error| refused_event(&error))
 }
 
-/// Refuses what is not an eventfd: other files may make whoever polls or writes them wait.
+/// Refuses a descriptor that is not an eventfd: polling or writing other files may block.
 pub(super) fn check_event(event: BorrowedFd<'_>) -> Result<()> {
     match is_eventfd(event) {
         Ok(true) => Ok(()),
@@ -363,7 +363,7 @@ pub(super) fn gone(error: EngineGone) -> Error {
 
 /// The region of a message that names one.
 pub(super) fn shape_of(single: &VhostUserSingleMemoryRegion) -> RegionShape {
-    // It derefs to the region in it.
+    // It derefs to the region inside.
     let region: &VhostUserMemoryRegion = single;
     region.into()
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an engine tells the access log: the data of each transfer, as it begins (VPRI 5.3).
+//! What an engine reports to the access log: the data of each transfer as it begins (VPRI 5.3).
 //!
-//! Headers and status bytes are left out: they lie in memory that the guest's driver itself touches
-//! for each request, so the CPU keeps it hot. A transfer that begins again (it had arrived in a bounce buffer and could
-//! not be delivered) is told again.
+//! Headers and status bytes are left out: the guest's driver touches their memory for each request,
+//! so the CPU keeps it hot. A transfer that begins again (it had arrived in a bounce buffer and
+//! could not be delivered) is reported again.
 //!
-//! The time is that of the look at the clock by which the chain was taken, so telling costs none.
+//! The time is the clock value read when the chain was taken, so a report costs no clock read.
 
 use super::{Device, Io};
 use crate::{
@@ -19,7 +19,7 @@ use pagetide_vpri::{
 };
 
 impl Io {
-    /// Tells of the data of one transfer, pieces that follow one another as one.
+    /// Reports the data of one transfer; adjacent pieces are reported as one.
     #[inline]
     pub fn log_accesses(
         &mut self,

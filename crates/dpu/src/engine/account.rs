@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an engine tells the accounts of its devices, and when; what it costs is in
+//! What an engine reports to the accounts of its devices, and when; its cost is described in
 //! [`crate::slo::recorder`].
 
 use super::{Device, Engine, Io, finish::Answer, queue::EngineQueue};
@@ -10,19 +10,19 @@ use crate::slo::{
 use std::sync::atomic::Ordering;
 
 impl Io {
-    /// Takes the time, for all that is taken together now.
+    /// Reads the clock, for everything that is taken together now.
     pub fn look_at_clock(&mut self) {
         self.now_ns = now_ns();
     }
 
-    /// There is something to be told of the device in that slot.
+    /// Notes that the device in that slot has something to report.
     pub fn has_news(&mut self, device: &mut Device, slot: usize) {
         if device.shared.is_accounted() && !std::mem::replace(&mut device.has_news, true) {
             self.news.push(slot);
         }
     }
 
-    /// A chain has its place in the used ring.
+    /// Reports a chain that was put into the used ring.
     pub fn tell_done(&mut self, device: &mut Device, queue: &EngineQueue, answer: &Answer) {
         if !device.shared.is_accounted() {
             return;
@@ -34,7 +34,7 @@ impl Io {
         self.has_news(device, queue.key.device);
     }
 
-    /// A chain was parked with that many page requests.
+    /// Reports a chain that was parked with that many page requests.
     pub fn tell_faults(
         &mut self,
         device: &mut Device,
@@ -57,7 +57,7 @@ impl Io {
 }
 
 impl Engine {
-    /// Tells the accounts what is due, of the devices of which there is something to tell.
+    /// Sends due reports to the accounts of the devices that have any.
     pub(super) fn tell_accounts(&mut self, urgency: Urgency) {
         let mut news = std::mem::take(&mut self.io.news);
         news.retain(|slot| {
@@ -83,7 +83,7 @@ impl Device {
         self.has_news = !self.recorder.tell(&self.shared.account, now_ns, urgency);
     }
 
-    /// A queue has ended, and its chains with it.
+    /// Closes the account of a queue that has ended with all its chains.
     pub(super) fn close_account(&mut self, engine: usize) {
         self.tell_account(engine, now_ns(), Urgency::Now);
     }

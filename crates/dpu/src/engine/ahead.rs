@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Looking ahead in a paused queue: pages that its next chains will need are asked for with those
-//! of the chain that faulted, so that a run of cold requests costs one wait and not one each.
+//! Look-ahead in a paused queue: the pages that its next chains will need are requested along with
+//! those of the faulting chain, so that a run of cold requests costs one wait instead of one each.
 //!
 //! A driver makes chains available ahead of their use. While a queue is paused
-//! ([`OnFault::Pause`](crate::OnFault)) the chains behind the parked one stay in the ring; they
-//! are looked at there, up to [`AHEAD_MAX`] of them, and taken by nobody. What is found is a
-//! guess: the driver may yet change its descriptors, and a chain that makes no sense is told when its
-//! turn has come. So nothing of a look is kept but how far it went.
+//! ([`OnFault::Pause`](crate::OnFault)) the chains behind the parked one stay in the ring. Up to
+//! [`AHEAD_MAX`] of them are read there, and none is taken. The result is a guess: the driver may
+//! still change its descriptors, and a broken chain is reported when its turn comes. So only the
+//! number of chains read is kept.
 //!
-//! Out of order there is nothing to look ahead for: later chains are taken, and
-//! park with requests of their own.
+//! Out of order, there is nothing to look ahead for: later chains are taken and park with requests
+//! of their own.
 
 use super::{
     Device, Io,
@@ -19,12 +19,12 @@ use super::{
 use crate::{memory::DeviceMemory, parked::PageDemand};
 use pagetide_addr::Access;
 
-/// Chains behind a parked one that are looked at. The next ones begin as soon as it is answered, and
-/// what is brought much earlier than it is used may be evicted again.
+/// Chains behind a parked one that are read ahead. The next ones begin as soon as it is answered,
+/// and pages brought much earlier than their use may be evicted again.
 const AHEAD_MAX: usize = 16;
 
 impl Io {
-    /// Asks for the pages of chains that stand behind a parked one.
+    /// Requests the pages of chains behind a parked one.
     pub fn look_ahead(&mut self, device: &Device, queue: &mut EngineQueue, memory: &DeviceMemory) {
         let mut found = Vec::new();
         while queue.looked_ahead < AHEAD_MAX {
@@ -50,12 +50,12 @@ impl Io {
         let buffers = &mut self.scratch.buffers;
         match locate(queue, memory, head, buffers) {
             Ok(Located::Frame(frame)) => found.extend(absent_of(memory, &frame, buffers)),
-            // The rest of the chain shows when its table is there.
+            // The rest of the chain becomes known when its table is present.
             Ok(Located::TableAbsent(spans)) => {
                 found.extend(wanted_of(memory, &spans, Access::Read));
             }
             Ok(Located::Refused { .. }) => {}
-            Err(reason) => tracing::debug!(%reason, "looked ahead at a chain that makes no sense"),
+            Err(reason) => tracing::debug!(%reason, "an invalid chain was read ahead"),
         }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a leased chain asks for, and its beginning: the last step before the kernel.
+//! Beginning a leased chain: the last step before the kernel.
 
 use super::{
     Device, Io,
@@ -23,7 +23,7 @@ use pagetide_addr::Access;
 use std::{io, rc::Rc};
 
 impl Io {
-    /// Does what a leased chain asks for, or begins it.
+    /// Executes a leased chain's request, or begins it.
     pub fn begin(
         &mut self,
         device: &mut Device,
@@ -32,7 +32,7 @@ impl Io {
         ready: Ready,
     ) -> io::Result<()> {
         let mut ready = ready;
-        // The descriptors were read: zeros in their place ask for nothing.
+        // The descriptors have been read. Zeros in their place would request nothing.
         if let Some(reason) = queue.lost(memory) {
             self.forgo(memory, ready);
             device.shared.stop(reason);
@@ -54,7 +54,7 @@ impl Io {
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers)
             .and_then(|task| self.within_image(device, task, &buffers));
-        // Now the header, too.
+        // The header has been read, too.
         if let Some(reason) = queue.lost(memory) {
             self.scratch.buffers = buffers;
             self.forgo(memory, ready);
@@ -92,7 +92,7 @@ impl Io {
         Ok(())
     }
 
-    /// Gives back what a chain holds that will not be done.
+    /// Releases what a chain holds whose request will not be done.
     fn forgo(&mut self, memory: &DeviceMemory, mut ready: Ready) {
         if let Some(bounce) = ready.bounce.take() {
             self.bounces.abandon(&bounce.plan);
@@ -100,7 +100,7 @@ impl Io {
         ready.leases.release(memory);
     }
 
-    /// Lets no write through that ends where the image does not reach any more.
+    /// Refuses a write that ends beyond the image's current size.
     fn within_image(
         &self,
         device: &mut Device,
@@ -163,7 +163,7 @@ impl Io {
             }
         };
         if let Err(error) = aimed {
-            // Spans come from this very memory: our own bug, answered as an error.
+            // Spans come from this very memory, so this is a bug of ours, answered as an error.
             debug_assert!(false, "{error}");
         }
         job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
@@ -174,7 +174,7 @@ impl Io {
         self.start(device, queue, job)
     }
 
-    /// Gives a job's first step to the ring, or has it wait for its turn.
+    /// Gives a job's first step to the ring, or queues it for the tenant's turn.
     fn start(
         &mut self,
         device: &mut Device,
@@ -194,7 +194,7 @@ impl Io {
         Ok(())
     }
 
-    /// Has a job wait for its next step.
+    /// Queues a job for its next step.
     pub fn go_on(&self, device: &mut Device, job: Box<Job<Request>>) {
         let key = job.request.key;
         match job.request.kind {
@@ -206,7 +206,7 @@ impl Io {
         }
     }
 
-    /// Begins flushes and the like that wait, as far as the tenant may; what kept it from more.
+    /// Begins waiting slow operations, as far as the tenant may; returns what stopped it.
     pub fn start_slow(&mut self, device: &mut Device, slot: usize) -> io::Result<Served> {
         let mut served = Served::Nothing;
         while !device.slow.is_empty() {
@@ -224,7 +224,7 @@ impl Io {
         Ok(served)
     }
 
-    /// Gives the next step of a transfer to the ring, by the descriptor that can take it.
+    /// Gives the next step of a transfer to the ring, with the descriptor that supports it.
     pub fn start_step(
         &mut self,
         device: &Device,
@@ -244,7 +244,8 @@ impl Io {
             }
             _ => device.buffered,
         };
-        // Steps end at blocks of the disk, so that the next one may go past the page cache, too.
+        // Steps end at block boundaries of the disk, so that the next one can bypass the page
+        // cache, too.
         let step_bytes = self.fair.step_bytes_max(queue.key.device);
         let bytes = job.dma.cut(step_bytes.max(block_bytes));
         queue.credit.spend(bytes);
@@ -257,9 +258,9 @@ impl Io {
         self.fair.step_began(job.request.key.device, load);
         let step = job.request.step;
         self.ring.start(job, step)?;
-        // A disk with nothing to do gets the first request at once, not when all of a batch are
-        // ready: so never let more wait than are under way. The batches double, so a deep queue
-        // costs few system calls all the same.
+        // An idle disk gets the first request at once, not when a whole batch is ready: so never
+        // let more wait than are under way. The batches double, so a deep queue still costs few
+        // system calls.
         let waiting = self.ring.unsubmitted();
         if 2 * waiting > self.ring.in_flight() {
             self.ring.submit()?;
@@ -268,22 +269,22 @@ impl Io {
     }
 }
 
-/// What memory a transfer works on.
+/// The memory of a transfer.
 enum Onto<'a> {
-    /// The guest's alone.
+    /// Guest memory only.
     Guest(&'a [Span]),
-    /// The guest's and bounce buffers.
+    /// Guest memory and bounce buffers.
     Bounce(Plan),
 }
 
-/// I/O that a request asks for.
+/// The I/O of a request.
 struct Task {
     kind: Kind,
     operation: Operation,
     offset: u64,
 }
 
-/// Decides what a leased chain asks for; a status if it is answered at once.
+/// Decides what a leased chain requests; returns a status if it is answered at once.
 fn task(
     device: &Device,
     memory: &DeviceMemory,
@@ -343,7 +344,7 @@ fn empty_task(
     })
 }
 
-/// Mode of `fallocate` that does a stage.
+/// The mode of `fallocate` for a stage.
 pub(crate) fn empty_mode(how: EmptyHow, stage: EmptyStage) -> i32 {
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     match (how, stage) {

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Calls`]: telling a front end of completions, by an eventfd of its.
+//! [`Calls`]: signalling completions to a front end through its eventfd.
 //!
-//! Whether the driver wants a call is asked once for what was completed: with event indices the answer
-//! is yes for the completion that passes the driver's index, and no from then on. A call that could
-//! not be made then is *owed*. It is made as soon as it can be, whatever the driver says by then:
-//! a guest whose call is lost waits until its own time-out, and one call too many does no harm.
+//! Whether the driver wants a call is checked once per completion: with event indices the answer is
+//! yes for the completion that passes the driver's index, and no after it. A call that failed then
+//! is *owed*. It is made as soon as possible, whatever the driver wants by then: a guest that
+//! misses a call waits until its own time-out, and one call too many does no harm.
 
 use pagetide_sys::signal::EventSignal;
 use std::{io, time::Duration};
 
-/// How long an engine that has nothing else to do waits before it tries a call again that failed. The
-/// kernel fails one when it is short of memory.
+/// How long an otherwise idle engine waits before it retries a failed call. The kernel fails a call
+/// when it is short of memory.
 pub(super) const OWED_RETRY: Duration = Duration::from_millis(5);
 
-/// What can be signalled.
+/// An object that can be signalled.
 pub(super) trait Signal {
     /// Signals once, without waiting.
     fn signal(&mut self) -> io::Result<()>;
@@ -25,7 +25,7 @@ impl Signal for EventSignal {
     }
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(super) struct Calls<S = EventSignal> {
     to: Option<S>,
@@ -42,24 +42,24 @@ impl<S: Signal> Calls<S> {
         self.to.is_some()
     }
 
-    /// True if one could not be made.
+    /// True if a call failed and is owed.
     pub fn are_owed(&self) -> bool {
         self.is_owed
     }
 
-    /// Calls by `to` from now on, and once at once: a call may have gone to the one before.
+    /// Uses `to` from now on, and signals it at once: a call may have gone to its predecessor.
     pub fn go_to(&mut self, to: Option<S>) {
         self.to = to;
         self.ring();
     }
 
-    /// Makes a call, or owes it.
+    /// Makes a call, or records that it is owed.
     pub fn ring(&mut self) {
         let rung = self.to.as_mut().map_or(Ok(()), Signal::signal);
         if let Err(error) = &rung
             && !self.is_owed
         {
-            tracing::error!(%error, "a front end cannot be called; trying again until it can");
+            tracing::error!(%error, "signalling a front end failed; retrying");
         }
         self.is_owed = rung.is_err();
     }
@@ -69,7 +69,7 @@ impl<S: Signal> Calls<S> {
 mod tests {
     use super::*;
 
-    /// Fails so often, and counts what was sent.
+    /// Fails a number of times, and counts the calls that got through.
     #[derive(Debug, Default)]
     struct Weak {
         failures: u32,

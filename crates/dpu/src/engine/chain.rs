@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A chain's way from the avail ring to the kernel, or to the parked.
+//! The path of a chain from the avail ring to the kernel, or to the parked chains.
 //!
 //! ```text
 //!   pop ─► walk ─► frame ─► lease every page, all or none ─► read header ─► decide ─► start I/O
@@ -7,8 +7,8 @@
 //!            │ └── table absent ────┴── some absent: release all, park, page requests
 //!            └── part outside memory: answered with an error (RAM was unplugged, or the guest lies)
 //! ```
-//! A resumed chain starts again at *walk*: what the guest has changed meanwhile
-//! is its own affair, and nothing of the first look is trusted later.
+//! A resumed chain starts again at *walk*. The guest may have changed it meanwhile; nothing from
+//! the first walk is trusted later.
 
 use super::{
     Device, Io,
@@ -31,12 +31,13 @@ use pagetide_addr::Access;
 use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
 use virtio_queue::QueueOwnedT;
 
-/// Chains taken from one queue's ring at a time. Each is begun, or waits for its first step with its
-/// pages leased, so they are few.
+/// Chains taken from one queue's ring at a time. Few, because each is begun, or waits for its first
+/// step with its pages leased.
 pub(super) const POP_BATCH: usize = 8;
-/// A look-up that takes so long was interrupted: even with every cache line cold it is far less.
+/// A look-up that takes this long was interrupted: even with every cache line cold it takes far
+/// less.
 const LOOKUP_INTERRUPTED_NS: u64 = 5_000;
-/// What an engine must know of a request when its I/O is done.
+/// What an engine must know of a request when its I/O completes.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub key: QueueKey,
@@ -47,13 +48,13 @@ pub(crate) struct Request {
     /// What the step counts as while the kernel has it.
     pub load: Load,
     pub kind: Kind,
-    /// Bytes of data, for the used ring and the figures.
+    /// Bytes of data, for the used ring and the statistics.
     pub data_bytes: u32,
     pub sample: Sample,
     pub course: RequestTimeline,
-    /// Direct I/O was refused once.
+    /// Direct I/O was refused once already.
     pub retried: bool,
-    /// Pages of it that are absent: what was read of them is in bounce buffers.
+    /// Absent pages of the request: the data read for them is in bounce buffers.
     pub bounced: Vec<Run>,
 }
 
@@ -66,18 +67,18 @@ pub(crate) enum Kind {
     Empty { how: EmptyHow, stage: EmptyStage },
 }
 
-/// How far the emptying of a range is; file systems differ in what they can do.
+/// Progress of emptying a range; file systems differ in the modes they support.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EmptyStage {
-    /// The mode that does it at once.
+    /// The mode that does it in one call.
     Direct,
-    /// Zeroing is not to be had: punch first,
+    /// Zeroing is not supported: punch first,
     Punch,
     /// then allocate again.
     Allocate,
 }
 
-/// Whether this request's look-up is timed.
+/// Whether the look-up of this request is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sample {
     No,
@@ -89,19 +90,19 @@ pub(crate) enum Sample {
 pub(crate) enum Origin {
     /// From the avail ring or the in-flight region.
     Fresh(RequestTimeline),
-    /// From the parked.
+    /// From the parked chains.
     Resumed {
         purpose: Purpose,
         since: Instant,
         course: RequestTimeline,
         ended: Ended,
     },
-    /// Its transfer had arrived in a bounce buffer, and could not be delivered.
+    /// Its transfer had arrived in a bounce buffer, but could not be delivered.
     Again(RequestTimeline),
 }
 
 impl Origin {
-    /// What has been with the chain so far.
+    /// The course of the chain so far.
     fn course(&self) -> RequestTimeline {
         match self {
             Self::Fresh(course) | Self::Again(course) | Self::Resumed { course, .. } => *course,
@@ -114,16 +115,16 @@ pub(crate) fn nanos(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// How far the serving of a queue has come.
+/// How far the serving of a queue got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Served {
-    /// There was nothing to begin.
+    /// Nothing to begin.
     Nothing,
-    /// As far as there was work, or the queue's share went.
+    /// All work was begun, or the queue's share was spent.
     InPart,
-    /// There is more, and its tenant has spent its credit of this turn.
+    /// More work is left, and the tenant's credit of this turn is spent.
     Spent,
-    /// There is more, and its tenant has all that it may have in flight.
+    /// More work is left, and the tenant's in-flight bound is reached.
     Full,
 }
 
@@ -134,12 +135,12 @@ pub(crate) struct Ready {
     pub leases: LeaseSet,
     pub sample: Sample,
     pub course: RequestTimeline,
-    /// It is a read, and part of it is to land.
+    /// Set if it is a read of which part goes to bounce buffers.
     pub bounce: Option<Box<Bounce>>,
 }
 
 impl Io {
-    /// Begins what a queue has to begin, until its share or its tenant's is spent.
+    /// Begins work of a queue until the share of the queue or of its tenant is spent.
     pub fn serve_queue(
         &mut self,
         device: &mut Device,
@@ -173,7 +174,8 @@ impl Io {
                     Verdict::Full => Served::Full,
                 });
             }
-            // Steps and chains in turn: a small request does not wait until all of a large one is done.
+            // Steps and chains alternate: a small request does not wait until all of a large one is
+            // done.
             let chains_first = queue.stepped_last && chain == Verdict::Go;
             if (!steps_wait || chains_first) && self.take_chains(device, queue)? > 0 {
                 queue.stepped_last = false;
@@ -187,12 +189,12 @@ impl Io {
         }
     }
 
-    /// True if chains of a queue may be begun, as far as the queue is concerned.
+    /// True if the queue itself allows chains to begin.
     fn may_begin_chains(&self, device: &Device, queue: &EngineQueue) -> bool {
         !queue.resumed.is_empty() || (queue.may_begin() && self.may_park(&device.shared))
     }
 
-    /// True if there is something that a queue would begin if it had the means.
+    /// True if the queue has something that it would begin if allowed.
     pub fn has_work(&self, device: &Device, queue: &EngineQueue) -> bool {
         if !queue.steps.is_empty() || !queue.resumed.is_empty() {
             return true;
@@ -201,13 +203,13 @@ impl Io {
             return false;
         }
         let memory = device.memory.as_ref();
-        // A ring that makes no sense is told when a chain is taken from it.
+        // A broken ring is reported when a chain is taken from it.
         !queue.resubmit.is_empty()
             || memory.is_some_and(|memory| queue.waiting(memory).is_none_or(|n| n > 0))
     }
 
-    /// Takes some chains from a queue: those whose pages have come first, then those that a
-    /// predecessor left, then new ones; how many.
+    /// Takes some chains from a queue and returns how many: first those whose pages have arrived,
+    /// then those that a predecessor left, then new ones.
     fn take_chains(&mut self, device: &mut Device, queue: &mut EngineQueue) -> io::Result<usize> {
         let slot = queue.key.device;
         if let Some(resumed) = queue.resumed.pop_front() {
@@ -236,13 +238,13 @@ impl Io {
         Ok(taken)
     }
 
-    /// Charges a tenant, and its queue, for something that it began.
+    /// Charges a tenant, and its queue, for something the tenant began.
     pub fn charge(&mut self, slot: usize, queue: &mut EngineQueue, cost_bytes: u64) {
         queue.credit.spend(cost_bytes);
         self.fair.charge(slot, cost_bytes);
     }
 
-    /// Takes and serves as many chains as may be taken at a time; how many.
+    /// Takes and serves one batch of chains; returns how many.
     fn pop_batch(
         &mut self,
         device: &mut Device,
@@ -272,7 +274,7 @@ impl Io {
         Ok(popped)
     }
 
-    /// True if a chain of the device may be parked, should that be needed.
+    /// True if a chain of the device could be parked.
     pub fn may_park(&self, device: &DeviceShared) -> bool {
         let parked = device.counters[self.index].parked.load(Ordering::Relaxed);
         !self.parked.is_queue_full() && parked < PARKED_PER_DEVICE_MAX as u64
@@ -299,7 +301,7 @@ impl Io {
         if !queue.may_pop() || !self.may_park(&device.shared) {
             return Ok(());
         }
-        // Each chain may be parked: there must be room for it.
+        // Each chain may be parked, so there must be room for it.
         let room = queue
             .batch()
             .min(PARKED_PER_QUEUE_MAX - queue.parked)
@@ -313,7 +315,7 @@ impl Io {
         Ok(())
     }
 
-    /// Serves one chain as far as it goes now.
+    /// Serves one chain as far as possible now.
     pub fn serve(
         &mut self,
         device: &mut Device,
@@ -424,7 +426,8 @@ impl Io {
             }));
         }
         leases.release(memory);
-        // One that had arrived in a bounce buffer does not land again at once: that it gets on is worth more.
+        // A chain that had arrived in a bounce buffer does not land again at once: progress comes
+        // first.
         if !matches!(origin, Origin::Again(_)) && held.is_none() {
             match self.may_land(device, memory, &frame, buffers) {
                 MayLand::No => {}
@@ -445,14 +448,15 @@ impl Io {
         let mut absent = absent_of(memory, &frame, buffers);
         absent.extend(held);
         if absent.is_empty() {
-            // They came back between the two looks; ask all the same, it is answered at once.
+            // The pages came back between the two checks. Request them all the same: the answer
+            // comes at once.
             absent = all_of(memory, &frame, buffers);
         }
         Ok(Prepared::Absent(absent))
     }
 
-    /// Adds one sample of time spent on looking up; `requests` is 1 for the half that counts it.
-    /// A sample that was interrupted says nothing of the look-up and counts as none.
+    /// Adds one sample of the time spent on look-ups; `requests` is 1 for the half that counts the
+    /// request. An interrupted sample says nothing about the look-up and is not counted.
     pub fn record_lookup(&self, device: &Device, began: Instant, requests: u64) {
         let counters = &device.shared.counters[self.index];
         let ns = nanos(began.elapsed()).saturating_sub(self.scratch.clock_ns);
@@ -493,7 +497,7 @@ impl Io {
         add(&counters.parked, 1);
     }
 
-    /// Answers a chain whose DMA cannot be done, which needs only its status byte.
+    /// Answers a chain whose DMA cannot be done; only its status byte is written.
     fn fail_chain(
         &mut self,
         device: &mut Device,
@@ -507,7 +511,7 @@ impl Io {
             Located::Frame(frame) => frame.status,
             Located::Refused { status, .. } => status,
             Located::TableAbsent(spans) => {
-                // Where the status goes stands in there.
+                // The descriptor table holds the address of the status.
                 let wanted = wanted_of(memory, &spans, Access::Read);
                 self.park(
                     device,
@@ -549,7 +553,7 @@ enum Prepared {
     Refused(Refused),
 }
 
-/// What became of a chain that was to be prepared.
+/// Result of preparing a chain.
 #[expect(
     clippy::large_enum_variant,
     reason = "one a request, handed on at once: a box would cost more than the copy"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What control threads ask of an engine.
+//! Commands of control threads to an engine.
 
 use super::queue::OnFault;
 use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
@@ -15,12 +15,12 @@ use virtio_queue::Queue;
 /// A command to an engine. Devices are named by their slot.
 pub(crate) enum Command {
     AddDevice(AddDevice),
-    /// Its queues have been stopped.
+    /// All its queues have been stopped.
     RemoveDevice {
         device: usize,
         reply: Sender<io::Result<()>>,
     },
-    /// Replaces the memory; whatever is gone from it must be used by no queue.
+    /// Replaces the memory. No queue may use what the new memory lacks.
     SetMemory {
         device: usize,
         memory: DeviceMemory,
@@ -35,7 +35,7 @@ pub(crate) enum Command {
         device: usize,
         queue: u16,
         how: StopHow,
-        /// Told where the avail ring is to be read next.
+        /// Receives the position at which the avail ring is to be read next.
         reply: Sender<u16>,
     },
     SetCall {
@@ -46,23 +46,23 @@ pub(crate) enum Command {
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),
-    /// Nothing but a reason to wake up and look at what has been set elsewhere.
+    /// Only wakes the engine, to check state that was set elsewhere.
     Look,
-    /// To be sent when all queues have been stopped.
+    /// Sent when all queues have been stopped.
     ShutDown,
 }
 
 /// When a command of a front end is obeyed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum When {
-    /// As soon as it is seen.
+    /// As soon as the engine takes it.
     AtOnce,
-    /// Once the tenant owes nothing.
+    /// Once the tenant has no debt.
     InItsTurn,
 }
 
 impl Command {
-    /// The slot of the tenant on whose behalf it is, if a front end can ask for it by a message.
+    /// The slot of the tenant, if a front end can cause the command by a message.
     pub fn tenant(&self) -> Option<(usize, When)> {
         match self {
             Self::SetMemory { device, .. }
@@ -87,21 +87,21 @@ pub(crate) struct AddDevice {
     pub reply: Sender<io::Result<()>>,
 }
 
-/// How a queue is stopped.
+/// How to stop a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StopHow {
-    /// All that was popped is completed first. Without a host that cannot be: see [`super::stop`].
+    /// Completes all popped chains first. Impossible without a host: see [`super::stop`].
     Drain,
-    /// I/O under way is completed; parked chains stay in the in-flight region.
+    /// Completes I/O under way; parked chains stay in the in-flight region.
     Abandon,
 }
 
-/// A queue as its front end has described it.
+/// A queue as described by its front end.
 pub(crate) struct QueueSetup {
     pub number: u16,
     /// Rings and sizes, checked; ready to be made ready.
     pub queue: Queue,
-    /// Where the avail ring is to be read next, if the in-flight region does not know better.
+    /// Where to read the avail ring next, unless the in-flight region says otherwise.
     pub next_avail: u16,
     pub indirect: Indirect,
     pub kick: Option<OwnedFd>,

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who may begin work on an engine, and how much: fair shares for tenants.
+//! Fair shares for tenants: which tenant may begin work on an engine, and how much.
 //!
 //! # Terms
-//! A *tenant* is a device; all its queues on the engine share what it gets. *Work* is a chain that
-//! is taken from a ring, a message of the front end that the engine obeys, or a *step* of a chain: a transfer goes to the kernel in steps of bounded
-//! size, and waits for its next turn between two of them. Work has a *cost* in bytes: what it
-//! moves, and [`CHAIN_COST_BYTES`] for each chain, because a request that moves nothing takes CPU
-//! time, too. A *turn* is one pass of the engine over all tenants.
+//! A *tenant* is a device; all its queues on the engine share what it gets. *Work* is a chain taken
+//! from a ring, a message of the front end that the engine obeys, or a *step* of a chain: a
+//! transfer goes to the kernel in steps of bounded size, and waits for its next turn between two of
+//! them. Work has a *cost* in bytes: the bytes it moves, plus [`CHAIN_COST_BYTES`] for each chain,
+//! because a request that moves nothing takes CPU time, too. A *turn* is one pass of the engine
+//! over all tenants.
 //!
 //! # Idea
 //! Deficit round robin (Shreedhar and Varghese, SIGCOMM 1995): in each turn a tenant gets credit in
-//! proportion to its weight, and begins work while it has credit. The cost of a chain is not known
-//! before it has been taken apart, so a tenant may overdraw its credit by the last piece of work,
-//! and pays in the next turns (the surplus variant: Adiseshu, Parulkar and Varghese, SIGCOMM 1996).
-//! A tenant with nothing to do loses its credit: nobody saves up for a burst.
+//! proportion to its weight, and begins work while it has credit. The cost of a chain is known only
+//! after it has been parsed, so a tenant may overdraw its credit by its last piece of work and pays
+//! in later turns (the surplus variant: Adiseshu, Parulkar and Varghese, SIGCOMM 1996). A tenant
+//! with nothing to do loses its credit: it cannot save up for a burst.
 //!
 //! ```text
 //!   turn    A (weight 100, 128 KiB steps)          B (weight 100, 4 KiB reads)
@@ -22,9 +23,9 @@
 //!     3     -64 + 160 = 96 K: 1 step               160 K: 8 reads wait: all of them
 //! ```
 //!
-//! Credit bounds how much is *begun* in a turn. What was begun and is not done occupies the disk,
-//! places in the ring and kernel threads; whoever comes later waits behind it. So there are bounds
-//! on what a tenant has with the kernel, too:
+//! Credit bounds how much is *begun* in a turn. Work that was begun and is not done occupies the
+//! disk, ring entries and kernel threads, and later work queues behind it. So there are also bounds
+//! on what a tenant has with the kernel:
 //!
 //! | | alone | in company, of all tenants together |
 //! |---|---|---|
@@ -33,44 +34,44 @@
 //! | slow operations in flight | [`SLOW_ALONE_MAX`] | [`SLOW_SHARED_MAX`], by weight |
 //! | bytes of a step | [`STEP_ALONE_BYTES`] | [`STEP_SHARED_BYTES`] |
 //!
-//! *Slow* operations (flush, `fallocate`) wait on kernel threads, which all tenants of the engine
+//! *Slow* operations (flush, `fallocate`) block kernel threads, which all tenants of the engine
 //! share.
 //!
 //! # Company
 //! A tenant is *present* while it has something in flight, and for [`RECENT_NS`] after it last
-//! began something: one that sends a request every few milliseconds is present all the time.
-//! Shares are among tenants that are present, so an idle tenant takes nothing from the others.
+//! began something: one that sends a request every few milliseconds is always present. Only present
+//! tenants get shares, so an idle tenant takes nothing from the others.
 //!
 //! # Bounds
-//! While every tenant has work, the costs that two tenants were charged, each divided by its
-//! weight, differ by no more than one turn's credit and one piece of work, as in the papers. A
-//! tenant that arrives waits for at most the turn that is under way, of
-//! [`TURN_SHARED_COST_BYTES`] and one step a tenant (once with the step and window of one that was
-//! alone until then), before its first work begins. It finds a place: a tenant never has more
-//! requests than the ring has entries, and all together have twice as many, and [`REQUESTS_MIN`] each.
+//! While every tenant has work, the costs charged to two tenants, each divided by its weight,
+//! differ by at most one turn's credit and one piece of work, as in the papers. A new tenant waits
+//! at most for the current turn before its first work begins: [`TURN_SHARED_COST_BYTES`] and one
+//! step per tenant (once, with the step and window of a tenant that was alone until then). It finds
+//! room: no tenant has more requests than the ring has entries, and all together have at most twice
+//! as many plus [`REQUESTS_MIN`] each.
 //!
-//! # What this is not
-//! No clock and no I/O: the engine says what time it is, asks, and tells what it did. Costs are
-//! charged when work begins; that the page cache makes one transfer cheaper than another is not
-//! known here.
+//! # Limits
+//! This module uses no clock and does no I/O: the engine passes the time, queries, and reports what
+//! it did. Costs are charged when work begins. That the page cache makes some transfers cheaper is
+//! not known here.
 
-/// What a chain costs besides its bytes. The CPU time of a small request copies about so many
-/// bytes; a disk's price of a request in bytes is of the same order.
+/// Cost of a chain besides its bytes. The CPU time of a small request would copy about so many
+/// bytes; a disk's cost per request, in bytes, is of the same order.
 pub(crate) const CHAIN_COST_BYTES: u64 = 16 << 10;
-/// What a page request costs besides.
+/// Additional cost of a page request.
 pub(crate) const FAULT_COST_BYTES: u64 = 4 << 10;
-/// What obeying a message of a front end costs: a ring that is started takes longer than a request.
+/// Cost of obeying a message of a front end: to start a ring takes longer than a request.
 pub(crate) const COMMAND_COST_BYTES: u64 = 4 * CHAIN_COST_BYTES;
-/// What a flush or the emptying of a range costs besides.
+/// Additional cost of a flush or of emptying a range.
 pub(crate) const SLOW_COST_BYTES: u64 = 16 << 10;
-/// Cost of the work that a tenant begins in a turn if nobody else is there: 64 requests of 4 KiB.
+/// Cost of the work that a tenant begins per turn if it is alone: 64 requests of 4 KiB.
 pub(crate) const TURN_ALONE_COST_BYTES: u64 = 64 * (CHAIN_COST_BYTES + 4096);
-/// Cost of the work that all tenants begin in a turn: less, for a turn is what each waits for.
+/// Cost of the work that all tenants begin per turn. Less, because each tenant waits for a turn.
 pub(crate) const TURN_SHARED_COST_BYTES: u64 = TURN_ALONE_COST_BYTES / 4;
-/// Least credit in a turn for each unit of weight, however many tenants there are: a turn looks at
-/// each of them, which must not cost more than what it begins.
+/// Least credit per turn and unit of weight, however many tenants there are: a turn visits each of
+/// them, which must not cost more than the work it begins.
 const UNIT_MIN_BYTES: u64 = CHAIN_COST_BYTES / 100;
-/// Most bytes of one step in company: about what the CPU copies in 20 microseconds.
+/// Most bytes of a step in company: about what the CPU copies in 20 microseconds.
 pub(crate) const STEP_SHARED_BYTES: u64 = 128 << 10;
 /// The same for a tenant that is alone: one step at a time of a large request keeps a fast disk busy.
 pub(crate) const STEP_ALONE_BYTES: u64 = 4 << 20;
@@ -84,51 +85,51 @@ pub(crate) const SLOW_ALONE_MAX: usize = crate::ring::KERNEL_THREADS as usize / 
 /// The same of all tenants together in company (one each at least): the threads that do them wake
 /// on the engine's CPU, too, and each takes it from all tenants for a moment.
 pub(crate) const SLOW_SHARED_MAX: u64 = 4;
-/// A tenant may have so many requests in flight whatever the others have.
+/// Requests that a tenant may always have in flight, whatever the others have.
 const REQUESTS_MIN: usize = 4;
 /// How long a tenant counts as present after it last began something.
 pub(crate) const RECENT_NS: u64 = 20_000_000;
-/// How often it is looked who is gone.
+/// How often tenants that are no longer present are removed.
 const SWEEP_NS: u64 = RECENT_NS / 8;
-/// What one queue of a tenant may begin before the next one has its turn: 8 requests of 4 KiB.
+/// What a queue of a tenant may begin before the tenant's next queue: 8 requests of 4 KiB.
 pub(crate) const QUEUE_COST_BYTES: u64 = 8 * (CHAIN_COST_BYTES + 4096);
 /// Weights that an operator may give.
 pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=1000;
-/// Weight of a device that was given none.
+/// Default weight of a device.
 pub const WEIGHT_DEFAULT: u32 = 100;
 
 const _: () = assert!(WINDOW_SHARED_BYTES >= STEP_SHARED_BYTES);
 const _: () = assert!(WINDOW_ALONE_BYTES >= 2 * STEP_ALONE_BYTES);
 const _: () = assert!(UNIT_MIN_BYTES > 0 && SLOW_ALONE_MAX > 0);
 
-/// What may be spent. Below zero it is a debt.
+/// What may be spent. A negative value is a debt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Credit(i64);
 
 impl Credit {
-    /// More of it, up to `bytes` in all.
+    /// Adds credit, up to `bytes` in total.
     pub fn refill(&mut self, bytes: u64) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.0 = self.0.saturating_add(bytes).min(bytes);
     }
 
-    /// Takes from it.
+    /// Spends credit.
     pub fn spend(&mut self, bytes: u64) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         self.0 = self.0.saturating_sub(bytes);
     }
 
-    /// Gives up what is left; a debt stays.
+    /// Drops the remaining credit; a debt stays.
     pub fn forfeit(&mut self) {
         self.0 = self.0.min(0);
     }
 
-    /// True while work may be begun.
+    /// True while credit is left.
     pub fn is_left(self) -> bool {
         self.0 > 0
     }
 
-    /// True while it is a debt.
+    /// True if this is a debt.
     pub fn is_debt(self) -> bool {
         self.0 < 0
     }
@@ -137,11 +138,12 @@ impl Credit {
 /// Whether a tenant may begin work now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// It may.
+    /// Yes.
     Go,
-    /// In a later turn: its credit is spent.
+    /// In a later turn: the tenant's credit is spent.
     NextTurn,
-    /// Once something of its own, or of the engine's, is done: it has all that it may have in flight.
+    /// Not until something of the tenant or of the engine completes: the tenant's in-flight bound
+    /// is reached.
     Full,
 }
 
@@ -150,7 +152,7 @@ pub(crate) enum Verdict {
 pub(crate) enum Load {
     /// A transfer of so many bytes.
     Data(u64),
-    /// An operation that waits on a thread of the kernel.
+    /// An operation that blocks a kernel thread.
     Slow,
 }
 
@@ -161,18 +163,18 @@ struct Tenant {
     requests: usize,
     bytes: u64,
     slow: usize,
-    /// When it last began something.
+    /// When the tenant last began something.
     seen_ns: u64,
     present: bool,
 }
 
-/// All tenants of an engine, by the slots of their devices.
+/// All tenants of an engine, indexed by the slots of their devices.
 #[derive(Debug)]
 pub(crate) struct Fair {
     tenants: Vec<Option<Tenant>>,
-    /// Slots of those that are present.
+    /// Slots of the present tenants.
     present: Vec<usize>,
-    /// The sum of their weights.
+    /// Sum of the weights of present tenants.
     weight_present: u64,
     requests: usize,
     requests_max: usize,
@@ -181,7 +183,7 @@ pub(crate) struct Fair {
 }
 
 impl Fair {
-    /// Nobody yet; a tenant alone has at most `requests_max` in flight.
+    /// No tenants yet. A tenant alone has at most `requests_max` in flight.
     pub fn new(requests_max: usize) -> Self {
         Self {
             tenants: Vec::new(),
@@ -194,7 +196,7 @@ impl Fair {
         }
     }
 
-    /// A tenant has come, which is not present yet.
+    /// Adds a tenant, which is not present yet.
     pub fn add(&mut self, slot: usize) {
         if self.tenants.len() <= slot {
             self.tenants.resize_with(slot + 1, || None);
@@ -206,7 +208,7 @@ impl Fair {
         });
     }
 
-    /// A tenant has gone, with nothing in flight.
+    /// Removes a tenant that has nothing in flight.
     pub fn remove(&mut self, slot: usize) {
         let gone = self.tenants.get_mut(slot).and_then(Option::take);
         if let Some(tenant) = gone.filter(|tenant| tenant.present) {
@@ -215,7 +217,7 @@ impl Fair {
         }
     }
 
-    /// A turn begins.
+    /// Begins a turn.
     pub fn begin_turn(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         if now_ns.saturating_sub(self.swept_ns) >= SWEEP_NS {
@@ -239,7 +241,7 @@ impl Fair {
         });
     }
 
-    /// It is this tenant's turn; it has `weight` from now on.
+    /// Begins the turn of this tenant and sets its weight.
     pub fn visit(&mut self, slot: usize, weight: u32) {
         let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) else {
             return;
@@ -253,7 +255,7 @@ impl Fair {
         }
         let all = self.weight_present + if tenant.present { 0 } else { weight };
         if all == weight {
-            // Nobody is there to whom it could owe anything.
+            // No tenant is there to whom this one could owe anything.
             tenant.credit = Credit::default();
             tenant.credit.refill(TURN_ALONE_COST_BYTES);
             return;
@@ -285,7 +287,7 @@ impl Fair {
             true => WINDOW_ALONE_BYTES,
             false => self.share(tenant, WINDOW_SHARED_BYTES),
         };
-        // One step at least: a window is full once it is reached.
+        // Allows one step at least: a window is full once it is reached.
         if tenant.bytes >= window.max(1) {
             return Verdict::Full;
         }
@@ -315,13 +317,13 @@ impl Fair {
         }
     }
 
-    /// True while a tenant has spent more than it had.
+    /// True while a tenant has spent more than its credit.
     pub fn is_in_debt(&self, slot: usize) -> bool {
         self.tenant(slot)
             .is_some_and(|tenant| tenant.credit.is_debt())
     }
 
-    /// Most bytes of a step that this tenant begins now.
+    /// Most bytes of a step that this tenant may begin now.
     pub fn step_bytes_max(&self, slot: usize) -> u64 {
         match self.tenant(slot) {
             Some(tenant) if self.is_alone(tenant) => STEP_ALONE_BYTES,
@@ -329,7 +331,7 @@ impl Fair {
         }
     }
 
-    /// A tenant has begun something of that cost, and is present.
+    /// Charges a tenant for something it has begun; the tenant is present.
     pub fn charge(&mut self, slot: usize, cost_bytes: u64) {
         let now_ns = self.now_ns;
         let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) else {
@@ -343,14 +345,14 @@ impl Fair {
         }
     }
 
-    /// A tenant has nothing more to begin in this turn.
+    /// The tenant has nothing more to begin in this turn.
     pub fn rest(&mut self, slot: usize) {
         if let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) {
             tenant.credit.forfeit();
         }
     }
 
-    /// A request of a tenant is in flight from now on.
+    /// Counts a request of a tenant as in flight.
     pub fn request_began(&mut self, slot: usize) {
         if let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) {
             tenant.requests += 1;
@@ -358,7 +360,7 @@ impl Fair {
         }
     }
 
-    /// It is in flight no more.
+    /// Counts a request of a tenant as ended.
     pub fn request_ended(&mut self, slot: usize) {
         if let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) {
             debug_assert!(tenant.requests > 0, "a request ended twice");
@@ -367,7 +369,7 @@ impl Fair {
         }
     }
 
-    /// A step goes to the kernel: charges it.
+    /// Charges a tenant for a step that goes to the kernel.
     pub fn step_began(&mut self, slot: usize, load: Load) {
         let cost = match load {
             Load::Data(bytes) => bytes,
@@ -382,7 +384,7 @@ impl Fair {
         }
     }
 
-    /// The kernel has done a step.
+    /// The kernel has completed a step.
     pub fn step_ended(&mut self, slot: usize, load: Load) {
         if let Some(tenant) = self.tenants.get_mut(slot).and_then(Option::as_mut) {
             match load {
@@ -421,7 +423,7 @@ mod tests {
     const RING: usize = 256;
     const MS: u64 = 1_000_000;
 
-    /// The same decisions, each made from all that is known, without a sum kept up to date.
+    /// The same decisions, each made from the full state, without sums kept up to date.
     #[derive(Default)]
     struct Model {
         tenants: BTreeMap<usize, ModelTenant>,
@@ -476,7 +478,7 @@ mod tests {
             i128::from(of) * self.tenants[&slot].weight / self.company(slot)
         }
 
-        /// Of a tenant that has so much in flight of what it may have.
+        /// Verdict for a tenant that has `has` in flight of at most `most`.
         fn verdict(&self, slot: usize, has: i128, most: i128) -> Verdict {
             match (has >= most, self.tenants[&slot].credit > 0) {
                 (true, _) => Verdict::Full,
@@ -635,7 +637,7 @@ mod tests {
         let (mut obeyed, mut spent) = (0_u64, 0);
         for turn in 0..TURNS {
             fair.begin_turn(turn * MS / 100);
-            // A front end that has its next message ready whenever one was obeyed.
+            // A front end whose next message is ready as soon as one is obeyed.
             fair.visit(0, WEIGHT_DEFAULT);
             while !fair.is_in_debt(0) {
                 fair.charge(0, COMMAND_COST_BYTES);
@@ -647,7 +649,7 @@ mod tests {
                 spent += CHAIN_COST_BYTES;
             }
         }
-        // In its first turn it was alone.
+        // In its first turn the tenant was alone.
         let slack = TURN_ALONE_COST_BYTES + TURN_SHARED_COST_BYTES + COMMAND_COST_BYTES;
         let cost = obeyed * COMMAND_COST_BYTES;
         assert!(cost.abs_diff(spent) <= slack, "{cost} {spent}");
@@ -673,7 +675,7 @@ mod tests {
         }
     }
 
-    /// An engine with a disk that does every step `latency` turns after it began.
+    /// An engine with a disk that completes every step `latency` turns after it began.
     struct Simulated {
         fair: Fair,
         now_ns: u64,
@@ -697,7 +699,7 @@ mod tests {
             }
         }
 
-        /// One turn: `work` tells what chain of so many bytes a tenant has next, if any.
+        /// One turn: `work` returns the bytes of a tenant's next chain, if any.
         fn turn(&mut self, weights: &[u32], mut work: impl FnMut(usize) -> Option<u64>) {
             self.turn += 1;
             self.now_ns += 50_000;
@@ -734,7 +736,7 @@ mod tests {
             weights in proptest::collection::vec(1_u32..=1000, 2..6),
             kib in proptest::collection::vec(1_u64..2048, 6),
         ) {
-            // The disk is quick, so that credit alone holds tenants back.
+            // The disk is quick, so that only credit holds tenants back.
             let mut engine = Simulated::new(weights.len(), 1);
             for _ in 0..5000 {
                 engine.turn(&weights, |slot| Some(kib[slot] << 10));
@@ -745,7 +747,7 @@ mod tests {
                 for (other, v) in engine.spent.iter().zip(&weights) {
                     let (w, v) = (u64::from(*w), u64::from(*v));
                     // One turn's credit and one piece of work each; and the first turns, in which
-                    // not all are there yet.
+                    // not all tenants are present yet.
                     let slack = unit * w * v
                         + (CHAIN_COST_BYTES + STEP_SHARED_BYTES) * w.max(v)
                         + 2 * (TURN_ALONE_COST_BYTES + STEP_ALONE_BYTES) * w.max(v);
@@ -776,7 +778,7 @@ mod tests {
                 false => Some(bytes),
             });
             prop_assert_eq!(engine.spent[crowd], CHAIN_COST_BYTES + 4096);
-            // What the others began before it is what a turn may hold.
+            // What the others began before it fits into one turn.
             let others = engine.spent.iter().sum::<u64>() - before - engine.spent[crowd];
             let work = CHAIN_COST_BYTES + STEP_ALONE_BYTES;
             prop_assert!(others <= TURN_ALONE_COST_BYTES + work * crowd as u64);
@@ -790,7 +792,7 @@ mod tests {
             let before = engine.spent[0];
             engine.turn(&[1, 1000], |slot| (slot == 0).then_some(4096));
             let begun = (engine.spent[0] - before) / (CHAIN_COST_BYTES + 4096);
-            // All that a turn holds, or all that the ring does.
+            // All that a turn allows, or all that the ring does.
             assert!(begun == 64 || engine.fair.requests == RING, "{begun}");
             assert_eq!(engine.fair.step_bytes_max(0), STEP_ALONE_BYTES);
         }
@@ -803,7 +805,7 @@ mod tests {
             engine.turn(&[100, 100], |slot| (slot == 0).then_some(64 << 20));
         }
         assert_eq!(engine.fair.step_bytes_max(0), STEP_ALONE_BYTES);
-        // One request each 5 ms keeps its tenant present.
+        // One request every 5 ms keeps its tenant present.
         let mut asked = None;
         for turn in 0..2000 {
             engine.turn(&[100, 100], |slot| match slot {
@@ -825,7 +827,7 @@ mod tests {
             engine.turn(&[300, 100], |_| Some(64 << 20));
         }
         let bytes = |slot: usize| engine.fair.tenants[slot].as_ref().unwrap().bytes;
-        // The first was alone in its first turn.
+        // The first tenant was alone in its first turn.
         assert!(bytes(0) <= WINDOW_SHARED_BYTES * 3 / 4 + STEP_ALONE_BYTES);
         assert!(bytes(1) <= WINDOW_SHARED_BYTES / 4 + STEP_SHARED_BYTES);
         let mut engine = Simulated::new(2, 100_000);

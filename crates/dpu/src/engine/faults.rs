@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Page requests out, page responses in, and patience with a host that is silent.
+//! Page requests out, page responses in, and time-outs for a silent host.
 //!
-//! Requests go to the host's service; but an engine that has no I/O under way
-//! serves them itself ([`FaultAssist`](pagetide_vpri::FaultAssist)), which spares two wake-ups.
+//! Requests go to the host's service, but an engine that has no I/O under way serves them itself
+//! ([`FaultAssist`](pagetide_vpri::FaultAssist)), which saves two wake-ups.
 //!
-//! A chain that is given up is answered with an I/O error, if the place of its
-//! status byte is there; if not, it waits for that page alone, which pauses no
-//! queue. Nothing of it was done: its DMA had not begun.
+//! A chain that times out is answered with an I/O error if the page of its status byte is present.
+//! If not, it waits for that page alone, which pauses no queue. None of its DMA has begun.
 
 use super::{
     Device, EVENTS_PER_TURN, Engine, Io, Progress, bounce::Answered, chain::Origin,
@@ -24,7 +23,7 @@ use std::{
 };
 
 impl Engine {
-    /// Takes page responses and goes on with chains that have got their last.
+    /// Takes page responses and resumes chains whose last response has come.
     pub(super) fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
         if self.device_end.has_response() {
             self.io.look_at_clock();
@@ -52,7 +51,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Fails chains whose page requests the host has left unanswered for too long.
+    /// Fails chains whose page requests have not been answered in time.
     pub(super) fn give_up(&mut self, progress: &mut Progress) -> io::Result<()> {
         if !self.io.parked.has_deadline() {
             return Ok(());
@@ -76,7 +75,7 @@ impl Engine {
         Ok(())
     }
 
-    /// How long the engine may sleep on account of those who wait.
+    /// How long the engine may sleep before it must check the time-outs.
     pub(super) fn next_look(&self) -> Option<Duration> {
         match self.device_end.host() {
             HostPresence::Here => self.io.parked.next_look(),
@@ -84,7 +83,7 @@ impl Engine {
         }
     }
 
-    /// Has a chain that waits no more go on in its tenant's turn.
+    /// Queues an answered chain for its tenant's turn.
     pub(super) fn resume(&mut self, resumed: Resumed) -> io::Result<()> {
         let key = resumed.queue;
         let Some(device) = self.devices.get_mut(key.device).and_then(Option::as_mut) else {
@@ -102,7 +101,7 @@ impl Engine {
         }
     }
 
-    /// Sends page requests, and sees to it that somebody serves them.
+    /// Sends page requests, and makes sure that they are served.
     pub(super) fn ask_for_pages(&mut self, progress: &mut Progress) {
         if !self.io.parked.has_unsent() && !self.io.bounces.has_unsent() {
             return;
@@ -128,7 +127,8 @@ impl Engine {
         self.io.bounces.set_area(self.device_end.bounce());
         progress.asked = true;
         progress.anything = true;
-        // What this turn finished is told already; only what is under way would have to wait.
+        // Completions of this turn have been signalled already; only I/O under way would have to
+        // wait.
         let alone = self.io.ring.in_flight() == 0;
         let served = match &self.assist {
             Some(assist) if alone => assist.assist(self.io.index),
@@ -141,7 +141,7 @@ impl Engine {
 }
 
 impl Io {
-    /// Goes on with a chain that was parked.
+    /// Serves a chain that was parked.
     pub fn serve_resumed(
         &mut self,
         device: &mut Device,

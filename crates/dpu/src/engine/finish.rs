@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What becomes of I/O that is done: more of it, or a place in the used ring.
+//! What follows completed I/O: another step, or an entry in the used ring.
 
 use super::{
     Device, Io,
@@ -20,16 +20,16 @@ use virtio_queue::QueueT;
 /// What to do with a job after a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    /// Its rest, or the next stage.
+    /// Do the rest, or the next stage.
     Again,
-    /// The same once more, through the page cache.
+    /// Repeat it through the page cache.
     AgainBuffered,
-    /// It is done.
+    /// The job is done.
     Complete(Status),
 }
 
 impl Io {
-    /// Takes the result of a job's step.
+    /// Handles the result of a job's step.
     pub fn finish(
         &mut self,
         device: &mut Device,
@@ -70,12 +70,12 @@ impl Io {
 
     fn tell_failure(&self, device: &Device, request: &Request, result: i32) {
         if result >= 0 {
-            // The image ends before the request does: that is told where its size is looked at.
+            // The image ends before the request does, which is reported where its size is checked.
             device.shared.look_at_size();
         }
         let counters = &device.shared.counters[self.index];
         let errors = counters.errors.load(Ordering::Relaxed) + 1;
-        // A failing disk fails often: the log gets the 1st, 2nd, 4th, 8th error.
+        // A failing disk fails often: log the 1st, 2nd, 4th, 8th ... error.
         if errors.is_power_of_two() {
             tracing::warn!(
                 device = device.shared.id.0,
@@ -172,7 +172,7 @@ impl Io {
         if answer.status == Status::IoError {
             add(&counters.errors, 1);
         }
-        // Before anything is told that zeros in place of the guest's memory may have made true.
+        // Before reporting anything that zeros in place of guest memory may have caused.
         if let Some(reason) = queue.lost(memory) {
             return Err(reason);
         }
@@ -196,14 +196,14 @@ impl Io {
     }
 }
 
-/// What a chain is answered.
+/// The answer to a chain.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
     pub head: u16,
-    /// Where the status byte goes.
+    /// Address of the status byte.
     pub at: Span,
     pub status: Status,
-    /// Bytes the device wrote, status included.
+    /// Bytes the device wrote, including the status.
     pub written: u32,
     /// Bytes of data moved.
     pub moved: u32,

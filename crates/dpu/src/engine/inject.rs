@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The place where an injected fault enters a chain's way; when one is due is in [`crate::inject`].
+//! Where an injected fault enters the path of a chain; [`crate::inject`] decides when one is due.
 
 use super::{Device, Io, chain::Origin};
 use crate::{
@@ -12,8 +12,8 @@ use crate::{
 use pagetide_addr::Access;
 
 impl Io {
-    /// The first data page of a chain, if it is to be taken for absent. Only a chain that was just
-    /// popped is asked about: one that resumes has had its fault.
+    /// The first data page of a chain, if it is to be treated as absent. Only for a chain that was
+    /// just popped: a resumed one has had its fault.
     #[inline]
     pub fn injected(
         &self,
@@ -52,7 +52,7 @@ impl Io {
 }
 
 impl Origin {
-    /// The chain is parked by an injected fault.
+    /// Notes that an injected fault has parked the chain.
     pub fn mark_injected(&mut self) {
         if let Self::Fresh(course) = self {
             course.injected = Injected::Yes;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kicks, and front ends that kick without end.
 //!
-//! Each kick wakes its engine, whether there is a chain or not: a front end that writes its kick
-//! descriptor in a loop would keep the engine from sleeping and have it enter the kernel in every
-//! turn. A driver kicks after it has put chains into its ring, so kicks without any chain between
-//! them tell such a flood. After [`IN_VAIN_MAX`] of them in a row the engine stops listening to that
-//! queue for [`DEAF`]. Its ring is still looked at whenever the engine is awake, and it wakes
-//! when that time is over: all that the flood costs is its own driver, some latency.
+//! Each kick wakes its engine, whether there is a chain or not. A front end that writes its kick
+//! descriptor in a loop would keep the engine awake and make it enter the kernel in every turn. A
+//! driver kicks after it has put chains into its ring, so kicks without chains between them
+//! indicate such a flood. After [`IN_VAIN_MAX`] of them in a row the engine ignores kicks of that
+//! queue for [`DEAF`]. It still checks the ring whenever it is awake, and wakes when that time is
+//! over: the flood only costs its own driver some latency.
 
 use super::{BELL_TOKEN, Engine};
 use std::{
@@ -16,46 +16,46 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Kicks of a queue in a row that may bring no chain. A driver's last kicks often do, because the
-/// chain was seen before its kick.
+/// Kicks of a queue in a row that may bring no chain. A driver's last kicks often bring none,
+/// because the engine saw the chain before its kick.
 const IN_VAIN_MAX: u32 = 32;
-/// How long the engine does not listen to a queue that kicks in vain.
+/// How long the engine ignores a queue that kicks in vain.
 const DEAF: Duration = Duration::from_millis(1);
 
-/// Whose kicks are listened to.
+/// The queues whose kicks are polled, and those whose kicks are ignored.
 #[derive(Debug, Default)]
 pub(super) struct Kicks {
-    /// By the token of the poll: the device's slot, and the queue's number.
+    /// Key: token of the poll. Value: the device's slot and the queue's number.
     heard: HashMap<u32, (usize, u16)>,
     unheard: Vec<(usize, u16)>,
-    /// When those are listened to again.
+    /// When the ignored queues are polled again.
     until: Option<Instant>,
 }
 
 impl Kicks {
-    /// A queue is listened to by that token.
+    /// Polls a queue's kicks under that token.
     pub fn listen(&mut self, token: u32, slot: usize, number: u16) {
         self.heard.insert(token, (slot, number));
     }
 
-    /// A queue has ended.
+    /// Forgets a queue that has ended.
     pub fn forget(&mut self, token: u32, slot: usize, number: u16) {
         self.heard.remove(&token);
         self.unheard.retain(|queue| *queue != (slot, number));
     }
 
-    /// How long the engine may sleep on account of those it does not listen to.
+    /// How long the engine may sleep before it must poll ignored queues again.
     pub fn next_look(&self) -> Option<Duration> {
         let until = self.until?;
         Some(until.saturating_duration_since(Instant::now()))
     }
 }
 
-/// Whether a poll that has found its descriptor readable goes on.
+/// Whether a poll that found its descriptor readable continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Poll {
     GoesOn,
-    /// The kernel's completion queue was full for a moment, or we have stopped it.
+    /// The kernel's completion queue was full for a moment, or we have stopped the poll.
     HasEnded,
 }
 
@@ -88,7 +88,7 @@ impl Engine {
             if poll == Poll::GoesOn {
                 self.io.ring.stop_poll(token)?;
             }
-            // The poll must be gone before its descriptor can be closed and used again.
+            // The poll must be gone before its descriptor can be closed and reused.
             return self.io.ring.submit();
         }
         match (&queue.kick, poll) {
@@ -97,14 +97,14 @@ impl Engine {
         }
     }
 
-    /// Listens again to those that kicked in vain, once it is time.
+    /// Polls the ignored queues again once their time is over.
     pub(super) fn listen_again(&mut self) -> io::Result<()> {
         if self.kicks.until.is_none_or(|until| Instant::now() < until) {
             return Ok(());
         }
         self.kicks.until = None;
         for (slot, number) in std::mem::take(&mut self.kicks.unheard) {
-            // A new token: what the old poll still has to say is not about this one.
+            // A new token: late events of the old poll do not belong to this one.
             let token = self.new_token();
             let device = self.devices.get_mut(slot).and_then(Option::as_mut);
             let queue = device.and_then(|device| device.queues[usize::from(number)].as_mut());
@@ -120,9 +120,9 @@ impl Engine {
         self.io.ring.submit()
     }
 
-    /// A token that no poll has.
+    /// Returns a token that no poll uses.
     pub(super) fn new_token(&mut self) -> u32 {
-        // The numbers come round again, and some queue may have had its own for long.
+        // Token numbers wrap around, and a long-lived queue may still have its own.
         while self.kicks.heard.contains_key(&self.next_token) {
             self.next_token = self.next_token.wrapping_add(1).max(1);
         }

@@ -8,27 +8,25 @@
 //!      └─ anything done ◄───────────────────────────────────────────────────────────────────┤
 //!                                     nothing done: poll a little, then arm and sleep ◄──────┘
 //! ```
-//! All is batched: one entry into the kernel submits what a turn has begun, and
-//! fetches what is done. An engine waits nowhere but in [`Engine::sleep`].
+//! Everything is batched: one system call submits the work that a turn has begun and fetches
+//! completions. An engine blocks only in [`Engine::sleep`].
 //!
-//! A turn is short whatever tenants do: each kind of event is taken up to a bound
-//! ([`EVENTS_PER_TURN`], [`COMMANDS_PER_TURN`]), and work is begun by fair shares ([`fair`]).
-//! What is left over is for the next turn, which then comes at once.
+//! A turn is short whatever the tenants do: it takes a bounded number of events of each kind
+//! ([`EVENTS_PER_TURN`], [`COMMANDS_PER_TURN`]) and begins work by fair shares ([`fair`]). The
+//! remainder is left to the next turn, which follows at once.
 //!
 //! # Polling
-//! An engine with nothing to do goes on looking for some microseconds, because
-//! a sleep and a wake-up cost more than that; but only where looking has paid of
-//! late ([`patience`]). So a busy engine polls and an idle one costs nothing.
+//! An engine with nothing to do polls for some microseconds, because a sleep and a wake-up cost
+//! more than that. It does so only where polling has paid off recently ([`patience`]): a busy
+//! engine polls, an idle one costs nothing.
 //!
 //! # Sleep
-//! Each queue's kick descriptor and the doorbell are polled by the ring, so one
-//! wait covers I/O, kicks, commands and page responses. The order is: arm the
-//! doorbell, ask every queue for kicks, look at everything once more, sleep. A
-//! kick, command or response after the look finds the bell or the event index
-//! set and wakes us.
+//! The ring polls the doorbell and each queue's kick descriptor, so one wait covers I/O, kicks,
+//! commands and page responses. The order is: arm the doorbell, enable kicks on every queue, check
+//! everything once more, sleep. A kick, command or response that arrives after the check finds the
+//! doorbell or the event index set and wakes the engine.
 //!
-//! While a chain waits for pages the engine sleeps no longer than until it is to
-//! be given up.
+//! While a chain waits for pages, the engine sleeps no longer than until that chain's timeout.
 
 mod access;
 mod account;
@@ -85,12 +83,12 @@ use std::{
 /// Ring token of the doorbell; queues have others.
 const BELL_TOKEN: u32 = 0;
 
-/// Completions that are taken in a turn, and as many page responses.
+/// Completions taken per turn, and page responses taken per turn.
 const EVENTS_PER_TURN: usize = 128;
-/// Commands that are obeyed in a turn. Most make their sender wait for an answer.
+/// Commands obeyed per turn. Most of their senders block until they get an answer.
 const COMMANDS_PER_TURN: usize = 8;
 
-/// What others see of an engine.
+/// The part of an engine that other threads see.
 pub(crate) struct EngineShared {
     pub mailbox: Mailbox<Command>,
     pub sleeps: AtomicU64,
@@ -105,14 +103,14 @@ impl EngineShared {
     }
 }
 
-/// What an engine is made of; the rest it makes on its own thread.
+/// What an engine is built from. It creates the rest on its own thread.
 pub(crate) struct Seed {
     pub index: usize,
     pub ring_entries: u32,
     /// Page requests that may be outstanding.
     pub fault_queue_entries: usize,
     pub poll: Duration,
-    /// How long a chain waits for its pages before it fails; for ever without one.
+    /// How long a chain waits for its pages before it fails; `None` means forever.
     pub iopf_timeout: Option<Duration>,
     pub lock: OwnedFd,
     pub shared: Arc<EngineShared>,
@@ -126,19 +124,19 @@ pub(crate) struct Device {
     pub direct: Option<FileSlot>,
     pub buffered: FileSlot,
     pub memory: Option<Rc<crate::memory::DeviceMemory>>,
-    /// In boxes, for each is taken out of its place while it is being served.
+    /// Boxed, because a queue is taken out of its place while it is served.
     pub queues: Vec<Option<Box<EngineQueue>>>,
     pub image_size: size::ImageSize,
-    /// Numbers of those that there are, in the order in which they have their turns.
+    /// Numbers of the existing queues, in the order of their turns.
     pub running: Vec<u16>,
-    /// Place in `running` of the one whose turn is next.
+    /// Index in `running` of the queue whose turn is next.
     pub next_queue: usize,
-    /// Flushes and the like that wait to be begun; they count as in flight.
+    /// Flushes and other slow operations that have not begun; they count as in flight.
     pub slow: VecDeque<Box<Job<Request>>>,
-    /// What its front end asks for and has to wait for its turn.
+    /// Commands of its front end that wait for the tenant's turn.
     pub waiting: VecDeque<command::Command>,
     pub recorder: Recorder,
-    /// It is among [`Io::news`].
+    /// The device is in [`Io::news`].
     pub has_news: bool,
 }
 
@@ -151,11 +149,11 @@ pub(crate) struct Io {
     pub scratch: Scratch,
     pub fair: Fair,
     pub shared: Arc<EngineShared>,
-    /// When what is being worked on now was taken; see [`crate::slo::course`].
+    /// When the current batch of events was taken; see [`crate::slo::course`].
     pub now_ns: u64,
-    /// Slots of devices of which there is something to tell their accounts.
+    /// Slots of devices that have something to report to their accounts.
     pub news: Vec<usize>,
-    /// By which it tells what DMA touches, if anybody could ever want to know.
+    /// Reports DMA accesses to the access log, if one may ever be read.
     pub pen: Option<AccessPen>,
 }
 
@@ -165,11 +163,11 @@ pub(crate) struct Engine {
     devices: Vec<Option<Device>>,
     /// Queues that are running or stopping.
     active: Vec<(usize, u16)>,
-    /// The device whose turn is first in the next turn.
+    /// Slot of the device that goes first in the next turn.
     first: usize,
     kicks: Kicks,
     device_end: DeviceEnd,
-    /// Whether there was a host when that was last looked at.
+    /// Presence of the host at the last check.
     host_seen: HostPresence,
     bell: Arc<Doorbell>,
     assist: Option<Arc<dyn FaultAssist>>,
@@ -182,12 +180,12 @@ pub(crate) struct Engine {
 #[derive(Debug, Default, Clone, Copy)]
 struct Progress {
     anything: bool,
-    /// Page requests were put into the queue.
+    /// Page requests were queued.
     asked: bool,
 }
 
 impl Engine {
-    /// Makes the engine on the calling thread, which must go on to [`Self::run`] it.
+    /// Creates the engine on the calling thread, which must then [`Self::run`] it.
     pub fn new(seed: Seed) -> io::Result<Self> {
         let mut ring = IoRing::new(seed.ring_entries, seed.lock)?;
         ring.poll(seed.bell.as_fd(), BELL_TOKEN)?;
@@ -219,7 +217,7 @@ impl Engine {
         })
     }
 
-    /// Works until told to shut down, then until the last I/O is done.
+    /// Works until it is shut down, then until the last I/O is done.
     pub fn run(mut self) {
         if let Err(error) = self.work() {
             tracing::error!(engine = self.io.index, %error, "engine ends: its io_uring failed");
@@ -272,7 +270,7 @@ impl Engine {
         self.take_responses(&mut progress)?;
         self.give_up(&mut progress)?;
         self.stop_without_host(&mut progress)?;
-        // What is done is told before more is begun: somebody waits for it.
+        // Announce completions before beginning more work: a driver waits for them.
         self.call();
         self.serve_tenants(&mut progress)?;
         self.ask_for_pages(&mut progress);
@@ -312,7 +310,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Begins work of each device by its share, each in turn the first.
+    /// Begins work of each device by its share. Each device in turn goes first.
     fn serve_tenants(&mut self, progress: &mut Progress) -> io::Result<()> {
         self.io.fair.begin_turn(self.io.now_ns);
         let count = self.devices.len();
@@ -325,7 +323,7 @@ impl Engine {
                 continue;
             }
             self.io.fair.visit(slot, device.shared.weight());
-            // Before its requests, which would use its credit up each time.
+            // Before its requests, which would always use up its credit.
             progress.anything |= self.obey_waiting(slot)?;
             if let Some(device) = self.devices[slot].as_mut()
                 && !device.running.is_empty()
@@ -337,7 +335,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Tells front ends of what was completed.
+    /// Signals completions to front ends.
     fn call(&mut self) {
         for (device, number) in &self.active {
             let Some(device) = self.devices[*device].as_mut() else {
@@ -355,7 +353,7 @@ impl Engine {
         }
     }
 
-    /// True if a call could not be made that is still wanted.
+    /// True if a call is still due that could not be made.
     fn owes_a_call(&self) -> bool {
         self.active.iter().any(|(device, number)| {
             let device = self.devices[*device].as_ref();
@@ -386,7 +384,7 @@ impl Engine {
         self.bell.disarm()
     }
 
-    /// Asks for kicks; true if a queue has chains already.
+    /// Enables kicks; true if a queue has chains already.
     fn arm_queues(&mut self) -> bool {
         let mut more = false;
         for (device, number) in &self.active {
@@ -396,7 +394,8 @@ impl Engine {
             let Some(queue) = device.queues[usize::from(*number)].as_mut() else {
                 continue;
             };
-            // A queue held back waits for a completion or response, which wakes us anyway.
+            // A queue that is held back waits for a completion or response, which wakes the engine
+            // anyway.
             let room = self.io.may_park(&device.shared)
                 && self.io.fair.may_take(queue.key.device) != fair::Verdict::Full;
             if !(room && queue.may_pop()) || device.shared.is_stopped() {
@@ -428,8 +427,8 @@ impl Engine {
 }
 
 impl Io {
-    /// Begins work of a device until its share of this turn is spent, its queues taking turns.
-    /// The device has been visited.
+    /// Begins work of a device until its share of this turn is spent. Its queues take turns. The
+    /// caller has called `Fair::visit` for the device.
     fn serve_tenant(
         &mut self,
         device: &mut Device,
@@ -444,7 +443,7 @@ impl Io {
             device.next_queue = at + 1;
             let number = usize::from(device.running[at]);
             with_nothing += 1;
-            // Queues with nothing to do are by far the most: look before taking one out.
+            // Most queues have nothing to do: check before taking one out.
             let queue = device.queues[number].as_deref();
             if !queue.is_some_and(EngineQueue::is_serving) {
                 continue;
@@ -466,7 +465,7 @@ impl Io {
                     with_nothing = 0;
                 }
                 Served::Spent => {
-                    // There is more to do: no sleep.
+                    // More work is left: do not sleep.
                     progress.anything = true;
                     return Ok(());
                 }
@@ -482,8 +481,8 @@ impl Io {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // After a failed ring only: leases of jobs still with the kernel are never released, so
-        // their pages are never evicted, which is what must be.
+        // Only after the ring failed. Jobs may still be with the kernel, so their leases are never
+        // released and their pages are never evicted.
         for device in self.devices.iter_mut().flatten() {
             for slot in &mut device.queues {
                 if let Some(mut queue) = slot.take() {
@@ -494,7 +493,7 @@ impl Drop for Engine {
     }
 }
 
-/// Takes the queue of `key` out of its device, if it is still that one.
+/// Takes the queue of `key` out of its device, if that queue is still there.
 fn take_queue(device: &mut Device, key: QueueKey) -> Option<Box<EngineQueue>> {
     let slot = device.queues.get_mut(usize::from(key.queue))?;
     if slot.as_ref()?.key != key {
@@ -503,15 +502,15 @@ fn take_queue(device: &mut Device, key: QueueKey) -> Option<Box<EngineQueue>> {
     slot.take()
 }
 
-/// Answers a control thread, which may have gone.
+/// Answers a control thread, which may be gone.
 fn answer<T>(reply: &std::sync::mpsc::Sender<T>, value: T) {
     if reply.send(value).is_err() {
-        tracing::debug!("nobody waits for this engine's answer any more");
+        tracing::debug!("the sender no longer waits for this engine's answer");
     }
 }
 
 impl EngineQueue {
-    /// True if chains are to be taken from it.
+    /// True if chains may be taken from the queue.
     fn is_serving(&self) -> bool {
         !matches!(self.state, QueueState::Starting)
     }

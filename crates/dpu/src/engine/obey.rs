@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What control threads ask for, done on the engine's thread.
+//! Commands of control threads, executed on the engine's thread.
 //!
-//! Some of it a front end asks for, by its messages, as often as it likes: new memory, a ring that is
-//! started or stopped, another call descriptor. That costs the engine's time as requests do, so it is
-//! charged to the tenant. While a tenant is in debt, what it asks for waits until its turns have
-//! paid. No more than one command of a front end is ever under way, so no more than one waits. What
-//! stops a ring is charged, too, and never waits: others wait for it.
+//! A front end can cause some of them by its messages, as often as it likes: new memory, a ring
+//! started or stopped, another call descriptor. They cost the engine time as requests do, so the
+//! tenant is charged. While a tenant is in debt, its commands wait until its turns have paid. At
+//! most one command of a front end is ever under way, so at most one waits. A command that stops a
+//! ring is charged, too, but never waits: others wait for it.
 
 use super::{
     Device, Engine, answer,
@@ -18,7 +18,7 @@ use crate::{ring::FileSlot, slo::recorder::Recorder};
 use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
-    /// Does what a control thread asks for, or has it wait for the tenant's turn.
+    /// Executes a command of a control thread, or queues it for the tenant's turn.
     pub(super) fn obey(&mut self, command: Command) -> io::Result<()> {
         if let Some((slot, when)) = command.tenant() {
             if when == When::InItsTurn
@@ -33,8 +33,8 @@ impl Engine {
         self.obey_now(command)
     }
 
-    /// Does what a tenant has asked for and what waited for its turn, unless it is still in debt; true if
-    /// there was anything.
+    /// Executes a tenant's command that waited for its turn, unless the tenant is still in debt;
+    /// true if there was one.
     pub(super) fn obey_waiting(&mut self, slot: usize) -> io::Result<bool> {
         let mut there_was = false;
         while let Some(device) = self.device(slot)
@@ -127,7 +127,7 @@ impl Engine {
     ) -> io::Result<()> {
         let token = self.new_token();
         let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
-            // The one who asks hears of it, for the way to answer is gone.
+            // The sender notices: the reply channel is dropped.
             return Ok(());
         };
         let number = setup.number;
@@ -176,7 +176,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Forgets a device whose queues have all been stopped.
+    /// Removes a device whose queues have all been stopped.
     fn remove_device(&mut self, index: usize) -> io::Result<()> {
         self.io.scratch.forget_memory(index);
         let Some(device) = self.devices.get_mut(index).and_then(Option::take) else {

@@ -11,30 +11,30 @@ use crate::{
 };
 use pagetide_addr::Access;
 
-/// Present pages of a transfer that are asked for along with absent ones on both sides of them.
+/// Most present pages between absent ones of a transfer that are requested along with them.
 const GAP_PAGES_MAX: u64 = 16;
 
-/// A chain taken apart.
+/// A parsed chain.
 pub(super) enum Located {
     Frame(Frame),
     TableAbsent(Vec<Span>),
-    /// To be answered with an error, at this place.
+    /// To be answered with an error, written here.
     Refused {
         status: Span,
         why: Refused,
     },
 }
 
-/// Why a chain that makes sense is not served.
+/// Why a valid chain is not served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refused {
     /// Part of it is not in guest memory.
     Outside,
-    /// It is longer than is served.
+    /// It exceeds the length that is served.
     TooLong,
 }
 
-/// Walks a chain and takes it apart.
+/// Walks a chain and parses it.
 pub(super) fn locate(
     queue: &EngineQueue,
     memory: &DeviceMemory,
@@ -69,7 +69,7 @@ pub(super) fn locate(
     })
 }
 
-/// Every part of a chain with the access the device needs.
+/// Every part of a chain, with the access that the device needs.
 fn parts<'a>(frame: &'a Frame, buffers: &'a Buffers) -> impl Iterator<Item = (Span, Access)> + 'a {
     let read = std::iter::once(&frame.header)
         .chain(&frame.header_rest)
@@ -82,7 +82,7 @@ fn parts<'a>(frame: &'a Frame, buffers: &'a Buffers) -> impl Iterator<Item = (Sp
         .chain(write.map(|span| (*span, Access::Write)))
 }
 
-/// Leases every part of a chain; false if one is absent (what was leased stays leased).
+/// Leases every part of a chain; false if a page is absent (earlier leases stay).
 #[inline]
 pub(super) fn lease_all(
     memory: &DeviceMemory,
@@ -90,10 +90,10 @@ pub(super) fn lease_all(
     buffers: &Buffers,
     leases: &mut LeaseSet,
 ) -> bool {
-    // Most drivers have header and status in one structure: what may be written may be read.
+    // Most drivers have header and status in one structure. A writable page may be read, too.
     let together =
         frame.header.port == frame.status.port && frame.header.pages() == frame.status.pages();
-    // Plain loops: this is on the way of each request, and the iterator of `parts` is not free.
+    // Plain loops: every request passes here, and the iterator of `parts` is not free.
     if !leases.take(memory, frame.status, Access::Write)
         || !(together || leases.take(memory, frame.header, Access::Read))
     {
@@ -151,8 +151,9 @@ pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option
     })
 }
 
-/// The runs of pages of `span` that do not allow `access` now. Runs with a few present pages between
-/// them are one: each run is a request of its own, and to find a page present costs less.
+/// The runs of pages of `span` that do not allow `access` now. Runs with only a few present pages
+/// between them are joined: each run is a request of its own, and finding a page present costs
+/// less.
 pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> Vec<PageDemand> {
     let domain = memory.port(span).domain();
     let bitmap = domain.attributes().bitmap();

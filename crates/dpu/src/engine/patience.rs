@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Whether an engine with nothing to do polls a little before it sleeps.
 //!
-//! Polling for less than a sleep and a wake-up cost is a gain if something
-//! comes, and a loss if not. What comes depends on whom the engine waits for: a
-//! guest that was just told of completions answers soon; a disk answers when it
-//! answers. So there is a score for each of the two:
+//! To poll for less time than a sleep and a wake-up cost is a gain if an event comes, and a loss if
+//! not. Whether one comes depends on what the engine waits for: a guest that was just notified of
+//! completions answers soon; a disk takes its own time. So each of the two has a score:
 //!
 //! ```text
 //!   something came while polling: +1 (up to 8)     nothing came: -2 (down to 0)
@@ -15,10 +14,10 @@ use std::time::{Duration, Instant};
 
 const SCORE_MAX: u8 = 8;
 const LOSS: u8 = 2;
-/// One in so many idle times is polled through though it has not paid.
+/// One in so many idle periods is polled even though polling has not paid off.
 const PROBE_EVERY: u8 = 16;
 
-/// Whom an idle engine waits for.
+/// What an idle engine waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitsFor {
     /// I/O is under way.
@@ -27,11 +26,11 @@ pub(super) enum WaitsFor {
     Guest,
 }
 
-/// An idle time that has begun.
+/// An idle period.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Idle {
     waits_for: WaitsFor,
-    /// Until when to poll; `None`: not at all.
+    /// End of polling; `None`: do not poll.
     until: Option<Instant>,
 }
 
@@ -48,7 +47,7 @@ struct Score {
     until_probe: u8,
 }
 
-/// What an engine has learnt.
+/// The scores that an engine has learnt.
 #[derive(Debug)]
 pub(super) struct Patience {
     poll_max: Duration,
@@ -77,7 +76,7 @@ impl Patience {
         }
     }
 
-    /// The engine has nothing to do.
+    /// Begins an idle period.
     pub fn begin(&mut self, waits_for: WaitsFor) -> Idle {
         let poll_max = self.poll_max;
         let score = self.score(waits_for);
@@ -96,7 +95,7 @@ impl Patience {
         }
     }
 
-    /// Something came while polling.
+    /// An event came while polling.
     pub fn rewarded(&mut self, idle: Idle) {
         if idle.until.is_some() {
             let score = self.score(idle.waits_for);
@@ -104,7 +103,7 @@ impl Patience {
         }
     }
 
-    /// Nothing came.
+    /// No event came.
     pub fn disappointed(&mut self, idle: Idle) {
         if idle.until.is_some() {
             let score = self.score(idle.waits_for);

@@ -8,14 +8,13 @@
 //!     ▼  │ page responses                                               │   is under way
 //!   waiting for ring pages ─────────────────────────────────────────────┘
 //! ```
-//! The rings of a running queue are *wired*: they are looked at in each turn,
-//! and the guest writes them whenever it likes, so they must not come and go.
-//! Wiring needs the pages present, so a queue starts with page requests for
-//! those that are not.
+//! The rings of a running queue are *wired*: the engine reads them in each turn and the guest
+//! writes them at any time, so their pages must stay present. Wiring needs the pages present, so a
+//! queue starts with page requests for the absent ones.
 //!
 //! # On a fault
-//! A chain whose pages are absent is parked. What its queue does meanwhile is
-//! the device's setting:
+//! A chain whose pages are absent is parked. The device's setting decides what its queue does
+//! meanwhile:
 //!
 //! | | [`OnFault::Pause`] (VPRI 5.2) | [`OnFault::OutOfOrder`] (VPRI's future work) |
 //! |---|---|---|
@@ -25,17 +24,16 @@
 //! | order in which chains of a queue *begin* | the ring's | the ring's, but for those that fault |
 //! | order in the used ring | as the disk completes them | as the disk completes them |
 //!
-//! Neither orders *completions*: two requests that are both under way are done
-//! by the disk in any order, as virtio-blk allows (virtio 1.2, 5.2.6.2: a driver
-//! that needs one done before the next waits for it). So two writes to one
-//! sector that are outstanding together may land in either order in both modes,
-//! and a flush makes durable what was *completed* before it was made available. With
-//! pause a flush never begins before a write that stands before it in the ring
-//! has begun; out of order it may complete while that write is parked, and says
-//! nothing of it, which is what it must: the write has not been completed.
+//! Neither mode orders *completions*: the disk completes two requests that are both under way in
+//! any order, as virtio-blk allows (virtio 1.2, 5.2.6.2: a driver that needs one request done
+//! before the next waits for it). So two outstanding writes to one sector may land in either order
+//! in both modes, and a flush makes durable what was *completed* before the flush was made
+//! available. With pause, a flush never begins before a write that precedes it in the ring has
+//! begun. Out of order, a flush may complete while that write is parked and says nothing about it.
+//! This is correct: the write has not been completed.
 //!
-//! A chain that has failed and only waits for the page of its status byte
-//! pauses nothing: its DMA will not be done.
+//! A chain that has failed and only waits for the page of its status byte does not pause its queue:
+//! its DMA will not be done.
 
 use super::{
     call::{Calls, Signal},
@@ -63,10 +61,10 @@ use std::{
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Chains of one queue that may be parked; at this many it takes no more, so that one guest with
+/// Most parked chains of one queue. At this many the queue takes no more, so that one guest with
 /// cold memory cannot fill the page fault queue of its engine.
 pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
-/// The same of all queues of a device on an engine.
+/// The same for all queues of a device on an engine.
 pub(crate) const PARKED_PER_DEVICE_MAX: usize = 256;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`
 const AVAIL_NO_INTERRUPT: u16 = 1;
@@ -74,15 +72,15 @@ const AVAIL_NO_INTERRUPT: u16 = 1;
 /// What a queue does while one of its chains waits for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnFault {
-    /// It begins no later chain (VPRI 5.2): chains begin in the order of the ring. What a NIC's
-    /// receive ring needs, and drivers that count on their disk taking requests in order.
+    /// It begins no later chain (VPRI 5.2): chains begin in ring order. Needed by a NIC's receive
+    /// ring, and by drivers that rely on their disk taking requests in order.
     Pause,
-    /// It goes on with later chains, so that only the chain that faults is late.
+    /// It goes on with later chains, so that only the faulting chain is late.
     #[default]
     OutOfOrder,
 }
 
-/// Where a queue is in its life.
+/// State of a queue.
 #[derive(Debug)]
 pub(crate) enum QueueState {
     Starting,
@@ -90,11 +88,11 @@ pub(crate) enum QueueState {
     Stopping { how: StopHow, reply: Sender<u16> },
 }
 
-/// The last pause of a queue, for the account: who stood in the ring then has waited since.
+/// The last pause of a queue, for the account: chains in the ring at that time have waited since.
 #[derive(Debug, Default)]
 struct Paused {
     since_ns: u64,
-    /// Chains that stood in the ring and have not been taken.
+    /// Chains that were in the ring then and have not been taken.
     behind: u16,
 }
 
@@ -105,33 +103,33 @@ pub(crate) struct EngineQueue {
     pub queue: Queue,
     pub table: Table,
     pub state: QueueState,
-    /// Names the poll of `kick`.
+    /// Token of the poll of `kick`.
     pub token: u32,
     pub polled: bool,
-    /// Kicks since a chain was last taken from its ring.
+    /// Kicks since the last chain was taken from its ring.
     pub kicks_in_vain: u32,
     pub kick: Option<OwnedFd>,
     calls: Calls,
     error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
-    /// Left by a predecessor, to be done before anything new.
+    /// Chains left by a predecessor, to be done before new ones.
     pub resubmit: VecDeque<u16>,
-    /// Parked chains that have their answers and wait to be begun; they count as parked.
+    /// Parked chains whose requests are answered and that wait to begin; they count as parked.
     pub resumed: VecDeque<Resumed>,
     /// Transfers that wait for their next step; they count as in flight.
     pub steps: VecDeque<Box<Job<Request>>>,
     /// The last thing begun was a step.
     pub stepped_last: bool,
-    /// What it may begin before the next queue of its tenant.
+    /// What the queue may begin before the next queue of its tenant.
     pub credit: Credit,
     wired: Vec<(Arc<DmaDomain>, FileRange)>,
     pub in_flight: usize,
     pub parked: usize,
-    /// Of them, those whose DMA is still to be done.
+    /// Those parked chains whose DMA is still to be done.
     pub(super) faulting: usize,
     on_fault: OnFault,
     paused: Paused,
-    /// Chains next to be begun whose pages were asked for already.
+    /// Chains next to begin whose pages have been requested already.
     pub looked_ahead: usize,
     pub needs_call: bool,
     base: u16,
@@ -188,7 +186,7 @@ impl EngineQueue {
             && self.in_flight + self.parked < usize::from(self.table.size)
     }
 
-    /// True if chains may be begun that are not parked, new ones or those that a predecessor left.
+    /// True if chains that are not parked may begin: new ones, or those that a predecessor left.
     pub fn may_begin(&self) -> bool {
         match self.resubmit.is_empty() {
             true => self.may_pop(),
@@ -196,13 +194,13 @@ impl EngineQueue {
         }
     }
 
-    /// True if no chain may be begun until one that is parked is answered.
+    /// True if no chain may begin until a parked one is answered.
     pub fn is_paused(&self) -> bool {
         self.on_fault == OnFault::Pause && self.faulting > 0
     }
 
-    /// Most chains that may be taken from the ring before the first of them is begun: with pause,
-    /// those behind one that faults must stay in the ring.
+    /// Most chains that may be taken from the ring before the first of them begins. With pause,
+    /// chains behind a faulting one must stay in the ring.
     pub fn batch(&self) -> usize {
         match self.on_fault {
             OnFault::Pause => 1,
@@ -210,15 +208,15 @@ impl EngineQueue {
         }
     }
 
-    /// A chain of it was parked.
+    /// Counts a chain that was parked.
     pub fn count_parked(&mut self, purpose: Purpose) {
         self.parked += 1;
         self.faulting += usize::from(purpose == Purpose::Dma);
     }
 
-    /// If it is paused by the chain that was parked just now, remembers who stands behind that.
+    /// If the chain parked just now pauses the queue, remembers how many chains are behind it.
     pub fn note_pause(&mut self, memory: &DeviceMemory, now_ns: u64) {
-        // One that parks once more makes no new pause for those who stand there already.
+        // A chain that parks once more starts no new pause for the chains already in the ring.
         if self.is_paused() && self.paused.behind == 0 {
             self.paused = Paused {
                 since_ns: now_ns,
@@ -238,20 +236,20 @@ impl EngineQueue {
         }
     }
 
-    /// Chains that stand in the ring; `None` if the ring makes no sense.
+    /// Number of chains in the ring; `None` if the ring is broken.
     pub fn waiting(&self, memory: &DeviceMemory) -> Option<u16> {
         let end = load_u16(memory, self.queue.avail_ring() + 2)?;
-        // More than the ring holds: the driver lies, which is told when a chain is taken.
+        // More than the ring holds: the driver is wrong, which is reported when a chain is taken.
         Some(end.wrapping_sub(self.queue.next_avail())).filter(|n| *n <= self.table.size)
     }
 
-    /// A chain of it waits no more.
+    /// Counts a parked chain that no longer waits.
     pub fn count_resumed(&mut self, purpose: Purpose) {
         self.parked -= 1;
         self.faulting -= usize::from(purpose == Purpose::Dma);
     }
 
-    /// On whose behalf its chains ask for pages.
+    /// The party on whose behalf its chains request pages.
     pub fn asker(&self, device: &DeviceShared, memory: &DeviceMemory) -> Asker {
         Asker {
             queue: self.key,
@@ -260,8 +258,8 @@ impl EngineQueue {
         }
     }
 
-    /// The interrupt that the driver is to hear of this queue by, if it wants any now. A hint: the
-    /// rings may change under our eyes, and one that cannot be read is told where it matters.
+    /// The interrupt vector of this queue, if the driver wants an interrupt now. A hint: the rings
+    /// may change concurrently. An unreadable ring is reported where it matters.
     fn vector(&self, memory: &DeviceMemory) -> Option<u16> {
         if !self.calls.are_possible() {
             return None;
@@ -269,7 +267,7 @@ impl EngineQueue {
         let wanted = if !matches!(self.state, QueueState::Running) {
             true
         } else if self.queue.event_idx_enabled() {
-            // It wants to hear of one of the next completions, not of one long past.
+            // The driver wants an interrupt for one of the next completions, not for one long past.
             let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.table.size);
             let used_event = load_u16(memory, at)?;
             used_event.wrapping_sub(self.queue.next_used()) < self.table.size
@@ -297,20 +295,20 @@ impl EngineQueue {
         matches!(self.state, QueueState::Stopping { .. })
     }
 
-    /// True if what it has not begun stays in the in-flight region.
+    /// True if chains it has not begun stay in the in-flight region.
     pub fn is_abandoned(&self) -> bool {
         let how = StopHow::Abandon;
         matches!(&self.state, QueueState::Stopping { how: stop, .. } if *stop == how)
     }
 
-    /// What it has not done shall stay in the in-flight region, if it is stopping.
+    /// If it is stopping, unfinished chains now stay in the in-flight region.
     pub fn give_up_draining(&mut self) {
         if let QueueState::Stopping { how, .. } = &mut self.state {
             *how = StopHow::Abandon;
         }
     }
 
-    /// True if nothing of it is under way, nor to be done before it may stop.
+    /// True if nothing of it is under way and nothing must be done before it may stop.
     pub fn is_idle(&self) -> bool {
         let owes = match &self.state {
             QueueState::Stopping { how, .. } => *how == StopHow::Drain && !self.resubmit.is_empty(),
@@ -330,24 +328,24 @@ impl EngineQueue {
         self.needs_call |= self.calls.are_owed();
     }
 
-    /// True if a call could not be made, and must be tried again.
+    /// True if a call failed and must be retried.
     pub fn owes_call(&self) -> bool {
         self.calls.are_owed()
     }
 
-    /// Tells the front end that the device has stopped.
+    /// Signals to the front end that the device has stopped.
     pub fn tell_error(&mut self) {
         if self.error_told {
             return;
         }
         let told = self.error.as_mut().map_or(Ok(()), Signal::signal);
         if let Err(error) = &told {
-            tracing::error!(%error, "a front end cannot be told that its device has stopped");
+            tracing::error!(%error, "cannot signal to a front end that its device has stopped");
         }
         self.error_told = told.is_ok();
     }
 
-    /// Rings the call descriptor if the driver wants to know of what was completed.
+    /// Signals the call descriptor if the driver wants to know of the completions.
     pub fn call_if_wanted(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
         self.needs_call = false;
         let mut wanted = self
@@ -355,7 +353,7 @@ impl EngineQueue {
             .needs_notification(memory)
             .map_err(|e| self.broken(&e))?;
         if !self.queue.event_idx_enabled() {
-            // virtio-queue does not look at the flag.
+            // virtio-queue does not check the flag.
             let flags: u16 = memory
                 .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
                 .map_err(|e| self.broken(&e))?;
@@ -367,14 +365,14 @@ impl EngineQueue {
         Ok(())
     }
 
-    /// Asks for kicks; true if chains are there already.
+    /// Enables kicks; true if chains are there already.
     pub fn ask_for_kicks(&mut self, memory: &DeviceMemory) -> Result<bool, StopReason> {
         self.queue
             .enable_notification(memory)
             .map_err(|e| self.broken(&e))
     }
 
-    /// Asks to be spared kicks while the engine polls.
+    /// Disables kicks while the engine polls.
     pub fn ask_for_no_kicks(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
         if !matches!(self.state, QueueState::Running) || self.queue.event_idx_enabled() {
             return Ok(());
@@ -384,15 +382,15 @@ impl EngineQueue {
             .map_err(|e| self.broken(&e))
     }
 
-    /// Why nothing may be done any more on the strength of what was read from `memory` or from the
-    /// in-flight region, if that is so.
+    /// The reason why data read from `memory` or from the in-flight region must no longer be
+    /// trusted, if there is one.
     pub fn lost(&self, memory: &DeviceMemory) -> Option<StopReason> {
         let inflight = self.inflight.as_ref();
         let is_lost = memory.is_lost() || inflight.is_some_and(InflightQueue::is_lost);
         is_lost.then_some(StopReason::MemoryLost)
     }
 
-    /// What is wrong with the rings, for the report.
+    /// The stop reason for broken rings.
     pub fn broken(&self, error: &dyn std::fmt::Display) -> StopReason {
         StopReason::Ring {
             queue: self.key.queue,
@@ -415,7 +413,7 @@ impl EngineQueue {
         Ok(spans)
     }
 
-    /// Wires what is not wired yet; the spans whose pages are absent.
+    /// Wires what is not wired yet; returns the spans whose pages are absent.
     pub(super) fn wire(
         &mut self,
         memory: &DeviceMemory,
@@ -440,7 +438,7 @@ impl EngineQueue {
         Ok(absent)
     }
 
-    /// Finds where to begin; its rings are wired.
+    /// Finds where to begin. The rings are wired.
     pub(super) fn open_rings(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
         self.queue.set_ready(true);
         if !self.queue.is_valid(memory) {
@@ -462,7 +460,7 @@ impl EngineQueue {
                 tracing::info!(
                     queue = self.key.queue,
                     chains = left.resubmit.len(),
-                    "taking up chains that were in flight"
+                    "resuming chains that were in flight"
                 );
             }
             self.queue.set_next_avail(left.next_avail);
@@ -470,12 +468,12 @@ impl EngineQueue {
         }
         self.state = QueueState::Running;
         self.ask_for_no_kicks(memory)?;
-        // A predecessor may have completed chains and died before it told anybody.
+        // A predecessor may have completed chains and died before it signalled them.
         self.ring_call();
         Ok(())
     }
 
-    /// Unwires the rings and answers who waits for the stop.
+    /// Unwires the rings and answers the stop request.
     pub fn end(&mut self, counters: &Counters) {
         for (domain, pages) in self.wired.drain(..) {
             domain.attributes().unwire(pages);
@@ -492,13 +490,13 @@ impl EngineQueue {
     }
 }
 
-/// A word of a ring; Acquire, so that what the driver wrote before it is seen.
+/// Reads a 16-bit ring field; Acquire, so that earlier writes of the driver are visible.
 fn load_u16(memory: &DeviceMemory, at: u64) -> Option<u16> {
     let loaded: Result<u16, _> = memory.load(GuestAddress(at), Ordering::Acquire);
     match loaded {
         Ok(word) => Some(u16::from_le(word)),
         Err(error) => {
-            tracing::debug!(%error, "a ring that is wired cannot be read");
+            tracing::debug!(%error, "a wired ring cannot be read");
             None
         }
     }

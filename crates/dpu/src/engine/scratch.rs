@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an engine uses again and again, so that a request costs no allocation.
+//! Objects that an engine reuses, so that a request costs no allocation.
 
 use super::chain::{POP_BATCH, Request, Sample, nanos};
 use crate::{chain::Buffers, memory::LeaseSet, ring::Job};
 use std::time::Instant;
 
-/// Every so many requests the time of the look-up is taken; a prime, for requests come in batches of
-/// powers of two and a batch's first finds cold caches.
+/// One in so many requests has its look-up timed. A prime, because requests come in batches of
+/// powers of two, and the first of a batch finds cold caches.
 const SAMPLE_EVERY: u32 = 61;
 /// Jobs kept for reuse.
 const POOL_MAX: usize = 512;
 
-/// Buffers used again and again.
+/// Reused buffers.
 pub(crate) struct Scratch {
     pub heads: Vec<u16>,
     pub buffers: Buffers,
@@ -21,7 +21,7 @@ pub(crate) struct Scratch {
     )]
     pub pool: Vec<Box<Job<Request>>>,
     until_sample: u32,
-    /// What taking the time costs by itself, to be subtracted.
+    /// Time taken by the clock read itself, to be subtracted.
     pub clock_ns: u64,
 }
 
@@ -40,8 +40,8 @@ impl Scratch {
         }
     }
 
-    /// Drops what keeps the memory of the device in `slot` mapped: jobs that were its last. Those of
-    /// other tenants stay; they would have to make all of them anew.
+    /// Drops jobs that keep the memory of the device in `slot` mapped, because they were its last.
+    /// Jobs of other tenants stay; those tenants would have to create all of them again.
     pub fn forget_memory(&mut self, slot: usize) {
         self.pool.retain(|job| job.request.key.device != slot);
     }
@@ -53,7 +53,7 @@ impl Scratch {
         }
     }
 
-    /// Whether the next look-up is to be timed.
+    /// Decides whether the next look-up is timed.
     pub fn sample(&mut self) -> Sample {
         if self.until_sample == 0 {
             self.until_sample = SAMPLE_EVERY - 1;
@@ -66,7 +66,7 @@ impl Scratch {
 
     /// An empty set of leases.
     pub fn leases(&mut self) -> LeaseSet {
-        // A pooled job's set has room already; the first few have to make it.
+        // The set of a pooled job has capacity already; only the first few must allocate.
         self.pool
             .last_mut()
             .map(|job| std::mem::take(&mut job.request.leases))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whether the image still reaches as far as a write goes; why is told in [`crate::blk::image`].
+//! Whether the image still reaches as far as a write goes; [`crate::blk::image`] explains why.
 
 use super::{
     Device, Io,
@@ -7,10 +7,10 @@ use super::{
 };
 use crate::ring::{Job, Operation};
 
-/// Size of an image as an engine has last seen it.
+/// Size of an image as last seen by an engine.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct ImageSize {
-    /// [`Io::now_ns`] of then: all that is taken together is decided by one look.
+    /// [`Io::now_ns`] of that check: one check serves everything that is taken together.
     seen_ns: u64,
     bytes: u64,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How a queue starts, and begins to stop: see the picture in [`super::queue`].
+//! How a queue starts and begins to stop: see the diagram in [`super::queue`].
 
 use super::{
     Device, Io,
@@ -22,7 +22,7 @@ use std::{
 };
 
 impl Io {
-    /// Wires the rings of a starting queue, or asks for their pages.
+    /// Wires the rings of a starting queue, or requests their pages.
     pub fn start_rings(&mut self, device: &mut Device, number: u16) -> io::Result<()> {
         let Some(memory) = device.memory.clone() else {
             return Ok(());
@@ -33,7 +33,7 @@ impl Io {
         match self.try_rings(&device.shared, queue, &memory) {
             Ok(Some(kick)) => {
                 self.ring.poll(kick.as_fd(), queue.token)?;
-                // Submitted while the descriptor is surely open.
+                // Submit while the descriptor is certainly open.
                 self.ring.submit()?;
                 queue.polled = true;
                 queue.kick = Some(kick);
@@ -47,7 +47,7 @@ impl Io {
         Ok(())
     }
 
-    /// Gives back the kick descriptor to be polled once the queue runs.
+    /// Returns the kick descriptor to be polled once the queue runs.
     fn try_rings(
         &mut self,
         device: &DeviceShared,
@@ -63,8 +63,8 @@ impl Io {
         let runs = |span: &Span| super::pages::absent_runs(memory, *span, Access::Write);
         let mut wanted: Vec<_> = absent.iter().flat_map(runs).collect();
         if wanted.is_empty() {
-            // They have come back since the rings could not be wired: ask for them all the same, for
-            // it is the answer that tries again.
+            // They came back after wiring failed. Request them all the same: the answer triggers
+            // the retry.
             let whole = |span: &Span| super::pages::whole(memory, *span, Access::Write);
             wanted.extend(absent.iter().filter_map(whole));
         }
@@ -81,7 +81,7 @@ impl Io {
         Ok(None)
     }
 
-    /// The page requests for a queue's rings have been answered.
+    /// Handles the answer to the page requests for a queue's rings.
     pub fn rings_answered(&mut self, device: &mut Device, resumed: &Resumed) -> io::Result<()> {
         let key = resumed.queue;
         let slot = device.queues.get_mut(usize::from(key.queue));
@@ -110,7 +110,7 @@ impl Io {
         reply: Sender<u16>,
     ) {
         let how = match queue.state {
-            // Its rings have not been looked at: there is nothing to drain.
+            // Its rings have not been read: there is nothing to drain.
             QueueState::Starting => StopHow::Abandon,
             _ if device.drops_its_work() => StopHow::Abandon,
             _ => how,
@@ -121,8 +121,8 @@ impl Io {
         }
     }
 
-    /// Forgets what a queue has taken and not given to the kernel yet; as after a death, it stays in
-    /// the in-flight region.
+    /// Drops chains that a queue has taken but not given to the kernel. As after a death, they stay
+    /// in the in-flight region.
     pub fn drop_waiting(&mut self, device: &mut Device, number: u16) {
         let Some(mut queue) = device.queues[usize::from(number)].take() else {
             return;
@@ -146,7 +146,7 @@ impl Io {
         device.queues[usize::from(number)] = Some(queue);
     }
 
-    /// Forgets the parked chains of a queue, which stay in the in-flight region.
+    /// Drops the parked chains of a queue; they stay in the in-flight region.
     pub fn abandon_parked(&mut self, device: &DeviceShared, queue: &mut EngineQueue) {
         device.injector.given_up(self.parked.held_of(queue.key));
         let held = queue.resumed.iter().filter(|r| r.course.is_held()).count();

@@ -1,29 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How queues end, and what becomes of their chains if there is no host.
+//! How queues end, and what happens to their chains without a host.
 //!
-//! A queue that is *drained* completes what it has taken before its stop is
-//! answered: its front end asks for that when it pauses its guest, changes the
-//! memory or disables a ring, and waits in its main loop. A chain that waits for
-//! pages then waits for the host. One that is away may stay away for long, and
-//! meanwhile the whole VMM would stand still. So a stop waits for I/O that the disk
-//! does, and never for a host that is away, whether it went before the stop
-//! or goes in the middle of it:
+//! A queue that is *drained* completes all chains it has taken before its stop is answered. The
+//! front end requests a stop when it pauses its guest, changes the memory or disables a ring, and
+//! waits in its main loop. A chain that waits for pages waits for the host. A host that is gone may
+//! stay away for long, and the whole VMM would stand still meanwhile. So a stop waits for disk I/O,
+//! but never for a host that is gone, whether it went before the stop or during it:
 //!
 //! | | with an in-flight region | without |
 //! |---|---|---|
-//! | chains that are parked, and reads that have arrived in a bounce buffer and are being settled | stay in the region, to be done again when the ring is started with it | fail with an I/O error |
-//! | the same, with an absent page where the status byte goes, or the table that says where | likewise | are lost, which the log tells: there is no place to say it |
-//! | chains that a predecessor left and that were not begun again | stay in the region | there are none |
+//! | chains that are parked, and reads that have arrived in a bounce buffer and are being settled | stay in the region, and are done again when the ring is started with it | fail with an I/O error |
+//! | the same, if the page of the status byte is absent, or that of the table that holds its address | likewise | are lost and logged: there is no place to write the status |
+//! | chains that a predecessor left and that have not begun again | stay in the region | do not exist |
 //!
-//! A queue that is *abandoned* finishes only what the kernel has: what it has taken and not begun,
-//! or not to its end, is dropped ([`Io::drop_waiting`]). So is what is left of a queue that drains
-//! when its device stops, or its front end goes meanwhile: nobody waits for it any more.
+//! A queue that is *abandoned* finishes only what the kernel has: chains it has taken but not
+//! begun, or not finished, are dropped ([`Io::drop_waiting`]). The same applies to a draining queue
+//! when its device stops or its front end goes: nothing waits for it any more.
 //!
-//! The base that the front end is told counts those that stay in the region as
-//! taken, as after a crash; the region says which they are.
+//! The ring base reported to the front end counts the chains that stay in the region as taken, as
+//! after a crash; the region says which they are.
 //!
-//! The overwrites of a read that is forsaken remain out until they are answered,
-//! with their slots: nothing of them is installed, see [`super::bounce`].
+//! The overwrites of a forsaken read, and their slots, stay outstanding until they are answered.
+//! None of their data is installed, see [`super::bounce`].
 
 use super::{Device, Engine, Io, Progress, take_queue};
 use crate::{blk::request::Status, parked::QueueKey, shared::sub};
@@ -31,17 +29,17 @@ use pagetide_addr::Access;
 use pagetide_vpri::HostPresence;
 use std::io;
 
-/// Whether what is not done of a queue is told its driver.
+/// Whether the driver gets an answer for unfinished requests of a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Undone {
-    /// As an I/O error: nobody else remembers it.
+    /// Yes, an I/O error: no other record of them exists.
     Fails,
-    /// No: it is in the in-flight region, or the device has stopped.
+    /// No: they are in the in-flight region, or the device has stopped.
     Stays,
 }
 
 impl Engine {
-    /// Has queues that stop not wait for a host that is away.
+    /// Keeps stopping queues from waiting for a host that is gone.
     pub(super) fn stop_without_host(&mut self, progress: &mut Progress) -> io::Result<()> {
         self.host_seen = self.device_end.host();
         if self.host_seen == HostPresence::Here {
@@ -74,7 +72,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the waiting of a queue's parked chains; how many were not answered.
+    /// Ends the wait of a queue's parked chains; returns how many were not answered.
     fn forsake_parked(
         &mut self,
         key: QueueKey,
@@ -101,7 +99,7 @@ impl Engine {
         Ok(lost)
     }
 
-    /// Goes on with the chains of a queue that have their answers, though it may not be its turn.
+    /// Resumes the answered chains of a queue at once, even outside its turn.
     fn resume_at_once(&mut self, key: QueueKey, progress: &mut Progress) -> io::Result<()> {
         let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
         let Some(device) = device else {
@@ -121,7 +119,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the settling of a queue's arrived in a bounce buffer reads; how many were not answered.
+    /// Drops the bounced reads of a queue that are being settled; returns how many were not
+    /// answered.
     fn forsake_bounced(&mut self, key: QueueKey, undone: Undone, progress: &mut Progress) -> usize {
         let device = self.devices.get_mut(key.device).and_then(Option::as_mut);
         let Some(device) = device else {
@@ -147,7 +146,7 @@ impl Engine {
         lost
     }
 
-    /// Answers those who wait for a queue to stop, once nothing of it is under way.
+    /// Answers the stop requests of queues that have nothing under way any more.
     pub(super) fn finish_stops(&mut self) -> io::Result<()> {
         let mut at = 0;
         while at < self.active.len() {
@@ -175,7 +174,7 @@ impl Engine {
         self.kicks.forget(queue.token, index, number);
         if queue.polled {
             self.io.ring.stop_poll(queue.token)?;
-            // The poll must be gone before its descriptor can be closed and used again.
+            // The poll must be gone before its descriptor can be closed and reused.
             self.io.ring.submit()?;
         }
         device.running.retain(|running| *running != number);
@@ -187,7 +186,7 @@ impl Engine {
 }
 
 impl Io {
-    /// True once nothing of a queue that stops is under way.
+    /// True once a stopping queue has nothing under way.
     fn has_ended(&mut self, device: &mut Device, number: u16) -> bool {
         let drops = device.shared.drops_its_work();
         let Some(queue) = device.queues[usize::from(number)].as_mut() else {

@@ -10,19 +10,20 @@
 //!   hour   = minutes + running minute + running slice     60 to  61 min
 //!   day    = hours + running hour + … + running slice     24 to  25 h
 //! ```
-//! So what has just happened is in every window at once, and a window reaches back for at least its
-//! length. All engines of a device tell one account ([`super::recorder`]), since what a tenant was
-//! promised is of the device and not of a queue. Time is given: nothing here reads a clock.
+//! So a new event is in every window at once, and a window reaches back at least its length. All
+//! engines of a device report to one account ([`super::recorder`]), since promises to a tenant are
+//! about the device and not about a queue. Time is passed in: nothing here reads a clock.
 //!
 //! # Memory
-//! A tally is 200 bytes, and its histogram as many as the latencies spread: 100 to 500 bytes for
-//! most disks, 3.5 KiB at most. 93 of them are kept at most: some 50 KiB a device that has worked
-//! for a day, 350 KiB for one whose latencies spread from a microsecond to minutes in each of its
-//! minutes; nothing for one that does nothing ([`Account::heap_bytes`]).
+//! A tally is 200 bytes plus its histogram, whose size depends on the spread of the latencies: 100
+//! to 500 bytes for most disks, 3.5 KiB at most. At most 93 of them are kept: about 50 KiB for a
+//! device that has worked for a day, 350 KiB for one whose latencies spread from a microsecond to
+//! minutes in each of its minutes; nothing for an idle device ([`Account::heap_bytes`]).
 //!
 //! # Slow requests
-//! Slower than ten times the median of the last minute, and than a millisecond. The last
-//! [`SLOW_KEPT`] are kept with the stage that held them, the others counted by that.
+//! A request is slow if it takes longer than ten times the median of the last minute, and longer
+//! than a millisecond. The last [`SLOW_KEPT`] are kept with the stage that held them; the others
+//! are only counted by stage.
 
 use super::{
     bins::{BINS_PER_SECOND, Bins},
@@ -38,18 +39,18 @@ const SLICE_NS: u64 = 10_000_000_000;
 const SLICES: usize = 6;
 const MINUTES: usize = 60;
 const HOURS: usize = 24;
-/// After a silence longer than a day nothing of what was is in any window.
+/// After a silence longer than a day, no window contains anything older.
 const SILENCE_NS: u64 = 25 * 3600 * 1_000_000_000;
-/// Slow requests kept with all that is known of them.
+/// Slow requests that are kept with all details.
 pub(crate) const SLOW_KEPT: usize = 64;
-/// No request below this is slow, whatever the median.
+/// No faster request is slow, whatever the median.
 pub(crate) const SLOW_FLOOR_NS: u64 = 1_000_000;
-/// Slow is so many times the median.
+/// A slow request takes more than this many times the median.
 const SLOW_TIMES_MEDIAN: u64 = 10;
-/// From so many requests on, the median says something.
+/// Least number of requests for a meaningful median.
 const MEDIAN_OF_MIN: u64 = 64;
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Account {
     began_ns: u64,
@@ -69,7 +70,7 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// Empty, for a device of so many engines, from `now_ns` on.
+    /// Empty, for a device with `engine_count` engines, starting at `now_ns`.
     pub fn new(engine_count: usize, now_ns: u64) -> Self {
         Self {
             began_ns: now_ns,
@@ -88,7 +89,7 @@ impl Account {
         }
     }
 
-    /// A request is done, faster than any slow one.
+    /// Records a request that is faster than any slow one.
     pub fn quick(&mut self, at_ns: u64, latency_ns: u64, bytes: u32) {
         let tally = &mut self.running;
         tally.latency.record(latency_ns);
@@ -101,7 +102,7 @@ impl Account {
         }
     }
 
-    /// A request is done that may be a slow one.
+    /// Records a request that may be slow.
     pub fn done(&mut self, done: Done) {
         let latency_ns = done.latency_ns();
         self.quick(done.at_ns, latency_ns, done.bytes);
@@ -117,7 +118,7 @@ impl Account {
         self.slow.push_back(done);
     }
 
-    /// Page requests were sent.
+    /// Records page requests that were sent.
     pub fn faults(&mut self, at_ns: u64, count: u32, injected: Injected) {
         let rate = self.meter.record(at_ns, count);
         let tally = &mut self.running;
@@ -132,12 +133,12 @@ impl Account {
         self.bins.busy(engine, at_ns);
     }
 
-    /// The engine has none in flight any more.
+    /// The engine has no request in flight any more.
     pub fn idle(&mut self, engine: usize, at_ns: u64) {
         self.bins.idle(engine, at_ns);
     }
 
-    /// Time passes: windows move on. To be called before anything that happens later is told.
+    /// Advances the windows. Call this before reporting anything that happens later.
     pub fn advance(&mut self, now_ns: u64) {
         let slice = now_ns.saturating_sub(self.began_ns) / SLICE_NS;
         if (slice - slice.min(self.slice)) * SLICE_NS > SILENCE_NS {
@@ -210,7 +211,7 @@ impl Account {
     pub fn report(&mut self, now_ns: u64) -> SloReport {
         self.advance(now_ns);
         let age_ns = now_ns.saturating_sub(self.began_ns);
-        // Sealed stretches there can be, and how long the running ones last already.
+        // At most so many sealed stretches, plus the time since the running one began.
         let covers = |unit_slices: u64, kept: usize| {
             let unit_ns = unit_slices * SLICE_NS;
             let sealed = (age_ns / unit_ns).min(kept as u64);
@@ -228,7 +229,7 @@ impl Account {
         }
     }
 
-    /// Memory it takes beyond itself.
+    /// Heap memory it uses.
     pub fn heap_bytes(&self) -> usize {
         let kept = [&self.slices, &self.minutes, &self.hours];
         let rows = kept.iter().map(|k| k.capacity() * size_of::<Tally>());
@@ -240,7 +241,7 @@ impl Account {
     }
 }
 
-/// Puts a running tally among the kept, of which the oldest may go.
+/// Moves a running tally to the kept ones, of which the oldest may be dropped.
 fn seal(running: &mut Tally, kept: &mut VecDeque<Tally>, most: usize) {
     let mut sealed = std::mem::take(running);
     sealed.latency.trim();
@@ -260,7 +261,7 @@ fn sum<'a>(tallies: impl Iterator<Item = &'a Tally>) -> Tally {
 fn window(tally: &Tally, covers: Duration) -> SloWindow {
     let at = |numerator, denominator| {
         let ns = tally.latency.quantile_ns(numerator, denominator);
-        // A bucket's upper end may lie above the worst that was met.
+        // A bucket's upper end may exceed the worst latency that occurred.
         Duration::from_nanos(ns.unwrap_or(0).min(tally.worst_ns))
     };
     let slow = SlowCause::ALL.into_iter().zip(tally.slow);
@@ -299,7 +300,7 @@ mod tests {
         Account::new(1, BEGAN)
     }
 
-    /// `count` requests of one latency, one each millisecond from `from_ns` on.
+    /// `count` requests of equal latency, one each millisecond from `from_ns` on.
     fn work(account: &mut Account, from_ns: u64, count: u64, latency_ns: u64) {
         for i in 0..count {
             let at_ns = BEGAN + from_ns + i * MS;
@@ -312,7 +313,8 @@ mod tests {
         account.report(BEGAN + at_ns)
     }
 
-    /// A request that was parked for `waited_ns` and `handled_ns`, then a millisecond at the disk.
+    /// A request that was parked for `waited_ns` and `handled_ns`, then spent a millisecond at the
+    /// disk.
     fn faulted(at_ns: u64, waited_ns: u64, handled_ns: u64) -> Done {
         let popped_ns = BEGAN + at_ns - waited_ns - handled_ns - MS;
         let mut course = RequestTimeline::popped(popped_ns);
@@ -391,7 +393,7 @@ mod tests {
             state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
-            // From nothing to four minutes between two requests.
+            // Zero to four minutes between two requests.
             let gap_ns = MS << (state >> 59);
             at_ns += gap_ns.min(240 * S);
             let latency_ns = (state >> 33) % (900 * US);
@@ -456,7 +458,7 @@ mod tests {
             account.advance(BEGAN + i * 20 * MS);
             account.done(faulted(i * 20 * MS, 5 * MS, 0));
         }
-        // Until there was a median.
+        // Until the median was known.
         assert_eq!(report(&mut account, 20 * S).slow_requests, 63);
     }
 
@@ -465,7 +467,7 @@ mod tests {
         let mut account = account();
         account.busy(0, BEGAN);
         work(&mut account, 0, 1000, 100 * US);
-        // A stall of 300 ms, then a second more, then nothing to do for long.
+        // A stall of 300 ms, then one more second of work, then a long idle time.
         work(&mut account, 1_300 * MS, 1000, 100 * US);
         account.idle(0, BEGAN + 2_300 * MS);
         let told = report(&mut account, 50 * S);

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Throughput in bins of 100 ms, and the least of those in which there was demand (VPRI 2.2:
-//! minimum instantaneous throughput).
+//! Throughput in bins of 100 ms, and the lowest throughput of bins with demand (VPRI 2.2: minimum
+//! instantaneous throughput).
 //!
-//! *Demand*: a bin counts if an engine had requests of the device in flight (parked ones too) for at
-//! least nine tenths of it. Not for all of it: a guest that answers each completion by its next
-//! request leaves gaps of microseconds. A device that nobody asks for anything has no least
-//! throughput, and one that is asked for little is not slow.
+//! *Demand*: a bin counts if an engine had requests of the device in flight (including parked ones)
+//! for at least nine tenths of it. Not for all of it: a guest that answers each completion with its
+//! next request leaves gaps of microseconds. A device without requests has no least throughput, and
+//! a device with few requests is not slow.
 //!
-//! Engines tell what they did a moment later ([`SETTLE_NS`] at most, unless one is kept from
-//! running), so a bin stays open for that long.
+//! Engines report with a delay ([`SETTLE_NS`] at most, unless an engine is kept from running), so a
+//! bin stays open for that long.
 
 use std::collections::VecDeque;
 
 /// Length of a bin.
 pub(crate) const BIN_NS: u64 = 100_000_000;
-/// Bins a second.
+/// Bins per second.
 pub(crate) const BINS_PER_SECOND: u64 = 10;
-/// In flight for so long, a bin had demand.
+/// A bin has demand if requests were in flight for this long.
 const DEMAND_NS: u64 = BIN_NS / 10 * 9;
-/// A bin is closed so long after its end.
+/// A bin is closed this long after its end.
 const SETTLE_NS: u64 = 4 * BIN_NS;
 
-/// What was done in a bin in which there was demand.
+/// The throughput of a bin with demand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Throughput {
     pub requests: u32,
@@ -35,18 +35,18 @@ struct Bin {
     busy_ns: Box<[u64]>,
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Bins {
-    /// Number of the first bin that is open.
+    /// Number of the first open bin.
     first: u64,
     open: VecDeque<Bin>,
-    /// Since when each engine has requests in flight.
+    /// Since when each engine has had requests in flight.
     busy_since: Box<[Option<u64>]>,
 }
 
 impl Bins {
-    /// All idle, for a device of so many engines.
+    /// All engines idle, for a device with `engine_count` engines.
     pub fn new(engine_count: usize, now_ns: u64) -> Self {
         Self {
             first: now_ns / BIN_NS,
@@ -55,7 +55,7 @@ impl Bins {
         }
     }
 
-    /// A request was completed. Those of bins that are closed count in the first that is open.
+    /// Records a completed request. Requests of closed bins count in the first open one.
     pub fn done(&mut self, at_ns: u64, bytes: u64) {
         let bin = self.bin(at_ns / BIN_NS);
         bin.done.requests = bin.done.requests.saturating_add(1);
@@ -69,7 +69,7 @@ impl Bins {
         }
     }
 
-    /// The engine has none in flight any more.
+    /// The engine has no request in flight any more.
     pub fn idle(&mut self, engine: usize, at_ns: u64) {
         let since = self.busy_since.get_mut(engine).and_then(Option::take);
         let Some(since) = since else {
@@ -87,7 +87,7 @@ impl Bins {
     }
 
     fn bin(&mut self, number: u64) -> &mut Bin {
-        // An index beyond usize cannot come: bins are settled as time passes.
+        // The index always fits in usize: bins are settled as time passes.
         let at = usize::try_from(number.saturating_sub(self.first)).unwrap_or(usize::MAX);
         let engine_count = self.busy_since.len();
         while self.open.len() <= at {
@@ -102,13 +102,13 @@ impl Bins {
         &mut self.open[at]
     }
 
-    /// Closes what is over at `now_ns`, and tells of each bin in which there was demand.
+    /// Closes the bins that are over at `now_ns`, and reports each bin with demand.
     pub fn settle(&mut self, now_ns: u64, mut tell: impl FnMut(Throughput)) {
         let until = now_ns.saturating_sub(SETTLE_NS) / BIN_NS;
         while self.first < until {
             let closed = self.open.pop_front();
             if closed.is_none() && self.busy_since.iter().all(Option::is_none) {
-                // Nothing but idle time up to there.
+                // Only idle time up to there.
                 self.first = until;
                 return;
             }
@@ -130,7 +130,7 @@ impl Bins {
         }
     }
 
-    /// Memory it takes beyond itself.
+    /// Heap memory it uses.
     pub fn heap_bytes(&self) -> usize {
         let engines = self.busy_since.len();
         let bin = size_of::<Bin>() + engines * size_of::<u64>();
@@ -155,7 +155,7 @@ mod tests {
         let mut bins = Bins::new(1, 0);
         bins.busy(0, 0);
         bins.done(50 * MS, 4096);
-        // Twenty gaps of 400 us: still demand. Then a whole gap: none.
+        // Twenty gaps of 400 us: still demand. Then one long gap: none.
         for gap in 0..20 {
             bins.idle(0, (100 + 5 * gap) * MS);
             bins.busy(0, (100 + 5 * gap) * MS + 400_000);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How fast faults come: the most within a second, and bursts of them (VPRI 3.4).
+//! The rate of faults: the most within a second, and bursts of them (VPRI 3.4).
 //!
 //! A second is ten steps of 100 ms, so it slides by a tenth. A *burst* begins when more than
-//! [`BURST_ABOVE`] faults have come within a second, and is over when no more than that have.
+//! [`BURST_ABOVE`] faults have come within a second, and ends when that is no longer so.
 
 use super::bins::{BIN_NS, BINS_PER_SECOND};
 
@@ -18,26 +18,26 @@ enum Burst {
     GoesOn,
 }
 
-/// What has become of the rate.
+/// The rate after a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Rate {
     /// Faults of the last second.
     pub per_second: u32,
-    /// A burst has begun just now: 1, else 0.
+    /// 1 if a burst has just begun, else 0.
     pub bursts: u32,
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct FaultMeter {
     step: u64,
-    /// By step, modulo their number.
+    /// Indexed by step, modulo their number.
     recent: [u32; STEPS],
     burst: Burst,
 }
 
 impl FaultMeter {
-    /// Faults came.
+    /// Records faults.
     pub fn record(&mut self, at_ns: u64, count: u32) -> Rate {
         self.pass(at_ns / BIN_NS);
         let now = &mut self.recent[slot(self.step)];
@@ -54,7 +54,7 @@ impl FaultMeter {
         self.recent.iter().fold(0, |sum, n| sum.saturating_add(*n))
     }
 
-    /// Time passes, step by step: a burst may end in any of them.
+    /// Advances step by step: a burst may end in any step.
     fn pass(&mut self, step: u64) {
         for next in (self.step + 1..=step).take(STEPS) {
             self.recent[slot(next)] = 0;
@@ -62,13 +62,13 @@ impl FaultMeter {
                 self.burst = Burst::Over;
             }
         }
-        // Engines may tell a little out of order: what is late counts now.
+        // Reports of engines may be slightly out of order: late faults count as of now.
         self.step = self.step.max(step);
     }
 }
 
 fn slot(step: u64) -> usize {
-    // Below ten, so it is no loss.
+    // Below ten, so nothing is lost.
     usize::try_from(step % BINS_PER_SECOND).unwrap_or(0)
 }
 

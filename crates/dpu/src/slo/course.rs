@@ -6,11 +6,11 @@
 //!                      │ waiting for the host │ handling │ resume │     disk          bounce
 //!                      └──────── told by the response ───┘
 //! ```
-//! A chain may be parked more than once; the stages of all its parkings add up. Of several page
-//! requests out at a time the slowest counts, for that is the one it waited for.
+//! A chain may be parked more than once; the stages of all its parkings add up. Of several
+//! outstanding page requests the slowest counts, because the chain waited for that one.
 //!
-//! Times are nanoseconds of the monotonic clock, taken once for all that an engine does in one go:
-//! chains popped together were all waiting at that moment, so it is the right one for each.
+//! Times are nanoseconds of the monotonic clock, read once for a whole batch of an engine: chains
+//! popped together were all waiting at that moment, so it is right for each of them.
 
 use pagetide_addr::{PageResponse, Tier};
 use rustix::time::{ClockId, clock_gettime};
@@ -24,7 +24,7 @@ pub(crate) fn now_ns() -> u64 {
     seconds * 1_000_000_000 + nanos
 }
 
-/// Whether a chain's fault was made on purpose.
+/// Whether a chain's fault was injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Injected {
     /// Its pages were absent, or it did not fault.
@@ -34,7 +34,7 @@ pub(crate) enum Injected {
     Yes,
 }
 
-/// What the host said of a page request.
+/// The host's answer to a page request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Answered {
     waited_ns: u64,
@@ -42,16 +42,16 @@ struct Answered {
     tier: Tier,
 }
 
-/// See the module. A zero time means: not, or not yet.
+/// See the module documentation. A zero time means: not, or not yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct RequestTimeline {
     popped_ns: u64,
-    /// In its ring, while its queue was paused.
+    /// Time in the ring while its queue was paused.
     behind_ns: u64,
     parked_at_ns: u64,
-    /// Of the parking that goes on, the slowest response.
+    /// The slowest response of the current parking.
     slowest: Answered,
-    /// Of all that are over.
+    /// Total of all earlier parkings.
     parked_ns: u64,
     waited_ns: u64,
     handling_ns: u64,
@@ -75,7 +75,7 @@ pub(crate) struct Stages {
 }
 
 impl RequestTimeline {
-    /// Of a chain that was taken from its ring.
+    /// A chain that was taken from its ring.
     pub fn popped(now_ns: u64) -> Self {
         Self {
             popped_ns: now_ns,
@@ -83,7 +83,7 @@ impl RequestTimeline {
         }
     }
 
-    /// Of a chain that was taken from its ring now, and stood there behind a faulting one since
+    /// A chain that is taken from its ring now, and was there behind a faulting one since
     /// `since_ns`.
     pub fn popped_late(since_ns: u64, now_ns: u64) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl RequestTimeline {
         }
     }
 
-    /// True until it has been resumed.
+    /// True until the chain has been resumed.
     pub fn is_first_parking(&self) -> bool {
         self.parked_ns == 0
     }
@@ -102,7 +102,7 @@ impl RequestTimeline {
         self.injected == Injected::Yes && self.is_first_parking()
     }
 
-    /// It waits for pages from now on.
+    /// The chain waits for pages from now on.
     pub fn park(&mut self, now_ns: u64) {
         self.parked_at_ns = now_ns;
         self.slowest = Answered::default();
@@ -121,7 +121,8 @@ impl RequestTimeline {
         }
     }
 
-    /// All its page requests are answered, and it is tried again; how long it was parked this time.
+    /// All its page requests are answered and the chain is tried again; returns how long it was
+    /// parked this time.
     pub fn resume(&mut self, now_ns: u64) -> u64 {
         let parked_ns = now_ns.saturating_sub(self.parked_at_ns);
         let waited_ns = self.slowest.waited_ns.min(parked_ns);
@@ -133,24 +134,24 @@ impl RequestTimeline {
         parked_ns
     }
 
-    /// Its I/O is given to the kernel.
+    /// Its I/O goes to the kernel.
     pub fn submit(&mut self, now_ns: u64) {
         self.submitted_ns = now_ns;
-        // One that had arrived in a bounce buffer and could not be delivered begins again.
+        // A chain that had arrived in a bounce buffer and could not be delivered starts again.
         self.transferred_ns = 0;
     }
 
-    /// Its I/O is done; what it has read into bounce buffers is still to be put in place.
+    /// Its I/O is done; data in bounce buffers still has to be installed.
     pub fn transferred(&mut self, now_ns: u64) {
         self.transferred_ns = now_ns;
     }
 
-    /// From being popped until `done_ns`.
+    /// Time from the pop until `done_ns`.
     pub fn latency_ns(&self, done_ns: u64) -> u64 {
         done_ns.saturating_sub(self.popped_ns)
     }
 
-    /// What held it until `done_ns`.
+    /// The stages that held it until `done_ns`.
     pub fn stages(&self, done_ns: u64) -> Stages {
         let total_ns = self.latency_ns(done_ns);
         let transferred_ns = match self.transferred_ns {

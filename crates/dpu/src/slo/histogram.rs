@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A latency histogram of bounded size: exact counts in log-linear buckets, as wide as their octave
-//! over 32.
+//! A latency histogram of bounded size: exact counts in log-linear buckets, each 1/32 of its octave
+//! wide.
 //!
 //! ```text
 //!   256 ns units:  0 1 2 … 63 | 64..128 by 2 | 128..256 by 4 | … up to 2^30 units = 275 s
 //!                  exact        32 buckets     32 buckets
 //! ```
-//! So a quantile is right to 3.2%, and never too small: it is told by the upper end of its bucket.
-//! Only the range of buckets that was ever hit takes memory: what a disk does spreads over some
-//! octaves, so a histogram is some hundred bytes, and at most 3.5 KiB.
+//! So a quantile is accurate to 3.2%, and never too small: it is reported as the upper end of its
+//! bucket. Only the range of buckets that was ever hit uses memory. The latencies of a disk spread
+//! over some octaves, so a histogram takes some hundred bytes, and at most 3.5 KiB.
 
 /// Nanoseconds of a unit, as a shift.
 const UNIT_SHIFT: u32 = 8;
 /// Buckets of an octave, as a shift.
 const STEPS_SHIFT: u32 = 5;
-/// Highest bit of a value in units that is told apart; whatever is longer is in the last bucket.
+/// Highest bit of a value in units that is distinguished; longer latencies are in the last bucket.
 const TOP_BIT: u32 = 29;
-/// Buckets there are at most.
+/// Most buckets.
 pub(crate) const BUCKETS_MAX: usize = ((TOP_BIT - STEPS_SHIFT + 2) << STEPS_SHIFT) as usize;
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct LatencyCounts {
     /// Number of the first bucket of `counts`.
@@ -34,7 +34,7 @@ fn bucket_of(ns: u64) -> usize {
     let top_bit = u64::BITS - 1 - (units | 1).leading_zeros();
     let shift = top_bit.saturating_sub(STEPS_SHIFT);
     let step = units >> shift;
-    // At most `BUCKETS_MAX`, so it is no loss.
+    // At most `BUCKETS_MAX`, so nothing is lost.
     usize::try_from((u64::from(shift) << STEPS_SHIFT) + step).unwrap_or(BUCKETS_MAX - 1)
 }
 
@@ -80,7 +80,7 @@ impl LatencyCounts {
         &mut self.counts[at]
     }
 
-    /// Counts all that `other` has counted.
+    /// Adds all counts of `other`.
     pub fn add(&mut self, other: &Self) {
         for (bucket, number) in (other.first..).zip(&other.counts) {
             if *number > 0 {
@@ -94,7 +94,8 @@ impl LatencyCounts {
         self.total
     }
 
-    /// The latency that a part `numerator / denominator` of all does not exceed; `None` of nothing.
+    /// The latency that a fraction `numerator / denominator` of all does not exceed; `None` if
+    /// empty.
     pub fn quantile_ns(&self, numerator: u64, denominator: u64) -> Option<u64> {
         let rank = self.total.saturating_mul(numerator).div_ceil(denominator);
         let mut passed = 0;
@@ -107,12 +108,12 @@ impl LatencyCounts {
         None
     }
 
-    /// Memory it takes beyond itself.
+    /// Heap memory it uses.
     pub fn heap_bytes(&self) -> usize {
         self.counts.capacity() * size_of::<u32>()
     }
 
-    /// Gives back memory that was taken to grow.
+    /// Releases spare capacity.
     pub fn trim(&mut self) {
         self.counts.shrink_to_fit();
     }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The account of service levels: how long requests took, what held the slow ones, how low
-//! throughput fell, how often pages were missing (VPRI 2.2, 3.4).
+//! Service-level accounting: latencies of requests, what held the slow ones, the lowest throughput,
+//! and the rate of page faults (VPRI 2.2, 3.4).
 //!
-//! | module | what it is about |
+//! | module | contents |
 //! |---|---|
 //! | `course` | the stages of one chain |
-//! | `recorder` | an engine's list of what it has to tell |
+//! | `recorder` | an engine's list of unreported events |
 //! | `account` | rolling windows of minute, hour and day |
-//! | `tally`, `histogram`, `bins`, `bursts` | what is counted of a stretch of time |
+//! | `tally`, `histogram`, `bins`, `bursts` | the counts of a stretch of time |
 //! | `slow` | slow requests and their causes |
-//! | `report` | the account as it is told |
+//! | `report` | the account as reported |
 
 pub(crate) mod account;
 mod bins;

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An engine's pen: what it has to tell the account of a device, told many at a time.
+//! Batched reports of an engine to the account of a device.
 //!
-//! # What it costs
-//! On a request's way there are two stores: one line in a list of this engine's
-//! own. The clock is read once a turn for all that the turn takes. The account is
-//! behind a lock that all engines of a device and whoever wants a report share;
-//! it is taken once a millisecond or for [`TELL_AT`] requests, never waited for
-//! as long as the list is not very long ([`KEEP_MAX`]), and always before the engine
-//! sleeps. So a report lacks the last millisecond of a busy engine at most.
+//! # Cost
+//! A request costs two stores: one entry in a list that belongs to this engine. The clock is read
+//! once per turn for everything that the turn takes. The account is behind a lock that all engines
+//! of a device and all readers of reports share. It is taken once a millisecond or for [`TELL_AT`]
+//! requests, without waiting unless the list is very long ([`KEEP_MAX`]), and always before the
+//! engine sleeps. So a report lacks at most the last millisecond of a busy engine.
 //!
-//! Requests under a millisecond are never slow ([`super::account`]), and so take a
-//! short line; the others bring the whole of their course.
+//! Requests under a millisecond are never slow ([`super::account`]), so their entries are short;
+//! other entries contain the whole course.
 
 use super::{
     account::{Account, SLOW_FLOOR_NS},
@@ -19,11 +18,11 @@ use super::{
 };
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Told at so many requests.
+/// Report at this many requests.
 const TELL_AT: usize = 256;
-/// Told at so many requests even if somebody else must be waited for.
+/// Report at this many requests even if the lock is contended.
 const KEEP_MAX: usize = 16 * TELL_AT;
-/// Told after this time.
+/// Report after this time.
 const TELL_AFTER_NS: u64 = 1_000_000;
 
 #[derive(Debug, Clone, Copy)]
@@ -59,16 +58,16 @@ pub(crate) enum Load {
     Busy,
 }
 
-/// Whether to wait for the account.
+/// Whether to wait for the account's lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Urgency {
-    /// If it is due and nobody else is there.
+    /// Report if it is due and the lock is free.
     Routine,
     /// The engine is about to sleep, or the queue to end.
     Now,
 }
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     engine: usize,
@@ -79,7 +78,7 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    /// Of engine number `engine`.
+    /// For engine number `engine`.
     pub fn new(engine: usize) -> Self {
         Self {
             engine,
@@ -90,7 +89,7 @@ impl Recorder {
         }
     }
 
-    /// A request has its place in the used ring.
+    /// A request was put into the used ring.
     #[inline]
     pub fn done(&mut self, at_ns: u64, queue: u16, bytes: u32, course: &RequestTimeline) {
         let latency_ns = course.latency_ns(at_ns);
@@ -109,7 +108,7 @@ impl Recorder {
         }
     }
 
-    /// Page requests that something waits for were made.
+    /// Page requests with a waiter were sent.
     pub fn faults(&mut self, at_ns: u64, count: u32, injected: Injected) {
         self.rare.push(Rare::Faults {
             at_ns,
@@ -118,7 +117,7 @@ impl Recorder {
         });
     }
 
-    /// Whether requests are in flight.
+    /// Sets whether requests are in flight.
     #[inline]
     pub fn load(&mut self, at_ns: u64, load: Load) {
         if self.load != load {
@@ -130,7 +129,7 @@ impl Recorder {
         }
     }
 
-    /// Tells the account if it is time; true if nothing is left to be told.
+    /// Reports to the account if it is time; true if nothing is left to report.
     pub fn tell(&mut self, account: &Mutex<Account>, now_ns: u64, urgency: Urgency) -> bool {
         let lines = self.quick.len() + self.rare.len();
         if lines == 0 {

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The account of a device as it is told.
+//! The account of a device as reported.
 
 use super::slow::{SlowCause, SlowRequest};
 use std::time::Duration;
 
-/// Whether a device's account is kept. It always is, but where what it costs is measured.
+/// Whether a device's account is kept. It is turned off only to measure its cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
-    /// As ever.
+    /// Events are reported.
     On,
-    /// Nothing is told: windows stay as they are and age.
+    /// Nothing is reported: windows stay as they are and age.
     Off,
 }
 
 /// A window that reaches back from now.
 ///
-/// Latencies count from the moment a chain is taken from its ring until it is in the used ring; they
-/// are right to 3.2% (told too long rather than too short), and 0 where there was no request.
+/// Latencies count from the moment a chain is taken from its ring until it is in the used ring.
+/// They are accurate to 3.2% (too long rather than too short), and 0 if there was no request.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SloWindow {
     /// How far it reaches back.
@@ -25,31 +25,31 @@ pub struct SloWindow {
     pub requests: u64,
     /// Data moved by them.
     pub bytes: u64,
-    /// Half of the requests were as fast as this.
+    /// Median latency.
     pub p50: Duration,
-    /// All but one in a hundred.
+    /// 99th percentile.
     pub p99: Duration,
-    /// All but one in a thousand.
+    /// 99.9th percentile.
     pub p999: Duration,
-    /// All but one in ten thousand.
+    /// 99.99th percentile.
     pub p9999: Duration,
-    /// The slowest, exactly.
+    /// The slowest request, exact.
     pub worst: Duration,
-    /// How long there was demand: bins of 100 ms of which requests were in flight for nine tenths.
+    /// Time with demand: bins of 100 ms with requests in flight for nine tenths of the time.
     pub demand: Duration,
-    /// Requests a second in the slowest of those bins; `None` without demand.
+    /// Requests per second in the slowest of those bins; `None` without demand.
     pub least_iops: Option<u64>,
-    /// Bytes a second in the slowest of those bins; `None` without demand.
+    /// Bytes per second in the slowest of those bins; `None` without demand.
     pub least_bytes_per_second: Option<u64>,
-    /// I/O page faults: page requests that something waited for.
+    /// I/O page faults: page requests with a waiter.
     pub iopfs: u64,
     /// Requests whose fault was injected.
     pub injected_iopfs: u64,
     /// Most I/O page faults within a second.
     pub iopf_peak_per_second: u32,
-    /// Times that more than 5 came within a second (VPRI 3.4).
+    /// How often more than 5 came within a second (VPRI 3.4).
     pub iopf_bursts: u32,
-    /// Slow requests by what held them; causes of none are left out.
+    /// Slow requests by cause; causes without requests are left out.
     pub slow: Vec<(SlowCause, u32)>,
 }
 
@@ -62,12 +62,12 @@ pub struct SloReport {
     pub hour: SloWindow,
     /// The last day: 24 to 25 hours.
     pub day: SloWindow,
-    /// What takes longer is slow: ten times the last minute's median, a millisecond at least.
+    /// Slower requests are slow: ten times the last minute's median, at least a millisecond.
     pub slow_threshold: Duration,
-    /// Slow requests since the device was made.
+    /// Slow requests since the device was created.
     pub slow_requests: u64,
     /// The last of them, newest first; 64 at most.
     pub slow: Vec<SlowRequest>,
-    /// Memory that the account takes.
+    /// Memory that the account uses.
     pub memory_bytes: u64,
 }

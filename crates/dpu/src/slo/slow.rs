@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A slow request, and the stage that held it.
+//! A slow request, and the stage that held it longest.
 
 use super::course::{Injected, RequestTimeline, Stages};
 use pagetide_addr::Tier;
@@ -8,23 +8,23 @@ use std::time::Duration;
 /// What held a slow request longest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SlowCause {
-    /// The engine itself, which had other things to do.
+    /// The engine, which was busy with other work.
     Engine,
-    /// Its queue was paused, for a request before it waited for pages.
+    /// Its queue was paused because an earlier request waited for pages.
     Behind,
     /// Parked, until the host began to handle its fault.
     WaitingForHost,
-    /// Parked, while the host brought its pages from that tier.
+    /// Parked, while the host brought its pages from this tier.
     Handling(Tier),
-    /// Parked, from the host's response until the engine went on with it.
+    /// Parked, from the host's response until the engine resumed it.
     Resume,
     /// The disk.
     Disk,
-    /// Putting in place what was read beside pages that were absent.
+    /// Installing data that was read into bounce buffers for absent pages.
     Bounce,
 }
 
-/// Causes there are.
+/// Number of causes.
 pub(crate) const CAUSES: usize = 11;
 
 impl SlowCause {
@@ -82,21 +82,21 @@ impl std::fmt::Display for SlowCause {
 pub struct SlowRequest {
     /// How long ago it was completed.
     pub ago: Duration,
-    /// Queue it came by.
+    /// Queue it came from.
     pub queue: u16,
     /// Data it moved.
     pub bytes: u32,
-    /// From being popped from the ring to its place in the used ring.
+    /// Time from the pop from the ring to the entry in the used ring.
     pub latency: Duration,
     /// What held it longest.
     pub cause: SlowCause,
-    /// How long that held it.
+    /// How long it was held there.
     pub held: Duration,
     /// True if its fault was injected.
     pub injected: bool,
 }
 
-/// A request that is done, as its engine tells it.
+/// A completed request, as its engine reports it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Done {
     pub at_ns: u64,
@@ -115,7 +115,7 @@ impl Done {
         SlowCause::of(&self.course.stages(self.at_ns))
     }
 
-    /// As it is told at `now_ns`.
+    /// The report at `now_ns`.
     pub fn told(&self, now_ns: u64) -> SlowRequest {
         let stages = self.course.stages(self.at_ns);
         let cause = SlowCause::of(&stages);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is counted of a stretch of time; tallies of stretches that follow one another add up.
+//! Counts of a stretch of time; tallies of consecutive stretches add up.
 
 use super::{bins::Throughput, histogram::LatencyCounts, slow::CAUSES};
 
-/// See the module.
+/// See the module documentation.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tally {
     pub latency: LatencyCounts,
@@ -15,7 +15,7 @@ pub(crate) struct Tally {
     /// Most page requests within a second.
     pub fault_peak: u32,
     pub bursts: u32,
-    /// Bins in which there was demand.
+    /// Bins with demand.
     pub demand_bins: u32,
     pub least_requests: Option<u32>,
     pub least_bytes: Option<u64>,
@@ -24,14 +24,14 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// A bin in which there was demand.
+    /// Adds a bin with demand.
     pub fn bin(&mut self, done: Throughput) {
         self.demand_bins = self.demand_bins.saturating_add(1);
         self.least_requests = least(self.least_requests, Some(done.requests));
         self.least_bytes = least(self.least_bytes, Some(done.bytes));
     }
 
-    /// Adds what was counted of another stretch.
+    /// Adds the counts of another stretch.
     pub fn add(&mut self, other: &Self) {
         self.latency.add(&other.latency);
         self.worst_ns = self.worst_ns.max(other.worst_ns);
@@ -49,7 +49,7 @@ impl Tally {
     }
 }
 
-/// The lesser of what there is.
+/// The smaller of the values that exist.
 fn least<T: Ord>(one: Option<T>, other: Option<T>) -> Option<T> {
     match (one, other) {
         (Some(one), Some(other)) => Some(one.min(other)),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Free segments by address, each node with the longest segment below it: the
-//! lowest address that is long enough is found in O(log n) expected steps.
+//! Free segments by address. Each node records the longest segment below it, so the lowest segment
+//! that is long enough is found in O(log n) expected steps.
 //!
-//! A treap: a search tree by address and a heap by a priority drawn at random
-//! (from a fixed seed: the shape follows from the order of calls). Nodes lie
-//! beside the segments' slab under the same indexes.
+//! A treap: a search tree by address and a heap by a random priority (from a fixed seed: the
+//! sequence of calls determines the shape). Nodes are in an array parallel to the segments' slab,
+//! under the same indexes.
 
 use super::request::Request;
 use super::segments::{Seg, Segment};
@@ -84,12 +84,12 @@ impl AddressTree {
         self.root = self.removed(slab, self.root, seg);
     }
 
-    /// `seg` has new ends.
+    /// Updates the tree after the ends of `seg` changed.
     pub(super) fn refresh(&mut self, slab: &[Segment], seg: Seg) {
         self.refreshed(slab, self.root, seg);
     }
 
-    /// Counts the nodes, or says what is wrong.
+    /// Counts the nodes, or reports what is wrong.
     pub(super) fn check(&self, slab: &[Segment]) -> Result<usize, String> {
         let mut stack = vec![(self.root, 0, u64::MAX)];
         let mut count = 0;
@@ -142,7 +142,7 @@ impl AddressTree {
         self.lowest(slab, node.right, length_less, from)
     }
 
-    /// What lies before the address, and what does not.
+    /// Splits into the nodes before the address and the rest.
     fn split(&mut self, slab: &[Segment], at: Seg, address: u64) -> (Seg, Seg) {
         if at == Seg::NONE {
             return (Seg::NONE, Seg::NONE);
@@ -161,7 +161,7 @@ impl AddressTree {
         }
     }
 
-    /// One tree of two, all of `below` lying before all of `above`.
+    /// Joins two trees; all of `below` lies before all of `above`.
     fn merge(&mut self, slab: &[Segment], below: Seg, above: Seg) -> Seg {
         if below == Seg::NONE {
             return above;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The invariants of the segments, walked from end to end.
+//! Checks the invariants of all segments.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ fn broken<T>(what: String) -> Result<T, ArenaError> {
     Err(ArenaError::Broken { what })
 }
 
-/// What a walk over all spans counts.
+/// Counts of a walk over all spans.
 #[derive(Default)]
 struct Tally {
     free: usize,
@@ -22,7 +22,7 @@ struct Tally {
 }
 
 impl Segments {
-    /// Rings, coalescing, hash, guards, counts and the index of free segments.
+    /// Checks rings, coalescing, hash, guards, counts and the index of free segments.
     pub(super) fn check(&self) -> Result<(), ArenaError> {
         let mut tally = Tally::default();
         let mut end_before: Option<u64> = None;

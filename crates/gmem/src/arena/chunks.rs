@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Chunks: what the caches take from the segments, one segment for up to 64
-//! pieces of one size (vmem's quantum caches import slabs in the same way).
+//! Chunks: the unit that the caches take from the segments, one segment for up to 64 pieces of one
+//! size (vmem's quantum caches import slabs in the same way).
 //!
-//! A segment for each small piece would make the segments as many as the
-//! allocations: with a million of them every look at a segment is a miss of the
-//! CPU's caches and of its TLB, for large allocations too. So small pieces are
-//! cut from chunks, which are powers of two in size and aligned to it: from a
-//! piece and its size follows its chunk. A bit for each piece says whether it is
-//! idle, that is, neither with a caller nor in a magazine.
+//! With a segment for each small piece there would be as many segments as allocations. With a
+//! million of them every access to a segment misses the CPU's caches and its TLB, for large
+//! allocations too. So small pieces are cut from chunks, which are powers of two in size and
+//! aligned to it: a piece and its size determine its chunk. A bit for each piece tells whether it
+//! is idle, that is, neither with a caller nor in a magazine.
 //!
-//! Chunks must not hide free space. When an allocation would fail, and at
-//! `reap`, each chunk is *dissolved*: idle pieces become free segments, the
-//! others segments of their own, which come back one by one. And where no chunk
-//! certainly fits, single pieces are taken in the first place.
+//! Chunks must not hide free space. Before an allocation would fail, and at `reap`, each chunk is
+//! *dissolved*: idle pieces become free segments, the others segments of their own, which are freed
+//! one by one. If no chunk certainly fits, single pieces are taken to begin with.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,8 +24,8 @@ const PIECES_MAX: u64 = 64;
 /// Largest chunk in quanta.
 const CHUNK_QUANTA_MAX: u64 = 1024;
 
-/// Fewest pieces for which a chunk is worth it. Larger pieces are taken one by one: they are seldom many,
-/// and what is left at a chunk's end would be much.
+/// Fewest pieces for which a chunk pays. Larger pieces are taken one by one: they are rarely many,
+/// and much space would be left at the end of a chunk.
 const PIECES_MIN: u64 = 8;
 
 /// One chunk.
@@ -44,13 +42,14 @@ struct Chunk {
 pub(super) struct Chunks {
     /// By their first integer.
     chunks: BTreeMap<u64, Chunk>,
-    /// Of each class, those with idle pieces; lower ones are used first, so that higher ones empty.
+    /// For each class, the chunks with idle pieces; lower ones are used first, so that higher ones
+    /// empty.
     partial: BTreeMap<usize, BTreeSet<u64>>,
-    /// Bytes of chunks that are no piece in use.
+    /// Bytes of chunks that are in no piece in use.
     pub idle_bytes: u128,
 }
 
-/// Measures of the chunks of one class.
+/// Geometry of the chunks of one class.
 #[derive(Clone, Copy)]
 struct Shape {
     class: usize,
@@ -69,7 +68,7 @@ impl Shape {
         }
     }
 
-    /// None if a piece is larger than a chunk may be.
+    /// 0 if a piece is larger than the largest chunk.
     fn pieces(&self) -> u64 {
         self.chunk_bytes / self.piece_bytes
     }
@@ -118,7 +117,7 @@ impl Segments {
         }
     }
 
-    /// Takes back a piece of the caches.
+    /// Takes back a piece from the caches.
     pub(super) fn give_back_piece(&mut self, class: usize, start: u64) -> Result<(), ArenaError> {
         let shape = Shape::new(class, self.quantum);
         let base = shape.base(start);
@@ -144,7 +143,7 @@ impl Segments {
         Ok(())
     }
 
-    /// Makes every chunk into segments: no free space is hidden then.
+    /// Turns every chunk into segments: then no free space is hidden.
     pub(super) fn dissolve_chunks(&mut self) {
         let chunks = std::mem::take(&mut self.chunks);
         for (base, chunk) in chunks.chunks {
@@ -164,7 +163,7 @@ impl Segments {
         (chunk.idle & bit == 0).then_some(shape.piece_bytes - 1)
     }
 
-    /// Whether `seg` is a chunk as it should be.
+    /// Whether `seg` is a valid chunk.
     pub(super) fn is_chunk(&self, seg: Seg) -> bool {
         let segment = &self.slab[seg.at()];
         let Some(chunk) = self.chunks.chunks.get(&segment.first) else {
@@ -190,7 +189,7 @@ impl Segments {
         (self.chunks.chunks.len(), idle.sum())
     }
 
-    /// A new chunk of idle pieces, if there certainly is a place for one.
+    /// Makes a new chunk of idle pieces, if there certainly is a place for one.
     fn open_chunk(&mut self, shape: &Shape) -> bool {
         let request = Request::aligned_chunk(shape.chunk_bytes, self.quantum);
         let Some((base, seg)) = self.alloc_chunk(&request) else {
@@ -208,7 +207,7 @@ impl Segments {
         true
     }
 
-    /// Idle pieces of one chunk, until `pieces` has `wanted`.
+    /// Takes idle pieces of one chunk, until `pieces` has `wanted`.
     fn take_from(&mut self, base: u64, shape: &Shape, wanted: usize, pieces: &mut Vec<u64>) {
         let Some(chunk) = self.chunks.chunks.get_mut(&base) else {
             return;

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which free segments there are, by length or by address.
+//! The index of free segments, by length or by address.
 //!
-//! **Instant fit** keeps a list for each power of two: list `c` has the segments
-//! of 2^c to 2^(c+1)-1 integers, and a bit says whether it is empty. A request
-//! of `n` looks first where every segment fits, from the list of `n` rounded up
-//! on: the lowest bit that is set, constant time. Only when nothing is certain
-//! (or the constraints turn the certain ones down) every other list is searched
-//! that may hold a place, so that a failure always means that there is none.
+//! **Instant fit** keeps a list for each power of two: list `c` has the segments of 2^c to
+//! 2^(c+1)-1 integers, and a bit says whether it is empty. A request of `n` begins with the lists
+//! in which every segment fits, those from `n` rounded up: the lowest bit that is set, constant
+//! time. Only if there is no certain place (or the constraints exclude the certain ones) are all
+//! other lists searched that may hold one, so a failure always means that there is none.
 //!
-//! **First fit** keeps a treap by address that knows in each node the longest
-//! segment below it ([`AddressTree`]).
+//! **First fit** keeps a treap by address that records in each node the longest segment below it
+//! ([`AddressTree`]).
 
 use super::ArenaError;
 use super::address_tree::AddressTree;
@@ -57,7 +56,7 @@ impl FreeIndex {
         }
     }
 
-    /// The same, but only where it fits without looking: constant time, or O(log n).
+    /// The same, but only where it certainly fits: constant time, or O(log n).
     pub(super) fn find_certain(
         &self,
         slab: &[Segment],
@@ -74,20 +73,20 @@ impl FreeIndex {
         Some((seg, start))
     }
 
-    /// Takes up a segment that became free.
+    /// Adds a segment that became free.
     #[inline]
     pub(super) fn link(&mut self, slab: &mut [Segment], seg: Seg) {
         match self {
             Self::Lists(lists) => lists.link(slab, seg),
             Self::Tree(tree) => {
-                // Whatever is not one of the marks says that it is free.
+                // Any value that is not one of the marks means free.
                 (slab[seg.at()].prev, slab[seg.at()].next) = (Seg::NONE, Seg::NONE);
                 tree.insert(slab, seg);
             }
         }
     }
 
-    /// Forgets a segment that will no longer be free.
+    /// Removes a segment that will no longer be free.
     #[inline]
     pub(super) fn unlink(&mut self, slab: &mut [Segment], seg: Seg) {
         match self {
@@ -96,7 +95,7 @@ impl FreeIndex {
         }
     }
 
-    /// Gives a free segment new ends; its order among its neighbours is as before.
+    /// Gives a free segment new ends; its order among its neighbours does not change.
     #[inline]
     pub(super) fn resize(&mut self, slab: &mut [Segment], seg: Seg, first: u64, last: u64) {
         match self {
@@ -130,7 +129,7 @@ impl FreeIndex {
     }
 }
 
-/// The list of a length less one: the logarithm, rounded down.
+/// The list for a length less one: its logarithm, rounded down.
 #[inline]
 fn class(length_less: u64) -> usize {
     match length_less.checked_add(1) {
@@ -164,7 +163,7 @@ impl ClassLists {
             .or_else(|| self.find_in(slab, request, class(request.total_less), certain))
     }
 
-    /// The head of the first list from `from` on that has one.
+    /// The head of the first non-empty list from `from` on.
     fn first_from(&self, from: usize) -> Option<Seg> {
         let filled = self.filled & mask_from(from);
         (filled != 0).then(|| self.heads[filled.trailing_zeros() as usize])
@@ -200,7 +199,7 @@ impl ClassLists {
         })
     }
 
-    /// The newest first: it is the one in the CPU's caches.
+    /// Newest first: it is the one in the CPU's caches.
     #[inline]
     fn link(&mut self, slab: &mut [Segment], seg: Seg) {
         let class = class(slab[seg.at()].length_less());
@@ -238,7 +237,7 @@ fn mask_from(from: usize) -> u64 {
 }
 
 impl Segments {
-    /// Compares the index with the free segments there are: `expected` of them.
+    /// Compares the index with the actual free segments: `expected` of them.
     pub(super) fn check_free_index(&self, expected: usize) -> Result<(), ArenaError> {
         let wrong = |what: String| Err(ArenaError::Broken { what });
         let indexed = match &self.free {

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pieces of small sizes kept ready, so that most calls touch neither the
-//! segments nor what another thread touches (Bonwick & Adams, section 3).
+//! Cached pieces of small sizes, so that most calls touch neither the segments nor data of another
+//! thread (Bonwick & Adams, section 3).
 //!
-//! Threads are spread over *stripes*, a lock each that nobody else is likely to
-//! want. A stripe has for each size (1, 2, … quanta) two *magazines* of up to 63
-//! starts (fewer of large pieces), loaded and previous, as in the paper: with
-//! two of them a thread that frees and allocates in turn at the border of a
-//! magazine does not exchange one each time. Full magazines are exchanged with
-//! the *depot*, under one lock for all stripes; a depot that has enough gives a
-//! magazine's pieces back to the segments.
+//! Threads are spread over *stripes*, each with a lock that is rarely contended. For each size (1,
+//! 2, … quanta) a stripe has two *magazines* of up to 63 starts (fewer for large pieces), loaded
+//! and previous, as in the paper: with two of them, a thread that alternates between free and alloc
+//! at the edge of a magazine does not exchange one each time. Full magazines are exchanged with the
+//! *depot*, under one lock for all stripes. A depot that has enough returns a magazine's pieces to
+//! the segments.
 //!
 //! ```text
 //!  stripe (lock)            depot (lock)               segments (lock)
@@ -16,13 +15,11 @@
 //!   size 2: loaded prev ◄─────                ◄─empty── a few at a time
 //! ```
 //!
-//! Locks are taken in this order: stripes by number, depot, segments. A thread
-//! takes one stripe, or all of them: who finds no place left must look into
-//! every magazine at one moment, else what is freed meanwhile into a magazine
-//! already looked at would be overlooked ([`Caches::drain`]).
+//! Locks are taken in this order: stripes by number, depot, segments. A thread takes one stripe, or
+//! all of them: a thread that finds no place must examine every magazine at one moment, else it
+//! would miss pieces freed meanwhile into a magazine already examined ([`Caches::drain`]).
 //!
-//! A thread that ends leaves its pieces in its stripe, where its successor or
-//! `drain` finds them.
+//! A thread that ends leaves its pieces in its stripe, where its successor or `drain` finds them.
 
 use std::cell::Cell;
 use std::sync::atomic::AtomicUsize;
@@ -32,24 +29,23 @@ use crate::sync::{Mutex, MutexGuard, lock};
 /// Starts in a magazine of small pieces: 63 and their count fill eight cache lines.
 const ROUNDS_MAX: usize = if cfg!(loom) { 1 } else { 63 };
 
-/// Starts in a magazine of the largest pieces: enough to bridge some turns.
+/// Starts in a magazine of the largest pieces: enough for some exchanges.
 const ROUNDS_MIN: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// Quanta that one magazine may hold, between the two limits above: what is kept ready of large pieces
-/// is not more than of small ones.
+/// Quanta that one magazine may hold, between the two limits above: no more is cached of large
+/// pieces than of small ones.
 const MAGAZINE_QUANTA: usize = 1024;
 
 /// Most sizes that are cached, in quanta.
 ///
-/// That many would fill, in a stripe, 1,024 magazines of 74 KiB together, which hold 1.2 Mi quanta, and
-/// in the depot 590 KiB of magazines with 10 Mi quanta: the most that is kept ready.
+/// That many would fill, in a stripe, 1,024 magazines of 74 KiB together, which hold 1.2 Mi quanta,
+/// and in the depot 590 KiB of magazines with 10 Mi quanta: the most that is ever cached.
 pub const CACHED_QUANTA_LIMIT: u32 = 512;
 
 /// Full magazines of one size that the depot keeps.
 ///
-/// With N live pieces of which a share p is of one size, and sizes drawn at
-/// random, their number swings by about the root of N p (1-p): 500 for a million.
-/// 16 times 63 is twice that.
+/// With N live pieces, a share p of them of one size, and sizes drawn at random, the number of that
+/// size fluctuates by about the root of N p (1-p): 500 for a million. 16 times 63 is twice that.
 const DEPOT_MAGAZINES_MAX: usize = 16;
 
 /// Quanta that are taken from the segments at once when caches are empty. Half
@@ -60,9 +56,9 @@ const REFILL_QUANTA: usize = if cfg!(loom) { 1 } else { 32 };
 const STRIPES_MIN: usize = 8;
 const STRIPES_MAX: usize = 256;
 
-/// Where pieces come from and go to: the segments.
+/// Where pieces come from and return to: the segments.
 pub(super) trait PieceSource {
-    /// Puts up to `count` pieces of `class + 1` quanta into `pieces`.
+    /// Appends up to `count` pieces of `class + 1` quanta to `pieces`.
     fn take(&self, class: usize, count: usize, pieces: &mut Vec<u64>);
     /// Takes pieces back.
     fn give_back(&self, class: usize, pieces: &[u64]);
@@ -120,7 +116,7 @@ enum Put {
     Full,
 }
 
-/// The lock of some threads; a pair of cache lines to itself, as CPUs fetch two at once.
+/// The lock of some threads. It has a pair of cache lines to itself, as CPUs fetch two at once.
 #[repr(align(128))]
 struct Stripe(Mutex<Vec<Pair>>);
 
@@ -152,7 +148,7 @@ impl Caches {
         }
     }
 
-    /// Four times the CPUs: threads are spread by a number that says nothing of where they run.
+    /// Four times the CPUs: threads are spread by a number unrelated to where they run.
     pub(super) fn stripes_of_this_machine() -> usize {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         (4 * cpus)
@@ -170,7 +166,7 @@ impl Caches {
         thread_number() & (self.stripes.len() - 1)
     }
 
-    /// A piece of `class + 1` quanta, if there is one here or to be had from `source`.
+    /// A piece of `class + 1` quanta, if there is one here or `source` has one.
     #[inline]
     pub(super) fn take(
         &self,
@@ -183,7 +179,7 @@ impl Caches {
         ready.or_else(|| self.reload(&mut pairs, class, source))
     }
 
-    /// Keeps a piece of `class + 1` quanta.
+    /// Caches a piece of `class + 1` quanta.
     #[inline]
     pub(super) fn put(&self, stripe: usize, class: usize, start: u64, source: &impl PieceSource) {
         let mut pairs = lock(&self.stripes[stripe].0);
@@ -195,7 +191,7 @@ impl Caches {
         }
     }
 
-    /// Empties everything and calls `then` with all locked, so that what it sees is all there is.
+    /// Empties all caches and calls `then` with everything locked, so that it sees all free space.
     pub(super) fn drain<R>(&self, source: &impl PieceSource, then: impl FnOnce() -> R) -> R {
         let mut all = self.lock_all();
         for pairs in &mut all.stripes {
@@ -227,7 +223,7 @@ impl Caches {
             || shared.any(|magazine| magazine.contains(&start))
     }
 
-    /// Calls `then` with the class and starts of every magazine, all locked meanwhile.
+    /// Calls `then` with the class and starts of every magazine, with all of them locked.
     pub(super) fn look<R>(&self, then: impl FnOnce(&[(usize, Vec<u64>)]) -> R) -> R {
         let all = self.lock_all();
         let mut found = Vec::new();
@@ -250,7 +246,7 @@ impl Caches {
         }
     }
 
-    /// Both magazines are empty: a full one from the depot, else some pieces from `source`.
+    /// Both magazines are empty: takes a full one from the depot, else some pieces from `source`.
     #[cold]
     #[inline(never)]
     fn reload(
@@ -273,7 +269,7 @@ impl Caches {
         pair.loaded.pop()
     }
 
-    /// Both magazines are full, or there are none yet.
+    /// Both magazines are full, or do not exist yet.
     #[cold]
     #[inline(never)]
     fn unload(&self, pairs: &mut Vec<Pair>, class: usize, start: u64, source: &impl PieceSource) {
@@ -300,7 +296,7 @@ impl Caches {
         &mut pairs[class]
     }
 
-    /// A full magazine; the empty one stays in its stead.
+    /// Exchanges the empty magazine for a full one.
     fn full_magazine(&self, class: usize, empty: &mut Magazine) -> Option<Magazine> {
         let mut depot = lock(&self.depot);
         let full = depot.full.get_mut(class)?.pop()?;
@@ -336,7 +332,7 @@ struct AllLocked<'a> {
     depot: MutexGuard<'a, Depot>,
 }
 
-/// A number of this thread. Counted up, so threads that were started together differ in stripe.
+/// A number of this thread. Sequential, so threads that were started together differ in stripe.
 #[inline]
 fn thread_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -346,7 +342,7 @@ fn thread_number() -> usize {
     }
     OWN.with(|own| {
         if own.get() == NOT_YET {
-            // Relaxed: a number, nothing is read by it.
+            // Relaxed: only a number, it orders nothing.
             own.set(NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed) & (NOT_YET >> 1));
         }
         own.get()

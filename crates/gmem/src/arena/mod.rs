@@ -3,52 +3,47 @@
 //! and Vmem", 2001): virtual addresses, I/O virtual addresses, physical memory
 //! of a device.
 //!
-//! Addresses are plain `u64` here, since an arena hands out integers of any
-//! kind and has no address space of its own; who owns an arena gives the
-//! numbers their type.
+//! Addresses are plain `u64` here, since an arena hands out integers of any kind and has no address
+//! space of its own; the owner of an arena gives the numbers their type.
 //!
 //! # Terms
-//! A *span* is a run of integers that was added; spans that touch are one. A
-//! *segment* is a part of a span that is free or allocated as a whole. The
-//! *quantum* is the unit: spans begin and end at multiples of it, sizes and
-//! guards are rounded up to it.
+//! A *span* is a run of integers that was added; adjacent spans are merged. A *segment* is a part
+//! of a span that is free or allocated as a whole. The *quantum* is the unit: spans begin and end
+//! at multiples of it, and sizes and guards are rounded up to it.
 //!
 //! # Idea
-//! [`Arena::alloc_with`] meets every constraint of vmem and takes from the
-//! segments under one lock: *instant fit* in constant time, or *first fit* in
-//! O(log n). [`Arena::alloc`] serves the small sizes from magazines of the
-//! calling thread (module `magazines`), which never looks at the segments in
-//! the common case: its cost does not depend on how much is allocated.
+//! [`Arena::alloc_with`] supports every constraint of vmem and takes from the segments under one
+//! lock: *instant fit* in constant time, or *first fit* in O(log n). [`Arena::alloc`] serves small
+//! sizes from magazines of the calling thread (module `magazines`). In the common case that does
+//! not touch the segments, so its cost does not depend on how much is allocated.
 //!
-//! # What is certain
+//! # Guarantees
 //! - Every call is atomic: on an error nothing has changed.
-//! - [`ArenaError::Full`] means that at one moment within the call no place
-//!   existed, in the segments or in any magazine. Instant fit that finds
-//!   nothing certain searches every list that may hold a place; before failing,
-//!   all magazines are emptied and the search is done again, all locked.
-//!   An arena that is nearly full pays for it: each failure costs all it has cached.
-//! - What two callers have never overlaps, if no caller frees what is not his.
+//! - [`ArenaError::Full`] means that at one moment within the call no place existed, in the
+//!   segments or in any magazine. If instant fit finds no certain place, it searches every list
+//!   that may hold one; before failing, all magazines are emptied and the search is repeated, with
+//!   everything locked. This is expensive in an arena that is nearly full: each failure empties its
+//!   caches.
+//! - Allocations of two callers never overlap, if every caller frees only its own.
 //!
 //! # Wrong frees
-//! | what is wrong | `free`, size given is cached | `free`, larger | [`free_direct`](Arena::free_direct) |
+//! | error | `free`, size given is cached | `free`, larger | [`free_direct`](Arena::free_direct) |
 //! |---|---|---|---|
 //! | size 0, start not at a quantum | error | error | error |
-//! | unknown start, wrong size, twice | **not seen** in a release build | error | error |
+//! | unknown start, wrong size, double free | **undetected** in a release build | error | error |
 //! | taken by `alloc`, a cached size | right | error | error |
 //! | taken by `alloc_with` or `alloc_at` | allowed: it goes into the caches, guards and all | right | right |
 //!
-//! A magazine holds nothing but starts, so telling a wrong one would cost the
-//! look at the segments that magazines are there to avoid (vmem's caches do not
-//! tell either). A build with debug assertions does look. In a release build a
-//! wrong start is handed out again, so two callers may have the same integers;
-//! when it comes back to the segments and nothing of its size begins there, it is
-//! dropped and counted ([`ArenaUsage::foreign_frees`]). The segments themselves
-//! stay sound. Where frees are not to be trusted, set
-//! `cached_quanta_max` to 0: then every wrong free is an error.
+//! A magazine holds only starts, so detecting a wrong one would require the look-up in the segments
+//! that magazines exist to avoid (vmem's caches do not detect it either). A build with debug
+//! assertions does check. In a release build a wrong start is handed out again, so two callers may
+//! have the same integers. When it returns to the segments and no piece of its size begins there,
+//! it is dropped and counted ([`ArenaUsage::foreign_frees`]). The segments themselves stay sound.
+//! If frees cannot be trusted, set `cached_quanta_max` to 0: then every wrong free is an error.
 //!
 //! # Locks
-//! Stripes by number, then the depot, then the segments; all are leaves to the
-//! rest of the program, and nothing is called back under them.
+//! Stripes by number, then the depot, then the segments. To the rest of the program all are leaf
+//! locks, and no callback runs under them.
 
 mod address_tree;
 mod check;
@@ -73,13 +68,13 @@ use segments::{Owner, Segments};
 /// How an arena finds places.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Fit {
-    /// Any place that certainly fits, in constant time. [`Arena::alloc_at`] and
-    /// constraints on `min` and `last` may have to look at many free segments.
+    /// Any place that certainly fits, in constant time. [`Arena::alloc_at`] and constraints on
+    /// `min` and `last` may have to examine many free segments.
     #[default]
     Instant,
-    /// The lowest address that fits, in O(log n); in O(k log n) if k free
-    /// segments are long enough and only an alignment or a boundary keeps the
-    /// request out of them. With caches, small pieces come back in the order of the magazines instead.
+    /// The lowest address that fits, in O(log n); in O(k log n) if k free segments are long enough
+    /// but excluded by an alignment or a boundary. With caches, small pieces come in the order of
+    /// the magazines instead.
     First,
 }
 
@@ -90,13 +85,12 @@ pub struct ArenaSettings {
     pub quantum: u64,
     /// How places are found.
     pub fit: Fit,
-    /// Largest size served by the caches, in quanta; 0: no caches. At most [`CACHED_QUANTA_LIMIT`],
-    /// more is taken as that.
+    /// Largest size served by the caches, in quanta; 0: no caches. Capped at [`CACHED_QUANTA_LIMIT`].
     pub cached_quanta_max: u32,
 }
 
 impl Default for ArenaSettings {
-    /// Pages, instant fit, caches up to 512 pages: whatever is smaller than a huge page or is one.
+    /// Pages, instant fit, caches up to 512 pages: sizes up to a huge page.
     fn default() -> Self {
         Self {
             quantum: 4096,
@@ -106,22 +100,23 @@ impl Default for ArenaSettings {
     }
 }
 
-/// What an allocation must satisfy. The default asks for nothing.
+/// Constraints on an allocation. The default has none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Constraints {
     /// The start is `phase` above a multiple of this; a power of two. Below the quantum means the quantum.
     pub align: u64,
     /// See `align`; below it, a multiple of the quantum.
     pub phase: u64,
-    /// The allocation does not include both `n * no_cross - 1` and `n * no_cross`; a power of two, 0: may
-    /// cross anything.
+    /// The allocation does not include both `n * no_cross - 1` and `n * no_cross`; a power of two.
+    /// 0: it may cross anything.
     pub no_cross: u64,
     /// Lowest start.
     pub min: u64,
     /// Last integer that the allocation may include.
     pub last: u64,
-    /// Bytes on each side that no other allocation may use. They come out of the arena too, so a guarded
-    /// allocation does not lie at the end of a span; the constraints above do not apply to them.
+    /// Bytes on each side that no other allocation may use. They are taken from the arena too, so a
+    /// guarded allocation does not lie at the end of a span; the constraints above do not apply to
+    /// them.
     pub guard: u64,
 }
 
@@ -138,16 +133,16 @@ impl Default for Constraints {
     }
 }
 
-/// Why an arena did nothing.
+/// Why a call failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// No place satisfies what is asked.
+    /// No place satisfies the request.
     #[error("no free place for {size:#x} under these constraints")]
     Full {
         /// Size asked, rounded up.
         size: u64,
     },
-    /// Some of the wanted range is allocated, or not of the arena.
+    /// Part of the wanted range is allocated, or outside the arena.
     #[error("{size:#x} at {start:#x} are not free")]
     Taken {
         /// Start wanted.
@@ -155,7 +150,7 @@ pub enum ArenaError {
         /// Size wanted, rounded up.
         size: u64,
     },
-    /// A size that cannot be.
+    /// An invalid size.
     #[error(
         "a size of {size:#x} cannot be, it must be above 0 and fit 64 bits in units of {quantum:#x}"
     )]
@@ -165,7 +160,7 @@ pub enum ArenaError {
         /// The arena's unit.
         quantum: u64,
     },
-    /// A start between quanta.
+    /// A start that is not a multiple of the quantum.
     #[error("{address:#x} is not a multiple of the unit {quantum:#x}")]
     Unaligned {
         /// Start given.
@@ -179,7 +174,7 @@ pub enum ArenaError {
         /// Which.
         what: &'static str,
     },
-    /// A span that cannot be added.
+    /// A range that cannot be added.
     #[error("{first:#x}..={last:#x} is not a range of whole units of {quantum:#x}")]
     Span {
         /// First integer.
@@ -189,7 +184,7 @@ pub enum ArenaError {
         /// The arena's unit.
         quantum: u64,
     },
-    /// A span of which a part is there already.
+    /// Part of the range is already in the arena.
     #[error("some of {first:#x}..={last:#x} is in the arena already")]
     Overlap {
         /// First integer.
@@ -197,58 +192,58 @@ pub enum ArenaError {
         /// Last integer.
         last: u64,
     },
-    /// Freed, but nothing allocated begins there.
+    /// A free of a start at which no allocation begins.
     #[error("nothing that is allocated begins at {start:#x}")]
     NotAllocated {
         /// Start given.
         start: u64,
     },
-    /// Freed with another size than it has.
+    /// A free with a size other than that of the allocation.
     #[error("{allocated:#x} are allocated at {start:#x}, not {size:#x}")]
     WrongSize {
         /// Start given.
         start: u64,
         /// Size given, rounded up.
         size: u64,
-        /// Size it has.
+        /// Size of the allocation.
         allocated: u64,
     },
-    /// Given to `free_direct` but taken by `alloc` of a cached size.
-    #[error("{start:#x} is of the caches: give it to free, not to free_direct")]
+    /// Passed to `free_direct` but allocated by `alloc` in a cached size.
+    #[error("{start:#x} belongs to the caches: give it to free, not to free_direct")]
     OfTheCaches {
         /// Start given.
         start: u64,
     },
-    /// More segments than indexes.
-    #[error("the arena has {max} segments already, free some")]
+    /// No more segments can be indexed.
+    #[error("the arena has {max} segments already: free some")]
     Segments {
         /// Most there can be.
         max: usize,
     },
-    /// Found by [`Arena::check`]: a fault of this module, or of wrong frees.
-    #[error("the arena contradicts itself: {what}")]
+    /// Found by [`Arena::check`]: a bug in this module, or the result of wrong frees.
+    #[error("the arena is inconsistent: {what}")]
     Broken {
         /// What was found.
         what: String,
     },
 }
 
-/// What is where. Byte counts stop at `u64::MAX`.
+/// Usage. Byte counts saturate at `u64::MAX`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct ArenaUsage {
     /// Neither allocated nor cached.
     pub free_bytes: u64,
-    /// With callers, guards included.
+    /// Held by callers, guards included.
     pub allocated_bytes: u64,
-    /// Ready in magazines and chunks.
+    /// Cached in magazines and chunks.
     pub cached_bytes: u64,
     /// Longest free segment.
     pub largest_free_bytes: u64,
     /// Allocated segments; a chunk of the caches, up to 64 pieces, is one.
     pub allocated_segments: u64,
-    /// Spans; those that touch are one.
+    /// Spans; adjacent ones count as one.
     pub spans: u64,
-    /// Starts that came back from the caches and were not theirs: wrong frees of cached sizes.
+    /// Starts returned by the caches that were not theirs: wrong frees of cached sizes.
     pub foreign_frees: u64,
 }
 
@@ -259,7 +254,7 @@ pub struct Arena {
     segments: Mutex<Segments>,
     caches: Caches,
     foreign_frees: AtomicU64,
-    /// Look at the segments at each free of a cached size.
+    /// Whether each free of a cached size is checked against the segments.
     doubts_frees: bool,
 }
 
@@ -292,16 +287,17 @@ impl Arena {
         self.quantum
     }
 
-    /// Adds the integers `first..=last`; the top of `u64` is a legal last one.
+    /// Adds the integers `first..=last`; `last` may be `u64::MAX`.
     ///
     /// # Errors
-    /// [`ArenaError::Span`] if they are not whole quanta, [`ArenaError::Overlap`] if some are there.
+    /// [`ArenaError::Span`] if they are not whole quanta, [`ArenaError::Overlap`] if some are
+    /// present.
     #[doc(alias = "vmem_add")]
     pub fn add(&self, first: u64, last: u64) -> Result<(), ArenaError> {
         lock(&self.segments).add(first, last)
     }
 
-    /// `size` anywhere, from the caches if it is small.
+    /// Allocates `size` anywhere, from the caches if it is small.
     ///
     /// # Errors
     /// [`ArenaError::Full`], or [`ArenaError::Size`].
@@ -314,7 +310,7 @@ impl Arena {
         }
     }
 
-    /// `size` under `constraints`, never from the caches.
+    /// Allocates `size` under `constraints`, never from the caches.
     ///
     /// # Errors
     /// [`ArenaError::Full`], [`ArenaError::Size`], [`ArenaError::Constraints`].
@@ -325,7 +321,7 @@ impl Arena {
         self.alloc_from_segments(&request, Owner::Caller)
     }
 
-    /// `size` at `start` and nowhere else.
+    /// Allocates `size` at exactly `start`.
     ///
     /// # Errors
     /// [`ArenaError::Taken`] if any of it is allocated or outside, [`ArenaError::Size`],
@@ -340,10 +336,10 @@ impl Arena {
         }
     }
 
-    /// Gives back `size` at `start`, as they were allocated. A small one goes into the caches.
+    /// Frees `size` at `start`, as allocated. A small piece goes into the caches.
     ///
     /// # Errors
-    /// [`ArenaError::NotAllocated`], [`ArenaError::WrongSize`] as far as the table of the module says;
+    /// [`ArenaError::NotAllocated`], [`ArenaError::WrongSize`] where the module's table says so;
     /// [`ArenaError::Size`], [`ArenaError::Unaligned`].
     #[doc(alias = "vmem_free")]
     #[inline]
@@ -354,8 +350,8 @@ impl Arena {
         }
     }
 
-    /// Gives back what [`alloc_with`](Self::alloc_with) or [`alloc_at`](Self::alloc_at) gave, past the
-    /// caches: it coalesces at once, and every wrong free is seen.
+    /// Frees what [`alloc_with`](Self::alloc_with) or [`alloc_at`](Self::alloc_at) returned,
+    /// bypassing the caches: it coalesces at once, and every wrong free is detected.
     ///
     /// # Errors
     /// [`ArenaError::NotAllocated`], [`ArenaError::WrongSize`], [`ArenaError::OfTheCaches`],
@@ -367,14 +363,14 @@ impl Arena {
         lock(&self.segments).free(start, size_less, Owner::Caller)
     }
 
-    /// Gives all cached pieces back to the segments. Done by itself before an allocation fails.
+    /// Returns all cached pieces to the segments. Runs automatically before an allocation fails.
     #[doc(alias = "vmem_qcache_reap")]
     pub fn reap(&self) {
         let dissolve = || lock(&self.segments).dissolve_chunks();
         self.caches.drain(&self.source(), dissolve);
     }
 
-    /// What is where, at one moment.
+    /// A consistent snapshot of the usage.
     #[must_use]
     pub fn usage(&self) -> ArenaUsage {
         self.caches.look(|magazines| {
@@ -400,7 +396,7 @@ impl Arena {
         })
     }
 
-    /// Walks everything and compares: for tests, O(n) with every lock held.
+    /// Walks and compares all structures: for tests, O(n) with every lock held.
     ///
     /// # Errors
     /// [`ArenaError::Broken`] with the first contradiction.
@@ -423,7 +419,7 @@ impl Arena {
         }
     }
 
-    /// The caches had nothing and could get nothing: the last place, wherever it is.
+    /// The caches are empty and could not be refilled: takes the last place, wherever it is.
     #[cold]
     #[inline(never)]
     fn alloc_single(&self, class: usize) -> Result<u64, ArenaError> {
@@ -441,7 +437,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Takes from the segments; when there is no place, once more with all caches emptied and locked.
+    /// Takes from the segments; if there is no place, retries with all caches emptied and locked.
     fn alloc_from_segments(&self, request: &Request, owner: Owner) -> Result<u64, ArenaError> {
         let first = lock(&self.segments).alloc(request, owner);
         match first {
@@ -457,11 +453,11 @@ impl Arena {
         }
     }
 
-    /// What a debug build does at each free of a cached size.
+    /// Check of a debug build at each free of a cached size.
     #[cold]
     #[inline(never)]
     fn check_free(&self, start: u64, class: usize) -> Result<(), ArenaError> {
-        // In a magazine of another size it could only be if that free had been wrong, and refused.
+        // It could be in a magazine of another size only after a wrong free, which is refused.
         if self.caches.holds(class, start) {
             return Err(ArenaError::NotAllocated { start });
         }
@@ -480,11 +476,11 @@ impl Arena {
         })
     }
 
-    /// Which cache serves `size`: its quanta less one.
+    /// Index of the cache that serves `size`: its quanta less one.
     #[inline]
     fn cached_class(&self, size: u64) -> Option<usize> {
         let class = size.checked_sub(1)? >> self.quantum.trailing_zeros();
-        // One too large for an index is too large for a cache.
+        // A value too large for an index is too large for a cache.
         let class = usize::try_from(class).unwrap_or(usize::MAX);
         (class < self.caches.classes()).then_some(class)
     }

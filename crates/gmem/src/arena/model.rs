@@ -54,7 +54,8 @@ fn loom_full_magazines_pass_through_the_depot_whole() {
             let arena = arena.clone();
             loom::thread::spawn(move || arena.alloc_cached(1, 0))
         };
-        // The third fills both magazines, so the first goes to the depot, where the other finds it.
+        // The third fills both magazines, so the first goes to the depot, where the other thread
+        // finds it.
         for piece in &pieces[..3] {
             arena.free_cached(0, 0, *piece).unwrap();
         }

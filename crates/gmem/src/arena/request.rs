@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is asked of an arena, checked and in one form; and where in one free segment it fits.
+//! A request to an arena, checked and normalized; and where it fits in one free segment.
 //!
-//! Lengths are kept as one less than they are, because an arena may hold all
-//! 2^64 integers. `place` is arithmetic alone and is where each constraint is
-//! met, so that every way of searching gives the same kinds of places.
+//! Lengths are stored as length less one, because an arena may hold all 2^64 integers. `place` is
+//! pure arithmetic and handles every constraint, so that all ways of searching give the same kinds
+//! of places.
 
 use super::{ArenaError, Constraints};
 
-/// A checked wish.
+/// A checked request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Request {
     /// Size less one, rounded to quanta.
@@ -30,7 +30,7 @@ pub(super) struct Request {
 /// `size` in whole quanta, less one.
 pub(super) fn size_less(size: u64, quantum: u64) -> Result<u64, ArenaError> {
     let less = size.checked_sub(1).map(|less| less | (quantum - 1));
-    // 2^64 bytes cannot be written as a size, so a size that rounds to them cannot either.
+    // A size of 2^64 bytes is not representable, so a size that rounds up to it is refused.
     less.filter(|&less| less != u64::MAX)
         .ok_or(ArenaError::Size { size, quantum })
 }
@@ -58,7 +58,7 @@ impl Request {
         }
     }
 
-    /// `size_less` at `start` and nowhere else.
+    /// `size_less` at exactly `start`.
     pub(super) fn at(start: u64, size_less: u64, quantum: u64) -> Result<Self, ArenaError> {
         if !start.is_multiple_of(quantum) {
             return Err(ArenaError::Unaligned {
@@ -113,7 +113,7 @@ impl Request {
         })
     }
 
-    /// Lowest start in the free segment `first..=last` that satisfies everything.
+    /// Lowest start in the free segment `first..=last` that satisfies all constraints.
     #[inline]
     pub(super) fn place(&self, first: u64, last: u64) -> Option<u64> {
         let low = first.checked_add(self.guard)?.max(self.min);
@@ -126,7 +126,7 @@ impl Request {
         if !self.crosses(start, end) {
             return Some(start);
         }
-        // All starts that are aligned lie at the same offset after a boundary (or, when align exceeds
+        // All aligned starts lie at the same offset after a boundary (or, when align exceeds
         // no_cross, at one offset within each window), so one step behind the boundary decides it.
         let start = self.aligned(end & !(self.no_cross - 1))?;
         let end = start.checked_add(self.size_less)?;

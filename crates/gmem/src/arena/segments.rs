@@ -1,25 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Segments of an arena: every integer of it belongs to one, free or allocated.
 //!
-//! A segment is 32 bytes in a slab and names others by index. It is in up to
-//! two orders:
+//! A segment is 32 bytes in a slab and refers to others by index. It is in up to two orders:
 //!
-//! - **By address**, `before` and `after`, for coalescing. The segments of one
-//!   span (integers that were added and hang together) form a ring that is
-//!   closed by a *border*, a segment that is neither free nor allocated; so
-//!   nothing has to be asked at the ends of a span, and no free segment has a
-//!   free neighbour.
-//! - **By what it is**: a free one is in the index of free segments
-//!   ([`FreeIndex`]), an allocated one in a chain of a hash table by its start.
-//!   Both use `prev` and `next`; `prev` also says which of them it is.
+//! - **By address**, `before` and `after`, for coalescing. The segments of one span (a contiguous
+//!   run of added integers) form a ring that is closed by a *border*, a segment that is neither
+//!   free nor allocated. So the ends of a span need no special case, and no free segment has a free
+//!   neighbour.
+//! - **By kind**: a free one is in the index of free segments ([`FreeIndex`]), an allocated one in
+//!   a hash chain by its start. Both use `prev` and `next`; `prev` also tells the two apart.
 //!
-//! What is allocated with guards keeps its guards inside its own segment, so
-//! that nothing else can lie there; the width is in a map aside, since hardly
-//! any allocation has one.
+//! A guarded allocation keeps its guards inside its own segment, so that nothing else can lie
+//! there. Their width is in a separate map, since few allocations have guards.
 //!
-//! The slab, the hash table and the map keep their size when segments go: their
-//! limit is the most that was ever in use, 32 bytes a segment and 4 to 8 a
-//! bucket.
+//! The slab, the hash table and the map do not shrink: their size follows the most segments ever in
+//! use, 32 bytes a segment and 4 to 8 a bucket.
 
 use std::collections::BTreeMap;
 
@@ -47,21 +42,21 @@ impl Seg {
     }
 }
 
-/// Most segments of an arena: what indexes can name. An allocation that would exceed it fails.
+/// Most segments of an arena that indexes can name. An allocation that would exceed it fails.
 pub(super) const SEGMENTS_MAX: usize = (u32::MAX - 7) as usize;
 
-/// A run of integers. 32 bytes and aligned so: a segment never lies in two cache lines.
+/// A run of integers. 32 bytes, aligned to 32: a segment never lies in two cache lines.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
 pub(super) struct Segment {
     pub first: u64,
-    /// The last one, itself included: a span may end at the top of `u64`.
+    /// The last integer, inclusive: a span may end at the top of `u64`.
     pub last: u64,
     pub before: Seg,
     pub after: Seg,
-    /// Of a free segment the previous of its list; else a mark that says what this is.
+    /// In a free segment the previous of its list; else a mark for the kind.
     pub prev: Seg,
-    /// Of a free segment the next of its list, of an allocated one of its hash chain.
+    /// In a free segment the next of its list, in an allocated one of its hash chain.
     pub next: Seg,
 }
 
@@ -75,15 +70,15 @@ pub(super) enum Kind {
     Allocated,
     /// Given to a caller, with guards inside.
     Guarded,
-    /// A single piece given to the caches, whoever has it now.
+    /// A single piece given to the caches, wherever it is now.
     Cached,
-    /// Many of them.
+    /// Many pieces given to the caches.
     Chunk,
     Border,
     Vacant,
 }
 
-/// Who a piece is taken for.
+/// For whom a piece is taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Owner {
     Caller,
@@ -110,13 +105,13 @@ impl Segment {
     }
 }
 
-/// The segments of one arena. Not shared: the arena has a lock around it.
+/// The segments of one arena. Not synchronized: the arena has a lock around it.
 pub(super) struct Segments {
     pub(super) quantum: u64,
     pub(super) slab: Vec<Segment>,
     vacant: Seg,
     pub(super) free: FreeIndex,
-    /// Heads of chains; a power of two of them.
+    /// Heads of hash chains; their number is a power of two.
     buckets: Vec<Seg>,
     pub(super) chained: usize,
     pub(super) guards: BTreeMap<Seg, u64>,
@@ -173,7 +168,7 @@ impl Segments {
         Ok(start)
     }
 
-    /// Gives back what begins at `start`; `by` must be who took it.
+    /// Frees the segment that begins at `start`; `by` must be the owner that took it.
     pub(super) fn free(&mut self, start: u64, size_less: u64, by: Owner) -> Result<(), ArenaError> {
         let Some(seg) = self.find(start) else {
             return Err(match self.piece_in_use(start) {
@@ -201,7 +196,7 @@ impl Segments {
         Ok(())
     }
 
-    /// A segment for a chunk, if one certainly fits: a search for it would cost more than it saves.
+    /// A segment for a chunk, if one certainly fits: a search would cost more than it saves.
     pub(super) fn alloc_chunk(&mut self, request: &Request) -> Option<(u64, Seg)> {
         if self.slab.len() >= SEGMENTS_MAX - 2 {
             return None;
@@ -213,13 +208,14 @@ impl Segments {
         Some((start, taken))
     }
 
-    /// Gives back the segment of a chunk.
+    /// Frees the segment of a chunk.
     pub(super) fn free_chunk(&mut self, seg: Seg) {
         self.allocated_bytes -= u128::from(self.slab[seg.at()].length_less()) + 1;
         self.release(seg);
     }
 
-    /// Makes the chunk `seg` into a segment for each of `pieces`, which ascend, and free ones between.
+    /// Splits the chunk `seg` into a segment for each of `pieces` (ascending) and free ones in
+    /// between.
     pub(super) fn split_chunk(&mut self, seg: Seg, pieces: &[u64], piece_bytes: u64) {
         let Segment {
             first,
@@ -251,7 +247,7 @@ impl Segments {
         }
     }
 
-    /// Adds the integers `first..=last`, joined to spans that they touch.
+    /// Adds the integers `first..=last`, joined to adjacent spans.
     pub(super) fn add(&mut self, first: u64, last: u64) -> Result<(), ArenaError> {
         let quantum = self.quantum;
         if first > last || !first.is_multiple_of(quantum) || last & (quantum - 1) != quantum - 1 {
@@ -312,7 +308,7 @@ impl Segments {
         None
     }
 
-    /// A new span without any segment yet.
+    /// A new span without segments.
     fn open_span(&mut self, first: u64, last: u64) -> Seg {
         let border = self.segment(first, last);
         let segment = &mut self.slab[border.at()];
@@ -321,7 +317,7 @@ impl Segments {
         border
     }
 
-    /// Puts the ring of `above` behind that of `below`.
+    /// Appends the ring of `above` to that of `below`.
     fn join(&mut self, below: Seg, above: Seg) {
         let upper = self.slab[above.at()];
         let tail = self.slab[below.at()].before;
@@ -333,7 +329,7 @@ impl Segments {
         self.vacate(above);
     }
 
-    /// Cuts `first..=last` out of the free segment `seg`; the result is in no order but the address's.
+    /// Cuts `first..=last` out of the free segment `seg`; the result is linked by address only.
     fn carve(&mut self, seg: Seg, first: u64, last: u64) -> Seg {
         let whole = self.slab[seg.at()];
         match (whole.first < first, last < whole.last) {
@@ -347,7 +343,7 @@ impl Segments {
                 self.insert_after(seg, first, last)
             }
             (false, true) => {
-                // The rest keeps the segment: of a large one the list stays as it is.
+                // The rest keeps the segment: a large one stays in its list.
                 self.free.resize(&mut self.slab, seg, last + 1, whole.last);
                 self.insert_after(whole.before, first, last)
             }
@@ -393,7 +389,7 @@ impl Segments {
         }
     }
 
-    /// A new segment behind `before`, in no order but the address's.
+    /// A new segment behind `before`, linked by address only.
     fn insert_after(&mut self, before: Seg, first: u64, last: u64) -> Seg {
         let seg = self.segment(first, last);
         let after = self.slab[before.at()].after;
@@ -404,7 +400,7 @@ impl Segments {
         seg
     }
 
-    /// Takes `seg` out of the order of addresses.
+    /// Unlinks `seg` from the order of addresses.
     fn remove(&mut self, seg: Seg) {
         let Segment { before, after, .. } = self.slab[seg.at()];
         self.slab[before.at()].after = after;
@@ -427,7 +423,7 @@ impl Segments {
             self.slab[seg.at()] = segment;
             return seg;
         }
-        // Callers have made sure that the slab is below SEGMENTS_MAX.
+        // Callers have checked that the slab is below SEGMENTS_MAX.
         let seg = Seg(u32::try_from(self.slab.len()).unwrap_or(u32::MAX));
         self.slab.push(segment);
         seg
@@ -476,7 +472,7 @@ impl Segments {
         }
     }
 
-    /// Twice the buckets. The pause is paid once for each doubling of what is allocated.
+    /// Doubles the buckets. The pause is paid once for each doubling of the allocated segments.
     fn widen(&mut self) {
         let mut buckets = std::mem::take(&mut self.buckets);
         let old = buckets.clone();

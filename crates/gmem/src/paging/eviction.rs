@@ -6,19 +6,18 @@
 //!                            devices: no access (busy: give up), vCPUs: read-only
 //!           unlock
 //!   read    (no lock)        content of candidates is stable as long as they are candidates:
-//!                            whoever is to write there first takes the page out of the set
+//!                            a writer first takes its page out of the set
 //!   commit  lock exclusive   for those still in the set: word := Evicting(content),
 //!                            punch, word := Stored(content)
 //!           unlock
-//!   end     lock exclusive   what is left gets its write access back
+//!   end     lock exclusive   remaining candidates get their write access back
 //! ```
-//! A fault on a candidate before its commit cancels it: the page simply stays
-//! (Taiji 4.2.2: the active task gives way to the passive one). The lock is
-//! held for some tens of microseconds at a time, so a fault in the same section
-//! never waits for compression or for the rest of the round.
+//! A fault on a candidate before its commit cancels it: the page simply stays (Taiji 4.2.2: the
+//! active task gives way to the passive one). The lock is held for some tens of microseconds at a
+//! time, so a fault in the same section never waits for compression or for the rest of the round.
 //!
-//! The bitmap of a device is cleared before the vCPU side is protected and
-//! before anything is reclaimed: VPRI 5.1's order.
+//! A device's bitmap is cleared before the vCPU side is protected and before anything is reclaimed:
+//! VPRI 5.1's order.
 
 use super::{
     memory::PagedMemory,
@@ -36,14 +35,14 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Why a section cannot be evicted from now.
 #[derive(Debug, thiserror::Error)]
 pub enum EvictionError {
-    /// Nothing of what was wanted is present and free to go.
-    #[error("no page of the section can go")]
+    /// None of the wanted pages is present and evictable.
+    #[error("no page of the section can be evicted")]
     Nothing,
     /// A device's DMA is under way there.
     #[error("a device is using the section")]
     Busy,
-    /// The section is being evicted from already.
-    #[error("the section has a round under way")]
+    /// A round is already under way in the section.
+    #[error("an eviction round is under way in the section")]
     RoundUnderWay,
     /// The place failed.
     #[error(transparent)]
@@ -61,11 +60,11 @@ pub struct Committed {
     pub evicted: PageSet,
     /// Content stored in vain, because its page was needed meanwhile: free it.
     pub unused: Vec<Content>,
-    /// The kernel would not punch some of the pages, and they stayed.
+    /// The kernel would not punch some of the pages, so they stayed.
     pub problem: Option<PlaceError>,
 }
 
-/// An eviction under way. Ends when dropped: what was not committed stays.
+/// An eviction under way. Dropping it ends it: uncommitted pages stay.
 #[derive(Debug)]
 pub struct EvictionRound<'space> {
     space: &'space PagedMemory,
@@ -77,7 +76,7 @@ impl PagedMemory {
     /// Begins to evict the `wanted` pages of `section`.
     ///
     /// # Errors
-    /// [`EvictionError`]; the section is then as before.
+    /// [`EvictionError`]; the section is then unchanged.
     pub fn begin_eviction(
         &self,
         section: SectionNo,
@@ -99,7 +98,7 @@ impl PagedMemory {
         for page in candidates.pages(section) {
             state.set_candidate(page);
         }
-        // From here on the round undoes itself when dropped; but it needs the lock for that.
+        // From here on, dropping the round undoes it, but that needs the lock.
         match self.restrict_all(section, &candidates) {
             Ok(()) => Ok(EvictionRound {
                 space: self,
@@ -134,7 +133,7 @@ impl PagedMemory {
         Ok(chosen)
     }
 
-    /// A hole that the guest left: from now on a page of zeros like any other.
+    /// The guest left a hole: from now on the page is a stored page of zeros like any other.
     fn write_off(&self, page: PageNo) {
         let discarding =
             self.table
@@ -180,7 +179,7 @@ impl PagedMemory {
         Ok(())
     }
 
-    /// Gives all access back to what is still a candidate. The lock is held exclusively.
+    /// Gives full access back to all remaining candidates. The lock is held exclusively.
     fn give_back(&self, section: SectionNo) {
         let state = self.table.made_section(section);
         let mut left = PageSet::EMPTY;
@@ -205,12 +204,12 @@ impl EvictionRound<'_> {
         self.section
     }
 
-    /// False once the section's pages were taken out of the space, or another round began there.
+    /// False once the section's pages were removed from the space, or another round began there.
     fn is_under_way(&self) -> bool {
         self.space.table.made_section(self.section).round() == self.number
     }
 
-    /// The pages that may still go.
+    /// The pages that may still be evicted.
     #[must_use]
     pub fn candidates(&self) -> PageSet {
         let state = self.space.table.made_section(self.section);
@@ -230,7 +229,7 @@ impl EvictionRound<'_> {
         set
     }
 
-    /// Takes `pages` out of the round: they stay.
+    /// Takes `pages` out of the round: they stay present.
     pub fn spare(&mut self, pages: &PageSet) {
         let state = self.space.table.made_section(self.section);
         let _owned = own(&state.lock);
@@ -246,7 +245,7 @@ impl EvictionRound<'_> {
         }
     }
 
-    /// Reads pages of the section. What is read of a page is meaningful only if its commit succeeds.
+    /// Reads pages of the section. The bytes read of a page are valid only if its commit succeeds.
     ///
     /// # Errors
     /// [`PlaceError`].
@@ -254,9 +253,9 @@ impl EvictionRound<'_> {
         self.space.place.read(pages, into)
     }
 
-    /// Evicts those of `batch` that nobody needed meanwhile: their content must be stored by now,
-    /// so that a successor can read it. A batch should be small: faults in the section wait for it.
-    ///
+    /// Evicts the pages of `batch` that were not needed meanwhile. Their content must be stored
+    /// already, so that a successor can read it. Keep batches small: faults in the section wait for
+    /// them.
     pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Committed {
         let space = self.space;
         let state = space.table.made_section(self.section);
@@ -303,8 +302,8 @@ impl EvictionRound<'_> {
         }
     }
 
-    /// After a punch that failed: each page is either gone or stayed. One that cannot even be looked
-    /// at keeps both its copies, as after a crash.
+    /// After a failed punch each page is either gone or still present. A page that cannot even be
+    /// queried keeps both copies, as after a crash.
     fn look_what_stayed(&self, run: PageRange, committed: &mut Committed) {
         for page in run.iter() {
             match self.space.place.is_present(page) {

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A fault, how it ends, and what is counted of faults and evictions.
+//! A fault, its outcome, and the counters of faults and evictions.
 
 use pagetide_addr::{Access, DeviceId, PageRange};
 use std::sync::atomic::AtomicU64 as Count;
 
-/// Why a fault could not be served.
+/// How a fault ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FaultOutcome {
-    /// All pages were made present; the next access may find one evicted again, and fault again.
+    /// All pages were made present; one may be evicted again before the next access, which then
+    /// faults.
     Present,
-    /// The pages are not all part of the address space, or not for this device and access.
+    /// Not all pages are in the address space, or they are not for this device and access.
     OutOfRange,
-    /// The content of one of them is lost, or cannot be installed (no memory, a device that failed).
+    /// The content of a page is lost, or it cannot be installed (no memory, a device that failed).
     Lost,
     /// The memory itself is gone: the VM ended.
     Gone,
@@ -20,7 +21,7 @@ pub enum FaultOutcome {
 /// A page fault of a device or vCPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Fault {
-    /// Who faulted.
+    /// Id of the faulting device.
     pub device: DeviceId,
     /// Pages wanted.
     pub pages: PageRange,
@@ -28,23 +29,23 @@ pub struct Fault {
     pub access: Access,
 }
 
-/// Counts of what befell an address space since it was made in this process.
+/// Counters of an address space since it was made in this process.
 #[derive(Debug, Default)]
 pub struct MemoryCounters {
     /// Pages that a fault made present from stored content, zeros included.
     pub filled_pages: Count,
-    /// Absent pages that a device had written whole, made present with its bytes: what was stored of
-    /// them was dropped without being brought back.
+    /// Absent pages that a device had written whole, made present with its bytes: their stored
+    /// content was dropped without being loaded.
     pub overwritten_pages: Count,
-    /// Pages brought along with a faulting neighbour.
+    /// Pages read ahead with a page that faulted.
     pub readahead_pages: Count,
     /// Faults that joined a fill under way.
     pub joined_faults: Count,
     /// Faults on pages that were present: protected, granted late, or woken needlessly.
     pub present_faults: Count,
-    /// Pages taken out of an eviction round because somebody needed them.
+    /// Pages taken out of an eviction round because they were needed.
     pub cancelled_pages: Count,
-    /// Pages the guest had given up, found by a fault or a round.
+    /// Pages that the guest had discarded, found by a fault or a round.
     pub discarded_pages: Count,
     /// Pages evicted.
     pub evicted_pages: Count,

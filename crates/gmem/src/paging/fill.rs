@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Filling: how absent pages get their content back, many at a time.
+//! Filling: makes absent pages present with their content, many at a time.
 //!
 //! ```text
 //!   claim      each page's word: Stored ─► Filling       from here on it is this thread's
@@ -7,9 +7,9 @@
 //!   install    all of them in one go; devices are granted them
 //!   finish     each page's word: Filling ─► Present      joiners released, stored copy freed
 //! ```
-//! The section's lock is held shared from the first look to the last word. Where
-//! the content comes from is the middle step's affair alone: what a device has
-//! written whole takes the place of what was stored ([`super::overwrite`]).
+//! The section's lock is held shared from the first read of a word to the last change. Only the
+//! middle step knows where the content comes from: a page that a device has written whole is
+//! installed with the device's bytes instead of the stored ones ([`super::overwrite`]).
 
 use super::{
     fault::FaultOutcome,
@@ -24,10 +24,10 @@ use std::sync::atomic::Ordering::Relaxed;
 
 const ZERO_PAGE: [u8; 4096] = [0; 4096];
 
-/// Most pages that are filled in one go, and under one hold of the section's lock.
+/// Most pages filled in one go, under one hold of the section's lock.
 pub(crate) const FILL_PAGES_MAX: u64 = 16;
 
-/// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, which holds anything.
+/// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, whose initial content is arbitrary.
 #[cfg(not(loom))]
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     thread_local! {
@@ -37,13 +37,13 @@ fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     PAGES.with_borrow_mut(|buffer| work(buffer))
 }
 
-/// The checker's threads share one system thread, and so would share the buffer.
+/// The model checker's threads share one system thread, and so would share the buffer.
 #[cfg(loom)]
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     work(&mut vec![0; to_usize(FILL_PAGES_MAX * PAGE_BYTES)])
 }
 impl PagedMemory {
-    /// Fills the stored pages at the start of `run`, which lies in one section whose lock is held
+    /// Fills the stored pages at the start of `run`. It lies in one section, whose lock is held
     /// shared.
     pub(super) fn fill(&self, run: PageRange) -> Resolved {
         with_buffer(|buffer| {
@@ -63,12 +63,12 @@ impl PagedMemory {
         })
     }
 
-    /// Fills up to `FILL_PAGES_MAX` neighbours that are stored; returns how many.
+    /// Fills up to `FILL_PAGES_MAX` stored pages of `run` as readahead; returns how many.
     pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
         let Some(section) = self.table.section(run.start.section()) else {
             return 0;
         };
-        // Nobody waits for them, so they wait for nobody.
+        // Nothing waits for readahead, so readahead waits for nothing.
         let Some(_shared) = try_share(&section.lock) else {
             return 0;
         };
@@ -81,9 +81,9 @@ impl PagedMemory {
         }
     }
 
-    /// Claims stored pages from the start of `run` on and loads their content into `buffer`. Stops
-    /// at the first page that is not stored, or whose content cannot be had (with the reason, if it
-    /// is the first one).
+    /// Claims stored pages from the start of `run` and loads their content into `buffer`. Stops at
+    /// the first page that is not stored or whose content cannot be loaded (and returns the reason,
+    /// if that is the first page of `run`).
     fn claim_and_load(&self, run: PageRange, buffer: &mut [u8]) -> (PageRange, Option<StoreError>) {
         let mut end = run.start;
         for (page, into) in run
@@ -101,7 +101,7 @@ impl PagedMemory {
                 let first = page == run.start;
                 let claimed = PageWord::new(PageState::Filling(content));
                 if !first {
-                    // Whoever waits for it tries again, and gets to know the reason himself.
+                    // Waiters for this page retry, and get the reason themselves.
                     self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
                 } else if matches!(error, StoreError::Damaged { .. }) {
                     self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
@@ -126,7 +126,7 @@ impl PagedMemory {
         self.store.load(page, content, into)
     }
 
-    /// Claims stored pages from the start of `run` on, up to the first that is not stored.
+    /// Claims stored pages from the start of `run`, up to the first that is not stored.
     pub(super) fn claim(&self, run: PageRange) -> PageRange {
         let claims = |page: &PageNo| {
             let word = self.table.word(*page);
@@ -137,8 +137,8 @@ impl PagedMemory {
         run.start.run(claimed)
     }
 
-    /// Installs claimed pages, whose content is in `bytes`. Tells which have it now, and how far the
-    /// caller is by that.
+    /// Installs claimed pages, whose content is in `bytes`. Returns which pages now hold it, and
+    /// how far that takes the caller.
     pub(super) fn install(&self, claimed: PageRange, bytes: &[u8]) -> (PageRange, Resolved) {
         let installed = if claimed.len() == 1 {
             self.install_claimed(claimed.start, bytes)
@@ -155,7 +155,8 @@ impl PagedMemory {
         if left.is_empty() {
             return (installed, Resolved::UpTo(claimed.end));
         }
-        // Fewer than asked: the next is there already, or the kernel stopped for a reason of its own.
+        // Fewer than requested: the next page is already present, or the kernel stopped for another
+        // reason.
         let is_there = error.map_or_else(|| self.place.is_present(done), Err);
         let outcome = match &is_there {
             Ok(false) => FaultOutcome::Present,
@@ -179,7 +180,7 @@ impl PagedMemory {
         (installed, resolved)
     }
 
-    /// Installs the one page that was claimed. That it is not all zeros is known from its word.
+    /// Installs the one page that was claimed. Its word shows whether it is all zeros.
     fn install_claimed(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
         match (self.table.word(page).state(), bytes.try_into()) {
             (PageState::Filling(content), Ok(bytes)) if !content.is_zero() => {
@@ -212,8 +213,9 @@ impl PagedMemory {
         }
     }
 
-    /// Ends a fill that this thread has claimed, and releases who joined it. A vCPU that joined was
-    /// woken by the install, unless that failed, or the guest gave the page up again at once.
+    /// Ends a fill that this thread claimed, and releases the waiters that joined it. A vCPU that
+    /// joined was woken by the install, unless the install failed or the guest discarded the page
+    /// at once.
     pub(super) fn finish(
         &self,
         page: PageNo,

@@ -12,31 +12,28 @@
 //!                   words Unallocated ─► stored content freed ─► out of the table
 //! ```
 //! # Faults against removal
-//! A fault looks at its page under the section's lock, shared. So it is served
-//! before the removal, or sees that the section is leaving and is refused with
-//! [`FaultOutcome::OutOfRange`](crate::FaultOutcome): there is no between. A
-//! fault under way holds the lock until its page is installed, so when the
-//! removal has the lock nobody is filling a page of the section, and nobody is
-//! on a list of waiters there. A vCPU that sleeps in the kernel over a page that
-//! is refused is released by the end of its registration; one that came too
-//! early, before its page was allocated, is woken by the allocation and faults
-//! again.
+//! A fault checks its page under the section's lock, shared. So it is either served before the
+//! removal, or sees that the section is leaving and is refused with
+//! [`FaultOutcome::OutOfRange`](crate::FaultOutcome). A fault under way holds the lock until its
+//! page is installed. So once the removal has the lock, no page of the section is being filled, and
+//! none has waiters. A vCPU that sleeps in the kernel on a refused page is released when its
+//! registration ends. One that came too early, before its page was allocated, is woken by the
+//! allocation and faults again.
 //!
 //! # DMA against removal
-//! A device that is in the middle of a transfer is busy, and a removal does not
-//! wait. But it goes on with the other sections, and the section stays leaving:
-//! what the device has lost it is not granted again, so transfers drain and a
-//! later call succeeds. Until then the words stay as they are.
+//! A device in the middle of a transfer is busy, and a removal does not wait for it. It goes on
+//! with the other sections, and the busy section stays leaving: access that the device has lost is
+//! not granted again, so transfers drain and a later call succeeds. Until then the words do not
+//! change.
 //!
 //! # What a death leaves
-//! Each word is true at any instant: a page of the range is in the table or is
-//! not. Which regions there are to be is known to whoever called; a successor
-//! allocates those that stay and deallocates those that go once more, and both
-//! go on where the dead one stopped. (*Leaving* is process memory: a successor's
-//! devices begin without any access.)
+//! Each word is true at any instant: a page of the range is either in the table or not. The caller
+//! knows which regions there are to be. A successor repeats the allocation of those that stay and
+//! the deallocation of those that go, and both continue where the dead daemon stopped. (*Leaving*
+//! is process memory: a successor's devices begin without any access.)
 //!
-//! The memory itself may be gone when it is deallocated, for the VMM may have
-//! unmapped it: nothing is read, asked or punched.
+//! The memory itself may be gone at deallocation, for the VMM may have unmapped it: nothing is
+//! read, queried or punched.
 
 use super::{
     memory::PagedMemory,
@@ -51,7 +48,7 @@ use crate::{
 };
 use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo};
 
-/// Why memory did not become part of the space, or is part of it still.
+/// Why memory did not become part of the space, or is still part of it.
 #[derive(Debug, thiserror::Error)]
 pub enum GrowthError {
     /// The range cannot be a region.
@@ -61,34 +58,34 @@ pub enum GrowthError {
         start: PageNo,
         /// Page after the last.
         end: PageNo,
-        /// What it must be.
+        /// What is required.
         why: &'static str,
     },
     /// Another region lies there.
     #[error("section {} has a region of another length already", section.0)]
     Occupied {
-        /// Where.
+        /// The section.
         section: SectionNo,
     },
-    /// A removal there has not come to its end.
-    #[error("section {} is being removed: end that first", section.0)]
+    /// A removal there is not complete.
+    #[error("section {} is being removed: complete that first", section.0)]
     Leaving {
-        /// Where.
+        /// The section.
         section: SectionNo,
     },
-    /// A device is in the middle of a transfer there. It begins no other; call again.
+    /// A device is in the middle of a transfer there. It starts no new one; call again.
     #[error(
-        "device {device:?} is using section {}: {taken_pages} pages are out of the space, {left_pages} are still in it and come to rest",
+        "device {device:?} is using section {}: {taken_pages} pages are out of the space, {left_pages} are still in it and draining",
         section.0
     )]
     Busy {
         /// The first such device.
         device: DeviceId,
-        /// Where.
+        /// The section.
         section: SectionNo,
-        /// Pages of the range that are in the space no more.
+        /// Pages of the range that are no longer in the space.
         taken_pages: u64,
-        /// Pages of the range that are still in it, though no fault in them is served.
+        /// Pages of the range that are still in it, though faults in them are no longer served.
         left_pages: u64,
     },
     /// A device keeps pages there for its rings: stop it, and call again.
@@ -96,24 +93,24 @@ pub enum GrowthError {
     Wired {
         /// The first such device.
         device: DeviceId,
-        /// Where.
+        /// The section.
         section: SectionNo,
     },
-    /// A device failed to give its access up.
+    /// A device failed to give up its access.
     #[error("section {} stays: {source}", section.0)]
     Device {
-        /// Where.
+        /// The section.
         section: SectionNo,
-        /// Which, and why.
+        /// Which device, and why.
         source: GmError,
     },
     /// There is no memory for the words.
     #[error(transparent)]
     Words(#[from] NoRoom),
-    /// The place cannot tell what is present.
-    #[error("section {} cannot be taken in: {source}", section.0)]
+    /// The place cannot report what is present.
+    #[error("section {} cannot be added: {source}", section.0)]
     Place {
-        /// Where.
+        /// The section.
         section: SectionNo,
         /// Why.
         source: PlaceError,
@@ -131,7 +128,7 @@ impl From<GrowthError> for GmError {
                 by: "a region of another length",
             },
             GrowthError::Leaving { .. } => Self::InUse {
-                by: "a removal that has not come to its end",
+                by: "a removal that is not complete",
             },
             GrowthError::Busy { device, .. } => Self::Busy { device },
             GrowthError::Wired { .. } => Self::InUse {
@@ -169,10 +166,10 @@ impl Held {
 }
 
 impl PagedMemory {
-    /// Makes `pages`, which begin at a section's border, part of the space. The place must know them
-    /// and their userfaultfd be registered, so that no hole fills behind our back. Pages that are
-    /// part of it already stay as they are: after a failure, or after the death of the daemon that
-    /// began it, the same call goes on.
+    /// Makes `pages`, which begin at a section border, part of the space. The place must know them
+    /// and their userfaultfd must be registered, so that no hole is filled without our notice.
+    /// Pages that are already part of it stay as they are: after a failure, or the death of the
+    /// daemon that began it, repeating the call continues it.
     ///
     /// # Errors
     /// [`GrowthError`]; some of the pages may be part of the space then.
@@ -185,9 +182,9 @@ impl PagedMemory {
         Ok(())
     }
 
-    /// The first step of [`Self::allocate`] by itself, for a caller who has to write something down
-    /// before the rest: whether `pages` can be a region, and memory for their words. No page is part
-    /// of the space by it, and words that no allocation follows are given back by a successor.
+    /// The first step of [`Self::allocate`] alone, for a caller that must record something before
+    /// the rest: checks that `pages` can be a region, and gives their words memory. No page becomes
+    /// part of the space. A successor frees words that no allocation followed.
     ///
     /// # Errors
     /// [`GrowthError`].
@@ -217,7 +214,7 @@ impl PagedMemory {
             return wrong("it must have a page");
         }
         if !pages.start.0.is_multiple_of(SECTION_PAGES) {
-            return wrong("it must begin at a section's border");
+            return wrong("it must begin at a section border");
         }
         if pages.end.0 > self.table.capacity_pages() {
             return wrong("it must end within the capacity of the table");
@@ -243,7 +240,7 @@ impl PagedMemory {
             } else {
                 Presence::Absent
             };
-            // A page that is allocated already is not surprised by this event.
+            // The event does not apply to a page that is already allocated.
             let word = self.table.word_with_room(page);
             let event = Event::Allocate(presence);
             if self.table.change(page, word, event).is_some() && presence == Presence::Present {
@@ -259,14 +256,14 @@ impl PagedMemory {
         Ok(())
     }
 
-    /// Takes `pages`, whole regions, out of the space: from now on no fault in them is served, and when
-    /// this succeeds no device can reach them and what was stored for them is freed. Whether their
-    /// memory is still there does not matter. After a failure the same call goes on; for pages that
-    /// are in no region there is nothing to do.
+    /// Removes `pages`, whole regions, from the space. From now on no fault in them is served. On
+    /// success no device can reach them, and their stored content is freed. Their memory need not
+    /// exist any more. After a failure, repeating the call continues it. Pages in no region are
+    /// ignored.
     ///
     /// # Errors
-    /// [`GrowthError`]: of [`GrowthError::Busy`] there is an end, for no device is granted anything
-    /// there any more.
+    /// [`GrowthError`]. [`GrowthError::Busy`] is temporary: no device is granted anything there any
+    /// more.
     #[doc(alias = "gm_region_dealloc")]
     pub fn deallocate(&self, pages: PageRange) -> Result<(), GrowthError> {
         self.check_region(pages)?;
@@ -334,7 +331,7 @@ impl PagedMemory {
         Ok(())
     }
 
-    /// vCPUs lose their access by the VMM's own unmapping; all others lose it here.
+    /// vCPUs lose their access when the VMM unmaps the memory; all others lose it here.
     fn take_from_devices(&self, section: SectionNo, pages: &PageSet) -> Result<(), Held> {
         let list = self.devices().share();
         let mut held = None;

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`PagedMemory`]: the memory that CPU and devices share, and the one door into it.
+//! [`PagedMemory`]: the memory that CPU and devices share, and its single fault entry point.
 //!
-//! A vCPU fault and a device fault are the same event with a different waiter
-//! (GMEM 3; VPRI 5.2). [`PagedMemory::fault`] is the only code that makes an
-//! absent page present. The first asker of a page fills it, later ones join.
-//! Where the waiter sleeps decides how it is released: a vCPU in the kernel is
-//! woken by the install itself, a device is called back.
+//! A vCPU fault and a device fault are the same event with a different waiter (GMEM 3; VPRI 5.2).
+//! [`PagedMemory::fault`] is the only code that makes an absent page present. The first fault on a
+//! page fills it, later ones join. How a waiter is released depends on where it sleeps: a vCPU
+//! sleeps in the kernel and is woken by the install itself; a device gets a callback.
 //!
-//! Outside an eviction round every attached device may use every present page:
-//! an install grants to all of them, so a device faults only on pages that are
-//! really absent.
+//! Outside an eviction round every attached device may use every present page. An install grants
+//! the page to all of them, so a device faults only on pages that are really absent.
 
 use super::{
     fill::FILL_PAGES_MAX,
@@ -30,10 +28,10 @@ use crate::{
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Most absent pages that are filled by whoever asks not to wait: at some microseconds each, more
-/// would make others wait for this one.
+/// Most absent pages that a call which must not wait fills: at some microseconds each, more would
+/// delay others behind this one.
 pub(super) const AT_ONCE_PAGES_MAX: u64 = 64;
-/// How often the same page may be looked at in one fault without any progress.
+/// How often one fault may retry the same page without progress.
 pub(super) const STILL_MAX: u32 = 64;
 
 /// What an address space is made of.
@@ -42,13 +40,13 @@ pub struct MemoryParts {
     pub table: PageTable,
     /// Where pages are present.
     pub place: Arc<dyn Place>,
-    /// Where the content of absent pages is.
+    /// Where the content of absent pages is kept.
     pub store: Arc<dyn ContentStore>,
     /// The limit.
     pub admission: Arc<dyn Admission>,
-    /// Who is told of trouble.
+    /// Receives reports of trouble.
     pub incidents: Arc<dyn Incidents>,
-    /// Most neighbours a fault brings along; 0 for none.
+    /// Most pages that a fault reads ahead; 0 for none.
     pub neighbours_max: u32,
 }
 
@@ -65,13 +63,13 @@ pub struct PagedMemory {
     pub(crate) neighbours_max: u32,
 }
 
-/// How looking at one page under its section's lock ended.
+/// Result of handling one page under its section's lock.
 pub(super) enum Resolved {
     /// Pages up to here (not included) are present.
     UpTo(PageNo),
-    /// Somebody else is filling the page.
+    /// Another thread is filling the page.
     BeingFilled,
-    /// It cannot be had.
+    /// The page cannot be made present.
     Failed(FaultOutcome),
 }
 
@@ -109,9 +107,9 @@ impl PagedMemory {
         &self.counters
     }
 
-    /// Makes `fault.pages` present and grants them, or says why not. The vCPU that waits in the
-    /// kernel is woken by that; `reply`, if there is one, is called exactly once, perhaps by
-    /// another thread, perhaps before this returns. May evict other pages first (the limit).
+    /// Makes `fault.pages` present and grants them, or reports why it cannot. This wakes a vCPU
+    /// that waits in the kernel. `reply`, if given, is called exactly once, possibly by another
+    /// thread, possibly before this returns. May evict other pages first (the limit).
     #[doc(alias = "gm_dev_fault")]
     pub fn fault(&self, fault: &Fault, reply: Option<Reply>) {
         let pending = reply.map(Pending::new);
@@ -121,21 +119,22 @@ impl PagedMemory {
         }
     }
 
-    /// After a vCPU's fault on `page` was served: which pages around it are worth bringing along (see
-    /// [`super::neighbours`]). To be asked once for each fault.
+    /// Returns the pages around `page` worth reading ahead after a vCPU's fault on it was served
+    /// (see [`super::neighbours`]). Call it once per fault.
     #[must_use]
     pub fn neighbours_of(&self, page: PageNo) -> Option<Neighbours> {
         neighbours::of(self, page)
     }
 
-    /// Brings those of `neighbours` along that are stored, at hand and have room; returns how many.
+    /// Fills those of `neighbours` that are stored, at hand and have room; returns how many.
     pub fn bring_along(&self, neighbours: Neighbours) -> u64 {
         neighbours::bring(self, neighbours)
     }
 
-    /// Serves a fault if that needs neither an eviction, nor content that is not at hand, nor another
-    /// thread: `None` if it does, and then [`Self::fault`] must be called. A vCPU that finds its page
-    /// being filled is served by that: the kernel wakes it with the fill.
+    /// Serves a fault if that needs neither an eviction, nor content that is not at hand, nor
+    /// another thread. Otherwise returns `None`, and the caller must call [`Self::fault`]. If a
+    /// vCPU's page is already being filled, that counts as served: the kernel wakes the vCPU with
+    /// the fill.
     #[must_use]
     pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
         if !self.table.contains(fault.pages) {
@@ -147,7 +146,7 @@ impl PagedMemory {
         }
         let outcome = self.serve_at_once(fault);
         if outcome.is_none() {
-            // The caller's next try takes room anew for what is absent still.
+            // The caller's next attempt takes room again for what is still absent.
             self.admission
                 .give_back(absent.min(self.absent_pages(fault.pages)));
         }
@@ -188,7 +187,7 @@ impl PagedMemory {
     /// Grants all present pages to a device that has just been attached.
     ///
     /// # Errors
-    /// What the place says; some pages are granted then.
+    /// The place's errors; some pages are granted then.
     pub(crate) fn grant_present(&self, device: DeviceId) -> Result<(), GmError> {
         for number in self.table.sections() {
             let section = self.table.made_section(number);
@@ -299,7 +298,7 @@ impl PagedMemory {
         Some(absent)
     }
 
-    /// Looks at `page`, and fills it and what follows in the fault's range if it is absent. The
+    /// Checks `page`. If it is absent, fills it and the pages that follow in the fault's range. The
     /// section's lock is held shared.
     fn resolve(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
         if section.is_leaving() {
@@ -326,8 +325,8 @@ impl PagedMemory {
         }
     }
 
-    /// `Evicting` lasts only while the lock is held exclusively, but for a page that the kernel would
-    /// neither punch nor let us look at.
+    /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
+    /// would neither punch nor let us query.
     pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
@@ -341,7 +340,7 @@ impl PagedMemory {
         {
             self.store.free(content);
         }
-        // Its new state is looked at by the next turn of the caller's loop.
+        // The next turn of the caller's loop handles the new state.
         Resolved::UpTo(page)
     }
 
@@ -356,14 +355,14 @@ impl PagedMemory {
         }
     }
 
-    /// A page is wanted that is there: it is taken out of the round, and granted.
+    /// The faulting page is present: takes it out of the round and grants it.
     pub(super) fn found_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
         self.counters.present_faults.fetch_add(1, Relaxed);
         let cancelled = section.cancel(page);
         if cancelled {
             self.counters.cancelled_pages.fetch_add(1, Relaxed);
         }
-        // Out of the round: it has its write access back.
+        // Out of the round: the page has its write access back.
         if cancelled || fault.device == DeviceId::VCPUS {
             self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
         }
@@ -371,9 +370,9 @@ impl PagedMemory {
         Resolved::UpTo(page.next())
     }
 
-    /// A hole where the word says present: the guest gave the page up (balloon, free page
-    /// reporting) and now uses it again, from zeros, or from what a device has written. What `install`
-    /// said comes with the result.
+    /// Handles a hole under a word that says present: the guest gave the page up (balloon, free
+    /// page reporting) and now uses it again, from zeros or from what a device has written. The
+    /// result carries what `install` returned.
     pub(super) fn refill_discarded(
         &self,
         section: &Section,
@@ -388,7 +387,7 @@ impl PagedMemory {
         self.counters.discarded_pages.fetch_add(1, Relaxed);
         let discarding = PageWord::new(PageState::Discarding);
         match install() {
-            // There already: the guest was quicker through another fault of this very page.
+            // Already present: the guest was faster through another fault on this very page.
             Ok(installed) => {
                 self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
                 self.wake(page.single());
@@ -409,8 +408,8 @@ impl PagedMemory {
         }
     }
 
-    /// The kernel neither installs the page nor says that it is there: a page that was allocated
-    /// without ever being written, or a kernel out of memory.
+    /// The kernel neither installs the page nor reports it as present: either a page that was
+    /// allocated but never written, or a kernel out of memory.
     pub(super) fn without_progress(&self, page: PageNo) -> FaultOutcome {
         let source = std::io::Error::from(std::io::ErrorKind::TimedOut);
         let (start, end) = (page, page.next());
@@ -426,7 +425,7 @@ impl PagedMemory {
         }
     }
 
-    /// A fault that the kernel would not let us serve: whoever waits tries again.
+    /// A fault that the kernel would not let us serve: its waiters try again.
     pub(super) fn failed(&self, page: PageNo, error: &PlaceError) -> Resolved {
         if matches!(error, PlaceError::Gone) {
             return Resolved::Failed(FaultOutcome::Gone);
@@ -450,10 +449,10 @@ impl PagedMemory {
         }
         let list = self.devices.share();
         for table in list.tables_of(chosen) {
-            // A grant that fails leaves a device that faults again: nothing is lost.
+            // If a grant fails, the device faults again: nothing is lost.
             if let Err(error) = table.grant(pages, Access::Write, Backing::Home) {
                 self.incidents.fill_failed(pages.start, &error);
-                // Nor does a vCPU sleep on over the protection: it looks again, and faults again.
+                // A vCPU does not sleep on over the protection either: it retries, and faults again.
                 self.wake(pages);
             }
         }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory whose pages may be elsewhere: the RAM of a VM.
+//! Memory whose pages may be swapped out: the RAM of a VM.
 //!
-//! A page of it has one slot, in the VM's file, and is there or is stored
-//! ([`word`]). [`PagedMemory`] is the only code that makes an absent page
-//! present, and [`EvictionRound`] the only code that makes a present one absent.
-//! Both work for all devices of the address space that the memory belongs to.
+//! Each page has one place, in the VM's file. It is either present there or stored ([`word`]).
+//! [`PagedMemory`] is the only code that makes an absent page present, and [`EvictionRound`] the
+//! only code that makes a present page absent. Both act for all devices of the address space that
+//! the memory belongs to.
 //!
-//! Read in this order: [`word`] (states of a page, and what a crash means),
-//! [`table`] (locks), [`memory`] (faults), `fill`, [`overwrite`], [`eviction`], [`growth`], [`recovery`].
+//! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
+//! [`memory`] (faults), `fill`, [`overwrite`], [`eviction`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Neighbours: pages brought along with one that a vCPU faulted on.
+//! Readahead: pages filled along with one that a vCPU faulted on.
 //!
-//! A fault costs a vCPU two wake-ups beside the fill; a page installed before
-//! it is asked for costs the fill alone, about half of that. That pays if the page
-//! is used with a probability above that. Two things show it.
+//! A fault costs a vCPU two wake-ups besides the fill. A page installed before it is accessed costs
+//! only the fill, about half as much. So readahead pays if the page is used with a probability
+//! above one half. Two patterns indicate that.
 //!
-//! *In sequence*: a reader that faults on the page after the last one brought in.
+//! *Sequential*: a reader faults on the page after the last one filled.
 //!
 //! ```text
 //!   fault p          window 0: fill p alone, expect p+1
@@ -13,13 +13,13 @@
 //!   fault p+3        as expected: window 2: p+3, p+4, p+5; expect p+6 …
 //!   fault elsewhere  window 0
 //! ```
-//! *Dense*: a working set that comes back in any order. Of each block of [`BLOCK_PAGES`] the faults since
-//! its section was last evicted from are counted, and the [`DENSE_FAULTS`]th brings the rest of the block:
-//! one wake-up in four, and never more than four pages for each that was asked for.
+//! *Dense*: a working set is refilled in any order. Faults are counted per block of [`BLOCK_PAGES`]
+//! since its section was last evicted from, and the [`DENSE_FAULTS`]th fills the rest of the block:
+//! one wake-up in four, and never more than four pages for each that was accessed.
 //!
-//! The faulting page is installed first, so its vCPU never waits for the
-//! others. Only pages of the same section that were stored and are at hand are brought, never
-//! at the limit, and `pagetide bench fault` measures with and without.
+//! The faulting page is installed first, so its vCPU never waits for the others. Readahead takes
+//! only pages of the same section that are stored and at hand, and never at the limit.
+//! `pagetide bench fault` measures with and without it.
 
 use super::{
     fill::FILL_PAGES_MAX,
@@ -30,23 +30,23 @@ use super::{
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Faults in a block that show that all of it is wanted.
+/// Faults in a block which show that all of it is wanted.
 const DENSE_FAULTS: u64 = 4;
 
-/// Pages that are worth bringing along, all of one section.
+/// Pages worth reading ahead, all of one section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Neighbours {
-    /// Those that will be asked for next: at once, before the vCPU has come so far.
+    /// The next pages of a sequence: fill them at once, before the vCPU gets there.
     Next(PageRange),
-    /// Those around it, in any order: by whoever has the time.
+    /// The pages around it, in any order: for a thread that has time.
     Around(PageRange),
 }
 
-/// Of neighbours around a page so many are claimed at a time: who asks for one meanwhile waits for
-/// these.
+/// Pages around a fault are claimed this many at a time: a fault on one of them meanwhile waits for
+/// the whole step.
 const AROUND_STEP: u64 = 4;
 
-/// What is worth bringing along with `page`, whose fault was served; see the module.
+/// Returns what is worth reading ahead after the fault on `page` was served; see the module.
 pub(crate) fn of(space: &PagedMemory, page: PageNo) -> Option<Neighbours> {
     if space.neighbours_max == 0 {
         return None;
@@ -73,11 +73,12 @@ fn is_dense(section: &Section, page: PageNo) -> bool {
 fn block_of(page: PageNo, pages: PageRange) -> PageRange {
     let start = PageNo(page.0 / BLOCK_PAGES * BLOCK_PAGES);
     let end = start.plus(BLOCK_PAGES).min(pages.end);
-    // Memory that was taken out since the fault ends before it.
+    // Memory removed since the fault may end before the block.
     PageRange::new(start.min(end), end)
 }
 
-/// Fills those of `neighbours` that are stored and at hand, as long as there is room; returns how many.
+/// Fills the pages of `neighbours` that are stored and at hand, while there is room; returns how
+/// many.
 pub(crate) fn bring(space: &PagedMemory, neighbours: Neighbours) -> u64 {
     let (range, step) = match neighbours {
         Neighbours::Next(range) => (range, FILL_PAGES_MAX),

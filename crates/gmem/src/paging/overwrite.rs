@@ -2,11 +2,10 @@
 //! Overwriting: absent pages that a device has written whole get its bytes, not their old ones.
 //!
 //! # Idea
-//! A transfer that covers a page whole makes what the page held before worthless,
-//! so bringing that back from its tier is work in vain. But whether a transfer
-//! covers a page is known only when it is over, for it may be short. So the
-//! device lets it land in a buffer of its own, and then asks for each page that
-//! was written whole:
+//! A transfer that covers a whole page makes the page's old content worthless, so loading that from
+//! its tier is wasted work. But whether a transfer covers a page is known only when it is over, for
+//! it may be short. So the device receives it in a buffer of its own, then requests an overwrite
+//! for each page that was written whole:
 //!
 //! ```text
 //!   Stored(old) ── claim ──► Filling(old) ── install the device's bytes ──► Present; old freed
@@ -15,23 +14,22 @@
 //!   being filled    stays so       ┴ the device writes its bytes itself, under a lease
 //!   Poisoned        refused: the kernel installs nothing in its place
 //! ```
-//! These are a fill's steps and locks, with other bytes. So nobody ever sees
-//! anything but the old content or the new; whoever joins meanwhile sees the new;
-//! and a death leaves the page stored, with its old content (the request is then
-//! done again, for its device has not completed it), or present, with the new.
-//! Stored content that is damaged is not even looked at.
+//! These are the steps and locks of a fill, with other bytes. So a reader sees either the old
+//! content or the new, and a waiter that joins meanwhile sees the new. If the daemon dies, the page
+//! is either stored, with its old content (the request is then repeated, for its device has not
+//! completed it), or present, with the new. Stored content that is damaged is not even read.
 //!
 //! # A device that gives up
-//! A device may die while its overwrite waits here for room, a lock or a CPU. Its
-//! successor does the request again; then the guest may change the page, and it may
-//! be evicted. What is stored now is newer than the device's bytes, and its only copy.
-//! So before each claim the caller is asked whether the bytes are wanted still,
-//! with the section's lock held shared. If they are at that moment, no page that was
-//! used since has been evicted. Nor is one before the claim, because an eviction needs
-//! the lock exclusively: a page that is used anew is present, and stays so.
+//! A device may die while its overwrite waits here for room, a lock or a CPU. Its successor repeats
+//! the request; then the guest may change the page, and the page may be evicted. The stored content
+//! is then newer than the device's bytes, and the only copy. So before each claim, with the
+//! section's lock held shared, the caller is queried whether the bytes are still wanted. If they
+//! are at that moment, no page that was used since has been evicted. None is evicted before the
+//! claim either, because an eviction needs the lock exclusively: a page that is used anew is
+//! present, and stays so.
 //!
-//! *Invariant:* nothing is installed in place of content that was stored after the
-//! device had given the request up.
+//! *Invariant:* nothing is installed over content that was stored after the device gave up the
+//! request.
 
 use super::{
     fault::{Fault, FaultOutcome},
@@ -48,15 +46,16 @@ use std::sync::atomic::Ordering::Relaxed;
 const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
 const _: () = assert!(OVERWRITE_PAGES_MAX <= u64::BITS as u64);
 
-/// What became of an overwrite.
+/// Result of an overwrite.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use = "the device must write itself what was not installed"]
 pub struct Overwritten {
-    /// `Present` if every page was looked at; otherwise what stopped it. What `installed` says holds
-    /// either way.
+    /// `Present` if every page was handled; otherwise what stopped it. `installed` is valid either
+    /// way.
     pub outcome: FaultOutcome,
-    /// Bit `k` says that page `k` of the fault was absent, and is present now with the content given.
-    /// The others are as they were: the device takes leases, faults if need be, and writes them.
+    /// Bit `k` set: page `k` of the fault was absent, and is now present with the given content.
+    /// The other pages are unchanged: the device takes leases, faults if necessary, and writes
+    /// them.
     pub installed: u64,
 }
 
@@ -76,25 +75,25 @@ struct Work<'a> {
     fault: &'a Fault,
     content: &'a [u8],
     still_wanted: &'a dyn Fn() -> bool,
-    /// The first page that has not been looked at.
+    /// The first page not yet handled.
     page: PageNo,
-    /// How often that was tried in vain.
+    /// How often that page was tried in vain.
     still: u32,
     done: Overwritten,
-    /// How many of those installed were stored before.
+    /// How many of the installed pages were stored before.
     filled: u64,
 }
 
 impl PagedMemory {
-    /// Installs `content` in those of `fault.pages` that are absent; see the module. May evict other
-    /// pages first (the limit).
+    /// Installs `content` in those of `fault.pages` that are absent; see the module. May evict
+    /// other pages first (the limit).
     ///
-    /// `still_wanted` is asked under a section's lock, so it must not wait. Once the device has given the
-    /// request up, it must be false before any page is evicted that was used since; then no further page
-    /// is installed, and the outcome is [`FaultOutcome::Gone`].
+    /// `still_wanted` is called under a section's lock, so it must not wait. Once the device has
+    /// given up the request, it must return false before any page that was used since is evicted;
+    /// then no further page is installed, and the outcome is [`FaultOutcome::Gone`].
     ///
-    /// Refused as [`FaultOutcome::OutOfRange`] if these are more than [`OVERWRITE_PAGES_MAX`] pages,
-    /// or `content` is not as long as they are.
+    /// Refused as [`FaultOutcome::OutOfRange`] for more than [`OVERWRITE_PAGES_MAX`] pages, or if
+    /// the length of `content` does not match.
     pub fn overwrite(
         &self,
         fault: &Fault,
@@ -115,8 +114,9 @@ impl PagedMemory {
         work.finish(absent)
     }
 
-    /// Does what [`Self::overwrite`] does if that needs neither an eviction nor a wait: `None` if it
-    /// does, and nothing was installed. If a wait is needed half way, the rest is left to the device.
+    /// Like [`Self::overwrite`], if that needs neither an eviction nor a wait. Otherwise returns
+    /// `None`, with nothing installed. If a wait becomes necessary half way, the rest is left to
+    /// the device.
     #[must_use]
     pub fn overwrite_without_waiting(
         &self,
@@ -144,7 +144,7 @@ impl PagedMemory {
 }
 
 impl<'a> Work<'a> {
-    /// `None` if that is no sound request.
+    /// `None` if the request is invalid.
     fn new(
         memory: &'a PagedMemory,
         fault: &'a Fault,
@@ -170,7 +170,7 @@ impl<'a> Work<'a> {
         self.page >= self.fault.pages.end || self.done.outcome != FaultOutcome::Present
     }
 
-    /// The section of the next page, if there is one to be looked at.
+    /// The section of the next page, if one remains.
     fn next_section(&mut self) -> Option<&'a Section> {
         if self.is_over() {
             return None;
@@ -182,7 +182,7 @@ impl<'a> Work<'a> {
         section
     }
 
-    /// Looks at the next page, and installs it and those behind it that are stored like it. The
+    /// Handles the next page: installs it and those behind it that are stored like it. The
     /// section's lock is held shared.
     fn advance(&mut self, section: &Section) {
         match self.resolve(section) {
@@ -191,7 +191,7 @@ impl<'a> Work<'a> {
                 self.done.outcome = self.memory.without_progress(self.page);
             }
             Resolved::UpTo(_) => self.still += 1,
-            // By whoever was first, with what was stored: then it is present.
+            // Another thread fills it with its stored content: then it is present.
             Resolved::BeingFilled => (self.page, self.still) = (self.page.next(), 0),
             Resolved::Failed(outcome) => self.done.outcome = outcome,
         }
@@ -228,7 +228,7 @@ impl<'a> Work<'a> {
             .min(page.plus(FILL_PAGES_MAX));
         let claimed = self.memory.claim(PageRange::new(page, end));
         if claimed.is_empty() {
-            // Somebody else was quicker: look again at what he does.
+            // Another thread was faster: check the page again.
             return Resolved::UpTo(page);
         }
         let (installed, resolved) = self.memory.install(claimed, self.bytes_of(claimed));
@@ -237,7 +237,8 @@ impl<'a> Work<'a> {
         resolved
     }
 
-    /// The guest gave the page up, and a device has written it since: it begins with that.
+    /// The guest discarded the page, and a device has written it since: the page starts with those
+    /// bytes.
     fn install_in_hole(&mut self, section: &Section, page: PageNo) -> Resolved {
         let memory = self.memory;
         let bytes = self.bytes_of(page.single());
@@ -266,8 +267,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Ends it: of the room that was taken for `admitted` pages, what was not needed is given back;
-    /// what was needed beyond it, because pages were evicted meanwhile, is counted.
+    /// Ends the overwrite. Gives back the room taken for `admitted` pages that was not needed, and
+    /// counts room needed beyond it because pages were evicted meanwhile.
     fn finish(self, admitted: u64) -> Overwritten {
         let admission = &self.memory.admission;
         if admitted > self.filled {

@@ -3,17 +3,17 @@
 
 use pagetide_addr::{PageNo, PageRange};
 
-/// What became of a page that was to be installed.
+/// Result of installing a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Installed {
-    /// The given content is what everyone sees from now on.
+    /// Everyone sees the given content from now on.
     Installed,
-    /// The page was present already; nothing was written. (`EEXIST`)
+    /// The page was already present; nothing was written. (`EEXIST`)
     AlreadyThere,
 }
 
-/// Why a place could not do what it was asked.
+/// Why a place failed.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
     /// The owner of the memory is gone; no page of it matters any more.
@@ -22,27 +22,26 @@ pub enum PlaceError {
     /// The kernel refused.
     #[error("{operation} of pages {start}..{end} failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// Operation that failed.
         operation: &'static str,
         /// First page.
         start: PageNo,
         /// Page after the last.
         end: PageNo,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: std::io::Error,
     },
 }
 
 /// One backing of an address space: a VM's memfds, a GPU's memory.
 ///
-/// Only [`PagedMemory`](crate) calls `install` and `discard`, and always under
-/// the section's lock.
+/// Only [`PagedMemory`](crate) calls `install` and `discard`, always under the section's lock.
 pub trait Place: Send + Sync {
     /// Makes `page` present with `content`, whole and at once, for everyone who maps it, and
-    /// releases whoever waits for it in the kernel.
+    /// releases its waiters in the kernel.
     ///
     /// # Errors
-    /// [`PlaceError`]; the page is then as it was.
+    /// [`PlaceError`]; the page is then unchanged.
     fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError>;
 
     /// Like [`Place::install`] with a page of zeros.
@@ -51,11 +50,12 @@ pub trait Place: Send + Sync {
     /// As [`Place::install`].
     fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError>;
 
-    /// Installs neighbouring pages in one go; `content` is `pages.bytes()` long. Returns how many
-    /// pages from the start of `pages` were installed before one was there already (or all).
+    /// Installs adjacent pages in one go; `content` is `pages.bytes()` long. Stops at the first
+    /// page that is already present; returns how many pages from the start of `pages` were
+    /// installed before it.
     ///
     /// # Errors
-    /// As [`Place::install`], when not even the first could be installed.
+    /// As [`Place::install`], if not even the first could be installed.
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError>;
 
     /// Reads present pages without making absent ones present (those read as zeros);
@@ -71,7 +71,7 @@ pub trait Place: Send + Sync {
     /// [`PlaceError`]; some of the pages may be absent then.
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError>;
 
-    /// True if the page is present, whether or not anybody has it mapped.
+    /// True if the page is present, whether or not any process has it mapped.
     ///
     /// # Errors
     /// [`PlaceError`].
@@ -83,7 +83,7 @@ pub trait Place: Send + Sync {
     /// [`PlaceError`].
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError>;
 
-    /// Wakes whoever waits in the kernel for one of `pages`, without installing anything.
+    /// Wakes kernel waiters on `pages`, without installing anything.
     ///
     /// # Errors
     /// [`PlaceError`].
@@ -92,6 +92,6 @@ pub trait Place: Send + Sync {
     /// Makes every access to `page` fail from now on: its content is lost.
     ///
     /// # Errors
-    /// [`PlaceError`], among them that the kernel cannot do it.
+    /// [`PlaceError`], including that the kernel does not support it.
     fn poison(&self, page: PageNo) -> Result<(), PlaceError>;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Words at the beginning, of a VM whose daemon died. (Those of a VM just taken over are set as its
+//! Repairing the words of a VM whose daemon died. (The words of a VM just taken over are set as its
 //! memory is allocated: see [`super::growth`].)
 
 use super::{
@@ -9,18 +9,18 @@ use super::{
 };
 use pagetide_addr::{PageNo, PageRange};
 
-/// Why words cannot be brought in order.
+/// Why words cannot be recovered.
 #[derive(Debug, thiserror::Error)]
 pub enum RecoveryError {
     /// A word is damaged.
     #[error("{page}: {source}")]
     Damaged {
-        /// Whose word.
+        /// Page of the word.
         page: PageNo,
-        /// What it holds.
+        /// Bits of the word.
         source: DamagedWord,
     },
-    /// Pages are present that must not be.
+    /// Pages are present that must be absent.
     #[error(
         "{count} pages (the first is {first}) are present though their content is stored: another process has written to the VM's RAM"
     )]
@@ -30,26 +30,26 @@ pub enum RecoveryError {
         /// How many.
         count: u64,
     },
-    /// The place cannot tell what is present.
+    /// The place cannot report what is present.
     #[error(transparent)]
     Place(#[from] PlaceError),
 }
 
-/// What a successor found.
+/// Findings of a successor.
 #[derive(Debug, Default)]
 pub struct RecoveryReport {
     /// Pages that are present.
     pub present_pages: u64,
     /// Pages whose content is stored, zeros included.
     pub stored_pages: u64,
-    /// Words that were in the middle of something.
+    /// Words that were in the middle of a transition.
     pub mended_words: u64,
-    /// Pages whose content was lost before.
+    /// Pages whose content was already lost.
     pub poisoned_pages: u64,
 }
 
-/// Before [`recover_words`]: leaves `pages`, whole regions whose memory went while no daemon ran, out of
-/// the table. What is stored for them is told to nobody, and so is kept by nobody.
+/// Removes `pages` from the table before [`recover_words`]: whole regions whose memory went away
+/// while no daemon ran. Their stored content is not reported as in use, so it is not kept.
 pub fn forget_pages(table: &PageTable, pages: PageRange) {
     for (section, part) in pages.by_section() {
         let known = table.pages_of(section);
@@ -63,8 +63,8 @@ pub fn forget_pages(table: &PageTable, pages: PageRange) {
     }
 }
 
-/// Brings the words of a dead predecessor in order; `stored` is told of all content that is still
-/// needed. Nothing is changed if this fails.
+/// Repairs the words of a dead predecessor; calls `stored` for all content that is still needed.
+/// Changes nothing if it fails.
 ///
 /// # Errors
 /// [`RecoveryError`].

@@ -1,39 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The logical page table: a word for each page, a lock and a round for each section.
+//! The logical page table: a word for each page, a lock and an eviction round for each section.
 //!
-//! Words lie behind [`WordArray`], because they outlive the process (in shared
-//! memory) and because a model checker brings its own. A word is changed by
-//! compare-and-swap through [`PageWord::after`] only.
+//! Words are behind [`WordArray`], because they outlive the process (in shared memory) and because
+//! a model checker supplies its own. A word changes only by compare-and-swap through
+//! [`PageWord::after`].
 //!
 //! # The section's lock
-//! Every install, punch, write-protect and grant is issued with the section's
-//! lock held and the word read again under it; a message from the kernel or a
-//! device is only a hint, because a late ioctl from a cancelled eviction could
-//! undo the next one. Fills hold the lock shared, so pages of one section come
-//! back in parallel; an eviction holds it exclusively, in short steps.
+//! Every install, punch, write-protect and grant happens with the section's lock held, after
+//! re-reading the word under it. A message from the kernel or a device is only a hint, because a
+//! late ioctl from a cancelled eviction could undo the next one. Fills hold the lock shared, so
+//! pages of one section are filled in parallel. An eviction holds it exclusively, in short steps.
 //!
 //! # The round
-//! While an eviction of a section is under way its *candidates* are the pages
-//! that may still go. Whoever needs one of them takes it out of the set (under
-//! the shared lock), and the commit (under the exclusive one) evicts what is
-//! left. The set is process memory: a successor starts without a round. Rounds
-//! are numbered, so that one whose candidates were all taken cannot commit what
-//! it once read for those of the next.
+//! While an eviction of a section is under way, its *candidates* are the pages that may still be
+//! evicted. A thread that needs one of them takes it out of the set (under the shared lock); the
+//! commit (under the exclusive lock) evicts the rest. The set is process memory: a successor starts
+//! without a round. Rounds are numbered, so that a round whose candidates were all taken cannot
+//! commit its old reads for the candidates of the next round.
 //!
 //! # Growth
-//! The table has room for more pages than there are. A *region* of pages begins
-//! at a section's border, so each section belongs to one region at most, and its
-//! pages are the first so many of it. Sections are made, in chunks, when their
-//! pages are first allocated; a page that is in no region has no word that
-//! anybody looks at, and reads as [`PageState::Unallocated`].
+//! The table has room for more pages than there are. A *region* of pages begins at a section
+//! border, so each section belongs to at most one region, and the section's pages are its first N.
+//! Sections are made, in chunks, when their pages are first allocated. The word of a page outside
+//! all regions is not used; the page counts as [`PageState::Unallocated`].
 //!
 //! ```text
 //!   page     0 ············ 1044      2048 ······ 3071        capacity
 //!            ├── region ─────┤          ├─ region ─┤              │
 //!   section  │ 0: 512 │ 1: 512 │ 2: 21 │ 3: 0 │ 4: 512 │ 5: 512 │ … never made
 //! ```
-//! How many pages a section has changes under its lock, held exclusively; who
-//! looks without the lock has a hint.
+//! The number of pages in a section changes only under its lock, held exclusively. A read without
+//! the lock is a hint.
 
 use super::{
     word::{Event, PageState, PageWord},
@@ -43,32 +40,32 @@ use crate::sync::{AtomicU64, Ordering, RwLock};
 use pagetide_addr::{PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, to_usize};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// What is known of one section.
+/// State of one section.
 pub(crate) struct Section {
     /// See the module.
     pub(crate) lock: RwLock<()>,
-    /// How many of its pages, from the first, are in a region. As `leaving`, not one of the model
-    /// checker's: it changes only under the lock, and who reads it without has a hint.
+    /// How many of its pages, from the first, are in a region. Like `leaving`, not one of the model
+    /// checker's atomics: it changes only under the lock, and a read without the lock is a hint.
     pages: std::sync::atomic::AtomicU64,
-    /// How many of its pages are stored. Who reads it without the lock has a hint.
+    /// How many of its pages are stored. A read without the lock is a hint.
     stored: std::sync::atomic::AtomicU64,
-    /// Its removal has begun: devices lose it, and no fault in it is served any more.
+    /// Its removal has begun: devices lose access to it, and faults in it are no longer served.
     leaving: std::sync::atomic::AtomicBool,
     /// Pages that the round under way may still evict.
     candidates: [AtomicU64; SET_WORDS],
-    /// Number of the round that candidates belong to.
+    /// Number of the round that the candidates belong to.
     round: std::sync::atomic::AtomicU64,
-    /// Page after the last one filled here by a fault, for telling a sequential reader.
+    /// Page after the last one filled here by a fault, to detect a sequential reader.
     pub(crate) next_expected: std::sync::atomic::AtomicU64,
-    /// How many neighbours the last fault here brought along.
+    /// How many pages the last fault here read ahead.
     pub(crate) window: std::sync::atomic::AtomicU32,
     /// Faults in each block since the last round, four bits each.
     faults: [std::sync::atomic::AtomicU64; FAULT_WORDS],
 }
 
-/// Pages of which faults are counted together.
+/// Pages whose faults are counted together.
 pub(crate) const BLOCK_PAGES: u64 = 16;
-/// Bits of a count, and the highest one.
+/// Bits of a count, and its highest value.
 const COUNT_BITS: u64 = 4;
 const COUNT_MAX: u64 = (1 << COUNT_BITS) - 1;
 const COUNTS_PER_WORD: u64 = 64 / COUNT_BITS;
@@ -105,12 +102,12 @@ impl Section {
         counted.map_or(COUNT_MAX, |before| count(before) + 1)
     }
 
-    /// True from the beginning of its removal until that is over.
+    /// True from the beginning of its removal to the end.
     pub(crate) fn is_leaving(&self) -> bool {
         self.leaving.load(Ordering::Relaxed)
     }
 
-    /// Its removal begins. The section's lock is held exclusively.
+    /// Begins its removal. The section's lock is held exclusively.
     pub(crate) fn set_leaving(&self) {
         self.leaving.store(true, Ordering::Relaxed);
     }
@@ -125,8 +122,8 @@ impl Section {
         self.round.load(Ordering::Relaxed)
     }
 
-    /// What round there may be is over; candidates set from now on are of this number. The section's
-    /// lock is held exclusively.
+    /// Ends the current round, if any, and returns the number of the next one, which candidates set
+    /// from now on belong to. The section's lock is held exclusively.
     pub(crate) fn next_round(&self) -> u64 {
         for counts in &self.faults {
             counts.store(0, Ordering::Relaxed);
@@ -174,12 +171,12 @@ pub struct PageTable {
     chunks: Box<[OnceLock<Box<[Section]>>]>,
     /// End of the highest region.
     end: std::sync::atomic::AtomicU64,
-    /// Held while `end` is brought in line with the sections. Nothing waits under it.
+    /// Held while `end` is recomputed from the sections. Nothing waits under it.
     settling_end: Mutex<()>,
 }
 
 impl PageTable {
-    /// A table over `words` whose every page is in a region.
+    /// A table over `words` in which every page is in a region.
     #[must_use]
     pub fn new(words: Box<dyn WordArray>) -> Self {
         let everything = PageNo(0).run(words.page_count());
@@ -203,11 +200,11 @@ impl PageTable {
         }
     }
 
-    /// A table over words that a dead process left, with the regions that they tell of; to be brought
-    /// in order by [`super::recovery`].
+    /// A table over words that a dead process left, with the regions that those words show.
+    /// [`super::recovery`] then repairs it.
     ///
     /// # Errors
-    /// [`NoRoom`]: it cannot be told which words there are.
+    /// [`NoRoom`]: the existing words cannot be determined.
     pub fn reopen(words: Box<dyn WordArray>) -> Result<Self, NoRoom> {
         let with_room = words.sections_with_room()?;
         let table = Self::growing(words);
@@ -227,11 +224,12 @@ impl PageTable {
     /// Number of pages up to the end of the highest region; those between regions count.
     #[must_use]
     pub fn page_count(&self) -> u64 {
-        // Acquire pairs with the Release in `settle_end`: who sees a region's end sees its sections.
+        // Acquire pairs with the Release in `settle_end`: a reader of a region's end sees its
+        // sections.
         self.end.load(Ordering::Acquire)
     }
 
-    /// Number of pages there can be.
+    /// The most pages there can be.
     #[must_use]
     pub fn capacity_pages(&self) -> u64 {
         self.words.capacity_pages()
@@ -243,8 +241,8 @@ impl PageTable {
         SectionNo::count_for(self.page_count())
     }
 
-    /// True if `pages` end within the highest region: a hint, for they may lie between regions or be
-    /// removed at any time. What holds is seen under the section's lock.
+    /// True if `pages` end within the highest region. Only a hint: they may lie between regions or
+    /// be removed at any time. The section's lock gives the exact answer.
     #[must_use]
     pub fn contains(&self, pages: PageRange) -> bool {
         pages.end.0 <= self.page_count()
@@ -260,13 +258,13 @@ impl PageTable {
             .map(|(number, _)| SectionNo(number))
     }
 
-    /// The section, if pages of it (or of one close by) were ever allocated.
+    /// The section, if pages of it (or of a nearby one) were ever allocated.
     pub(crate) fn section(&self, section: SectionNo) -> Option<&Section> {
         let (chunk, place) = Self::place(section);
         self.chunks.get(chunk)?.get()?.get(place)
     }
 
-    /// The section, made if need be; it lies within the capacity.
+    /// The section, made if necessary; it lies within the capacity.
     pub(crate) fn made_section(&self, section: SectionNo) -> &Section {
         let (chunk, place) = Self::place(section);
         let all = SectionNo(SectionNo::count_for(self.capacity_pages())).index();
@@ -284,14 +282,14 @@ impl PageTable {
         (index / CHUNK_SECTIONS, index % CHUNK_SECTIONS)
     }
 
-    /// From now on the first `pages` of `section` are in a region, and their words are true; a section
-    /// without any is not leaving any more. The section's lock is held exclusively, or nobody uses
-    /// the table yet.
+    /// From now on the first `pages` of `section` are in a region, and their words are valid. A
+    /// section without pages is no longer leaving. The section's lock is held exclusively, or the
+    /// table is not in use yet.
     pub(crate) fn set_pages(&self, section: SectionNo, pages: u64) {
         let state = self.made_section(section);
-        // Release pairs with the Acquire in `word`: who sees the page sees its word.
+        // Release pairs with the Acquire in `word`: a reader that sees the page sees its word.
         let before = state.pages.swap(pages, Ordering::AcqRel);
-        // Words that a dead process left may be damaged: whoever checks them comes later.
+        // Words that a dead process left may be damaged; a later step checks them.
         let is_stored = |page: &PageNo| {
             PageWord::from_bits(self.raw_bits(*page)).is_ok_and(|word| is_stored(word.state()))
         };
@@ -323,15 +321,15 @@ impl PageTable {
         self.end.store(end.unwrap_or(0), Ordering::Release);
     }
 
-    /// Gives the words of `pages` memory, all of them [`PageState::Unallocated`] where they had none.
+    /// Gives the words of `pages` memory; words that had none become [`PageState::Unallocated`].
     pub(crate) fn make_room(&self, pages: PageRange) -> Result<(), NoRoom> {
         self.words.make_room(pages)
     }
 
-    /// The word of `page` now; [`PageState::Unallocated`] if it is in no region.
+    /// The current word of `page`; [`PageState::Unallocated`] if it is in no region.
     ///
     /// # Panics
-    /// If the word is damaged: words were checked when the table was opened, and only this process
+    /// If the word is damaged: words are checked when the table is opened, and only this process
     /// writes them.
     #[must_use]
     pub fn word(&self, page: PageNo) -> PageWord {
@@ -345,7 +343,7 @@ impl PageTable {
 
     /// The word of a page whose section has room for words, though the page may be in no region yet.
     pub(crate) fn word_with_room(&self, page: PageNo) -> PageWord {
-        // Acquire pairs with the Release in `change`: who sees `Stored` sees the stored bytes.
+        // Acquire pairs with the Release in `change`: a reader of `Stored` sees the stored bytes.
         let bits = self.words.cell(page).load(Ordering::Acquire);
         match PageWord::from_bits(bits) {
             Ok(word) => word,
@@ -353,9 +351,9 @@ impl PageTable {
         }
     }
 
-    /// Lets `event` befall `page`, whose word was `seen`. Returns the word it had at that moment
-    /// (with its waiter flag, which others may set meanwhile), or `None` if the word is another now
-    /// or the event cannot befall it.
+    /// Applies `event` to `page`, whose word was `seen`. Returns the word it had at that moment
+    /// (including a waiter flag set meanwhile), or `None` if the word has changed or the event does
+    /// not apply to it.
     pub(crate) fn change(&self, page: PageNo, seen: PageWord, event: Event) -> Option<PageWord> {
         let cell = self.words.cell(page);
         let mut current = seen;
@@ -382,7 +380,7 @@ impl PageTable {
         }
     }
 
-    /// Marks `page` as waited for; false if it is not being installed any more.
+    /// Marks `page` as waited for; false if it is no longer being installed.
     pub(crate) fn mark_waited(&self, page: PageNo) -> bool {
         let cell = self.words.cell(page);
         let mut bits = cell.load(Ordering::Acquire);
@@ -400,7 +398,7 @@ impl PageTable {
         }
     }
 
-    /// Writes a word outright: only while nobody else uses the table.
+    /// Writes a word unconditionally: only while nothing else uses the table.
     pub(crate) fn set_initial(&self, page: PageNo, word: PageWord) {
         let bits = self.words.cell(page).swap(word.bits(), Ordering::AcqRel);
         if let Ok(before) = PageWord::from_bits(bits) {
@@ -420,7 +418,7 @@ impl PageTable {
         }
     }
 
-    /// How many pages of `section` are stored: known without a look at each.
+    /// How many pages of `section` are stored: a counter, no scan.
     #[must_use]
     pub fn stored_pages(&self, section: SectionNo) -> u64 {
         let stored = |section: &Section| section.stored.load(Ordering::Relaxed);

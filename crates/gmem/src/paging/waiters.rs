@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who waits for a page that somebody else is filling.
+//! Waiters for pages that another thread is filling.
 //!
-//! A vCPU waits in the kernel and needs no entry here: the install wakes it. A
-//! device's fault joins: its [`Pending`] is put on the page's list and the
-//! filler, having installed the page, takes the list. Neither may miss the
-//! other, and the filler must not pay for a list that is nearly always empty:
+//! A vCPU waits in the kernel and needs no entry here: the install wakes it. A device's fault
+//! joins: its [`Pending`] goes on the page's list, and the filler takes the list after installing
+//! the page. Neither may miss the other, and the filler must not pay for a list that is nearly
+//! always empty:
 //!
 //! ```text
 //!   joiner (list locked)               filler
@@ -12,9 +12,9 @@
 //!     installed, else go back            W was set: lock the list, take it
 //!     put entry
 //! ```
-//! The joiner sets W and puts its entry in one hold of the list's lock, so a
-//! filler that saw W finds the entry; a joiner that came after the swap sees
-//! that the page is not being installed any more and looks again.
+//! The joiner sets W and adds its entry in one hold of the list's lock, so a filler that saw W
+//! finds the entry. A joiner that comes after the swap sees that the page is no longer being
+//! installed, and checks it again.
 
 use super::table::PageTable;
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
 use pagetide_addr::PageNo;
 use std::collections::HashMap;
 
-/// What is to be called when a fault is over.
+/// Called when a fault is over.
 pub type Reply = Box<dyn FnOnce(FaultOutcome) + Send>;
 
 /// A fault that waits for one or more pages.
@@ -39,7 +39,7 @@ struct PendingState {
 }
 
 impl Pending {
-    /// A fault that waits for nothing yet but its own issuer (see [`Self::settle`]).
+    /// A fault that waits only for its own issuer so far (see [`Self::settle`]).
     pub(crate) fn new(reply: Reply) -> Arc<Self> {
         let state = PendingState {
             remaining: 1,
@@ -55,7 +55,7 @@ impl Pending {
         crate::sync::lock(&self.state).remaining += 1;
     }
 
-    /// One of the things it waited for is over. The last one replies.
+    /// One of its waits is over. The last one replies.
     pub(crate) fn settle(&self, outcome: FaultOutcome) {
         let finished = {
             let mut state = crate::sync::lock(&self.state);
@@ -75,7 +75,7 @@ impl Pending {
     }
 }
 
-/// The lists of all pages that are waited for.
+/// The lists of all pages that have waiters.
 pub(crate) struct Waiters {
     lists: Mutex<HashMap<PageNo, Vec<Arc<Pending>>>>,
 }
@@ -87,7 +87,7 @@ impl Waiters {
         }
     }
 
-    /// Joins the fill of `page`; false if it is over, and the page must be looked at again.
+    /// Joins the fill of `page`; false if it is over and the page must be checked again.
     pub(crate) fn join(&self, table: &PageTable, page: PageNo, pending: &Arc<Pending>) -> bool {
         let mut lists = crate::sync::lock(&self.lists);
         if !table.mark_waited(page) {
@@ -98,7 +98,7 @@ impl Waiters {
         true
     }
 
-    /// Releases everyone who waits for `page`. Called when its word showed that somebody does.
+    /// Releases all waiters of `page`. Called when its word has the waiter flag.
     pub(crate) fn release(&self, page: PageNo, outcome: FaultOutcome) {
         let list = crate::sync::lock(&self.lists).remove(&page);
         for pending in list.into_iter().flatten() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page word: where one page is, in 64 bits, and every transition of it.
+//! The page word: where one page is, in 64 bits, and all its transitions.
 //!
 //! ```text
 //!                       commit                    punched
@@ -18,18 +18,18 @@
 //!   Unallocated ── allocate ──► Present or Stored(zero), by what is there
 //!   Present, Evicting, Stored, Poisoned ── deallocate ──► Unallocated
 //! ```
-//! A page that is in no region is *unallocated*: nobody's business, whether
-//! present or not. Only a page that nobody is filling can become so.
+//! A page in no region is *unallocated*: it is ignored, present or not. Only a page that is not
+//! being filled can become unallocated.
 //!
-//! The word outlives the process. Each state is written *before* the act that
-//! makes it true is begun or *after* it is done, so that whatever instant a
-//! daemon dies at, word and presence together tell where the content is:
+//! The word outlives the process. Each state is written *before* the act that makes it true begins,
+//! or *after* that act is done. At whatever instant the daemon dies, word and presence together
+//! determine where the content is:
 //!
 //! | word | page present | page absent |
 //! |---|---|---|
 //! | `Present` | fine | the guest discarded it: zeros |
 //! | `Evicting` | the page wins, stored copy dropped | `Stored` |
-//! | `Stored` | a foreign page's page: keep the copy, stop the VM | fine |
+//! | `Stored` | a foreign page: keep the copy, stop the VM | fine |
 //! | `Filling` | the page wins, stored copy dropped | `Stored` |
 //! | `Discarding` | the page wins | zeros |
 //! | `Poisoned` | — | stays so |
@@ -38,7 +38,7 @@
 //! ```text
 //!   63                        8 7    5  4   3      0
 //!  ┌───────────────────────────┬──────┬───┬────────┐
-//!  │ content (opaque, 56 bits) │  0   │ W │ state  │   W: somebody waits for the fill
+//!  │ content (opaque, 56 bits) │  0   │ W │ state  │   W: the fill has a waiter
 //!  └───────────────────────────┴──────┴───┴────────┘
 //! ```
 
@@ -47,15 +47,15 @@ const WAITED: u64 = 1 << 4;
 const CONTENT_SHIFT: u32 = 8;
 const UNALLOCATED: u64 = 7;
 
-/// Where a stored page's content is: 56 bits that only the store can read.
+/// Where a stored page's content is: 56 bits that only the store can interpret.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub struct Content(u64);
 
 impl Content {
-    /// A page of zeros: nothing is stored for it anywhere.
+    /// A page of zeros: nothing is stored for it.
     pub const ZERO: Self = Self(0);
 
-    /// Content at `place`; `None` if that needs more than 56 bits. 0 is taken by [`Self::ZERO`].
+    /// Content at `place`; `None` if that needs more than 56 bits. 0 is reserved for [`Self::ZERO`].
     #[must_use]
     pub const fn at(place: u64) -> Option<Self> {
         if place == 0 || place >> (64 - CONTENT_SHIFT) != 0 {
@@ -78,7 +78,7 @@ impl Content {
     }
 }
 
-/// PageState of a page. Numbers are on disk (in the metadata pool): never change them.
+/// State of a page. The numbers are on disk (in the metadata pool): never change them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PageState {
     /// In its place; the guest may use it.
@@ -103,10 +103,10 @@ pub struct PageWord(u64);
 
 /// A word that no version of this program has written.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("page word {0:#x} makes no sense: the metadata pool is damaged")]
+#[error("page word {0:#x} is invalid: the metadata pool is damaged")]
 pub struct DamagedWord(pub u64);
 
-/// Whether a page is in its place, as the kernel says.
+/// Whether a page is in its place, as the kernel reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Presence {
     /// It is.
@@ -115,14 +115,14 @@ pub enum Presence {
     Absent,
 }
 
-/// What befalls a page.
+/// What happens to a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Event {
     /// Its content is stored and eviction is decided: the commit point.
     Commit(Content),
     /// It was punched out.
     Punched,
-    /// It turned out to be present after all; the stored copy is not needed.
+    /// It turned out to be still present; the stored copy is not needed.
     StillPresent,
     /// A fill begins.
     Claim,
@@ -134,11 +134,11 @@ pub enum Event {
     ContentLost,
     /// It is absent though the word says present: the guest gave it up.
     FoundHole,
-    /// A given-up page is left out instead of being filled with zeros.
+    /// A discarded page is left absent instead of being filled with zeros.
     LeftOut,
-    /// It becomes part of a region, as the place has it; a hole is a page of zeros.
+    /// It becomes part of a region, in the state the place has it; a hole is a page of zeros.
     Allocate(Presence),
-    /// It is part of a region no more; what was stored for it is to be freed.
+    /// It is no longer part of a region; the caller frees its stored content.
     Deallocate,
 }
 
@@ -146,20 +146,20 @@ pub enum Event {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Recovered {
-    /// The word as it must be now; `dropped` is content nobody needs any more.
+    /// The word as it must be now; `dropped` is content that is no longer needed.
     Word {
         /// New word.
         word: PageWord,
         /// Stored content that the page's presence made void.
         dropped: Option<Content>,
     },
-    /// Somebody else made the page present while its content is stored: who, is for the caller to
-    /// find; the stored copy is kept.
+    /// Another process made the page present while its content is stored. The caller finds out
+    /// which; the stored copy is kept.
     ForeignPage,
 }
 
 impl PageWord {
-    /// The word of a state, nobody waiting.
+    /// The word of a state, without a waiter.
     #[must_use]
     pub const fn new(state: PageState) -> Self {
         let (number, content) = match state {
@@ -198,7 +198,7 @@ impl PageWord {
         self.0
     }
 
-    /// PageState of the page.
+    /// State of the page.
     #[must_use]
     pub const fn state(self) -> PageState {
         let content = Content(self.0 >> CONTENT_SHIFT);
@@ -213,13 +213,13 @@ impl PageWord {
         }
     }
 
-    /// True if somebody put himself on the waiting list while the page was being filled.
+    /// True if a waiter joined while the page was being filled.
     #[must_use]
     pub const fn is_waited_for(self) -> bool {
         self.0 & WAITED != 0
     }
 
-    /// The same word with somebody waiting; only a page that is being installed can be waited for.
+    /// The same word with a waiter; only a page that is being installed can have one.
     #[must_use]
     pub const fn with_waiter(self) -> Option<Self> {
         match self.state() {
@@ -228,7 +228,7 @@ impl PageWord {
         }
     }
 
-    /// The word after `event`, or `None` if that cannot befall a page in this state.
+    /// The word after `event`, or `None` if the event cannot occur in this state.
     #[must_use]
     pub const fn after(self, event: Event) -> Option<Self> {
         let next = match (self.state(), event) {
@@ -249,8 +249,9 @@ impl PageWord {
                 | PageState::Poisoned,
                 Event::Deallocate,
             ) => PageState::Unallocated,
-            // Zeros that could not be installed leave a hole to be found again. `Stored` would be
-            // wrong: another fault may have found the same hole and filled it in the meantime.
+            // Zeros that could not be installed leave a hole, which the next fault or round finds.
+            // `Stored` would be wrong: another fault may have found the same hole and filled it in
+            // the meantime.
             (PageState::Unallocated, Event::Allocate(Presence::Present))
             | (PageState::Evicting(_), Event::StillPresent)
             | (PageState::Filling(_) | PageState::Discarding, Event::Installed)
@@ -260,7 +261,7 @@ impl PageWord {
         Some(Self::new(next))
     }
 
-    /// What the word of a dead predecessor means, given whether the page is present.
+    /// What a dead predecessor's word means, given whether the page is present.
     pub const fn recover(self, presence: Presence) -> Recovered {
         let (state, dropped) = match (self.state(), presence) {
             (PageState::Present | PageState::Discarding, Presence::Present) => {
@@ -333,7 +334,7 @@ mod tests {
         Event::Deallocate,
     ];
 
-    /// The picture at the head of this file, as a table: every other pair is impossible.
+    /// The diagram at the head of this file, as a table: every other pair is impossible.
     fn drawn(state: PageState, event: Event) -> Option<PageState> {
         Some(match (state, event) {
             (PageState::Present, Event::Commit(c)) => PageState::Evicting(c),

@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`WordArray`]: where page words lie.
 //!
-//! A table may have room for many more pages than there are: memory is added to
-//! a VM and taken from it while it runs. So words get memory section by section,
-//! before they are first touched ([`WordArray::make_room`]), and a section that
-//! never got any costs nothing. Once a section has room it keeps it: somebody
-//! may be looking at its words without a lock.
+//! A table may have room for many more pages than there are: memory is added to a VM and taken from
+//! it while it runs. So words get memory section by section, before they are first touched
+//! ([`WordArray::make_room`]), and a section that never got any costs nothing. A section keeps its
+//! room: another thread may be reading its words without a lock.
 
 use super::word::{PageState, PageWord};
 use crate::sync::AtomicU64;
 use pagetide_addr::{PageNo, PageRange, SECTION_PAGES, SectionNo, to_usize};
 use std::sync::OnceLock;
 
-/// Words of an address space, one a page.
+/// The words of an address space, one per page.
 pub trait WordArray: Send + Sync {
-    /// Number of pages that have words from the beginning: all of them where memory never grows.
+    /// Number of pages that have words from the beginning: all of them, if memory never grows.
     fn page_count(&self) -> u64;
 
-    /// Number of pages there can ever be words for.
+    /// Most pages that can ever have words.
     fn capacity_pages(&self) -> u64 {
         self.page_count()
     }
@@ -25,12 +24,12 @@ pub trait WordArray: Send + Sync {
     /// The cell of a page's word.
     ///
     /// # Panics
-    /// If `page` is past the capacity, or (perhaps) if its section has no room.
+    /// If `page` is past the capacity, or (possibly) if its section has no room.
     fn cell(&self, page: PageNo) -> &AtomicU64;
 
-    /// Gives the words of all sections that `pages` touches memory. Those of a section that had none
-    /// are [`PageState::Unallocated`] then; others stay as they are. A death on the way leaves each
-    /// section with all its words or without room.
+    /// Gives the words of all sections that `pages` touches memory. In a section that had none they
+    /// are then [`PageState::Unallocated`]; other words stay as they are. If the process dies on
+    /// the way, each section has either all its words or no room.
     ///
     /// # Errors
     /// [`NoRoom`]; some of the sections may have room then.
@@ -41,7 +40,7 @@ pub trait WordArray: Send + Sync {
     /// The sections that have room, in ascending order: for opening what a dead process left.
     ///
     /// # Errors
-    /// [`NoRoom`]: it cannot be told.
+    /// [`NoRoom`]: they cannot be determined.
     fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
         Ok((0..SectionNo::count_for(self.page_count()))
             .map(SectionNo)
@@ -57,11 +56,11 @@ pub struct NoRoom {
     pub start: PageNo,
     /// Page after the last.
     pub end: PageNo,
-    /// What the system says.
+    /// The system's error.
     pub source: std::io::Error,
 }
 
-/// Words of one chunk: 256 MiB of pages.
+/// Pages of one chunk of words: 256 MiB.
 const CHUNK_PAGES: u64 = 128 * SECTION_PAGES;
 
 /// Words in the process' own memory: for tests, and for spaces that need not outlive it.
@@ -73,7 +72,7 @@ pub struct VolatileWords {
 }
 
 impl VolatileWords {
-    /// `page_count` words, all `word`, and never more.
+    /// `page_count` words, all equal to `word`, and never more.
     #[must_use]
     pub fn new(page_count: u64, word: PageWord) -> Self {
         let words = Self {
@@ -86,7 +85,7 @@ impl VolatileWords {
         words
     }
 
-    /// Room for `capacity_pages` words, none of which takes up memory yet.
+    /// Room for `capacity_pages` words, none of which uses memory yet.
     #[must_use]
     pub fn with_capacity(capacity_pages: u64) -> Self {
         let chunks = capacity_pages.div_ceil(CHUNK_PAGES);
@@ -130,7 +129,7 @@ impl WordArray for VolatileWords {
         Ok(())
     }
 
-    /// A new process has none of them.
+    /// A new process has none.
     fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
         Ok(Vec::new())
     }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Region`]: an allocated range of addresses, and what is behind it (GMEM 4.1).
 //!
-//! Behind it are frames that the caller wires, frames that faults bring, or pages
-//! of the space's paged memory. The states and the ways between them are drawn in
-//! [`state`].
+//! It is backed by frames that the caller wires, frames that faults bring, or pages of the space's
+//! paged memory. [`state`] has a diagram of the states and transitions.
 
 pub(crate) mod state;
 
@@ -20,7 +19,7 @@ use crate::{
 };
 use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange, Va};
 
-/// What a fault makes of a page's other mappings (GMEM 4.1, `gm_region_placement_t`; 7).
+/// How a fault treats a page's other mappings (GMEM 4.1, `gm_region_placement_t`; 7).
 #[doc(alias = "gm_region_placement_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Placement {
@@ -28,13 +27,13 @@ pub enum Placement {
     /// of the device that faulted, if it has any.
     #[default]
     Unique,
-    /// The page stays where it is, and is mapped by everybody who faults on it.
+    /// The page stays where it is, and is mapped by every device that faults on it.
     RemoteAccess,
-    /// As [`Self::Unique`], and the pages that follow are brought along without being waited for.
+    /// As [`Self::Unique`], and the pages that follow are prefetched, without a wait for them.
     Prefetch,
 }
 
-/// What may be done with the pages of a region.
+/// The access that a region's pages allow.
 #[doc(alias = "gm_prot_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Protection {
@@ -73,7 +72,7 @@ impl Protection {
 pub struct MapOptions {
     /// Access that devices get.
     pub access: Access,
-    /// Size of the pages to map by, in bytes; every frame given is one of them.
+    /// Size of the pages to map by, in bytes; each given frame is one of them.
     pub page_bytes: u64,
     /// The set that the mapping joins.
     pub set: Option<MappingSet>,
@@ -91,12 +90,12 @@ impl MapOptions {
     }
 }
 
-/// What is behind a region, as far as a caller can tell.
+/// What backs a region, as far as a caller can tell.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mapped {
     /// Nothing.
     Nothing,
-    /// Frames of the caller's.
+    /// Frames of the caller.
     Wired,
     /// Frames that faults have brought.
     Demand,
@@ -106,7 +105,7 @@ pub enum Mapped {
     Leaving,
 }
 
-/// A region; clones are the same one. It lives until [`Region::dealloc`].
+/// A region; clones refer to the same one. It lives until [`Region::dealloc`].
 #[doc(alias = "gm_region_t")]
 #[derive(Clone)]
 pub struct Region {
@@ -139,7 +138,7 @@ impl Region {
         &self.space
     }
 
-    /// What is behind it now.
+    /// What backs it now.
     #[must_use]
     pub fn mapped(&self) -> Mapped {
         if self.core.kind == Kind::Paged {
@@ -153,13 +152,13 @@ impl Region {
         }
     }
 
-    /// Wires the region to `frames`, one for each page of `options.page_bytes`, in the tables of all
-    /// devices of the space, those to come included.
+    /// Wires the region to `frames`, one for each page of `options.page_bytes`, in the tables of
+    /// all devices of the space, including future ones.
     ///
     /// # Errors
     /// [`GmError::AlreadyMapped`], [`GmError::InvalidArgument`], [`GmError::Unsupported`],
-    /// [`GmError::Destroyed`]; [`GmError::Device`], and then nothing is mapped, or (if the device
-    /// would not take back what it had got) the region must be unmapped before it is used again.
+    /// [`GmError::Destroyed`]; [`GmError::Device`]: nothing is mapped, or (if the device failed to
+    /// revoke what it was granted) the region must be unmapped before it is used again.
     #[doc(alias = "gm_region_map")]
     pub fn map(&self, frames: &[Pa], options: &MapOptions) -> Result<(), GmError> {
         let wiring = self.wiring(options)?;
@@ -167,11 +166,10 @@ impl Region {
         self.space.map_now(&self.core, frames, &wiring)
     }
 
-    /// As [`Self::map`], without waiting: `callback` tells when it is done.
+    /// Like [`Self::map`], without waiting: `callback` is called on completion.
     ///
     /// # Errors
-    /// [`GmError::Destroyed`]; all others are told by the callback and by
-    /// [`AddressSpace::synchronize`].
+    /// [`GmError::Destroyed`]; the callback and [`AddressSpace::synchronize`] report all others.
     #[doc(alias = "gm_region_map")]
     pub fn map_later(
         &self,
@@ -204,12 +202,13 @@ impl Region {
         })
     }
 
-    /// Takes the region from all devices. It stays allocated, and pages that faults brought are
-    /// freed. When this returns without error, no device can reach it.
+    /// Takes the region from all devices. It stays allocated; pages that faults brought are freed.
+    /// When this returns without error, no device can reach it.
     ///
     /// # Errors
     /// [`GmError::NotMapped`] (also while another thread unmaps it), [`GmError::Destroyed`],
-    /// [`GmError::Unsupported`] for paged memory; [`GmError::Device`] or [`GmError::Busy`], after which some devices may still reach it: nothing is freed, unmap again.
+    /// [`GmError::Unsupported`] for paged memory; [`GmError::Device`] or [`GmError::Busy`]: some
+    /// devices may still reach it, nothing is freed, and it must be unmapped again.
     #[doc(alias = "gm_region_unmap")]
     pub fn unmap(&self) -> Result<(), GmError> {
         self.refuse_if_freed()?;
@@ -222,7 +221,8 @@ impl Region {
         results.pop().unwrap_or(Ok(()))
     }
 
-    /// As [`Self::unmap`], without waiting: `callback` tells when no device can reach it any more.
+    /// Like [`Self::unmap`], without waiting: `callback` is called when no device can reach it any
+    /// more.
     ///
     /// # Errors
     /// As [`Self::map_later`].
@@ -235,7 +235,7 @@ impl Region {
         Ok(())
     }
 
-    /// Unmaps the region if need be and gives its addresses back.
+    /// Unmaps the region if necessary and frees its addresses.
     ///
     /// # Errors
     /// [`GmError::Destroyed`]; [`GmError::Device`], [`GmError::Busy`]: it is then still allocated.
@@ -245,9 +245,9 @@ impl Region {
         self.space.dealloc(&self.core)
     }
 
-    /// Says what a fault makes of the region's pages, and in whose memory they are placed: the
+    /// Sets how a fault treats the region's pages, and in whose memory they are placed: the
     /// faulting device's (the host's if it has none) unless `home` names one. Pages that lie
-    /// elsewhere move when they are next faulted on.
+    /// elsewhere move at their next fault.
     ///
     /// # Errors
     /// [`GmError::NotAttached`] if `home` is not attached to the space, [`GmError::Destroyed`].
@@ -269,25 +269,25 @@ impl Region {
         Ok(())
     }
 
-    /// The policy, and the device named by it.
+    /// The policy, and the home device if one is named.
     #[must_use]
     pub fn policy(&self) -> (Placement, Option<Arc<Device>>) {
         let inner = self.core.lock();
         (inner.placement, inner.home.as_ref().map(Arc::clone))
     }
 
-    /// Says what may be done with the region from now on, as `mprotect` does for a process. When this
-    /// returns without error, no device has more access than that.
+    /// Sets the access that the region allows from now on, as `mprotect` does for a process. When
+    /// this returns without error, no device has more access than that.
     ///
     /// # Errors
     /// [`GmError::Unsupported`] for paged memory, [`GmError::Destroyed`]; [`GmError::Device`] or
-    /// [`GmError::Busy`], after which a device may keep the access it had: protect again.
+    /// [`GmError::Busy`]: a device may keep its old access; protect again.
     pub fn protect(&self, protection: Protection) -> Result<(), GmError> {
         self.settle_queued();
         self.space.protect(&self.core, protection)
     }
 
-    /// Operations that were queued come first.
+    /// Queued operations take effect first.
     fn settle_queued(&self) {
         if self.core.has_queued() || self.space.has_queued_sets() {
             self.space.wait_for_changes();
@@ -307,7 +307,7 @@ impl Region {
     }
 }
 
-/// Two are equal if they are the same region, not if they lie in the same place.
+/// Equal if they are the same region, not if they have the same addresses.
 impl PartialEq for Region {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.core, &other.core)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`RegionCore`]: a region as its space knows it, and the states of what is behind it.
+//! [`RegionCore`]: a region as its space keeps it, and the states of its backing.
 //!
 //! ```text
 //!            wire (gm_region_map) ┌───────┐
@@ -14,13 +14,11 @@
 //!    │                                 └────────┘                      │
 //!    └─────────────────────────────────────────────────────────────────┘
 //! ```
-//! *Wired*: mapped to frames that the caller owns, in every table of the space.
-//! *Demand*: frames of registered memory, given page by page by faults, and
-//! mapped in the tables of those who faulted. *Stuck*: a device failed while
-//! translations were taken away, so that some may still be in use; nothing is
-//! freed and no address reused until an unmap succeeds. A region of paged memory
-//! (a VM's RAM) is none of this: its pages are kept by
-//! [`PagedMemory`](crate::PagedMemory).
+//! *Wired*: mapped to frames that the caller owns, in every table of the space. *Demand*: frames of
+//! registered memory, given page by page by faults, and mapped in the tables of the devices that
+//! faulted. *Stuck*: a device failed while translations were being removed, so some may still be in
+//! use; nothing is freed and no address reused until an unmap succeeds. A region of paged memory (a
+//! VM's RAM) has none of these states: [`PagedMemory`](crate::PagedMemory) keeps its pages.
 
 use super::{Placement, Protection};
 use crate::{
@@ -51,7 +49,7 @@ pub(crate) struct Wired {
     pub(crate) serial: u64,
     pub(crate) access: Access,
     pub(crate) page_bytes: u64,
-    /// Runs of frames that follow one another.
+    /// Runs of consecutive frames.
     pub(crate) runs: Vec<(PageRange, Pa)>,
     pub(crate) tables: TableMask,
 }
@@ -96,7 +94,7 @@ impl Content {
         }
     }
 
-    /// The pages of it.
+    /// Appends its page ranges.
     pub(crate) fn add_ranges(&self, ranges: &mut Vec<PageRange>) {
         match self {
             Self::Wired(wired) => ranges.extend(wired.runs.iter().map(|(pages, _)| *pages)),
@@ -104,7 +102,7 @@ impl Content {
         }
     }
 
-    /// The table is no more.
+    /// The table no longer exists.
     pub(crate) fn forget(&mut self, table: &Table) {
         match self {
             Self::Wired(wired) => wired.tables.remove(table),
@@ -115,13 +113,13 @@ impl Content {
     }
 }
 
-/// See the picture.
+/// See the diagram.
 pub(crate) enum RegionState {
     Empty,
     Mapped(Content),
     Leaving,
     Stuck(Content),
-    /// The region is no more.
+    /// The region was deallocated.
     Freed,
 }
 
@@ -130,11 +128,11 @@ pub(crate) struct Inner {
     pub(crate) state: RegionState,
     pub(crate) protection: Protection,
     pub(crate) placement: Placement,
-    /// Whose memory pages are placed in; the faulting device's if nobody is named.
+    /// The device whose memory pages are placed in; if none, that of the faulting device.
     pub(crate) home: Option<Arc<Device>>,
 }
 
-/// Whose pages a region has.
+/// What a region's pages are.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     /// Frames: wired by the caller, or brought by faults.
@@ -143,16 +141,16 @@ pub(crate) enum Kind {
     Paged,
 }
 
-/// How a region came by its addresses, and so how they go back.
+/// Where a region's addresses come from, and so how they are returned.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Origin {
-    /// From the caches of the arena, unused pages around it included.
+    /// From the caches of the arena, including unused pages around it.
     Cached(PageRange),
     /// From the free addresses, by constraints.
     Chosen,
 }
 
-/// A region as its space knows it.
+/// A region as its space keeps it.
 pub(crate) struct RegionCore {
     pub(crate) pages: PageRange,
     pub(crate) origin: Origin,
@@ -186,7 +184,8 @@ impl RegionCore {
         self.pages.start.va()
     }
 
-    // Release in `operation_done` pairs with Acquire here: who sees none queued sees what they did.
+    // Release in `operation_done` pairs with Acquire here: a reader of 0 sees what the operations
+    // did.
     pub(crate) fn has_queued(&self) -> bool {
         self.queued.load(Ordering::Acquire) > 0
     }
@@ -199,8 +198,8 @@ impl RegionCore {
         self.queued.fetch_sub(1, Ordering::Release);
     }
 
-    /// Begins to unmap: from now on nobody can map it anew by a fault. If a mapping is named, only that
-    /// one is unmapped.
+    /// Begins to unmap: from now on no fault can map it again. If a mapping is named, only that one
+    /// is unmapped.
     pub(crate) fn begin_unmap(&self, mapping: Option<u64>) -> Result<Leaving<'_>, GmError> {
         let mut inner = self.lock();
         let not_mapped = Err(GmError::NotMapped { va: self.start() });
@@ -223,17 +222,17 @@ impl RegionCore {
         }
     }
 
-    /// True while a mapping of it is being taken away.
+    /// True while one of its mappings is being removed.
     pub(crate) fn is_leaving(&self) -> bool {
         matches!(self.lock().state, RegionState::Leaving)
     }
 
-    /// True if it is mapped, or stuck, by the mapping of that number.
+    /// True if it is mapped, or stuck, by the mapping with that number.
     pub(crate) fn is_mapped_as(&self, serial: u64) -> bool {
         self.lock().state.is_mapped_as(serial)
     }
 
-    /// As [`Self::is_mapped_as`], and also while some mapping is being taken away, which may fail.
+    /// Like [`Self::is_mapped_as`], and also while some mapping is being removed, which may fail.
     pub(crate) fn may_be_mapped_as(&self, serial: u64) -> bool {
         let inner = self.lock();
         matches!(inner.state, RegionState::Leaving) || inner.state.is_mapped_as(serial)
@@ -241,7 +240,7 @@ impl RegionCore {
 }
 
 impl RegionState {
-    /// Every table has it.
+    /// All tables have it.
     pub(crate) fn set_mapped(&mut self) {
         *self = match std::mem::replace(self, Self::Empty) {
             Self::Stuck(content) => Self::Mapped(content),
@@ -259,7 +258,7 @@ impl RegionState {
     }
 }
 
-/// A region that is being unmapped. Dropped without [`Self::finish`], as by a driver that panics, it
+/// A region that is being unmapped. If dropped without [`Self::finish`], as by a driver's panic, it
 /// is stuck.
 pub(crate) struct Leaving<'a> {
     region: &'a RegionCore,
@@ -273,11 +272,11 @@ impl Leaving<'_> {
         self.content.as_ref().unwrap_or(NOTHING)
     }
 
-    /// Ends it. The frames are freed, unless they may still be mapped in a table that failed.
+    /// Ends the unmap. The frames are freed, unless they may still be mapped in a table that failed.
     pub(crate) fn finish(mut self, failed: Option<&(TableMask, GmError)>) -> Result<(), GmError> {
         let tables = self.content().tables();
         match failed.filter(|(failed, _)| failed.meets(tables)) {
-            // The drop does the rest.
+            // Dropping it does the rest.
             Some((_, error)) => Err(error.clone()),
             None => {
                 let gone = self.content.take();

@@ -7,9 +7,8 @@
 //!             ─► elsewhere: deactivate ─► here: activate
 //!   detach    deactivate ─► off the list ─► bits of its table cleared ─► table destroyed
 //! ```
-//! A device is given to the list only when its table has every wired mapping,
-//! since it may not be able to wait for one. All this happens with the list
-//! owned, so no mapping changes in between.
+//! A device goes on the list only when its table has every wired mapping, since it may not be able
+//! to wait for one. All this happens with the list owned, so no mapping changes in between.
 
 use super::{
     Activation, AddressSpace, Mode,
@@ -27,17 +26,17 @@ use pagetide_addr::{PAGE_BYTES, PageRange};
 use std::sync::Weak;
 
 impl AddressSpace {
-    /// Attaches `device`. Wired mappings are replicated to it; mappings that it has already (the
-    /// CPU's, see [`crate::Mmu::inherited`]) become wired regions of the space. A device is active in
-    /// one space at a time: with [`Activation::Now`] it is deactivated elsewhere first.
+    /// Attaches `device`. Wired mappings are replicated to it. Mappings that it already has (the
+    /// CPU's, see [`crate::Mmu::inherited`]) become wired regions of the space. A device is active
+    /// in one space at a time: with [`Activation::Now`] it is first deactivated elsewhere.
     ///
     /// # Errors
-    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, too many tables, a second
-    /// space for an MMU with one table, a device that cannot be kept from present pages where the space
-    /// has frames, or one that cannot wait for a page where it has paged memory),
-    /// [`GmError::NoAddresses`] (an inherited mapping lies where a region is), [`GmError::Destroyed`],
-    /// [`GmError::Device`]. It is then not attached, and active where it was, unless it would not be
-    /// activated there again.
+    /// [`GmError::AlreadyAttached`], [`GmError::Unsupported`] (a page size, too many tables, a
+    /// second space for an MMU with one table, a device that cannot be denied present pages in a
+    /// space of frames, or one that cannot wait for a page in a space of paged memory),
+    /// [`GmError::NoAddresses`] (an inherited mapping overlaps a region), [`GmError::Destroyed`],
+    /// [`GmError::Device`]. The device is then not attached, and active where it was, unless
+    /// reactivating it there failed.
     #[doc(alias = "gm_as_attach")]
     pub fn attach(
         self: &Arc<Self>,
@@ -45,7 +44,7 @@ impl AddressSpace {
         mode: Mode,
         activation: Activation,
     ) -> Result<(), GmError> {
-        // Dropped after the device's lock: a space that ends takes it.
+        // Dropped after the device's lock: the destructor of a space takes that lock.
         let mut elsewhere = None;
         let mut standing = lock(&device.standing);
         self.may_attach(device, &standing)?;
@@ -59,7 +58,7 @@ impl AddressSpace {
             Activation::Later => ready,
         };
         if let Err(error) = activated {
-            // It was never active here, so nothing of this can fail.
+            // The device was never active here, so none of this can fail.
             self.leave(device, &mut standing)?;
             return Err(error);
         }
@@ -69,12 +68,12 @@ impl AddressSpace {
     fn may_attach(&self, device: &Device, standing: &DeviceState) -> Result<(), GmError> {
         if self.memory.is_some() && !device.recovers() {
             return Err(GmError::Unsupported {
-                what: "a device that cannot wait for a page, where pages may be elsewhere",
+                what: "a device that cannot wait for a page, in a space of paged memory",
             });
         }
         if self.memory.is_none() && device.limits().strongest != Restrict::NoAccess {
             return Err(GmError::Unsupported {
-                what: "a device that cannot be kept from reading, where frames are given to others",
+                what: "a device that cannot be denied reads, in a space of frames",
             });
         }
         if standing.destroyed || self.is_destroyed() {
@@ -87,7 +86,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Puts the device on the list, not active, with a table that has every wired mapping.
+    /// Puts the device on the list, inactive, with a table that has every wired mapping.
     fn join(
         self: &Arc<Self>,
         device: &Arc<Device>,
@@ -95,7 +94,7 @@ impl AddressSpace {
         standing: &mut DeviceState,
     ) -> Result<(), GmError> {
         let mut list = self.devices.own();
-        // Once more: now the space cannot be destroyed meanwhile.
+        // Check again: from here on the space cannot be destroyed.
         self.refuse_if_destroyed()?;
         if list.find(device.id()).is_some() {
             let device = device.id();
@@ -110,13 +109,13 @@ impl AddressSpace {
             None => (list.new_table(device, mode)?, LastUse::Yes),
         };
         if made == LastUse::Yes && standing.has_table(table.id()) {
-            // Not destroyed: it is the other space's.
+            // Not destroyed: it belongs to the other space.
             return Err(GmError::Unsupported {
-                what: "a second address space, by an MMU that makes no tables and so has only one",
+                what: "a second address space, for an MMU that makes no tables and so has only one",
             });
         }
         if let Err(error) = self.replicate(device, &table, made) {
-            // It was never used: whatever is in it reaches nobody.
+            // The table was never used, so no device can reach its mappings.
             if made == LastUse::Yes {
                 self.discard(&table);
             }
@@ -134,8 +133,8 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Grants all wired mappings in a new table; in one that is shared they are already, but the
-    /// device must know their page sizes.
+    /// Grants all wired mappings in a new table. A shared table has them already, but the device
+    /// must support their page sizes.
     fn replicate(&self, device: &Arc<Device>, table: &Table, made: LastUse) -> Result<(), GmError> {
         for core in self.frame_cores() {
             let mut inner = core.lock();
@@ -152,7 +151,7 @@ impl AddressSpace {
             if made == LastUse::No {
                 continue;
             }
-            // Also where nothing is allowed now: a protection that allows it later looks here.
+            // Also if nothing is allowed now: a later, weaker protection uses this mask.
             wired.tables.insert(table);
             if let Some(access) = access {
                 for (pages, first) in &wired.runs {
@@ -163,7 +162,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Destroys a table that nobody uses.
+    /// Destroys a table that is not in use.
     fn discard(&self, table: &Table) {
         for core in self.frame_cores() {
             if let RegionState::Mapped(content) | RegionState::Stuck(content) =
@@ -175,7 +174,7 @@ impl AddressSpace {
         table.destroy();
     }
 
-    /// Makes wired regions of the mappings that the device has already.
+    /// Turns the mappings that the device already has into wired regions.
     fn inherit(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
         let found = device.mmu().inherited();
         let found = found.map_err(|source| GmError::device(device.id(), source))?;
@@ -190,7 +189,8 @@ impl AddressSpace {
                 Ok(region) => made.extend(region),
                 Err(error) => {
                     for region in made {
-                        // What cannot be undone stays allocated: its addresses are not given to others.
+                        // A region that cannot be undone stays allocated: its addresses are not
+                        // reused.
                         region.dealloc()?;
                     }
                     return Err(error);
@@ -200,7 +200,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// `None` if the space has this very mapping already, from the last time the device was attached.
+    /// `None` if the space has this very mapping already, from an earlier attach of the device.
     fn inherit_one(self: &Arc<Self>, mapping: &Inherited) -> Result<Option<Region>, GmError> {
         let pages = inherited_pages(mapping)?;
         if self.is_inherited(pages, mapping) {
@@ -231,7 +231,7 @@ impl AddressSpace {
                     && wired.runs.first().is_some_and(|(run, first)| *run == pages && *first == mapping.frames))
     }
 
-    /// Grants what is present of paged memory to a device that has just been listed.
+    /// Grants the present pages of paged memory to a device that was just listed.
     fn grant_paged(&self, device: &Arc<Device>) -> Result<(), GmError> {
         match &self.memory {
             Some(memory) => memory.grant_present(device.id()),
@@ -241,7 +241,7 @@ impl AddressSpace {
 
     /// See [`Device::switch`].
     pub(crate) fn activate(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
-        // Dropped after the device's lock: a space that ends takes it.
+        // Dropped after the device's lock: the destructor of a space takes that lock.
         let elsewhere;
         let mut standing = lock(&device.standing);
         if !standing.is_attached(self) {
@@ -255,7 +255,7 @@ impl AddressSpace {
         self.activate_or_return(device, &mut standing, elsewhere.as_ref())
     }
 
-    /// Activates the device here; if that fails, where it was.
+    /// Activates the device here; if that fails, where it was active before.
     fn activate_or_return(
         self: &Arc<Self>,
         device: &Device,
@@ -314,7 +314,7 @@ impl AddressSpace {
     }
 }
 
-/// The pages of an inherited mapping, if they are pages.
+/// The pages of an inherited mapping, if it is page-aligned.
 fn inherited_pages(mapping: &Inherited) -> Result<PageRange, GmError> {
     let bytes = mapping.len_bytes;
     let end = mapping.start.checked_add(bytes);
@@ -331,7 +331,7 @@ fn inherited_pages(mapping: &Inherited) -> Result<PageRange, GmError> {
     }
 }
 
-/// Takes the device out of use in the space whose list this is.
+/// Deactivates the device in the space that owns this list.
 fn deactivate(list: &mut List, device: &Device) -> Result<(), GmError> {
     let Some(known) = list.find_mut(device.id()) else {
         return Ok(());
@@ -344,7 +344,7 @@ fn deactivate(list: &mut List, device: &Device) -> Result<(), GmError> {
     Ok(())
 }
 
-/// Takes the device out of use wherever it is active; returns where that was.
+/// Deactivates the device wherever it is active; returns that space.
 fn deactivate_elsewhere(
     device: &Device,
     standing: &mut DeviceState,
@@ -357,7 +357,7 @@ fn deactivate_elsewhere(
     Ok(active)
 }
 
-/// After a failure: the device is active where it was, if it can be.
+/// After a failure: reactivates the device where it was, if possible.
 fn return_to(device: &Device, standing: &mut DeviceState, before: Option<&Arc<AddressSpace>>) {
     if let Some(space) = before
         && space.activate_here(device).is_ok()

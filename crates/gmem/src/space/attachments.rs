@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Attachments`]: the devices of a space and the page tables they translate by.
 //!
-//! Each table has a slot number, and whatever may be mapped in it is remembered
-//! by a bit of a [`TableMask`]. The bit is set before the first grant and
-//! cleared after the invalidation, so it may say too much and never too little.
+//! Each table has a slot number. A bit of a [`TableMask`] records which tables may map a page or
+//! region. The bit is set before the first grant and cleared after the invalidation, so it may be
+//! set needlessly but is never missing.
 //!
-//! Taking access away has two steps, in this order for all tables: translations
-//! are restricted in the table, then each active device that uses the table
-//! invalidates what it has cached. Only after both may a frame be freed or an
-//! address be given to somebody else (GMEM 5.3: strict security).
+//! Taking access away has two steps, in this order for all tables: translations are restricted in
+//! the table, then each active device that uses the table invalidates its cached translations. Only
+//! after both may a frame be freed or an address be reused (GMEM 5.3: strict security).
 
 use super::Mode;
 use crate::{
@@ -22,8 +21,8 @@ use pagetide_addr::{Access, DeviceId, PageRange, PageSet, SectionNo};
 /// Most page tables of a space: one bit each in a [`TableMask`].
 pub const TABLES_MAX: u32 = 64;
 
-/// How often a device in the middle of an access is asked again before the caller is told. Each
-/// asking waits some microseconds by itself, so this is some milliseconds.
+/// How often a busy device is retried before the caller gets the error. Each attempt waits some
+/// microseconds by itself, so this takes some milliseconds.
 const BUSY_ASKS_MAX: u32 = 1000;
 
 /// A set of page tables.
@@ -94,7 +93,7 @@ impl Table {
         granted.map_err(|source| GmError::device(self.made_by, source))
     }
 
-    /// Restricts pages of one section; asks a device that is busy again for a while.
+    /// Restricts pages of one section; retries a busy device for a while.
     fn restrict(&self, section: SectionNo, pages: &PageSet, to: Restrict) -> Result<(), GmError> {
         for _ in 0..BUSY_ASKS_MAX {
             match self.mmu.restrict(self.id, section, pages, to) {
@@ -169,7 +168,7 @@ impl List {
         self.0.iter().find(|known| known.device.id() == device)
     }
 
-    /// The attachment of this very device; another may have its number.
+    /// The attachment of this very device; another device may have its number.
     pub(crate) fn find_same(&self, device: &Device) -> Option<&Attachment> {
         let same = |known: &&Attachment| std::ptr::eq(Arc::as_ptr(&known.device), device);
         self.0.iter().find(same)
@@ -179,7 +178,7 @@ impl List {
         self.0.iter_mut().find(|known| known.device.id() == device)
     }
 
-    /// The device that stands for the host's CPUs, if it is attached.
+    /// The device that represents the host's CPUs, if it is attached.
     pub(crate) fn host(&self) -> Option<&Arc<Device>> {
         self.find(DeviceId::VCPUS).map(|known| &known.device)
     }
@@ -189,7 +188,7 @@ impl List {
         self.firsts().map(|known| &known.table)
     }
 
-    /// Each table that one of the chosen devices uses, once.
+    /// Each table that a chosen device uses, once.
     pub(crate) fn tables_of(
         &self,
         chosen: impl Fn(DeviceId) -> bool,
@@ -202,7 +201,7 @@ impl List {
         })
     }
 
-    /// For each table the device that has used it for longest.
+    /// For each table, the device that has used it longest.
     pub(crate) fn firsts(&self) -> impl Iterator<Item = &Attachment> {
         let is_first = |at: &usize| {
             let slot = self.0[*at].table.slot;
@@ -211,11 +210,11 @@ impl List {
         (0..self.0.len()).filter(is_first).map(|at| &self.0[at])
     }
 
-    /// A table that a device of the given MMU may share.
+    /// A table that a device with the given MMU may share.
     pub(crate) fn sharable(&self, device: &Device) -> Option<Arc<Table>> {
         let format = device.limits().format?;
         let fits = |known: &&Attachment| {
-            // Who cannot wait for a page has none that faults may take away, nor may he get such.
+            // A device that cannot wait for a page must only use a table that faults never change.
             known.table.mode == Mode::Shared
                 && known.device.limits().format == Some(format)
                 && known.device.recovers() == device.recovers()
@@ -226,7 +225,7 @@ impl List {
             .map(|known| Arc::clone(&known.table))
     }
 
-    /// A table of the device's own.
+    /// A new table for the device.
     ///
     /// # Errors
     /// [`GmError::Unsupported`] at the limit of tables, [`GmError::Device`].
@@ -252,13 +251,13 @@ impl List {
         self.0.push(attachment);
     }
 
-    /// Takes out the device that was attached last.
+    /// Removes the device that was attached last.
     pub(crate) fn remove_last(&mut self) -> Option<(Attachment, LastUse)> {
         let last = self.0.last()?.device.id();
         self.remove(last)
     }
 
-    /// Takes a device out, and tells whether nobody else uses its table.
+    /// Removes a device; also returns whether that was the last use of its table.
     pub(crate) fn remove(&mut self, device: DeviceId) -> Option<(Attachment, LastUse)> {
         let at = self
             .0
@@ -274,11 +273,11 @@ impl List {
         Some((gone, last))
     }
 
-    /// Takes access to `ranges` (ascending, apart) away in the tables of `from`. When this returns
-    /// without error no device can reach them by these tables any more.
+    /// Takes away access to `ranges` (ascending, disjoint) in the tables of `from`. When this
+    /// returns without error no device can reach them by these tables any more.
     ///
     /// # Errors
-    /// What failed first, and the tables in which the pages may still be reached. All tables are
+    /// The first failure, and the tables in which the pages may still be reachable. All tables are
     /// tried.
     pub(crate) fn take_away(
         &self,
@@ -302,8 +301,8 @@ impl List {
 }
 
 impl List {
-    /// Lets devices that cannot fault forget what they have cached of `ranges`: they would be denied
-    /// what they may do by now.
+    /// Makes devices that cannot fault drop their cached translations of `ranges`: stale ones would
+    /// deny access that is allowed now.
     ///
     /// # Errors
     /// The first that failed.
@@ -313,7 +312,7 @@ impl List {
         all.try_for_each(|known| known.invalidate(ranges))
     }
 
-    /// Lets every active device forget what it has cached of `ranges`.
+    /// Makes every active device drop its cached translations of `ranges`.
     ///
     /// # Errors
     /// The first that failed.
@@ -322,14 +321,14 @@ impl List {
     }
 }
 
-/// Whether a table is used by nobody else.
+/// Whether this is the last use of a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum LastUse {
     Yes,
     No,
 }
 
-/// Tables in which pages could not be taken away.
+/// Tables in which access could not be taken away.
 #[derive(Debug)]
 pub(crate) struct StillReached {
     pub(crate) tables: TableMask,
@@ -357,7 +356,7 @@ impl StillReached {
         }
     }
 
-    /// What failed first.
+    /// The first failure.
     pub(crate) fn error(self) -> GmError {
         self.first.unwrap_or(GmError::Destroyed)
     }
@@ -398,7 +397,7 @@ impl Attachments {
     }
 }
 
-/// Ascending, and those that touch joined: one command instead of two.
+/// Sorts ranges and joins adjacent ones: one command instead of two.
 pub(crate) fn coalesce(mut ranges: Vec<PageRange>) -> Vec<PageRange> {
     ranges.retain(|range| !range.is_empty());
     ranges.sort_unstable_by_key(|range| range.start);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Faults on regions of frames: where a page is placed, and who else may map it (GMEM 3, 3.2, 4.1).
+//! Faults on regions of frames: where a page is placed, and which other tables may map it (GMEM 3,
+//! 3.2, 4.1).
 //!
 //! ```text
 //!   no frame yet     frame of the named device's memory, else of the faulting
@@ -9,9 +10,8 @@
 //!   RemoteAccess     mapped here as well
 //!   Prefetch         as Unique; then the pages behind are queued for this device
 //! ```
-//! A frame is copied only while nobody can reach it, and freed after that. A
-//! fault that fails half way leaves the page where it was, with bits for every
-//! table that may still map it.
+//! A frame is copied only while no device can reach it, and is freed after that. A fault that fails
+//! half way leaves the page where it was, with a bit for every table that may still map it.
 
 use super::{
     AddressSpace, Answer, Operation, PendingRegion,
@@ -30,7 +30,7 @@ use crate::{
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, Va};
 use std::collections::{BTreeMap, btree_map::Entry};
 
-/// Pages that a fault brings along in a region with [`Placement::Prefetch`].
+/// Pages that a fault prefetches in a region with [`Placement::Prefetch`].
 pub(crate) const PREFETCH_PAGES: u64 = 15;
 
 impl AddressSpace {
@@ -75,9 +75,9 @@ impl AddressSpace {
             access,
         };
         let told = Box::new(move |outcome| {
-            // Nobody listens only if the receiver below is gone, which waits for just this.
+            // Sending fails only if the receiver below is gone, and it waits for just this.
             let sent = reply.send(outcome);
-            debug_assert!(sent.is_ok(), "the asker left");
+            debug_assert!(sent.is_ok(), "the receiver was dropped");
         });
         self.fault(&fault, Some(told));
         match outcome.recv() {
@@ -89,7 +89,7 @@ impl AddressSpace {
         }
     }
 
-    /// A fault of some pages of a region of frames, by whoever knows the device by its number.
+    /// Handles a fault on pages of a region of frames; the fault names its device by number.
     pub(super) fn fault_on_frames(&self, core: &Arc<RegionCore>, fault: &Fault) -> FaultOutcome {
         let served = self.serve_pages(core, fault);
         match served {
@@ -110,7 +110,7 @@ impl AddressSpace {
         }
     }
 
-    /// The device, if pages are to be prefetched for it.
+    /// Returns the device if pages are to be prefetched for it.
     fn serve_pages(
         &self,
         core: &Arc<RegionCore>,
@@ -141,8 +141,8 @@ impl AddressSpace {
         }
     }
 
-    /// Brings pages to a device that has not asked for them. What cannot be had is left: the device
-    /// will ask.
+    /// Prefetches pages for a device. Pages that cannot be had are skipped: the device will fault
+    /// on them.
     pub(super) fn prefetch_now(
         &self,
         core: &Arc<RegionCore>,
@@ -205,7 +205,7 @@ fn serve(
             if access == Access::Write && granted != Some(Access::Write) {
                 return Err(GmError::Denied { va, access });
             }
-            // It has the mapping, and faults by what its TLB still held.
+            // It has the mapping, and faulted on a stale TLB entry.
             for (run, first) in wired.runs.iter().filter(|(run, _)| run.contains(page)) {
                 wired.tables.insert(&attached.table);
                 let granted = granted.unwrap_or(access);
@@ -233,7 +233,7 @@ fn serve(
     Ok(*placement)
 }
 
-/// One device's fault on pages of a region, and the memory to choose from.
+/// A device's fault on pages of a region, and the memory to choose from.
 struct Memory<'a> {
     list: &'a List,
     attached: &'a Attachment,
@@ -275,7 +275,7 @@ impl Memory<'_> {
         self.attached.table.grant(page.single(), access, backing)
     }
 
-    /// Takes the page from everybody else, and brings it to the memory it belongs in.
+    /// Takes the page from all other devices, and moves it to the memory it belongs in.
     fn make_unique(&self, known: &mut DemandPage, page: PageNo) -> Result<(), GmError> {
         let table = &self.attached.table;
         self.take(known, page, known.tables.without(table))?;
@@ -284,10 +284,10 @@ impl Memory<'_> {
             return Ok(());
         }
         let Some(frame) = wanted.and_then(|device| device.allocate_frame()) else {
-            // Full: the page is used from where it is.
+            // Full: the page is used where it is.
             return Ok(());
         };
-        // Nobody may write to it while it is copied.
+        // No device may write to it while it is copied.
         self.take(known, page, known.tables)?;
         frame.copy_from(&known.frame)?;
         known.frame = frame;
@@ -306,8 +306,8 @@ impl Memory<'_> {
         Ok(())
     }
 
-    /// Whose memory the page belongs in: the named device's, else the faulting device's, else the
-    /// host's.
+    /// The device whose memory the page belongs in: the named one, else the faulting device, else
+    /// the host.
     fn wanted(&self) -> Option<&Arc<Device>> {
         let local = [self.home, Some(&self.attached.device), self.list.host()];
         local
@@ -316,7 +316,7 @@ impl Memory<'_> {
             .find(|device| device.has_memory())
     }
 
-    /// A frame of the memory it belongs in; if that is full, of the host's.
+    /// A frame of that memory; if it is full, one of the host's.
     fn new_frame(&self) -> Option<Frame> {
         let wanted = self.wanted().and_then(|device| device.allocate_frame());
         wanted.or_else(|| self.list.host().and_then(|host| host.allocate_frame()))

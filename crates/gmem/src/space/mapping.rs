@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Wired mappings: the caller's frames, in every table of the space (GMEM 4.1, `gm_region_map`).
 //!
-//! A device that cannot recover from a fault has these mappings and no others,
-//! so they are made at once in all tables, and in the table of a device that is
-//! attached later (GMEM 3.1, 4.1: wiring by the host replicates).
+//! A device that cannot recover from a fault has these mappings and no others. So they are made at
+//! once in all tables, and in the table of each device attached later (GMEM 3.1, 4.1: wiring by the
+//! host replicates).
 
 use super::{
     AddressSpace,
@@ -34,7 +34,7 @@ impl AddressSpace {
         self.map_runs(core, runs, wiring)
     }
 
-    /// Wires a region to runs of frames that cover it.
+    /// Wires a region to the runs of frames that cover it.
     pub(super) fn map_runs(
         &self,
         core: &Arc<RegionCore>,
@@ -58,7 +58,7 @@ impl AddressSpace {
         require_page_size(&list, wiring.page_bytes)?;
         let mut inner = core.lock();
         check_mappable(&inner, core, wiring.access)?;
-        // Stuck, should a driver panic on the way.
+        // Stuck, in case a driver panics in between.
         inner.state = RegionState::Stuck(Content::Wired(wired));
         let granted = grant_everywhere(&list, &mut inner.state);
         if let Err(error) = granted {
@@ -88,12 +88,12 @@ impl AddressSpace {
         let list = self.devices.share();
         let mut inner = core.lock();
         while matches!(inner.state, RegionState::Leaving) {
-            // Somebody unmaps it, which does not take long.
+            // Another thread is unmapping it, which does not take long.
             drop(inner);
             crate::sync::yield_now();
             inner = core.lock();
         }
-        // First, so that a device that fails cannot fault its way back in.
+        // First, so that a device that fails cannot regain access by faulting.
         inner.protection = protection;
         let (ranges, tables) = match &inner.state {
             RegionState::Empty | RegionState::Leaving => return Ok(()),
@@ -114,7 +114,7 @@ impl AddressSpace {
         };
         let taken = list.take_away(&ranges, tables, to);
         taken.map_err(super::attachments::StillReached::error)?;
-        // From nothing to reading: a device may remember that there was nothing.
+        // From no access to reading: a device may have cached that there was none.
         regrant_wired(&list, &inner)?;
         if protection == Protection::ReadOnly {
             return list.refresh(&ranges, tables);
@@ -123,8 +123,8 @@ impl AddressSpace {
     }
 }
 
-/// Gives wired pages the access that the region's protection and the mapping both allow; pages that
-/// faults brought are given again by faults.
+/// Gives wired pages the access that both the region's protection and the mapping allow. Demand
+/// pages get theirs back by faults.
 fn regrant_wired(list: &List, inner: &Inner) -> Result<(), GmError> {
     let RegionState::Mapped(Content::Wired(wired)) = &inner.state else {
         return Ok(());
@@ -188,7 +188,7 @@ fn grant_everywhere(list: &List, state: &mut RegionState) -> Result<(), GmError>
     Ok(())
 }
 
-/// Undoes what was granted before a table failed. If that fails too, the region stays stuck.
+/// Undoes the grants made before a table failed. If that fails too, the region stays stuck.
 fn take_back(list: &List, state: &mut RegionState) {
     let RegionState::Stuck(content) = state else {
         return;
@@ -201,7 +201,7 @@ fn take_back(list: &List, state: &mut RegionState) {
     }
 }
 
-/// Frames that follow one another as runs, so that a table is told once for each run.
+/// Joins consecutive frames into runs, so that a table gets one call per run.
 fn runs_of(
     pages: PageRange,
     frames: &[Pa],

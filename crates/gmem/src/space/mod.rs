@@ -11,14 +11,14 @@
 //!              Wired, Demand   Paged ──► PagedMemory (a VM's RAM: word by word)
 //!              (frames)
 //! ```
-//! A page that a device faults on is behind a region, or the fault is refused.
-//! A region's pages are frames (wired by the caller, or brought by faults out of
-//! registered memory), or pages of the space's paged memory, whose content may be
-//! elsewhere. Either way [`AddressSpace::fault`] is the one door.
+//! Every page that a device faults on must lie in a region, or the fault is refused. A region's
+//! pages are frames (wired by the caller, or taken from registered memory by faults), or pages of
+//! the space's paged memory, which may be swapped out. Both kinds of fault enter through
+//! [`AddressSpace::fault`].
 //!
-//! *Invariant:* whatever a device can reach is behind an allocated region, and
-//! its table's bit says so. *Invariant:* a frame is freed, and an address reused,
-//! only after the invalidation that took the last translation away.
+//! *Invariant:* a device can reach only pages behind an allocated region, and the bit of its table
+//! says so. *Invariant:* a frame is freed, and an address reused, only after the invalidation that
+//! removed the last translation.
 
 mod attach;
 pub(crate) mod attachments;
@@ -49,24 +49,24 @@ use pagetide_addr::{PAGE_BYTES, PageRange, Va};
 use region_map::RegionMap;
 use std::sync::atomic::AtomicU64;
 
-/// Sizes of up to so many pages come from the caches of a space that has some: addresses are
-/// plenty, and before a request fails all caches are emptied.
+/// Regions of up to this many pages come from the caches of a space that has caches. Addresses are
+/// plentiful, and all caches are emptied before a request fails.
 const CACHED_PAGES: u32 = CACHED_QUANTA_LIMIT;
 
 /// Whose page table a device uses (GMEM 3.2).
 #[doc(alias = "gm_mmu_mode_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// One that devices of the same format share, made if there is none.
+    /// A table that devices of the same format share, made if there is none.
     Shared,
-    /// One of its own, kept coherent with the others.
+    /// A table of its own, kept coherent with the others.
     Coherent,
 }
 
 /// Whether a device becomes active when it is attached.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Activation {
-    /// It does, and is active nowhere else any more.
+    /// It does, and is deactivated everywhere else.
     Now,
     /// It does not: see [`crate::Device::switch`].
     Later,
@@ -76,11 +76,11 @@ pub enum Activation {
 #[doc(alias = "gm_as_alloc_t")]
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct AllocPolicy {
-    /// Which of the places that fit.
+    /// Which of the fitting places is taken.
     pub fit: AddressFit,
     /// Whether an unused page is kept on both sides of each region.
     pub guard: Guard,
-    /// Whether small regions that are freed are kept at hand for the next request of their size.
+    /// Whether freed small regions are cached for the next request of their size.
     pub cache: Caching,
 }
 
@@ -94,7 +94,7 @@ pub enum AddressFit {
     First,
 }
 
-/// Unused pages around a region, to trap what runs over its ends.
+/// Unused pages around a region, to trap overruns at its ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Guard {
     /// None.
@@ -104,13 +104,13 @@ pub enum Guard {
     Guarded,
 }
 
-/// What becomes of the addresses of small regions that are freed.
+/// What happens to the addresses of freed small regions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Caching {
     /// They join the free addresses around them.
     #[default]
     Uncached,
-    /// They are kept, by size, for whoever asks next.
+    /// They are cached by size, for the next request.
     Cached,
 }
 
@@ -137,7 +137,7 @@ impl AddressSpace {
         Self::build(begin, end, policy, Arc::default(), None)
     }
 
-    /// A space whose regions are parts of `memory`, whose pages may be elsewhere: a VM's RAM. Its
+    /// A space whose regions are parts of `memory`: a VM's RAM, whose pages may be swapped out. Its
     /// addresses are the page numbers of the memory, in bytes.
     ///
     /// # Errors
@@ -195,19 +195,19 @@ impl AddressSpace {
         }))
     }
 
-    /// The addresses it has, in pages.
+    /// The range of its addresses, in pages.
     #[must_use]
     pub fn pages(&self) -> PageRange {
         self.pages
     }
 
-    /// The memory whose pages may be elsewhere, if it has such.
+    /// Its paged memory, if it has any.
     #[must_use]
     pub fn memory(&self) -> Option<&Arc<PagedMemory>> {
         self.memory.as_ref()
     }
 
-    /// Ends a space that has neither devices nor regions.
+    /// Destroys a space that has neither devices nor regions.
     ///
     /// # Errors
     /// [`GmError::InUse`], [`GmError::Destroyed`].
@@ -228,9 +228,9 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Makes the pages of a fault present and grants them, or says why not; the one door. A vCPU that
-    /// waits in the kernel is woken by that; `reply`, if there is one, is called exactly once, perhaps
-    /// by another thread, perhaps before this returns.
+    /// Makes the pages of a fault present and grants them, or reports why it cannot. All faults
+    /// come here. This wakes a vCPU that waits in the kernel. `reply`, if given, is called exactly
+    /// once, possibly by another thread, possibly before this returns.
     pub fn fault(&self, fault: &Fault, reply: Option<Reply>) {
         let region = self.region_over(fault.pages);
         let outcome = match (region, &self.memory) {
@@ -245,8 +245,8 @@ impl AddressSpace {
         }
     }
 
-    /// Serves a fault if that needs neither an eviction nor another thread: `None` if it does, and
-    /// then [`Self::fault`] must be called.
+    /// Serves a fault if that needs neither an eviction nor another thread. Otherwise returns
+    /// `None`, and the caller must call [`Self::fault`].
     #[must_use]
     pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
         match (self.region_over(fault.pages), &self.memory) {
@@ -258,11 +258,10 @@ impl AddressSpace {
         }
     }
 
-    /// Installs `content`, which a device has written, in those pages of a fault that are absent, in
-    /// place of what they held (see [`crate::paging::overwrite`]); the same door for pages that need
-    /// nothing brought back. Pages of frames are left to the device. May wait for an eviction;
-    /// `still_wanted` says whether the device has not given up meanwhile (see
-    /// [`PagedMemory::overwrite`]).
+    /// Installs `content`, which a device has written, in those pages of a fault that are absent,
+    /// replacing their stored content, which is not loaded (see [`crate::paging::overwrite`]).
+    /// Pages of frames are left to the device. May wait for an eviction; `still_wanted` returns
+    /// false once the device has given up (see [`PagedMemory::overwrite`]).
     pub fn overwrite(
         &self,
         fault: &Fault,
@@ -278,9 +277,9 @@ impl AddressSpace {
         }
     }
 
-    /// Does what [`Self::overwrite`] does if that needs neither an eviction nor another thread: `None`
-    /// if it does, and then [`Self::overwrite`] must be called. If that turns out half way, the
-    /// pages that are left are left to the device.
+    /// Like [`Self::overwrite`], if that needs neither an eviction nor another thread. Otherwise
+    /// returns `None`, and the caller must call [`Self::overwrite`]. If the need arises half way,
+    /// the remaining pages are left to the device.
     #[must_use]
     pub fn overwrite_without_waiting(
         &self,
@@ -298,8 +297,8 @@ impl AddressSpace {
     }
 }
 
-/// A space that is dropped without having been destroyed lets its devices go: none of them may
-/// translate by a table whose frames are given to others.
+/// A space that is dropped without being destroyed deactivates its devices: none may keep
+/// translating by a table whose frames are given to others.
 impl Drop for AddressSpace {
     fn drop(&mut self) {
         let mut list = std::mem::take(&mut *self.devices.own());
@@ -313,17 +312,17 @@ impl Drop for AddressSpace {
             }
         }
         if !used.is_empty() {
-            // Somebody goes on using frames that the regions hold: those are never given back.
+            // A device still uses frames that the regions hold: those are never freed.
             self.regions.leak();
         }
         self.abandon_operations();
     }
 }
 
-/// Takes a device out of use in a space that ends; false if it goes on translating by its table.
+/// Deactivates a device in a space that ends; false if it still translates by its table.
 fn let_go(space: &AddressSpace, gone: &attachments::Attachment) -> bool {
     let mut standing = crate::sync::lock(&gone.device.standing);
-    // It may be active elsewhere by now: who activated it there found this space at its end.
+    // It may be active elsewhere by now: the thread that activated it there found this space ending.
     let is_here = gone.is_active() && standing.is_active(space);
     let let_go = !is_here || gone.device.mmu().deactivate(gone.table.id()).is_ok();
     standing.forget(space);

@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Operations`]: the queue of asynchronous operations of a space (GMEM 5.3).
 //!
-//! An unmap costs an invalidation of the IOTLB, which costs microseconds and
-//! takes any number of ranges. So unmaps that need not be waited for are queued,
-//! taken off in batches, restricted one after the other and invalidated with one
-//! command a device. Their callbacks come after it and never before: until then
-//! the pages count as mapped, and nothing of them is freed or reused.
+//! An unmap needs an invalidation of the IOTLB, which costs microseconds and takes any number of
+//! ranges. So unmaps that need not be waited for are queued, dequeued in batches, restricted one by
+//! one and invalidated with one command per device. Their callbacks run only after that command:
+//! until then the pages count as mapped, and nothing of them is freed or reused.
 //!
 //! ```text
 //!   enqueue ──► queue ──► batch (changes) ──► calling (callbacks) ──► gone
 //!                          one at a time       several at a time
 //! ```
-//! Whoever drains does the work: a thread that serves the queue
-//! ([`AddressSpace::serve_operations`]), or one that waits for it
-//! ([`AddressSpace::synchronize`]) and so needs no wake-up. Operations take
-//! effect in the order they were queued in.
+//! The thread that drains the queue does the work: either a thread that serves it
+//! ([`AddressSpace::serve_operations`]), or one that waits for it ([`AddressSpace::synchronize`]),
+//! which needs no wake-up. Operations take effect in queue order.
 //!
-//! A thread that serves and sleeps is called when an empty queue gets its first
-//! operation, since nobody knows whether more will come. That is a system call
-//! and perhaps a change of threads, some microseconds for each burst: a flow that
-//! would wait for its one unmap at once does better to call the one that waits.
+//! A sleeping server thread is woken when an empty queue gets its first operation, since more may
+//! or may not follow. That costs a system call and possibly a context switch, some microseconds for
+//! each burst. A caller that would wait for its single unmap at once should use the synchronous
+//! call.
 
 #[cfg(all(test, loom))]
 mod model;
@@ -39,20 +37,20 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
 };
 
-/// Called when an asynchronous operation is complete, with what became of it.
+/// Called with the result when an asynchronous operation is complete.
 pub type Callback = Box<dyn FnOnce(Result<(), GmError>) + Send>;
 
-/// Operations that wait at most; whoever queues one more does the waiting ones first.
+/// Most operations that wait; a thread that queues one more first carries out waiting ones.
 pub const QUEUED_MAX: usize = 4096;
-/// Operations of one batch at most: what one waits for the others stays bounded.
+/// Most operations of one batch: bounds how long one waits for the others.
 const BATCH_MAX: usize = 256;
 
 crate::sync::thread_local! {
-    /// How many callbacks of operations this thread is in the middle of.
+    /// Number of nested operation callbacks on this thread.
     static IN_CALLBACK: Cell<u32> = const { Cell::new(0) };
 }
 
-/// What is to be done.
+/// The operation.
 pub(crate) enum Operation {
     /// Wire a region.
     Map {
@@ -62,9 +60,9 @@ pub(crate) enum Operation {
     },
     /// Unmap a region.
     Unmap { region: PendingRegion },
-    /// Unmap all of a mapping set.
+    /// Unmap all regions of a mapping set.
     UnmapSet { set: PendingSet },
-    /// Bring pages to a device before it asks; nobody waits for it.
+    /// Prefetch pages for a device; nothing waits for it.
     Prefetch {
         region: PendingRegion,
         device: Arc<Device>,
@@ -72,7 +70,7 @@ pub(crate) enum Operation {
     },
 }
 
-/// A region with an operation queued, which is over when this is dropped, be it by a panic.
+/// A region with an operation queued, which is over when this is dropped, even by a panic.
 pub(crate) struct PendingRegion(Arc<RegionCore>);
 
 impl PendingRegion {
@@ -101,13 +99,13 @@ impl Drop for PendingSet {
     }
 }
 
-/// Who is told what became of an operation.
+/// Where the result of an operation goes.
 pub(crate) enum Answer {
-    /// Whoever synchronizes, if it failed.
+    /// To [`AddressSpace::synchronize`], if it failed.
     Nobody,
-    /// A callback, and whoever synchronizes.
+    /// To a callback, and to [`AddressSpace::synchronize`].
     Callback(Callback),
-    /// A thread that waits for it.
+    /// To a thread that waits for it.
     Waiter(Arc<Mutex<Option<Result<(), GmError>>>>),
 }
 
@@ -123,29 +121,29 @@ struct Queued {
     answer: Answer,
 }
 
-/// A region to be unmapped; if a mapping is named, only as long as it has that one.
+/// A region to be unmapped; if a mapping is named, only while it has that mapping.
 pub(crate) struct Leaver {
     pub(crate) region: Arc<RegionCore>,
     pub(crate) mapping: Option<u64>,
 }
 
-/// Unmaps that follow one another and are carried out together.
+/// Consecutive unmaps, carried out together.
 #[derive(Default)]
 struct Gathered {
-    /// What is unmapped, operation after operation.
+    /// The regions to unmap, grouped by operation.
     leavers: Vec<Leaver>,
     operations: Vec<Unmap>,
 }
 
-/// What an unmap was asked of, kept until it is over.
+/// The target of an unmap, kept until the unmap is over.
 enum Asked {
     Region { _pending: PendingRegion },
     Set(PendingSet),
 }
 
-/// One of them.
+/// One unmap operation.
 struct Unmap {
-    /// How many of the regions are its.
+    /// How many of the regions belong to it.
     region_count: usize,
     asked: Asked,
     answer: Answer,
@@ -174,7 +172,7 @@ impl Gathered {
         self.leavers.append(&mut mapped);
     }
 
-    /// Tells each operation what became of its regions; of several failures the first counts.
+    /// Gives each operation the result of its regions; of several failures the first counts.
     fn finish(mut self, results: Vec<Result<(), GmError>>, due: &mut Vec<Due>) {
         let leavers = std::mem::take(&mut self.leavers);
         let mut parts = leavers.iter().zip(results);
@@ -191,7 +189,7 @@ impl Gathered {
     }
 }
 
-/// A driver panicked: what it kept of a set is in the set still.
+/// If a driver panicked: puts the remaining mappings of a set back into the set.
 impl Drop for Gathered {
     fn drop(&mut self) {
         let mut leavers = self.leavers.iter();
@@ -205,23 +203,23 @@ impl Drop for Gathered {
     }
 }
 
-/// An answer that is due.
+/// An answer to deliver.
 type Due = (Answer, Result<(), GmError>);
 
 #[derive(Default)]
 struct Queue {
     waiting: VecDeque<Queued>,
     next_serial: u64,
-    /// First serials of batches whose changes are under way, and of those whose callbacks are.
+    /// First serials of the batches whose changes are under way, and of those whose callbacks are.
     changing: Vec<u64>,
     calling: Vec<u64>,
     stopped: Stopped,
-    /// Threads that serve the queue and sleep, and that nobody has called yet. It may be more than
-    /// there are, as a thread may wake for no reason, and is never less.
+    /// Server threads that sleep and have not been woken yet. The count may be too high, as a
+    /// thread may wake spuriously, but is never too low.
     idle: u32,
     /// Threads that wait for callbacks to return.
     watching: u32,
-    /// What failed since the last [`AddressSpace::synchronize`] that told of it.
+    /// The first failure that [`AddressSpace::synchronize`] has not yet reported.
     failure: Option<GmError>,
 }
 
@@ -249,13 +247,13 @@ impl Queue {
 /// The queue of a space.
 pub(crate) struct Operations {
     queue: Mutex<Queue>,
-    /// Signalled when there is work for one more thread, or no more ever.
+    /// Signalled when there is work for one more thread, or when the queue is stopped.
     queued: Condvar,
     /// Signalled when callbacks have returned.
     returned: Condvar,
-    /// Held by whoever carries a batch out: batches take effect in order.
+    /// Held while a batch is carried out: batches take effect in order.
     draining: Mutex<()>,
-    /// Unmaps of mapping sets that are queued.
+    /// Number of queued unmaps of mapping sets.
     queued_sets: Arc<AtomicU64>,
 }
 
@@ -274,8 +272,8 @@ impl Operations {
         lock(&self.queue)
     }
 
-    /// Calls a thread that serves the queue, if one sleeps: a system call, so nobody else is called
-    /// who has something to do already.
+    /// Wakes a sleeping server thread, if there is one. This is a system call, so threads that are
+    /// already busy are not signalled.
     fn call_server(&self, mut queue: MutexGuard<'_, Queue>) {
         if queue.idle > 0 {
             queue.idle -= 1;
@@ -286,7 +284,7 @@ impl Operations {
 }
 
 impl AddressSpace {
-    /// Queues an operation; returns the number that everything queued by now is below.
+    /// Queues an operation; returns a serial number above those of all operations queued by now.
     pub(crate) fn enqueue(&self, operation: Operation, answer: Answer) -> u64 {
         loop {
             let mut queue = self.operations.lock();
@@ -299,7 +297,7 @@ impl AddressSpace {
                     operation,
                     answer,
                 });
-                // Whoever was called for the first takes the others along.
+                // A thread woken for the first operation takes the others as well.
                 if was_empty {
                     self.operations.call_server(queue);
                 }
@@ -311,7 +309,7 @@ impl AddressSpace {
     }
 
     /// Waits until all operations queued before are complete and their callbacks have returned.
-    /// From within a callback it waits for the changes alone.
+    /// Within a callback it waits for the changes only.
     ///
     /// # Errors
     /// The first failure of an asynchronous operation since the last call, once.
@@ -336,7 +334,7 @@ impl AddressSpace {
         queue.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Carries out, or waits for, everything queued before.
+    /// Carries out, or waits for, all operations queued before.
     pub(crate) fn wait_for_changes(&self) {
         let serial = self.operations.lock().next_serial;
         self.wait_for_changes_before(serial);
@@ -351,7 +349,7 @@ impl AddressSpace {
         }
     }
 
-    /// Carries operations out until [`Self::stop_operations`]: for a thread of the caller's.
+    /// Carries out operations until [`Self::stop_operations`]: for a thread of the caller.
     pub fn serve_operations(&self) {
         loop {
             let mut queue = self.operations.lock();
@@ -367,7 +365,7 @@ impl AddressSpace {
         }
     }
 
-    /// Lets [`Self::serve_operations`] return once nothing is queued any more.
+    /// Makes [`Self::serve_operations`] return once the queue is empty.
     pub fn stop_operations(&self) {
         self.operations.lock().stopped = Stopped::Yes;
         self.operations.queued.notify_all();
@@ -419,7 +417,7 @@ impl AddressSpace {
         call_back(due);
     }
 
-    /// Makes the changes of a batch, unmaps that follow one another together.
+    /// Carries out a batch, consecutive unmaps together.
     fn carry_out(&self, batch: Vec<Queued>) -> Vec<Due> {
         let mut due: Vec<Due> = Vec::with_capacity(batch.len());
         let mut unmaps = Gathered::default();
@@ -428,7 +426,7 @@ impl AddressSpace {
             match queued.operation {
                 Operation::Unmap { region } => unmaps.add_region(region, answer),
                 Operation::UnmapSet { set } => {
-                    // What is gathered may be of the set.
+                    // The gathered unmaps may belong to the set.
                     self.unmap_gathered(&mut unmaps, &mut due);
                     unmaps.add_set(set, answer);
                 }
@@ -462,12 +460,12 @@ impl AddressSpace {
         }
     }
 
-    /// Unmaps all of a set, in its turn among what is queued, and waits for that.
+    /// Queues the unmap of a whole set and waits for it.
     pub(crate) fn unmap_set(&self, set: &Arc<SetCore>) -> Result<(), GmError> {
         let slot = Arc::new(Mutex::new(None));
         let serial = self.enqueue_set(set, Answer::Waiter(Arc::clone(&slot)));
         self.wait_for_changes_before(serial);
-        // Nothing in it: the operation ended by a panic of a driver.
+        // Empty: a driver's panic ended the operation.
         lock(&slot).take().unwrap_or(Err(GmError::InUse {
             by: "a driver that panicked in the middle of it",
         }))
@@ -488,7 +486,7 @@ impl AddressSpace {
         self.operations.queued_sets.load(Ordering::Acquire) > 0
     }
 
-    /// Unmaps regions with one invalidation a device; a result for each.
+    /// Unmaps regions with one invalidation per device; returns a result for each region.
     pub(crate) fn unmap_together(&self, leavers: &[Leaver]) -> Vec<Result<(), GmError>> {
         let list = self.devices.share();
         let begun: Vec<_> = leavers
@@ -511,7 +509,7 @@ impl AddressSpace {
         begun.into_iter().map(finish).collect()
     }
 
-    /// Nobody will carry out what is queued: whoever waits for a callback gets it.
+    /// The queue will not be served again: waiters and callbacks get an error.
     pub(super) fn abandon_operations(&self) {
         let waiting = std::mem::take(&mut self.operations.lock().waiting);
         let due = waiting
@@ -521,7 +519,7 @@ impl AddressSpace {
     }
 }
 
-/// Changes of a batch under way; over when dropped, be it by a panic of a driver.
+/// Changes of a batch under way; over when dropped, even by a driver's panic.
 struct Changing<'a> {
     operations: &'a Operations,
     first: u64,
@@ -534,7 +532,7 @@ impl Drop for Changing<'_> {
     }
 }
 
-/// Callbacks of a batch under way; over when dropped, be it by a panic of one of them.
+/// Callbacks of a batch under way; over when dropped, even by a panic of one of them.
 struct Calling<'a> {
     operations: &'a Operations,
     first: u64,
@@ -552,8 +550,8 @@ impl Drop for Calling<'_> {
     }
 }
 
-/// Calls back without any lock held, so that a callback may use the whole interface. If some panic
-/// the others are called none the less, and the first panic goes on from here.
+/// Runs callbacks without any lock held, so that they may use the whole interface. If one panics,
+/// the others still run, and then the first panic is resumed.
 fn call_back(due: Vec<Due>) {
     struct Leave;
     impl Drop for Leave {
@@ -566,7 +564,7 @@ fn call_back(due: Vec<Due>) {
         if let Answer::Callback(callback) = answer {
             IN_CALLBACK.with(|depth| depth.set(depth.get() + 1));
             let _leave = Leave;
-            // Nothing of ours is in the closure but the result, which it takes.
+            // The closure holds nothing of ours but the result, which it consumes.
             let called = catch_unwind(AssertUnwindSafe(|| callback(result)));
             panicked = panicked.or(called.err());
         }

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`RegionMap`]: the allocated regions of a space, found by any address in them.
 //!
-//! A driver allocates and frees small regions by the million, from several
-//! threads. So they are spread over shards, by the *granule* of 2 MiB that they
-//! lie in; a region that does not lie in one granule (a VM's RAM) is in the list
-//! of long ones. An address is looked for in its granule's shard, then there:
+//! Drivers allocate and free small regions by the million, from several threads. So regions are
+//! spread over shards, by the *granule* of 2 MiB that they lie in. A region that spans several
+//! granules (a VM's RAM) is in the list of long ones. An address is looked up in its granule's
+//! shard, then in that list:
 //!
 //! ```text
 //!   granule   0          1          2          3
 //!             ├─aa──b────┼──c─dddd──┼──────────┼───e──
 //!                       └─ fffffffffff ─┘          (long: crosses a border)
 //! ```
-//! A lock of this map is held for one look-up or one change, with nothing taken
-//! under it; whoever needs all of them at rest takes them in order.
+//! A lock of this map is held for one look-up or one change, and no other lock is taken under it. A
+//! caller that needs all of them takes them in order.
 
 use crate::{
     error::GmError,
@@ -22,7 +22,7 @@ use crate::{
 use pagetide_addr::{PageNo, PageRange};
 use std::collections::BTreeMap;
 
-/// Enough that some threads seldom meet in one.
+/// Enough that threads rarely meet in one shard.
 #[cfg(not(loom))]
 const SHARDS: usize = 32;
 #[cfg(loom)]
@@ -35,7 +35,7 @@ type Shard = RwLock<BTreeMap<PageNo, Arc<RegionCore>>>;
 pub(super) struct RegionMap {
     shards: Box<[Shard]>,
     long: Shard,
-    /// 1 once the space is destroyed. Changed with all locks owned, so whoever has one sees it.
+    /// 1 once the space is destroyed. Changed with all locks owned, so a holder of any lock sees it.
     destroyed: AtomicU64,
 }
 
@@ -52,7 +52,7 @@ impl RegionMap {
         &self.shards[page.section().index() % SHARDS]
     }
 
-    /// Where regions of just these pages are kept.
+    /// The shard for regions with exactly these pages.
     fn home_of(&self, pages: PageRange) -> &Shard {
         match pages.last() {
             Some(last) if last.section() == pages.start.section() => self.shard_of(pages.start),
@@ -107,10 +107,10 @@ impl RegionMap {
         self.destroyed.load(Ordering::Relaxed) == 1
     }
 
-    /// From now on nothing is inserted.
+    /// Refuses all insertions from now on.
     ///
     /// # Errors
-    /// [`GmError::InUse`] if a region is there, [`GmError::Destroyed`] if it happened before.
+    /// [`GmError::InUse`] if there is a region, [`GmError::Destroyed`] if this was done before.
     pub(super) fn destroy(&self) -> Result<(), GmError> {
         let all: Vec<_> = self.shards.iter().chain([&self.long]).map(own).collect();
         if self.is_destroyed() {
@@ -125,7 +125,7 @@ impl RegionMap {
         Ok(())
     }
 
-    /// Keeps everything in it for ever: somebody may still use it.
+    /// Leaks all regions: a device may still use them.
     pub(super) fn leak(&self) {
         for shard in self.shards.iter().chain([&self.long]) {
             std::mem::forget(std::mem::take(&mut *own(shard)));

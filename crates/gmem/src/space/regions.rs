@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Regions of a space: allocation, look-up, and giving back (GMEM 4.1).
+//! Regions of a space: allocation, look-up, and deallocation (GMEM 4.1).
 
 use super::{AddressSpace, Caching, Guard, Leaver};
 use crate::{
@@ -12,19 +12,19 @@ use crate::{
 };
 use pagetide_addr::{PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_BYTES, Va};
 
-/// What a region must be like.
+/// Requirements on a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RegionRequest {
     /// Its length, in bytes; rounded up to whole pages.
     pub bytes: u64,
-    /// Where it would best begin. It begins there if that is free; else above it, if there is room;
+    /// Preferred start. The region begins there if that is free; else above it, if there is room;
     /// else anywhere.
     pub hint: Option<Va>,
-    /// It begins at a multiple of this: a power of two, in bytes. 0 for whole pages.
+    /// Alignment of its start: a power of two, in bytes. 0 for whole pages.
     pub align: u64,
-    /// It does not lie across a multiple of this: a power of two, in bytes. 0 for no such limit.
+    /// It does not cross a multiple of this: a power of two, in bytes. 0 for no such limit.
     pub no_cross: u64,
-    /// The last address it may hold.
+    /// The highest address it may contain.
     pub max: Option<Va>,
 }
 
@@ -76,15 +76,15 @@ impl RegionRequest {
 }
 
 impl AddressSpace {
-    /// Allocates a region. In a space over paged memory its pages become memory with that: present or
-    /// absent as their place says; it then begins at a section of 2 MiB.
+    /// Allocates a region. In a space over paged memory its pages become part of that memory,
+    /// present or absent as their place reports; the region then begins at a section of 2 MiB.
     ///
     /// # Errors
-    /// [`GmError::InvalidArgument`], [`GmError::NoAddresses`], [`GmError::Destroyed`]. In a space over
-    /// paged memory also [`GmError::NoMemory`]: there is none for the words of its pages;
-    /// [`GmError::InUse`]: a region of another length is there, or a removal that has not come to its
-    /// end; [`GmError::Lost`]: it cannot be told which pages are present; and if by then a device will
-    /// not let go of what was granted to it already, what [`Region::dealloc`] says to that
+    /// [`GmError::InvalidArgument`], [`GmError::NoAddresses`], [`GmError::Destroyed`]. In a space
+    /// over paged memory also [`GmError::NoMemory`]: there is none for the words of its pages;
+    /// [`GmError::InUse`]: it overlaps a region of another length, or an incomplete removal;
+    /// [`GmError::Lost`]: it cannot be determined which pages are present. If a device then does
+    /// not give up access that it was already granted, the error is that of [`Region::dealloc`]
     /// ([`GmError::Busy`], the device's own error): the region stays, and is found by its address.
     #[doc(alias = "gm_as_alloc")]
     pub fn alloc(self: &Arc<Self>, request: &RegionRequest) -> Result<Region, GmError> {
@@ -108,7 +108,7 @@ impl AddressSpace {
         })
     }
 
-    /// A region of just these pages, without guards.
+    /// A region of exactly these pages, without guards.
     pub(super) fn alloc_exactly(self: &Arc<Self>, pages: PageRange) -> Result<Region, GmError> {
         let bytes = pages.bytes();
         let taken = self.arena.alloc_at(pages.start.byte_offset(), bytes);
@@ -125,18 +125,20 @@ impl AddressSpace {
     }
 
     fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
-        // Held so that nobody who looks the region up gives it back half made.
+        // Held so that no thread that looks the region up frees it half made.
         let _making = core.lock();
         self.regions.insert(core)?;
         let Some(memory) = &self.memory else {
             return Ok(());
         };
-        // Known first: this wakes whoever faulted too early, and they ask the space again.
+        // Inserted first: the allocation wakes threads that faulted too early, and they retry in
+        // the space.
         let Err(error) = memory.allocate(core.pages) else {
             return Ok(());
         };
         if matches!(error, GrowthError::Place { .. }) {
-            // The sections before are part of the memory. If they will not go the region stays.
+            // The sections before are part of the memory. If they cannot be removed, the region
+            // stays.
             memory.deallocate(core.pages)?;
         }
         self.regions.remove(core);
@@ -183,7 +185,7 @@ impl AddressSpace {
             ..Constraints::default()
         };
         if let Some(hint) = request.hint {
-            // Just there, or at the next place above.
+            // Exactly there, or at the next place above.
             let there = Constraints {
                 min: hint.0,
                 last: anywhere.last.min(hint.0.saturating_add(bytes - 1)),
@@ -243,8 +245,8 @@ impl AddressSpace {
         self.regions.all()
     }
 
-    /// Those whose pages are frames. Others have no mappings to look after, and their lock is held
-    /// while their memory takes access from devices: before the list of devices, not after it.
+    /// The regions of frames. The others have no mappings to maintain, and their lock is held while
+    /// their memory takes access from devices: before the list of devices, not after it.
     pub(super) fn frame_cores(&self) -> impl Iterator<Item = Arc<RegionCore>> {
         let all = self.cores().into_iter();
         all.filter(|core| core.kind == Kind::Frames)
@@ -277,7 +279,7 @@ impl AddressSpace {
         Ok(())
     }
 
-    /// Unmaps the region and marks it as no more, in one step against whoever would map it meanwhile.
+    /// Unmaps the region and marks it freed, in one step with respect to a concurrent map.
     fn free_frames(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
         loop {
             let mut inner = core.lock();

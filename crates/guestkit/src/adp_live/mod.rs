@@ -6,21 +6,21 @@
 //!   boot ─► fill ─► squeeze ─► warm-up under `none`, until steady ─► turns ─► everything verified
 //!   turn  = policy set ─► settle ─► measure         turns: none adp │ adp none │ none adp │ …
 //! ```
-//! The guest, and why it is as it is: [`scenario`]. It verifies all it reads, and at the end all its
-//! memory and disk; a wrong byte fails the run.
+//! [`scenario`] describes the guest and the reasons for it. It verifies all it reads, and at the end all
+//! its memory and disk; a wrong byte fails the run.
 //!
 //! # Steady first
-//! A squeezed guest's faults change for minutes: what was evicted first comes back bit by bit. So turns
+//! A squeezed guest's faults change for minutes: pages evicted first are filled again one by one. So turns
 //! begin when two warm-up turns in a row differ by less than [`STEADY_SHARE`], or after
-//! [`WARM_UP_TURNS_MAX`] of them; which it was is told. Two turns may be near each other by chance: faults
-//! were seen to fall by half afterwards. What is left of a trend
-//! falls on the policies alike, since their order changes from one alternation to the next.
+//! [`WARM_UP_TURNS_MAX`] of them; the result says which. Two turns may be near each other by chance: faults
+//! were seen to fall by half afterwards. The rest of a trend affects the policies alike, since their order
+//! changes from one alternation to the next.
 //!
 //! # What the turns can show
-//! A policy begins empty with its turn, and finds away what was evicted under the one before. Both make it
-//! look like the other one; a difference between turns is less than between days.
-//! The tail of latencies is that of the daemon's own account of the last minute, so settling and
-//! measuring together last longer than that.
+//! A policy begins empty with its turn, and finds those pages absent that the previous one evicted. Both
+//! make it look like the other one; a difference between turns is less than between days. The tail of
+//! latencies comes from the daemon's own account of the last minute, so settling and measuring together
+//! last longer than that.
 
 mod scenario;
 mod turn;
@@ -48,7 +48,7 @@ use turn::{LOOK, Meter};
 const STEADY_SHARE: f64 = 0.15;
 /// Most warm-up turns.
 const WARM_UP_TURNS_MAX: usize = 8;
-/// Length of one.
+/// Length of a warm-up turn.
 const WARM_UP_TURN: Duration = Duration::from_secs(20);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
 const SQUEEZE_TIMEOUT: Duration = Duration::from_secs(180);
@@ -60,7 +60,7 @@ pub enum AdpLiveError {
     /// The machine lacks something.
     #[error("{0}")]
     Unable(String),
-    /// fio cannot be given to the guest.
+    /// fio cannot be provided to the guest.
     #[error(transparent)]
     Fio(#[from] ProgramError),
     /// No image for the guest.
@@ -80,7 +80,7 @@ pub enum AdpLiveError {
         /// Why.
         source: io::Error,
     },
-    /// The daemon tells no such figure.
+    /// The daemon does not report such a figure.
     #[error("the daemon tells no '{0}'")]
     NoFigure(&'static str),
     /// The limit is not kept.
@@ -93,18 +93,18 @@ pub enum AdpLiveError {
         /// Time given.
         seconds: u64,
     },
-    /// The guest read what it had not written.
+    /// The guest read wrong content.
     #[error("the guest found {errors} wrong blocks or pages, or fio ended early: {why}")]
     Corrupt {
         /// How many.
         errors: u64,
-        /// Its last report, and the last of its console.
+        /// Its last report, and the end of its console.
         why: String,
     },
 }
 
 impl AdpLiveError {
-    /// Whether the machine lacks something that the message names, and nothing went wrong.
+    /// Whether the machine lacks something that the message names, and nothing failed.
     #[must_use]
     pub fn is_unable(&self) -> bool {
         matches!(
@@ -121,9 +121,9 @@ impl AdpLiveError {
 pub struct Options {
     /// Turns of each policy.
     pub alternations: u32,
-    /// Part of a turn that is not measured.
+    /// Part of a turn before the measurement.
     pub settle: Duration,
-    /// Part that is.
+    /// Measured part of a turn.
     pub measure: Duration,
     /// Whether `adaptive` has turns, too.
     pub third: Third,
@@ -157,20 +157,20 @@ pub struct WarmUp {
     pub iopfs_per_minute: Vec<f64>,
     /// Whether the last two differ by less than [`WarmUp::share`].
     pub is_steady: bool,
-    /// See there.
+    /// The bound of [`WarmUp::is_steady`].
     pub share: f64,
 }
 
-/// What was found.
+/// The result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Found {
     /// What ran the guest: kvm, or emulated.
     pub accel: String,
     /// QEMU's version.
     pub qemu_version: String,
-    /// The policies as they were given, in the order of the first alternation.
+    /// The policies as set, in the order of the first alternation.
     pub policies: Vec<&'static str>,
-    /// By what the times of `adp` were divided.
+    /// Divisor of the times of `adp`.
     pub times_divided_by: u64,
     /// The VM's RAM.
     pub ram_bytes: u64,
@@ -184,7 +184,7 @@ pub struct Found {
     pub turns: Vec<Turn>,
     /// Bytes of memory and disk that were verified while it worked.
     pub verified_bytes: u64,
-    /// And at the end, which is all there is.
+    /// Bytes verified at the end: everything.
     pub finally_verified_bytes: u64,
 }
 
@@ -293,7 +293,7 @@ fn is_steady(rates: &[f64]) -> bool {
     }
 }
 
-/// Turn about, in the order of `policies` and then the other way round.
+/// Runs the turns in the order of `policies`, then in reverse.
 fn alternate(
     meter: &Meter<'_>,
     policies: &[&'static str],
@@ -321,7 +321,7 @@ fn order(policies: &[&'static str], alternations: u32) -> Vec<&'static str> {
     both.into_iter().cycle().take(turns).collect()
 }
 
-/// Ends the guest; bytes it verified on the way and at the end.
+/// Ends the guest; returns the bytes it verified on the way and at the end.
 fn verified(guest: &mut Guest) -> Result<(u64, u64), AdpLiveError> {
     eprintln!("bench adp-live: the guest verifies all its memory and disk");
     let last = guest.finish(BOOT_TIMEOUT)?;
@@ -334,7 +334,7 @@ fn verified(guest: &mut Guest) -> Result<(u64, u64), AdpLiveError> {
     Ok((on_the_way, last.final_memory_bytes + last.final_disk_bytes))
 }
 
-/// The disk's image, gone on drop.
+/// The disk's image, removed on drop.
 struct DiskImage(PathBuf);
 
 impl DiskImage {

@@ -1,31 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest of [`super`]: what runs in it, how large, how fast, and why so.
+//! The guest of [`super`]: its programs, sizes and rates, and the reasons for them.
 //!
-//! # Like what
+//! # The model
 //! A storage-intensive VM as in VPRI 4.2: its disk's DMA goes to its page cache (O2), which is about 30% of
-//! its RAM (the paper's footprint of a typical block device: 28%). fio reads objects of 1 MiB, as a server of files or
-//! of media does, from a set three times as large as that cache, some more often than others (zipf),
-//! and appends to a log, of which it reads back what it wrote. What is not cache is memory that is in use all the
-//! time, memory that rests, and the programs in the initramfs, which rest too. All that rests is
-//! evicted when the guest is squeezed, and stays away; the limit, half of what was resident (the
-//! deepest of the paper's 0 to 50%), is a little less than what is left then.
+//! its RAM (the paper's footprint of a typical block device: 28%). fio reads objects of 1 MiB, as a file or
+//! media server does, from a set three times as large as that cache, some more often than others (zipf). It
+//! also appends to a log and reads it back. The rest of the RAM is memory in constant use, idle memory, and
+//! the programs in the initramfs, which are idle too. All idle memory is evicted when the guest is
+//! squeezed, and stays absent; the limit, half of what was resident (the deepest of the paper's 0 to 50%),
+//! is a little less than the remainder.
 //!
-//! # How large are requests, and how fast
-//! A 2 MiB section has 512 pages of the cache. With small requests at random each section is touched several
-//! times a second as soon as pages are recycled within minutes: no section rests, and a protector of sections has
-//! nothing to tell apart. Measured in this guest, zipf reads of 64 KiB: at 8 MiB/s of DMA no section of 120 ever rested
-//! for 9 s in two minutes. Objects read whole fill sections in bursts, between which they rest: at 3 MiB/s for more than
-//! 15 s in 60% of the time, and hardly ever for more than a minute.
+//! # Size and rate of requests
+//! A 2 MiB section has 512 pages of the cache. With small requests at random each section is touched
+//! several times a second as soon as pages are recycled within minutes: no section is idle, and a protector
+//! of sections cannot distinguish any. Measured in this guest, zipf reads of 64 KiB: at 8 MiB/s of DMA none
+//! of 120 sections was ever idle for 9 s in two minutes. Objects read whole fill sections in bursts,
+//! between which they are idle: at 3 MiB/s for more than 15 s in 60% of the time, and hardly ever for more
+//! than a minute.
 //!
-//! A policy can change only what is evicted from now on, and of that one sees what is asked for again.
-//! So a turn must hold more than one rest of a section, and with it of a good part of the cache: hence fio's
-//! rate. It is held back below what the guest could do, even under software emulation, so that each policy
-//! meets the same demand. fio reads through the page cache without read-ahead (it says so to the kernel).
+//! A policy can change only later evictions, and only pages that are requested again show an effect. So a
+//! turn must be longer than the idle times of sections in a good part of the cache: hence fio's rate. It is
+//! limited to less than the guest could do, even under software emulation, so that each policy meets the
+//! same demand. fio reads through the page cache without readahead (it tells the kernel so).
 //!
-//! # How the policy's times are divided
+//! # Scaling of the policy's times
 //! The paper promotes after 180 s where sections are evicted after about 300 s (4.2.2). Here it is
-//! [`REACH`], so times are divided by 300 s over that. But for the delay of demotion (30 s), which is
-//! there until a scan of the page tables has seen the touch: the scans here come every 5 s, undivided, and so is this.
+//! [`REACH`], so times are divided by 300 s over that. The delay of demotion (30 s) is an exception: it
+//! waits until a scan of the page tables has seen the touch. The scans here come every 5 s, unscaled, and
+//! so does this delay.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -36,27 +38,28 @@ use crate::qemu::{Disk, GuestSpec};
 
 /// RAM of the guest.
 pub(super) const RAM_BYTES: u64 = 768 << 20;
-/// Of it, memory the guest's own work has filled.
+/// Of it, memory filled by the guest's own work.
 const MEMORY_BYTES: u64 = 304 << 20;
-/// Of that, what it works on all the time.
+/// Of that, its constantly used part.
 const ACTIVE_BYTES: u64 = 64 << 20;
-/// Rest of that work after a step: it is there to be checked, not to take the CPUs from fio.
+/// Pause of that work after a step: it only checks content and must not take the CPUs from fio.
 const PACE_US: u64 = 10_000;
 /// Of the disk, objects that are read.
 const OBJECTS_MIB: u64 = 768;
-/// And a log that is written and read back.
+/// Of the disk, a log that is written and read back.
 const LOG_MIB: u64 = 256;
 /// Its disk.
 pub(super) const DISK_BYTES: u64 = (OBJECTS_MIB + LOG_MIB) << 20;
 /// Objects read in a second, cached ones included.
 const READ_MIB_A_SECOND: u64 = 5;
-/// What is appended to the log in a second.
+/// Appended to the log in a second.
 const WRITE_KIB_A_SECOND: u64 = 512;
-/// The VM's limit, in per cent of what is resident before: the deepest of the paper's reclaim (0 to 50%).
+/// The VM's limit, in per cent of the resident memory before: the deepest of the paper's reclaim (0 to
+/// 50%).
 pub(super) const LIMIT_PERCENT: u64 = 50;
-/// A section that was left alone so long has drifted to the evictor's coldest set.
+/// A section that was not touched for this long has drifted to the evictor's coldest set.
 const REACH: Duration = Duration::from_secs(15);
-/// By what the policy's times are divided.
+/// Divisor of the policy's times.
 pub(super) const TIMES_DIVIDED_BY: u64 = 300 / REACH.as_secs();
 
 /// No protector.
@@ -89,7 +92,7 @@ pub(super) fn jobs() -> [(&'static str, String); 3] {
                  verify=crc32c\nverify_interval=4k\nverify_fatal=1\n";
     let all = DISK_BYTES >> 20;
     let fill = format!("{every}[fill]\nrw=write\nbs=256k\nsize={all}m\ndo_verify=0\n");
-    // A year, until the host says stop.
+    // A year, until the host stops it.
     let work = format!(
         "{every}time_based\nruntime=365d\nnorandommap\n\
          [objects]\nrw=randread\nbs=1m\nsize={OBJECTS_MIB}m\nrandom_distribution=zipf:0.4\n\

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One turn: a policy is set, and what the VM and its disk do under it is measured.
+//! One turn: sets a policy, and measures the VM and its disk under it.
 
 use std::path::Path;
 use std::thread;
@@ -12,7 +12,7 @@ use super::AdpLiveError;
 use crate::guest::Guest;
 use crate::product::Product;
 
-/// Between two looks.
+/// Between two polls.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
 
 /// What was measured in one turn.
@@ -20,10 +20,9 @@ pub(super) const LOOK: Duration = Duration::from_secs(1);
 pub struct Turn {
     /// The policy, by its name.
     pub policy: &'static str,
-    /// I/O page faults a minute: page requests of the disk for pages that were away.
+    /// I/O page faults a minute: page requests of the disk for absent pages.
     pub iopfs_per_minute: f64,
-    /// Of the pages they were for, those a minute that a read from the disk covered whole: their old content
-    /// was not brought back.
+    /// Pages a minute of these that a read from the disk covered whole: their old content was not filled.
     pub overwritten_pages_per_minute: f64,
     /// The same for each request of the disk.
     pub iopfs_per_request: f64,
@@ -39,11 +38,11 @@ pub struct Turn {
     pub resident_bytes: f64,
     /// Mean over the turn.
     pub protected_sections: f64,
-    /// Sections a minute that the policy protected, and gave up for want of room.
+    /// Sections a minute that the policy protected, and dropped for lack of room.
     pub dropped_sections_per_minute: f64,
     /// Pages a minute that were evicted though protected.
     pub evicted_protected_pages_per_minute: f64,
-    /// Pages a minute that the policy had brought back.
+    /// Pages a minute that the policy had prefetched.
     pub prefetched_pages_per_minute: f64,
     /// Pages evicted a minute.
     pub evicted_pages_per_minute: f64,
@@ -62,14 +61,14 @@ pub(super) struct Meter<'a> {
 }
 
 impl Meter<'_> {
-    /// Has `policy` begin, empty of what it learnt before.
+    /// Starts `policy` without any state.
     pub(super) fn set(&self, policy: &str) -> Result<(), AdpLiveError> {
         let words = ["vm", "protector", self.name, policy, "--json"];
         self.product.client(words)?.success()?;
         Ok(())
     }
 
-    /// Measures for so long. `policy` is what is set, with its parameters.
+    /// Measures for this long. `policy` is the one set, with its parameters.
     pub(super) fn measure(
         &self,
         policy: &'static str,

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a page of a bare guest holds, said once more and apart from the guest's own source.
+//! The expected content of a bare guest's pages, implemented independently of the guest's own
+//! source.
 //!
-//! The guest compares stamps and noise, since where KVM emulates it a whole page takes a millisecond. From
-//! outside each byte is compared; and what the guest took for right in error is found here.
+//! The guest compares only stamps and noise, since a whole page takes a millisecond where KVM
+//! emulates the guest. From outside, every byte is compared; this also finds content that the guest
+//! accepted in error.
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
@@ -13,21 +15,21 @@ const NUMBER: u32 = 0x7feb_352e;
 const KINDS: u32 = 64;
 const NOISE_KIND: u32 = 1;
 
-/// Tells what pages hold.
+/// Computes what pages hold.
 #[derive(Debug)]
 pub struct Content {
     noise: Vec<u32>,
 }
 
-/// A word that is not what it should be.
+/// A word that differs from the expected one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("word {word} is {found:#x} instead of {wanted:#x} (version {version})")]
 pub struct WrongWord {
-    /// Its place in the page.
+    /// Its index in the page.
     pub word: usize,
-    /// What is there.
+    /// The word found.
     pub found: u32,
-    /// What should be.
+    /// The expected word.
     pub wanted: u32,
     /// The page's version.
     pub version: u32,

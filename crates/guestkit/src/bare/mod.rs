@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest without an operating system under QEMU, which any KVM can run.
 //!
-//! A stock kernel needs a KVM with hardware behind it. This guest (its source, with all that it does, is
-//! `guest.c` beside this file) needs RAM and a serial port; it touches pages, checks each and counts. So
-//! faults, eviction and the daemon's deaths are also met by pages that KVM uses, on hosts where real guests
-//! are emulated in software. There KVM interprets the guest's instructions and reaches its RAM through
-//! QEMU's page tables; with hardware behind it, it does so through tables of its own.
+//! A stock kernel needs a KVM backed by hardware. This guest (`guest.c` beside this file is its
+//! source and describes all that it does) needs RAM and a serial port; it touches pages, checks
+//! each and counts. It exercises faults, eviction and the daemon's deaths with pages that KVM uses,
+//! also on hosts where real guests are emulated in software. There KVM interprets the guest's
+//! instructions and reaches its RAM through QEMU's page tables; with hardware behind it, it uses
+//! tables of its own.
 //!
 //! ```text
 //!   test ── BareGuest ──stdin──► QEMU's serial port ──► guest: c, v, r
 //!                     ◄─stdout──                        counted …, sound N, resting …, wrong …
 //! ```
-//! The compiler that links Rust programs makes it, in the folder of whoever starts it.
+//! The compiler that links Rust programs builds it, in the caller's folder.
 
 mod content;
 
@@ -60,13 +61,13 @@ const FLAGS: [&str; 18] = [
     "-no-pie",
     "-Wl,--build-id=none,-z,noexecstack,-z,noseparate-code,-z,max-page-size=4096,-Ttext-segment=0x100000,-e,start",
 ];
-/// How long the guest has for its boot and for filling its RAM: an emulated one needs five seconds for
-/// the firmware and thirty microseconds a page, on a machine that has nothing else to do.
+/// Time for the guest to boot and fill its RAM. An emulated guest needs five seconds for the
+/// firmware and thirty microseconds a page on an otherwise idle machine.
 const START_WAIT: Duration = Duration::from_secs(60);
-/// How long it has for one answer; comparing all takes the longest.
+/// Time for one answer; a full comparison takes the longest.
 const ANSWER_WAIT: Duration = Duration::from_secs(120);
 
-/// A bare guest did not do what it should.
+/// A bare guest failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BareError {
     /// This machine cannot run it.
@@ -86,24 +87,24 @@ pub enum BareError {
     /// It ended.
     #[error("QEMU ended ({status}) while {what} was waited for:\n{log}")]
     Ended {
-        /// How.
+        /// Its exit status.
         status: ExitStatus,
         /// What was waited for.
         what: &'static str,
-        /// What QEMU said last.
+        /// The end of QEMU's output.
         log: String,
     },
-    /// It says nothing.
+    /// It does not answer.
     #[error("the guest says nothing for {seconds} s while {what} was waited for:\n{log}")]
     Late {
         /// What was waited for.
         what: &'static str,
         /// How long.
         seconds: u64,
-        /// What QEMU said last.
+        /// The end of QEMU's output.
         log: String,
     },
-    /// It has read a wrong word, or says what nobody understands.
+    /// It has read a wrong word, or printed an unexpected line.
     #[error("the guest says '{said}' while {what} was waited for")]
     Surprise {
         /// Its line.
@@ -138,9 +139,9 @@ impl From<SwapError> for BareError {
 pub struct BareSpec {
     /// Its RAM; all of it is filled.
     pub ram_bytes: u64,
-    /// Of its pages, so many thousandths are touched at random.
+    /// Thousandths of its pages that are touched at random.
     pub hot_permille: u32,
-    /// After so many touches one of the others is looked at; 0 for never.
+    /// One of the other pages is checked after this many touches; 0 for never.
     pub sweep_every: u32,
     /// What runs it.
     pub accel: Accel,
@@ -151,11 +152,11 @@ pub struct BareSpec {
 pub struct Counted {
     /// Pages touched since its start.
     pub touched: u64,
-    /// Cold pages looked at since its start.
+    /// Cold pages checked since its start.
     pub swept: u64,
 }
 
-/// Where its pages are, in its RAM and so in the file of that.
+/// Offsets of its pages in its RAM, and so in the RAM file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resting {
     /// The versions, 4 bytes each.
@@ -165,7 +166,7 @@ pub struct Resting {
 }
 
 impl Resting {
-    /// Where `page` is.
+    /// Offset of `page`.
     #[must_use]
     pub fn page(&self, page: u32) -> u64 {
         self.pages_at + u64::from(page) * PAGE_BYTES as u64
@@ -180,14 +181,14 @@ pub struct BareGuest {
     lines: Receiver<String>,
     log: PathBuf,
     pages: u32,
-    /// Falls after the process, because a cgroup with a process in it stays.
+    /// Dropped after the process, because a cgroup that contains a process cannot be removed.
     _swapless: Swapless,
 }
 
-/// Makes the guest's program in `folder`.
+/// Builds the guest's program in `folder`.
 ///
 /// # Errors
-/// There is no compiler, or it makes no programs of 32 bits for this processor.
+/// There is no compiler, or it cannot build 32-bit programs for this processor.
 pub fn build(folder: &Path) -> Result<PathBuf, BareError> {
     let (source, program) = (folder.join("bare.c"), folder.join("bare.elf"));
     fs::write(&source, SOURCE).map_err(|error| file_error(&source, error))?;
@@ -211,8 +212,8 @@ pub fn build(folder: &Path) -> Result<PathBuf, BareError> {
     }
 }
 
-/// The words after `qemu-system-x86_64` for the guest `program`, its serial port on standard input and
-/// output.
+/// The arguments of `qemu-system-x86_64` for the guest `program`, its serial port on standard input
+/// and output.
 #[must_use]
 pub fn arguments(spec: &BareSpec, ram: &Ram, program: &Path) -> Vec<OsString> {
     let (object, machine) = memory(ram, spec.ram_bytes);
@@ -236,7 +237,8 @@ pub fn arguments(spec: &BareSpec, ram: &Ram, program: &Path) -> Vec<OsString> {
 }
 
 impl BareSpec {
-    /// Fails if this machine or its QEMU cannot run such a guest, as far as that is seen without trying.
+    /// Fails if this machine or its QEMU cannot run such a guest, as far as that shows without
+    /// trying.
     ///
     /// # Errors
     /// [`BareError::Unable`].
@@ -263,10 +265,11 @@ impl BareSpec {
 }
 
 impl BareGuest {
-    /// Starts QEMU with its files in `folder`, and returns when the guest has filled its RAM and works.
+    /// Starts QEMU with its files in `folder`, and returns when the guest has filled its RAM and
+    /// works.
     ///
     /// # Errors
-    /// [`BareError::Unable`] where it does not come so far: nothing of ours has touched it then.
+    /// [`BareError::Unable`] where it does not get that far: nothing of ours has touched it then.
     pub fn start(spec: &BareSpec, folder: &Path) -> Result<Self, BareError> {
         spec.check()?;
         fs::create_dir_all(folder).map_err(|error| file_error(folder, error))?;
@@ -307,7 +310,7 @@ impl BareGuest {
             }
             Err(error) => {
                 let (accel, error) = (spec.accel.name(), error.to_string());
-                // One line, as reasons to skip are listed by lines.
+                // One line, because reasons to skip are listed one a line.
                 let words: Vec<&str> = error.split_whitespace().collect();
                 Err(BareError::Unable(format!(
                     "a guest without an operating system does not start under {accel}: {}",
@@ -329,10 +332,10 @@ impl BareGuest {
         self.pages
     }
 
-    /// What it has done since its start.
+    /// Its counts since its start.
     ///
     /// # Errors
-    /// It has ended, says nothing, or has read a wrong word.
+    /// It has ended, does not answer, or has read a wrong word.
     pub fn count(&mut self) -> Result<Counted, BareError> {
         let numbers = self.ask("c", "a count", "counted")?;
         Ok(Counted {
@@ -341,10 +344,10 @@ impl BareGuest {
         })
     }
 
-    /// Waits until it has touched and looked at so many more pages than in `since`.
+    /// Waits until it has touched and checked this many more pages than in `since`.
     ///
     /// # Errors
-    /// As [`BareGuest::count`]; or it does not within the time for an answer.
+    /// As [`BareGuest::count`]; or it takes longer than the time for an answer.
     pub fn wait_for_more(&mut self, since: Counted, more: Counted) -> Result<Counted, BareError> {
         let deadline = Instant::now() + ANSWER_WAIT;
         loop {
@@ -369,7 +372,7 @@ impl BareGuest {
         Ok(numbers.first().copied().unwrap_or(0))
     }
 
-    /// Lets it rest until it is asked for something else.
+    /// Stops its work until the next request.
     ///
     /// # Errors
     /// As [`BareGuest::count`].
@@ -388,8 +391,9 @@ impl BareGuest {
         })
     }
 
-    /// Lets it rest, and compares each byte of its pages in the file of its RAM: for a guest that is not
-    /// attached, since what is away is zeros there. It goes on after that. Returns the number of pages.
+    /// Stops its work, compares every byte of its pages in its RAM file, and lets it go on. The
+    /// guest must not be attached, since absent pages read as zeros in the file. Returns the number
+    /// of pages.
     ///
     /// # Errors
     /// As [`BareGuest::count`]; or a page is wrong, or the file cannot be read.
@@ -413,13 +417,13 @@ impl BareGuest {
         Ok(self.pages)
     }
 
-    /// The file of its RAM; guest physical addresses are places in it.
+    /// The file of its RAM; guest-physical addresses are offsets in it.
     ///
     /// # Errors
     /// QEMU has ended.
     pub fn ram_file(&self) -> Result<PathBuf, BareError> {
         let files = ram_files(self.pid())?;
-        // `ram_files` has one at least.
+        // `ram_files` returns at least one.
         Ok(files.into_iter().next().unwrap_or_default())
     }
 
@@ -446,7 +450,7 @@ impl BareGuest {
             .orders
             .write_all(order.as_bytes())
             .and_then(|()| self.orders.flush());
-        // QEMU may have ended: then its answer says so.
+        // QEMU may have ended: then its answer shows that.
         if let Err(error) = told
             && error.kind() != io::ErrorKind::BrokenPipe
         {

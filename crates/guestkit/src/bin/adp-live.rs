@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Parser;
 use pagetide_guestkit::adp_live::{self, Options, Third};
 
-/// Status if the machine lacks something; what it is stands on the output then.
+/// Status if the machine lacks something, which the output names.
 const UNABLE: u8 = 3;
 
 /// Squeezes a running guest and sets its DMA protector on and off in turns; prints one JSON object.

@@ -50,7 +50,7 @@ fn run(arguments: &Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let socket = arguments.socket.as_deref().unwrap_or("".as_ref());
     let mut held = None;
     for name in &arguments.names {
-        // What the one before holds goes first: the device takes one front end at a time.
+        // Releases the previous attack's resources first: the device takes one front end at a time.
         drop(held.take());
         let came = hostile::attack(name, socket, &arguments.folder)?;
         writeln!(out, "{name}: {:?}", came.seen)?;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `pagetide bench guest-cost` starts: becomes a QEMU with a bare guest under KVM, whose serial port is
-//! standard input and output.
+//! What `pagetide bench guest-cost` starts: becomes a QEMU with a bare guest under KVM, whose serial port
+//! is standard input and output.
 //!
-//! It does not stay as a parent: who starts it has QEMU's process id, and ends QEMU by ending it. (So its
-//! guest is not kept out of kernel swap, as those of tests are.)
+//! It does not stay as a parent: its process id is QEMU's, and ending it ends QEMU. (So its guest is not
+//! kept out of kernel swap, as those of tests are.)
 
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -14,7 +14,7 @@ use clap::Parser;
 use pagetide_guestkit::bare::{self, BareError, BareSpec};
 use pagetide_guestkit::qemu::{Accel, QEMU, Ram};
 
-/// Status if the machine lacks something; what it is stands on the output then.
+/// Status if the machine lacks something, which the output names.
 const UNABLE: u8 = 3;
 
 /// Becomes a QEMU with a guest without an operating system.
@@ -36,7 +36,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let Err(error) = become_qemu(&Arguments::parse());
-    // Nothing can be done if nobody reads it.
+    // Nothing can be done if the reader is gone.
     match writeln!(std::io::stdout(), "unable: {error}") {
         Ok(()) => ExitCode::from(UNABLE),
         Err(_) => ExitCode::FAILURE,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Things that go on while the device works: memory that changes, kicks that do not end.
+//! Changes while the device works: memory that changes, kicks that do not end.
 //!
-//! A back end that looks twice at a word of guest memory may see two words
-//! ('double fetch'). A thread that writes two values in turn finds such places.
+//! A back end that reads a word of guest memory twice may see two values ('double fetch'). A thread
+//! that writes two values in turn finds such places.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use super::front::Ram;
 use super::peer::{Failure, failed};
 
-/// A thread that does one thing over and over until it is dropped, or the thing fails.
+/// A thread that repeats one action until it is dropped or the action fails.
 #[derive(Debug)]
 pub struct Restless {
     stop: Arc<AtomicBool>,
@@ -22,7 +22,7 @@ impl Restless {
     /// Calls `turn` with 0, 1, 2 and so on.
     ///
     /// # Errors
-    /// No thread can be had.
+    /// No thread can be started.
     pub fn start(
         mut turn: impl FnMut(u64) -> Result<(), Failure> + Send + 'static,
     ) -> Result<Self, Failure> {

@@ -76,10 +76,10 @@ pub const KINDS: [Kind; 17] = [
     Kind::Proc,
 ];
 
-/// A descriptor to hand over, and what has to stay open beside it.
+/// A descriptor to send, and one that has to stay open beside it.
 #[derive(Debug)]
 pub struct Bait {
-    /// To hand over.
+    /// The descriptor to send.
     pub fd: OwnedFd,
     /// Its other end.
     pub beside: Option<OwnedFd>,
@@ -92,7 +92,7 @@ impl From<OwnedFd> for Bait {
 }
 
 impl Kind {
-    /// Its name in names of attacks.
+    /// Its name in attack names.
     #[must_use]
     pub fn name(self) -> String {
         let mut name = String::new();
@@ -185,16 +185,16 @@ fn opened(path: &str, flags: OFlags) -> Result<OwnedFd, Failure> {
     open(path, flags | OFlags::CLOEXEC, Mode::empty()).map_err(failed(path))
 }
 
-/// A name for a file of the attack.
+/// A file name for the attack.
 #[must_use]
 pub fn scratch(target: &Target) -> PathBuf {
     target.folder.join("hostile-file")
 }
 
-/// A file with no name any more, made at `path`.
+/// A file created at `path` and unlinked.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn named(path: &std::path::Path) -> Result<File, Failure> {
     let step = path.display().to_string();
     let made = File::options()
@@ -219,7 +219,7 @@ fn fill(fd: BorrowedFd<'_>) -> Result<(), Failure> {
             Err(error) => return Err(failed(step)(error)),
         }
     }
-    // What is left of a buffer takes 8 bytes still.
+    // Single writes of 8 bytes still fit into the rest of a buffer.
     while rustix::io::write(fd, &[0; 8]).is_ok() {}
     set_blocking(fd, Blocking::Yes)
 }
@@ -233,10 +233,10 @@ pub enum Blocking {
     No,
 }
 
-/// Makes the open file, which all who hold it share, blocking or not.
+/// Makes the open file, which all its holders share, blocking or not.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn set_blocking(fd: BorrowedFd<'_>, blocking: Blocking) -> Result<(), Failure> {
     let step = "fcntl";
     let mut flags = fcntl_getfl(fd).map_err(failed(step))?;
@@ -244,10 +244,10 @@ pub fn set_blocking(fd: BorrowedFd<'_>, blocking: Blocking) -> Result<(), Failur
     fcntl_setfl(fd, flags).map_err(failed(step))
 }
 
-/// An eventfd at its maximum: the next who adds to it waits, if it blocks.
+/// An eventfd at its maximum: the next writer waits, if it blocks.
 ///
 /// # Errors
-/// What the kernel says.
+/// The kernel's error.
 pub fn full_event(blocking: Blocking) -> Result<OwnedFd, Failure> {
     let mut flags = EventfdFlags::CLOEXEC;
     flags.set(EventfdFlags::NONBLOCK, blocking == Blocking::No);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A front end with one ring written by hand, well-behaved until told otherwise.
+//! A front end with one ring written by hand, well-behaved unless changed.
 //!
 //! ```text
 //!   0x0000  descriptor table     0x4000  request headers and status bytes
@@ -19,7 +19,7 @@ use super::wire::{
     self, F_PROTOCOL, F_VERSION_1, Inflight, Message, PROTOCOL, Region, RingAddresses, request,
 };
 
-/// Where the guest has its RAM.
+/// Where the guest sees its RAM.
 pub const GPA: u64 = 1 << 32;
 /// Where the front end has it mapped.
 pub const VA: u64 = 0x7000_0000_0000;
@@ -55,7 +55,7 @@ pub const T_FLUSH: u32 = 4;
 const HEADER_BYTES: u64 = 16;
 /// Distance of the headers of two slots; the status byte is behind the header.
 const HEADER_STRIDE: u64 = 32;
-/// Between two looks at the used ring where no descriptor tells of it.
+/// Between two polls of the used ring where no descriptor signals it.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A descriptor of a ring.
@@ -83,7 +83,7 @@ impl Descriptor {
     }
 }
 
-/// How a front end is to begin.
+/// How a front end begins.
 #[derive(Debug)]
 pub struct Setup {
     /// Guest RAM, with the ring in it.
@@ -106,7 +106,7 @@ pub struct Setup {
     pub base: u16,
 }
 
-/// An eventfd that blocks nobody.
+/// A non-blocking eventfd.
 ///
 /// # Errors
 /// No descriptor is left.
@@ -167,17 +167,17 @@ impl Setup {
         }
     }
 
-    /// Connects, and tells everything up to the point where the ring runs.
+    /// Connects, and sends all messages until the ring runs.
     ///
     /// # Errors
-    /// What became of the step that failed.
+    /// The failure of the step.
     pub fn start(self, socket: &Path) -> Result<Front, Failure> {
         let peer = Peer::connect(socket)?;
         greet(&peer, self.features)?;
         self.start_on(peer)
     }
 
-    /// As [`Setup::start`], on a connection on which features are agreed on.
+    /// As [`Setup::start`], on a connection whose features are negotiated.
     ///
     /// # Errors
     /// As there.
@@ -191,7 +191,7 @@ impl Setup {
         self.start_ring(peer)
     }
 
-    /// Tells of the ring alone.
+    /// Sets up the ring alone.
     ///
     /// # Errors
     /// As there.
@@ -222,10 +222,10 @@ impl Setup {
     }
 }
 
-/// Agrees on features as a front end begins.
+/// Negotiates features as a front end does at its start.
 ///
 /// # Errors
-/// What became of the step that failed.
+/// The failure of the step.
 pub fn greet(peer: &Peer, features: u64) -> Result<(), Failure> {
     peer.send(&Message::new(request::SET_OWNER), &[])?;
     peer.ask(&Message::new(request::GET_FEATURES), &[])?;
@@ -299,10 +299,10 @@ pub fn header_of(slot: u16) -> u64 {
 }
 
 impl Front {
-    /// A front end as any other, on the device at `socket`.
+    /// A well-behaved front end on the device at `socket`.
     ///
     /// # Errors
-    /// What became of the step that failed.
+    /// The failure of the step.
     pub fn start(socket: &Path) -> Result<Self, Failure> {
         Setup::new()?.start(socket)
     }
@@ -356,7 +356,7 @@ impl Front {
         self.ram.put(self.places.avail + 2, &index.to_le_bytes())
     }
 
-    /// The avail index as it was left.
+    /// The avail index as last written.
     #[must_use]
     pub fn offered(&self) -> u16 {
         self.offered
@@ -417,7 +417,7 @@ impl Front {
         Ok(u16::from_le_bytes(self.ram.get(self.places.used + 2)?))
     }
 
-    /// Waits until all that was made available is used.
+    /// Waits until everything made available is used.
     ///
     /// # Errors
     /// [`Failure::Stopped`], [`Failure::HungUp`], [`Failure::Silent`].
@@ -425,7 +425,7 @@ impl Front {
         self.wait_within(PATIENCE)
     }
 
-    /// As [`Front::wait`], for so long.
+    /// As [`Front::wait`], for at most `patience`.
     ///
     /// # Errors
     /// As there.
@@ -456,7 +456,7 @@ impl Front {
     fn doze(&self) {
         let mut polled = [PollFd::new(&self.call, PollFlags::IN)];
         let moment = Timespec::try_from(LOOK_EVERY).ok();
-        // Whatever it comes to, the caller looks at the ring again.
+        // Whatever the result, the caller reads the ring again.
         if let Err(error) = poll(&mut polled, moment.as_ref()) {
             eprintln!("guestkit: waiting for a call: {error}");
         }
@@ -467,13 +467,13 @@ impl Front {
         }
     }
 
-    /// True if the device told by the error descriptor that it has stopped.
+    /// True if the device reported by the error descriptor that it has stopped.
     #[must_use]
     pub fn has_stopped(&self) -> bool {
         super::peer::is_ready(self.error.as_fd(), Duration::ZERO)
     }
 
-    /// Does one request and gives back its status.
+    /// Does one request and returns its status.
     ///
     /// # Errors
     /// As [`Front::wait`].
@@ -484,7 +484,7 @@ impl Front {
         self.status(slot)
     }
 
-    /// Does one request that is to succeed.
+    /// Does one request that must succeed.
     ///
     /// # Errors
     /// As [`Front::wait`], and a status other than 0.
@@ -495,10 +495,10 @@ impl Front {
         }
     }
 
-    /// Writes `bytes` at `sector` and reads them back by way of other memory.
+    /// Writes `bytes` at `sector` and reads them back through other memory.
     ///
     /// # Errors
-    /// As [`Front::wait`], and content that is not what was written.
+    /// As [`Front::wait`], and content that differs from what was written.
     pub fn check(&mut self, sector: u64, bytes: &[u8]) -> Result<(), Failure> {
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         self.ram.put(data_of(0), bytes)?;
@@ -512,10 +512,10 @@ impl Front {
         Err(wrong("reading back", format!("sector {sector} is another")))
     }
 
-    /// Lends `file` as further memory, as far past [`GPA`] and [`VA`] as `at`.
+    /// Lends `file` as further memory, `at` bytes past [`GPA`] and [`VA`].
     ///
     /// # Errors
-    /// What became of it.
+    /// The failure of the message.
     pub fn lend(&self, file: BorrowedFd<'_>, at: u64, bytes: u64) -> Result<(), Failure> {
         let region = Region {
             gpa: GPA + at,
@@ -528,7 +528,7 @@ impl Front {
     }
 }
 
-/// Descriptors of a chain, `NEXT` and the index of the next filled in.
+/// Descriptors of a chain, with `NEXT` and the index of the next filled in.
 #[must_use]
 pub fn chain_bytes(parts: &[(u64, u32, u16)]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(16 * parts.len());

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The hostile front end: a peer that can say anything of vhost-user, at any time.
+//! The hostile front end: a peer that can send any vhost-user message, at any time.
 //!
-//! Whoever may connect to a device's socket is not trusted: it may stop its own
-//! device and nothing else. To try that, this speaks the protocol by an encoding
-//! of its own ([`wire`]), over a connection that carries any bytes with any
-//! descriptors ([`peer`]), with rings written by hand ([`front`]), with
-//! descriptors that block, lie or end ([`descriptors`]), and with memory that
-//! changes or goes away meanwhile ([`changing`]).
+//! A process that may connect to a device's socket is not trusted: it may stop its own device and
+//! nothing else. The tests of this speak the protocol with an encoding of their own ([`wire`]),
+//! over a connection that carries any bytes with any descriptors ([`peer`]), with rings written by
+//! hand ([`front`]), with descriptors that block, lie or end ([`descriptors`]), and with memory
+//! that changes or disappears meanwhile ([`changing`]).
 //!
 //! # Terms
-//! An *attack* is one thing that a front end should not do, under a name. What
-//! its own device then does is what it has [`Seen`], and each attack says which of
-//! that is right. What it *holds* ([`Held`]) stays as it is until it is dropped:
-//! connections, descriptors, threads. A *victim* ([`victim`]) is a tenant of the
-//! same engine that verifies its data meanwhile.
+//! An *attack* is one thing that a front end should not do, under a name. What its own device then
+//! does is [`Seen`], and each attack lists the right outcomes. What it *holds* ([`Held`]) stays as
+//! it is until it is dropped: connections, descriptors, threads. A *victim* ([`victim`]) is a
+//! tenant of the same engine that verifies its data meanwhile.
 //!
 //! ```text
 //!   attack ──► Held { seen } ── the victim goes on? the daemon answers? ──► dropped
@@ -45,7 +43,7 @@ pub use peer::Failure;
 pub enum Seen {
     /// It goes on and serves requests.
     Served,
-    /// It refused a message and said so.
+    /// It refused a message and reported that.
     Refused,
     /// It hung up.
     HungUp,
@@ -58,11 +56,11 @@ pub enum Seen {
 pub struct Target {
     /// Its socket.
     pub socket: PathBuf,
-    /// A folder on tmpfs for what the attack makes.
+    /// A folder on tmpfs for the attack's files.
     pub folder: PathBuf,
 }
 
-/// What an attack came to, and all that it holds until dropped.
+/// The outcome of an attack, and all that it holds until dropped.
 pub struct Held {
     /// What the device did.
     pub seen: Seen,
@@ -86,7 +84,7 @@ impl Held {
         }
     }
 
-    /// With this, which is dropped after what is held already.
+    /// Adds this, which is dropped after what is held already.
     #[must_use]
     pub fn and(mut self, thing: impl Send + 'static) -> Self {
         self.keep.push(Box::new(thing));
@@ -102,9 +100,9 @@ pub struct Attack {
     pub name: String,
     /// What the device may do.
     pub expected: Vec<Seen>,
-    /// Words for `dpu blk`, for a device of its own; without any, any device will do.
+    /// Arguments of `dpu blk`, for a device of its own; if empty, any device will do.
     pub options: Vec<&'static str>,
-    /// What `dpu list --json` says of the device while it is attacked.
+    /// What `dpu list --json` shows of the device while it is attacked.
     pub listed: Option<(&'static str, Value)>,
     run: Box<Run>,
 }
@@ -147,8 +145,8 @@ impl Attack {
     /// Attacks.
     ///
     /// # Errors
-    /// [`Failure::NotHere`] where the machine lacks what is needed; else the device did something
-    /// that is no answer to the attack, such as nothing.
+    /// [`Failure::NotHere`] where the machine lacks what is needed; else the device's reaction is
+    /// not an answer to the attack, for example none at all.
     pub fn run(&self, target: &Target) -> Result<Held, Failure> {
         (self.run)(target)
     }
@@ -171,7 +169,7 @@ pub fn attack(name: &str, socket: &Path, folder: &Path) -> Result<Held, Failure>
     })
 }
 
-/// What a step of an attack has shown of the device.
+/// The device's reaction to a step of an attack.
 ///
 /// # Errors
 /// It did not answer, or our own side failed.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One connection to a vhost-user socket, over which anything may be said.
+//! One connection to a vhost-user socket, which can carry any bytes.
 //!
-//! Nothing here waits for ever: a back end that does not read fills the socket,
-//! and one that does not answer leaves us with [`Failure::Silent`].
+//! No call waits for ever: a back end that does not read fills the socket, and one that does not
+//! answer ends in [`Failure::Silent`].
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -26,13 +26,13 @@ pub const PATIENCE: Duration = Duration::from_secs(5);
 pub const DESCRIPTORS_MAX: usize = 253;
 /// Most descriptors a reply is expected to have.
 const REPLY_DESCRIPTORS_MAX: usize = 8;
-/// Most bytes a reply's body is believed to have.
+/// Largest accepted body of a reply, in bytes.
 const REPLY_BODY_MAX: usize = 64 << 10;
 
-/// What an attack came to that was not what it wanted.
+/// An attack step that did not succeed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The answer says no.
+    /// The back end refuses.
     #[error("{step}: the back end refuses it")]
     Refused {
         /// What was tried.
@@ -58,7 +58,7 @@ pub enum Failure {
         /// How long.
         waited: Duration,
     },
-    /// The answer makes no sense.
+    /// The answer is not valid.
     #[error("{step}: {what}")]
     Wrong {
         /// What was tried.
@@ -71,7 +71,7 @@ pub enum Failure {
     Kernel {
         /// What was tried.
         step: String,
-        /// The kernel's answer.
+        /// The kernel's error.
         source: io::Error,
     },
     /// This machine lacks what is needed.
@@ -79,7 +79,7 @@ pub enum Failure {
     NotHere(String),
 }
 
-/// Turns what a call of ours came to into a [`Failure`].
+/// Turns an error of one of our own calls into a [`Failure`].
 pub fn failed<E: Into<io::Error>>(step: &str) -> impl FnOnce(E) -> Failure {
     move |error| Failure::Kernel {
         step: step.to_owned(),
@@ -87,7 +87,7 @@ pub fn failed<E: Into<io::Error>>(step: &str) -> impl FnOnce(E) -> Failure {
     }
 }
 
-/// What a back end said.
+/// A message of the back end.
 #[derive(Debug)]
 pub struct Reply {
     /// Request it answers.
@@ -119,7 +119,7 @@ impl Peer {
     /// Connects to the device at `socket`.
     ///
     /// # Errors
-    /// Nobody listens there, or the listener takes no more.
+    /// No process listens there, or the listener accepts no more.
     pub fn connect(socket: &Path) -> Result<Self, Failure> {
         let step = "connecting";
         let flags = SocketFlags::CLOEXEC;
@@ -151,7 +151,7 @@ impl Peer {
         copy.map_err(failed("copying a descriptor"))
     }
 
-    /// Sends a message with these descriptors, and asks for nothing.
+    /// Sends a message with these descriptors, and requests no answer.
     ///
     /// # Errors
     /// The back end hung up, or does not read.
@@ -188,7 +188,7 @@ impl Peer {
     /// Waits for a message of the back end.
     ///
     /// # Errors
-    /// It hung up, or says nothing.
+    /// It hung up, or sends nothing.
     pub fn reply(&self) -> Result<Reply, Failure> {
         let mut header = [0; HEADER_BYTES];
         let descriptors = self.receive(&mut header)?;
@@ -243,7 +243,7 @@ impl Peer {
     /// Sends a message and waits for its answer.
     ///
     /// # Errors
-    /// The back end hung up, or says nothing.
+    /// The back end hung up, or sends nothing.
     pub fn ask(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<Reply, Failure> {
         let named = |error| about(error, message.request);
         self.send(message, fds).map_err(named)?;
@@ -269,7 +269,7 @@ impl Peer {
         }
     }
 
-    /// Waits until the back end hangs up; what it sends before is thrown away.
+    /// Waits until the back end hangs up; messages that it sends before are discarded.
     ///
     /// # Errors
     /// [`Failure::Silent`] if it does not within `patience`.

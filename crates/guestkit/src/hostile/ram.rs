@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guest RAM as a file that is shared with the back end.
 //!
-//! It is written with `pwrite` and read with `pread`: to a back end that maps the
-//! file, that is what a guest's own stores are, and it needs no mapping here. (A
-//! file that cannot be written so, such as one of hugetlbfs, is lent as further
-//! memory beside the ring's.)
+//! It is written with `pwrite` and read with `pread`: a back end that maps the file sees these as a
+//! guest's own stores, and no mapping is needed here. (A file that cannot be written so, such as
+//! one of hugetlbfs, is lent as further memory beside the ring's.)
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -30,7 +29,7 @@ impl Ram {
         Self::memfd(bytes, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
     }
 
-    /// A memfd that nobody can seal, as DPDK's `--no-huge` makes it.
+    /// A memfd that cannot be sealed, as DPDK's `--no-huge` makes it.
     ///
     /// # Errors
     /// No memory.
@@ -41,7 +40,7 @@ impl Ram {
     /// A memfd with these flags.
     ///
     /// # Errors
-    /// No memory, or flags that the kernel does not know.
+    /// No memory, or flags that the kernel does not support.
     pub fn memfd(bytes: u64, flags: MemfdFlags) -> Result<Self, Failure> {
         let file = memfd_create("hostile-ram", flags).map_err(failed("memfd_create"))?;
         ftruncate(&file, bytes).map_err(failed("ftruncate"))?;
@@ -97,7 +96,7 @@ impl Ram {
         read.map_err(failed("reading guest RAM"))
     }
 
-    /// Makes the file this long, or short.
+    /// Changes the file's length.
     ///
     /// # Errors
     /// It is sealed.

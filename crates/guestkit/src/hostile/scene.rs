@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A daemon with one engine, an attacked device, a victim, and the question whether all is well.
+//! A daemon with one engine, an attacked device, a victim, and the checks that all is well.
 //!
-//! All is well when the victim has verified more blocks, the daemon answers its
-//! API, another front end can connect and is served, the attacked device does
-//! what the attack says it may, and, once the attacker has left, the attacked
-//! device serves a well-behaved front end and the daemon holds what it held
-//! before: descriptors, threads, mappings of files.
+//! All is well when the victim has verified more blocks, the daemon answers its API, another front
+//! end can connect and is served, and the attacked device reacts as the attack permits. Once the
+//! attacker has left, the attacked device must serve a well-behaved front end, and the daemon must
+//! hold what it held before: descriptors, threads, mappings of files.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -26,20 +25,20 @@ use crate::stage::RunFolder;
 
 /// Bytes of each disk.
 pub const DISK_BYTES: u64 = 16 << 20;
-/// Longest wait for what an attack must not hold up.
+/// Longest wait for what an attack must not delay.
 pub const BOUND: Duration = Duration::from_secs(10);
-/// Blocks that the victim has to verify to be called well.
+/// Blocks that the victim has to verify to count as well.
 const BLOCKS: u64 = 6;
-/// Where a well-behaved front end writes on a device: behind what attacks write.
+/// Where a well-behaved front end writes on a device: behind the sectors that attacks write.
 const CHECKED_SECTOR: u64 = DISK_BYTES / 512 - 256;
-/// Word for `dpu blk` after which a device takes no writes.
+/// Argument of `dpu blk` that makes a device read-only.
 const READ_ONLY: &str = "--read-only";
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// What a case came to, if nobody was harmed.
+/// The outcome of a case in which nothing was harmed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// What the attacked device did, which is right.
+    /// What the attacked device did, which is permitted.
     Right(Seen),
     /// This machine lacks what the attack needs.
     Skipped(String),
@@ -57,7 +56,7 @@ pub struct Scene {
     folder: RunFolder,
 }
 
-/// What a process holds, by kind.
+/// The holdings of a process, by kind.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holdings {
     counts: BTreeMap<String, u64>,
@@ -66,7 +65,7 @@ struct Holdings {
 type Well<T = ()> = Result<T, String>;
 
 impl Scene {
-    /// Starts it all.
+    /// Starts everything.
     ///
     /// # Errors
     /// What does not start.
@@ -90,7 +89,7 @@ impl Scene {
         let started = Victim::start(&victim, DISK_BYTES).map_err(|error| error.to_string())?;
         scene.victim = Some(started);
         scene.victim_goes_on("before any attack")?;
-        // What is made once and kept is made now.
+        // Objects that are created once and kept are created now.
         scene.is_served(&scene.attacked)?;
         scene.is_served(&scene.bystander)?;
         scene.before = scene.settled()?;
@@ -113,13 +112,13 @@ impl Scene {
         self.product.log_tail()
     }
 
-    /// How far the victim is.
+    /// The victim's progress.
     #[must_use]
     pub fn victim(&self) -> Option<Progress> {
         self.victim.as_ref().map(Victim::progress)
     }
 
-    /// What attacks go to.
+    /// The target of attacks.
     #[must_use]
     pub fn target(&self) -> Target {
         self.target_at(&self.attacked)
@@ -132,10 +131,10 @@ impl Scene {
         }
     }
 
-    /// Attacks, and looks whether all is well meanwhile and afterwards.
+    /// Attacks, and checks meanwhile and afterwards that all is well.
     ///
     /// # Errors
-    /// What is not well. The scene is not to be used any more then.
+    /// What is not well. The scene must not be used any more then.
     pub fn play(&self, attack: &Attack) -> Well<Verdict> {
         let own = self.folder.path().join("own");
         let socket = if attack.options.is_empty() {
@@ -174,7 +173,7 @@ impl Scene {
         Ok(Verdict::Right(seen))
     }
 
-    /// Looks whether all but the attacked device is well.
+    /// Checks that all but the attacked device is well.
     ///
     /// # Errors
     /// What is not.
@@ -227,7 +226,7 @@ impl Scene {
         Ok(())
     }
 
-    /// Connects as anybody would, once the device lets go of who was there before.
+    /// Connects as any front end would, once the device has released the previous one.
     fn is_served(&self, socket: &Path) -> Well {
         let bytes = content(CHECKED_SECTOR, u64::from(std::process::id()), 64 << 10);
         self.is_served_by(socket, |front| front.check(CHECKED_SECTOR, &bytes))
@@ -260,7 +259,7 @@ impl Scene {
         }
     }
 
-    /// Serves a new disk on `socket`, with further words for `dpu blk`.
+    /// Serves a new disk on `socket`, with further arguments for `dpu blk`.
     ///
     /// # Errors
     /// The daemon refuses, or does not answer.
@@ -301,7 +300,7 @@ impl Scene {
         found.ok_or_else(|| format!("dpu list has no device at {name}"))
     }
 
-    /// Runs a client, which has to end within [`BOUND`]; what it printed.
+    /// Runs a client, which has to end within [`BOUND`]; returns its output.
     fn client(&self, words: &[&OsStr]) -> Well<String> {
         let name = words.iter().take(2).map(|word| word.to_string_lossy());
         let name = name.collect::<Vec<_>>().join(" ");
@@ -343,7 +342,7 @@ impl Scene {
         Ok(())
     }
 
-    /// What the daemon holds once that changes no more.
+    /// The daemon's holdings once they no longer change.
     fn settled(&self) -> Well<Holdings> {
         let mut last = Holdings::of(self.pid()?)?;
         let mut same = 0;
@@ -371,7 +370,7 @@ impl Scene {
         }
     }
 
-    /// Looks whether the attacked device serves a well-behaved front end again.
+    /// Checks that the attacked device serves a well-behaved front end again.
     ///
     /// # Errors
     /// It does not, or the daemon holds more than it did.
@@ -381,10 +380,10 @@ impl Scene {
         self.holds_what_it_held()
     }
 
-    /// Asks the daemon to end (SIGTERM), which has to be done within [`BOUND`].
+    /// Sends SIGTERM to the daemon, which has to end within [`BOUND`].
     ///
     /// # Errors
-    /// It is not; then what its threads wait for, and it is killed.
+    /// It does not end; the error has what its threads wait for, and the daemon is killed.
     pub fn end(mut self) -> Well {
         self.lives()?;
         let pid = self.pid()?;
@@ -435,7 +434,7 @@ impl Holdings {
         Ok(Self { counts })
     }
 
-    /// What there is more of than `before`.
+    /// Holdings in excess of `before`.
     fn beyond(&self, before: &Self) -> Vec<String> {
         let more = |(kind, count): (&String, &u64)| {
             let had = before.counts.get(kind).copied().unwrap_or_default();
@@ -445,7 +444,7 @@ impl Holdings {
     }
 }
 
-/// The threads of a process and where in the kernel they are, for a person who looks for the cause.
+/// The threads of a process and where in the kernel they are, to help find the cause.
 fn threads_of(pid: u32) -> String {
     let Ok(tasks) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return "none".to_owned();

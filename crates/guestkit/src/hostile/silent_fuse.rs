@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A file system in user space that mounts, opens its file, and never answers a read.
 //!
-//! It speaks just enough of the kernel's protocol (`/dev/fuse`, Linux
-//! `include/uapi/linux/fuse.h`) for a file of some size to be opened and mapped.
-//! Whoever then touches the mapping waits until the file system is unmounted.
+//! It speaks just enough of the kernel's protocol (`/dev/fuse`, Linux `include/uapi/linux/fuse.h`)
+//! for a file of some size to be opened and mapped. A thread that then touches the mapping waits
+//! until the file system is unmounted.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -58,7 +58,7 @@ impl SilentFuse {
             .write(true)
             .open("/dev/fuse")
             .map_err(not_here)?;
-        // The number has to be inherited by mount(8): it is duplicated without CLOEXEC.
+        // mount(8) has to inherit the descriptor: it is duplicated without CLOEXEC.
         let inherited = rustix::io::dup(&device).map_err(|error| not_here(error.into()))?;
         let options = format!(
             "fd={},rootmode=40000,user_id=0,group_id=0,allow_other",
@@ -124,7 +124,7 @@ fn serve(mut device: File) {
             Ok(bytes) if bytes >= HEADER_BYTES => bytes,
             Ok(_) => return,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-            // A request that was given up meanwhile.
+            // The request was aborted meanwhile.
             Err(error) if error.raw_os_error() == Some(2) => continue,
             Err(_) => return,
         };
@@ -148,16 +148,16 @@ fn serve(mut device: File) {
         reply.extend(unique.to_le_bytes());
         reply.extend(body);
         if let Err(error) = device.write_all(&reply) {
-            // The request was interrupted meanwhile, or all is over.
+            // The request was interrupted meanwhile, or the file system was unmounted.
             eprintln!("guestkit: the FUSE's answer to {opcode}: {error}");
         }
     }
 }
 
-/// `None`: nothing is said.
+/// `None`: no answer is sent.
 fn answer(opcode: u32, node: u64, body: &[u8]) -> Option<Result<Vec<u8>, i32>> {
     let attributes = |node| {
-        // Valid for a long time, so that nobody asks again.
+        // Valid for a long time, so that the kernel does not ask again.
         let mut bytes = words(&[3600, 0]);
         bytes.extend(attributes_of(node));
         bytes
@@ -177,10 +177,10 @@ fn answer(opcode: u32, node: u64, body: &[u8]) -> Option<Result<Vec<u8>, i32>> {
     }
 }
 
-/// `struct fuse_init_out`: the version the kernel has, and nothing beyond it.
+/// `struct fuse_init_out`: the kernel's version, and no further features.
 fn init(body: &[u8]) -> Vec<u8> {
     let mut bytes = vec![0; 64];
-    // The kernel's own number of the version; minor 31 is known to all that we run on.
+    // The kernel's own minor version; every kernel that we run on supports minor 31.
     bytes[..4].copy_from_slice(body.get(..4).unwrap_or(&[7, 0, 0, 0]));
     bytes[4] = 31;
     // max_readahead, flags, max_background, congestion_threshold, max_write.

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A well-behaved tenant beside the attacked one, which notices everything.
 //!
-//! A thread writes blocks of 4 to 64 KiB whose content is a function of sector
-//! and version, reads them back at once, and reads another block of the disk that
-//! it wrote before. So it notices a byte that is wrong, a write that was lost or
-//! went elsewhere, an error, and how long the longest request took.
+//! A thread writes blocks of 4 to 64 KiB whose content is a function of sector and version, reads
+//! them back at once, and reads another block of the disk that it wrote before. So it detects wrong
+//! bytes, lost or misplaced writes and errors, and measures the longest request.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -21,19 +20,19 @@ const PAGE_BYTES: u32 = 4096;
 const PAGES_PER_SLOT: u64 = SLOT_BYTES as u64 / PAGE_BYTES as u64;
 /// Longest time a request may take before the victim gives up.
 const GIVES_UP_AFTER: Duration = Duration::from_secs(30);
-/// Between two looks at the victim's progress.
+/// Between two polls of the victim's progress.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// How far a victim has come.
+/// A victim's progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Progress {
-    /// Blocks read and found right.
+    /// Blocks read and found correct.
     pub verified: u64,
     /// Bytes that were not as written.
     pub wrong_bytes: u64,
-    /// Longest time a request took, the one that is out now included.
+    /// Longest time a request took, the current one included.
     pub longest_gap: Duration,
-    /// Why it goes on no more.
+    /// Why it has ended.
     pub ended: Option<String>,
 }
 
@@ -43,7 +42,7 @@ struct Shared {
     verified: AtomicU64,
     wrong_bytes: AtomicU64,
     longest_ns: AtomicU64,
-    /// When the request began that is out now, in nanoseconds since the victim did.
+    /// When the current request began, in nanoseconds since the victim started.
     asked_ns: AtomicU64,
     ended: Mutex<Option<String>>,
 }
@@ -57,10 +56,10 @@ pub struct Victim {
 }
 
 impl Victim {
-    /// Takes the device at `socket`, whose disk has `disk_bytes`.
+    /// Connects to the device at `socket`, whose disk has `disk_bytes`.
     ///
     /// # Errors
-    /// The device does not take it.
+    /// The device refuses the connection.
     pub fn start(socket: &Path, disk_bytes: u64) -> Result<Self, Failure> {
         let front = Front::start(socket)?;
         let slots = disk_bytes / u64::from(SLOT_BYTES);
@@ -88,7 +87,7 @@ impl Victim {
         })
     }
 
-    /// How far it is.
+    /// Its progress.
     #[must_use]
     pub fn progress(&self) -> Progress {
         let shared = &self.shared;
@@ -136,7 +135,7 @@ impl Victim {
         }
     }
 
-    /// Leaves the device, and says how far it came.
+    /// Leaves the device, and returns its progress.
     #[must_use]
     pub fn stop(mut self) -> Progress {
         self.end();
@@ -159,7 +158,7 @@ impl Drop for Victim {
     }
 }
 
-/// What was last written into a slot of the disk.
+/// The last write into a slot of the disk.
 #[derive(Debug, Clone, Copy, Default)]
 struct Block {
     version: u64,

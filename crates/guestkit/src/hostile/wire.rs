@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! vhost-user messages as bytes, right or wrong.
+//! vhost-user messages as bytes, valid or not.
 //!
-//! The encoding is our own, so that each field can be a lie: a library that
-//! speaks the protocol would refuse to send most of what a back end has to
-//! survive. A message is a header of three words of 32 bits (request, flags,
-//! size) and a body; descriptors go beside it (vhost-user specification,
+//! The encoding is our own, so that each field can be wrong: a library for the protocol would
+//! refuse to send most of what a back end has to survive. A message is a header of three words of
+//! 32 bits (request, flags, size) and a body; descriptors go beside it (vhost-user specification,
 //! 'Message Specification').
 
 /// Request numbers of the front end.
@@ -93,7 +92,7 @@ pub struct Message {
     pub request: u32,
     /// Flags, version included.
     pub flags: u32,
-    /// Size field; without it the body's.
+    /// Size field; by default the body's length.
     pub size: Option<u32>,
     /// What follows the header.
     pub body: Vec<u8>,
@@ -157,7 +156,7 @@ impl Message {
         self.with_flags(flags)
     }
 
-    /// As it goes over the socket.
+    /// Its encoding on the socket.
     #[must_use]
     pub fn bytes(&self) -> Vec<u8> {
         let of_body = u32::try_from(self.body.len()).unwrap_or(u32::MAX);
@@ -188,7 +187,7 @@ impl Region {
     }
 }
 
-/// `SET_MEM_TABLE`; `count` is what the message says, whatever the number of regions.
+/// `SET_MEM_TABLE`; `count` is the number in the message, whatever the number of regions.
 #[must_use]
 pub fn mem_table(count: u32, regions: &[Region]) -> Message {
     let mut body = Vec::from(count.to_le_bytes());
@@ -226,7 +225,7 @@ pub fn vring_addr(queue: u32, at: RingAddresses) -> Message {
     Message::new(request::SET_VRING_ADDR).with_body(body)
 }
 
-/// `GET_CONFIG` or `SET_CONFIG` of `room` bytes that says `size` of them at `offset`.
+/// `GET_CONFIG` or `SET_CONFIG` with a body of `room` bytes that claims `size` of them at `offset`.
 #[must_use]
 pub fn config(request: u32, offset: u32, size: u32, room: usize) -> Message {
     let mut body = Message::words32(0, &[offset, size, 0]).body;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Calls of the API at random, right ones and wrong ones, by the command line and by raw HTTP.
+//! Random calls of the API, valid and invalid, through the command line and raw HTTP.
 //!
-//! A right call may fail, as the daemon may be away or in the middle of anything. A wrong one must never
-//! be accepted. The VM is let go now and then, and this thread, which alone does so, attaches it again.
+//! A valid call may fail, since the daemon may be down or in the middle of anything. An invalid one must
+//! never be accepted. The VM is detached now and then, and this thread, the only one that detaches,
+//! attaches it again.
 
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -13,29 +14,29 @@ use super::stand::{Device, Stand};
 use super::{Board, NAME, http, say};
 use crate::product::Clients;
 
-/// Rest between two calls.
+/// Pause between two calls.
 const REST_MS: (u64, u64) = (50, 900);
-/// Rest between two attempts to attach.
+/// Pause between two attempts to attach.
 const ATTACH_AGAIN: Duration = Duration::from_millis(200);
-/// Attempts after which it is said that attaching does not succeed.
+/// Attempts after which failure to attach is reported.
 const ATTACH_ATTEMPTS: u32 = 50;
-/// One call in so many lets the VM go.
+/// One call in this many detaches the VM.
 const DETACH_ONE_IN: u64 = 40;
 const MIB: u64 = 1 << 20;
 
-/// Who calls.
+/// Makes the calls.
 pub struct Caller {
     clients: Clients,
     qemu: u32,
     disk: Device,
-    /// A device that no guest has, and that comes and goes.
+    /// A device that no guest uses, and that comes and goes.
     spare: Device,
     recordings: PathBuf,
     limit_bytes: u64,
     dice: Mutex<Dice>,
 }
 
-/// What a call must come to.
+/// The required outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
     /// May succeed or fail.
@@ -45,7 +46,7 @@ enum Call {
 }
 
 impl Caller {
-    /// Of a running stand; random limits are around `limit_bytes`.
+    /// For a running stand; random limits are around `limit_bytes`.
     pub fn new(stand: &Stand, seed: u64, limit_bytes: u64) -> Self {
         let spare = stand.tenants.last().unwrap_or(&stand.disk).clone();
         Self {
@@ -59,7 +60,7 @@ impl Caller {
         }
     }
 
-    /// Attaches the VM if it is not attached, and sets the limit that the random ones are around.
+    /// Attaches the VM if it is not attached, and sets the limit that the random limits are around.
     pub fn attach_with_limit(&self, board: &Board) {
         let mut attempts = 0;
         while !self.ok(board, &["vm", "show", NAME, "--json"]) {
@@ -100,7 +101,7 @@ impl Caller {
     }
 
     fn let_go_and_attach_again(&self, board: &Board) {
-        // Whether it was let go or the daemon died in the middle: below it is attached again.
+        // Whether it was detached or the daemon died meanwhile: below it is attached again.
         self.ok(board, &["vm", "detach", NAME]);
         let away = self.with_dice(|dice| dice.between(0, 2_000));
         board.rest(Duration::from_millis(away));
@@ -200,7 +201,7 @@ impl Caller {
             _ => b"\0\xff\x16\x03\x01\x02\0\x01\0",
         };
         Board::count(&board.api_calls);
-        // The daemon may be away or close early; what it must not do is die, and that is looked at.
+        // The daemon may be down or close early; it must not die, which is checked elsewhere.
         if let Err(error) = http::leave(self.clients.api(), words) {
             tolerate(&error);
         }
@@ -238,7 +239,7 @@ impl Caller {
         self.make(board, words, Call::Wrong);
     }
 
-    /// Makes a right call; whether it succeeded.
+    /// Makes a valid call; returns whether it succeeded.
     fn ok(&self, board: &Board, words: &[&str]) -> bool {
         self.make(board, words, Call::Right)
     }
@@ -273,7 +274,7 @@ impl Caller {
     }
 }
 
-/// Says what is not the end of a connection.
+/// Reports errors other than the end of a connection.
 fn tolerate(error: &std::io::Error) {
     use std::io::ErrorKind::{
         BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, TimedOut, WouldBlock,

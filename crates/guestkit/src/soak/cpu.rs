@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long QEMU's threads were ready to run and had no CPU of this machine.
+//! How long QEMU's threads were runnable but had no CPU of this machine.
 //!
-//! A gap of the guest may be ours or the machine's. The kernel counts for each thread how long it
-//! waited on a run queue (`schedstat`); sampled, that is set beside the longest gap. It is shown and
-//! never subtracted.
+//! A gap of the guest may be caused by us or by the machine. The kernel counts each thread's wait on a run
+//! queue (`schedstat`); samples of it are reported beside the longest gap, and never subtracted.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -18,10 +17,10 @@ use crate::guest::SoakReport;
 const PERIOD: Duration = Duration::from_millis(250);
 /// Samples kept: a minute of them.
 const SAMPLES: usize = 240;
-/// A gap is reported up to so much after its end.
+/// A gap is reported at most this long after its end.
 const SLACK: Duration = Duration::from_millis(2_500);
 
-/// Samples of how long the threads waited.
+/// Samples of the threads' waits.
 #[derive(Debug, Default)]
 pub struct Starvation {
     samples: Mutex<VecDeque<(Instant, u64)>>,
@@ -39,7 +38,7 @@ impl Starvation {
         }
     }
 
-    /// If a report tells of a longer gap than any before, keeps how long was waited around then.
+    /// If a report has a longer gap than any before, keeps the wait around that time.
     pub fn look(&self, report: Option<SoakReport>) {
         let Some(report) = report else { return };
         let gap_ms = longest_gap_ms(&report.progress);
@@ -52,7 +51,7 @@ impl Starvation {
         self.in_gap_ms.store(waited.min(gap_ms), Relaxed);
     }
 
-    /// Waited around the longest gap, at most.
+    /// Longest wait around the longest gap.
     pub fn in_longest_gap_ms(&self) -> u64 {
         self.in_gap_ms.load(Relaxed)
     }
@@ -86,7 +85,7 @@ impl Starvation {
     }
 }
 
-/// What the thread that waited most has waited, since its start.
+/// Wait since its start of the thread that waited most.
 fn waited_ms(pid: u32) -> u64 {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return 0;

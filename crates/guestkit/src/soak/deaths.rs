@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Deaths of the daemon: SIGKILL at random, a new one on the same state, again and again.
+//! Deaths of the daemon: SIGKILL at random, a new daemon on the same state, again and again.
 //!
-//! At any moment but one: while the guest's QEMU shakes hands with a new daemon. A QEMU before 9.1
-//! whose back end hangs up then connects once more and says nothing for ever; no back end can help that
-//! (see 'As a service' in docs/operations.md). So no daemon dies before the rings of the guest's disk
-//! run.
+//! Deaths come at any moment but one: while the guest's QEMU performs the handshake with a new daemon. A
+//! QEMU before 9.1 whose back end hangs up then connects once more and sends nothing for ever; no back end
+//! can fix that (see 'As a service' in docs/operations.md). So no daemon dies before the rings of the
+//! guest's disk run.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
@@ -20,15 +20,15 @@ use crate::product::is_listening;
 
 /// Shortest and longest life of a daemon that answers.
 const LIFE_MS: (u64, u64) = (500, 8_000);
-/// Longest life while there were too few deaths.
+/// Longest life while there are too few deaths.
 const LIFE_IN_HASTE_MS: u64 = 2_500;
-/// How much more often than wanted.
+/// Factor over the wanted rate.
 const MARGIN: f64 = 1.1;
 /// Longest time between a death and the next start.
 const AWAY_MS: u64 = 300;
-/// How long a restarted daemon has to open its disks by itself, and a front end to begin with them.
+/// Time for a restarted daemon to reopen its disks, and for a front end to start with them.
 const DISK_TIMEOUT: Duration = Duration::from_secs(30);
-/// A gap of the guest that is longer is its end: nothing would be learnt from more deaths.
+/// A longer gap of the guest ends the soak: more deaths would show nothing.
 const GAP_MAX_MS: u64 = 60_000;
 
 /// Random numbers that follow from a seed.
@@ -36,7 +36,7 @@ const GAP_MAX_MS: u64 = 60_000;
 pub struct Dice(u64);
 
 impl Dice {
-    /// Of a seed and a purpose, so that each purpose has its own.
+    /// From a seed and a purpose, so that each purpose has its own sequence.
     #[must_use]
     pub const fn new(seed: u64, purpose: u64) -> Self {
         Self(mix(seed ^ mix(purpose)))
@@ -61,12 +61,12 @@ pub struct Deaths {
     next: Instant,
     line: Instant,
     dice: Dice,
-    /// Failed requests of the guest's disk that this daemon has told of.
+    /// Failed requests of the guest's disk that this daemon has reported.
     failed: BTreeMap<&'static str, u64>,
 }
 
 impl Deaths {
-    /// For a soak of `length`, which begins now.
+    /// For a soak of `length`, starting now.
     #[must_use]
     pub fn new(options: &Options, length: Duration) -> Self {
         let now = Instant::now();
@@ -80,7 +80,7 @@ impl Deaths {
         }
     }
 
-    /// Kills and restarts if it is time; looks whether all still lives.
+    /// Kills and restarts if it is time; checks that guest and daemon are alive.
     ///
     /// # Errors
     /// The guest is gone or silent, or the daemon does not come back.
@@ -141,7 +141,7 @@ impl Deaths {
                 break;
             }
             if begin.elapsed() > DISK_TIMEOUT {
-                // Not served again: the daemon has lost its device, which its log tells of.
+                // Not served again: the daemon has lost its device, and its log has the reason.
                 let device = stand.product.device(&socket);
                 stand.told(device)?;
                 break;
@@ -156,7 +156,7 @@ impl Deaths {
         Ok(())
     }
 
-    /// Until the rings of the guest's disk run.
+    /// Waits until the rings of the guest's disk run.
     fn wait_for_rings(&self, stand: &mut Stand, begin: Instant) -> Result<(), SoakError> {
         loop {
             let device = stand.product.device(&stand.disk.socket);
@@ -179,9 +179,9 @@ impl Deaths {
         Duration::from_millis(self.dice.between(LIFE_MS.0, longest))
     }
 
-    /// Counts requests of the guest's disk that failed under this daemon, as it tells of them.
+    /// Counts requests of the guest's disk that failed under this daemon, by its own reports.
     fn count_failed_requests(&mut self, stand: &Stand, board: &Board) {
-        // The daemon may be in the middle of anything; the guest's kernel tells of failures, too.
+        // The daemon may be in the middle of anything; the guest's kernel reports failures, too.
         let Ok(device) = stand.product.device(&stand.disk.socket) else {
             return;
         };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Raw words to the API's socket: what no client of ours would send.
+//! Raw HTTP to the API's socket, as none of our clients would send it.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -7,10 +7,10 @@ use std::path::Path;
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(10);
-/// More than any answer that is waited for.
+/// Larger than any expected answer.
 const ANSWER_MAX: u64 = 8 << 20;
 
-/// Sends `words` and reads what comes back until the daemon closes.
+/// Sends `words` and reads the answer until the daemon closes.
 ///
 /// # Errors
 /// It closed early, or does not answer in time.
@@ -22,7 +22,7 @@ pub fn exchange(api: &Path, words: &[u8]) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
-/// Sends `words`, leaves, and reads nothing.
+/// Sends `words` and disconnects without reading.
 ///
 /// # Errors
 /// It closed early.

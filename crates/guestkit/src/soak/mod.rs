@@ -9,12 +9,17 @@
 //!           SIGKILL, run   the API at random  front ends that     how long QEMU's vCPUs
 //!           each 0.5–8 s   and wrongly        misbehave           waited for a CPU
 //! ```
-//! What must hold: no wrong byte, no I/O error, no gap in which the guest did not get on of more than
-//! 10 s, and nothing left in the daemon at the end ([`report`]). The guest's memory is limited to about
-//! half of what it touches, so pages go and come all the time, most of them for devices.
+//! What must hold: no wrong byte, no I/O error, no gap of more than 10 s in which the guest made no
+//! progress, and nothing left in the daemon at the end ([`report`]). The guest's memory is limited to about
+//! half of what it touches, so pages are evicted and filled all the time, most of them for devices.
 //!
-//! Everything that is random follows from one seed; but the threads and the guest run in real time, so
-//! a seed repeats what is done and not when.
+//! One seed determines everything random; but the threads and the guest run in real time, so a seed repeats
+//! the actions and not their timing.
+
+mod board;
+
+use board::{Board, LINE_EVERY, NAME, SILENCE_MAX, file_error, say};
+pub use board::{Options, SoakError};
 
 mod calls;
 mod cpu;
@@ -24,22 +29,18 @@ pub mod report;
 mod stand;
 mod tenants;
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_guest::wire::{Command, Phase, SoakProgress};
 
-use crate::guest::{GuestError, tail};
-use crate::image::{ImageError, repository};
+use crate::guest::tail;
+use crate::image::repository;
 use crate::leaks::Growth;
-use crate::product::ProductError;
-use crate::programs::ProgramError;
 use crate::report::mib;
 use calls::Caller;
 use cpu::Starvation;
@@ -47,115 +48,19 @@ use deaths::Deaths;
 use report::Report;
 use stand::Stand;
 
-/// Name of the guest's VM.
-const NAME: &str = "soak";
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
-/// How long the guest may say nothing before it is given up.
-const SILENCE_MAX: Duration = Duration::from_secs(120);
-/// Between two lines of progress.
-const LINE_EVERY: Duration = Duration::from_secs(10);
-/// How long the daemon may take to let go of what it needed no longer.
+/// Time for the daemon to release what it no longer needs.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
-
-/// The soak could not be brought to its end.
-#[derive(Debug, thiserror::Error)]
-pub enum SoakError {
-    /// This machine lacks something that a soak needs: it is skipped.
-    #[error("{0}")]
-    Missing(String),
-    /// The guest's image could not be made.
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    /// A program for the guest is missing.
-    #[error(transparent)]
-    Program(#[from] ProgramError),
-    /// The guest failed.
-    #[error(transparent)]
-    Guest(#[from] GuestError),
-    /// The daemon failed.
-    #[error("{source}\nthe end of the daemon's log:\n{log}")]
-    Product {
-        /// How.
-        source: ProductError,
-        /// End of its log.
-        log: String,
-    },
-    /// A file could not be used.
-    #[error("{path}: {source}", path = path.display())]
-    File {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// A thread panicked.
-    #[error("the thread of the {0} panicked")]
-    Panicked(&'static str),
-}
-
-/// How a soak is to run.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Options {
-    /// Minutes of deaths and calls, not counting boot and last verification.
-    pub minutes: f64,
-    /// What everything random follows from; not 0.
-    pub seed: u64,
-    /// Part of the names of the attacks that other tenants choose from; all have it if it is empty.
-    pub attacks: String,
-}
-
-/// What the threads of a soak share.
-#[derive(Debug, Default)]
-struct Board {
-    over: AtomicBool,
-    kills: AtomicU64,
-    own_deaths: AtomicU64,
-    api_calls: AtomicU64,
-    api_surprises: AtomicU64,
-    attaches: AtomicU64,
-    attacks: AtomicU64,
-    attacks_by_name: Mutex<BTreeMap<String, u64>>,
-    failed_requests: AtomicU64,
-    longest_recovery_ms: AtomicU64,
-}
-
-impl Board {
-    fn is_over(&self) -> bool {
-        self.over.load(Relaxed)
-    }
-
-    fn count(counter: &AtomicU64) {
-        counter.fetch_add(1, Relaxed);
-    }
-
-    fn count_attack(&self, name: &str) {
-        Self::count(&self.attacks);
-        let names = self.attacks_by_name.lock();
-        *names
-            .unwrap_or_else(PoisonError::into_inner)
-            .entry(name.to_owned())
-            .or_default() += 1;
-    }
-
-    /// Rests, but not beyond the end.
-    fn rest(&self, time: Duration) {
-        const MOMENT: Duration = Duration::from_millis(50);
-        let end = Instant::now() + time;
-        while !self.is_over() && Instant::now() < end {
-            thread::sleep(MOMENT.min(end.saturating_duration_since(Instant::now())));
-        }
-    }
-}
 
 /// Runs a soak; files stay in `target/soak/`.
 ///
 /// # Errors
-/// It could not be brought to its end. A report whose bounds do not hold is not an error here.
+/// It could not be completed. A report whose bounds do not hold is not an error here.
 pub fn run(options: &Options) -> Result<Report, SoakError> {
     let folder = repository().join("target/soak");
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
-    // A run that fails is not to leave another run's report behind.
+    // A failed run must not leave an earlier run's report behind.
     let path = folder.join("report.json");
     remove(&path)?;
     if let Some(missing) = stand::missing() {
@@ -170,7 +75,7 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
     let mut stand = Stand::set(options.seed, &folder)?;
     let outcome = play(options, &mut stand);
     stand.keep_logs(&folder)?;
-    // What it still holds is in the report; nobody is to look again.
+    // Its remaining holdings are in the report; the drop must not check them again.
     stand.product.kill();
     let report = match outcome {
         Ok(report) => report,
@@ -227,7 +132,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     Ok(report)
 }
 
-/// Deaths, calls and tenants for as long as wanted, with a line of progress each so often.
+/// Deaths, calls and tenants for the whole duration, with a line of progress at intervals.
 fn disturb(
     options: &Options,
     stand: &mut Stand,
@@ -276,7 +181,7 @@ fn let_go_and_verify(
     (board, caller): (&Board, &Caller),
 ) -> Result<SoakProgress, SoakError> {
     caller.attach_with_limit(board);
-    // The daemon that is looked at for leaks has evicted, served and let go itself.
+    // The daemon that is checked for leaks must itself have evicted, served and detached.
     thread::sleep(Duration::from_secs(5));
     let detached = stand.product.detach(NAME);
     stand.told(detached)?;
@@ -291,7 +196,7 @@ fn let_go_and_verify(
             break report.progress;
         }
         if Instant::now() > deadline || stand.guest.ended()?.is_some() {
-            // The last report may have come between the two questions.
+            // The last report may have come between the two checks.
             if let Some(report) = done(stand) {
                 break report.progress;
             }
@@ -310,8 +215,8 @@ fn let_go_and_verify(
     Ok(last)
 }
 
-/// What the last daemon still holds that a fresh one does not, when all devices are gone and it had
-/// time to let go.
+/// Holdings of the last daemon beyond a fresh one's, after all devices are removed and it had time to
+/// release.
 fn left(stand: &Stand) -> Result<Growth, SoakError> {
     stand.remove_devices()?;
     let left = stand.product.growth(SETTLE_TIMEOUT);
@@ -322,20 +227,9 @@ fn left(stand: &Stand) -> Result<Growth, SoakError> {
     Ok(left)
 }
 
-fn say(line: &str) {
-    eprintln!("soak: {line}");
-}
-
 fn remove(path: &Path) -> Result<(), SoakError> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(file_error(path, source)),
         _ => Ok(()),
-    }
-}
-
-fn file_error(path: &Path, source: io::Error) -> SoakError {
-    SoakError::File {
-        path: path.to_owned(),
-        source,
     }
 }

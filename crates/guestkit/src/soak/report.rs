@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a soak found, and what of it must hold.
+//! A soak's findings, and the conditions that they must meet.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -12,10 +12,10 @@ use super::Board;
 
 /// Fewest deaths of the daemon within an hour.
 pub const KILLS_AN_HOUR: f64 = 600.0;
-/// Longest time in which the guest may not get on.
+/// Longest time for which the guest may make no progress.
 pub const GAP_MAX_MS: u64 = 10_000;
 
-/// What was used.
+/// Versions of the software used.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Versions {
     /// Of the daemon.
@@ -41,13 +41,13 @@ pub struct Versions {
 pub struct Report {
     /// Times the daemon was killed, and started again.
     pub kills: u64,
-    /// Fewest that were wanted.
+    /// Fewest deaths required.
     pub kills_wanted: u64,
-    /// Bytes that were not what they should be, by whichever checker.
+    /// Wrong bytes, found by any checker.
     pub wrong_bytes: u64,
-    /// Failed operations in the guest, lines of its kernel about such, and failed requests of its disk.
+    /// Failed operations in the guest, lines about them in its kernel log, and failed requests of its disk.
     pub io_errors: u64,
-    /// Longest time in which the guest did not get on, on its disk or in its memory.
+    /// Longest time without progress of the guest, on its disk or in its memory.
     pub longest_gap_ms: u64,
     /// Likewise, on the disk.
     pub longest_disk_gap_ms: u64,
@@ -63,11 +63,11 @@ pub struct Report {
     pub leaked_threads: u64,
     /// Likewise, bytes of memory that files hold for it.
     pub leaked_bytes: u64,
-    /// Times the daemon ended though nobody had killed it.
+    /// Times the daemon ended without being killed.
     pub daemon_deaths: u64,
     /// Panics in its log.
     pub daemon_panics: u64,
-    /// Longest time from the start of the daemon until it answered, with the guest taken up again.
+    /// Longest time from the start of the daemon until it answered, with the guest recovered.
     pub longest_recovery_ms: u64,
     /// How long deaths and calls went on.
     pub minutes: f64,
@@ -99,16 +99,16 @@ pub struct Report {
     pub attacks_by_name: BTreeMap<String, u64>,
     /// Resident bytes of the guest before it was attached.
     pub guest_touched_bytes: u64,
-    /// The limit that the random ones are around.
+    /// The limit that the random limits are around.
     pub limit_bytes: u64,
-    /// What everything random followed from.
+    /// The seed of everything random.
     pub seed: u64,
-    /// What was used.
+    /// Versions of the software used.
     pub versions: Versions,
 }
 
 impl Report {
-    /// What does not hold, a sentence each.
+    /// The conditions that do not hold, a sentence each.
     #[must_use]
     pub fn failures(&self) -> Vec<String> {
         let mut failures = Vec::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a soak stands on: daemon, disk, guest, and the devices of the other tenants.
+//! The environment of a soak: daemon, disk, guest, and the devices of the other tenants.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -51,7 +51,7 @@ const HOST_PROGRAMS: [(&str, &str); 4] = [
     ("dpkg-deb", "dpkg"),
 ];
 
-/// What this machine lacks for a soak, in a sentence.
+/// What this machine lacks for a soak, as a sentence.
 pub fn missing() -> Option<String> {
     if !rustix::process::geteuid().is_root() {
         return Some("a soak needs root, for the take-over of the guest".to_owned());
@@ -68,13 +68,13 @@ pub fn missing() -> Option<String> {
     first_missing(guests.chain(HOST_PROGRAMS), &paths)
 }
 
-/// The first of these programs, each a path or a name to be looked for in `paths`, that is not there.
+/// The first of these programs that is missing; each is a path or a name to look up in `paths`.
 fn first_missing<'a>(
     programs: impl IntoIterator<Item = (&'a str, &'a str)>,
     paths: &OsStr,
 ) -> Option<String> {
     let is_there = |program: &str| {
-        // A path that begins at the root stays what it is.
+        // An absolute path stays as it is.
         std::env::split_paths(paths)
             .chain([PathBuf::from("/usr/sbin"), PathBuf::from("/sbin")])
             .any(|folder| folder.join(program).is_file())
@@ -95,7 +95,7 @@ pub struct Device {
     pub image: PathBuf,
 }
 
-/// All that runs. The guest falls before the daemon, the folder last.
+/// Everything that runs. The guest is dropped before the daemon, the folder last.
 pub struct Stand {
     /// The guest.
     pub guest: Guest,
@@ -111,7 +111,7 @@ pub struct Stand {
     run_folder: RunFolder,
 }
 
-/// Disk images, gone on drop.
+/// Disk images, removed on drop.
 struct Images(Vec<PathBuf>);
 
 impl Drop for Images {
@@ -208,7 +208,7 @@ impl Stand {
         Ok(())
     }
 
-    /// Bytes of pools in the state directory: of VMs that were not let go.
+    /// Bytes of pools in the state directory: of VMs that were not detached.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -221,7 +221,7 @@ impl Stand {
             if path.extension().is_some_and(|ending| ending == "pool") {
                 say(&format!("left in the state directory: {}", path.display()));
                 let metadata = fs::metadata(&path).map_err(failed)?;
-                // An empty one is one too many, too.
+                // An empty one must be reported, too.
                 bytes += metadata.len().max(1);
             }
         }
@@ -252,7 +252,7 @@ impl Stand {
         })
     }
 
-    /// Copies what guest and QEMU printed to `folder`.
+    /// Copies the output of guest and QEMU to `folder`.
     ///
     /// # Errors
     /// A file cannot be copied.
@@ -270,7 +270,7 @@ impl Stand {
         self.run_folder.path()
     }
 
-    /// A report with what is known of the run as such.
+    /// A report with the properties of the run.
     #[must_use]
     pub fn report(&self, options: &Options, elapsed: Duration) -> Report {
         let hours = elapsed.as_secs_f64() / 3600.0;
@@ -408,7 +408,7 @@ fn partition_table() -> [u8; 512] {
         let sectors = mib * MIB / SECTOR_BYTES;
         let entry = &mut table[446 + 16 * index..446 + 16 * (index + 1)];
         entry[4] = *kind;
-        // Numbers of sectors fit 32 bits: the disk is some hundred MiB.
+        // Sector numbers fit 32 bits: the disk is some hundred MiB.
         entry[8..12].copy_from_slice(&first.to_le_bytes()[..4]);
         entry[12..16].copy_from_slice(&sectors.to_le_bytes()[..4]);
         first += sectors;
@@ -417,11 +417,11 @@ fn partition_table() -> [u8; 512] {
     table
 }
 
-/// Shortest run that must keep up the rate of an hour. Of a shorter one the first and the last
-/// recovery are too large a part, and a machine that is busy for a moment.
+/// Shortest run that must keep up the rate of an hour. In a shorter run the first and the last recovery,
+/// and a moment of load on the machine, weigh too much.
 const FULL_RATE_HOURS: f64 = 1.0 / 6.0;
 
-/// Fewest deaths in a run of so many hours.
+/// Fewest deaths in a run of this many hours.
 fn kills_wanted(hours: f64) -> u64 {
     let share = if hours < FULL_RATE_HOURS { 0.5 } else { 1.0 };
     whole(hours * KILLS_AN_HOUR * share)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Other tenants of the same daemon, with devices of their own, who misbehave.
+//! Other tenants of the same daemon, with their own devices, which misbehave.
 //!
-//! Each attacker has a device and makes one attack of [`crate::hostile`] on it after the other, holding
-//! on to what it took for a while. How an attack ends is not looked at: what matters is that the guest, which
-//! has its disk in the same daemon, gets on.
+//! Each attacker has a device and makes one attack of [`crate::hostile`] on it after the other, holding its
+//! resources for a while. The outcome of an attack is not checked: what matters is that the guest, whose
+//! disk is in the same daemon, makes progress.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,12 +16,12 @@ use crate::hostile::{Attack, Failure, Held, Target, attacks};
 
 /// Devices that are attacked; the rest of the tenants' devices come and go.
 const ATTACKED: usize = 2;
-/// Rest between two attacks.
+/// Pause between two attacks.
 const REST_MS: (u64, u64) = (100, 900);
-/// How long an attacker holds on to what it took.
+/// How long an attacker holds its resources.
 const HOLD_MS: (u64, u64) = (0, 1_500);
 
-/// A tenant who attacks the device that it was given.
+/// A tenant that attacks its own device.
 pub struct Attacker {
     target: Target,
     attacks: Vec<Attack>,
@@ -31,7 +31,7 @@ pub struct Attacker {
 /// One for each device that is attacked.
 ///
 /// # Errors
-/// A folder for what they make cannot be had.
+/// A folder for their files cannot be made.
 pub fn attackers(stand: &Stand, options: &Options) -> Result<Vec<Attacker>, SoakError> {
     let mut attackers = Vec::new();
     for (number, device) in stand.tenants.iter().take(ATTACKED).enumerate() {
@@ -48,7 +48,7 @@ pub fn attackers(stand: &Stand, options: &Options) -> Result<Vec<Attacker>, Soak
     Ok(attackers)
 }
 
-/// Attacks on a device like any other, with `part` in their name.
+/// Attacks that suit any device, with `part` in their name.
 fn chosen(part: &str) -> Vec<Attack> {
     let mut attacks = attacks();
     attacks.retain(|attack| attack.options.is_empty() && attack.name.contains(part));
@@ -79,7 +79,7 @@ impl Attacker {
     }
 }
 
-/// Whether there was a device to attack: the daemon may be away, or the machine lack something.
+/// Whether there was a device to attack: the daemon may be down, or the machine may lack something.
 fn was_made(held: &Result<Held, Failure>) -> bool {
     match held {
         Err(Failure::Kernel { step, .. }) => step != "connecting",

@@ -36,7 +36,7 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 /// `VHOST_USER_F_PROTOCOL_FEATURES` and `VIRTIO_F_VERSION_1`.
 const FEATURES: u64 = 1 << 30 | 1 << 32;
-/// Between two looks at the used ring.
+/// Between two polls of the used ring.
 const LOOK_AGAIN: Duration = Duration::from_micros(50);
 
 /// A connected disk.
@@ -99,8 +99,8 @@ impl Disk {
         })
     }
 
-    /// Reads the disk's first page into one buffer after the other, as long as the process lives. A
-    /// daemon that dies leaves the read hanging: this front end does not come again.
+    /// Reads the disk's first page into one buffer after the other, as long as the process lives. If the
+    /// daemon dies, the read hangs: this front end does not reconnect.
     pub(super) fn read_for_ever(mut self) -> Result<(), Wrong> {
         let mut buffer = 0;
         loop {

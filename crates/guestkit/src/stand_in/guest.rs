@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in's own side: its memory, the threads that use it, the orders it obeys.
+//! The stand-in's own side: its memory, the threads that use it, the commands it executes.
 
 use std::io::{self, BufRead, Write};
 use std::os::fd::AsFd;
@@ -18,11 +18,11 @@ use super::{READY, SOUND, StandInSpec, VERIFY};
 
 pub(super) const PAGE_BYTES: u64 = 4096;
 const PAGE: usize = 4096;
-/// Touches of a thread between two rests: the host has others to serve.
+/// Touches of a thread between two pauses: the host has other work.
 const TOUCHES_A_TURN: u32 = 32;
-/// Such a rest.
+/// The length of such a pause.
 const REST: Duration = Duration::from_micros(200);
-/// Where a thread writes what is there already.
+/// Where a thread writes the existing content again.
 const WRITTEN_AT: u64 = 2048;
 /// Status of a stand-in that has read a wrong byte.
 const WRONG: i32 = 3;
@@ -30,7 +30,7 @@ const WRONG: i32 = 3;
 /// Why a stand-in cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum Wrong {
-    /// Its memory cannot be had.
+    /// Its memory cannot be allocated.
     #[error("no memory: {0}")]
     File(#[from] FileError),
     /// Nor mapped.
@@ -55,7 +55,7 @@ pub enum Wrong {
     },
 }
 
-/// Is a VMM until its input ends: the program's `main`.
+/// Acts as a VMM until its input ends: the program's `main`.
 ///
 /// # Errors
 /// [`Wrong`].
@@ -112,7 +112,7 @@ fn println_now(line: &str) -> io::Result<()> {
     out.flush()
 }
 
-/// A thread that finds something wrong ends all.
+/// A thread that finds an error ends the process.
 fn or_end(outcome: Result<(), Wrong>) {
     if let Err(error) = outcome {
         eprintln!("stand-in {}: {error}", std::process::id());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policy `adaptive`: what `adp` does by fixed times, learnt for each device while it runs (beyond
-//! VPRI: its section 8 asks for parameters by online profiling, spatial locality and prefetching).
+//! Policy `adaptive`: replaces the fixed times of `adp` by times learned for each device while it
+//! runs (beyond VPRI: its section 8 asks for parameters by online profiling, spatial locality and
+//! prefetching).
 //!
 //! ```text
 //!   touch ──► age 0 ─► 15 s ─► … ─► 180 s ─► 240 s ─► …      a list for each interval of age
@@ -8,37 +9,39 @@
 //!     │  visit (first touch           │      worth := touches saved by second protected  (life_table)
 //!     │  after a minute's rest)       ▼      near  := as old as what the evictor takes   (reach)
 //!     ▼                          Protect / Release       protected if near, cold, worth >= price
-//!   guess: what followed last time, and neighbours ──► BringBack
+//!   guess: what followed last time, and adjacent ones ──► BringBack
 //!
 //!   evicted ──► now it is known to be cold. Worth it? BringBack and Protect. Likely to be touched
-//!               before the evictor takes it once more? BringBack alone. Else it stays away, and is
-//!               looked at again when it is older.
+//!               before the evictor takes it again? BringBack alone. Else it stays absent, and is
+//!               evaluated again when it is older.
 //! ```
-//! - *Age decides, and classes.* Sections are told apart by how long they rested before their last
-//!   visit and by how many visits there were. For each class a life table learns how many are touched
-//!   at which age; from that follows when to begin and when to give up (`life_table.rs`).
-//! - *The evictor is asked, not guessed at.* A section that its CPUs use never goes, so it need not be
-//!   protected; the policy sees DMA only, so it waits until the evictor has taken a section once. The
-//!   lower end of the ages at which that happens is the evictor's reach. While little is protected, it
-//!   does not wait. While nothing is evicted, nothing is protected.
-//! - *The price* is the least worth that is protected. It rises while more is protected than
-//!   `protected-mean` and falls else, so that what is protected is the best of what there is.
-//! - *Guesses* (`guess.rs`): where a guest fills memory in the order in which it was freed, what was
-//!   visited after a section last time, or lies beside it, is about to be visited. Not all guests do, so how
-//!   far ahead to guess is learnt from how many guesses were touched before they were evicted again.
-//! - *Strangers*: an evicted section that the device never touched, but whose neighbours it did, is
-//!   remembered too, in a class of its own.
+//! - *Age and class decide.* Sections are classified by how long they were idle before their last
+//!   visit and by the number of visits. For each class a life table learns how many sections are
+//!   touched at which age; from that follows when to begin and when to give up (`life_table.rs`).
+//! - *The evictor is observed, not guessed at.* A section that its CPUs use is never evicted, so it
+//!   need not be protected; the policy sees only DMA, so it waits until the evictor has taken a
+//!   section once. The lower end of the ages at which that happens is the evictor's reach. While
+//!   little is protected, the policy does not wait. While nothing is evicted, nothing is protected.
+//! - *The price* is the least worth that is protected. It rises while more than `protected-mean` is
+//!   protected and falls otherwise, so that the best sections are the ones protected.
+//! - *Guesses* (`guess.rs`): where a guest fills memory in the order in which it was freed, a section that
+//!   was visited after another last time, or is adjacent to it, is about to be visited. Not all guests do
+//!   this, so the number of sections to guess ahead is learned from how many guesses were touched before
+//!   they were evicted again.
+//! - *Strangers*: an evicted section that the device never touched, but whose adjacent sections it
+//!   did, is remembered too, in a class of its own.
 //!
-//! Where nothing was learnt yet the worth falls with age, so that of what is near the evictor's reach
-//! the sections touched last are protected, as in `adp`.
+//! Where nothing was learned yet the worth falls with age, so that of the sections near the evictor's
+//! reach those touched last are protected, as in `adp`.
 //!
-//! A touch is O(1) but for the guesses (at most 48 look-ups). A second's work is a step for each
-//! section that passes a border of age, some twenty in its life; every 20 s the tables are worked out.
-//! Memory: at most `tracked-max` of the VM's sections are remembered.
+//! A touch is O(1) except for the guesses (at most 48 look-ups). The work per second is one step for
+//! each section that crosses an age boundary, some twenty in its life; every 20 s the tables are
+//! recomputed. Memory: at most `tracked-max` of the VM's sections are remembered.
 //!
-//! A bring-back costs the host work and the VM a place below its limit, for which another section goes.
-//! So they are limited by `bring-backs-a-minute`; and whether they save faults at all is tried out, by making none
-//! for some minutes now and then (`trial.rs`). Where they do not, none is made but to try again.
+//! A prefetch costs the host work and the VM room below its limit, for which another section is
+//! evicted. So prefetches are limited by `bring-backs-a-minute`; and whether they save faults at all is
+//! tested by making none for some minutes now and then (`trial.rs`). Where they save none, they are
+//! made only to test again.
 
 mod guess;
 mod life_table;
@@ -63,26 +66,28 @@ use pagetide_addr::SectionNo;
 use std::{collections::VecDeque, time::Duration};
 use trial::{RETURN_S, Trial};
 
-/// A touch after so long a rest begins a new visit: what comes sooner belongs to the same one.
+/// A touch after this long an idle time begins a new visit; an earlier one belongs to the same
+/// visit.
 const VISIT_GAP_S: u64 = 60;
 /// The interval of [`VISIT_GAP_S`].
 const VISIT_INTERVAL: u8 = 3;
-/// What was learnt is worked out anew this often.
+/// The tables are recomputed this often.
 const WEIGH_EVERY: Duration = Duration::from_secs(20);
-/// A protected section that was touched is released after this time: by then the evictor has scanned.
+/// A protected section that was touched is released after this time: by then the evictor has scanned
+/// it.
 const RELEASE_AFTER: Duration = Duration::from_secs(10);
 /// Most sections that wait for an allowance.
 const DEFERRED_MAX: usize = 1 << 10;
-/// By how much the price of protection moves at once.
+/// Factor of one step of the price of protection.
 const PRICE_STEP: f64 = 1.15;
 const PRICE_MIN: f64 = 1e-5;
-/// Sections that old must be known to come back: belief alone does not protect them any more.
+/// Sections this old must be known to be touched again: the prior alone no longer protects them.
 const OLD_S: u64 = 3_600;
 const PRICE_OLD: f64 = 1.5e-4;
 const PRICE_MAX: f64 = 1.0;
-/// Bringing back is work for the host: it must save at least this part of the faults.
+/// Prefetching is work for the host: it must save at least this part of the faults.
 const GAIN_LEAST: f64 = 0.05;
-/// The same where most of it is in vain, so that memory changes places all the time.
+/// The same where most prefetches are in vain, so that sections displace each other all the time.
 const GAIN_OF_CHURN: f64 = 0.35;
 
 /// See the module.
@@ -99,15 +104,15 @@ pub struct Adaptive {
     /// Least worth that is protected.
     price: f64,
     protected: u64,
-    /// Protected sections that were touched: to be released, by when, in nanoseconds.
+    /// Protected sections that were touched, to be released, with the due time in nanoseconds.
     releases: VecDeque<(u64, SectionNo)>,
-    /// Age at which the evictor takes sections, its lower end, in seconds.
+    /// Lower end of the ages at which the evictor takes sections, in seconds.
     reach_s: f64,
     /// Visits begun.
     last_visit: Option<Slot>,
-    /// Bring-backs that may be asked for now.
+    /// Prefetches allowed now.
     allowance: f64,
-    /// Sections that would have been brought back had there been an allowance, oldest first.
+    /// Sections that would have been prefetched with enough allowance, oldest first.
     deferred: VecDeque<SectionNo>,
     trial: Trial,
     passed_at: Option<Duration>,
@@ -164,7 +169,7 @@ impl Adaptive {
         }
         for step in 1..=self.guesses.depth(Kind::Neighbour) {
             let beside = [section.0.checked_add(step), section.0.checked_sub(step)];
-            // Only of what was evicted is it known that it was ever there.
+            // Only an evicted section is known to have existed.
             for other in beside.into_iter().flatten() {
                 self.bring_back(SectionNo(other), Kind::Neighbour, changes);
             }
@@ -195,7 +200,7 @@ impl Adaptive {
         let section = self.links.section(slot);
         let worth = self.table.worth(mark.class(), usize::from(mark.interval));
         let end_s = AGES_S.get(usize::from(mark.interval) + 1).copied();
-        // While there is room, what may go is protected before it has gone once, and earlier.
+        // While there is room, sections are protected before their first eviction, and earlier.
         let half = self.params.protected_mean.of(self.sections) / 2;
         let has_room = self.trial.has_begun() && self.protected < half;
         let reach_s = if has_room {
@@ -234,8 +239,8 @@ impl Adaptive {
         self.links.value_mut(slot).protected = wanted;
     }
 
-    /// Brings the section at `slot` back if it is absent and will probably be touched before the
-    /// evictor takes it once more.
+    /// Prefetches the section at `slot` if it is absent and will probably be touched before the
+    /// evictor takes it again.
     fn fetch(&mut self, slot: Slot, changes: &mut Vec<Change>) {
         let mark = self.links.value(slot);
         let soon = self.table.soon(mark.class(), usize::from(mark.interval));
@@ -244,7 +249,7 @@ impl Adaptive {
         }
     }
 
-    /// A section that the device never touched went, among others that it did touch.
+    /// The evictor took a section that the device never touched, among others that it did touch.
     fn meet_stranger(&mut self, section: SectionNo, now: Duration, changes: &mut Vec<Change>) {
         let known = [1, 2, 3]
             .into_iter()
@@ -273,7 +278,7 @@ impl Adaptive {
         self.keep_within(changes);
     }
 
-    /// Below this a section of that age is not protected.
+    /// Below this worth, a section of that age is not protected.
     fn least_worth(&self, interval: u8) -> f64 {
         if AGES_S[usize::from(interval)] >= OLD_S {
             self.price.max(PRICE_OLD)
@@ -282,7 +287,7 @@ impl Adaptive {
         }
     }
 
-    /// Moves sections into the intervals that they have reached.
+    /// Moves sections into the intervals of age that they have reached.
     fn grow_older(&mut self, now: Duration, changes: &mut Vec<Change>) {
         for interval in (0..INTERVALS - 1).rev() {
             let reached = Duration::from_secs(AGES_S[interval + 1]);
@@ -326,18 +331,18 @@ impl Adaptive {
         }
     }
 
-    /// Bring-backs that are allowed in a minute.
+    /// Prefetches allowed per minute.
     fn a_minute(&self) -> f64 {
         let sections = self.params.bring_backs_a_minute.of(self.sections);
         f64::from(u32::try_from(sections).unwrap_or(u32::MAX))
     }
 
-    /// More bring-backs are allowed, but not more at once than in a quarter of a minute.
+    /// Allows more prefetches, but at once no more than for a quarter of a minute.
     fn allow(&mut self, more: f64) {
         self.allowance = (self.allowance + more).min(self.a_minute().max(1.0) / 4.0 + 1.0);
     }
 
-    /// Decides again about sections that were to be brought back when there was no allowance.
+    /// Decides again about sections whose prefetch lacked an allowance.
     fn decide_deferred(&mut self, changes: &mut Vec<Change>) {
         while self.allowance >= 1.0
             && let Some(section) = self.deferred.pop_front()
@@ -374,7 +379,7 @@ impl Adaptive {
     }
 
     fn learn_reach(&mut self, age_s: f64) {
-        // The tenth part of the evictions is at younger ages than this.
+        // A tenth of the evictions happen at younger ages than this.
         let step = self.reach_s * 0.02;
         self.reach_s += if age_s < self.reach_s {
             -step * 0.9

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Policy `adp`: the adaptive DMA protector (VPRI 6.2, figure 14).
 //!
-//! What a device touched a moment ago needs no protection: the memory subsystem saw it too, and
-//! keeps it. What it did not touch for long is about to be evicted; just that is protected.
+//! A section that a device touched a moment ago needs no protection: the memory subsystem saw the
+//! touch too, and keeps it. A section not touched for long is about to be evicted; exactly those
+//! are protected.
 //!
 //! ```text
 //!      touch                                                  one order, by last touch
@@ -25,25 +26,25 @@
 //!   inactive block too long        its oldest is forgotten, and counted
 //! ```
 //! Both blocks are parts of one list, since both are sorted by last touch and promotion takes the
-//! tail of the active block: no entry of the resting part is newer than one of the recent part.
-//! So promotion and demotion move nothing, and every step is O(1).
+//! tail of the active block: no entry of the resting part is newer than one of the recent part. So
+//! promotion and demotion move no entries, and every step is O(1).
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
-//!   by last touch, not by promotion. The two agree but for sections touched while in the block.
-//! - *A touch within the delay of 30 s* does not prolong it: the delay is for the memory subsystem
-//!   to notice that the page is hot, and a second touch does not make that later. It does count as the
-//!   last touch.
+//!   by last touch, not by promotion. The two differ only for sections touched while in the block.
+//! - *A touch within the delay of 30 s* does not prolong it: the delay is for the memory subsystem to
+//!   notice that the page is hot, and a second touch does not make that later. The second touch does
+//!   count as the last touch.
 //! - *The place of a demoted section in the active block* is that of its last touch, so that the
 //!   block stays sorted, which the early stop of the scan relies on.
 //! - *The active block overflows while the oldest recent section is a leaving one*: it would be
 //!   demoted to the tail of a full block and promoted at once. It stays in the inactive block, and its delay ends.
 //! - *A section dropped* from the inactive block is forgotten: its next touch is a first one.
-//! - *Evictions and page faults* change nothing: the paper's protector hears of accesses only.
+//! - *Evictions and page faults* change nothing: the paper's protector receives accesses only.
 //! - *Shares* are of the VM's sections, for each device, rounded down.
-//! - *Promotion at just 180 s*: the scan stops at an interval *shorter* than the threshold, so it
-//!   takes that one.
-//! - *Several things due at once*: demotions, then what overflows, then the scan, then what overflows.
+//! - *Promotion at exactly 180 s*: the scan stops at an interval *shorter* than the threshold, so
+//!   it promotes that one.
+//! - *Several things due at once*: demotions, then overflow, then the scan, then overflow.
 
 use super::{
     Change, Fate, PolicyReport, ProtectionPolicy, Touch,
@@ -60,11 +61,11 @@ pub struct AdpParams {
     pub active_max: Share,
     /// Most sections in the inactive block, which are those protected, as a share of the VM's.
     pub protected_max: Share,
-    /// A section not touched for so long is promoted to the inactive block.
+    /// A section not touched for this long is promoted to the inactive block.
     pub promote_after: Duration,
-    /// Sections are looked through for promotion this often.
+    /// Sections are scanned for promotion this often.
     pub scan_every: Duration,
-    /// A section of the inactive block is demoted so long after it was touched.
+    /// A section of the inactive block is demoted this long after it was touched.
     pub demote_after: Duration,
 }
 
@@ -104,7 +105,7 @@ impl Parameters for AdpParams {
     }
 }
 
-/// Where a section is; see the picture of the module.
+/// Where a section is; see the diagram of the module.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Block {
     Active,
@@ -139,7 +140,7 @@ impl From<PackedBlock> for Block {
     }
 }
 
-/// A demotion to come. Void if the section is not `Leaving` with this number any more.
+/// A pending demotion. Void if the section is no longer `Leaving` with this number.
 #[derive(Debug)]
 struct Demotion {
     due_ns: u64,
@@ -147,7 +148,7 @@ struct Demotion {
     number: u32,
 }
 
-/// Demotions that may be void before they are looked for.
+/// Demotions that may be void before they are searched for and removed.
 const VOID_DEMOTIONS_MIN: u64 = 64;
 
 /// See the module.
@@ -202,7 +203,7 @@ impl Adp {
         (*self.order.state(slot)).into()
     }
 
-    /// Puts the section at `slot` into another block; returns that in which it was.
+    /// Puts the section at `slot` into another block; returns the previous one.
     fn move_to(&mut self, slot: Slot, block: Block) -> Block {
         std::mem::replace(self.order.state_mut(slot), block.into()).into()
     }
@@ -214,7 +215,7 @@ impl Adp {
         }
     }
 
-    /// The border is not at `slot` any more, which leaves its place.
+    /// Moves the border off `slot`, which leaves its place.
     fn move_border_off(&mut self, slot: Slot) {
         if self.newest_resting == Some(slot) {
             self.newest_resting = self.order.older(slot);
@@ -292,7 +293,7 @@ impl Adp {
         }
     }
 
-    /// The oldest of all but when nothing rests, which is rare: the VM has shrunk.
+    /// The oldest of all, except when no section is resting, which is rare: the VM has shrunk.
     fn oldest_inactive(&self) -> Option<Slot> {
         self.order
             .oldest_first()

@@ -24,15 +24,15 @@ pub enum PolicyChoice {
     /// Nothing is protected.
     #[default]
     None,
-    /// What was touched last. See [`super::lru`].
+    /// The sections touched last. See [`super::lru`].
     Lru(LruParams),
-    /// The paper's. See [`super::adp`].
+    /// The paper's policy. See [`super::adp`].
     Adp(AdpParams),
     /// With parameters adapted to the device. See [`super::adaptive`].
     Adaptive(AdaptiveParams),
 }
 
-/// Why a text names no policy.
+/// Why a text does not name a policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyError {
     /// There is no such policy.
@@ -59,10 +59,10 @@ pub enum PolicyError {
     NoValue {
         /// The policy.
         policy: &'static str,
-        /// What stands where a parameter should.
+        /// The text in place of a parameter.
         text: String,
     },
-    /// A parameter twice.
+    /// A parameter was given twice.
     #[error("parameter {name} of policy {policy} is given twice")]
     Twice {
         /// The policy.
@@ -82,7 +82,7 @@ pub enum PolicyError {
         /// What it should be.
         wanted: &'static str,
     },
-    /// Values that do not go together.
+    /// Values that contradict each other.
     #[error("parameters of policy {policy} do not go together: {why}")]
     Contradiction {
         /// The policy.
@@ -170,7 +170,7 @@ impl Parameters for NoParams {
     }
 }
 
-/// Sets what `text` says, `NAME=VALUE` with commas between.
+/// Sets the parameters in `text`: `NAME=VALUE`, separated by commas.
 fn read(policy: &'static str, params: &mut impl Parameters, text: &str) -> Result<(), PolicyError> {
     let mut given = Vec::new();
     for pair in text.split(',') {

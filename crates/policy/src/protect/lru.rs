@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policy `lru`: what the device touched last, up to a share of the VM (VPRI 4.2.1, and 7.3, where
-//! it is what ADP is compared with).
+//! Policy `lru`: protects the sections that the device touched last, up to a share of the VM (VPRI
+//! 4.2.1, and 7.3, where ADP is compared with it).
 //!
 //! ```text
 //!   touch of s:   protect s, as the newest
 //!                 more than `share` of the VM's sections?  release the oldest
 //! ```
-//! A section is protected at once and stays so for as long as the device does not touch too many
-//! others, however long that takes.
+//! A section is protected at once and stays so until the device has touched too many others,
+//! however long that takes.
 
 use super::{
     Change, Fate, PolicyReport, ProtectionPolicy, Touch,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policy `none`: nothing is protected. What the others are measured against.
+//! Policy `none`: nothing is protected. The baseline for the others.
 
 use super::{Change, PolicyReport, ProtectionPolicy, Touch};
 

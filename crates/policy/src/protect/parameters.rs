@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Parameters of policies: names, values, and what is wrong with them in sentences.
+//! Parameters of policies: names, values, and error messages.
 //!
 //! A policy declares each parameter once, in [`Parameters::fields`]; reading, printing and the list
 //! in an error message come from that.
 
 use std::{fmt, str::FromStr, time::Duration};
 
-/// What can be set about a policy.
+/// The parameters of a policy.
 pub trait Parameters: Clone + Default + PartialEq {
-    /// Every parameter with the name it is set by, words joined by hyphens.
+    /// Every parameter with its name, words joined by hyphens.
     fn fields(&mut self) -> Vec<(&'static str, Field<'_>)>;
 
-    /// Whether the values go together.
+    /// Checks that the values are consistent.
     ///
     /// # Errors
-    /// Why not, as a sentence without its full stop.
+    /// Why not, as a sentence without a full stop.
     fn check(&self) -> Result<(), String> {
         Ok(())
     }
 
-    /// Name and value of the parameters that are not as they are by default.
+    /// Name and value of the parameters that differ from their defaults.
     fn changed(&self) -> Vec<(&'static str, String)> {
         let (mut mine, mut default) = (self.clone(), Self::default());
         let texts = |fields: Vec<(&'static str, Field<'_>)>| -> Vec<(&'static str, String)> {
@@ -53,7 +53,7 @@ impl Field<'_> {
     /// Sets it from `text`.
     ///
     /// # Errors
-    /// What `text` should have been.
+    /// A description of valid values.
     pub fn set(self, text: &str) -> Result<(), &'static str> {
         match self {
             Self::Share(share) => *share = text.parse()?,
@@ -63,7 +63,7 @@ impl Field<'_> {
         Ok(())
     }
 
-    /// Its value as it would be set.
+    /// Its value as text, as accepted by [`Self::set`].
     #[must_use]
     pub fn text(&self) -> String {
         match self {
@@ -84,13 +84,13 @@ const SHARE_WANTED: &str = "a share from 0 to 1 with up to six decimals, such as
 const TIME_WANTED: &str = "a time such as 500ms, 30s, 3min or 1h, up to a year";
 
 impl Share {
-    /// `millionths` of a whole; what is more than a whole is the whole.
+    /// `millionths` of a whole, at most the whole.
     #[must_use]
     pub const fn millionths(millionths: u32) -> Self {
         Self(if millionths < ALL { millionths } else { ALL })
     }
 
-    /// `percent` hundredths; what is more than a whole is the whole.
+    /// `percent` hundredths, at most the whole.
     #[must_use]
     pub const fn percent(percent: u32) -> Self {
         Self::millionths(percent.saturating_mul(ALL / 100))
@@ -158,7 +158,7 @@ fn parse_time(text: &str) -> Result<Duration, &'static str> {
     }
 }
 
-/// In seconds, for they are easiest to compare; in milliseconds if there is a part of one.
+/// In seconds, which are easiest to compare; in milliseconds if there is a fraction.
 fn time_text(time: Duration) -> String {
     if time.subsec_millis() == 0 {
         format!("{}s", time.as_secs())

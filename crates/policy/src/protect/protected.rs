@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`ProtectedSections`]: what must not be chosen for eviction, as the evictor reads it.
+//! [`ProtectedSections`]: the sections not to be chosen for eviction, as the evictor reads them.
 
 use crate::section_set::SectionSet;
 use pagetide_addr::SectionNo;
@@ -9,9 +9,10 @@ use std::sync::{
     atomic::{AtomicU64, Ordering::Relaxed},
 };
 
-/// The sections that at least one device of a VM protects. Written by the VM's
-/// [`Protector`](super::Protector) alone, a section at a time; read by its evictor, which may see
-/// it a moment late: it protects from being chosen, and a section chosen a moment ago goes.
+/// The sections that at least one device of a VM protects. Written only by the VM's
+/// [`Protector`](super::Protector), a section at a time; read by its evictor, which may see a
+/// change a moment late: protection prevents the choice of a section, and one chosen a moment ago
+/// is still evicted.
 #[derive(Debug, Default)]
 pub struct ProtectedSections {
     protected: RwLock<Protected>,
@@ -22,7 +23,7 @@ pub struct ProtectedSections {
 #[derive(Debug, Default)]
 struct Protected {
     sections: SectionSet,
-    /// Sections that more than one device protects, and how many devices beside the first.
+    /// Sections that more than one device protects, and the number of devices beside the first.
     again: FxHashMap<SectionNo, u32>,
 }
 
@@ -30,7 +31,7 @@ impl ProtectedSections {
     /// True if a device protects `section`.
     #[must_use]
     pub fn contains(&self, section: SectionNo) -> bool {
-        // Mostly there are none, or no device of this VM has a policy.
+        // Mostly the set is empty, or no device of this VM has a policy.
         !self.is_empty() && self.read().sections.contains(section)
     }
 
@@ -53,12 +54,12 @@ impl ProtectedSections {
         protected.sections.bytes() + again as u64
     }
 
-    /// The evictor had to take `pages` pages of protected sections.
+    /// The evictor had to evict `pages` pages of protected sections.
     pub fn count_taken(&self, pages: u64) {
         self.taken_pages.fetch_add(pages, Relaxed);
     }
 
-    /// Pages of protected sections that were evicted all the same, since the start.
+    /// Pages of protected sections that were evicted nevertheless, since the start.
     #[must_use]
     pub fn taken_pages(&self) -> u64 {
         self.taken_pages.load(Relaxed)
@@ -73,7 +74,7 @@ impl ProtectedSections {
         self.len.store(protected.sections.len(), Relaxed);
     }
 
-    /// One device less protects `section`.
+    /// One device fewer protects `section`.
     pub(super) fn remove(&self, section: SectionNo) {
         let mut protected = self.write();
         match protected.again.get_mut(&section) {
@@ -88,7 +89,8 @@ impl ProtectedSections {
         self.len.store(protected.sections.len(), Relaxed);
     }
 
-    // Nothing between two changes can panic, so what a lock guards is whole even if its holder did.
+    // Nothing within a change can panic, so the guarded data is consistent even if the lock's
+    // holder panicked.
     fn read(&self) -> RwLockReadGuard<'_, Protected> {
         self.protected
             .read()

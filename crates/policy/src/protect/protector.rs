@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Protector`]: the policies of one VM's devices, and what they protect together.
+//! [`Protector`]: the policies of one VM's devices, and the sections they protect together.
 //!
-//! # At most so much of a VM
-//! A policy's share is one device's, and nobody vouches for the number of devices: a guest has
-//! twenty disks, or a device's process names devices that are not there. So there is a bound on what
-//! all of them protect together, [`together_max`]. At the bound the section that would be one too many
-//! is refused: it is not protected, counts as dropped, and its device's policy is not told; when that
-//! releases it, nothing happens.
+//! # Bound per VM
+//! A policy's share is for one device, and the number of devices is not bounded: a guest may have
+//! twenty disks, or a device's process may name devices that do not exist. So all of them together
+//! have a bound, [`together_max`]. A section beyond the bound is refused: it is not protected, counts
+//! as dropped, and its device's policy is not notified; when the policy releases it, nothing happens.
 //!
-//! *The newest yields*, not another device's oldest. What is protected already has waited
-//! longer and so is nearer to being touched; and a device that protects much cannot drive out what
-//! another holds, only keep it from growing. A device that came too late has page faults, as
-//! without a policy.
+//! *The newest yields*, not another device's oldest. Sections protected already have waited longer
+//! and so are nearer to being touched; and a device that protects much cannot displace sections of
+//! another, only keep it from growing. A device that comes too late has page faults, as without a
+//! policy.
 
 use crate::section_set::SectionSet;
 
@@ -26,29 +25,29 @@ use std::{
     time::Duration,
 };
 
-/// Most sections that wait to be brought back: 4 GiB, more than can be read before it is too late.
-/// Beyond, the oldest wish is forgotten.
+/// Most sections with a pending prefetch: 4 GiB, more than can be read before it is too late.
+/// Beyond that, the oldest prefetch is dropped.
 const BRING_BACKS_MAX: usize = 2_048;
 
-/// What a VM's devices may protect together of its sections, whatever the policy's share is: twice what the
-/// paper's protector held of a VM on average (VPRI 7.3: 4.3 %).
+/// Share of a VM's sections that its devices may protect together, whatever the policy's share: twice the
+/// average of the paper's protector (VPRI 7.3: 4.3 %).
 const TOGETHER_MIN: Share = Share::percent(10);
-/// So many devices may protect the policy's whole share each: a disk and a network interface. The
-/// paper's `lru` of 10 % a device held 12 % of a VM.
+/// This many devices may each protect the policy's whole share: a disk and a network interface. The
+/// paper's `lru` of 10 % per device held 12 % of a VM.
 const WHOLE_SHARES: u64 = 2;
 
 /// One device: the paper's *protection domain*.
 struct Domain {
     policy: Box<dyn ProtectionPolicy>,
     held: SectionSet,
-    /// Sections that it was not let protect, since the start.
+    /// Sections that it was refused to protect, since the start.
     refused: u64,
 }
 
 impl Domain {
     fn report(&self) -> PolicyReport {
         let mut report = self.policy.report();
-        // The policy does not know what was refused.
+        // The policy does not know about refusals.
         report.protected_sections = self.held.len();
         report.dropped_sections += self.refused;
         report.bytes += self.held.bytes();
@@ -72,27 +71,27 @@ pub struct Protector {
     vm_sections: u64,
     domains: BTreeMap<DeviceId, Domain>,
     outcome: Outcome,
-    /// By devices that are no more, and under another choice.
+    /// By devices that were removed, and under earlier choices.
     dropped_before: u64,
 }
 
-/// What comes of the policies' decisions.
+/// The result of the policies' decisions.
 #[derive(Default)]
 struct Outcome {
     protected: Arc<ProtectedSections>,
     /// See [`together_max`].
     protected_max: u64,
     bring_backs: VecDeque<SectionNo>,
-    /// Wishes that gave way to newer ones; their policies do not know yet.
+    /// Prefetches that gave way to newer ones; their policies do not know yet.
     forgotten: Vec<SectionNo>,
-    /// Decided just now, not done yet.
+    /// Decided just now, not applied yet.
     changes: Vec<Change>,
-    /// Protected by those; empty between two steps.
+    /// Sections protected by those; empty between two steps.
     added: Vec<SectionNo>,
 }
 
 impl Protector {
-    /// A protector of a VM with `vm_sections` sections, none of whose devices has been heard of.
+    /// A protector of a VM with `vm_sections` sections; none of its devices is known yet.
     #[must_use]
     pub fn new(choice: &PolicyChoice, vm_sections: u64) -> Self {
         Self {
@@ -107,7 +106,7 @@ impl Protector {
         }
     }
 
-    /// What is protected now, to be read by the evictor's thread.
+    /// The sections protected now, for the evictor's thread.
     #[must_use]
     pub fn protected(&self) -> &Arc<ProtectedSections> {
         &self.outcome.protected
@@ -119,15 +118,15 @@ impl Protector {
         &self.choice
     }
 
-    /// Another policy from now on. What is known is forgotten, and nothing is protected until the
-    /// devices touch it again.
+    /// Switches to another policy. All that is known is forgotten, and nothing is protected until
+    /// the devices touch it again.
     pub fn choose(&mut self, choice: &PolicyChoice) {
         self.release_all();
         self.choice = choice.clone();
         self.outcome.protected_max = together_max(choice, self.vm_sections);
     }
 
-    /// `device` has touched a section. Its first touch makes its policy.
+    /// `device` has touched a section. Its first touch creates its policy.
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
         let domain = self.domains.entry(device).or_insert_with(|| Domain {
             policy: self.choice.policy(self.vm_sections),
@@ -138,8 +137,8 @@ impl Protector {
         self.outcome.apply(domain);
     }
 
-    /// From now on `device` follows `policy`, whatever the others do, until another is chosen for all: what
-    /// no [`PolicyChoice`] names can be tried like this.
+    /// From now on `device` follows `policy`, whatever the others do, until another policy is chosen for
+    /// all: this allows tests of policies that no [`PolicyChoice`] names.
     pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
         self.device_left(device);
         let domain = Domain {
@@ -158,11 +157,11 @@ impl Protector {
         }
     }
 
-    /// Something happened to a section: every device's policy hears of it.
+    /// An event of a section: passed to every device's policy.
     pub fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration) {
         self.each(|policy, changes| policy.fate(section, fate, now, changes));
         if fate == Fate::Gone {
-            // A policy that has forgotten it before has released it; one that has not is told here.
+            // A policy that forgot the section has released it; for the others it is released here.
             for domain in self.domains.values_mut() {
                 self.outcome.changes.push(Change::Release(section));
                 self.outcome.apply(domain);
@@ -173,7 +172,7 @@ impl Protector {
         }
     }
 
-    /// `device` is no more: what it protected is released, and its policy forgotten.
+    /// `device` was removed: its sections are released, and its policy is dropped.
     pub fn device_left(&mut self, device: DeviceId) {
         if let Some(domain) = self.domains.remove(&device) {
             self.leave(domain);
@@ -185,8 +184,8 @@ impl Protector {
         if self.vm_sections != vm_sections {
             self.vm_sections = vm_sections;
             let protected_max = together_max(&self.choice, vm_sections);
-            // One device after the other gives back what is too much for it now. Nothing is refused to the
-            // first on account of what the others have yet to give back.
+            // The devices give back their surplus one after another. Nothing is refused to the first
+            // because of surplus that others have not given back yet.
             self.outcome.protected_max = self.outcome.protected_max.max(protected_max);
             self.each(|policy, changes| policy.resized(vm_sections, changes));
             self.outcome.protected_max = protected_max;
@@ -194,8 +193,7 @@ impl Protector {
         }
     }
 
-    /// Sections that policies want back before a device asks for them, oldest wish first; each wish
-    /// is told once.
+    /// Takes the sections to be prefetched, oldest request first; each request is returned once.
     pub fn take_bring_backs(&mut self) -> Vec<SectionNo> {
         self.outcome.bring_backs.drain(..).collect()
     }
@@ -207,8 +205,8 @@ impl Protector {
         }
     }
 
-    /// What each device's policy holds, with the memory that is taken here on its behalf: its own, and its part
-    /// of what the evictor reads.
+    /// The state of each device's policy, including the memory used here on its behalf: its own, and its part
+    /// of the set that the evictor reads.
     pub fn reports(&self) -> impl Iterator<Item = (DeviceId, PolicyReport)> + '_ {
         let devices = self.domains.len().max(1) as u64;
         let shared_bytes = self.outcome.protected.bytes().div_ceil(devices);
@@ -220,8 +218,8 @@ impl Protector {
         self.domains.iter().map(report)
     }
 
-    /// Sections that left protection, or were refused it, because there were too many; since the start, by
-    /// devices and policies that are no more too.
+    /// Sections that lost protection, or were refused it, because there were too many; since the start,
+    /// including devices and policies that no longer exist.
     #[must_use]
     pub fn dropped_sections(&self) -> u64 {
         let now = |domain: &Domain| domain.report().dropped_sections;
@@ -250,7 +248,8 @@ impl Protector {
         }
     }
 
-    /// The VM may be smaller now. What is held has no age here, so those that hold most give back any.
+    /// The VM may be smaller now. Held sections have no age here, so the devices that hold most give
+    /// back any of theirs.
     fn shrink(&mut self) {
         loop {
             let surplus = self.outcome.surplus();
@@ -268,14 +267,15 @@ impl Protector {
 }
 
 impl Drop for Protector {
-    /// The evictor may live on; nobody would release what is protected.
+    /// The evictor may outlive the protector; then nothing else would release the protected
+    /// sections.
     fn drop(&mut self) {
         self.release_all();
     }
 }
 
 impl Outcome {
-    /// Does what the policy of `domain` has just decided.
+    /// Applies what the policy of `domain` has just decided.
     fn apply(&mut self, domain: &mut Domain) {
         if self.changes.is_empty() {
             return;
@@ -317,12 +317,12 @@ impl Outcome {
         self.bring_backs.push_back(section);
     }
 
-    /// Sections that are protected beyond what may be.
+    /// Sections protected beyond the bound.
     fn surplus(&self) -> u64 {
         self.protected.len().saturating_sub(self.protected_max)
     }
 
-    /// `section` is not protected, though the policy of `domain` wants it to be.
+    /// Refuses to protect `section`, although the policy of `domain` wants it.
     fn refuse(&mut self, domain: &mut Domain, section: SectionNo) {
         if domain.held.remove(section) {
             self.protected.remove(section);
@@ -337,7 +337,7 @@ mod tests {
     use pagetide_addr::{Access, PAGE_BYTES};
     use std::sync::Mutex;
 
-    /// Wishes what is touched back, and keeps book of the wishes that came to nothing.
+    /// Prefetches each touched section, and records the prefetches that were not done.
     struct Wishing(Arc<Mutex<Vec<SectionNo>>>);
 
     impl ProtectionPolicy for Wishing {

@@ -6,7 +6,7 @@
 //!          ◄──older──     ◄──older──     ◄──older──
 //! ```
 //! Touch, removal and a step along the order are O(1). With a state of 4 bytes a section takes 28 bytes
-//! beside the table, and at most 43 in all (see `links.rs`).
+//! besides the table, and at most 43 in all (see `links.rs`).
 
 use crate::{
     cells::{Halves, List},
@@ -59,7 +59,7 @@ impl<S> Recency<S> {
         self.links.bytes()
     }
 
-    /// Brings what is kept into the processor's cache.
+    /// Loads the data into the processor's cache.
     pub fn warm_up(&self) {
         self.links.warm_up();
     }
@@ -100,7 +100,7 @@ impl<S> Recency<S> {
         self.order.last()
     }
 
-    /// The section whose last touch is longest ago.
+    /// The least recently touched section.
     #[must_use]
     pub fn oldest(&self) -> Option<Slot> {
         self.order.first()
@@ -118,12 +118,12 @@ impl<S> Recency<S> {
         self.links.before(slot)
     }
 
-    /// All sections, that of the last touch first.
+    /// All sections, most recently touched first.
     pub fn newest_first(&self) -> impl Iterator<Item = Slot> + '_ {
         std::iter::successors(self.newest(), |slot| self.older(*slot))
     }
 
-    /// All sections, that whose last touch is longest ago first.
+    /// All sections, least recently touched first.
     pub fn oldest_first(&self) -> impl Iterator<Item = Slot> + '_ {
         std::iter::successors(self.oldest(), |slot| self.newer(*slot))
     }
@@ -150,7 +150,7 @@ impl<S> Recency<S> {
     }
 }
 
-/// A time as it is kept in few bytes. It overflows after 584 years.
+/// A time in a compact form. It overflows after 584 years.
 pub(super) fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }

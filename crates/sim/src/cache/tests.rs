@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The cache against a naive one: a list of entries for each set, every rule as
-//! plainly as it can be said. Where a policy leaves several victims to choose
-//! from, the naive cache takes any of them, and goes on with the one that went.
+//! The cache against a naive one: a list of entries for each set, every rule in its plainest form. Where a
+//! policy allows several victims, the naive cache accepts any of them, and continues with the one evicted.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -33,7 +32,7 @@ fn content(cache: &mut Cache) -> Vec<Tag> {
     tags.into_inner()
 }
 
-/// How often each of `tags` is there.
+/// How often each of `tags` is present.
 fn counted(tags: impl IntoIterator<Item = Tag>) -> BTreeMap<Tag, usize> {
     let mut counted = BTreeMap::new();
     for tag in tags {
@@ -49,7 +48,7 @@ struct Entry {
     mark: u64,
 }
 
-/// A cache as the headers of `cache.rs` and `config.rs` tell it.
+/// A cache as the headers of `cache.rs` and `config.rs` describe it.
 #[derive(Debug)]
 struct Naive {
     config: CacheConfig,
@@ -101,7 +100,7 @@ impl Naive {
         Some(partition * sets_each + address % sets_each)
     }
 
-    /// Uses the entry of `tag`; false if it is not there.
+    /// Uses the entry of `tag`; false if it is not present.
     fn touch(&mut self, page: &Page, tag: Tag, next_use: u64) -> bool {
         let Some(set) = self.set_of(page) else {
             return false;
@@ -134,7 +133,7 @@ impl Naive {
         hit
     }
 
-    /// Entries of a full set that may go.
+    /// Permitted victims of a full set.
     fn candidates(&self, set: usize) -> Vec<Tag> {
         let marks = || self.sets[set].iter().map(|entry| entry.mark);
         let worst = match self.config.replacement {
@@ -147,7 +146,7 @@ impl Naive {
         tied.map(|entry| entry.tag).collect()
     }
 
-    /// Fills both caches, and fails if `real` lets go what it must not.
+    /// Fills both caches, and fails if `real` evicts an entry that it must not.
     fn fill(&mut self, real: &mut Cache, page: &Page, tag: Tag, next_use: u64) {
         if self.touch(page, tag, next_use) {
             real.fill(page, tag, next_use);
@@ -200,7 +199,7 @@ impl Naive {
     }
 }
 
-/// What is done to a cache.
+/// An operation on a cache.
 #[derive(Clone, Debug)]
 enum Act {
     LookUp(Page, u64),
@@ -208,12 +207,12 @@ enum Act {
     Invalidate(VoidSpan),
 }
 
-/// A cache and what its tags are made of.
+/// A cache and the parts of its tags.
 #[derive(Clone, Debug)]
 struct Shape {
     config: CacheConfig,
     shift: u32,
-    /// A cache of a walk knows spans of its own size, and not pages.
+    /// A cache of a walk has spans of its own size, and not pages.
     spans: Spans,
 }
 
@@ -302,7 +301,7 @@ fn any_shape() -> impl Strategy<Value = Shape> {
         )
 }
 
-/// Does `acts` to a cache and to the naive one.
+/// Applies `acts` to a cache and to the naive one.
 fn compare(shape: &Shape, seed: u64, acts: &[Act]) -> Vec<Tag> {
     let mut real = Cache::new(&shape.config, shape.shift, &ties(seed)).unwrap();
     let mut naive = Naive::new(&shape.config, shape.shift);
@@ -343,7 +342,7 @@ proptest! {
         prop_assert_eq!(compare(&shape, seed, &acts), content);
     }
 
-    /// A set of a few ways that everything competes for: evictions are the rule.
+    /// A set of a few ways with many competitors: evictions are the rule.
     #[test]
     fn small_cache_under_many_acts_does_as_the_naive_one(
         ways in 1..=4_u32,
@@ -419,7 +418,7 @@ fn tags_that_fall_into_one_bucket_are_told_apart() {
     }
 }
 
-/// Addresses that differ above bit 47 alone are one hash to the authors' program.
+/// Addresses that differ only above bit 47 have the same hash in the authors' program.
 #[test]
 fn pages_of_one_hash_are_two_entries_to_the_program_s_ties() {
     let page = |iova| Page {
@@ -475,7 +474,7 @@ fn cache_without_entries_or_ways_is_none() {
     }
 }
 
-/// Most hits that any choice of victims can have on `trace`, if every miss is filled.
+/// Most hits of any choice of victims on `trace`, if every miss is filled.
 fn most_hits(trace: &[usize], held: &[usize], capacity: usize) -> u64 {
     let Some((page, later)) = trace.split_first() else {
         return 0;

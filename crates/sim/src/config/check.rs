@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a configuration may be: limits within which a run ends, in a bounded
-//! time and with times that mean something; and settings that would be passed
-//! over in silence.
+//! Limits of a configuration, within which a run ends in a bounded time and its times are meaningful; and
+//! settings that would be silently ignored.
 //!
-//! The two are apart, as the second is for what a person wrote ([`Config::check_heeded`],
-//! at each point of a study): a configuration from a table of the authors'
-//! program has columns for what that program does not heed.
+//! The two checks are separate, since the second applies to settings that a person wrote
+//! ([`Config::check_heeded`], at each point of a study): a configuration from a table of the authors'
+//! program has columns that the program ignores.
 //!
-//! A setting of a part that is switched off, or of a rule that is not chosen, is
-//! no fault, as the lists of a study cross such settings with others: `ways` of a
-//! cache of 0 entries, `sources_per_partition` without full match.
+//! A setting of a part that is switched off, or of a rule that is not chosen, is no error, as the lists of
+//! a study cross such settings with others: `ways` of a cache of 0 entries, `sources_per_partition` without
+//! full match.
 
 use super::{
     CacheConfig, Config, Flavour, HistoryLength, LatencyConfig, LinkConfig, PartitionBy,
@@ -17,15 +16,14 @@ use super::{
 };
 use crate::error::{SimError, impossible};
 
-/// Longest time that a latency may be: a millisecond, a thousand times what any
-/// of these parts takes. A request has some ten of them, so that the slots of the
-/// link it lets go by stay countable.
+/// Largest latency: a millisecond, a thousand times what any of these parts takes. A request has some ten
+/// of them, so the number of link slots that pass meanwhile stays countable.
 pub const LATENCY_NS_MAX: u64 = 1_000_000;
-/// Most memory accesses that reading one entry may take.
+/// Most memory accesses for reading one entry.
 pub const ACCESSES_MAX: u64 = 1_000;
 /// Most entries of the PTB; the largest of the paper has 32.
 pub const PTB_ENTRIES_MAX: u32 = 1 << 16;
-/// Most pages that a prefetch brings: the history of each tenant holds as many.
+/// Most pages that a prefetch fetches: the history of each tenant holds as many.
 pub const PAGES_PER_TENANT_MAX: u32 = 64;
 /// Most entries of the prefetch buffer, which are searched as one set.
 pub const BUFFER_ENTRIES_MAX: u32 = 1 << 16;
@@ -37,7 +35,7 @@ pub const SOURCE_LOW_BIT_MAX: u32 = 31;
 const CACHE_ENTRIES_MAX: u32 = 1 << 24;
 
 impl Config {
-    /// Looks for parameters that no run can have.
+    /// Checks for parameters that no run can have.
     ///
     /// # Errors
     /// The first that is impossible, with what would be possible.
@@ -58,9 +56,8 @@ impl Config {
         self.check_prefetch()
     }
 
-    /// Looks for settings that the flavour, or the part that they belong to,
-    /// would pass over: whoever wrote them would read results that they have no
-    /// part in.
+    /// Checks for settings that the flavour, or the part that they belong to, would ignore: they would have
+    /// no effect on the results.
     ///
     /// # Errors
     /// The first such setting that is not at its default.
@@ -161,7 +158,7 @@ impl Config {
 
     fn check_prefetch(&self) -> Result<(), SimError> {
         let unit = &self.prefetch;
-        // The buffer takes its room also where the unit is off.
+        // The buffer uses its room also where the unit is off.
         at_most(
             "prefetch.buffer_entries",
             unit.buffer_entries,
@@ -258,7 +255,7 @@ impl Config {
 
 impl LatencyConfig {
     fn check(&self, flavour: Flavour) -> Result<(), SimError> {
-        // Where the authors' program ends something a nanosecond early.
+        // The authors' program ends some steps a nanosecond early.
         let at_least = match flavour {
             Flavour::Paper => 0,
             Flavour::Hypersio => 1,
@@ -387,7 +384,7 @@ mod tests {
 
     type Change = fn(&mut Config);
 
-    /// What `check` and `check_heeded` say of HyperTRIO with `change`.
+    /// The messages of `check` and `check_heeded` about HyperTRIO with `change`.
     fn told(flavour: Flavour, change: Change) -> String {
         let mut config = Config::hypertrio(flavour);
         change(&mut config);

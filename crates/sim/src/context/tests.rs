@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The context cache against a naive one, a list of entries. Where several may
-//! go, the naive cache takes any of them, and goes on with the one that went.
+//! The context cache against a naive one, a list of entries. Where several may be evicted, the naive cache
+//! accepts any of them, and continues with the one evicted.
 
 use std::cell::RefCell;
 
@@ -20,7 +20,7 @@ fn ties(seed: u64) -> TieBreak {
     Hypersio::<ProgramHeap>::ties(&config)
 }
 
-/// Tenants whose entries are there, in ascending order.
+/// Tenants whose entries are present, in ascending order.
 fn content(cache: &mut ContextCache) -> Vec<u32> {
     let tenants = RefCell::new(Vec::new());
     cache.invalidate(|tenant| {
@@ -68,7 +68,7 @@ impl Naive {
         hit
     }
 
-    /// Fills both caches, and fails if `real` lets go what it must not.
+    /// Fills both caches, and fails if `real` evicts an entry that it must not.
     fn fill(&mut self, real: &mut ContextCache, tenant: u32) {
         let source = 16 + 8 * tenant;
         if self.capacity == 0 || self.touch(tenant) {
@@ -116,7 +116,7 @@ enum Act {
 }
 
 fn any_act() -> impl Strategy<Value = Act> {
-    // A few are asked for often: their counts saturate.
+    // A few are requested often: their counts saturate.
     let tenant = || prop_oneof![0..4_u32, 0..24_u32];
     prop_oneof![
         30 => tenant().prop_map(Act::LookUp),

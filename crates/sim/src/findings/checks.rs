@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Each finding of the paper as a function: what it runs, when it holds. The
-//! criterion is written down as `expected`; a cause says why it does not hold
-//! where it does not.
+//! Each finding of the paper as a function: its runs, and when it holds. `expected` has the criterion; a
+//! cause explains where it does not hold.
 
 use pagetide_trace::{ThirdPage, Workload};
 
@@ -225,7 +224,7 @@ fn oracle_does_not_rescue(lab: &mut Lab) -> Finding {
     .judged()
 }
 
-/// Sizes looked at to find an active set: the paper's, and so many less and more.
+/// Sizes tried to find an active set: the paper's, and this many less and more.
 const ENTRIES_AROUND: u32 = 4;
 /// Entries that hold every page of a tenant.
 const ENTRIES_FOR_ALL: u32 = 128;
@@ -234,8 +233,8 @@ const ENTRIES_FOR_ALL: u32 = 128;
 /// full use of the link.
 fn active_set(lab: &mut Lab, setting: Setting, workload: Workload, paper: u32) -> Option<u32> {
     let mut trace = Trace::new(workload, Interleaving::Rr1, 1, setting.third);
-    // So that a page come back to is a miss at any size, and the 70 pages of the
-    // start, which no set of this size holds, do not hide what follows.
+    // This makes a page that is used again a miss at any size, and keeps the 70 pages of the start, which
+    // no set of this size holds, from hiding what follows.
     trace.life = Life::Steady;
     let mut with = |entries| {
         let mut config = setting.base();
@@ -255,7 +254,7 @@ fn active_set_finding(lab: &mut Lab, id: &'static str, workload: Workload, paper
         let (least, most) = (paper - ENTRIES_AROUND, paper + ENTRIES_AROUND);
         match active_set(lab, setting, workload, paper) {
             Some(entries) if entries == least => (format!("{least} entries or fewer"), false),
-            // Without a mailbox of its own a tenant needs an entry less.
+            // Without its own mailbox a tenant needs one entry less.
             Some(entries) => (format!("{entries} entries"), entries.abs_diff(paper) <= 1),
             None => (format!("more than {most} entries"), false),
         }

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the runs behind the findings are made.
+//! Makes the runs behind the findings.
 //!
-//! A check asks the lab for the outcome of an experiment as if it were there.
-//! The checks are gone through twice: the first time the lab only writes down
-//! what is asked for and answers with zeros; then it runs all of it on all
-//! cores; the second time it answers. An experiment that two checks ask for is
-//! run once.
+//! A check requests the outcome of an experiment from the lab as if it already existed. All checks run
+//! twice: the first time the lab only records the requests and answers with zeros; then it runs all
+//! experiments on all cores; the second time it answers. An experiment that two checks request is run once.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,15 +20,14 @@ use crate::next_use::NextUses;
 use crate::outcome::Outcome;
 use crate::run::{TraceInput, run};
 
-/// Packets of every trace: 400 for each of 1,024 tenants, so that what a tenant
-/// misses at its start (some ten requests) is below 1% of its requests, and nearly
-/// three hundred pages' worth for a single one. Also the least number that gives
-/// each of the 1,024 a packet of the driver's start, which is 0.15% of the trace.
-/// That matters: a page used often at the start has a count in an LFU cache that
-/// nothing lowers until another in its set saturates.
+/// Packets of every trace: 400 for each of 1,024 tenants, so that a tenant's misses at its start (some ten
+/// requests) are below 1% of its requests, and nearly three hundred pages' worth for a single one. Also the
+/// least number that gives each of the 1,024 a packet of the driver's start, which is 0.15% of the trace.
+/// That matters: a page used often at the start has a count in an LFU cache that stays until another in its
+/// set saturates.
 pub(super) const PACKETS: u64 = 409_600;
 
-/// Whose turn it is, and for how many packets.
+/// Whose turn it is, and its number of packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Interleaving {
     Rr1,
@@ -50,18 +47,18 @@ impl Interleaving {
     }
 }
 
-/// Whose requests of a trace are run.
+/// The requests of a trace that are run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Present {
     Everybody,
-    /// Those of the first tenant alone, everything else left out.
+    /// Those of the first tenant alone.
     FirstTenant,
 }
 
-/// What of a tenant's life is looked at.
+/// The part of a tenant's life that is run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Life {
-    /// Its start and what follows, pages never unmapped, as in the authors' traces.
+    /// Its start and the time after it, pages never unmapped, as in the authors' traces.
     Whole,
     /// The time after its start; a page is used 'until the driver unmaps it' (IV-D).
     Steady,
@@ -76,7 +73,7 @@ pub(super) struct Trace {
     pub(super) third: ThirdPage,
     pub(super) life: Life,
     pub(super) packets: u64,
-    /// Bandwidths in proportion; empty: all alike.
+    /// Bandwidths in proportion; empty: all equal.
     pub(super) weights: Vec<u32>,
     pub(super) present: Present,
 }
@@ -155,7 +152,7 @@ struct Job {
 
 /// All experiments.
 pub(super) struct Lab {
-    /// What was asked for and not run yet.
+    /// Requested and not run yet.
     wanted: Vec<Job>,
     outcomes: HashMap<String, Outcome>,
 }
@@ -194,8 +191,7 @@ impl Lab {
         self.outcomes.len() as u64
     }
 
-    /// Runs all that was asked for, on all cores. `progress` is told how many are
-    /// done, of how many.
+    /// Runs all requested experiments, on all cores. `progress` receives how many are done, of how many.
     ///
     /// # Errors
     /// The first that a run gave.
@@ -207,10 +203,10 @@ impl Lab {
         let next = AtomicUsize::new(0);
         let done = Mutex::new(Vec::with_capacity(jobs.len()));
         let work = || {
-            // The number of a job is taken by one thread; nothing else is shared.
+            // Each job's number is taken by one thread; nothing else is shared.
             while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let outcome = job.trace.run(&job.config).map(|mut outcome| {
-                    // The first few tell of the isolation; a thousand rows do not matter.
+                    // The first few show the isolation; a thousand rows do not matter.
                     outcome.tenants.truncate(1);
                     outcome
                 });

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The paper's findings as checks (HyperTRIO V), under flavour *paper*.
 //!
-//! The paper leaves three things open that decide about its figures, so each
-//! finding is tried under every *setting* of them that matters to it:
+//! The paper leaves three questions open that affect its figures, so each finding is tried under every
+//! relevant *setting* of them:
 //!
 //! | question | one reading | the other |
 //! |---|---|---|
 //! | what a walk costs | table II: 24 accesses | the authors' program: one or two |
 //! | what a PTB entry holds | 'in-flight translations' (III): a request | 'a packet allocates an entry' (III): a packet |
-//! | where a packet's notification goes (IV-C) | a mailbox page of its own | into the ring's page |
+//! | where a packet's notification goes (IV-C) | its own mailbox page | into the ring's page |
 //!
-//! A check is the paper's sentence with a stated tolerance; a finding that meets
-//! it under no setting is *not reproduced*, with the cause. The traces are
-//! synthetic tenants after IV-D, [`PACKETS`](lab::PACKETS) packets each: long
-//! enough that the first misses of every tenant are below 1% of its requests.
+//! A check is the paper's sentence with a stated tolerance; a finding that meets it under no setting is
+//! *not reproduced*, with the cause. The traces are synthetic tenants after IV-D, [`PACKETS`](lab::PACKETS)
+//! packets each: long enough that the first misses of every tenant are below 1% of its requests.
 
 mod checks;
 mod lab;
@@ -25,14 +24,14 @@ pub use report::{Finding, FindingsReport, Observation, Verdict};
 use crate::error::SimError;
 use lab::Lab;
 
-/// Makes all runs, on all cores, and judges. `progress` is told from any thread
-/// how many runs are done, and of how many.
+/// Makes all runs, on all cores, and judges. `progress` receives, from any thread, how many runs are done,
+/// and of how many.
 ///
 /// # Errors
-/// If a run fails, which would be a fault of the program.
+/// If a run fails, which would be a bug of the program.
 pub fn run(progress: &(dyn Fn(u64, u64) + Sync)) -> Result<FindingsReport, SimError> {
     let mut lab = Lab::new();
-    // What this makes is thrown away: it is for what it asks for.
+    // The result is discarded: this pass only records requests.
     drop(checks::all(&mut lab));
     lab.run_wanted(progress)?;
     let findings = checks::all(&mut lab);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the checks found, for programs and for people.
+//! Results of the checks, for programs and for people.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
-/// Whether a finding of the paper is one of the model.
+/// Whether the model reproduces a finding of the paper.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
@@ -17,7 +17,7 @@ pub enum Verdict {
     NotReproduced,
 }
 
-/// What was seen under one setting.
+/// The result under one setting.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Observation {
     /// Its name.
@@ -37,11 +37,11 @@ pub struct Finding {
     pub section: &'static str,
     /// The paper's sentence, shortened.
     pub claim: &'static str,
-    /// When it counts as met, tolerance included.
+    /// The criterion, tolerance included.
     pub expected: &'static str,
-    /// Whether it is.
+    /// Whether it is met.
     pub verdict: Verdict,
-    /// Under what it was tried.
+    /// The settings tried.
     pub observations: Vec<Observation>,
     /// Why it does not hold where it does not; empty if it holds everywhere.
     pub cause: &'static str,
@@ -69,7 +69,7 @@ impl Finding {
 /// All findings.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct FindingsReport {
-    /// Runs that were made.
+    /// Number of runs.
     pub runs: u64,
     /// Translation requests of all of them.
     pub requests: u64,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the paper leaves open, as settings.
+//! The paper's open questions, as settings.
 
 use pagetide_trace::ThirdPage;
 
@@ -14,7 +14,7 @@ pub(super) struct Setting {
     names_unit: NamesUnit,
 }
 
-/// Whether the unit matters, and so belongs to the name.
+/// Whether the unit matters, and so is part of the name.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum NamesUnit {
     Yes,

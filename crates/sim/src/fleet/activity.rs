@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! When a guest works and when it is quiet.
+//! The busy and quiet times of a guest.
 //!
 //! ```text
 //!   busy ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▇▇▇…     80 % of the time
@@ -10,16 +10,16 @@ use super::chance::{Chance, whole};
 /// Mean length of a quiet time, in seconds; each is between a fifth of that and nine fifths.
 const QUIET_MEAN_S: f64 = 300.0;
 
-/// What a part of a guest does at a time.
+/// The activity of a part of a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Pace {
     /// Its work.
     Busy,
-    /// Next to nothing.
+    /// Almost none.
     Quiet,
 }
 
-/// Turns of busy and quiet times of one part of a guest.
+/// Alternating busy and quiet times of one part of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     chance: Chance,
@@ -37,13 +37,13 @@ impl Activity {
             pace: Pace::Busy,
             until_s: 0,
         };
-        // It may have begun some time ago.
+        // It may have started some time ago.
         let length_s = activity.length_s();
         activity.until_s = activity.chance.between(length_s / 4, length_s).max(1);
         activity
     }
 
-    /// What it does in this second. Seconds are asked for in order.
+    /// Its activity in this second. Seconds must be requested in order.
     pub(super) fn pace(&mut self, second: u64) -> Pace {
         while second >= self.until_s {
             self.pace = match self.pace {

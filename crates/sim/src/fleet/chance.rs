@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Numbers by chance that are the same on any machine.
+//! Random numbers that are the same on any machine.
 
 /// `SplitMix64` (Steele, Lea and Flood, 2014): small, seeded, good enough for loads.
 #[derive(Clone, Debug)]
 pub(super) struct Chance(u64);
 
 impl Chance {
-    /// A stream of its own for each pair of `seed` and `stream`.
+    /// A separate stream for each pair of `seed` and `stream`.
     pub(super) fn new(seed: u64, stream: u64) -> Self {
         let mut chance = Self(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17));
         chance.next();
@@ -43,13 +43,13 @@ impl Chance {
         -(1.0 - self.unit()).ln()
     }
 
-    /// `rate` on average: its whole part, and one more as often as the rest says.
+    /// `rate` on average: its whole part, plus one with the probability of the rest.
     pub(super) fn count(&mut self, rate: f64) -> u64 {
         whole(rate + self.unit())
     }
 }
 
-/// Whole part of a number that is small and not negative.
+/// Whole part of a small, non-negative number.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -59,7 +59,7 @@ pub(super) fn whole(number: f64) -> u64 {
     number as u64
 }
 
-/// A count of sections, chunks or seconds as a number to calculate with: exact up to 2^53.
+/// A count of sections, chunks or seconds as a floating-point number: exact up to 2^53.
 #[expect(
     clippy::cast_precision_loss,
     reason = "counts of one VM are far below 2^53"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest's CPUs touch beside the page cache: a working set that drifts.
+//! The memory that the guest's CPUs touch beside the page cache: a working set that drifts.
 
 use super::{
     activity::Pace,
@@ -10,11 +10,11 @@ use pagetide_addr::{Access, SECTION_BYTES};
 
 /// Share of the core that is touched when the guest is quiet: its kernel and its services.
 const QUIET_SHARE: f64 = 0.15;
-/// Share of the working set that is exchanged for other memory in an hour.
+/// Share of the working set that is replaced by other memory in an hour.
 const DRIFT_PER_HOUR: f64 = 0.1;
 /// Share of the working set that is in use all the time; the rest is swept over.
 const CORE: f64 = 0.45;
-/// A sweep takes between these, in seconds.
+/// Least and greatest length of a sweep, in seconds.
 const SWEEP_S: (u64, u64) = (270, 390);
 
 /// See the module.
@@ -24,7 +24,7 @@ pub(super) struct Cpu {
     /// Memory of processes; the working set comes first.
     memory: Vec<u64>,
     working: u64,
-    /// How long a sweep takes.
+    /// Length of a sweep.
     sweep_s: u64,
     /// Sections swept since the beginning.
     swept: f64,
@@ -44,7 +44,7 @@ impl Cpu {
         }
     }
 
-    /// The touches of one second: each section of the core has its turn in [`CPU_TOLD_S`].
+    /// The touches of one second: each section of the core is touched once in [`CPU_TOLD_S`].
     pub(super) fn second(&mut self, pace: Pace, sink: &mut Sink) {
         self.drift();
         let core = whole(number(self.working) * CORE);

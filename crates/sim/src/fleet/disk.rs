@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's disk, seen from its page cache: that is where the DMA goes.
+//! The guest's disk, seen from its page cache, where the DMA goes.
 //!
 //! ```text
 //!   reads of popular files ─ hit ──► CPU touches the page          no DMA
@@ -11,9 +11,9 @@
 //!   reclaim: second chance over pages in the order of their filling; what it frees is
 //!            filled again in short runs, here and there ([`Free`])
 //! ```
-//! Pages are taken and reclaimed in *chunks* of 256 KiB, eight a section: what read-ahead
-//! and write-back do to neighbouring pages anyway. The cache is full when the time begins
-//! ([`Disk::warm_up`]), so the footprint grows as the guest recycles its memory (O2).
+//! Pages are allocated and reclaimed in *chunks* of 256 KiB, eight a section, as readahead and write-back
+//! treat neighbouring pages anyway. The cache is full at the start ([`Disk::warm_up`]), so the footprint
+//! grows as the guest recycles its memory (O2).
 
 use super::{
     activity::Pace,
@@ -30,27 +30,28 @@ const CHUNK_BYTES: u64 = pagetide_addr::SECTION_BYTES / CHUNKS_PER_SECTION;
 const NOWHERE: u32 = u32::MAX;
 /// A dirty page is written back this long after it became so (Linux' default).
 const DIRTY_S: u64 = 30;
-/// Write-back, and the journal's commits, come round this often.
+/// Interval of write-back, and of the journal's commits.
 const FLUSH_S: u64 = 5;
-/// A turn of the journal, and of the files that are appended to, takes so long.
+/// Length of a pass over the journal, and over the files that are appended to.
 const JOURNAL_TURN_S: u64 = 75;
 /// Reclaim begins below this share of free chunks and ends above twice that.
 const FREE_LOW: f64 = 0.01;
 /// Chunks that are rewritten together.
 const REWRITE_RUN: u64 = 4;
 
-/// A fill goes into the chunk behind the one before, if that is free, so often; else to any free one.
+/// Probability that a fill goes into the chunk after the previous one, if that is free; else it goes to any
+/// free one.
 ///
 /// In a stock guest whose page cache was kept busy by `fio`, 41 to 84 of 100 successive page fills stayed
-/// in their section, bursts of one section had 100 to 240 pages (two to four chunks), and
-/// hardly any went on in the section beside: what is free lies in short runs, here and there.
+/// in their section, bursts of one section had 100 to 240 pages (two to four chunks), and hardly any
+/// continued in the next section: free memory is in short, scattered runs.
 const RUN_GOES_ON: f64 = 0.7;
 
 /// Free chunks of memory.
 #[derive(Debug)]
 struct Free {
     slots: Vec<u32>,
-    /// Where each slot stands in `slots`; [`NOWHERE`] for those in use.
+    /// Position of each slot in `slots`; [`NOWHERE`] for those in use.
     at: Vec<u32>,
     last: u32,
 }
@@ -94,7 +95,7 @@ impl Free {
     }
 }
 
-/// What the guest does with its disk. Rates are per hour and per chunk of the cache.
+/// The guest's use of its disk. Rates are per hour and per chunk of the cache.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct DiskLoad {
     /// Chunks of files read, popular ones more often.
@@ -115,7 +116,7 @@ pub(super) struct DiskLoad {
     pub(super) rewrite_skew: f64,
     /// Sections of the journal, as a share of the cache's.
     pub(super) journal: f64,
-    /// Share of all that goes on when the guest is quiet.
+    /// Share of the activity that continues when the guest is quiet.
     pub(super) quiet: f64,
 }
 
@@ -158,7 +159,7 @@ impl Disk {
         let journal = sections.split_off(usize::try_from(kept).unwrap_or(0));
         let slots = sections.len() as u64 * CHUNKS_PER_SECTION;
         let popular_chunks = whole(number(slots) * load.dataset).max(64);
-        // Beyond the popular files lie what is scanned and what is temporary.
+        // Scanned and temporary files lie beyond the popular ones.
         let temporary_from = popular_chunks + slots * 4;
         let end = temporary_from + slots;
         let empty = Slot {
@@ -238,7 +239,7 @@ impl Disk {
     fn rewrite(&mut self, chunks: f64, sink: &mut Sink) {
         let set = whole(number(self.slots.len() as u64) * self.load.rewrite_set);
         let runs = (set.min(self.popular_chunks) / REWRITE_RUN).max(1);
-        // Spread over the popular files, so that what is rewritten lies apart.
+        // Spread over the popular files, so that rewritten chunks lie apart.
         let step = (self.popular_chunks / runs).max(REWRITE_RUN);
         for _ in 0..self.chance.count(chunks / number(REWRITE_RUN)) {
             let rank = self.popular(runs, self.load.rewrite_skew);
@@ -396,7 +397,8 @@ impl Disk {
         }
     }
 }
-/// A number past every index stands for one that is too large for this machine: there is nothing there.
+/// The index for a number; one too large for this machine becomes a number past every index, where there is
+/// nothing.
 fn index_of(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }

@@ -10,7 +10,7 @@ use super::{
     sink::{GuestTouch, Sink},
 };
 
-/// What a guest does most.
+/// The main activity of a guest.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
     /// It serves over the network.
@@ -19,16 +19,16 @@ pub enum Load {
     Storage,
 }
 
-/// A guest to be made. The same recipe makes the same guest.
+/// The parameters of a guest. The same recipe gives the same guest.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct GuestRecipe {
     /// Its memory, in sections.
     pub sections: u64,
-    /// What it does.
+    /// Its activity.
     pub load: Load,
-    /// Share of the time in which it works.
+    /// Share of the time in which it is busy.
     pub intensity: f64,
-    /// What its chance begins with.
+    /// Its random seed.
     pub seed: u64,
 }
 
@@ -98,8 +98,8 @@ impl Guest {
         self.sink.second = WARM_UP_S;
     }
 
-    /// The touches of second `second` from the beginning. Seconds are asked for in order. All is
-    /// busy until the second `idle_from`, when turns of busy and quiet times begin.
+    /// The touches of second `second` from the start. Seconds must be requested in order. All parts are
+    /// busy until the second `idle_from`, when alternating busy and quiet times begin.
     pub(super) fn second(&mut self, second: u64, idle_from: u64) {
         self.sink.second = WARM_UP_S + second;
         self.sink.touches.clear();
@@ -115,13 +115,13 @@ impl Guest {
 }
 
 impl Guest {
-    /// The touches of the second asked for last.
+    /// The touches of the second requested last.
     pub(super) fn touches(&self) -> &[GuestTouch] {
         &self.sink.touches
     }
 }
 
-/// How long the page cache was at work before the time begins.
+/// How long the page cache was in use before the start.
 const WARM_UP_S: u64 = 4 * 3_600;
 
 fn plan(load: Load) -> Plan {
@@ -159,8 +159,8 @@ fn plan(load: Load) -> Plan {
     }
 }
 
-/// Memory in stretches of 16 to 64 MiB that went to processes or to the page cache as each
-/// asked for it: so neither lies in one piece.
+/// Memory in stretches of 16 to 64 MiB that went to processes or to the page cache as each requested it: so
+/// neither is contiguous.
 fn lay_out(chance: &mut Chance, sections: u64, cache: u64) -> (Vec<u64>, Vec<u64>) {
     let (mut processes, mut cached) = (Vec::new(), Vec::new());
     let mut next = 0;
@@ -178,8 +178,7 @@ fn lay_out(chance: &mut Chance, sections: u64, cache: u64) -> (Vec<u64>, Vec<u64
     (processes, cached)
 }
 
-/// The NIC's pool out of `memory`: half of it in one piece, as it was when the driver began,
-/// the rest here and there.
+/// The NIC's pool from `memory`: half of it contiguous, as when the driver started, the rest scattered.
 fn pool_of(chance: &mut Chance, mut memory: Vec<u64>, pool: u64) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
     let piece = usize::try_from(pool / 2).unwrap_or(0).min(memory.len());
     let mut taken: Vec<u64> = memory.drain(..piece).collect();
@@ -187,7 +186,7 @@ fn pool_of(chance: &mut Chance, mut memory: Vec<u64>, pool: u64) -> (Vec<u64>, V
         let at = usize::try_from(chance.below(memory.len() as u64)).unwrap_or(0);
         taken.push(memory.swap_remove(at));
     }
-    // Memory of the kernel that may become a buffer one day.
+    // Memory of the kernel that may later become a buffer.
     let spare = usize::try_from(pool / 4).unwrap_or(0).min(memory.len());
     let elsewhere = memory.split_off(memory.len() - spare);
     for at in (1..memory.len()).rev() {

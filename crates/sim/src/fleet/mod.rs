@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that are made up: what the paper's synthetic environment (VPRI 7.3) is here.
+//! Synthetic guests: our counterpart of the paper's synthetic environment (VPRI 7.3).
 
 mod activity;
 mod chance;

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's network interface: buffers of a bounded pool, posted and recycled in the
-//! order of the rings.
+//! The guest's network interface: buffers of a bounded pool, posted and recycled in the order of the rings.
 //!
-//! A driver posts buffers to its receive rings, the device fills them one after the other,
-//! and the driver posts each again when the stack has let go of it. So the whole pool is
-//! touched in turn whatever the load is, and the load decides only how fast the turn goes
-//! (O1 of VPRI 4.2.1: the footprint does not depend on the intensity). When the guest is
-//! quiet a few packets a second remain. Now and then the stack keeps a buffer, and the
-//! driver takes a page from elsewhere in its place: the footprint creeps (17 % after weeks).
+//! A driver posts buffers to its receive rings, the device fills them one after the other, and the driver
+//! posts each again when the stack has released it. So the whole pool is touched in turn whatever the load,
+//! and the load determines only the speed (O1 of VPRI 4.2.1: the footprint does not depend on the
+//! intensity). When the guest is quiet a few packets a second remain. Now and then the stack keeps a
+//! buffer, and the driver replaces it with another page: the footprint creeps (17 % after weeks).
 
 use super::{
     activity::Pace,
@@ -29,10 +27,10 @@ pub(super) struct Nic {
     chance: Chance,
     /// Sections of the pool, in the order of the ring.
     pool: Vec<u64>,
-    /// Memory that may take the place of one of them.
+    /// Memory that may replace one of them.
     elsewhere: Vec<u64>,
     packets_per_s: f64,
-    /// Place in the turn, in buffers.
+    /// Position in the ring, in buffers.
     position: f64,
 }
 
@@ -59,7 +57,7 @@ impl Nic {
         }
         self.replace();
         let rate = if pace == Pace::Busy {
-            // Traffic is never even: some seconds carry a multiple of others.
+            // Traffic is never even: some seconds have a multiple of others.
             self.packets_per_s * self.chance.exponential().min(5.0)
         } else {
             QUIET_PACKETS_PER_S * self.chance.exponential()

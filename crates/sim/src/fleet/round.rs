@@ -20,18 +20,18 @@ pub struct Round {
     pub guests: Vec<GuestRecipe>,
     /// How their DMA is protected.
     pub policy: PolicyChoice,
-    /// Memory promised beyond what there is, as a share of what there is.
+    /// Memory promised beyond the existing memory, as a share of it.
     pub overcommit: f64,
-    /// How long it takes, in virtual seconds, the prologue not counted.
+    /// Its length, in virtual seconds, without the prologue.
     pub seconds: u64,
-    /// How often to note what policies hold, if at all.
+    /// How often to record what policies hold, if at all.
     pub capacity_every: Option<Duration>,
-    /// Threads; they change nothing but the speed.
+    /// Threads; they affect only the speed.
     pub threads: NonZeroUsize,
 }
 
 impl Round {
-    /// What happens in each guest, the prologue not counted.
+    /// The counters of each guest, without the prologue.
     ///
     /// # Errors
     /// [`ReplayError::Asked`] if the overcommit cannot be met.
@@ -63,7 +63,7 @@ impl Round {
     }
 }
 
-/// `after` less `before`. Most at any look, and what was held at each time, stay those of both.
+/// `after` less `before`. The most in any sample, and the holdings at each time, stay those of both.
 fn less(after: Share, before: Share) -> Share {
     Share {
         section_ns: after.section_ns - before.section_ns,
@@ -71,7 +71,7 @@ fn less(after: Share, before: Share) -> Share {
     }
 }
 
-/// What one device did after `before`. Its footprint stays that of both.
+/// The counters of one device after `before`. Its footprint stays that of both.
 fn device_since(before: &DeviceAccount, after: DeviceAccount) -> DeviceAccount {
     let mut fault_ages = after.fault_ages;
     for (count, before) in fault_ages.counts.iter_mut().zip(before.fault_ages.counts) {
@@ -90,7 +90,7 @@ fn device_since(before: &DeviceAccount, after: DeviceAccount) -> DeviceAccount {
     }
 }
 
-/// What came after `before`. Most at any look stays that of both.
+/// The counters after `before`. The most in any sample stays that of both.
 fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
     let devices = after.devices.into_iter().map(|device| {
         let same = |before: &&DeviceAccount| before.device == device.device;

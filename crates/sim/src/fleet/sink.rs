@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the parts of a guest put their touches of one second, coalesced.
+//! Collects and coalesces the touches of a guest's parts within one second.
 
 use pagetide_addr::{Access, SectionNo};
 
-/// Who touches.
+/// The origin of a touch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Who {
     Cpu,
@@ -20,9 +20,9 @@ pub(super) struct GuestTouch {
     pub(super) bytes: u64,
 }
 
-/// A touch of a section by the CPU is told this often: at least once between two scans of the daemon, so
-/// that each sees in use what is. (CallbackObserver every 20 s, as it once was, such a section was on the cold side
-/// for a quarter of the time, and went for what devices had filled.)
+/// A touch of a section by the CPU is reported this often: at least once between two scans of the daemon,
+/// so that each scan sees what is in use. (Reported every 20 s, as it once was, such a section was on the
+/// cold side for a quarter of the time, and was evicted for pages that devices had filled.)
 pub(super) const CPU_TOLD_S: u64 = 4;
 
 /// Touches of one second, in order.
@@ -30,7 +30,7 @@ pub(super) const CPU_TOLD_S: u64 = 4;
 pub(super) struct Sink {
     pub(super) second: u64,
     pub(super) touches: Vec<GuestTouch>,
-    /// Second of each section's last told touch and one more, by who: 0 is never.
+    /// Second of each section's last reported touch plus one, by origin: 0 is never.
     told: [Vec<u64>; 3],
 }
 
@@ -44,7 +44,7 @@ impl Sink {
         }
     }
 
-    /// Tells of a touch, unless the section was told of so lately that it is the same one.
+    /// Reports a touch, unless one of the section was reported so recently that it counts as the same.
     pub(super) fn touch(&mut self, who: Who, section: u64, access: Access, bytes: u64) {
         let (told, gap_s) = match who {
             Who::Cpu => (&mut self.told[0], CPU_TOLD_S),

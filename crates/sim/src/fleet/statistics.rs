@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the made-up guests' DMA looks like, by the analysis that looks at real logs: so that it
-//! can be held against what the paper saw in production (VPRI 4.2, figures 9 to 11).
+//! Statistics of the synthetic guests' DMA, by the analysis for real logs: for comparison with the paper's
+//! data from production (VPRI 4.2, figures 9 to 11).
 
 use super::{
     guest::GuestRecipe,
@@ -10,11 +10,11 @@ use crate::replay::{AccessStream, Actor, ReplayError};
 use pagetide_addr::SECTION_BYTES;
 use pagetide_trace::{AccessAnalysis, Analysis, AnalysisParams, SectionTouch};
 
-/// The DMA of one guest in the first `seconds` after its prologue. Accesses to one section within a second count as
-/// one.
+/// The DMA of one guest in the first `seconds` after its prologue. Accesses to one section within a second
+/// count as one.
 ///
 /// # Errors
-/// None that a recipe can cause but by more sections than are told apart.
+/// None that a recipe can cause except by too many sections.
 pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<AccessAnalysis, ReplayError> {
     let mut analysis = Analysis::new(AnalysisParams {
         memory_bytes: guest.sections.checked_mul(SECTION_BYTES),
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
     use pagetide_trace::Service;
 
-    /// Of some storage-intensive guests of 12 GiB: the statistics of figure 10.
+    /// The statistics of figure 10, from some storage-intensive guests of 12 GiB.
     #[test]
     fn disks_of_storage_guests_are_near_what_the_paper_saw() {
         let mut devices = Vec::new();

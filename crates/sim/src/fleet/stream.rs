@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`GuestStream`]: what a made-up guest touches, for a replay.
+//! [`GuestStream`]: the touches of a synthetic guest, for a replay.
 
 use super::{
     guest::{Guest, GuestRecipe},
@@ -16,18 +16,18 @@ pub const DISK: DeviceId = DeviceId(2);
 
 /// How long a guest runs before anything is counted.
 ///
-/// The evictor must know what is hot and what is cold before a fault means anything. A protector
-/// hears of DMA in that time, as it does in a host: from the first second of a VM, and long before memory is short.
+/// The evictor must know what is hot and what is cold before a fault is meaningful. A protector sees DMA in
+/// that time, as on a host: from the first second of a VM, and long before memory is short.
 pub const PROLOGUE: Duration = Duration::from_secs(900);
 
 /// See the module.
 #[derive(Debug)]
 pub struct GuestStream {
     guest: Guest,
-    /// Second that is made next, prologue included.
+    /// The next second, prologue included.
     next_second: u64,
     end_second: u64,
-    /// Touches of the second before that, and how many of them were given out.
+    /// Touches of the second before that, and how many of them were returned.
     given: usize,
 }
 

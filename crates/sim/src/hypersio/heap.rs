@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program's queues: a binary heap ordered by time alone, which leaves the
-//! order of equal times to the way the heap is repaired.
+//! The program's queues: a binary heap ordered by time alone, so that the order of equal times depends on
+//! how the heap is repaired.
 //!
-//! The results depend on that order in the last digits, so the repair is the
-//! one that the program's C++ library does: a new entry rises past parents that
-//! are later, not past equal ones; taking the first sinks a hole to the bottom
-//! along the earlier child, the right one if equal, and lets the last entry
-//! rise from there.
+//! The results depend on that order in the last digits, so the repair is that of the program's C++ library:
+//! a new entry rises past parents that are later, not past equal ones; taking the first sinks a hole to the
+//! bottom along the earlier child, the right one if equal, and lets the last entry rise from there.
 
 use std::collections::VecDeque;
 
@@ -46,17 +44,17 @@ const fn is_later(one: Entry, other: Entry) -> bool {
     one > other | ((1 << SLOT_BITS) - 1)
 }
 
-/// Entries that the descent is unrolled for: what a pipeline of microseconds
-/// holds, a few dozen, and room to spare.
+/// Entries that the descent is unrolled for: a pipeline of microseconds holds a few dozen, plus room to
+/// spare.
 const FEW: usize = 127;
-/// Places of so many entries and of their children.
+/// Places of these entries and of their children.
 const FEW_PLACES: usize = 2 * (FEW + 1);
 
 /// A queue by time.
 ///
-/// Entry `k` has its children at `2k` and `2k + 1`; the first is 1. Places that
-/// are not used hold [`NONE`], and there are twice as many as entries, so that a
-/// search for the earlier child needs no question whether there is one.
+/// Entry `k` has its children at `2k` and `2k + 1`; the first is 1. Unused places hold [`NONE`], and there
+/// are twice as many as entries, so that a search for the earlier child need not check whether there is
+/// one.
 #[derive(Debug)]
 pub(crate) struct ProgramHeap {
     few: [Entry; FEW_PLACES],
@@ -110,12 +108,11 @@ impl StageQueue for ProgramHeap {
 }
 
 impl ProgramHeap {
-    /// Takes the first entry out: a hole sinks from its place to the bottom, the
-    /// last entry rises from there.
+    /// Takes the first entry out: a hole sinks from its place to the bottom, the last entry rises from
+    /// there.
     ///
-    /// Which way the hole goes is as good as random, so the descent has no
-    /// branch that depends on it: the number of entries alone says how many
-    /// levels there are, and each step is a choice of values.
+    /// The path of the hole is as good as random, so the descent has no branch that depends on it: the
+    /// number of entries alone determines the number of levels, and each step is a selection of values.
     #[inline(always)]
     fn sink(&mut self) {
         let few = &mut self.few;
@@ -167,9 +164,8 @@ impl ProgramHeap {
     }
 }
 
-/// Lets the hole sink by `LEVELS` levels, which are all that there are; the last
-/// may be one that is not whole. The compiler unrolls the loop and knows then
-/// that no index is out of range.
+/// Sinks the hole by `LEVELS` levels, which are all levels; the last may be incomplete. The compiler
+/// unrolls the loop and then can prove that no index is out of range.
 #[inline(always)]
 fn descend<const LEVELS: usize>(places: &mut [Entry; FEW_PLACES]) -> usize {
     let mut hole = 1;
@@ -222,7 +218,7 @@ fn rise(places: &mut [Entry], mut hole: usize, new: Entry) {
     places[hole] = new;
 }
 
-/// A queue by arrival: what comes later waits for what is not ready yet.
+/// A queue by arrival: later requests wait for those that are not ready yet.
 #[derive(Debug)]
 pub(crate) struct ProgramFifo(VecDeque<Entry>);
 
@@ -255,8 +251,7 @@ impl StageQueue for ProgramFifo {
 mod tests {
     use super::*;
 
-    /// The library's algorithm as its source tells it: counted from 0, children
-    /// asked for one by one.
+    /// The library's algorithm as in its source: counted from 0, children compared one by one.
     #[derive(Default)]
     struct Naive(Vec<(u64, u32)>);
 

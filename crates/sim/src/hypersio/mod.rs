@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Flavour *hypersio*: what the authors' public program does where it differs
-//! from the paper, oddities included, so that results can be compared to the
-//! nanosecond.
+//! Flavour *hypersio*: what the authors' public program does where it differs from the paper, oddities
+//! included, so that results can be compared to the nanosecond.
 //!
 //! | topic | here |
 //! |---|---|
@@ -13,8 +12,7 @@
 //! | LFU ties | by `rand()` over the order of a hash map ([`crate::ties`]), if the seed is 0 |
 //! | partition | by the low bits of the domain, not of the source |
 //!
-//! What the program does to a 1 GiB page is an error here: it loses the request
-//! and then waits for it for ever.
+//! A 1 GiB page is an error here: the program loses the request and then waits for it for ever.
 
 mod heap;
 mod predictor;
@@ -41,7 +39,7 @@ impl<Q: StageQueue> Flavour for Hypersio<Q> {
     const ONE_A_NANOSECOND: bool = true;
     const HIT_ENDS_EARLY_NS: u64 = 1;
 
-    /// Seed 0 is the program's own way.
+    /// Seed 0 selects the program's own rule.
     fn ties(config: &Config) -> TieBreak {
         match config.seed {
             0 => TieBreak::Program(Rc::new(RefCell::new(ProgramRand::new()))),

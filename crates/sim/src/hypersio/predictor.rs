@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program's source predictor: the successor of a source is the source of
-//! the request `length + 1` requests later, as first seen, for ever.
+//! The program's source predictor: the successor of a source is the source of the request `length + 1`
+//! requests later, as first seen, and never changes.
 
 use crate::config::PrefetchConfig;
 use crate::flavour::SourcePredictor;
@@ -16,8 +16,7 @@ pub(crate) struct FirstSeen {
     recent: Vec<u32>,
     /// Place of the oldest in it.
     oldest: usize,
-    /// The source that left `recent` last: the one to learn a successor for;
-    /// [`NONE`] before there is one.
+    /// The source that left `recent` last, whose successor is learnt next; [`NONE`] before there is one.
     previous: u32,
     successors: Vec<u32>,
 }

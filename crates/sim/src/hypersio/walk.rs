@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program's translation agent: two page-walk caches and a walk of one or
-//! two memory accesses.
+//! The program's translation agent: two page-walk caches and a walk of one or two memory accesses.
 //!
 //! | found in | 4 KiB page | 2 MiB page | 1 GiB page |
 //! |---|---|---|---|
@@ -8,7 +7,7 @@
 //! | L3 | 100, fill, 450 | 50, fill, 450 | 5 and no way back |
 //! | neither | 50, fill, 450 | 100, fill, 450 | 150, fill, 450 |
 //!
-//! Whatever ends here or goes to the fill ends one nanosecond early.
+//! Every request that ends here or goes to the fill ends one nanosecond early.
 
 use crate::cache::Cache;
 use crate::config::{Config, LatencyConfig};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The end of a run: what was conserved, and the sums.
+//! The end of a run: the conservation check, and the sums.
 
 use super::Machine;
 use crate::cache::Cache;
@@ -8,13 +8,13 @@ use crate::observe::Observer;
 use crate::outcome::{AllCounts, Outcome, ratio};
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
-    /// What the run found.
+    /// The run's results.
     pub(super) fn outcome(self, elapsed_ns: u64) -> Outcome {
         let per_packet = u64::from(self.config.link.requests_per_packet);
         let packet_bytes = self.config.link.packet_bytes;
         let packets = self.tally.ended / per_packet;
         let bytes = packets * packet_bytes;
-        // Conservation: each request ended once, and what is left is prefetches.
+        // Conservation: each request ended once, and the rest are prefetches.
         assert_eq!(self.tally.issued, self.tally.ended, "requests were lost");
         let prefetches_left = self.tally.prefetch.sent - self.tally.prefetch.filled;
         assert_eq!(self.requests.len() as u64, prefetches_left);

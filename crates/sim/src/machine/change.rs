@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Events of a trace that are no requests: invalidations, tenants that come and go.
+//! Events of a trace that are no requests: invalidations, joins and leaves.
 //!
-//! An invalidation empties the caches of what it meets, and what is on its way
-//! back from the agent by then is not kept either: in hardware, an answer that
-//! crosses an invalidation is to be thrown away. What has not been looked for yet
-//! will be, and then finds what is true.
+//! An invalidation removes matching entries from the caches, and answers then on their way back from the
+//! agent are not kept either: hardware must discard an answer that crosses an invalidation. Requests not
+//! looked up yet will find the new state.
 
 use pagetide_trace::{Event, EventKind, PageSize};
 
@@ -14,7 +13,7 @@ use crate::observe::{Moment, Observer, Step};
 use crate::request::{Answered, Page, widest_page};
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
-    /// Lets an event that is no request take effect.
+    /// Applies an event that is no request.
     #[cold]
     pub(super) fn apply(&mut self, now_ns: u64, event: &Event) {
         let domain = event.domain.0;
@@ -64,7 +63,7 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         self.observer.step(moment, Step::Invalidate, &around);
     }
 
-    /// Tells the host, if there is one, that a tenant joins or leaves.
+    /// Notifies the host, if there is one, that a tenant joins or leaves.
     fn tell_host(&mut self, event: &Event) {
         let Some(host) = &mut self.host else {
             return;

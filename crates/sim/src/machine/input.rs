@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The trace as the model eats it: a batch of events and a place in it.
+//! The trace as the model reads it: a batch of events and a position in it.
 
 use pagetide_trace::{Event, EventSource};
 
 use crate::error::SimError;
 use crate::next_use::NextUses;
 
-/// The trace as the model eats it.
+/// The trace as the model reads it.
 pub(super) struct Input<'a> {
     pub(super) source: &'a mut dyn EventSource,
     pub(super) next_uses: Option<&'a NextUses>,
@@ -16,7 +16,7 @@ pub(super) struct Input<'a> {
 }
 
 impl Input<'_> {
-    /// The next event, without taking it.
+    /// The next event, without consuming it.
     #[inline]
     pub(super) fn peek(&mut self) -> Result<Option<&Event>, SimError> {
         if self.at == self.batch.len() && !self.ended {

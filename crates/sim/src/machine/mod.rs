@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The pipeline: device, PCIe, translation agent and memory as a run of
-//! discrete events (HyperTRIO III and IV-C, figure 3).
+//! The pipeline: device, PCIe, translation agent and memory as a discrete-event simulation (HyperTRIO III
+//! and IV-C, figure 3).
 //!
 //! ```text
 //!   link ─► PTB ─► context ─► device ───────── hit ─────────┐
@@ -10,13 +10,12 @@
 //!            │                  └─ prefetch ────┘  walk     │
 //!            └──────────────── entry free again ────────────┘
 //! ```
-//! Four queues hold what is on its way: to the *device* (the context entry is
-//! being read), to the *agent*, to the end of a *walk*, and back (*return*).
-//! Within a nanosecond the link comes first, then the queues in that order.
-//! Time is a whole number and only ever jumps to the next thing that happens.
+//! Four queues hold requests under way: to the *device* (the context entry is being read), to the *agent*,
+//! to the end of a *walk*, and back (*return*). Within a nanosecond the link comes first, then the queues
+//! in that order. Time is a whole number and always jumps to the next event.
 //!
-//! A request is a slot of a table from its entry to its end; queues hold slots.
-//! [`input`] is the trace, [`change`] what its other events do, [`account`] the end.
+//! A request is a slot of a table from its entry to its end; queues hold slots. [`input`] is the trace,
+//! [`change`] what its other events do, [`account`] the end.
 
 mod account;
 mod change;
@@ -46,7 +45,7 @@ use input::Input;
 /// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
 const DEVTLB_SHIFT: u32 = 21;
 
-/// A page whose size the trace does not tell is taken for one of 4 KiB.
+/// A page whose size the trace does not record counts as 4 KiB.
 const UNKNOWN_PAGE: PageSize = PageSize::SIZE_4K;
 
 /// The model, one run of it.
@@ -59,9 +58,9 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     pending: u32,
     /// When the next packet is admitted; `u64::MAX` while the PTB has no room.
     admits_ns: u64,
-    /// When the next packet was tried first.
+    /// When the next packet was first tried.
     tried_ns: u64,
-    /// No packet is admitted any more.
+    /// No further packet is admitted.
     trace_ended: bool,
     requests: Table<Request>,
     /// Requests that each packet in flight still waits for (PTB by packets only).
@@ -75,7 +74,7 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     buffer: Option<Cache>,
     agent: F::Agent,
     prefetch: Option<PrefetchUnit<F::Predictor>>,
-    /// Who writes the history-length register, if it is not fixed.
+    /// The host that writes the history-length register, if it is not fixed.
     host: Option<Host>,
     tenants: Tenants,
     latencies: Latencies,
@@ -142,9 +141,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// Runs the whole trace.
     ///
     /// # Errors
-    /// If the trace is broken or asks for what the model cannot tell.
+    /// If the trace is broken or exceeds the model's limits.
     pub(crate) fn run(mut self) -> Result<Outcome, SimError> {
-        // The earliest time that has not been dealt with.
+        // The earliest time not handled yet.
         let mut floor_ns = 0;
         loop {
             let now_ns = self.next_ready_ns().max(floor_ns).min(self.admits_ns);
@@ -156,7 +155,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         }
     }
 
-    /// Lets the requests that are pending at the end of the trace end.
+    /// Completes the requests that are pending at the end of the trace.
     fn drain(mut self, mut floor_ns: u64) -> Result<Outcome, SimError> {
         self.trace_ended = true;
         if self.pending > 0 {
@@ -178,7 +177,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         F::Queue::ready_ns(first.min(second))
     }
 
-    /// Lets every stage serve what is ready.
+    /// Serves what is ready in every stage.
     #[inline(always)]
     fn serve(&mut self, now_ns: u64) -> Result<(), SimError> {
         while let Some(slot) = self.to_device.pop_ready(now_ns) {
@@ -209,8 +208,8 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Ok(())
     }
 
-    /// The PTB has an entry less in use. If that makes room, the slots of the link
-    /// that went by meanwhile were lost, and the next one is used.
+    /// Frees an entry of the PTB. If that makes room, the link slots that passed meanwhile were lost, and
+    /// the next one is used.
     #[inline(always)]
     fn free_entry(&mut self, now_ns: u64) {
         self.pending -= 1;
@@ -220,8 +219,8 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         }
     }
 
-    /// Takes the next packet of the trace in; false if there is none left.
-    /// A last packet that is not whole is taken all the same.
+    /// Admits the next packet of the trace; false if there is none left. An incomplete last packet is
+    /// admitted all the same.
     #[inline]
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
         self.requests.check()?;
@@ -260,8 +259,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Ok(is_whole)
     }
 
-    /// Goes to the next translation request, if there is one; what stands before
-    /// it in the trace takes effect.
+    /// Advances to the next translation request, if there is one; the events before it take effect.
     #[inline(always)]
     fn goes_to_translation(&mut self, now_ns: u64) -> Result<bool, SimError> {
         loop {
@@ -277,7 +275,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         }
     }
 
-    /// Issues the translation request that the input stands at.
+    /// Issues the translation request at the input's position.
     #[inline(always)]
     fn issue(&mut self, now_ns: u64, waited_ns: u64, packet: u32) -> Result<u32, SimError> {
         let event = &self.input.batch[self.input.at];
@@ -320,7 +318,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Ok(tenant)
     }
 
-    /// The device knows the domain: DevTLB and prefetch buffer, together.
+    /// The device has the domain: looks up DevTLB and prefetch buffer, together.
     #[inline(always)]
     fn at_device(&mut self, now_ns: u64, slot: u32) {
         let request = *self.requests.get(slot);
@@ -352,7 +350,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         self.guess(now_ns, page, step);
     }
 
-    /// Lets the prefetch unit learn from a request and send its guesses.
+    /// The prefetch unit learns from a request and sends its guesses.
     #[inline(always)]
     fn guess(&mut self, now_ns: u64, page: &Page, step: Step) {
         let Some(unit) = &mut self.prefetch else {
@@ -393,7 +391,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         }
     }
 
-    /// A request has crossed PCIe: the agent knows the translation or walks for it.
+    /// A request has crossed PCIe: the agent has the translation or walks for it.
     #[inline(always)]
     fn at_agent(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
         let request = self.requests.get_mut(slot);
@@ -482,7 +480,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     }
 }
 
-/// Looks for `tag` in a cache, if it is there.
+/// Looks for `tag` in a cache, if that exists.
 #[inline(always)]
 fn has(cache: &mut Option<Cache>, page: &Page, tag: Tag, next_use: u64) -> bool {
     match cache {
@@ -491,7 +489,7 @@ fn has(cache: &mut Option<Cache>, page: &Page, tag: Tag, next_use: u64) -> bool 
     }
 }
 
-/// The error of a domain that tags have no room for.
+/// The error for a domain too large for tags.
 #[cold]
 fn too_large(request: u64, domain: u32) -> SimError {
     SimError::Request {
@@ -502,7 +500,7 @@ fn too_large(request: u64, domain: u32) -> SimError {
     }
 }
 
-/// The error of a request that the flavour's rules leave without an end.
+/// The error for a request that never ends under the flavour's rules.
 #[cold]
 fn lost(page: &Page) -> SimError {
     SimError::NeverEnds { iova: page.iova }

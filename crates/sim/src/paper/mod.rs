@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Flavour *paper*: the model as HyperTRIO II-A, III and IV-C tell it.
+//! Flavour *paper*: the model as HyperTRIO II-A, III and IV-C describe it.
 //!
 //! | topic | here |
 //! |---|---|
-//! | service | a stage serves whatever is ready, at its time; equal times in order of arrival ([`queue`]) |
+//! | service | a stage serves every ready request, at its time; equal times in order of arrival ([`queue`]) |
 //! | link | a slot is 61.68 ns at 200 Gb/s, exact in the long run |
 //! | walk | two-dimensional, 24 accesses for 4 and 4 levels ([`walk`]) |
 //! | walk caches | L1 to L4 and an optional IOTLB, all looked up together |
 //! | prefetch | on a miss in the device; the predictor follows the traffic ([`predictor`]) |
 //! | partition | by the source |
 //!
-//! Where the text leaves room:
-//! - *Cost of a look-up.* A hit behind PCIe costs `walk_cache_hit_ns`, also when
-//!   it only shortens the walk. A miss costs nothing of its own: the walk starts
-//!   meanwhile.
-//! - *Filter.* No prefetch is held back because its translation is there or on
-//!   its way already. The device sends a source id and not addresses (III), so it
-//!   has nothing to compare; the history reader is a state machine without a
-//!   memory of what it asked for.
-//! - *Merging.* Each miss walks for itself, as the text has no structure in
-//!   which a second miss of a page could wait for the first.
+//! Where the text leaves a choice:
+//! - *Cost of a look-up.* A hit behind PCIe costs `walk_cache_hit_ns`, also when it only shortens the walk.
+//!   A miss costs nothing of its own: the walk starts meanwhile.
+//! - *Filter.* No prefetch is suppressed because its translation is present or under way already. The
+//!   device sends a source id and not addresses (III), so it has nothing to compare; the history reader is
+//!   a state machine without a memory of its requests.
+//! - *Merging.* Each miss walks for itself, as the text has no structure in which a second miss of a page
+//!   could wait for the first.
 
 mod predictor;
 mod queue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests in order of the time at which they are ready, equal times in order
-//! of arrival: no request overtakes another for no reason.
+//! Requests in order of the time at which they are ready, equal times in order of arrival: no request
+//! overtakes another without a reason.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -20,12 +20,12 @@ type Entry = (u64, u64);
 pub(crate) enum TimedQueue {
     /// By time.
     ByTime {
-        /// What waits.
+        /// The waiting requests.
         heap: BinaryHeap<Reverse<Entry>>,
         /// Requests that have ever arrived.
         arrivals: u64,
     },
-    /// By arrival: what is not ready holds up what comes after it.
+    /// By arrival: a request that is not ready delays those after it.
     ByArrival(VecDeque<(u64, u32)>),
 }
 

@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The translation agent of the text: IOTLB, page-walk caches, two-dimensional
-//! walk (II-A, figure 2).
+//! The translation agent of the text: IOTLB, page-walk caches, two-dimensional walk (II-A, figure 2).
 //!
-//! A guest's table has levels g, …, 1; the entry of level n is found by the
-//! address above bit 12 + 9(n-1), and the L*n* cache keeps such entries by that
-//! prefix and the domain. To read one, the guest-physical address of its table
-//! is walked through the host's h levels first; so a level costs h + 1 accesses,
-//! and the page's own address h more:
+//! A guest's table has levels g, …, 1; the entry of level n is found by the address above bit 12 + 9(n-1),
+//! and the L*n* cache keeps such entries by that prefix and the domain. To read one, the guest-physical
+//! address of its table is walked through the host's h levels first; so a level costs h + 1 accesses, and
+//! the page's own address h more:
 //!
 //! ```text
 //!   remaining guest levels r:   r (h + 1) + h        r = g = h = 4:  24     5: 35
@@ -17,15 +15,13 @@
 //!   hit in L2                           4+1    4                         =  9
 //!   hit in L1, of a 4 KiB page: the translation itself                   =  0
 //! ```
-//! The entry of a page's own level is its translation, so L2 answers for 2 MiB
-//! pages as an IOTLB would. Whether a walk for such a page is shorter too is
-//! `large_pages_shorten`: with it, it ends at the page's level; without it
-//! (table II: 24) it is as long as for a page of 4 KiB.
+//! The entry of a page's own level is its translation, so L2 answers for 2 MiB pages as an IOTLB would.
+//! Whether a walk for such a page is shorter too is `large_pages_shorten`: with it, it ends at the page's
+//! level; without it (table II: 24) it is as long as for a page of 4 KiB.
 //!
-//! A walk puts every level's entry from the top to the page's own into its
-//! cache, and the translation into the IOTLB, at its end. Demands and prefetches
-//! are alike here. For the oracle an entry's next use is that of the page it was
-//! last used for, and a prefetched page's is not known and counts as never.
+//! At its end a walk puts every level's entry from the top to the page's own into its cache, and the
+//! translation into the IOTLB. Demands and prefetches are treated alike. For the oracle an entry's next use
+//! is that of the page it was last used for; that of a prefetched page is unknown and counts as never.
 
 use crate::cache::Cache;
 use crate::config::{Config, WalkConfig, WalkCost};
@@ -55,7 +51,7 @@ pub(crate) struct NestedWalker {
 }
 
 impl NestedWalker {
-    /// The caches that a walk for `page` has to do with, and their levels.
+    /// The caches that apply to a walk for `page`, and their levels.
     fn levels_of(&mut self, page: &Page) -> impl Iterator<Item = (u32, &mut Cache)> {
         let lowest = page.level();
         (1..)
@@ -145,8 +141,8 @@ impl TranslationAgent for NestedWalker {
     }
 }
 
-/// Memory accesses of a walk for a page of `page_level`, if the lowest entry
-/// known was that of level `lowest_hit`, which is above the page's own.
+/// Memory accesses of a walk for a page of `page_level`, if the lowest cached entry was that of level
+/// `lowest_hit`, which is above the page's own.
 fn accesses(walk: &WalkConfig, page_level: u32, lowest_hit: Option<u32>) -> u64 {
     match walk.cost {
         WalkCost::Nested => {
@@ -194,7 +190,7 @@ mod tests {
         assert_eq!(accesses(&walk(WalkCost::Nested, 4, 0, 0), 1, None), 4);
     }
 
-    /// Walks level by level and counts, as the figure draws it.
+    /// Walks level by level and counts, as in the figure.
     fn counted(walk: &WalkConfig, page_level: u32, lowest_hit: Option<u32>) -> u64 {
         let last_level = if walk.large_pages_shorten {
             page_level

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a replay counts.
+//! The counters of a replay.
 
 use super::Service;
 use pagetide_addr::DeviceId;
@@ -11,7 +11,7 @@ use std::time::Duration;
 pub struct Share {
     /// Sum over time, in sections times nanoseconds.
     pub section_ns: u128,
-    /// Most at any look.
+    /// Most in any sample.
     pub max_sections: u64,
 }
 
@@ -22,7 +22,7 @@ impl Share {
         self.max_sections = self.max_sections.max(sections);
     }
 
-    /// Mean over `time`; 0 for no time.
+    /// Mean over `time`; 0 if that is zero.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
     pub fn mean_sections(&self, time: Duration) -> f64 {
@@ -33,19 +33,19 @@ impl Share {
     }
 }
 
-/// What one policy held for one device at one time (VPRI Fig 17).
+/// The sections that one policy held for one device at one time (VPRI Fig 17).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Capacity {
     /// When.
     pub at: Duration,
-    /// Sections it remembered and did not protect: the paper's active block.
+    /// Sections tracked but not protected: the paper's active block.
     pub watched_sections: u64,
     /// Sections it protected: the paper's inactive block.
     pub protected_sections: u64,
 }
 
-/// Faults by how long ago the device had touched the section last: what a protector would have had to
-/// bridge. A fault on a section that this device never touched is not among them.
+/// Faults by the time since the device's last touch of the section, which a protector would have had to
+/// bridge. A fault on a section that this device never touched is not included.
 ///
 /// As JSON it is a list of pairs: upper bound in seconds, or null, and faults.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
@@ -59,7 +59,7 @@ impl FaultAges {
     /// Upper bounds, in seconds.
     pub const BOUNDS_S: [u64; 9] = [60, 120, 180, 240, 300, 450, 600, 900, 1_800];
 
-    /// All of both.
+    /// The sum of both.
     pub(super) fn sum(self, other: Self) -> Self {
         let mut sum = self;
         for (count, more) in sum.counts.iter_mut().zip(other.counts) {
@@ -86,7 +86,7 @@ impl From<FaultAges> for Vec<(Option<u64>, u64)> {
     }
 }
 
-/// What one device did and met.
+/// The counters of one device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceAccount {
     /// The device.
@@ -102,7 +102,7 @@ pub struct DeviceAccount {
     /// I/O page faults: DMA to an evicted section.
     pub faults: u64,
     /// Of those, faults on sections that no device had touched before, so that no policy could have
-    /// protected them: only bringing back what nobody asked for helps.
+    /// protected them: only prefetching of unrequested sections helps.
     pub first_faults: u64,
     /// The others, by age.
     pub fault_ages: FaultAges,
@@ -112,9 +112,9 @@ pub struct DeviceAccount {
     pub protected: Share,
     /// Sections that left protection because there were too many.
     pub dropped_sections: u64,
-    /// Most memory that its policy took, in bytes.
+    /// Most memory that its policy used, in bytes.
     pub policy_bytes_max: u64,
-    /// What its policy held, if that was asked for.
+    /// What its policy held over time, if requested.
     pub capacity: Vec<Capacity>,
 }
 
@@ -138,7 +138,7 @@ impl DeviceAccount {
     }
 }
 
-/// What happened in one VM.
+/// The counters of one VM.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct VmAccount {
     /// Virtual time that has passed.
@@ -157,19 +157,19 @@ pub struct VmAccount {
     pub cpu_faults: u64,
     /// Sections evicted, each time counted.
     pub evicted_sections: u64,
-    /// Of those, sections that were protected: the limit could not be kept otherwise.
+    /// Of those, protected sections: the limit could not be kept otherwise.
     pub evicted_protected: u64,
     /// Scans of what was touched.
     pub scans: u64,
     /// Fills that went over the limit because nothing could be evicted at once.
     pub over_limit_fills: u64,
-    /// Sections that a policy had brought back.
+    /// Sections that a policy had prefetched.
     pub bring_backs: u64,
-    /// Of those, evicted again before anybody touched them.
+    /// Of those, evicted again before any touch.
     pub wasted_bring_backs: u64,
-    /// Wishes to have a section back that came to nothing.
+    /// Requests to prefetch a section that were refused.
     pub refused_bring_backs: u64,
-    /// Sections that were brought back and not touched since: memory that policies take, too.
+    /// Prefetched sections that have not been touched since: this memory is a cost of policies, too.
     pub brought_back: Share,
     /// Sections protected for any of its devices.
     pub protected: Share,

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How much is taken from each VM of a host that has promised more memory than it has (VPRI 7.3: "the
-//! reclaim ratio for each VM is dynamically adjusted from 0% to 50%").
+//! How much memory is reclaimed from each VM of an overcommitted host (VPRI 7.3: "the reclaim ratio for
+//! each VM is dynamically adjusted from 0% to 50%").
 //!
-//! The paper does not say how. Here a VM's *weight* is the number of its sections on the cold side,
-//! whether they were evicted already or not; each fault of the last minute says that some of them were
-//! not so cold. What the host lacks is parted by weight, nobody gives more than his most, and only a
-//! quarter of the way to that is gone at a time, so that one quiet minute does not cost a VM its memory.
+//! The paper does not describe the method. Here a VM's *weight* is the number of its sections on the cold
+//! side, evicted or not; each fault of the last minute reduces it, since some of them were not so cold. The
+//! host's deficit is divided by weight, no VM gives more than its maximum, and each step covers only a
+//! quarter of the difference, so that one quiet minute does not cost a VM its memory.
 
-/// What one VM is known to need. All of it is past.
+/// One VM's figures, all from the past.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Need {
     /// Its memory, in sections.
     pub sections: u64,
-    /// Sections that it lacks now by its limit.
+    /// Sections that its limit takes from it now.
     pub taken_sections: u64,
     /// Sections on the cold side, present or not.
     pub cold_sections: u64,
-    /// Faults since the last time, of CPUs and devices.
+    /// Faults of CPUs and devices since the last call.
     pub faults: u64,
 }
 
-/// How many cold sections one fault speaks for.
+/// Cold sections that one fault subtracts.
 const SECTIONS_PER_FAULT: u64 = 4;
-/// Every VM has this share of itself as weight, however hot: else nobody might be left to give.
+/// Least weight of a VM, as a share of its size, however hot it is: else no VM might be left to give.
 const LEAST_WEIGHT: u64 = 64;
-/// Part of the way to the new shares that is gone at once: one in so many.
+/// Part of the difference to the new shares that one step covers: one in this many.
 const STEP: u64 = 4;
 
 impl Need {
@@ -40,7 +40,7 @@ impl Need {
 }
 
 /// Sections to take from each VM so that together they lack `wanted`, none of them more than
-/// `most_permille` of itself. If they cannot, each gives its most.
+/// `most_permille` of its size. If that is impossible, each gives its maximum.
 #[must_use]
 pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
     let mut target = vec![0; needs.len()];
@@ -55,14 +55,14 @@ pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
         .collect();
     let sum: u64 = taken.iter().sum();
     if sum > wanted {
-        // The host has got memory: the way is gone at once.
+        // The host has gained memory: the whole difference at once.
         return target;
     }
     pour(needs, &mut taken, wanted - sum, most_permille);
     taken
 }
 
-/// Parts `wanted` among the VMs by weight, on top of what is `taken`, as far as there is room.
+/// Divides `wanted` among the VMs by weight, in addition to `taken`, as far as there is room.
 fn pour(needs: &[Need], taken: &mut [u64], mut wanted: u64, most_permille: u64) {
     while wanted > 0 {
         let room = |need: &Need, taken: u64| need.most(most_permille).saturating_sub(taken);
@@ -75,7 +75,7 @@ fn pour(needs: &[Need], taken: &mut [u64], mut wanted: u64, most_permille: u64) 
         }
         let asked = wanted;
         for &i in &open {
-            // Rounded up, so that each turn parts something.
+            // Rounded up, so that each pass makes progress.
             let share = (u128::from(asked) * u128::from(needs[i].weight())).div_ceil(weights);
             let share = u64::try_from(share).unwrap_or(asked);
             let part = share.min(wanted).min(room(&needs[i], taken[i]));

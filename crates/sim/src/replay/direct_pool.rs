@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`DirectPool`]: a guest that reads and writes its disks past the page cache.
 //!
-//! Its programs have buffers of their own and use them in turn, as databases do: each request takes the
-//! next pages of a pool, from its beginning again at its end. DMA follows the request at once.
+//! Its programs use their own buffers in turn, as databases do: each request uses the next pages of a pool,
+//! which wraps around at its end. The DMA happens at once.
 
 use super::{
     DiskRequest, ReplayAccess, ReplayError,
@@ -41,7 +41,7 @@ impl DirectPool {
         })
     }
 
-    /// What a request at `at` does to memory; the accesses go to `out`.
+    /// The memory accesses of a request at `at`, appended to `out`.
     ///
     /// # Errors
     /// [`ReplayError::Request`].

@@ -20,13 +20,13 @@ pub enum ReplayError {
          give it more memory"
     )]
     Outside {
-        /// Where the access comes from: [`super::AccessStream::whence`].
+        /// Origin of the access: [`super::AccessStream::whence`].
         whence: String,
         /// Number of the access in its stream, from 0.
         access: u64,
-        /// What it touches.
+        /// The section it touches.
         section: u64,
-        /// How many there are.
+        /// The VM's number of sections.
         sections: u64,
     },
     /// Time runs backwards.
@@ -34,7 +34,7 @@ pub enum ReplayError {
         "{whence}: access {access} is at {at:?}, after one at {before:?}: times must not run backwards"
     )]
     Backwards {
-        /// Where the access comes from: [`super::AccessStream::whence`].
+        /// Origin of the access: [`super::AccessStream::whence`].
         whence: String,
         /// Number of the access in its stream, from 0.
         access: u64,
@@ -43,7 +43,7 @@ pub enum ReplayError {
         /// Time of the one before.
         before: Duration,
     },
-    /// A request to a disk that no guest would make.
+    /// A disk request that no guest would make.
     #[error(
         "{}record {record} asks for {len_bytes} bytes at byte {offset_bytes} of disk {disk}; \
          a replay takes at most {max_bytes} bytes at once",
@@ -52,15 +52,15 @@ pub enum ReplayError {
     Request {
         /// The trace's file, if it is known.
         file: Option<PathBuf>,
-        /// Number of its record, as [`TraceError::Record`] has it.
+        /// Number of its record, as in [`TraceError::Record`].
         record: u64,
         /// The disk.
         disk: u32,
-        /// Where.
+        /// Its offset.
         offset_bytes: u64,
-        /// How much.
+        /// Its length.
         len_bytes: u64,
-        /// The most that is taken.
+        /// The longest that is accepted.
         max_bytes: u64,
     },
     /// An access log touches memory that its VM does not have.
@@ -73,57 +73,57 @@ pub enum ReplayError {
         vm: String,
         /// Number of the record in the log, from 0.
         record: u64,
-        /// Where.
+        /// Its address.
         address: u64,
-        /// How much.
+        /// Its length.
         len_bytes: u64,
-        /// What there is.
+        /// The VM's memory.
         memory_bytes: u64,
     },
-    /// An access log has other address spaces than one that was asked for, or than one.
+    /// An access log has other address spaces than the selected one, or more than one.
     #[error("{}", of_spaces(vm, *asked, spaces, *named_max))]
     Space {
         /// The VM.
         vm: String,
-        /// The one that was asked for.
+        /// The selected one.
         asked: Option<DomainId>,
-        /// Those that the log has, perhaps not all.
+        /// The log's spaces, perhaps not all.
         spaces: Vec<DomainId>,
-        /// How many of them are told.
+        /// How many of them the message names.
         named_max: usize,
     },
-    /// A time that no trace can have: each second up to it would have to be lived through.
+    /// A time that no trace can have: the replay would have to run each second up to it.
     #[error(
         "{whence} is {seconds} s after the first one, and a replay takes at most {max_seconds} s; \
          mend the record's time, or stretch times by less"
     )]
     TooLate {
-        /// Which record.
+        /// The record.
         whence: String,
         /// Its time in the replay.
         seconds: u64,
-        /// The latest there may be.
+        /// The latest permitted time.
         max_seconds: u64,
     },
-    /// Another device than any VM of this size may have.
+    /// A device number beyond those of any VM of this size.
     #[error(
         "{whence}: device {device} is one more than the {max} of one VM that a replay keeps apart"
     )]
     Devices {
-        /// Where its access comes from.
+        /// Origin of its access.
         whence: String,
         /// The device.
         device: u32,
-        /// How many there may be.
+        /// Largest permitted number.
         max: u64,
     },
-    /// What was asked for cannot be replayed.
+    /// The request cannot be replayed.
     #[error("{0}")]
     Asked(String),
 }
 
 impl ReplayError {
-    /// The same, of a trace whose file is known.
+    /// The same, for a trace whose file is known.
     #[must_use]
     pub(super) fn of_file(mut self, path: &Path) -> Self {
         if let Self::Request { file, .. } = &mut self {

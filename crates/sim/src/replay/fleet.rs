@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`FleetReplay`]: the VMs of one host that has promised more memory than it has.
+//! [`FleetReplay`]: the VMs of an overcommitted host.
 //!
-//! The host's budget is the sum of its VMs' memory less the overcommit; limits are set so that they sum
-//! up to it, equal shares at first and by need once a minute ([`balance`]). Between two such moments VMs
-//! do not know of each other, so they run on all cores.
+//! The host's budget is the sum of its VMs' memory less the overcommit. Limits add up to it, equal shares
+//! at first and by need once a minute ([`balance`]). Between two such moments VMs are independent, so they
+//! run on all cores.
 
 use super::{AccessStream, ReplayError, VmAccount, VmParams, VmReplay, balance};
 use std::{
@@ -12,16 +12,16 @@ use std::{
     time::Duration,
 };
 
-/// How a host looks after its VMs.
+/// How a host manages its VMs.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct FleetParams {
-    /// Memory promised beyond what there is, as a share of what there is: 0.2 promises 120 % of it.
+    /// Memory promised beyond the existing memory, as a share of it: 0.2 promises 120 % of it.
     pub overcommit: f64,
-    /// Most that is taken from one VM, as a share of its memory in thousandths: 500 in the paper.
+    /// Most memory taken from one VM, in thousandths of its size: 500 in the paper.
     pub taken_max_permille: u64,
-    /// How often limits are set anew.
+    /// How often limits are recomputed.
     pub balance_every: Duration,
-    /// Threads; they change nothing but the speed.
+    /// Threads; they affect only the speed.
     pub threads: NonZeroUsize,
 }
 
@@ -50,8 +50,7 @@ impl FleetReplay {
     /// A host with VMs, each with its accesses.
     ///
     /// # Errors
-    /// [`ReplayError::Asked`] if the overcommit cannot be met within what may be taken, or a VM cannot
-    /// be replayed.
+    /// [`ReplayError::Asked`] if the overcommit exceeds what may be taken, or a VM cannot be replayed.
     pub fn new(
         params: FleetParams,
         vms: Vec<(VmParams, Box<dyn AccessStream>)>,
@@ -122,7 +121,7 @@ impl FleetReplay {
         self.vms.iter().all(VmReplay::is_ended)
     }
 
-    /// What has happened in each VM.
+    /// The counters of each VM.
     #[must_use]
     pub fn accounts(&mut self) -> Vec<VmAccount> {
         self.vms.iter_mut().map(VmReplay::account).collect()

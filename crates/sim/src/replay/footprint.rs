@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Footprint`]: how much of its disks a trace ever asks for.
+//! [`Footprint`]: how much of its disks a trace ever requests.
 //!
-//! Kept as runs of blocks without gaps, so that it takes memory by the records and not by what they claim:
-//! one record of 32 bytes may ask for 16,384 blocks, and adds one run at most.
+//! Kept as runs of contiguous blocks, so that memory grows with the number of records and not with their
+//! sizes: one record of 32 bytes may request 16,384 blocks, and adds one run at most.
 
 use pagetide_addr::DeviceId;
 use std::{collections::BTreeMap, ops::Range};
@@ -16,7 +16,7 @@ pub(super) struct Footprint {
 }
 
 impl Footprint {
-    /// A request asks for `blocks` of `disk`.
+    /// A request for `blocks` of `disk`.
     pub(super) fn add(&mut self, disk: DeviceId, blocks: Range<u64>) {
         let Range { mut start, mut end } = blocks;
         if start >= end {
@@ -40,7 +40,7 @@ impl Footprint {
         self.blocks += end - start;
     }
 
-    /// Blocks that were ever asked for.
+    /// Blocks that were ever requested.
     pub(super) fn blocks(&self) -> u64 {
         self.blocks
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`LogStream`]: the accesses that an access log tells of, section by section.
+//! [`LogStream`]: the accesses of an access log, section by section.
 
 use super::{
     AccessStream, Actor, ReplayAccess, ReplayError, TraceOptions,
@@ -9,16 +9,16 @@ use pagetide_addr::{DomainId, SectionNo};
 use pagetide_trace::{AccessLog, AccessRecord};
 use std::collections::{BTreeSet, VecDeque};
 
-/// Address spaces of a log that an error names: a file may have any number.
+/// Most address spaces of a log that an error names: a file may have any number.
 const SPACES_NAMED: usize = 8;
 
 /// The accesses of an access log in one address space.
 pub(super) struct LogStream {
     log: AccessLog,
     vm: String,
-    /// The space; the first record's if none was asked for.
+    /// The space; by default the first record's.
     pub(super) space: Option<DomainId>,
-    /// Some of the others that there are.
+    /// Some of the other spaces.
     others: BTreeSet<DomainId>,
     memory_bytes: u64,
     section_bytes: u64,
@@ -48,7 +48,7 @@ impl LogStream {
         }
     }
 
-    /// Whether what was read is one VM's memory, and was asked for.
+    /// Whether the records read are one VM's memory, and of the selected space.
     pub(super) fn check_spaces(&self, asked: &TraceOptions) -> Result<(), ReplayError> {
         let is_there = self.replayed > 0;
         if asked.space.map_or(self.others.is_empty(), |_| is_there) {
@@ -69,7 +69,7 @@ impl LogStream {
         let number = self.records;
         self.records += 1;
         if *self.space.get_or_insert(record.space) != record.space {
-            // One more than are named says that there are more.
+            // One more than are named shows that there are more.
             if self.others.len() <= SPACES_NAMED {
                 self.others.insert(record.space);
             }

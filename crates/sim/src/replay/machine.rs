@@ -11,35 +11,35 @@ use pagetide_policy::protect::{Fate, PolicyChoice, ProtectedSections, Protector,
 use rustc_hash::FxHashMap;
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
-/// Time passes for policies this often, as in the daemon.
+/// Interval at which time passes for policies, as in the daemon.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
-/// The daemon serves wishes to have sections back in turns, so long from one to the next.
+/// Interval at which the daemon serves prefetch requests.
 const TURN: Duration = Duration::from_millis(50);
-/// It brings about so many pages back in a turn: two sections of 2 MiB.
+/// Pages that it prefetches in one turn, about: two sections of 2 MiB.
 const TURN_PAGES: u64 = 1024;
-/// Wishes that may wait. If there are more, those that wait for longest are dropped.
+/// Most prefetch requests that wait. If there are more, the oldest are dropped.
 const WISHES_MAX: usize = 2048;
 /// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
 pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
 /// Most sections of a VM: 8 TiB of 2 MiB each.
 pub(super) const SECTIONS_MAX: u64 = 1 << 22;
-/// Most sections times devices of a VM: what is kept of each is 8 bytes.
+/// Most sections times devices of a VM: each takes 8 bytes.
 const KEPT_MAX: u64 = 1 << 28;
-/// Devices that any VM may have, and that none may exceed.
+/// Devices that any VM may have, and the most that a VM may have.
 const DEVICES: (u64, u64) = (64, 4096);
 
-/// What a VM is and how it is looked after.
+/// The parameters of a VM and its management.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VmParams {
     /// Its memory, in sections.
     pub sections: u64,
     /// Bytes of a section: 2 MiB in the daemon, smaller for the small disks of old traces.
     pub section_bytes: u64,
-    /// What its memory holds at first.
+    /// The initial content of its memory.
     pub start: Start,
     /// How the DMA of its devices is protected.
     pub policy: PolicyChoice,
-    /// How often to note what each device's policy holds (VPRI Fig 17), if at all.
+    /// How often to record what each device's policy holds (VPRI Fig 17), if at all.
     pub capacity_every: Option<Duration>,
 }
 
@@ -54,7 +54,7 @@ struct Device {
 pub struct VmReplay {
     params: VmParams,
     stream: Box<dyn AccessStream>,
-    /// The access that is next, if it was asked for.
+    /// The next access, if it was fetched.
     waiting: Option<ReplayAccess>,
     is_ended: bool,
     accesses: u64,
@@ -65,7 +65,7 @@ pub struct VmReplay {
     devices_max: u64,
     index_of: FxHashMap<DeviceId, usize>,
     wishes: VecDeque<SectionNo>,
-    /// When wishes are served next, if there are any.
+    /// When prefetch requests are served next, if there are any.
     turn_at: Option<Duration>,
     evicted: Vec<SectionNo>,
     now: Duration,
@@ -121,10 +121,10 @@ impl VmReplay {
         })
     }
 
-    /// Everything before `end`: accesses, and what the daemon does in between.
+    /// Replays everything before `end`: accesses, and the daemon's work in between.
     ///
     /// # Errors
-    /// The stream's; an access outside the VM or before the one before.
+    /// The stream's; an access outside the VM or before the previous one.
     pub fn run_until(&mut self, end: Duration) -> Result<(), ReplayError> {
         self.warm_up();
         while let Some(access) = self.next_access()? {
@@ -141,13 +141,13 @@ impl VmReplay {
         Ok(())
     }
 
-    /// There are many VMs, and it is the turn of this one: what it is about to touch here and there is read in
-    /// order first, which is many times faster.
+    /// Before one of many VMs runs, its data that will be touched at random is read in order, which is many
+    /// times faster.
     fn warm_up(&self) {
         self.memory.warm_up();
         self.protector.warm_up();
         for device in &self.devices {
-            // A line of memory has eight.
+            // A cache line has eight.
             for touched_ns in device.touched_ns.iter().step_by(8) {
                 std::hint::black_box(*touched_ns);
             }
@@ -170,7 +170,7 @@ impl VmReplay {
         self.is_ended && self.waiting.is_none()
     }
 
-    /// What the VM needs, by what has happened since this was asked last.
+    /// What the VM needs, by the events since the last call.
     pub fn need(&mut self) -> Need {
         let devices: u64 = self.devices.iter().map(|d| d.account.faults).sum();
         let faults = self.account.cpu_faults + devices;
@@ -184,7 +184,7 @@ impl VmReplay {
         }
     }
 
-    /// What has happened until now.
+    /// The counters so far.
     #[must_use]
     pub fn account(&mut self) -> VmAccount {
         self.count_time(self.now);
@@ -276,7 +276,7 @@ impl VmReplay {
         if found != Found::Present {
             self.memory
                 .fill(self.now, access.section, &self.protected, &mut self.evicted);
-            // A scan may have been made for the fill; who waited touches the section after it.
+            // The fill may have triggered a scan; its requester touches the section after that.
             self.memory.touch(access.section);
             self.tell_fates();
             self.find_due();
@@ -304,7 +304,7 @@ impl VmReplay {
         &mut devices[index]
     }
 
-    /// Does what falls due up to `to`, in order.
+    /// Does everything due up to `to`, in order.
     fn pass_to(&mut self, to: Duration) {
         while self.due <= to {
             self.now = self.due;
@@ -342,7 +342,7 @@ impl VmReplay {
         }
     }
 
-    /// Wishes are taken once a second, and served from this turn on.
+    /// Prefetch requests are accepted once a second, and served from this turn on.
     fn take_wishes(&mut self) {
         self.wishes.extend(self.protector.take_bring_backs());
         let too_many = self.wishes.len().saturating_sub(WISHES_MAX);
@@ -355,8 +355,8 @@ impl VmReplay {
         }
     }
 
-    /// One turn: wishes are served in order. Once little is free all that are left come to nothing, as in the
-    /// daemon: a wish is worth no eviction.
+    /// One turn: serves prefetch requests in order. Once little is free all remaining ones are refused, as
+    /// in the daemon: a prefetch is not worth an eviction.
     fn bring_back(&mut self) {
         let mut left = TURN_PAGES;
         while left > 0 {
@@ -388,7 +388,7 @@ impl VmReplay {
         self.protector.fate(section, Fate::NotBroughtBack, self.now);
     }
 
-    /// Adds what was held since the last time to the account.
+    /// Adds the holdings since the last call to the account.
     fn count_time(&mut self, now: Duration) {
         let time = now.saturating_sub(self.looked_at);
         self.looked_at = now;
@@ -430,7 +430,7 @@ impl VmReplay {
 }
 
 impl Device {
-    /// Counts a touch. How long ago the one before it was, if there was one.
+    /// Counts a touch. Returns the time since the previous one, if there was one.
     fn touch(&mut self, access: &ReplayAccess) -> Option<Duration> {
         let account = &mut self.account;
         account.touches += 1;

@@ -7,12 +7,12 @@
 //!   free below the low mark  the passes of one reclaim (`pagetide_policy::victims`), until free is above
 //!                            the high mark
 //! ```
-//! A section rests while it was not touched since the last scan. A fill counts as a touch of who asked for
-//! it: the page tables have the page then. What comes back at a policy's wish was touched by nobody.
+//! A section is idle while it has not been touched since the last scan. A fill counts as a touch by its
+//! requester: the page tables have the page then. A prefetched section counts as untouched.
 //!
-//! Nobody tells the evictor of fills, there as here. A section that was evicted and filled is in no set
-//! until a scan finds it touched, or comes to it among those without pages: it looks at some of them each
-//! time, and at all if what rests is not enough.
+//! As in the daemon, the evictor is not notified of fills. A section that was evicted and filled is in no
+//! set until a scan finds it touched, or examines it among those without pages: it examines some of them
+//! each time, and all if the idle sections do not suffice.
 
 use super::touched::TouchedSections;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
@@ -24,40 +24,39 @@ use pagetide_policy::{
 };
 use std::time::Duration;
 
-/// Sections without pages that each scan looks at.
+/// Sections without pages that each scan examines.
 const EMPTY_LOOKED_AT: u64 = 256;
 
-/// What a VM's memory holds when a replay begins.
+/// The content of a VM's memory when a replay starts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Start {
     /// All of it is present: the VM has been running for a while.
     AllPresent,
-    /// None of it was ever touched: the VM boots. A first touch takes memory and is no fault.
+    /// None of it was ever touched: the VM boots. A first touch allocates memory and is no fault.
     Untouched,
 }
 
-/// How a section was found by a touch.
+/// The state of a section at a touch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Found {
     Present,
-    /// It never held anything.
+    /// It never had content.
     Fresh,
     Evicted,
 }
 
-/// What is known of one section: one byte, since the next touch may be of any section, and memory that is
-/// not in the cache is what a replay waits for.
+/// The state of one section: one byte, since touches are random and cache misses dominate a replay.
 #[derive(Clone, Copy, Default, Debug)]
 struct State(u8);
 
 impl State {
     const PRESENT: Self = Self(1);
-    /// Since the last scan.
+    /// Touched since the last scan.
     const TOUCHED: Self = Self(2);
-    /// Not present, and its content is elsewhere.
+    /// Absent, with content in the store.
     const EVICTED: Self = Self(4);
-    /// A policy had it brought back, and nobody touched it since.
+    /// A policy had it prefetched, and it was not touched since.
     const BROUGHT_BACK: Self = Self(8);
     /// A device touched it at any time.
     const DEVICES: Self = Self(16);
@@ -75,26 +74,26 @@ impl State {
     }
 }
 
-/// What came of a wish to have a section back.
+/// The outcome of a request to prefetch a section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum BroughtBack {
     Yes,
-    /// It is there, or never held anything.
+    /// It is present, or never had content.
     NothingToBring,
     /// There is no room under the limit.
     NoRoom,
 }
 
-/// A reclaim that has just scanned, and goes on when pages have rested.
+/// A reclaim that has just scanned, and continues when pages have been idle.
 struct Resting {
     again_at: Duration,
     steps: Steps,
 }
 
-/// What a reclaim has yet to try.
+/// The remaining steps of a reclaim.
 type Steps = Box<dyn Iterator<Item = Step> + Send>;
 
-/// What the memory counts.
+/// The counters of the memory.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Counts {
     pub(super) evicted_sections: u64,
@@ -103,7 +102,7 @@ pub(super) struct Counts {
     pub(super) over_limit_fills: u64,
     pub(super) bring_backs: u64,
     pub(super) wasted_bring_backs: u64,
-    /// Sections that are there since they were brought back, and that nobody touched yet.
+    /// Prefetched sections that are present and not touched yet.
     pub(super) brought_back: u64,
 }
 
@@ -115,7 +114,7 @@ pub(super) struct Memory {
     limit: Option<u64>,
     victims: Victims,
     touched: TouchedSections,
-    /// True if all sections without pages were looked at since the last scan.
+    /// True if all sections without pages were examined since the last scan.
     looked_at_empty: bool,
     scan_at: Duration,
     resting: Option<Resting>,
@@ -166,7 +165,7 @@ impl Memory {
         self.sections.len() as u64
     }
 
-    /// Sections on the cold side, and those that are not present.
+    /// Sections on the cold side, and absent ones.
     pub(super) fn cold(&self) -> u64 {
         let warm = |(level, count): (Level, u64)| if level > Level::Inactive { count } else { 0 };
         self.len() - self.victims.sets().counts().map(warm).iter().sum::<u64>()
@@ -176,12 +175,12 @@ impl Memory {
         self.limit = sections;
     }
 
-    /// Brings what is kept of the sections into the processor's cache.
+    /// Brings the sections' states into the processor's cache.
     pub(super) fn warm_up(&self) {
         self.victims.sets().warm_up();
     }
 
-    /// When something is to be done next: [`Self::pass`].
+    /// When [`Self::pass`] is due next.
     pub(super) fn due(&self) -> Duration {
         match &self.resting {
             Some(resting) => resting.again_at.min(self.scan_at),
@@ -189,7 +188,7 @@ impl Memory {
         }
     }
 
-    /// Does what is due at `now`. Sections that went are added to `evicted`.
+    /// Does everything due at `now`. Evicted sections are added to `evicted`.
     pub(super) fn pass(
         &mut self,
         now: Duration,
@@ -230,7 +229,7 @@ impl Memory {
         is_first
     }
 
-    /// A section that is not present is made so. If the limit is reached, others go first.
+    /// Makes an absent section present. At the limit, others are evicted first.
     pub(super) fn fill(
         &mut self,
         now: Duration,
@@ -251,7 +250,7 @@ impl Memory {
         self.keep(now, protected, evicted);
     }
 
-    /// Brings a section back at a policy's wish, if there is room: nothing goes for it.
+    /// Prefetches a section for a policy, if there is room: nothing is evicted for it.
     pub(super) fn bring_back(&mut self, section: SectionNo) -> BroughtBack {
         let has_room = self.free_pages() >= self.section_pages.cast_signed();
         let Some(state) = self.sections.get_mut(section.index()) else {
@@ -277,7 +276,7 @@ impl Memory {
         self.section_pages
     }
 
-    /// Begins to reclaim if too little is free.
+    /// Starts to reclaim if too little is free.
     pub(super) fn keep(
         &mut self,
         now: Duration,
@@ -289,7 +288,7 @@ impl Memory {
         }
     }
 
-    /// Reclaims, unless that is under way and waits for pages to have rested.
+    /// Reclaims, unless a reclaim is under way and waits for pages to be idle.
     fn press(
         &mut self,
         now: Duration,
@@ -332,8 +331,8 @@ impl Memory {
         }
     }
 
-    /// What rests was not enough: looks at all sections without pages, once after each scan. What it finds
-    /// goes before what is protected.
+    /// The idle sections did not suffice: examines all sections without pages, once after each scan. The
+    /// sections found are evicted before protected ones.
     fn evict_found(
         &mut self,
         now: Duration,
@@ -400,7 +399,7 @@ impl Memory {
             let state = &mut sections[section.index()];
             *state = state.but(State::TOUCHED);
         });
-        // In order of memory, as the daemon comes by them.
+        // In order of memory, as in the daemon.
         self.victims.scanned(now, touched);
         self.look_at_empty(EMPTY_LOOKED_AT);
         self.looked_at_empty = false;

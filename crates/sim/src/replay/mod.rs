@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Replay of DMA in virtual time: how often would devices fault under a policy (VPRI 4.2, 7.3)?
+//! Replay of DMA in virtual time: how often devices would fault under a policy (VPRI 4.2, 7.3).
 //!
 //! # What is real and what is modelled
 //! The choice of victims and the protection of DMA are the code that runs in the daemon
-//! (`pagetide_policy`), with its pass order, scan period and marks. What stands around it is modelled:
+//! (`pagetide_policy`), with its pass order, scan period and watermarks. Everything around it is modelled:
 //! ```text
 //!   access log ───────────────────────┐
 //!   generator ────────────────────────┤ ReplayAccess   ┌──────────── VmReplay ────────────┐
@@ -13,22 +13,26 @@
 //!                                                      └──────────────────────────────────┘
 //!   several of them: FleetReplay, which moves the limits among VMs once a minute
 //! ```
-//! - Memory comes and goes by whole sections. (The daemon fills single pages; a section that was evicted
+//! - Memory is filled and evicted by whole sections. (The daemon fills single pages; an evicted section
 //!   counts as one fault here, as in the paper.)
 //! - A fill takes no time. If nothing can be evicted for it, it goes over the limit, which is counted: in
 //!   the daemon such a fill waits, at most 100 ms.
-//! - Bring-backs are as rare as there: wishes are taken once a second, at most 2,048 wait, two sections of
-//!   2 MiB come back every 50 ms, none while free memory is below the low mark, and one for which there is
-//!   no room, or nothing to bring, is refused for good. What is not modelled: they come back at once, also
-//!   where the daemon's store or its cache is busy and it gives up. What they take is
-//!   [`VmAccount::brought_back`]; no pinned share has it.
-//! - An **I/O page fault** is a DMA to a section that was evicted. The first touch of memory that never
-//!   held anything is none. CPU faults are counted apart.
-//! - Beside it stands the paper's own estimate, which needs no evictor: a *long reuse* is a pair of
+//! - Prefetches are as rare as in the daemon: requests are accepted once a second, at most 2,048 wait, two
+//!   sections of 2 MiB are filled every 50 ms, none while free memory is below the low watermark, and a
+//!   request for which there is no room, or nothing to fill, is refused for good. One difference: they are
+//!   filled at once, also where the daemon's store or its cache is busy and it gives up. Their memory is
+//!   [`VmAccount::brought_back`]; no pinned share includes it.
+//! - An **I/O page fault** is a DMA to a section that was evicted. The first touch of memory that never had
+//!   content is none. CPU faults are counted separately.
+//! - The paper's own estimate is also reported, which needs no evictor: a *long reuse* is a pair of
 //!   consecutive DMAs of one device to one section more than 300 s apart (4.2.2).
 //!
 //! Time is a whole number and nothing depends on the machine: the same accesses give the same account,
 //! whatever the number of threads. No policy sees an access before its time.
+
+mod stream;
+
+pub use stream::{AccessStream, Actor, ReplayAccess};
 
 mod account;
 mod balance;
@@ -63,48 +67,7 @@ pub use traces::{Guest, OriginKind, Through, TraceOptions, TracedVm, VmOrigin, s
 
 pub use pagetide_trace::Service;
 
-use pagetide_addr::{Access, DeviceId, SectionNo};
-use std::time::Duration;
-
-/// Who touches memory.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Actor {
-    /// The guest's CPUs.
-    Cpu,
-    /// A device, by DMA.
-    Device(DeviceId, Service),
-}
-
-/// One access to one section; one that spans sections is several.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ReplayAccess {
-    /// When, since the start of the replay.
-    pub at: Duration,
-    /// By whom.
-    pub actor: Actor,
-    /// Where, in the VM.
-    pub section: SectionNo,
-    /// What it does to memory: a device that reads a disk writes memory.
-    pub access: Access,
-    /// How much of the section, in bytes.
-    pub bytes: u64,
-}
-
-/// The accesses of one VM, in order of time.
-pub trait AccessStream: Send {
-    /// The next one; `None` at the end.
-    ///
-    /// # Errors
-    /// The source's: a broken record, a file that cannot be read.
-    fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError>;
-
-    /// Where the access comes from that was given last, for messages: a file and a record, if there are.
-    fn whence(&self) -> String {
-        "accesses that no trace tells of".to_owned()
-    }
-}
-
-/// Accesses that are there already.
+/// Accesses in memory.
 impl<I: Iterator<Item = ReplayAccess> + Send> AccessStream for I {
     fn next(&mut self) -> Result<Option<ReplayAccess>, ReplayError> {
         Ok(Iterator::next(self))

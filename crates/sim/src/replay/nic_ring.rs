@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`NicRing`]: a network interface that is made up, to stand beside a trace that has none.
+//! [`NicRing`]: a synthetic network interface, added to a trace that has none.
 //!
 //! A driver posts the same buffers again and again, so the whole pool is touched in turn whatever the load
-//! is (O1 of VPRI 4.2.1); the load decides how fast. Here a guest is busy for one minute of five:
+//! (O1 of VPRI 4.2.1); the load determines how fast. Here a guest is busy for one minute of five:
 //! ```text
 //!   busy    2,000 packets a second, one page each: a pool of 240 MiB is passed twice
 //!   quiet      20 packets a second: a section of 2 MiB lasts 26 s
 //! ```
-//! so that most of the pool rests for about four minutes each time, which is what an evictor falls for.
+//! so that most of the pool is idle for about four minutes each time, which misleads an evictor.
 
 use super::{Actor, ReplayAccess, Service};
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
@@ -44,7 +44,7 @@ impl NicRing {
         }
     }
 
-    /// The packets of one second, as one access for each section they fill.
+    /// The packets of one second, as one access for each section that they fill.
     fn fill_second(&mut self) {
         let at = Duration::from_secs(self.second);
         let mut packets = if self.second % TURN_S < BUSY_S {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`GuestPageCache`]: what a guest's page cache makes of requests to its disks.
+//! [`GuestPageCache`]: turns requests to a guest's disks into DMA, through a model of its page cache.
 //!
-//! A block trace says which blocks of a disk were asked for; DMA goes to pages of the guest's memory.
-//! Between them stands the page cache, which decides where a block lands:
+//! A block trace has the requested blocks of a disk; DMA goes to pages of the guest's memory. The page
+//! cache between them determines where a block is placed:
 //! ```text
 //!   read   block in the cache   no DMA; the CPU copies it out
 //!          not                  a page is taken for it; the disk writes into it
@@ -11,40 +11,40 @@
 //!   later  dirty for 30 s       looked for every 5 s: the disk reads it (as Linux has it by default,
 //!                               dirty_expire_centisecs and dirty_writeback_centisecs)
 //! ```
-//! Pages are taken in order while the memory is fresh, so that neighbours on the disk become neighbours in
-//! memory; when it is used up, the page that was used longest ago is taken again. One that is dirty is
-//! written first. There is no read-ahead: what a trace has read ahead is in it.
+//! Pages are allocated in order while the memory is fresh, so that neighbours on the disk become neighbours
+//! in memory; when it is used up, the least recently used page is recycled. A dirty page is written first.
+//! There is no readahead: a trace already contains it.
 //!
-//! Two things are not as simple in a real guest, and can be set:
-//! - Most traces were taken *beneath* a guest's cache. What is read there was not in that cache, so a block
-//!   that the model still has is read again, into another page: [`CachedReads::ReadAgain`].
-//! - The memory of a guest that has been up for long is not handed out in order. It comes in runs, one here,
-//!   one there: [`PageCacheParams::run_bytes`].
+//! Two properties of real guests are less simple, and can be set:
+//! - Most traces were recorded *below* a guest's cache. A block read there was not in that cache, so a
+//!   block that the model still has is read again, into another page: [`CachedReads::ReadAgain`].
+//! - The memory of a guest that has been up for long is not allocated in order, but in scattered runs:
+//!   [`PageCacheParams::run_bytes`].
 
 use super::{Actor, ReplayAccess, ReplayError, Service};
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
 use rustc_hash::FxHashMap;
 use std::{collections::VecDeque, time::Duration};
 
-/// The longest request that is believed, in bytes.
+/// The longest valid request, in bytes.
 const REQUEST_BYTES_MAX: u64 = 64 << 20;
 /// No frame.
 const NONE: u32 = u32::MAX;
-/// Pages that a cache may have at most: 8 TiB.
+/// Most pages of a cache: 8 TiB.
 const PAGES_MAX: u64 = 1 << 31;
 
-/// What happens when a trace reads a block that the modelled cache has.
+/// The effect of a read of a block that the modelled cache has.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CachedReads {
-    /// The CPU copies it out; the trace tells what programs asked for.
+    /// The CPU copies it out; the trace has the requests of programs.
     #[default]
     Served,
-    /// The guest must have dropped it, so the disk brings it again; the trace tells what disks did.
+    /// The guest must have dropped it, so the disk reads it again; the trace has the requests to disks.
     ReadAgain,
 }
 
-/// How large a guest's page cache is and where it lies.
+/// Size and place of a guest's page cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageCacheParams {
     /// Where its pages begin in the guest's memory, in bytes; a multiple of 4 KiB.
@@ -53,13 +53,13 @@ pub struct PageCacheParams {
     pub cache_bytes: u64,
     /// Bytes of a section.
     pub section_bytes: u64,
-    /// A page that has been dirty for so long is written.
+    /// A page that has been dirty for this long is written.
     pub dirty_expire: Duration,
     /// How often such pages are looked for.
     pub writeback_every: Duration,
-    /// What becomes of reads of what is there.
+    /// The effect of reads of cached blocks.
     pub reads: CachedReads,
-    /// Memory is handed out in runs of so many bytes, shuffled; without it, in order.
+    /// Memory is allocated in shuffled runs of this many bytes; by default in order.
     pub run_bytes: Option<u64>,
 }
 
@@ -87,11 +87,11 @@ pub struct DiskRequest {
     pub number: u64,
     /// The disk, as a device of the VM.
     pub disk: DeviceId,
-    /// Where on the disk, in bytes.
+    /// Offset on the disk, in bytes.
     pub offset_bytes: u64,
-    /// How much, in bytes.
+    /// Length, in bytes.
     pub len_bytes: u64,
-    /// What it does to the disk.
+    /// Its effect on the disk.
     pub access: Access,
 }
 
@@ -121,12 +121,12 @@ impl DiskRequest {
     }
 }
 
-/// What a cache did.
+/// The counters of a cache.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, serde::Serialize)]
 pub struct PageCacheCounts {
-    /// Pages read that were there.
+    /// Pages read that were present.
     pub read_hits: u64,
-    /// Pages read that the disk had to bring.
+    /// Pages read that the disk had to supply.
     pub read_misses: u64,
     /// Pages written.
     pub written: u64,
@@ -139,7 +139,7 @@ pub struct PageCacheCounts {
 /// A block of a disk.
 type Block = (DeviceId, u64);
 
-/// What a frame holds that was dropped. No disk is that large.
+/// The block of a frame that was dropped. No disk is that large.
 const NO_BLOCK: Block = (DeviceId(u32::MAX), u64::MAX);
 
 /// A page of the cache.
@@ -149,7 +149,7 @@ struct Frame {
     /// Neighbours by time of use.
     newer: u32,
     older: u32,
-    /// Number of the time it became dirty, of those of all frames; none while it is clean.
+    /// Sequence number of the time it became dirty, among all frames; none while it is clean.
     dirtied: Option<u64>,
 }
 
@@ -161,7 +161,7 @@ struct Dirtied {
     number: u64,
 }
 
-/// So many that were cleaned since cost nothing.
+/// Up to this many cleaned entries are kept, at no cost.
 const CLEANED_KEPT: usize = 1024;
 
 /// See the module. Its pages are those of one guest, whatever the number of its disks.
@@ -173,8 +173,8 @@ pub struct GuestPageCache {
     of_block: FxHashMap<Block, u32>,
     newest: u32,
     oldest: u32,
-    /// Frames in the order in which they became dirty. Those that were cleaned since are passed over, and
-    /// dropped when they are more than the others.
+    /// Frames in the order in which they became dirty. Those cleaned since are skipped, and dropped when
+    /// they outnumber the others.
     dirty: VecDeque<Dirtied>,
     dirtied: u64,
     looked_at: Duration,
@@ -182,7 +182,7 @@ pub struct GuestPageCache {
     runs: Runs,
 }
 
-/// In which order memory is handed out.
+/// The order of allocation.
 #[derive(Debug, Default)]
 struct Runs {
     pages: u32,
@@ -209,7 +209,7 @@ impl Runs {
         Self { pages, places }
     }
 
-    /// Page of the cache's memory that is frame `frame`. What is left after the last whole run stays.
+    /// Page of the cache's memory that is frame `frame`. The rest after the last whole run stays in place.
     fn place(&self, frame: u32) -> u64 {
         let place = frame
             .checked_div(self.pages)
@@ -227,7 +227,7 @@ impl GuestPageCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`ReplayError::Asked`] if it has no page, or more than can be told apart.
+    /// [`ReplayError::Asked`] if it has no page, or too many.
     pub fn new(params: PageCacheParams) -> Result<Self, ReplayError> {
         let pages = params.cache_bytes / PAGE_BYTES;
         if pages == 0 || pages > PAGES_MAX || params.section_bytes < PAGE_BYTES {
@@ -255,13 +255,13 @@ impl GuestPageCache {
         })
     }
 
-    /// What it did so far.
+    /// The counters so far.
     #[must_use]
     pub fn counts(&self) -> PageCacheCounts {
         self.counts
     }
 
-    /// When dirty pages are to be looked for next, if there may be any.
+    /// When to look for dirty pages next, if there may be any.
     #[must_use]
     pub fn due(&self) -> Option<Duration> {
         let expired = self.dirty.front()?.at + self.params.dirty_expire;
@@ -271,7 +271,7 @@ impl GuestPageCache {
         Some(tick.max(self.looked_at))
     }
 
-    /// Writes back what has been dirty for long enough at `now`. The accesses go to `out`.
+    /// Writes back the pages that have been dirty for long enough at `now`. The accesses go to `out`.
     pub fn passed(&mut self, now: Duration, out: &mut Vec<ReplayAccess>) {
         self.looked_at = now;
         let mut batch = Vec::new();
@@ -287,7 +287,7 @@ impl GuestPageCache {
                 batch.push((of_frame.block, frame));
             }
         }
-        // As the kernel writes a file: along the disk.
+        // As the kernel writes a file: in disk order.
         batch.sort_unstable();
         for ((disk, _), frame) in batch {
             self.counts.written_back += 1;
@@ -295,7 +295,7 @@ impl GuestPageCache {
         }
     }
 
-    /// What a request at `now` does to memory; the accesses go to `out`.
+    /// The memory accesses of a request at `now`, appended to `out`.
     ///
     /// # Errors
     /// [`ReplayError::Request`].
@@ -326,7 +326,7 @@ impl GuestPageCache {
                     self.drop_block(now, frame, out);
                 }
                 let frame = self.take(now, block, out);
-                // What was dropped is the first to be used again, but not for the same.
+                // A dropped frame is the first to be reused, but not for the same block.
                 if let Some(dropped) = found.filter(|dropped| *dropped != frame) {
                     self.unlink(dropped);
                     self.link_oldest(dropped);
@@ -336,7 +336,7 @@ impl GuestPageCache {
         }
     }
 
-    /// A frame holds nothing from now on; what is dirty is written first.
+    /// Frees a frame; dirty content is written first.
     fn drop_block(&mut self, now: Duration, frame: u32, out: &mut Vec<ReplayAccess>) {
         let of_frame = &mut self.frames[frame as usize];
         let block = std::mem::replace(&mut of_frame.block, NO_BLOCK);
@@ -376,8 +376,8 @@ impl GuestPageCache {
         }
     }
 
-    /// Else a trace whose writes all come at once would fill memory with pages that were written and
-    /// used again.
+    /// Without this, a trace whose writes all come at once would fill memory with pages that were written
+    /// and reused.
     fn drop_cleaned(&mut self) {
         if self.dirty.len() > 2 * self.frames.len() + CLEANED_KEPT {
             let frames = &self.frames;
@@ -386,7 +386,7 @@ impl GuestPageCache {
         }
     }
 
-    /// The frame of a block, which is the newest now.
+    /// The frame of a block, made the most recently used.
     fn found(&mut self, block: Block) -> Option<u32> {
         let frame = *self.of_block.get(&block)?;
         if frame != self.newest {
@@ -396,7 +396,7 @@ impl GuestPageCache {
         Some(frame)
     }
 
-    /// A frame for a block that has none: a fresh one, else that of the block used longest ago.
+    /// A frame for a block that has none: a fresh one, else the least recently used.
     fn take(&mut self, now: Duration, block: Block, out: &mut Vec<ReplayAccess>) -> u32 {
         let fresh = u32::try_from(self.frames.len()).unwrap_or(NONE);
         let frame = if fresh < self.pages_max {
@@ -486,7 +486,7 @@ pub(super) fn dma(disk: DeviceId) -> Actor {
     Actor::Device(disk, Service::Block)
 }
 
-/// Adds an access to `out`, or to the last of it if that differs in its bytes only.
+/// Adds an access to `out`, or merges it into the last one if only the bytes differ.
 pub(super) fn push_merged(out: &mut Vec<ReplayAccess>, touch: ReplayAccess) {
     match out.last_mut() {
         Some(last)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams of accesses: what a guest makes of requests to its disks, and what its CPUs do meanwhile.
+//! Streams of accesses: a guest's requests to its disks turned into DMA, and the accesses of its CPUs.
 
 use super::{
     AccessStream, Actor, DirectPool, DiskRequest, GuestPageCache, PageCacheCounts, ReplayAccess,
@@ -15,22 +15,22 @@ use std::{
 };
 
 /// CPUs touch their working set this often: at least once between two scans of the daemon, so that each
-/// sees it in use.
+/// scan sees it in use.
 const WORKING_SET_ROUND: Duration = Duration::from_secs(4);
 
-/// Where DMA of a guest's disks lands.
+/// Where DMA of a guest's disks goes.
 #[derive(Debug)]
 pub enum DiskPath {
-    /// In its page cache.
+    /// To its page cache.
     Cached(Box<GuestPageCache>),
-    /// In buffers of its programs.
+    /// To buffers of its programs.
     Direct(DirectPool),
 }
 
 /// A request with its time since the start of the replay.
 pub type TimedRequest = (Duration, DiskRequest);
 
-/// Accesses that follow from requests to the disks of one guest. What is dirty at the end stays so.
+/// Accesses that follow from requests to the disks of one guest. Pages dirty at the end stay so.
 pub struct DiskStream<I> {
     requests: I,
     path: DiskPath,
@@ -38,7 +38,7 @@ pub struct DiskStream<I> {
     ready: VecDeque<ReplayAccess>,
     made: Vec<ReplayAccess>,
     file: PathBuf,
-    /// Number of the request that was asked for last.
+    /// Number of the last request.
     number: u64,
     counts: Arc<Mutex<PageCacheCounts>>,
 }
@@ -47,8 +47,7 @@ impl<I> DiskStream<I>
 where
     I: Iterator<Item = Result<TimedRequest, ReplayError>> + Send,
 {
-    /// The accesses of `requests`, whose times never run backwards. They are those of `file`, which is
-    /// for messages.
+    /// The accesses of `requests`, whose times never run backwards. `file`, their source, is for messages.
     pub fn new(file: &Path, requests: I, path: DiskPath) -> Self {
         Self {
             requests,
@@ -62,7 +61,7 @@ where
         }
     }
 
-    /// Where the counts of the page cache are when the stream has ended.
+    /// Where to find the page cache's counters when the stream has ended.
     #[must_use]
     pub fn counts(&self) -> Arc<Mutex<PageCacheCounts>> {
         Arc::clone(&self.counts)
@@ -118,7 +117,7 @@ where
     }
 }
 
-/// A stream, and beside it accesses that go on as long as it lasts.
+/// A stream merged with accesses that continue as long as it lasts.
 pub struct Beside<S, I: Iterator> {
     stream: S,
     next: Option<ReplayAccess>,
@@ -130,7 +129,7 @@ where
     S: AccessStream,
     I: Iterator<Item = ReplayAccess> + Send,
 {
-    /// `stream`, and `others`, whose times never run backwards, beside it.
+    /// `stream` merged with `others`, whose times never run backwards.
     pub fn new(stream: S, others: I) -> Self {
         Self {
             stream,
@@ -161,7 +160,7 @@ where
     }
 }
 
-/// What CPUs do that keep `sections` in use for ever.
+/// Accesses of CPUs that keep `sections` in use for ever.
 pub fn working_set(sections: Vec<SectionNo>) -> impl Iterator<Item = ReplayAccess> + Send {
     let rounds = if sections.is_empty() { 0 } else { u32::MAX };
     (0..rounds).flat_map(move |round| {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`SteadyLoad`]: a VM that does the same in each second, to time a replay and not the making of its load.
+//! [`SteadyLoad`]: a VM with the same load in each second, to time a replay without the cost of generating its load.
 //!
 //! ```text
 //!   each second   disk   4 sections: 2 of the whole VM, 2 of a sixteenth of it
 //!                 NIC    4 sections of its pool, the last 200
 //!                 CPUs   8 sections of the lower half
 //! ```
-//! All by chance, so that the next touch lies anywhere, which is the worst for a machine with caches.
+//! All random, so that touches are scattered, which is the worst case for caches.
 
 use super::{Actor, ReplayAccess, Service};
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
@@ -28,7 +28,7 @@ impl SteadyLoad {
     /// Touches in a second of virtual time.
     pub const PER_SECOND: u64 = 16;
 
-    /// The load of a VM with `sections` sections. Another seed makes another.
+    /// The load of a VM with `sections` sections, determined by a seed.
     #[must_use]
     pub fn new(sections: u64, seed: u64) -> Self {
         Self {

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Accounts of many VMs in the paper's few figures (VPRI 4.2.2, 7.3).
+//! Accounts of many VMs, reduced to the paper's figures (VPRI 4.2.2, 7.3).
 
 use super::{DeviceAccount, FaultAges, Service, VmAccount};
 use pagetide_addr::DeviceId;
 use serde::Serialize;
 
-/// What one policy brought on one set of VMs. Shares are of the VM's memory, as fractions.
+/// The effect of one policy on one set of VMs. Shares are of the VM's memory, as fractions.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Summary {
     /// VMs.
     pub vms: u64,
     /// Memory protected for any device: mean over time, then over VMs.
     pub vm_pinned_share: f64,
-    /// The most of one VM at any look.
+    /// The most of one VM in any sample.
     pub vm_pinned_max_share: f64,
-    /// Memory brought back and not touched since: mean over time, then over VMs. It is in no pinned share,
-    /// and RPR leaves it out.
+    /// Memory prefetched and not touched since: mean over time, then over VMs. No pinned share includes it,
+    /// and RPR excludes it.
     pub vm_brought_back_share: f64,
-    /// Memory that was there: mean over time, then over VMs.
+    /// Resident memory: mean over time, then over VMs.
     pub resident_share: f64,
     /// The limit, likewise.
     pub limit_share: f64,
@@ -29,13 +29,13 @@ pub struct Summary {
     pub cpu_faults: u64,
     /// Fills that went over the limit.
     pub over_limit_fills: u64,
-    /// Sections that a policy had brought back.
+    /// Sections that a policy had prefetched.
     pub bring_backs: u64,
-    /// Of those, evicted again before anybody touched them.
+    /// Of those, evicted again before any touch.
     pub wasted_bring_backs: u64,
-    /// Wishes to have a section back that came to nothing.
+    /// Requests to prefetch a section that were refused.
     pub refused_bring_backs: u64,
-    /// By kind of device; kinds that are not there are left out.
+    /// By kind of device; kinds without devices are omitted.
     pub services: Vec<ServiceSummary>,
 }
 
@@ -52,7 +52,7 @@ pub struct ServiceSummary {
     pub faults: u64,
     /// Of those, faults on sections that no device had touched before.
     pub first_faults: u64,
-    /// The others by how long the device had left the section alone.
+    /// The others by the time since the device's last touch of the section.
     pub fault_ages: FaultAges,
     /// Consecutive touches of one section more than 300 s apart.
     pub long_reuses: u64,
@@ -60,24 +60,24 @@ pub struct ServiceSummary {
     pub footprint_share: f64,
     /// Memory protected for one device: mean over time, then over devices.
     pub pinned_share: f64,
-    /// The most of one device at any look.
+    /// The most of one device in any sample.
     pub pinned_max_share: f64,
     /// Sections that left protection because there were too many.
     pub dropped_sections: u64,
-    /// Part of the faults without protection that are no more; if that is known, and there were any.
+    /// Share of the faults without protection that no longer occur; if known, and if there were any.
     pub reduction: Option<f64>,
-    /// [`Self::reduction`] over [`Self::pinned_share`], which leaves out what was brought back.
+    /// [`Self::reduction`] over [`Self::pinned_share`], which excludes prefetched memory.
     pub rpr: Option<f64>,
 }
 
 /// The figures of one device.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct DeviceSummary {
-    /// Its VM, by order.
+    /// Its VM, by index.
     pub vm: usize,
     /// The device.
     pub device: DeviceId,
-    /// The same figures as those of many.
+    /// The same figures as for a group.
     #[serde(flatten)]
     pub figures: ServiceSummary,
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`TouchedSections`]: what was touched since the last scan, to be gone through in order of memory.
+//! [`TouchedSections`]: the sections touched since the last scan, iterated in order of memory.
 //!
 //! ```text
 //!   words   a bit for each section          …0100 0000 │ 0000 0000 │ 1000 0010…
 //!   heads   a bit for each word that has one      1           0           1
 //! ```
-//! So nothing has to be sorted, and what was not touched costs next to nothing: a look at one bit for each
-//! 4,096 sections of which none was.
+//! So no sorting is necessary, and untouched sections cost next to nothing: a test of one bit for each
+//! 4,096 of them.
 
 use pagetide_addr::SectionNo;
 
@@ -32,7 +32,7 @@ impl TouchedSections {
         self.heads[head] |= 1 << (word % BITS);
     }
 
-    /// All of them, in order; none is left.
+    /// Returns all of them, in order, and removes them.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = SectionNo> + '_ {
         // Each head has 64 words.
         let parts = self.heads.iter_mut().zip(self.words.chunks_mut(BITS));

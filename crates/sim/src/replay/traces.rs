@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`TracedVm`]: a VM as a trace tells of it, which may be replayed any number of times.
+//! [`TracedVm`]: a VM derived from a trace, which may be replayed any number of times.
 //!
-//! A trace is read once before it is replayed ([`survey`]): for its end, and for what a VM must be like
-//! so that the trace fits. What had to be assumed is part of the result, and to be said beside it:
+//! A trace is read once before it is replayed ([`survey`]): for its end, and for the properties of a VM
+//! that the trace fits. The assumptions are part of the result and must be reported with it:
 //! ```text
-//!   access log    memory as the log says; DMA where it went. Nothing is known of the CPUs
-//!   block trace   a guest is made for it. By default its page cache holds half of the blocks that the trace
-//!                 ever asks for, so that memory is used again, and the cache is three quarters of its memory
+//!   access log    memory as in the log; DMA where it went. Nothing is known of the CPUs
+//!   block trace   a guest is modelled. By default its page cache holds half of the blocks that the trace
+//!                 ever requests, so that memory is reused, and the cache is three quarters of its memory
 //! ```
-//! One VM has one memory, and sections of one number in two address spaces are not the same memory. So of
-//! an access log that has several spaces one is replayed, which has to be named.
+//! A VM has one memory, and equal section numbers in two address spaces are not the same memory. So of an
+//! access log with several spaces one is replayed, which must be selected.
 //!
-//! In both, CPUs keep a share of the other memory in use; else all of it would be cold, and nothing that
-//! devices touch would ever be evicted.
+//! In both cases CPUs keep a share of the other memory in use; else all of it would be cold, and nothing
+//! that devices touch would ever be evicted.
 
 use super::{
     AccessStream, Actor, Beside, CachedReads, DirectPool, DiskPath, DiskRequest, DiskStream,
@@ -31,12 +31,12 @@ use std::{
     time::Duration,
 };
 
-/// Where the DMA of a block trace lands.
+/// Where the DMA of a block trace goes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Through {
-    /// In a page cache of so many bytes, or one that suits the trace.
+    /// To a page cache of this many bytes, or one that suits the trace.
     PageCache(Option<u64>),
-    /// In a pool of so many bytes.
+    /// To a pool of this many bytes.
     Direct(u64),
 }
 
@@ -45,64 +45,64 @@ pub enum Through {
 pub struct TraceOptions {
     /// How block traces are read.
     pub block: BlockOptions,
-    /// Where their DMA lands.
+    /// Where their DMA goes.
     pub through: Through,
-    /// The address space of access logs that is replayed; without it the only one there is.
+    /// The address space of access logs to replay; by default the only one.
     pub space: Option<DomainId>,
-    /// Memory of each VM; without it, as the log says or as suits the trace.
+    /// Memory of each VM; by default from the log, or as suits the trace.
     pub memory_bytes: Option<u64>,
     /// Bytes of a section, a power of two of at least 4096.
     pub section_bytes: u64,
-    /// Times of the trace are stretched by this.
+    /// Factor by which times of the trace are stretched.
     pub time_scale: f64,
-    /// Share of the memory that devices do not touch which CPUs keep in use, in thousandths.
+    /// Share of the memory untouched by devices that CPUs keep in use, in thousandths.
     pub cpu_permille: u64,
-    /// What the guest is like beside that.
+    /// Other properties of the guest.
     pub guest: Guest,
 }
 
-/// What a guest is like whose memory a trace goes to.
+/// Properties of a guest that replays a trace.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize)]
 pub struct Guest {
-    /// What becomes of reads of what its page cache has.
+    /// The effect of reads of cached blocks.
     pub reads: CachedReads,
-    /// Its page cache gets memory in shuffled runs of so many bytes; without it, in order.
+    /// Its page cache gets memory in shuffled runs of this many bytes; by default in order.
     pub run_bytes: Option<u64>,
-    /// Receive buffers of a NIC that is made up; without it there is none.
+    /// Receive buffers of a synthetic NIC; by default there is none.
     pub nic_bytes: Option<u64>,
 }
 
-/// What a VM was made from, and what was assumed for it.
+/// The origin of a VM, and the assumptions for it.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct VmOrigin {
     /// The trace's file, or the VM's name in an access log.
     pub name: String,
-    /// What the trace is, and which model stands between.
+    /// The kind of trace, and the model applied to it.
     #[serde(flatten)]
     pub kind: OriginKind,
     /// Records that are replayed.
     pub records: u64,
-    /// From the first to the last, in seconds of the replay.
+    /// Time from the first to the last, in seconds of the replay.
     pub span_seconds: f64,
     /// Memory of the VM.
     pub memory_bytes: u64,
     /// Memory that CPUs keep in use.
     pub cpu_bytes: u64,
-    /// Receive buffers of the NIC that is made up: what was asked for, as far as there is memory for it.
+    /// Receive buffers of the synthetic NIC: the requested size, as far as there is memory for it.
     pub nic_bytes: u64,
-    /// What the guest is like.
+    /// The properties of the guest.
     pub guest: Guest,
 }
 
-/// What kind of trace a VM was made from.
+/// The kind of trace that a VM was derived from.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum OriginKind {
-    /// DMA as it was.
+    /// Recorded DMA.
     AccessLog {
-        /// Records that the log has lost, of whatever address space.
+        /// Records that the log has lost, in any address space.
         lost_records: u64,
-        /// The address space that is replayed; `None` of a log without records.
+        /// The address space that is replayed; `None` for a log without records.
         space: Option<DomainId>,
     },
     /// Requests to disks, through a modelled page cache.
@@ -111,7 +111,7 @@ pub enum OriginKind {
         about: BlockAbout,
         /// Bytes of the cache.
         cache_bytes: u64,
-        /// Bytes of all blocks that were ever asked for.
+        /// Bytes of all blocks that were ever requested.
         footprint_bytes: u64,
     },
     /// Requests to disks, through buffers used in turn.
@@ -126,14 +126,14 @@ pub enum OriginKind {
 /// See the module.
 #[derive(Clone, Debug)]
 pub struct TracedVm {
-    /// What it was made from.
+    /// Its origin.
     pub origin: VmOrigin,
     /// Its memory, in sections.
     pub sections: u64,
-    /// When the last access is, since the first.
+    /// Time of the last access, since the first.
     pub end: Duration,
     files: Vec<PathBuf>,
-    /// When an access log was begun: names do not tell logs apart, since one VM may have many.
+    /// Start of an access log: names do not identify logs, since one VM may have many.
     started_unix_ns: u64,
     options: TraceOptions,
     others: Others,
@@ -169,18 +169,18 @@ impl Others {
     }
 }
 
-/// Memory of a VM that is made for a trace, at least: less has no room for its marks.
+/// Least sections of a VM modelled for a trace: less has no room for its watermarks.
 const SECTIONS_MIN: u64 = 64;
-/// Longest replay: somewhat more than a year. Each of its seconds is lived through.
+/// Longest replay: somewhat more than a year. The replay runs each of its seconds.
 const SPAN_MAX: Duration = Duration::from_secs(400 * 24 * 3600);
 /// First bytes of a Parquet file.
 const PARQUET: [u8; 4] = *b"PAR1";
 
-/// Reads traces to their ends and makes the VMs for them: one for each block trace, one for each access
-/// log, whose files may be given in any order.
+/// Reads traces to their ends and derives the VMs: one for each block trace, one for each access log, whose
+/// files may be given in any order.
 ///
 /// # Errors
-/// [`ReplayError::Trace`] with the record if a trace is broken or cut off; others as the streams' own.
+/// [`ReplayError::Trace`] with the record if a trace is broken or truncated; others as the streams' own.
 pub fn survey(files: &[PathBuf], options: &TraceOptions) -> Result<Vec<TracedVm>, ReplayError> {
     check(options)?;
     let (mut logs, mut vms) = (Vec::new(), Vec::new());
@@ -218,8 +218,8 @@ fn check(options: &TraceOptions) -> Result<(), ReplayError> {
     Ok(())
 }
 
-/// Whether a file looks like an access log. One that cannot be read is told of when it is read whole; a
-/// pipe, which nobody may ever write to, is refused here.
+/// Whether a file looks like an access log. An unreadable file is reported when it is read in full; a pipe,
+/// which may never get a writer, is refused here.
 fn is_parquet(file: &Path) -> Result<bool, ReplayError> {
     let mut head = [0; 4];
     let read = open_regular(file)?.read_exact(&mut head);
@@ -230,7 +230,7 @@ impl TracedVm {
     /// Its accesses, from the first.
     ///
     /// # Errors
-    /// If the trace cannot be opened any more.
+    /// If the trace can no longer be opened.
     pub fn stream(&self) -> Result<Box<dyn AccessStream>, ReplayError> {
         let section_bytes = self.options.section_bytes;
         let Some(file) = self.files.first() else {
@@ -338,11 +338,11 @@ pub(super) fn check_span(at: Duration, whence: impl Fn() -> String) -> Result<()
     })
 }
 
-/// A request of a trace for a disk of the VM. One that does not tell its direction reads.
+/// A request of a trace for a disk of the VM. One without a direction counts as a read.
 fn disk_request(number: u64, request: BlockRequest, scale: f64) -> TimedRequest {
     let disk = DiskRequest {
         number,
-        // 0 are the CPUs.
+        // 0 is the CPUs.
         disk: DeviceId(request.device.saturating_add(1)),
         offset_bytes: request.offset_bytes,
         len_bytes: request.len_bytes.into(),
@@ -436,7 +436,7 @@ fn sizes(footprint_bytes: u64, options: &TraceOptions) -> Result<(u64, u64), Rep
     Ok((used, memory))
 }
 
-/// Sections of a VM with so much memory, in whole ones; not more than can be replayed.
+/// Whole sections of a VM with this much memory; at most as many as can be replayed.
 fn sections_of(memory_bytes: u64, section_bytes: u64) -> Result<u64, ReplayError> {
     let sections = memory_bytes.div_ceil(section_bytes).max(1);
     if sections > SECTIONS_MAX || sections.checked_mul(section_bytes).is_none() {

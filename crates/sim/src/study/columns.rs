@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a point is made of, and what its run found, as flat columns.
+//! The parameters of a point, and the results of its run, as flat columns.
 
 use std::collections::{HashMap, HashSet};
 
@@ -25,7 +25,7 @@ pub(super) fn flatten(prefix: &str, joint: char, value: &Value, into: &mut Vec<(
     }
 }
 
-/// What can be written as JSON, as JSON. Our own types always can.
+/// A serialisable value as JSON. Our own types always succeed.
 pub(super) fn json<T: Serialize>(value: &T) -> Value {
     match serde_json::to_value(value) {
         Ok(value) => value,
@@ -33,7 +33,7 @@ pub(super) fn json<T: Serialize>(value: &T) -> Value {
     }
 }
 
-/// Preset, configuration and trace of `point` by the names that a study has them under.
+/// Preset, configuration and trace of `point` under their names in a study.
 pub(super) fn parameters(point: &Point, trace: &Trace) -> Vec<(String, Value)> {
     let mut row = vec![("preset".to_owned(), json(&point.preset))];
     flatten("", '.', &json(&point.config), &mut row);

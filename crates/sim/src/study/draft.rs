@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A study while it is put together from a file and a command line, and its
-//! judgement: everything that can be judged without running is judged here.
+//! A study while it is assembled from a file and a command line, and its validation: everything that can be
+//! checked without running is checked here.
 
 use std::path::{Path, PathBuf};
 
@@ -15,31 +15,31 @@ use super::traces::Trace;
 use super::{Point, Preset, Study};
 use crate::config::{Config, Flavour};
 
-/// Points that a study may have: at a second each 18 hours of computing, and some
-/// 600 MB for the table of results.
+/// Most points of a study: at a second each 18 hours of computing, and some 600 MB for the table of
+/// results.
 pub const POINTS_MAX: usize = 1 << 16;
 
-/// Bytes of a study's file; one that a person wrote has some hundreds.
+/// Largest size of a study's file; one that a person wrote has some hundred bytes.
 const STUDY_BYTES_MAX: u64 = 1 << 20;
 
-/// What is a list by nature in a trace's recipe.
+/// Settings of a trace's recipe that are lists themselves.
 const LISTS: [&str; 2] = ["weights", "input.recorded.logs"];
 
-/// A study in the making.
+/// An unfinished study.
 #[derive(Clone, Debug, Default)]
 pub struct Draft {
     table: Map<String, Value>,
-    /// What relative names of traces are relative to.
+    /// Base directory for relative names of traces.
     directory: PathBuf,
     /// Where the study was read.
     file: Option<PathBuf>,
 }
 
-/// A configuration, and what of it was asked for.
+/// A configuration, and the settings given for it.
 struct Laid {
     preset: Preset,
     config: Config,
-    /// Requests a packet, if the study says it.
+    /// Requests a packet, if the study sets it.
     asked_per_packet: Option<u32>,
 }
 
@@ -56,7 +56,7 @@ impl Draft {
         })
     }
 
-    /// Takes a study's text; its traces' names are relative to `directory`.
+    /// Parses a study's text; its traces' names are relative to `directory`.
     ///
     /// # Errors
     /// If it is no TOML.
@@ -84,8 +84,7 @@ impl Draft {
         Ok(())
     }
 
-    /// Puts files in the place of the study's traces; names are relative to the
-    /// working directory.
+    /// Replaces the study's traces with files; names are relative to the working directory.
     pub fn replace_traces<P: AsRef<Path>>(&mut self, files: &[P]) {
         let traces = files.iter().map(|file| {
             let file = file.as_ref();
@@ -96,7 +95,7 @@ impl Draft {
         self.table.insert("trace".to_owned(), traces.collect());
     }
 
-    /// Multiplies out and judges every point.
+    /// Expands the lists and validates every point.
     ///
     /// # Errors
     /// The first key that is unknown or impossible, or point that cannot be run.
@@ -123,7 +122,7 @@ impl Draft {
     fn traces(&self, given: Option<Value>) -> Result<Vec<Trace>, StudyError> {
         let entries = match given {
             Some(Value::Array(entries)) if !entries.is_empty() => entries,
-            // `[trace]` for a single one is meant well.
+            // `[trace]` for a single one is accepted.
             Some(Value::Object(entry)) => vec![Value::Object(entry)],
             _ => {
                 return Err(StudyError::key(
@@ -140,7 +139,7 @@ impl Draft {
                 return Err(StudyError::key(name, "a trace is a table: write [[trace]]"));
             };
             for trace in self.expand_trace(&name, entry)? {
-                // The same trace twice is the same points twice.
+                // A repeated trace would only repeat its points.
                 if !traces.contains(&trace) {
                     traces.push(trace);
                 }
@@ -247,7 +246,7 @@ fn configs(table: Map<String, Value>) -> Result<Vec<Laid>, StudyError> {
         .collect()
 }
 
-/// The configuration that `over` makes of its preset.
+/// The configuration of a preset with the settings in `over`.
 fn configuration(mut over: Map<String, Value>) -> Result<Laid, StudyError> {
     let preset: Preset = take(&mut over, "preset")?;
     let flavour: Flavour = match over.get("flavour") {
@@ -271,7 +270,7 @@ fn configuration(mut over: Map<String, Value>) -> Result<Laid, StudyError> {
     })
 }
 
-/// Every configuration over every trace.
+/// Every configuration with every trace.
 fn points_of(traces: &[Trace], configs: &[Laid]) -> Result<Vec<Point>, StudyError> {
     let mut points = Vec::with_capacity(traces.len() * configs.len());
     for (number, trace) in traces.iter().enumerate() {
@@ -307,7 +306,7 @@ fn ground(preset: Preset, flavour: Flavour) -> Map<String, Value> {
     }
 }
 
-/// Takes the word at `key` out of `table`; the default if it is not there.
+/// Removes the word at `key` from `table`; the default if it is absent.
 fn take<T: DeserializeOwned + Default>(
     table: &mut Map<String, Value>,
     key: &str,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a study cannot be run, or a sweep was not finished.
+//! Why a study cannot be run, or a sweep did not finish.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ pub enum StudyError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The text is no TOML.
@@ -34,23 +34,23 @@ pub enum StudyError {
         /// What is wrong and what would be right.
         reason: String,
     },
-    /// Values that are possible each, and impossible together.
+    /// Values that are possible individually, and impossible together.
     #[error("{}{source}", of_point(*point, label))]
     Point {
         /// Its number, from 0.
         point: usize,
-        /// What sets it apart from other points; empty if it is the only one.
+        /// What distinguishes it from other points; empty if it is the only one.
         label: String,
         /// What is wrong.
         source: Box<SimError>,
     },
-    /// More points than a study may have.
+    /// Too many points.
     #[error("the study's lists make more than {max} points; split it")]
     TooMany {
-        /// Points that a study may have.
+        /// Most points of a study.
         max: usize,
     },
-    /// Several points where one was wanted.
+    /// Several points where one is required.
     #[error(
         "this is a study of {points} points, and 'sim run' runs one: take 'sim sweep', \
          or leave one value in each list"
@@ -73,7 +73,7 @@ pub enum StudyError {
         /// What is wrong and what to do.
         reason: String,
     },
-    /// A file to write is not given as it must be.
+    /// An invalid output file.
     #[error("{}: {reason}", path.display())]
     Output {
         /// The file.
@@ -86,14 +86,13 @@ pub enum StudyError {
     Write {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         reason: String,
     },
 }
 
 impl StudyError {
-    /// True if what was asked for is wrong, or a trace is broken; false if a
-    /// sound request failed.
+    /// True if the request is wrong, or a trace is broken; false if a valid request failed.
     #[must_use]
     pub fn is_wrong_use(&self) -> bool {
         match self {
@@ -140,8 +139,7 @@ fn of_point(point: usize, label: &str) -> String {
     }
 }
 
-/// True if a trace is broken, or was asked for in a way that cannot be; false
-/// if the system failed.
+/// True if a trace is broken, or its selection is impossible; false if the system failed.
 #[must_use]
 pub fn is_wrong_trace(error: &TraceError) -> bool {
     match error {
@@ -150,7 +148,7 @@ pub fn is_wrong_trace(error: &TraceError) -> bool {
     }
 }
 
-/// True if a name was wrong and not the system.
+/// True if a name was wrong rather than the system.
 fn is_not_there(error: &std::io::Error) -> bool {
     use std::io::ErrorKind;
     matches!(

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A table in which any value may be a list, multiplied out.
+//! Expands a table in which any value may be a list.
 
 use serde_json::{Map, Value};
 
 use super::error::StudyError;
 
-/// A list of a study, and where it is.
+/// A list of a study, and its position.
 struct Axis {
     path: Vec<String>,
     values: Vec<Value>,
 }
 
-/// Every combination of the lists in `table`, in the order of its keys, the last
-/// varying fastest. What is at a path of `lists` is a list by nature: there only
-/// a list of lists is multiplied out. At most `max`.
+/// Every combination of the lists in `table`, in the order of its keys, the last varying fastest. A value
+/// at a path of `lists` is a list itself: there only a list of lists is expanded. At most `max`.
 pub(super) fn expand(
     table: Map<String, Value>,
     lists: &[&str],
@@ -74,7 +73,7 @@ fn collect(
     Ok(())
 }
 
-/// Puts `value` at `path`, in tables that are made where they are missing.
+/// Puts `value` at `path`, creating missing tables.
 pub(super) fn put(table: &mut Map<String, Value>, path: &[String], value: Value) {
     let Some((key, rest)) = path.split_first() else {
         return;
@@ -94,7 +93,7 @@ pub(super) fn put(table: &mut Map<String, Value>, path: &[String], value: Value)
     }
 }
 
-/// Lays `over` on `ground`: tables key by key, other values in place of what was there.
+/// Merges `over` into `ground`: tables key by key, other values by replacement.
 pub(super) fn lay(ground: &mut Map<String, Value>, over: Map<String, Value>) {
     for (key, value) in over {
         match (ground.get_mut(&key), value) {

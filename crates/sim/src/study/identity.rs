@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! By what a point is known: the first 128 bits of the SHA-256 of its canonical
-//! JSON, which has the keys of each table in order of their bytes and no space.
+//! The identity of a point: the first 128 bits of the SHA-256 of its canonical JSON, which has the keys of
+//! each table in order of their bytes and no space.
 //!
 //! ```text
 //! {"config":{…every parameter…},"trace":{"made":{…the recipe…}}}
 //! {"config":{…every parameter…},"trace":{"bytes":4800,"sha256":"…"}}
 //! ```
 //!
-//! So neither the layout of a study, nor defaults written out, nor the name of a
-//! trace's file makes another point of it; one bit of the file's content does.
-//! A recipe with logs has the content of those logs in the place of their names.
+//! So neither the layout of a study, nor explicit defaults, nor the name of a trace's file changes the
+//! identity; one bit of the file's content does. In a recipe with logs the content of those logs replaces
+//! their names.
 
 use std::io::Read;
 use std::path::Path;
@@ -33,7 +33,7 @@ impl std::fmt::Display for PointId {
     }
 }
 
-/// What a trace is, apart from where it lies.
+/// The identity of a trace, independent of its location.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct TraceIdentity(pub(super) Value);
 
@@ -46,7 +46,7 @@ impl TraceIdentity {
     }
 }
 
-/// The identity of what `value` describes.
+/// The identity of `value`.
 pub(super) fn hash(value: &Value) -> PointId {
     let digest = Sha256::digest(canonical(value).to_string().as_bytes());
     PointId(hex(&digest[..16]))

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The record of finished points, from which a sweep goes on after it was killed.
+//! The record of finished points, from which a sweep resumes after a kill.
 //!
-//! A text file beside the results, one JSON object a line, appended and synced
-//! when its point is done. A kill leaves at most the last line torn: it has no
-//! line feed, or is no JSON. That one is cut off, its point runs again. Anything
-//! else that cannot be read was not left by us, and is refused, not overwritten.
+//! A text file beside the results, one JSON object a line, appended and synced when its point is done. A
+//! kill leaves at most the last line torn: it has no line feed, or is no JSON. That line is removed, and
+//! its point runs again. Any other unreadable content is not ours, and is refused, not overwritten.
 //!
-//! Lines of points that the study no longer has stay; they cost nothing and the
-//! study may come back. Lines of another build of the program are passed over:
-//! its model may have differed.
+//! Lines of points that are no longer in the study stay; they cost nothing and the points may return. Lines
+//! of another build of the program are ignored: its model may have differed.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -21,30 +19,29 @@ use serde_json::{Map, Value};
 use super::error::StudyError;
 use super::identity::{Content, PointId};
 
-/// What lines of this layout begin with.
+/// Version at the start of lines of this layout.
 const VERSION: u32 = 1;
 
-/// Which program made a result.
+/// The program that produced a result.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Build {
     /// Its version.
     pub pagetide_version: String,
-    /// The commit it was built from, if that was known; with `-dirty` behind it
-    /// if its source was changed since.
+    /// The commit it was built from, if known; with the suffix `-dirty` if its source was changed since.
     pub git_commit: Option<String>,
-    /// SHA-256 of the program: two builds of one commit may differ, by what was
-    /// not committed, or by compiler and features.
+    /// SHA-256 of the program: two builds of one commit may differ by uncommitted changes, or by compiler
+    /// and features.
     #[serde(default)]
     pub program_sha256: String,
 }
 
 impl Build {
-    /// The build of the program that is running.
+    /// The build of the running program.
     ///
     /// # Errors
     /// If the program cannot be read.
     pub fn running(version: &str, commit: Option<&str>) -> Result<Self, StudyError> {
-        // The link leads to the program also when its name has gone meanwhile.
+        // The link leads to the program even if its name is gone.
         let program = Content::of(Path::new("/proc/self/exe"))?;
         Ok(Self {
             pagetide_version: version.to_owned(),
@@ -54,19 +51,19 @@ impl Build {
     }
 }
 
-/// What is kept of one run.
+/// The record of one run.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Run {
-    /// Who ran it.
+    /// The program that ran it.
     #[serde(flatten)]
     pub build: Build,
-    /// On which machine.
+    /// The machine.
     pub host: String,
-    /// When it began, in milliseconds of Unix time.
+    /// Its start, in milliseconds of Unix time.
     pub started_unix_ms: u64,
     /// How long it took.
     pub wall_seconds: f64,
-    /// What it found, by column.
+    /// Its results, by column.
     pub figures: Map<String, Value>,
 }
 
@@ -78,7 +75,7 @@ struct Line {
     run: Run,
 }
 
-/// The journal of a sweep under way; no other sweep has it meanwhile.
+/// The journal of a sweep under way; no other sweep can use it meanwhile.
 #[derive(Debug)]
 pub(super) struct Journal {
     path: PathBuf,
@@ -93,8 +90,7 @@ impl Journal {
         results.with_file_name(name)
     }
 
-    /// Opens the journal at `path` or begins it, and returns what `build` has
-    /// finished already.
+    /// Opens or creates the journal at `path`, and returns what `build` has finished already.
     pub(super) fn open(
         path: &Path,
         build: &Build,
@@ -125,7 +121,7 @@ impl Journal {
         Ok((Self { path, file }, finished))
     }
 
-    /// Adds a point; when this returns it is on disk.
+    /// Adds a point; it is on disk on return.
     pub(super) fn add(&mut self, id: &PointId, run: &Run) -> Result<(), StudyError> {
         let line = Line {
             journal: VERSION,
@@ -141,7 +137,7 @@ impl Journal {
     }
 }
 
-/// The runs of `build` in `text`, and how many bytes of it are whole lines.
+/// The runs of `build` in `text`, and how many bytes of it are complete lines.
 fn read_lines(
     path: &Path,
     text: &[u8],
@@ -173,7 +169,7 @@ fn read_lines(
     Ok((finished, whole))
 }
 
-/// True if `bytes` may be what a kill or a power cut left of a line of ours.
+/// True if `bytes` may be the rest of one of our lines after a kill or a power cut.
 fn looks_torn(bytes: &[u8]) -> bool {
     const BEGIN: &[u8] = b"{\"journal\":";
     let common = bytes.len().min(BEGIN.len());

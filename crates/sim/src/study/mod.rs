@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Studies: which configurations are run over which traces, and what is kept of it.
+//! Studies: which configurations are run over which traces, and how results are recorded.
 //!
-//! A study is a TOML file. Its keys are those of [`Config`], with `preset` as the
-//! ground that they are laid on, and one or more `[[trace]]`. **Any value may be
-//! a list**; the study is then every combination, one *point* each:
+//! A study is a TOML file. Its keys are those of [`Config`], with `preset` as the base that they modify,
+//! and one or more `[[trace]]`. **Any value may be a list**; the study is then every combination, one
+//! *point* each:
 //!
 //! ```toml
 //! preset = ["base", "hypertrio"]
@@ -16,17 +16,16 @@
 //! input.synthetic.workload = "iperf3"
 //! ```
 //!
-//! These are 2 × 2 × 3 points. Their order, which is that of the rows of results,
-//! does not depend on how the file is laid out: traces as they are written, then
-//! `preset`, then parameters as [`Config`] declares them; the last varies fastest.
+//! These are 2 × 2 × 3 points. Their order, which is that of the rows of results, does not depend on how
+//! the file is laid out: traces as they are written, then `preset`, then parameters as [`Config`] declares
+//! them; the last varies fastest.
 //!
-//! `link.requests_per_packet` is what the trace tells, if it does: a study has it
-//! only for traces that do not, and may not contradict one that does.
+//! `link.requests_per_packet` comes from the trace, if that records it: a study sets it only for traces
+//! that do not, and may not contradict one that does.
 //!
-//! A point's identity ([`identity`]) is a hash of what decides its result: the
-//! complete configuration, and the trace's recipe or content. What was run is
-//! known by it ([`journal`]), so a sweep that was killed goes on, and a study that
-//! was changed runs what is new.
+//! A point's identity ([`identity`]) is a hash of everything that determines its result: the complete
+//! configuration, and the trace's recipe or content. The journal records finished points by it
+//! ([`journal`]), so a killed sweep resumes, and a changed study runs only its new points.
 
 mod columns;
 mod draft;
@@ -59,7 +58,7 @@ use serde_json::Value;
 
 use crate::config::{Config, Flavour};
 
-/// The ground that a study's parameters are laid on.
+/// The configuration that a study's parameters modify.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Preset {
@@ -84,7 +83,7 @@ impl Preset {
 /// One run of a study.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Point {
-    /// What the configuration was made from.
+    /// The preset of the configuration.
     pub preset: Preset,
     /// The configuration.
     pub config: Config,
@@ -92,7 +91,7 @@ pub struct Point {
     pub trace: usize,
 }
 
-/// A study, every list of it multiplied out.
+/// A study with every list expanded.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Study {
     /// The distinct traces, in the order of the study.
@@ -106,8 +105,8 @@ pub struct Study {
 }
 
 impl Study {
-    /// For each point, its value in each list of the study and what its trace
-    /// does not share with the others, as `name=value`; empty for a study of one point.
+    /// For each point, its value in each list of the study and the properties of its trace that differ from
+    /// the others', as `name=value`; empty for a study of one point.
     #[must_use]
     pub fn labels(&self) -> Vec<String> {
         let flat: Vec<Vec<(String, Value)>> = self
@@ -115,7 +114,7 @@ impl Study {
             .iter()
             .map(|point| columns::parameters(point, &self.traces[point.trace]))
             .collect();
-        // What follows from a preset or a flavour is told by its name.
+        // The name of a preset or a flavour implies the values that follow from it.
         let mut varying = columns::varying(&flat);
         varying.retain(|name| {
             let pointer = format!("/{}", name.replace('.', "/"));

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Files that are going to be written, looked at before anything runs: a sweep
-//! of hours must not end with the discovery that its results have no place, nor
-//! begin by emptying what it was about to read.
+//! Checks the output files before anything runs: a sweep of hours must not end with results that have no
+//! place, nor start by emptying one of its inputs.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -9,8 +8,8 @@ use std::path::Path;
 use super::error::StudyError;
 use super::{Study, Traces};
 
-/// Looks whether `path` can be the name of a new file, or of a file that is
-/// replaced, and is none that `study` or a trace of it comes from.
+/// Checks that `path` can be the name of a new file, or of a file to replace, and is no input of `study` or
+/// of a trace of it.
 ///
 /// # Errors
 /// If it is a directory or a device, is in no directory, or is an input.
@@ -31,7 +30,7 @@ pub fn check_output(path: &Path, study: &Study, traces: &Traces) -> Result<(), S
     if !directory.is_dir() {
         return refused("its directory is not there; make it first");
     }
-    // Through links, as what they point to is what would be lost.
+    // Follows links, since their target would be lost.
     let Ok(there) = std::fs::metadata(path) else {
         return Ok(());
     };

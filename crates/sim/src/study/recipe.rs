@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The recipe of one trace, put together from a file and a command line.
+//! The recipe of one trace, assembled from a file and a command line.
 
 use std::path::{Path, PathBuf};
 
@@ -11,11 +11,11 @@ use super::draft::{assigned, read_toml, read_value};
 use super::error::StudyError;
 use super::expand::{lay, put};
 
-/// A recipe in the making: a table with the keys of [`HyperSpec`].
+/// An unfinished recipe: a table with the keys of [`HyperSpec`].
 #[derive(Clone, Debug, Default)]
 pub struct Recipe {
     table: Map<String, Value>,
-    /// What relative names of logs are relative to.
+    /// Base directory for relative names of logs.
     directory: PathBuf,
 }
 
@@ -54,13 +54,13 @@ impl Recipe {
         put(&mut self.table, &path, value);
     }
 
-    /// The recipe, looked at.
+    /// The recipe, validated.
     ///
     /// # Errors
     /// The first key that is unknown or impossible.
     pub fn spec(mut self) -> Result<HyperSpec, StudyError> {
         if let Some(Value::Object(shape)) = self.table.get_mut("input").and_then(synthetic) {
-            // So that one figure of a page can be set without the others.
+            // This allows setting one figure of a page without the others.
             if let Value::Object(mut whole) = columns::json(&TenantShape::default()) {
                 lay(&mut whole, std::mem::take(shape));
                 *shape = whole;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Results as Parquet: one row a point, one column a parameter, a fact about
-//! where the row is from, or a figure.
+//! Results as Parquet: one row a point, one column for a parameter, an item of provenance, or a figure.
 //!
 //! | columns | what |
 //! |---|---|
@@ -12,9 +11,8 @@
 //! | `pagetide_version`, `git_commit`, `program_sha256`, `host`, `started_at`, `wall_seconds` | provenance |
 //! | all others | figures: `gbps`, `caches_devtlb_hits`, `latency_p99_ns` |
 //!
-//! A value that a row does not have is null; a column that no row has is left
-//! out. Names have no dots, because tools take those for nested columns. The
-//! file's metadata has `pagetide.format`, `pagetide.version` and, under
+//! A missing value is null; a column without values is omitted. Names have no dots, because tools interpret
+//! those as nested columns. The file's metadata has `pagetide.format`, `pagetide.version` and, under
 //! `pagetide.study`, the study as JSON.
 
 use std::collections::HashMap;
@@ -38,13 +36,13 @@ use super::sweep::SweepRow;
 use super::traces::{Trace, Traces};
 use super::{Study, columns};
 
-/// What results call themselves in their metadata.
+/// The format name of results in their metadata.
 pub const RESULTS_FORMAT: &str = "pagetide-sim-results";
 
-/// Its one column that is a time.
+/// The only column that is a time.
 const STARTED: &str = "started_at";
 
-/// Writes one row a point to `path`, under a temporary name until it is whole.
+/// Writes one row a point to `path`, under a temporary name until the file is complete.
 pub(super) fn write_results(
     study: &Study,
     traces: &Traces,
@@ -120,11 +118,11 @@ struct Table {
 
 struct Column {
     name: String,
-    /// One a row; null where there is none.
+    /// One a row; null where a row has none.
     values: Vec<Value>,
 }
 
-/// What a column holds.
+/// The content of a column.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     Truth,
@@ -188,7 +186,7 @@ impl Table {
 }
 
 impl Column {
-    /// The narrowest kind that takes every value; `None` if all are null.
+    /// The narrowest kind that fits every value; `None` if all are null.
     fn kind(&self) -> Option<Kind> {
         let kinds = self.values.iter().filter_map(|value| match value {
             Value::Null => None,
@@ -227,7 +225,7 @@ impl Column {
                 self.write_as::<BoolType>(values.collect(), group)
             }
             Kind::Whole => {
-                // The schema says that these 64 bits have no sign.
+                // The schema declares these 64 bits unsigned.
                 let values = present().map(|value| value.as_u64().unwrap_or_default());
                 self.write_as::<Int64Type>(values.map(u64::cast_signed).collect(), group)
             }

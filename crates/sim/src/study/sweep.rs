@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs every point of a study on several threads.
 //!
-//! Points share nothing that one of them changes, so a result does not depend on
-//! who computes it or when. Workers take the next point that is not finished yet;
-//! each result goes into the journal before it counts as finished. When all are,
-//! the rows are written in the order of the study.
+//! Points share no mutable state, so a result does not depend on which thread computes it or when. Workers
+//! take the next unfinished point; each result goes into the journal before it counts as finished. When all
+//! are, the rows are written in the order of the study.
 
 use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
@@ -25,10 +24,10 @@ use super::traces::Traces;
 use super::{Study, columns};
 use crate::error::SimError;
 
-/// How a sweep is run.
+/// The settings of a sweep.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct SweepOptions {
-    /// Where the results go.
+    /// Output file.
     pub out: PathBuf,
     /// Threads.
     pub jobs: NonZeroUsize,
@@ -38,18 +37,18 @@ pub struct SweepOptions {
     pub host: String,
 }
 
-/// How far a sweep is.
+/// Progress of a sweep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SweepProgress {
-    /// Points finished, those of an earlier sweep among them.
+    /// Points finished, including those of an earlier sweep.
     pub done: usize,
-    /// Points in all.
+    /// Points in total.
     pub points: usize,
     /// Translation requests simulated by this sweep.
     pub requests: u64,
 }
 
-/// What a sweep did.
+/// Summary of a sweep.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct SweepSummary {
     /// The results.
@@ -88,13 +87,12 @@ pub struct Sweep {
     pub rows: Vec<SweepRow>,
 }
 
-/// Runs what is not finished yet of `study` and writes the results. `told` is
-/// called at the beginning and after each point, from any thread.
+/// Runs what is not finished yet of `study` and writes the results. `told` is called at the start and after
+/// each point, from any thread.
 ///
 /// # Errors
-/// If the results have no place or one of the study's inputs, before anything
-/// runs; if a trace or the model fails at a point, or a file cannot be written:
-/// what was finished by then is kept in the journal.
+/// Before anything runs, if the output path is impossible or an input of the study; later if a trace or the
+/// model fails at a point, or a file cannot be written: points finished by then stay in the journal.
 pub fn sweep(
     study: &Study,
     options: &SweepOptions,
@@ -162,7 +160,7 @@ fn rows(ids: Vec<PointId>, finished: &HashMap<PointId, Run>) -> Vec<SweepRow> {
         .collect()
 }
 
-/// What the workers share.
+/// State shared by the workers.
 struct Work<'a> {
     options: &'a SweepOptions,
     study: &'a Study,
@@ -170,9 +168,9 @@ struct Work<'a> {
     kept: usize,
     /// Points to run, by number in the study.
     open: Vec<(usize, &'a PointId)>,
-    /// The next of `open` that nobody has taken.
+    /// The next of `open` that no worker has taken.
     next: AtomicUsize,
-    /// A point failed: no new ones are begun.
+    /// A point failed: no further ones are started.
     failed: AtomicBool,
     told: &'a (dyn Fn(SweepProgress) + Sync),
     shared: Mutex<Shared>,
@@ -210,7 +208,7 @@ impl Work<'_> {
     }
 
     fn work_off(&self) -> Result<(), StudyError> {
-        // Relaxed: the count hands out numbers, what they stand for is not changed.
+        // Relaxed: the count only hands out numbers; the entries behind them do not change.
         while !self.failed.load(Ordering::Relaxed)
             && let Some((number, id)) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
         {
@@ -244,7 +242,7 @@ impl Work<'_> {
         Ok((run, outcome.requests))
     }
 
-    /// An error of the model, with the point that it came up at; a trace's names its file.
+    /// An error of the model, with its point; an error of a trace names its file.
     fn at_point(&self, number: usize, error: StudyError) -> StudyError {
         match error {
             StudyError::Run(SimError::Trace(_)) => error,
@@ -257,7 +255,7 @@ impl Work<'_> {
         }
     }
 
-    /// Writes a result down.
+    /// Records a result.
     fn keep(&self, id: &PointId, run: Run, requests: u64) -> Result<SweepProgress, StudyError> {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.journal.add(id, &run)?;

@@ -484,7 +484,7 @@ fn sweep_killed_at_any_byte_of_its_journal_goes_on_and_ends_with_the_same_rows()
         let kept = text[..cut].iter().filter(|byte| **byte == b'\n').count();
         assert_eq!((again.summary.kept, again.summary.run), (kept, 2 - kept));
         assert_eq!(results(&again), results(&whole));
-        // What was cut off is cut off for good.
+        // The removed part stays removed.
         let written = std::fs::read(&journal).unwrap();
         assert_eq!(written.iter().filter(|byte| **byte == b'\n').count(), 2);
     }
@@ -498,7 +498,7 @@ fn changed_study_runs_what_is_new_and_another_build_runs_all() {
     let more = study(&SMALL.replace("[64, 128]", "[128, 256]")).unwrap();
     let swept = run(&more, &options);
     assert_eq!((swept.summary.run, swept.summary.kept), (4, 4));
-    // Built of the same commit, and not the same.
+    // A different build of the same commit.
     options.build.program_sha256 = "0".into();
     assert_eq!(run(&more, &options).summary.run, 8);
     options.build.git_commit = None;

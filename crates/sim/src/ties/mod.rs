@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which of several entries that are used equally little must go: one at random,
-//! or the one that the authors' program takes ([`program`], and packed into words
-//! for small sets in [`small_lfu`]).
+//! The victim among several entries that are used equally little: a random one, or the one that the
+//! authors' program evicts ([`program`], and packed into words for small sets in [`small_lfu`]).
 
 mod program;
 mod small_lfu;
@@ -40,8 +39,8 @@ impl Ties {
     }
 }
 
-/// SplitMix64, chosen because it is a dozen operations and the same everywhere;
-/// its quality matters little for a choice among a few ways.
+/// SplitMix64, chosen because it is a dozen operations and identical on every machine; its quality matters
+/// little for a choice among a few ways.
 #[derive(Debug)]
 pub(crate) struct SplitMix(u64);
 

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the program breaks ties among the least used: `rand()`, never seeded,
-//! over the order in which a C++ hash map happens to hold the keys of a set.
+//! How the program breaks ties among the least used: `rand()`, never seeded, over the order in which a C++
+//! hash map happens to hold the keys of a set.
 //!
-//! Both are the same on every machine of its kind, so its choices can be
-//! followed to the last one: the additive feedback generator behind `rand()`,
-//! and the map's list, where a key goes to the front of its bucket, and a
-//! bucket that was empty to the front of the list. The map grows to the next of
-//! a series of primes and puts its keys into the new buckets in the old order.
+//! Both are the same on every machine of its kind, so its choices can be reproduced exactly: the additive
+//! feedback generator behind `rand()`, and the map's list, where a key goes to the front of its bucket, and
+//! a bucket that was empty to the front of the list. The map grows to the next of a series of primes and
+//! puts its keys into the new buckets in the old order.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,10 +19,10 @@ const BUCKETS: [u64; 14] = [
 const WORDS: usize = 31;
 /// Distance of the second word that is added.
 const SECOND_WORD: usize = 28;
-/// Numbers that are thrown away at the start.
+/// Numbers that are discarded at the start.
 const THROWN_AWAY: usize = 310;
 
-/// `rand()` of the GNU C library, as a program gets it that never calls `srand`.
+/// `rand()` of the GNU C library, in a program that never calls `srand`.
 #[derive(Debug)]
 pub(crate) struct ProgramRand {
     words: [u32; WORDS],
@@ -60,8 +59,8 @@ impl ProgramRand {
 #[derive(Clone, Copy, Debug)]
 struct Key {
     hash: u64,
-    /// Bucket that the hash falls into, kept as a division for each key of a
-    /// large set would be all that a run does.
+    /// Bucket that the hash falls into; stored, because a division for each key of a large set would
+    /// dominate a run.
     bucket: u32,
     /// Place in the cache.
     place: u32,
@@ -109,7 +108,7 @@ impl MapOrder {
         }
     }
 
-    /// Keys are known by their places: two of them may have the same hash.
+    /// Keys are identified by their places: two of them may have the same hash.
     fn position(&self, place: u32) -> Option<usize> {
         self.keys.iter().position(|key| key.place == place)
     }

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program's LFU for sets of at most eight ways, ties included, in three
-//! words a set.
+//! The program's LFU for sets of at most eight ways, ties included, in three words a set.
 //!
-//! What [`super::program`] keeps as lists is packed here into the bytes of words, in
-//! the order in which the program's map lists the keys of the set:
+//! The lists of [`super::program`] are packed here into the bytes of words, in the order in which the
+//! program's map lists the keys of the set:
 //!
 //! ```text
 //!   ways      3 0 2 1 …     where each key is in the cache
 //!   buckets   7 7 12 0 …    its bucket in the map: 13 buckets never fill up
 //!   counts    0 4 1 0 …     its uses
 //! ```
-//! So a key that is found, put in or taken out costs a few operations on words,
-//! as do the least count and the keys that have it. Counts stay below 16 and
-//! buckets below 13, so bytes never carry into each other; positions that are
-//! not used hold [`UNUSED`] and are masked where that matters.
+//! So finding, inserting or removing a key costs a few operations on words, as do the least count and its
+//! keys. Counts stay below 16 and buckets below 13, so bytes never carry into each other; unused positions
+//! hold [`UNUSED`] and are masked where that matters.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -27,7 +25,7 @@ pub(crate) const SMALL_WAYS: u32 = 8;
 const BUCKETS: u64 = 13;
 /// A use count at which all of the set are halved.
 const SATURATED: u64 = 15;
-/// A byte of a position that is not used.
+/// The byte of an unused position.
 const UNUSED: u64 = 0x7f;
 
 const ONES: u64 = 0x0101_0101_0101_0101;
@@ -51,7 +49,7 @@ impl Set {
         len: 0,
     };
 
-    /// Bit 7 of the byte of each position in use, of which there must be one.
+    /// Bit 7 of the byte of each position in use; there must be at least one.
     const fn in_use(&self) -> u64 {
         HIGH_BITS >> (u64::BITS - 8 * self.len)
     }
@@ -87,7 +85,7 @@ impl SmallLfu {
         }
     }
 
-    /// The key with `hash` has come into `set`, which had room, at `way`.
+    /// The key with `hash` was inserted into `set`, which had room, at `way`.
     #[inline]
     pub(crate) fn enters(&mut self, set: usize, hash: u64, way: u64) {
         let set = &mut self.sets[set];
@@ -109,7 +107,7 @@ impl SmallLfu {
         }
     }
 
-    /// Takes a key out that is used least, and says at which way it was.
+    /// Removes a least-used key, and returns its way.
     #[inline]
     pub(crate) fn evict(&mut self, set: usize) -> u64 {
         let set = &mut self.sets[set];
@@ -120,7 +118,7 @@ impl SmallLfu {
             count += 1;
             least = bytes_equal(set.counts, count) & in_use;
         }
-        // How many have it up to each position, the last of which knows of all.
+        // The number of such keys up to each position; the last has the total.
         let up_to = (least >> 7).wrapping_mul(ONES);
         let tied = (up_to >> 56).max(1);
         let chosen = u64::from(self.rand.borrow_mut().next()) % tied;
@@ -130,7 +128,7 @@ impl SmallLfu {
         way
     }
 
-    /// The key at `way` has gone.
+    /// The key at `way` was removed.
     pub(crate) fn leaves(&mut self, set: usize, way: u64) {
         let set = &mut self.sets[set];
         set.remove(first_byte(bytes_equal(set.ways, way)));
@@ -157,7 +155,7 @@ const fn first_byte(bits: u64) -> u32 {
     bits.trailing_zeros() / 8 % SMALL_WAYS
 }
 
-/// `word` with `byte` put in at position `at`; the last byte drops out.
+/// `word` with `byte` inserted at position `at`; the last byte drops out.
 #[inline]
 const fn with_byte(word: u64, at: u32, byte: u64) -> u64 {
     let below = (1 << (8 * at)) - 1;

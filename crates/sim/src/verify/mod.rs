@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Comparison with the authors' program: a table of what it printed, the traces
-//! it was given, and the model's answer for each row.
+//! Comparison with the authors' program: a table of its output, its input traces, and the model's answer
+//! for each row.
 //!
-//! A row belongs to a trace if the columns that describe a trace agree with the
-//! `…params.json` beside the trace, all of them, and both are of one generator:
-//! two generators make different traces of the same figures. LRU and oracle rows
-//! have one answer. The program breaks LFU ties with `rand()` over the order of a
-//! hash map. Seed 0 does the same, so an LFU row is exact if the answer of seed 0
-//! is. But a policy that breaks ties at random has a distribution of answers, of
-//! which the program shows one: a row's error is the distance of the program's
-//! answer from the range of several tie seeds, as a fraction of that answer.
+//! A row belongs to a trace if the columns that describe a trace agree with the `…params.json` beside the
+//! trace, all of them, and both are of one generator: two generators make different traces of the same
+//! figures. LRU and oracle rows have one answer. The program breaks LFU ties with `rand()` over the order
+//! of a hash map. Seed 0 does the same, so an LFU row is exact if the answer of seed 0 is. But a policy
+//! that breaks ties at random has a distribution of answers, of which the program gives one: a row's error
+//! is the distance of the program's answer from the range of several tie seeds, as a fraction of that
+//! answer.
 
 mod report;
 mod row;
@@ -28,7 +27,7 @@ use report::{Answer, PROGRAM_SEED};
 pub use report::{RowOutcome, VerifyFigures, VerifyReport};
 use row::{Found, Reference};
 
-/// Traces of no more requests than this are held in memory for all their rows.
+/// Traces of at most this many requests are held in memory for all their rows.
 const HELD_REQUESTS: u64 = 8 << 20;
 
 /// Bytes of a request in the authors' format.
@@ -41,7 +40,7 @@ pub struct VerifyRequest {
     pub reference: PathBuf,
     /// Directory with traces and their parameters, anywhere below it.
     pub traces: PathBuf,
-    /// Tie seeds that an LFU row is run under.
+    /// Number of tie seeds for an LFU row.
     pub lfu_seeds: u64,
     /// Threads to run on.
     pub threads: usize,
@@ -49,11 +48,10 @@ pub struct VerifyRequest {
 
 /// Compares.
 ///
-/// `progress` is told rows done and rows in all.
+/// `progress` receives the rows done and the total.
 ///
 /// # Errors
-/// If the table or a trace cannot be read, or a row describes a configuration
-/// that the model cannot run.
+/// If the table or a trace cannot be read, or a row describes a configuration that the model cannot run.
 pub fn run(
     request: &VerifyRequest,
     progress: &(dyn Fn(usize, usize) + Sync),
@@ -122,8 +120,7 @@ struct Job<'a> {
     seed: u64,
 }
 
-/// Runs every row of one trace, on all threads. The trace is let go at the end:
-/// no two are held at a time.
+/// Runs every row of one trace, on all threads. The trace is dropped at the end: no two are held at a time.
 fn compare_trace(
     found: &Found,
     rows: &[&Reference],
@@ -194,7 +191,7 @@ impl Job<'_> {
 }
 
 impl Job<'_> {
-    /// `error` with the row that it came of; what is wrong with a trace names itself.
+    /// `error` with its row; errors of a trace name the trace themselves.
     fn named(&self, error: SimError, reference: &Path) -> SimError {
         match error {
             SimError::Trace(_) => error,

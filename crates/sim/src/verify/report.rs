@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How far the model is from the authors' program.
+//! The model's distance from the authors' program.
 
 use std::path::PathBuf;
 
@@ -25,21 +25,21 @@ pub struct RowOutcome {
     pub config: String,
     /// Replacement of the DevTLB.
     pub replacement: Replacement,
-    /// What the program printed.
+    /// The program's answer.
     pub reference_ns: u64,
-    /// What the model says; the least of the tie seeds.
+    /// The model's answer; the least of the tie seeds.
     pub least_ns: u64,
-    /// The most of the tie seeds; equal to the least without ties.
+    /// The greatest of the tie seeds; equal to the least without ties.
     pub most_ns: u64,
-    /// The answer of seed 0 is the program's, to the nanosecond.
+    /// The answer of seed 0 equals the program's, to the nanosecond.
     pub exact: bool,
-    /// Its dropped slots are the program's too, where the table has them.
+    /// Its dropped slots equal the program's, too, where the table has them.
     pub drops_agree: Option<bool>,
     /// Distance of the program's answer from the range, as a fraction of it.
     pub error: f64,
 }
 
-/// What the model says for a row under one seed.
+/// The model's answer for a row under one seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answer {
     pub(super) row: usize,
@@ -49,7 +49,7 @@ pub(super) struct Answer {
 }
 
 impl RowOutcome {
-    /// Compares `row` with the answers of its seeds; others' are passed over.
+    /// Compares `row` with the answers of its seeds; those of other rows are ignored.
     pub(super) fn of(row: &Reference, answers: &[Answer]) -> Self {
         let own = || answers.iter().filter(|answer| answer.row == row.row);
         let times = || own().map(|answer| answer.elapsed_ns);
@@ -81,7 +81,7 @@ impl RowOutcome {
 pub struct VerifyFigures {
     /// Rows compared.
     pub rows: usize,
-    /// Rows whose trace is not there.
+    /// Rows without a trace.
     pub rows_without_trace: usize,
     /// LRU rows compared.
     pub lru_rows: usize,
@@ -116,9 +116,9 @@ pub struct VerifyReport {
     pub agrees: bool,
     /// In figures.
     pub figures: VerifyFigures,
-    /// Rows that are not exact, the furthest off first.
+    /// Rows that are not exact, the worst first.
     pub worst: Vec<RowOutcome>,
-    /// Traces whose parameters match a row, but which are not there themselves.
+    /// Traces whose parameters match a row, but whose files are missing.
     pub missing_traces: Vec<PathBuf>,
 }
 

@@ -10,19 +10,19 @@ use serde_json::Value;
 use crate::config::{CacheConfig, Completion, Config, Flavour, PartitionBy, Replacement};
 use crate::error::SimError;
 
-/// Which program made a trace, as a column and as a key of its parameters. A
-/// program that does not say so in either belongs to a table that does not.
+/// The program that made a trace, as a column and as a key of its parameters. Parameters without one match
+/// only a table without one.
 const GENERATOR: &str = "generator";
 
-/// Parameters that files of traces are found by.
+/// Suffix by which the traces' parameter files are found.
 const PARAMS_SUFFIX: &str = "params.json";
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";
 
-/// What a trace was made with, in the order of [`TraceParams::COLUMNS`], and by whom.
+/// The parameters of a trace, in the order of [`TraceParams::COLUMNS`], and its generator.
 #[derive(Clone, PartialEq, Debug)]
 pub(super) struct TraceKey {
     columns: Vec<Datum>,
-    /// Empty: nobody says.
+    /// Empty: not recorded.
     generator: String,
 }
 
@@ -60,11 +60,11 @@ pub(super) struct Found {
     pub(super) key: TraceKey,
     /// File with its parameters.
     pub(super) params: PathBuf,
-    /// The trace that belongs to it; nobody has looked yet whether it is there.
+    /// The trace that belongs to it, which may not exist.
     pub(super) trace: PathBuf,
 }
 
-/// One row: a configuration, and what the program printed for it.
+/// One row: a configuration, and the program's answer for it.
 #[derive(Clone, Debug)]
 pub(super) struct Reference {
     /// Number of the row, the first below the header is 1.
@@ -135,8 +135,7 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
             }
         }
     }
-    // One trace may be there twice; the order of a directory is nobody's choice.
-    // Whole ones come first.
+    // There may be copies of a trace; the order of a directory is arbitrary. Complete ones come first.
     found.sort_by_cached_key(|one| (!one.trace.exists(), one.params.clone()));
     let mut distinct: Vec<Found> = Vec::new();
     for one in found {
@@ -147,7 +146,7 @@ pub(super) fn find_traces(directory: &Path) -> Result<Vec<Found>, SimError> {
     Ok(distinct)
 }
 
-/// The parameters in `path`; `None` if it is about something else.
+/// The parameters in `path`; `None` if it has other content.
 fn read_params(path: &Path) -> Result<Option<TraceKey>, SimError> {
     let broken = |reason: String| TraceError::File {
         path: path.to_owned(),
@@ -258,10 +257,10 @@ impl Fields<'_> {
         config.prefetch.buffer_entries = self.size("pb")?;
         config.prefetch.pages_per_tenant = self.size("hist")?;
         config.prefetch.history_length = self.size("stride")?;
-        // The program has no switch: a distance that the trace never reaches is one.
+        // The program has no switch: a distance that the trace never reaches acts as one.
         let requests = self.number("total_pkts")?.saturating_mul(3);
         config.prefetch.enabled = u64::from(config.prefetch.history_length) < requests;
-        // The buffer is there, and looked at, all the same.
+        // The buffer exists, and is looked up, all the same.
         Ok(config)
     }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which rows belong to which trace, and what is said of broken input.
+//! Which rows belong to which trace, and the messages about broken input.
 
 use std::fs;
 use std::path::Path;
@@ -43,7 +43,7 @@ const ROW: [(&str, &str); 30] = [
     ("gbps", "200"),
 ];
 
-/// What [`ROW`] is about.
+/// The parameters in [`ROW`].
 fn params() -> TraceParams {
     TraceParams {
         workload: "iperf3".to_owned(),
@@ -91,7 +91,7 @@ impl Place {
         self.0.path().join("reference.csv")
     }
 
-    /// Writes the table; the first row says which columns there are.
+    /// Writes the table; the first row determines the columns.
     fn table(&self, rows: &[Vec<(&str, String)>]) {
         let mut lines = Vec::new();
         if let Some(first) = rows.first() {
@@ -114,13 +114,13 @@ impl Place {
         run(&request, &|_, _| ())
     }
 
-    /// The sentence that verifying ends with.
+    /// The error message of verifying.
     fn complaint(&self) -> String {
         self.verify(2).unwrap_err().to_string()
     }
 }
 
-/// [`ROW`] with what the program is said to have printed, and `changes`.
+/// [`ROW`] with the program's answer, and `changes`.
 fn row(changes: &[(&'static str, &str)]) -> Vec<(&'static str, String)> {
     let mut row: Vec<(&str, String)> = ROW
         .iter()
@@ -136,7 +136,7 @@ fn row(changes: &[(&'static str, &str)]) -> Vec<(&'static str, String)> {
     row
 }
 
-/// What the model itself says to [`ROW`] with `changes`.
+/// The model's own answer for [`ROW`] with `changes`.
 fn own_answer(place: &Place, changes: &[(&'static str, &str)]) -> RowOutcome {
     place.table(&[row(changes)]);
     let report = place.verify(1).unwrap();
@@ -244,7 +244,7 @@ fn rows_are_exact_where_seed_0_says_what_the_table_says() {
         assert_eq!((exact, report.agrees), (1, true), "{repl}");
         assert!(report.worst.is_empty());
 
-        // One more than the most of all seeds is neither exact nor within.
+        // One more than the greatest of all seeds is neither exact nor within.
         let wrong = (ours.most_ns + 1).to_string();
         changes.push(("time_ns", &wrong));
         place.table(&[row(&changes)]);

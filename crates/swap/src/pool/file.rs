@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The file of a pool: locked by its one user, made under another name, mapped whole.
+//! The file of a pool: locked by its one user, created under another name, mapped whole.
 
 use super::{MAGIC, PoolError};
 use pagetide_sys::{
@@ -24,7 +24,7 @@ pub(super) fn open_locked(path: &Path, flags: OFlags) -> Result<GuestFile, PoolE
     }
 }
 
-/// The version of the pool at `path`, whoever uses it; `None` if it does not begin like a pool.
+/// The version of the pool at `path`, in use or not; `None` if it does not begin like a pool.
 ///
 /// # Errors
 /// [`PoolError`]: it cannot be read.
@@ -51,7 +51,8 @@ pub fn version_at(path: &Path) -> Result<Option<u64>, PoolError> {
     Ok((magic == MAGIC).then_some(version))
 }
 
-/// Gives a finished pool its name, unless there is one of that name: it may be a VM's only memory.
+/// Gives a finished pool its name, unless a pool of that name exists: that may be a VM's only
+/// memory.
 pub(super) fn keep_as(unfinished: &Path, path: &Path) -> Result<(), PoolError> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     match renameat_with(CWD, unfinished, CWD, path, RenameFlags::NOREPLACE) {
@@ -76,12 +77,12 @@ pub(super) fn at(path: &Path, operation: &'static str, source: rustix::io::Errno
     }
 }
 
-/// Removes a half-made pool; that it is not there is fine, and any other failure shows when its
+/// Removes an unfinished pool. A missing file is no error, and any other failure shows when the
 /// name is used next.
 pub(super) fn remove_quietly(path: &Path) {
     if let Err(error) = rustix::fs::unlink(path)
         && error != rustix::io::Errno::NOENT
     {
-        tracing::warn!(path = %path.display(), %error, "a half-made pool could not be removed");
+        tracing::warn!(path = %path.display(), %error, "an unfinished pool could not be removed");
     }
 }

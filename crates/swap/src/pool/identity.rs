@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whose pool it is: replaced whole, at any instant of death the old one or the new one.
+//! The identity of the VM that owns the pool. It is replaced whole: whenever the process dies, a
+//! successor finds the old one or the new one.
 //!
 //! ```text
 //!   4 KiB    ├ first half ─ 30 KiB ┬ second half ─ 30 KiB ┤ 64 KiB
 //!   cell 10    bit 32: which half is true · bits 0…31: its length in bytes
 //! ```
-//! A new identity is written into the half that is not true, and one store to
-//! the cell makes it so. A pool that was made when there was but one identity
-//! has it in the first half, or in both if it is long.
+//! A new identity is written into the half that is not current, and one store to the cell makes
+//! that half current. A pool from the time when there was only one identity has it in the first
+//! half, or in both halves if it is long.
 
 use super::{Cell, HEADER_BYTES, Pool, PoolError};
 use pagetide_addr::to_usize;
@@ -17,14 +18,14 @@ const IDENTITY_AT: u64 = 4096;
 const HALF_BYTES: u64 = (HEADER_BYTES - IDENTITY_AT) / 2;
 const SECOND_HALF: u64 = 1 << 32;
 
-/// What the cell says.
+/// The content of the cell.
 struct True {
     second_half: u64,
     len_bytes: u64,
 }
 
 impl Pool {
-    /// Whose pool it is, as [`Self::set_identity`] or its maker wrote it.
+    /// The owner's identity, as written by [`Self::set_identity`] or at creation.
     ///
     /// # Errors
     /// [`PoolError::Damaged`].
@@ -40,20 +41,21 @@ impl Pool {
         Ok(identity)
     }
 
-    /// Replaces the identity at once: whenever this process dies, a successor finds the old one or
-    /// this one.
+    /// Replaces the identity atomically: whenever this process dies, a successor finds the old one
+    /// or this one.
     ///
     /// # Errors
     /// [`PoolError::IdentityTooLong`]; the old one stays.
     pub fn set_identity(&self, identity: &[u8]) -> Result<(), PoolError> {
         let _changing = (self.changing.lock()).unwrap_or_else(PoisonError::into_inner);
         let next = self.write_next_identity(identity)?;
-        // Release pairs with the Acquire in `true_identity`: who sees the half sees its bytes.
+        // Release pairs with the Acquire in `true_identity`: a thread that sees the half sees its
+        // bytes.
         self.cell(Cell::Identity).store(next, Ordering::Release);
         Ok(())
     }
 
-    /// Writes into the half that is not true; returns what the cell must say for it to be.
+    /// Writes into the half that is not current; returns the cell value that makes it current.
     fn write_next_identity(&self, identity: &[u8]) -> Result<u64, PoolError> {
         let now = self.true_identity()?;
         let len_bytes = identity.len() as u64;
@@ -110,7 +112,7 @@ mod tests {
             (b"", b"first again"),
         ] {
             let pool = Pool::open(&path).unwrap();
-            // Death after the last byte, before the store that makes it true.
+            // Death after the last byte, before the store that makes it current.
             pool.write_next_identity(new).unwrap();
             drop(pool);
             let pool = Pool::open(&path).unwrap();

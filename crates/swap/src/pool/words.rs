@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`PoolWords`]: the page words of a pool.
 //!
-//! The words of one section fill one page of the file, and that page is what
-//! gets memory. It is written whole, by one write, before it is first looked at
-//! through the mapping: so whenever its writer dies it holds nothing, which is
-//! how a hole reads, or 512 words that make sense; and a tmpfs that is full is
-//! an error of that write and no signal later on.
+//! The words of one section fill one page of the file, and memory is allocated by such pages. A
+//! page is written whole, by one write, before it is first read through the mapping: so whenever
+//! its writer dies it holds nothing, which is how a hole reads, or 512 valid words; and a full
+//! tmpfs makes that write fail instead of raising a signal later on.
 
 use super::Pool;
 use crate::room::Room;
@@ -29,7 +28,7 @@ pub struct PoolWords {
 }
 
 impl PoolWords {
-    /// Those of `pool`.
+    /// The words of `pool`.
     #[must_use]
     pub fn of(pool: Arc<Pool>) -> Self {
         Self {
@@ -38,7 +37,7 @@ impl PoolWords {
         }
     }
 
-    /// From now on memory for more words is taken out of `room`.
+    /// From now on memory for more words is taken from `room`.
     #[must_use]
     pub fn within(self, room: Arc<Room>) -> Self {
         Self { room, ..self }
@@ -81,7 +80,7 @@ impl WordArray for PoolWords {
         pool.begin_words(&missing).map_err(failed)
     }
 
-    /// Sections whose words are all unallocated give their memory back here.
+    /// Sections whose words are all unallocated lose their memory here.
     fn sections_with_room(&self) -> Result<Vec<SectionNo>, NoRoom> {
         let pages = PageNo(0).run(self.pool.capacity_pages);
         self.pool
@@ -118,7 +117,7 @@ impl Pool {
         self.words_at + section.0 * PAGE_BYTES
     }
 
-    /// The last section of a pool that is made with words may not be whole.
+    /// The last section of a pool that is created with words may be partial.
     pub(super) fn mark_words_past_the_last_page(&self) {
         let unallocated = PageWord::new(PageState::Unallocated).bits();
         for page in self.page_count..self.page_count.next_multiple_of(SECTION_PAGES) {
@@ -127,7 +126,8 @@ impl Pool {
         }
     }
 
-    /// Gives sections that have no words some that are all unallocated; all of them, or none.
+    /// Gives sections without words fresh ones, all unallocated; either all of the sections get
+    /// them, or none.
     fn begin_words(&self, sections: &[SectionNo]) -> Result<(), FileError> {
         let word = PageWord::new(PageState::Unallocated).bits();
         let fresh = word.to_ne_bytes().repeat(SECTION_WORDS_BYTES / 8);
@@ -138,7 +138,7 @@ impl Pool {
             let given = sections[..=begun].iter();
             for section in given.filter(|section| !self.was_made_with(**section)) {
                 if let Err(error) = self.file.punch(self.words_of(*section), PAGE_BYTES) {
-                    tracing::warn!(pool = %self.path.display(), %error, "words that nobody needs keep their memory");
+                    tracing::warn!(pool = %self.path.display(), %error, "unused page words keep their memory");
                 }
             }
             return Err(error);
@@ -146,7 +146,7 @@ impl Pool {
         Ok(())
     }
 
-    /// True if the section's words were given memory when the pool was made, by this process.
+    /// True if the section's words got memory when this process created the pool.
     fn was_made_with(&self, section: SectionNo) -> bool {
         section.0 < self.sections_made_with
     }
@@ -231,7 +231,7 @@ mod tests {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let words = words_within(&dir.path().join("vm.pool"), 2 * PAGE_BYTES);
         let before = words.pool.allocated_bytes().unwrap();
-        // Those that came with the pool are charged already.
+        // Words created with the pool are charged already.
         words.make_room(region(0, 1024)).unwrap();
         let refused = words.make_room(region(2, 1537)).unwrap_err();
         assert_eq!(refused.source.kind(), std::io::ErrorKind::QuotaExceeded);

@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Plan`]: what a pass leaves to be unmapped, so that it may go later.
+//! [`Plan`]: the sections that a pass leaves to be unmapped, for a later eviction.
 
 use pagetide_addr::SectionNo;
 use pagetide_policy::candidates::Readiness;
 
-/// Fewest pages that are unmapped at a time to go: 32 MiB.
+/// Fewest pages unmapped at a time for eviction: 32 MiB.
 const AHEAD_PAGES_MIN: u64 = 8 << 10;
-/// Most: 256 MiB, a second's work or so.
+/// Most: 256 MiB, about a second's work.
 const AHEAD_PAGES_MAX: u64 = 64 << 10;
-/// And at most so many sections, however few pages they have.
+/// And at most this many sections, however few pages they have.
 const AHEAD_SECTIONS_MAX: usize = 512;
 
-/// What a pass has found that could not go yet.
+/// Sections found by a pass that could not be evicted yet.
 pub(super) struct Plan {
-    /// Pages that are to stand unmapped.
+    /// Pages that should be unmapped.
     pub(super) ahead_pages: u64,
-    /// Those that do.
+    /// Pages that are.
     pub(super) standing_pages: u64,
-    /// Of these, the ones that have not rested yet.
+    /// Of these, the ones that have not aged enough yet.
     pub(super) resting_pages: u64,
-    /// Sections that are to be unmapped.
+    /// Sections to unmap.
     pub(super) next: Vec<SectionNo>,
     pub(super) next_pages: u64,
-    /// It was told to end before it had taken all that stood ready.
+    /// The pass was told to end before it had taken all that was ready.
     pub(super) was_cut: bool,
 }
 
 impl Plan {
-    /// For a pass that wants so many pages.
+    /// For a pass that wants this many pages.
     pub(super) fn new(pages: u64) -> Self {
         Self {
             ahead_pages: pages.clamp(AHEAD_PAGES_MIN, AHEAD_PAGES_MAX),
@@ -39,7 +39,7 @@ impl Plan {
         }
     }
 
-    /// True if nothing is left that could go.
+    /// True if nothing is left that could be evicted.
     pub(super) fn is_empty(&self) -> bool {
         self.standing_pages == 0 && self.next.is_empty()
     }
@@ -49,7 +49,7 @@ impl Plan {
             || self.next.len() >= AHEAD_SECTIONS_MAX
     }
 
-    /// A section that did not go, of so many pages.
+    /// Notes a section of `pages` pages that was not evicted.
     pub(super) fn take(&mut self, section: SectionNo, readiness: Readiness, pages: u64) {
         match readiness {
             Readiness::Mapped => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Memory`]: the pages of one section, taken.
+//! [`Memory`]: evicts the pages of one section.
 
 use super::{AccessTracker, ReclaimStop};
 use crate::{
@@ -12,33 +12,33 @@ use pagetide_gmem::{EvictionError, PageState, PlaceError};
 use pagetide_policy::victims::{Taken, Then};
 use std::sync::Arc;
 
-/// A section of whose pages more than this share came back while it stood unmapped is in use.
+/// A section is in use if more than this share of its pages was mapped again after it was unmapped.
 const WARM_EIGHTHS: u64 = 1;
 
-/// True if so much of what is there was mapped again that the section is in use.
+/// True if so many present pages were mapped again that the section is in use.
 pub(super) fn is_warm(mapped: &PageSet, present: &PageSet) -> bool {
     mapped.len() * 8 > present.len() * WARM_EIGHTHS
 }
 
-/// What became of a section.
+/// Result of an eviction from a section.
 pub(crate) struct Outcome {
     pub taken: Taken,
-    /// Why nothing more can go at all, if that is so.
+    /// Why nothing more can be evicted at all, if so.
     pub stop: Option<ReclaimStop>,
-    /// Its pages before.
+    /// Its present pages before.
     pub present: PageSet,
     /// Those of them that were in use.
     pub mapped: PageSet,
 }
 
 impl Outcome {
-    /// How the section stands now, of which `left` pages were wanted; `None`: as before.
+    /// State of the section after `left` pages of it were wanted; `None`: unchanged.
     pub fn after(&self, left: u64) -> Option<After> {
         match self.taken.then {
             Then::Emptied => Some(After::Emptied),
             // Nothing was found out about it.
             Then::Stop => None,
-            // There was enough: the rest of it stands as before.
+            // There was enough: the rest of it is unchanged.
             Then::Next if self.taken.pages >= left => None,
             Then::Next | Then::Busy if is_warm(&self.mapped, &self.present) => Some(After::Warm),
             Then::Next | Then::Busy => Some(After::Tried),
@@ -46,7 +46,7 @@ impl Outcome {
     }
 }
 
-/// The VM's pages, to be taken a section at a time.
+/// The VM's pages, evicted a section at a time.
 pub(crate) struct Memory {
     pub evictor: Evictor,
     pub limit: Arc<Limit>,
@@ -68,7 +68,8 @@ impl Memory {
         table.pages_in_state(section, |state| state == PageState::Present)
     }
 
-    /// Evicts up to `pages` pages of `section`, unless it is another by now as `holds` has it.
+    /// Evicts up to `pages` pages of `section`; none if `holds` returns false because the memory
+    /// has changed.
     pub fn take(&mut self, section: SectionNo, pages: u64, holds: impl Fn() -> bool) -> Outcome {
         let there = self.section_pages(section);
         let present = self.present(section);
@@ -83,7 +84,7 @@ impl Memory {
         };
         match self.evict((section, pages), holds, &mut outcome) {
             Ok(then) => outcome.taken.then = then,
-            // Memory that was taken out of the VM meanwhile is no trouble.
+            // Memory removed from the VM meanwhile is no error.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
             Err(stop) => {
                 outcome.taken.then = Then::Stop;
@@ -128,7 +129,7 @@ impl Memory {
                 limit.evicted(batch);
             });
         match result {
-            // What comes back meanwhile is touched by whoever needed it.
+            // A page that comes back meanwhile was touched by the access that needed it.
             Ok(_) if *evicted == present.len() => Ok(Then::Emptied),
             Ok(_)
             | Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {

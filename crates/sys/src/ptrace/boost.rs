@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Boost`]: real-time priority for a thread of another process, for as long as it is held.
 //!
-//! A thread that is borrowed should be away for microseconds. On a busy host it waits
-//! for a CPU at each stop, for milliseconds each time, unless it goes before the others.
+//! A thread that runs remote system calls should pause for microseconds only. On a busy host it
+//! would wait milliseconds for a CPU at each stop, unless it has priority over other threads.
 //!
-//! Its scheduling policy is left alone: it would have to be put back, and nobody would put it
-//! back if this process were killed in between. Instead the priority is **lent**, as the
-//! kernel lends it to the owner of a lock from whoever waits for that lock (priority
-//! inheritance). The kernel reads who owns a `FUTEX_LOCK_PI` lock from the lock's word. So a
-//! thread of ours, of the class `SCHED_FIFO`, waits for a lock in our memory whose word names
-//! the other thread:
+//! Its scheduling policy is not changed: it would have to be restored, and would not be if this
+//! process were killed in between. Instead the priority is **lent**, as the kernel lends it to the
+//! owner of a lock from a waiter for that lock (priority inheritance). The kernel reads the owner
+//! of a `FUTEX_LOCK_PI` lock from the lock word. So a thread of ours, in class `SCHED_FIFO`, waits
+//! for a lock in our memory whose word names the other thread:
 //!
 //! ```text
 //!   word := its thread number      lender: FUTEX_LOCK_PI, sleeps     it: FIFO, priority 1
@@ -17,8 +16,8 @@
 //!   this process is killed         lender is gone                    it: as it was
 //! ```
 //! The word is zeroed before the signal is sent. A signal that comes before the lender sleeps is
-//! lost, and then the lender finds a free lock. One that comes later interrupts the call, which
-//! the kernel restarts, and which then finds a free lock.
+//! lost, and the lender then finds a free lock. A later signal interrupts the call, the kernel
+//! restarts it, and it then finds a free lock.
 //!
 //! The lock is not `FUTEX_PRIVATE`: a private lock belongs to threads of this process.
 
@@ -30,19 +29,19 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Priority of the tracer and of the thread that it borrows: the lowest of the real-time class,
-/// which goes before every ordinary thread. It is the same for both, so that a `sched_yield` of
-/// the tracer lets the other run where they share a CPU.
+/// Priority of the tracer and of the thread it stops: the lowest of the real-time class, which
+/// precedes every ordinary thread. It is the same for both, so that a `sched_yield` of the tracer
+/// lets the other run if they share a CPU.
 pub(super) const PRIORITY: u8 = 1;
-/// How long the loan may take to show. It is a few microseconds; if it does not show, nothing
-/// is lost but time.
+/// How long the loan may take to become visible. It takes a few microseconds; if it never shows,
+/// only time is lost.
 const SHOW_WAIT: Duration = Duration::from_millis(2);
-/// Between two looks.
+/// Pause between two checks.
 const LOOK_SLEEP: Duration = Duration::from_micros(20);
-/// How long the lender may take to end. It has a free lock and needs a CPU.
+/// How long the lender may take to end. The lock is free, and the lender only needs a CPU.
 const END_WAIT: Duration = Duration::from_secs(1);
 
-/// Real-time priority lent to a thread of another process; dropped, the loan ends.
+/// Real-time priority lent to a thread of another process. The loan ends when this is dropped.
 pub(super) struct Boost {
     word: Arc<AtomicU32>,
     lender: Option<JoinHandle<()>>,
@@ -53,7 +52,7 @@ impl Boost {
     /// Lends `thread` priority [`PRIORITY`].
     ///
     /// # Errors
-    /// `EPERM` where this process may not have a real-time thread, and what starting one says.
+    /// `EPERM` if this process may not have a real-time thread, and the errors of starting one.
     pub(super) fn lend(thread: u32) -> io::Result<Self> {
         interrupt::allow()?;
         let word = Arc::new(AtomicU32::new(thread));
@@ -65,7 +64,7 @@ impl Boost {
                 let urgent = cpu::set_urgency(Urgency::Preempting(PRIORITY));
                 let is_urgent = urgent.is_ok();
                 let own = rustix::thread::gettid().as_raw_pid().cast_unsigned();
-                // Nobody listens if the borrower has given up; then there is nothing to lend.
+                // The receiver is gone if the borrower has given up; then there is nothing to lend.
                 if tell.send(urgent.map(|()| own)).is_ok() && is_urgent {
                     wait_for_lock(&lock);
                 }
@@ -107,14 +106,15 @@ impl Drop for Boost {
             }
             std::thread::sleep(LOOK_SLEEP);
         }
-        // One that has not ended by now gets the lock when it gets a CPU; the word is its own too.
+        // A lender that has not ended by now gets the lock when it gets a CPU; it owns the word,
+        // too.
         if lender.is_finished() && lender.join().is_err() {
             debug_assert!(false, "the lender panicked");
         }
     }
 }
 
-/// Waits until the lock is free, its owner has ended, or the kernel knows no such locks.
+/// Waits until the lock is free or its owner has ended, or returns if the kernel lacks such locks.
 pub(super) fn wait_for_lock(word: &AtomicU32) {
     let forever = std::ptr::null::<libc::timespec>();
     // SAFETY: the word is a live, aligned u32 that only atomics touch, for the whole call: the

@@ -1,53 +1,53 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finding a thread to borrow, and stopping it where that does no harm.
+//! Finding a thread for remote system calls, and stopping it where that does no harm.
 //!
-//! Best is a thread that is blocked in a system call: it loses nothing. For [`BLOCKED_ONLY`] no
-//! other is looked for. Then any thread will do, running ones too, if it stops
+//! Best is a thread that is blocked in a system call: it loses nothing. For [`BLOCKED_ONLY`], only
+//! such threads are considered. After that any thread will do, running ones too, if it stops
 //!
-//! - in a system call: one that was at work has ended by then, or is restarted; a vCPU leaves
+//! - in a system call: a call in progress has ended by then, or is restarted; a vCPU leaves
 //!   `KVM_RUN` as for a signal; or
 //! - in user code, **outside of a restartable sequence** (rseq). The kernel forgets a sequence when
-//!   the thread runs code elsewhere, as an injected call does. When the thread then went on
-//!   in the sequence, nothing would restart it after it had lost its CPU. The kernel tells a tracer
-//!   where the thread's rseq area is (Linux 5.13), and that area names the sequence the thread may
-//!   be in. If it names one, or the kernel does not tell, the thread goes on and is tried later.
+//!   the thread runs code elsewhere, as an injected call does. If the thread then resumed within the
+//!   sequence, it would not be restarted after losing its CPU. A tracer can query where the thread's
+//!   rseq area is (Linux 5.13), and that area names the sequence the thread may be in. If it names
+//!   one, or the query fails, the thread is resumed and tried later.
 //!
-//! Everything else that a thread in user code may be in the middle of (a lock held, a leaf function
-//! in its red zone, vector registers in use) is untouched by a system call that is injected:
-//! the same holds for a signal handler, which may run there at any time.
+//! An injected system call does not affect any other state of a thread in user code (a lock held, a
+//! leaf function in its red zone, vector registers in use): a signal handler may run there at any
+//! time, too.
 //!
 //! A thread that does not stop in time is in uninterruptible sleep, or at work in the kernel. It is
-//! seized and has been asked to stop, and `PTRACE_DETACH` is possible for a thread that has stopped
-//! only. If it were kept until then, it would stop when it comes out of the kernel, and stand still,
-//! uncounted, until its tracer looks. So its tracer ends instead: the kernel lets go of all that an
-//! ending tracer has seized and takes back what it has asked of them, whether they have stopped or
-//! not. Another tracer goes on with the [`Search`], with another thread if there is one: threads
-//! that did not stop are tried after those that were not tried, in turns.
+//! seized and has been asked to stop, and `PTRACE_DETACH` works only for a thread that has stopped.
+//! If it were kept, it would stop when it leaves the kernel, and stand still, uncounted, until its
+//! tracer polls. So its tracer ends instead: the kernel detaches everything that an ending tracer
+//! has seized, and cancels the stop requests, whether the threads have stopped or not. Another
+//! tracer continues the [`Search`], with another thread if there is one: threads that did not stop
+//! are tried after untried ones, in turns.
 
+use super::PtraceError;
 use super::boost::Boost;
-use super::raw::{Seized, detach, get_registers, rseq_area, seize};
+use super::raw::{Seized, USER_CS_64, detach, get_registers, rseq_area, seize};
 use super::threads::{Reach, threads, tracer_of};
-use super::{PtraceError, USER_CS_64};
 use crate::process::ProcessFd;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-/// How long a thread is looked for before the process is refused. It is longer than storage
-/// that is merely slow keeps all threads of a VMM in uninterruptible sleep.
+/// Time limit of the search, after which the process is refused. It is longer than merely slow
+/// storage keeps all threads of a VMM in uninterruptible sleep.
 pub(super) const BORROW_WAIT: Duration = Duration::from_secs(5);
-/// How long only threads that are blocked in a system call are looked for.
+/// How long only threads that are blocked in a system call are considered.
 const BLOCKED_ONLY: Duration = Duration::from_millis(5);
-/// Between two looks at all threads: at first, and at most. It doubles from look to look, so that
-/// a process that is busy is not stopped thousands of times.
+/// Pause between two scans of all threads: at first, and at most. It doubles from scan to scan, so
+/// that a busy process is not stopped thousands of times.
 const LOOK_SLEEP: (Duration, Duration) = (Duration::from_micros(50), Duration::from_millis(10));
-/// How long the kernel may take to let go of what an ended tracer has seized: microseconds, on a
-/// machine that is not overloaded. Beyond it another tracer is told `EPERM`.
+/// How long the kernel may take to detach the threads of an ended tracer: microseconds, on a
+/// machine that is not overloaded. After that, another tracer would get `EPERM`.
 const LET_GO_WAIT: Duration = Duration::from_secs(1);
-/// Between two looks at that.
+/// Pause between two checks for that.
 const LET_GO_SLEEP: Duration = Duration::from_micros(20);
-/// Where the rseq area names the sequence its thread is in.
+/// Offset in the rseq area of the pointer to the thread's current sequence.
 const RSEQ_CS_OFFSET: u64 = 8;
 
 /// A thread that has stopped.
@@ -64,7 +64,7 @@ pub(super) struct Borrowed {
 )]
 pub(super) enum Found {
     Borrowed(Borrowed),
-    /// It has not stopped. This tracer must end, and only then may the priority be taken back,
+    /// It has not stopped. This tracer must end, and only then may the priority loan be ended,
     /// which can take a while.
     Deaf {
         thread: u32,
@@ -72,12 +72,12 @@ pub(super) enum Found {
     },
 }
 
-/// The search for a thread to borrow, which goes on from tracer to tracer.
+/// The search for a thread, which continues from tracer to tracer.
 pub(super) struct Search {
     begun: Instant,
-    /// Threads that were stopped or asked to.
+    /// Threads that were stopped, or asked to stop.
     tried: u32,
-    /// How often a thread did not stop, of those that once did not.
+    /// For each thread that once did not stop: how often it did not.
     deaf: BTreeMap<u32, u32>,
 }
 
@@ -90,7 +90,7 @@ impl Search {
         }
     }
 
-    /// Stops a thread of `process`, whose memory `memory` is; or finds one that does not stop.
+    /// Stops a thread of `process`, whose memory is `memory`, or finds one that does not stop.
     pub(super) fn next(
         &mut self,
         process: &ProcessFd,
@@ -124,7 +124,7 @@ impl Search {
         self.begun.elapsed() > BORROW_WAIT
     }
 
-    /// Best first; those that did not stop last, those of them that were tried least before others.
+    /// Best first; threads that did not stop are last, the least tried of them first.
     fn candidates(&self, pid: u32) -> Result<Vec<u32>, PtraceError> {
         let reach = if self.begun.elapsed() < BLOCKED_ONLY {
             Reach::Blocked
@@ -136,7 +136,8 @@ impl Search {
         Ok(found)
     }
 
-    /// The tracer of `thread`, which did not stop, has ended: waits until the kernel has let go.
+    /// The tracer of `thread`, which did not stop, has ended: waits until the kernel has detached
+    /// the thread.
     pub(super) fn pass_over(&mut self, pid: u32, thread: u32) {
         *self.deaf.entry(thread).or_insert(0) += 1;
         let begun = Instant::now();
@@ -146,18 +147,18 @@ impl Search {
     }
 }
 
-/// `None` if it has ended, or stopped where it cannot be used.
+/// `None` if the thread has ended, or stopped where it cannot be used.
 fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Found>, PtraceError> {
     let pid = process.pid();
-    // Before it is stopped, so that it is on a CPU at once. Where that is not allowed it is
-    // merely slower, which is said.
+    // Before it is stopped, so that it gets a CPU at once. Where that is not allowed, the stop is
+    // only slower, and the result says so.
     let boost = Boost::lend(thread).ok();
     let since = match seize(pid, thread)? {
         Seized::Stopped { since } => since,
         Seized::DoesNotStop => return Ok(Some(Found::Deaf { thread, boost })),
         Seized::GoneAway => return Ok(None),
     };
-    // Seized by number: it is the process's if that had not ended afterwards.
+    // Seized by number: it belongs to the process if the process has not ended since.
     if process.has_ended()? {
         detach(thread)?;
         return Err(PtraceError::Gone { pid });
@@ -180,7 +181,7 @@ fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Fou
     })))
 }
 
-/// True if the stopped thread is surely in no restartable sequence.
+/// True if the stopped thread is certainly in no restartable sequence.
 fn is_outside_of_rseq(memory: &File, thread: u32) -> bool {
     match rseq_area(thread) {
         Ok(None) => true,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why nothing could be run inside a process.
+//! Errors of running system calls inside a process.
 
 use crate::process::ProcessError;
 use rustix::io::Errno;
 use std::io;
 
-/// Why nothing could be run inside a process.
+/// Why system calls could not be run inside a process.
 #[derive(Debug, thiserror::Error)]
 pub enum PtraceError {
     /// The process is gone.
@@ -14,7 +14,7 @@ pub enum PtraceError {
         /// Its pid.
         pid: u32,
     },
-    /// We may not trace it.
+    /// We are not allowed to trace it.
     #[error(
         "tracing process {pid} is not permitted: run as root (or with CAP_SYS_PTRACE), and make \
          sure that no debugger is attached to it and kernel.yama.ptrace_scope is below 3"
@@ -23,7 +23,7 @@ pub enum PtraceError {
         /// Its pid.
         pid: u32,
     },
-    /// No thread could be borrowed.
+    /// No thread could be used.
     #[error(
         "no thread of process {pid} could be borrowed within {waited_s} s ({tried} stops tried): \
          all of them are in uninterruptible sleep (state D in `ps -L -p {pid}`) or in code that \
@@ -32,12 +32,12 @@ pub enum PtraceError {
     NoQuietThread {
         /// Its pid.
         pid: u32,
-        /// Threads that were stopped or asked to.
+        /// Threads that were stopped, or asked to stop.
         tried: u32,
-        /// How long one was looked for.
+        /// Length of the search.
         waited_s: u64,
     },
-    /// The thread has been away for longer than was allowed, and was let go.
+    /// The thread's pause exceeded the limit, and it was resumed.
     #[error(
         "a thread of process {pid} was away for {pause_us} us, more than the {pause_max_us} us \
          that are allowed: what was done was undone"
@@ -45,12 +45,12 @@ pub enum PtraceError {
     PauseTooLong {
         /// Its pid.
         pid: u32,
-        /// How long it was away until then.
+        /// Length of its pause until then.
         pause_us: u64,
-        /// How long it may be.
+        /// The limit.
         pause_max_us: u64,
     },
-    /// It was so each time.
+    /// This was so at each attempt.
     #[error(
         "process {pid} cannot be taken over without a pause: in {} tries a thread of it was away \
          for {} us, more than the {pause_max_us} us that are allowed, and each time all was undone; \
@@ -62,9 +62,9 @@ pub enum PtraceError {
     PausesTooLong {
         /// Its pid.
         pid: u32,
-        /// How long each was.
+        /// Length of each pause.
         pauses_us: Vec<u64>,
-        /// How long one may be.
+        /// The limit.
         pause_max_us: u64,
     },
     /// The process is stopped by a signal.
@@ -86,13 +86,13 @@ pub enum PtraceError {
         /// Why it cannot be suspended.
         source: io::Error,
     },
-    /// The process is not one whose registers we know.
+    /// We do not know the registers of this process.
     #[error("process {pid} is not a 64-bit x86 process")]
     WrongArchitecture {
         /// Its pid.
         pid: u32,
     },
-    /// An injected call did not come back.
+    /// An injected call did not return.
     #[error(
         "thread {thread} did not come back from an injected system call; its process may be \
          damaged"
@@ -104,7 +104,7 @@ pub enum PtraceError {
     /// The kernel refused.
     #[error("{operation} on thread {thread} failed: {source}")]
     Kernel {
-        /// What was tried.
+        /// The operation that failed.
         operation: &'static str,
         /// The thread.
         thread: u32,
@@ -116,10 +116,10 @@ pub enum PtraceError {
     Call {
         /// The call.
         call: &'static str,
-        /// What it said.
+        /// Its error.
         source: Errno,
     },
-    /// About its descriptors.
+    /// An error of its descriptors.
     #[error(transparent)]
     Process(#[from] ProcessError),
 }
@@ -127,4 +127,24 @@ pub enum PtraceError {
 fn list(numbers: &[u64]) -> String {
     let words: Vec<String> = numbers.iter().map(u64::to_string).collect();
     words.join(", ")
+}
+
+pub(super) fn open_failed(pid: u32, source: io::Error) -> PtraceError {
+    match source.kind() {
+        io::ErrorKind::NotFound => PtraceError::Gone { pid },
+        io::ErrorKind::PermissionDenied => PtraceError::NotPermitted { pid },
+        _ if source.raw_os_error() == Some(libc::ESRCH) => PtraceError::Gone { pid },
+        _ => kernel("looking into /proc", pid, source),
+    }
+}
+
+pub(super) fn kernel(operation: &'static str, thread: u32, source: io::Error) -> PtraceError {
+    match source.raw_os_error() {
+        Some(libc::ESRCH) => PtraceError::Gone { pid: thread },
+        _ => PtraceError::Kernel {
+            operation,
+            thread,
+            source,
+        },
+    }
 }

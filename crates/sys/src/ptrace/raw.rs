@@ -1,16 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ptrace requests themselves, and waiting for a stop with a limit.
+//! The ptrace requests themselves, and bounded waits for a stop.
 
-use super::{PtraceError, descriptor, kernel, threads::is_under_seccomp};
+use super::{
+    error::{PtraceError, kernel},
+    threads::is_under_seccomp,
+};
 use std::io;
 use std::time::{Duration, Instant};
 
+/// Code segment of 64-bit user code.
+pub(super) const USER_CS_64: u64 = 0x33;
+
+/// A small signed argument as a register value.
+pub(super) const fn descriptor(number: i32) -> u64 {
+    (number as i64).cast_unsigned()
+}
+
 /// How long a thread may take to stop before the next one is tried. A thread in uninterruptible
-/// sleep does not before that ends.
+/// sleep does not stop before the sleep ends.
 const STOP_WAIT: Duration = Duration::from_millis(50);
-/// Most stops on the way to the one waited for (signals that come between).
+/// Most other stops (for intervening signals) before the awaited one.
 const MOST_STOPS: u32 = 64;
-/// Looks this often with a yield in between before it sleeps in between.
+/// Number of polls with a yield in between, before it sleeps in between.
 const YIELDS: u32 = 20;
 const SLEEP_BETWEEN_LOOKS: Duration = Duration::from_micros(10);
 
@@ -19,7 +30,7 @@ const PTRACE_EVENT_STOP: i32 = 128;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stop {
-    /// What INTERRUPT asked for.
+    /// The stop requested by INTERRUPT.
     Trap,
     /// The end of a single step.
     Step,
@@ -54,7 +65,7 @@ pub(super) fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
         Err(Err(refusal)) => return Err(refusal),
         Err(Ok(e)) => {
             return match e.raw_os_error() {
-                // The thread has ended; another may do.
+                // The thread has ended; another one may do.
                 Some(libc::ESRCH) => Ok(Seized::GoneAway),
                 Some(libc::EPERM) => Err(PtraceError::NotPermitted { pid }),
                 _ => Err(kernel("PTRACE_SEIZE", thread, e)),
@@ -76,7 +87,7 @@ pub(super) fn seize(pid: u32, thread: u32) -> Result<Seized, PtraceError> {
     }
 }
 
-/// Waits for the stop that is wanted, passing on signals that come first.
+/// Waits for the wanted stop, and passes on signals that come first.
 pub(super) fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Waited, PtraceError> {
     let started = Instant::now();
     let mut looks = 0;
@@ -107,7 +118,7 @@ pub(super) fn wait_for(thread: u32, wanted: Stop, limit: Duration) -> Result<Wai
         if reached {
             return Ok(Waited::Reached { signal });
         }
-        // Not ours: a signal is delivered as it would have been, anything else just goes on.
+        // Not ours: a signal is delivered as it would have been, anything else is just resumed.
         let passed_on = if is_trap { 0 } else { signal };
         let how = match wanted {
             Stop::Trap => libc::PTRACE_CONT,
@@ -135,7 +146,7 @@ pub(super) fn look(thread: u32) -> Result<Option<i32>, PtraceError> {
             let source = io::Error::last_os_error();
             match source.raw_os_error() {
                 Some(libc::EINTR) => Ok(None),
-                // Reaped by somebody else, or never ours: it is gone.
+                // Reaped elsewhere, or never ours: it is gone.
                 Some(libc::ECHILD) => Ok(Some(0)),
                 _ => Err(kernel("waitpid", thread, source)),
             }
@@ -228,10 +239,9 @@ pub(super) fn set_registers(
     Ok(())
 }
 
-/// Masks all signals but that of a single step (the kernel would reset its disposition if it were
-/// masked) and returns the mask that was. While a call like `ppoll` has put another in
-/// place for its duration, the kernel gives us the thread's own; the call sets its mask again
-/// when it is restarted.
+/// Masks all signals except that of a single step (the kernel would reset its disposition if it
+/// were masked) and returns the previous mask. While a call like `ppoll` has a temporary mask in
+/// place, the kernel returns the thread's own; the call sets its mask again when it is restarted.
 pub(super) fn mask_signals(thread: u32) -> Result<u64, PtraceError> {
     let own = get_signal_mask(thread)?;
     set_signal_mask(thread, !(1 << (libc::SIGTRAP - 1)))?;

@@ -1,51 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`run_inside`] and [`run_inside_within`]: a thread is borrowed, used and given back, on a thread
-//! made for the purpose.
+//! [`run_inside`] and [`run_inside_within`]: stop a thread, use it and resume it, on a dedicated
+//! tracer thread.
 
 use super::borrow::{Found, Search};
-use super::{PtraceError, StoppedThread, Target, boost, whole_us};
+use super::stopped::{StoppedThread, Target, whole_us};
+use super::{PtraceError, boost};
 use crate::cpu::{self, Urgency};
 use crate::process::ProcessFd;
 use std::time::Duration;
 
-/// What came of [`run_inside`].
+/// Result of [`run_inside`].
 #[derive(Clone, Copy, Debug)]
 pub struct Ran<T> {
     /// What the work returned.
     pub value: T,
-    /// How long the thread was away, in microseconds.
+    /// Length of the thread's pause, in microseconds.
     pub pause_us: u64,
-    /// The thread that was borrowed.
+    /// The thread that was used.
     pub thread: u32,
-    /// Whom the two threads went before.
+    /// The threads over which the two threads had priority.
     pub pace: Pace,
 }
 
-/// Whom the tracer and the borrowed thread go before.
+/// The threads over which the tracer and the stopped thread have priority.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pace {
     /// Every ordinary thread of the host.
     RealTime,
-    /// Nobody: it is not permitted here.
+    /// None: it is not permitted here.
     Ordinary,
 }
 
-/// How long a thread may be away at a time, and what is done beyond that.
+/// Limits of a thread's pause, and what to do beyond them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PauseLimits {
     /// Longest pause.
     pub pause_max: Duration,
-    /// How often it is tried.
+    /// Most attempts.
     pub tries_max: u32,
-    /// Between the first try and the second; it doubles with each.
+    /// Time between the first attempt and the second; it doubles with each.
     pub backoff: Duration,
 }
 
-/// Stops a thread of `process`, calls `work` with it, and lets it go on as if nothing had happened,
+/// Stops a thread of `process`, calls `work` with it, and resumes it as if nothing had happened,
 /// whatever `work` returns.
 ///
 /// # Errors
-/// What `work` returned, or [`PtraceError`] if no thread could be borrowed or given back.
+/// The error of `work`, or [`PtraceError`] if no thread could be stopped or resumed.
 pub fn run_inside<T, E, F>(process: &ProcessFd, work: F) -> Result<Ran<T>, E>
 where
     T: Send,
@@ -61,13 +62,13 @@ where
     })
 }
 
-/// As [`run_inside`], with a bound on the time that the thread is away: beyond it no further call is
-/// made, `undo` takes back what `work` has returned, if it came so far, and all is tried again.
-/// A `work` that fails has undone its part itself. Closing a descriptor is possible at any time.
-/// What could not be undone is not tried again.
+/// Like [`run_inside`], with a limit on the thread's pause. Beyond the limit no further call is
+/// made, `undo` reverts the result of `work`, if there is one, and everything is retried. A `work`
+/// that fails has undone its part itself. Closing a descriptor is possible at any time. If
+/// something could not be undone, there is no retry.
 ///
 /// # Errors
-/// As there, and [`PtraceError::PausesTooLong`]; what undoing said, if that failed.
+/// As there, and [`PtraceError::PausesTooLong`]; the error of the undo, if that failed.
 pub fn run_inside_within<T, E>(
     process: &ProcessFd,
     limits: PauseLimits,
@@ -87,7 +88,7 @@ where
         }
         let attempt = attempt::<T, E, _>(process, Some(limits.pause_max), |thread| {
             let value = work(thread)?;
-            // Better now than by another stop.
+            // Better now than with another stop.
             if let Err(late) = thread.still_in_time() {
                 undo(thread, &value)?;
                 return Err(late.into());
@@ -103,12 +104,12 @@ where
                     pace: attempt.pace,
                 });
             }
-            // Late on its way out: it is done, and nobody was told.
+            // Late on its way out: the work is done, and the lateness is not reported.
             (Ok(value), _) => {
                 run_inside(process, |thread| undo(thread, &value))?;
             }
             (Err(_), Late::Refused) => {}
-            // Undoing failed, or the work did for a reason of its own.
+            // Undoing failed, or the work failed for a reason of its own.
             (Err(error), _) => return Err(error),
         }
         pauses_us.push(attempt.pause_us);
@@ -121,19 +122,19 @@ where
     .into())
 }
 
-/// Whether the thread was away for longer than allowed.
+/// Whether the pause exceeded its limit.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Late {
     Not,
-    /// Yes, and nothing was left to be done.
+    /// Yes, but all work was done by then.
     AtTheEnd,
-    /// Yes, a call was not made for it, and all was undone.
+    /// Yes, a call was refused for it, and all was undone.
     Refused,
     /// Yes, and undoing failed.
     NotUndone,
 }
 
-/// What came of one stop.
+/// Result of one stop.
 struct Attempt<T, E> {
     outcome: Result<T, E>,
     late: Late,
@@ -142,17 +143,17 @@ struct Attempt<T, E> {
     pace: Pace,
 }
 
-/// What came of one tracer.
+/// Result of one tracer.
 enum Traced<T, E> {
     Done(Attempt<T, E>),
-    /// This thread was asked to stop and did not. The loan of priority to it is ended by the caller.
+    /// This thread was asked to stop and did not. The caller ends the priority loan.
     Deaf {
         thread: u32,
         boost: Option<boost::Boost>,
     },
 }
 
-/// Borrows a thread and calls `work` with it, once.
+/// Stops a thread and calls `work` with it, once.
 fn attempt<T, E, F>(
     process: &ProcessFd,
     pause_max: Option<Duration>,
@@ -185,7 +186,7 @@ where
     }
 }
 
-/// Calls `work` with the thread and lets it go on.
+/// Calls `work` with the thread and resumes it.
 fn use_it<T, E>(
     mut stopped: StoppedThread<'_>,
     pace: Pace,
@@ -214,7 +215,7 @@ fn use_it<T, E>(
     })
 }
 
-/// Runs `trace` on a thread made for it. When that ends, the kernel lets go of whatever it still
+/// Runs `trace` on a dedicated thread. When that thread ends, the kernel detaches whatever it still
 /// traces.
 fn on_a_tracer<R: Send>(
     trace: impl FnOnce() -> Result<R, PtraceError> + Send,
@@ -235,9 +236,9 @@ fn on_a_tracer<R: Send>(
     })
 }
 
-/// On a busy host each stop waits for this thread to run, and it looks by short sleeps (yielding
-/// would keep the target from a CPU that both are on). It is short-lived, so it may come first.
-/// Without the right to the real-time class it is nice to nobody and sleeps exactly.
+/// On a busy host each stop waits for this thread to run, and it polls with short sleeps (yielding
+/// would keep the target from a CPU that both use). It is short-lived, so it may have priority.
+/// Without the right to the real-time class it tries niceness -20 and sleeps exactly.
 fn favour_this_thread() -> Pace {
     if cpu::set_urgency(Urgency::Preempting(boost::PRIORITY)).is_ok() {
         return Pace::RealTime;

@@ -1,24 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests of [`run_inside`](super::run_inside) on children that are blocked in all sorts of calls.
 //!
-//! A child is made by `fork` and does nothing but bare system calls, so that it
-//! needs nothing of the threads it has lost. Its exit status tells what the
-//! interrupted call returned.
+//! A child is created by `fork` and makes only bare system calls, so that it needs none of the
+//! threads it has lost. Its exit status reports what the interrupted call returned.
 
 mod deaf;
 
+use super::error::kernel;
 use super::threads::{Rank, rank_of_blocked};
 use super::*;
 use crate::cpu::{self, Urgency};
+use crate::process::ProcessFd;
 use crate::uffd::{Userfaultfd, is_userfaultfd};
+use pagetide_addr::Hva;
+use rustix::io::Errno;
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
 
 const TIMED_OUT: i32 = 40;
 const WRONG_TIME: i32 = 41;
 const INTERRUPTED: i32 = 42;
 const OTHER: i32 = 43;
-/// Long enough that an injection lies within, short enough for a test.
+/// Long enough for an injection to fall within it, short enough for a test.
 const WAIT_NS: i64 = 300_000_000;
 
 struct Child {
@@ -31,7 +36,7 @@ impl Child {
         match unsafe { libc::fork() } {
             0 => {
                 let status = body();
-                // SAFETY: ends this process without running anything of the parent's.
+                // SAFETY: ends this process without running any code of the parent's.
                 unsafe { libc::_exit(status) }
             }
             pid => {
@@ -73,9 +78,9 @@ impl Child {
 }
 
 impl Drop for Child {
-    /// Also where a test fails: it would outlive us, with all our descriptors.
+    /// Also if a test fails: the child would outlive us, with all our descriptors.
     fn drop(&mut self) {
-        // SAFETY: signals and reaps our own child, whose pid cannot have been used again.
+        // SAFETY: signals and reaps our own child, whose pid cannot have been reused.
         unsafe {
             libc::kill(self.pid, libc::SIGKILL);
             libc::waitpid(self.pid, std::ptr::null_mut(), 0);
@@ -96,7 +101,7 @@ fn now_ns() -> i64 {
     t.tv_sec * 1_000_000_000 + t.tv_nsec
 }
 
-/// Runs a call that ends by time-out, and tells how it ended.
+/// Makes a call that ends by time-out, and returns how it ended.
 fn timed(call: impl FnOnce() -> i64, expected: i64) -> i32 {
     let started = now_ns();
     let answer = call();
@@ -118,7 +123,7 @@ static TIMEOUT: libc::timespec = libc::timespec {
     tv_nsec: WAIT_NS,
 };
 
-/// Asks the child who its parent is, twice, by injected calls.
+/// Queries the child's parent twice, by injected calls.
 fn ask_twice(child: &Child) {
     let ran = run_inside(&child.process(), |thread| {
         let first = thread.syscall("getppid", libc::SYS_getppid, &[])?;
@@ -406,15 +411,15 @@ fn translations_dropped_inside_leave_content_in_the_file() {
     const BYTES: usize = PAGES * 4096;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping, over none that is there; it lives until the process ends.
+    // SAFETY: a new mapping that replaces none; it lives until the process ends.
     let memory = unsafe { libc::mmap(std::ptr::null_mut(), BYTES, protection, flags, -1, 0) };
     assert_ne!(memory, libc::MAP_FAILED);
     let start = Hva(memory.addr() as u64);
     let last = memory.cast::<u8>().wrapping_add(BYTES - 1);
     let child = Child::new(|| {
-        // SAFETY: within the mapping, which the child has from its parent.
+        // SAFETY: within the mapping, which the child has inherited from its parent.
         unsafe { memory.cast::<u8>().write_bytes(7, BYTES) };
-        // SAFETY: a bare call that sleeps; TIMEOUT lives for ever.
+        // SAFETY: a bare call that sleeps; TIMEOUT lives forever.
         let sleep = || unsafe { libc::syscall(libc::SYS_nanosleep, &raw const TIMEOUT, 0) };
         let ended = timed(sleep, 0);
         // SAFETY: as above.
@@ -436,8 +441,8 @@ fn translations_dropped_inside_leave_content_in_the_file() {
     assert_eq!(child.exit_status(), TIMED_OUT);
 }
 
-/// Runs in user code only, with a value in each of many registers that follows from the others, until
-/// `stop` says otherwise; then 0, or [`OTHER`] if a register has changed.
+/// Runs only in user code, with dependent values in many registers, until `stop` is set. Returns 0,
+/// or [`OTHER`] if a register has changed.
 fn busy(stop: &AtomicI32) -> i32 {
     let mut state = [1_u64, 2, 3, 5, 7, 11, 13, 17];
     let mut rounds = 0_u64;
@@ -464,10 +469,10 @@ fn busy(stop: &AtomicI32) -> i32 {
 fn shared_words() -> &'static [AtomicI32; 1024] {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    // SAFETY: a new mapping, over none that is there; it lives until the process ends.
+    // SAFETY: a new mapping that replaces none; it lives until the process ends.
     let memory = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
     assert_ne!(memory, libc::MAP_FAILED);
-    // SAFETY: a whole page, zeroed, aligned, mapped for ever; only atomics touch it.
+    // SAFETY: a whole page, zeroed, aligned, mapped forever; only atomics touch it.
     unsafe { &*memory.cast::<[AtomicI32; 1024]>() }
 }
 
@@ -652,7 +657,8 @@ fn a_pause_that_is_too_long_is_undone_and_tried_again_and_then_told() {
         backoff: Duration::from_millis(1),
     };
     let slow_tries = AtomicI32::new(0);
-    // Slow for `slow` tries: before its call, so that it is refused, or after it, so that it is undone.
+    // Slow for `slow` attempts: before its call, which is then refused, or after it, which is then
+    // undone.
     let create = |slow: i32, before_call: u64, after_call: u64| {
         slow_tries.store(slow, Ordering::Relaxed);
         let is_slow = || slow_tries.fetch_sub(1, Ordering::Relaxed) > 0;

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Looking at a process before it is touched: which thread to borrow, where its code has a
+//! Inspecting a process before it is touched: which thread to use, and where its code has a
 //! `syscall` instruction.
 
-use super::{PtraceError, kernel, open_failed};
+use super::error::{PtraceError, kernel, open_failed};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Which threads are wanted.
+/// Which threads are considered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reach {
-    /// Those that are blocked in a system call.
+    /// Threads that are blocked in a system call.
     Blocked,
-    /// Those first, then all that may stop.
+    /// Those first, then all that can stop.
     All,
 }
 
-/// Rank of a thread that runs, or is blocked outside of a call: after all others.
+/// Rank of a thread that runs, or is blocked outside of a call: after all blocked in one.
 const RANK_OF_OTHERS: u32 = 5;
-/// Rank of a thread in uninterruptible sleep: it does not stop before that ends.
+/// Rank of a thread in uninterruptible sleep: it does not stop before the sleep ends.
 const RANK_OF_ASLEEP: u32 = 6;
 
 /// Threads within `reach`, best first.
@@ -30,7 +30,7 @@ pub(super) fn threads(pid: u32, reach: Reach) -> Result<Vec<u32>, PtraceError> {
         let Some(thread) = task.file_name().to_str().and_then(|n| n.parse().ok()) else {
             continue;
         };
-        // A thread that has just ended has no such file; it is no candidate then.
+        // A thread that has just ended has no such file; it is not a candidate.
         let Ok(line) = std::fs::read_to_string(task.path().join("syscall")) else {
             continue;
         };
@@ -49,8 +49,9 @@ pub(super) fn threads(pid: u32, reach: Reach) -> Result<Vec<u32>, PtraceError> {
     Ok(found.into_iter().map(|(_, thread)| thread).collect())
 }
 
-/// True if the thread of this directory of `/proc` is in uninterruptible sleep: its state, which
-/// follows the name in parentheses, is `D`. One whose file is gone has ended, and is no candidate later.
+/// True if the thread of this `/proc` directory is in uninterruptible sleep: its state, which
+/// follows the name in parentheses, is `D`. A thread whose file is gone has ended, and is no
+/// candidate later.
 fn is_in_uninterruptible_sleep(task: &std::path::Path) -> bool {
     std::fs::read_to_string(task.join("stat")).is_ok_and(|stat| {
         stat.rsplit_once(") ")
@@ -58,9 +59,9 @@ fn is_in_uninterruptible_sleep(task: &std::path::Path) -> bool {
     })
 }
 
-/// The thread that traces `thread`, if one does.
+/// The thread that traces `thread`, if there is one.
 pub(super) fn tracer_of(pid: u32, thread: u32) -> Option<u32> {
-    // What is gone is traced by nobody.
+    // A thread that is gone has no tracer.
     let status =
         std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
     let tracer = status
@@ -72,18 +73,18 @@ pub(super) fn tracer_of(pid: u32, thread: u32) -> Option<u32> {
     }
 }
 
-/// How well a thread may be borrowed.
+/// How well a thread suits remote system calls.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Rank {
-    /// It is blocked in a system call; small is good.
+    /// It is blocked in a system call; smaller is better.
     Blocked(u32),
     /// It runs, or is blocked outside of a call (in a page fault).
     Other,
-    /// It does not stop before somebody else has gone on.
+    /// It does not stop until another thread has continued.
     Never,
 }
 
-/// By the thread's `/proc/PID/task/TID/syscall`: a call's number and more, "running", or "-1 …".
+/// From the thread's `/proc/PID/task/TID/syscall`: a call's number and more, "running", or "-1 …".
 pub(super) fn rank_of_blocked(line: &str) -> Rank {
     let number = line.split_ascii_whitespace().next().map(str::parse::<i64>);
     let Some(Ok(number)) = number else {
@@ -95,7 +96,7 @@ pub(super) fn rank_of_blocked(line: &str) -> Rank {
         libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
             Rank::Blocked(1)
         }
-        // These do not stop until their child has gone on.
+        // These do not stop until their child has continued.
         libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => Rank::Never,
         // Returns EINTR instead of being restarted; KVM_RUN likewise.
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Rank::Blocked(3),
@@ -105,7 +106,7 @@ pub(super) fn rank_of_blocked(line: &str) -> Rank {
 }
 
 pub(super) fn is_under_seccomp(pid: u32, thread: u32) -> bool {
-    // If it cannot be read, the worse is assumed.
+    // If it cannot be read, the worse case is assumed.
     std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).map_or(true, |status| {
         !status
             .lines()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Numbers and layouts of `<linux/userfaultfd.h>`, as far as they are used.
+//! Numbers and layouts of `<linux/userfaultfd.h>` that are used here.
 
 pub(super) const UFFD_API: u64 = 0xaa;
 pub(super) const IOC_WRITE: u64 = 1;
@@ -30,7 +30,7 @@ const _: () = assert!(size_of::<Message>() == 32);
 pub(super) const COPY_WITHOUT_WAKING: u64 = 1;
 pub(super) const COPY_PROTECTED: u64 = 2;
 
-/// Modes of `UFFDIO_WRITEPROTECT`; without the first the protection is taken off.
+/// Modes of `UFFDIO_WRITEPROTECT`; without the first the protection is removed.
 pub(super) const PROTECT: u64 = 1;
 pub(super) const PROTECT_WITHOUT_WAKING: u64 = 2;
 
@@ -69,7 +69,7 @@ pub(super) struct CopyIn {
     pub(super) done: i64,
 }
 
-/// `uffdio_zeropage` and `uffdio_poison` have one layout.
+/// Layout of `uffdio_zeropage` and of `uffdio_poison`.
 #[repr(C)]
 pub(super) struct Fill {
     pub(super) range: Range,
@@ -83,7 +83,7 @@ pub(super) struct Protect {
     pub(super) mode: u64,
 }
 
-/// `uffd_msg` as a page fault fills it.
+/// `uffd_msg` of a page fault.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Message {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Traces of DMA: which memory devices have touched, and when (VPRI 4.2, 5.3).
 //!
-//! Another kind of trace than the rest of this crate has. Those tell of
-//! translation requests, and feed a model of translation; these tell of accesses
-//! to a VM's memory, and feed decisions about that memory.
+//! These differ from the other traces of this crate. Those record translation requests, and feed a model of
+//! translation; these record accesses to a VM's memory, and feed decisions about that memory.
 //!
 //! ```text
 //!   a device's log ──► AccessRecord ──► log/       our format, written live, read back
@@ -13,9 +12,8 @@
 //!                          ▼
 //!                      analysis/        footprint, access counts, reuse intervals
 //! ```
-//! A **section** is what memory is tracked and evicted by, 2 MiB if nothing else
-//! is said. A **space** is a VM's memory as its host numbers it; addresses in an
-//! access log are counted in it, from 0.
+//! A **section** is the unit in which memory is tracked and evicted, 2 MiB by default. A **space** is a
+//! VM's memory as its host numbers it; addresses in an access log are offsets in it.
 
 pub(crate) mod analysis;
 pub(crate) mod block;
@@ -58,18 +56,18 @@ impl std::fmt::Display for Service {
 /// One DMA access, as a device logs it (VPRI 5.2, 5.3).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct AccessRecord {
-    /// When, in nanoseconds of the host's monotonic clock.
+    /// Time, in nanoseconds of the host's monotonic clock.
     pub time_ns: u64,
-    /// By which device.
+    /// The device.
     pub device: DeviceId,
-    /// In which space.
+    /// The space.
     pub space: DomainId,
-    /// First byte, counted in the space.
+    /// First byte, as an offset in the space.
     pub address: u64,
     /// Length, in bytes.
     pub len_bytes: u32,
-    /// What it did.
+    /// Read or write.
     pub access: Access,
-    /// What kind of device it was.
+    /// The kind of device.
     pub service: Service,
 }

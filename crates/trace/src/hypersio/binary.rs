@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reader of `…iotlb_trace.bin`: whole batches of records are read at once and
-//! decoded in place, so that the cost is that of the copy from the page cache.
+//! Reader of `…iotlb_trace.bin`: reads whole batches of records at once and decodes them in place, so that
+//! the cost is that of the copy from the page cache.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -21,9 +21,9 @@ pub struct HypersioReader<R = File> {
     input: R,
     /// One batch of records.
     buffer: Box<[u8]>,
-    /// Records handed out.
+    /// Records returned so far.
     done: u64,
-    /// What is wrong after the events handed out last.
+    /// The error after the events returned last.
     broken: Option<TraceError>,
     ended: bool,
 }
@@ -55,7 +55,7 @@ impl<R: Read> HypersioReader<R> {
         }
     }
 
-    /// Fills the buffer as far as the file goes; bytes read.
+    /// Fills the buffer as far as the file goes; returns the bytes read.
     fn fill(&mut self) -> Result<usize, TraceError> {
         let mut filled = 0;
         while let Some(rest) = self
@@ -88,8 +88,8 @@ impl<R: Read> HypersioReader<R> {
 
     /// Decodes the first `filled` bytes of the buffer; notes where they break off.
     ///
-    /// Two passes, one that only looks and one that only builds, are faster than
-    /// one that may stop at each record.
+    /// Two passes, one that only checks and one that only builds, are faster than one that may stop at each
+    /// record.
     fn decode_into(&mut self, filled: usize, batch: &mut Vec<Event>) {
         let (records, rest) = self.buffer[..filled].as_chunks::<RECORD_BYTES>();
         let unsound = records.iter().position(|record| !is_sound(record));

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The text log of the authors' patched QEMU, as their trace builder reads it.
 //!
-//! A line counts if it holds the name of one of four events and, after it, the
-//! event's fields in order, each a name and a number, white space between
-//! (README.md of the release, `main.cpp` of its builder). Whatever else is on the line or in the log
-//! is passed over.
+//! A line counts if it holds the name of one of four events and, after it, the event's fields in order,
+//! each a name and a number, white space between (README.md of the release, `main.cpp` of its builder).
+//! Everything else on the line or in the log is ignored.
 //!
 //! | event | fields | becomes |
 //! |---|---|---|
@@ -13,13 +12,12 @@
 //! | `vtd_iotlb_cc_update` | bus, devfn, high, low, gen | a source joins a domain |
 //! | `vtd_slpte_fetch` | high, low, iova, level, addr, slpte | nothing: checked only |
 //!
-//! Hit and update are those of QEMU's own IOTLB, and each request is exactly one
-//! of them, so both together are the request stream in front of any cache.
+//! Hit and update are those of QEMU's own IOTLB, and each request is exactly one of them, so both together
+//! are the request stream in front of any cache.
 //!
-//! Where we differ from the builder: a line with an event's name and other
-//! fields, or a number that does not fit, is an error and not passed over (or cut
-//! off); a context entry that only repeats what is known is no event. Ids are
-//! those of the log: numbering tenants is the task of who builds a hyper-trace.
+//! Where we differ from the builder: a line with an event's name and other fields, or a number that does
+//! not fit, is an error and not ignored (or truncated); a context entry without a change is no event. Ids
+//! are those of the log: the builder of a hyper-trace numbers the tenants.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -67,14 +65,14 @@ const FETCH: Shape<6> = [
 /// Device number of a log's first device.
 const FIRST_DEVICE: u32 = 2;
 
-/// Which sources of a log are tenants.
+/// The sources of a log that are tenants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum LogSources {
     /// All.
     #[default]
     All,
-    /// The builder's rule: bus 0, function 0, this many devices from number 2 on.
-    /// Lines of others are passed over.
+    /// The builder's rule: bus 0, function 0, this many devices from number 2 on. Lines of others are
+    /// ignored.
     Devices(u32),
 }
 
@@ -152,7 +150,7 @@ impl<R: Read> HypersioLogReader<R> {
         }
     }
 
-    /// The end of a log, unless it is one of something else.
+    /// Checks at the end of a log that it is of this kind.
     fn end(&self) -> Result<Option<Event>, TraceError> {
         if self.matched == 0 {
             return Err(self
@@ -163,11 +161,11 @@ impl<R: Read> HypersioLogReader<R> {
     }
 }
 
-/// What a line holds.
+/// The content of a line.
 enum Parsed {
     /// None of the four events.
     Nothing,
-    /// One that is checked and not used, or of a source that is not wanted.
+    /// One that is checked and not used, or of a source that is not selected.
     PassedOver,
     Event(Event),
 }
@@ -198,7 +196,7 @@ impl<R: Read> EventSource for HypersioLogReader<R> {
     }
 }
 
-/// What a line holds, or what is wrong with it.
+/// The content of a line, or the error in it.
 fn parse(line: &[u8], sources: LogSources) -> Result<Parsed, String> {
     // All four names begin so; most other lines do not.
     let Some(at) = find(line, b"vtd_") else {
@@ -246,7 +244,7 @@ fn parse(line: &[u8], sources: LogSources) -> Result<Parsed, String> {
     }
 }
 
-/// What comes after `name`, if the line has it.
+/// The text after `name`, if the line has it.
 fn after<'a>(line: &'a [u8], name: &str) -> Option<&'a [u8]> {
     find(line, name.as_bytes()).map(|at| &line[at + name.len()..])
 }

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes the three files that the authors' simulator runs.
+//! Writes the three files that the authors' simulator reads.
 //!
-//! `next` of a request is known only when the next request for its page has come,
-//! so it is filled in by a second pass, from the end of the file to its beginning:
-//! then the next request was always seen just before. Both passes go through the
-//! file in large blocks; memory is that of the distinct pages.
+//! `next` of a request is known only when the next request for its page has come. A second pass fills it in
+//! from the end of the file to its beginning, so that the next request has always been seen. Both passes go
+//! through the file in large blocks; memory is that of the distinct pages.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -18,24 +17,22 @@ use crate::parquet::kind_name;
 use crate::partial::PartialFile;
 use crate::stream::{BATCH_EVENTS, EventSink};
 
-/// How the name of the file with the requests ends; the others end otherwise.
+/// Suffix of the file with the requests; the others have their own.
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";
 const CONTEXT_SUFFIX: &str = "cc_data.bin";
 const TABLE_SUFFIX: &str = "slpt_data.bin";
 
-/// Bit 0 of a context entry: it is there.
+/// Bit 0 of a context entry: present.
 const CONTEXT_PRESENT: u64 = 1;
 
-/// Generation of every context entry; the program does not look at it.
+/// Generation of every context entry; the program ignores it.
 const GENERATION: u16 = 1;
 
 /// Writes `…iotlb_trace.bin`, and `…cc_data.bin` and `…slpt_data.bin` beside it.
 ///
-/// The format can express requests with a page size, of sources and domains of
-/// 16 bits, and knows neither time nor access nor invalidation. Sources that
-/// join, or issue requests, are in `…cc_data.bin`. Page-table entries are known to
-/// no trace of ours: `…slpt_data.bin` is empty, and `slpte` of each request 0
-/// (the program uses neither).
+/// The format can express requests with a page size, of sources and domains of 16 bits; it has no time,
+/// access or invalidation. Sources that join, or issue requests, are in `…cc_data.bin`. Our traces have no
+/// page-table entries: `…slpt_data.bin` is empty, and `slpte` of each request 0 (the program uses neither).
 #[derive(Debug)]
 pub struct HypersioWriter {
     partial: PartialFile,
@@ -44,17 +41,17 @@ pub struct HypersioWriter {
     table_path: PathBuf,
     /// Domain of each source.
     contexts: BTreeMap<u16, u16>,
-    /// Events taken.
+    /// Events accepted.
     done: u64,
-    /// Requests among them, which are the records.
+    /// Requests among them, each of which is a record.
     requests: u64,
 }
 
 impl HypersioWriter {
-    /// Begins a trace; `path` ends in `iotlb_trace.bin`, as the program wants it.
+    /// Starts a trace; `path` ends in `iotlb_trace.bin`, as the program requires.
     ///
     /// # Errors
-    /// If the name is another, or no file can be made beside `path`.
+    /// If the name ends otherwise, or no file can be created beside `path`.
     pub fn create(path: &Path) -> Result<Self, TraceError> {
         let prefix = path
             .file_name()
@@ -68,7 +65,7 @@ impl HypersioWriter {
         };
         let context_path = path.with_file_name(format!("{prefix}{CONTEXT_SUFFIX}"));
         let table_path = path.with_file_name(format!("{prefix}{TABLE_SUFFIX}"));
-        // They are written last; what stands in their way is told first.
+        // They are written last; anything in their way is reported first.
         PartialFile::check(&context_path)?;
         PartialFile::check(&table_path)?;
         let (partial, file) = PartialFile::create(path)?;

@@ -8,16 +8,16 @@ use crate::error::TraceError;
 use crate::event::EventKind;
 use crate::stream::{BATCH_EVENTS, EventSink, EventSource};
 
-/// How far a build is.
+/// Progress of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Progress {
     /// Packets made.
     pub packets: u64,
-    /// About how many there will be.
+    /// Approximate number of packets in total.
     pub packets_expected: Option<u64>,
 }
 
-/// What was built.
+/// The result of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct Built {
     /// Tenants.
@@ -26,14 +26,14 @@ pub struct Built {
     pub packets: u64,
     /// Translation requests.
     pub requests: u64,
-    /// Events of every kind, requests among them.
+    /// Events of every kind, including requests.
     pub events: u64,
 }
 
 /// Writes all of `trace` to `sink` and completes it; `progress` is called after each batch.
 ///
 /// # Errors
-/// If a log or the sink fails; the file is then no whole trace.
+/// If a log or the sink fails; the file is then incomplete.
 pub fn build(
     trace: &mut HyperTrace,
     mut sink: Box<dyn EventSink + '_>,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The trace constructor (HyperTRIO IV-B): many tenants' streams, woven into one.
+//! The trace constructor (HyperTRIO IV-B): merges many tenants' streams into one.
 //!
 //! ```text
 //!   recipe, seed ──► SyntheticTenant ─┐
@@ -7,17 +7,16 @@
 //!   logs ──► Recordings ──► cursors ──┘   one a tenant                       an EventSource
 //! ```
 //!
-//! A *turn* is `burst_packets` packets of one tenant. A *packet* is three
-//! requests of a synthetic tenant, so many consecutive requests of a recorded
-//! one. Within a tenant, order is never changed.
+//! A *turn* is `burst_packets` packets of one tenant. A *packet* is three requests of a synthetic tenant,
+//! or `requests_per_packet` consecutive requests of a recorded one. Within a tenant, order is never
+//! changed.
 //!
-//! Ids are given anew: tenant `i` is domain `i` and has the source that
-//! [`SourceRule`] says, so no two tenants share one unless that is what is to be
-//! studied. A recorded source that was seen with further domains (a device is
-//! handed from the host to a tenant) gets numbers behind those of all tenants
-//! for them. Two sources that shared a domain get one each.
+//! Ids are assigned anew: tenant `i` is domain `i` and has the source that [`SourceRule`] gives, so no two
+//! tenants share one unless that is the subject of the study. If a recorded source has further domains (a
+//! device is handed from the host to a tenant), these get numbers after those of all tenants. Two sources
+//! that shared a domain get one each.
 //!
-//! Nothing is held but a seat for each tenant and one batch of events.
+//! Memory holds only a seat for each tenant and one batch of events.
 
 mod build;
 mod recorded;
@@ -45,14 +44,14 @@ use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::tenant::SyntheticTenant;
 use crate::tenant::dice::Dice;
 
-/// Streams of dice that no tenant has, whose number is below [`MAX_TENANTS`].
+/// First random stream that no tenant uses; tenants' numbers are below [`MAX_TENANTS`].
 const DICE_OF_LENGTHS: u64 = 1 << 40;
 const DICE_OF_TURNS: u64 = DICE_OF_LENGTHS + 1;
 
 /// Opens a log of any format.
 pub type OpenLog<'a> = dyn FnMut(&Path) -> Result<Box<dyn EventSource>, TraceError> + 'a;
 
-/// Where a tenant's packets come from.
+/// The origin of a tenant's packets.
 #[derive(Debug)]
 enum Stream {
     Synthetic(SyntheticTenant),
@@ -78,7 +77,7 @@ impl Stream {
     }
 }
 
-/// Where a tenant stands in the trace.
+/// A tenant's state in the trace.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Presence {
     Coming,
@@ -97,7 +96,7 @@ struct Seat {
     presence: Presence,
 }
 
-/// A hyper-trace, made as it is read.
+/// A hyper-trace, generated as it is read.
 #[derive(Debug)]
 pub struct HyperTrace {
     seats: Vec<Seat>,
@@ -106,7 +105,7 @@ pub struct HyperTrace {
     end: End,
     membership: Membership,
     burst_packets: u32,
-    /// Whose turn it is, and its packets left; with none left it is nobody's.
+    /// Whose turn it is, and its packets left; with none left it is no tenant's.
     tenant: u32,
     burst_left: u32,
     /// Packets that the whole trace may still have; `u64::MAX` for any number.
@@ -115,20 +114,19 @@ pub struct HyperTrace {
     packets_made: u64,
     /// Time of the last event, under [`Order::Time`].
     now_ns: u64,
-    /// Events made, of which the first `sent` were handed out.
+    /// Generated events, of which the first `sent` were returned.
     stage: Vec<Event>,
     sent: usize,
     ended: bool,
-    /// Why it ended, if a log failed; told when the events before it were handed out.
+    /// Why it ended, if a log failed; reported after the events before it.
     failed: Option<TraceError>,
 }
 
 impl HyperTrace {
-    /// The trace that `spec` describes; its logs, if it has any, are opened by
-    /// `open_log` and taken apart now.
+    /// The trace that `spec` describes; its logs, if any, are opened by `open_log` and split now.
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if the settings make no trace; others if a log is broken.
+    /// [`TraceError::Asked`] if the settings are not valid; others if a log is broken.
     pub fn new(spec: &HyperSpec, open_log: &mut OpenLog<'_>) -> Result<Self, TraceError> {
         spec.look_at_settings()?;
         let Input::Recorded(input) = &spec.input else {
@@ -144,7 +142,7 @@ impl HyperTrace {
     /// The trace that `spec` describes, of synthetic tenants.
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if the settings make no trace, or ask for logs.
+    /// [`TraceError::Asked`] if the settings are not valid, or name logs.
     pub fn synthetic(spec: &HyperSpec) -> Result<Self, TraceError> {
         spec.look_at_settings()?;
         let Input::Synthetic(shape) = &spec.input else {
@@ -172,11 +170,10 @@ impl HyperTrace {
         Self::of_seats(spec, seats)
     }
 
-    /// The trace that `spec` describes, of the sources of `recordings`, whatever
-    /// logs `spec` names.
+    /// The trace that `spec` describes, of the sources of `recordings`, whatever logs `spec` names.
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if the settings make no trace of these sources.
+    /// [`TraceError::Asked`] if the settings are not valid for these sources.
     pub fn recorded(spec: &HyperSpec, recordings: &Recordings) -> Result<Self, TraceError> {
         spec.look_at_settings()?;
         let Input::Recorded(input) = &spec.input else {
@@ -235,7 +232,7 @@ impl HyperTrace {
             Order::Time => {
                 let mut heap = BinaryHeap::new();
                 for (tenant, seat) in (0..).zip(&mut seats) {
-                    // A tenant without any packet is found empty right away.
+                    // A tenant without any packet is detected right away.
                     let time_ns = seat.stream.next_time_ns()?.unwrap_or(0);
                     heap.push(std::cmp::Reverse((time_ns, tenant)));
                 }
@@ -268,19 +265,19 @@ impl HyperTrace {
         self.seats.len()
     }
 
-    /// Packets made so far; up to a batch of events ahead of what was handed out.
+    /// Packets generated so far; up to a batch of events ahead of those returned.
     #[must_use]
     pub fn packets_made(&self) -> u64 {
         self.packets_made
     }
 
-    /// About how many packets the trace will have, for a progress bar.
+    /// Approximate number of packets of the trace, for a progress bar.
     #[must_use]
     pub fn packets_expected(&self) -> Option<u64> {
         self.packets_expected
     }
 
-    /// Makes one packet, or finds that a tenant or the trace has none left.
+    /// Generates one packet, or notes that a tenant or the trace has none left.
     fn step(&mut self) -> Result<(), TraceError> {
         if self.packets_left == 0 {
             self.close();
@@ -342,9 +339,9 @@ impl HyperTrace {
         Ok(())
     }
 
-    /// RR and RAND impose an order, so old times would run backwards and are
-    /// taken out. Ordered by time, a packet's requests stay together; where that
-    /// would make time run backwards, later events are put off.
+    /// RR and RAND impose an order, so the old times would run backwards and are removed. Ordered by time,
+    /// a packet's requests stay together; where that would make time run backwards, later events are
+    /// delayed.
     fn set_times(&mut self, from: usize) {
         if self.order == Order::Time {
             for event in &mut self.stage[from..] {
@@ -358,7 +355,7 @@ impl HyperTrace {
         }
     }
 
-    /// `tenant` has its turn and nothing left.
+    /// `tenant` has its turn and no packets left.
     fn ran_out(&mut self, tenant: u32) {
         match self.end {
             End::FirstRunsOut => self.close(),
@@ -367,7 +364,7 @@ impl HyperTrace {
         }
     }
 
-    /// The end: who is still here leaves.
+    /// The end: the remaining tenants leave.
     fn close(&mut self) {
         self.ended = true;
         if self.membership == Membership::Silent {
@@ -432,7 +429,7 @@ fn ids(spec: &HyperSpec, tenant: u32) -> Result<(SourceId, IommuDomain), TraceEr
     }
 }
 
-/// Packets of each tenant, if they have an end.
+/// Packets of each tenant, if tenants end.
 fn drawn_lengths(spec: &HyperSpec) -> Option<Vec<u64>> {
     let Lengths {
         min_packets,
@@ -456,7 +453,7 @@ fn length_of(lengths: &Option<Vec<u64>>, tenant: u32) -> u64 {
         .map_or(u64::MAX, |lengths| lengths[tenant as usize])
 }
 
-/// What a trace of limited length has for each tenant.
+/// The share of each tenant in a trace of limited length.
 struct Shares {
     packets: Option<u64>,
     all_weights: u64,
@@ -479,7 +476,7 @@ impl Shares {
     }
 }
 
-/// What the trace will have: exact in RR without weights, else about so many.
+/// Number of packets of the trace: exact in RR without weights, else approximate.
 fn packets_expected(spec: &HyperSpec, seats: &[Seat]) -> Option<u64> {
     let lengths = seats.iter().map(|seat| seat.packets_left);
     let by_tenants = match spec.end {

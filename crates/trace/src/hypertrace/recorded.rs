@@ -1,26 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Logs taken apart into one stream a source, so that a hyper-trace can read
-//! thousands of them side by side.
+//! Splits logs into one stream a source, so that a hyper-trace can read thousands of them side by side.
 //!
-//! A log has its sources mixed. A reader for each tenant would decode a log as
-//! many times as it has sources (24 in the paper's) and would keep thousands of
-//! decoders. So each log is read once, and its events go to one unnamed
-//! temporary file, each source into a chain of chunks of its own:
+//! The sources of a log are mixed. A reader for each tenant would decode a log as many times as it has
+//! sources (24 in the paper's) and would keep thousands of decoders. So each log is read once, and its
+//! events go to one unnamed temporary file, each source into its own chain of chunks:
 //!
 //! ```text
 //!   │ A: next=3 │ B: next=4 │ C: next=… │ A: next=5 │ B: end │ A: end │
 //! ```
 //!
-//! A chunk's successor is given its place when the chunk is written, so nothing
-//! is written twice and no index grows with the trace: while a log is read,
-//! memory holds one chunk for each of its sources, and afterwards one for each
-//! tenant that reads. On disk an event takes 24 bytes.
+//! A chunk's successor gets its place when the chunk is written, so nothing is written twice and no index
+//! grows with the trace: while a log is read, memory holds one chunk for each of its sources, and
+//! afterwards one for each tenant that reads. On disk an event takes 24 bytes.
 //!
-//! A log's invalidations reach the sources that they concern: one of a domain
-//! goes to every source seen with that domain so far, a global one to every
-//! source seen so far, as one of each of its domains. So a flush on one recorded
-//! machine does not empty the caches of tenants that were never on it. Joins and
-//! leaves of a log are left out; the constructor knows better who is there.
+//! A log's invalidations reach the sources that they concern: one of a domain goes to every source seen
+//! with that domain so far, a global one to every source seen so far, as one of each of its domains. So a
+//! flush on one recorded machine does not empty the caches of tenants that were never on it. Joins and
+//! leaves of a log are dropped; the constructor generates its own.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -38,37 +34,37 @@ const RECORD_BYTES: usize = 24;
 const CHUNK_RECORDS: usize = 128;
 /// The number of the next chunk, then records.
 const CHUNK_BYTES: usize = 8 + CHUNK_RECORDS * RECORD_BYTES;
-/// Sources that one log may have: PCIe has no more ids.
+/// Most sources of one log: PCIe has no more ids.
 pub const MAX_SOURCES_PER_LOG: usize = 1 << 16;
-/// Domains that one source may have in one log; a device that is handed from
-/// the host to a tenant and back has two.
+/// Most domains of one source in one log; a device that is handed from the host to a tenant and back has
+/// two.
 pub const MAX_DOMAINS_PER_SOURCE: usize = 64;
-/// Records that a log may be taken apart into, for each of its events. One
-/// request is one record; an invalidation that concerns all 24 devices of a log
-/// is 24. Above that a short file of global invalidations could fill the disk.
+/// Most records that a log may be split into, for each of its events. One request is one record; an
+/// invalidation that concerns all 24 devices of a log is 24. Without this limit a short file of global
+/// invalidations could fill the disk.
 pub const MAX_RECORDS_PER_EVENT: u64 = 32;
-/// Records that any log may be taken apart into, however short it is.
+/// Records that any log may be split into, however short it is.
 const RECORDS_FREE: u64 = 1 << 20;
 const NO_TIME: u64 = u64::MAX;
 
 /// One source of one log.
 #[derive(Clone, Debug)]
 pub struct RecordedSource {
-    /// Which log, in the order they were added.
+    /// The log's index, in the order of addition.
     pub log: usize,
-    /// Its id there.
+    /// Its id in the log.
     pub source: SourceId,
     /// Its translation requests.
     pub requests: u64,
     /// Whether every event had a time.
     pub timed: bool,
-    /// The domains it was seen with, that of its first request first.
+    /// Its domains, that of its first request first.
     pub domains: Vec<IommuDomain>,
     first_chunk: u64,
     records: u64,
 }
 
-/// Logs taken apart.
+/// Split logs.
 #[derive(Debug)]
 pub struct Recordings {
     file: Arc<File>,
@@ -98,11 +94,11 @@ impl Recordings {
         &self.sources
     }
 
-    /// Takes `log` apart, to its end.
+    /// Splits `log`, to its end.
     ///
     /// # Errors
-    /// If the log is broken, has more sources or domains than any machine, or
-    /// the temporary file cannot take it. Nothing of that log is kept then.
+    /// If the log is broken, has more sources or domains than any machine, or the temporary file cannot
+    /// take it. Nothing of that log is kept then.
     pub fn add(&mut self, log: &mut dyn EventSource) -> Result<(), TraceError> {
         let mut split = Split {
             file: &self.file,
@@ -141,12 +137,12 @@ struct Open {
     bytes: Vec<u8>,
 }
 
-/// The state of taking one log apart.
+/// The state of splitting one log.
 struct Split<'a> {
     file: &'a File,
     chunks: u64,
     log: usize,
-    /// Events read, and records made of them.
+    /// Events read, and the records made from them.
     events: u64,
     records: u64,
     open: Vec<Open>,
@@ -314,8 +310,7 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// At the beginning of `recorded`, under new ids; `domains` has one for each
-    /// domain of the source.
+    /// At the start of `recorded`, under new ids; `domains` has one for each domain of the source.
     pub(super) fn new(
         recordings: &Recordings,
         recorded: &RecordedSource,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a hyper-trace is to be: the settings of the constructor, as a TOML file
-//! or a command line gives them.
+//! The settings of a hyper-trace, from a TOML file or a command line.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -12,27 +11,27 @@ use crate::event::SourceId;
 use crate::parquet::{REQUESTS_PER_PACKET, TraceMeta};
 use crate::tenant::{TenantShape, Workload};
 
-/// Tenants that a hyper-trace may have: five hundred times the paper's, and as
-/// many domains as the simulator tells apart.
+/// Most tenants of a hyper-trace: five hundred times the paper's, and as many domains as the simulator
+/// supports.
 pub const MAX_TENANTS: u32 = (1 << 19) - 1;
-/// Packets that a turn may have.
+/// Most packets of a turn.
 pub const MAX_BURST_PACKETS: u32 = 1 << 20;
-/// Largest weight. In RR a tenant of weight 1 waits for so many rounds.
+/// Largest weight. In RR a tenant of weight 1 waits for this many rounds.
 pub const MAX_WEIGHT: u32 = 1 << 16;
-/// Requests that a packet of a recorded tenant may be.
+/// Most requests of a recorded tenant's packet.
 pub const MAX_REQUESTS_PER_PACKET: u32 = 1 << 10;
 
 /// Whose turn it is (IV-B).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Order {
-    /// One after the other: RR. The order is imposed, so events carry no times.
+    /// One after the other: RR. The order is imposed, so events have no times.
     #[default]
     Rr,
-    /// Each turn anybody's, by seed: RAND. Events carry no times.
+    /// A random tenant each turn, by seed: RAND. Events have no times.
     Rand,
-    /// As the tenants' own times say; a turn is one packet. Not in the paper:
-    /// for tenants with [`crate::Timing`] or logs with times.
+    /// By the tenants' own times; a turn is one packet. Not in the paper: for tenants with
+    /// [`crate::Timing`] or logs with times.
     Time,
 }
 
@@ -48,23 +47,23 @@ impl Order {
     }
 }
 
-/// When a hyper-trace ends, if no number of packets ends it before.
+/// When a hyper-trace ends, unless a number of packets ends it before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum End {
-    /// When a tenant has its turn and nothing left: the paper, "in order to
-    /// avoid the edge effect when only a subset of all tenants is active" (V-A).
+    /// When a tenant has its turn and no packets left: the paper, "in order to avoid the edge effect when
+    /// only a subset of all tenants is active" (V-A).
     #[default]
     FirstRunsOut,
     /// The same, but the others of that round still have their turn: what the
     /// authors' program does in RR. Only RR has rounds.
     RoundFinished,
-    /// When nobody has anything left: what the authors' program does in RAND.
+    /// When no tenant has packets left: what the authors' program does in RAND.
     AllRunOut,
 }
 
-/// Lengths of tenants, between two figures and both of them reached: one tenant
-/// has the least, one the most, each other one a random length between (Table III).
+/// Lengths of tenants, between two figures that both occur: one tenant has the least, one the most, each
+/// other one a random length between (Table III).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Lengths {
@@ -98,31 +97,31 @@ impl Lengths {
 pub enum SourceRule {
     /// `first + step * i`: no two tenants share one.
     Unique {
-        /// Of tenant 0.
+        /// Id of tenant 0.
         #[serde(default = "first_id")]
         first: u32,
-        /// From one tenant to the next; at least 1.
+        /// Distance from one tenant to the next; at least 1.
         #[serde(default = "id_step")]
         step: u32,
-        /// Bits that an id may have: 16 in PCIe, and in the authors' format; at most 32.
+        /// Most bits of an id: 16 in PCIe, and in the authors' format; at most 32.
         #[serde(default = "id_bits")]
         id_bits: u32,
     },
-    /// `128 * (i / n) + 8 * (2 + i % n)` with `n` devices a log: the rule of the
-    /// authors' trace constructor, under which ids of neighbouring logs collide
-    /// if `n` is above 16, and which is here to study just that.
+    /// `128 * (i / n) + 8 * (2 + i % n)` with `n` devices a log: the rule of the authors' trace
+    /// constructor, under which ids of neighbouring logs collide if `n` is above 16, and which exists to
+    /// study that.
     Log {
         /// Devices in one log: 24 in the paper's runs, 12 for websearch.
         devices_per_log: u32,
     },
 }
 
-/// Device 2, function 0 of bus 0: the first that the authors' emulated machine gives out.
+/// Device 2, function 0 of bus 0: the first that the authors' emulated machine assigns.
 const fn first_id() -> u32 {
     16
 }
 
-/// From one device to the next.
+/// Distance from one device to the next.
 const fn id_step() -> u32 {
     8
 }
@@ -210,7 +209,7 @@ impl SourceRule {
     }
 }
 
-/// Whether the trace says who comes and goes.
+/// Whether the trace has joins and leaves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Membership {
@@ -222,13 +221,13 @@ pub enum Membership {
     Announced,
 }
 
-/// What the tenants are.
+/// The kind of tenants.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Input {
-    /// Made by a recipe.
+    /// Generated by a recipe.
     Synthetic(TenantShape),
-    /// Taken from logs.
+    /// Read from logs.
     Recorded(RecordedInput),
 }
 
@@ -236,7 +235,7 @@ pub enum Input {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RecordedInput {
-    /// The logs, of any format that can be read.
+    /// The logs, of any supported format.
     pub logs: Vec<PathBuf>,
     /// Consecutive requests of a source that are one packet (IV-C: 3).
     #[serde(default = "three")]
@@ -257,20 +256,20 @@ pub enum Reuse {
     /// No: more tenants than sources are an error.
     #[default]
     Never,
-    /// Yes, from the first source again when the last is taken. Such tenants do
-    /// the same in step, which real ones do not.
+    /// Yes, starting again from the first source after the last. Such tenants run in lockstep, which real
+    /// ones do not.
     Wrap,
 }
 
-/// What a hyper-trace is to be.
+/// The settings of a hyper-trace.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HyperSpec {
     /// How many tenants.
     pub tenants: u32,
-    /// What they are.
+    /// The kind of tenants.
     pub input: Input,
-    /// What every random choice follows from.
+    /// Seed of every random choice.
     #[serde(default = "one")]
     pub seed: u64,
     /// Whose turn it is.
@@ -285,19 +284,18 @@ pub struct HyperSpec {
     /// When it ends otherwise.
     #[serde(default)]
     pub end: End,
-    /// How long the tenants are. Not given: synthetic ones are endless, recorded
-    /// ones as they are; given: recorded ones are cut to it.
+    /// Lengths of the tenants. Without it synthetic ones are endless and recorded ones as they are; with it
+    /// recorded ones are cut.
     #[serde(default)]
     pub lengths: Option<Lengths>,
-    /// Bandwidth of the tenants in proportion: that of tenant `i` is entry `i`
-    /// modulo the length. None: all alike. In RR a tenant sits out rounds, in
-    /// RAND it is chosen less often; its bursts stay whole.
+    /// Bandwidth of the tenants in proportion: that of tenant `i` is entry `i` modulo the length. None: all
+    /// equal. In RR a tenant skips rounds, in RAND it is chosen less often; its bursts stay whole.
     #[serde(default)]
     pub weights: Vec<u32>,
-    /// Under which source ids.
+    /// The tenants' source ids.
     #[serde(default)]
     pub sources: SourceRule,
-    /// Whether joins and leaves are told.
+    /// Whether joins and leaves are recorded.
     #[serde(default)]
     pub membership: Membership,
 }
@@ -336,7 +334,7 @@ impl HyperSpec {
         }
     }
 
-    /// Looks at every setting that can be judged without the logs.
+    /// Checks every setting that can be checked without the logs.
     ///
     /// # Errors
     /// [`TraceError::Asked`] with what is wrong and what would be right.
@@ -412,8 +410,7 @@ impl HyperSpec {
         }
     }
 
-    /// What a file of this trace says about itself: requests a packet, and all
-    /// these settings.
+    /// The metadata of a file of this trace: requests a packet, and all these settings.
     ///
     /// # Errors
     /// [`TraceError::Asked`] if the settings cannot be written as JSON, or a packet has no request.

@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whose turn it is: RR and RAND with weights, and by time.
+//! The order of turns: RR and RAND with weights, and by time.
 //!
-//! RR with weights goes round and round, and a tenant of half the largest weight
-//! sits out every other round. Its credit grows by its weight each round; at the
-//! largest weight it pays for a turn. Credits begin full, so everybody is there
-//! in the first round. RAND with weights draws a point on the line of all
-//! weights laid end to end.
+//! In RR with weights, a tenant of half the largest weight skips every other round. Its credit grows by its
+//! weight each round; at the largest weight it pays for a turn. Credits start full, so every tenant has a
+//! turn in the first round. RAND with weights draws a point on the line of all weights laid end to end.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use crate::tenant::dice::Dice;
 
-/// Tenants that still have something, and which of them is next.
+/// Tenants that have packets left, and which of them is next.
 #[derive(Debug)]
 pub(super) enum Turns {
     RoundRobin(RoundRobin),
@@ -22,7 +20,7 @@ pub(super) enum Turns {
 }
 
 impl Turns {
-    /// Whose turn is next; `None` if nobody is left.
+    /// The tenant of the next turn; `None` if none is left.
     pub(super) fn next(&mut self) -> Option<u32> {
         match self {
             Self::RoundRobin(turns) => turns.next(),
@@ -69,7 +67,7 @@ struct Place {
 #[derive(Debug)]
 pub(super) struct RoundRobin {
     places: Vec<Place>,
-    /// The next place to look at.
+    /// The next place to check.
     at: usize,
     largest: u32,
     some_gone: bool,
@@ -137,7 +135,7 @@ impl RoundRobin {
     }
 
     fn remove(&mut self, tenant: u32) {
-        // The tenant whose turn it was stands right before the next place.
+        // The tenant whose turn it was is right before the next place.
         if let Some(place) = self.at.checked_sub(1).and_then(|i| self.places.get_mut(i)) {
             debug_assert_eq!(place.tenant, tenant);
             place.alive = false;
@@ -155,7 +153,7 @@ fn largest(places: &[Place]) -> u32 {
 pub(super) struct Random {
     dice: Dice,
     alive: Vec<(u32, u32)>,
-    /// Where each of `alive` ends on the line of weights; empty if all are alike.
+    /// Where each of `alive` ends on the line of weights; empty if all are equal.
     ends: Vec<u64>,
     /// Place in `alive` of the tenant whose turn it was.
     last: usize,

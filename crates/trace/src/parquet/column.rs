@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Columns of a Parquet file, read a batch at a time and written a row group at a
-//! time; what every format of ours that is kept in Parquet shares.
+//! Columns of a Parquet file, read a batch at a time and written a row group at a time. All of our Parquet
+//! formats use this module.
 //!
 //! All calls into the `parquet` crate that look at a file's bytes go through
 //! [`contained`]: see the module above on hostile files.
@@ -20,7 +20,7 @@ use super::contain::{CheckedPages, contained};
 use super::footer;
 use crate::error::TraceError;
 
-/// Opens `input` as a Parquet file, its footer looked at first.
+/// Opens `input` as a Parquet file, after a check of its footer.
 pub(crate) fn open_file(mut input: File) -> Result<SerializedFileReader<File>, String> {
     footer::check(&mut input)?;
     contained(|| SerializedFileReader::new(input))
@@ -125,14 +125,14 @@ where
             }
             Err(reason) => return Err(self.complaint(&reason)),
         }
-        // Without a null in the batch the levels say nothing.
+        // If the batch has no null, the levels carry no information.
         if self.max_level != 0 && self.values.len() == rows {
             self.levels.clear();
         }
         Ok(())
     }
 
-    /// Value of row `row` of the batch; rows are asked for in order.
+    /// Value of row `row` of the batch; rows must be requested in order.
     pub(crate) fn optional(&mut self, row: usize) -> Option<T::T> {
         let present = self
             .levels
@@ -171,8 +171,7 @@ pub(crate) fn write_column<T: DataType>(
     writer.close()
 }
 
-/// The crate wraps what the system said; out it comes again, for a full disk is
-/// no fault of the trace.
+/// The crate wraps the system's error; this extracts it, since a full disk is no fault of the trace.
 pub(crate) fn write_error(path: &Path, error: ParquetError) -> TraceError {
     let refused = |reason: &dyn std::fmt::Display| TraceError::File {
         path: path.to_owned(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Keeps what a broken or hostile file can do to the `parquet` crate inside one
-//! file's error: panics, and reservations of memory that the file does not back.
+//! Confines the effect of a broken or hostile file on the `parquet` crate to an error for that file:
+//! panics, and reservations of memory that the file does not back.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -17,13 +17,12 @@ thread_local! {
 
 static HOOK: Once = Once::new();
 
-/// Runs `call`, a use of the `parquet` crate, and gives its failure as a sentence.
+/// Runs `call`, a use of the `parquet` crate, and returns its failure as a sentence.
 ///
-/// The crate checks most of what it reads, and asserts, indexes or multiplies in
-/// the rest; on a file made for it that is a panic, which is the file's fault and
-/// not ours. It ends here: the message is an error, and the panic hook (which
-/// would print it) is silent for this thread meanwhile. What `call` worked on may
-/// be half changed afterwards: the caller throws it away on any error.
+/// The crate checks most of what it reads, and asserts, indexes or multiplies in the rest; a crafted file
+/// makes that panic. The panic ends here: its message becomes an error, and the panic hook (which would
+/// print it) is silent for this thread meanwhile. The data of `call` may be half changed afterwards: the
+/// caller discards it on any error.
 pub(super) fn contained<T>(call: impl FnOnce() -> ParquetResult<T>) -> Result<T, String> {
     HOOK.call_once(|| {
         let others = panic::take_hook();
@@ -54,11 +53,10 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("no more is known")
 }
 
-/// Pages of a column chunk, passed on only if they are no larger than the file makes them.
+/// Pages of a column chunk, passed on only if their sizes match the file.
 ///
-/// The decoders reserve memory for as many values as a page's header claims. A
-/// dictionary holds its values one after the other, at least `value_bytes` each;
-/// a data page holds no more values than its row group has rows.
+/// The decoders reserve memory for as many values as a page's header claims. A dictionary holds its values
+/// back to back, at least `value_bytes` each; a data page holds no more values than its row group has rows.
 pub(super) struct CheckedPages {
     pub inner: Box<dyn PageReader>,
     /// Rows of the row group.

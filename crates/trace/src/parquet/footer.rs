@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A look at a Parquet file's footer before the `parquet` crate reads it.
+//! Checks a Parquet file's footer before the `parquet` crate reads it.
 //!
-//! The crate builds the schema by recursion, one call a level. A footer of a
-//! hundred kilobytes can nest groups deep enough to run off the stack, which ends
-//! the process and cannot be caught. A schema is no deeper than it has elements,
-//! and their number is near the footer's beginning:
+//! The crate builds the schema by recursion, one call a level. A footer of a hundred kilobytes can nest
+//! groups deep enough to overflow the stack, which ends the process and cannot be caught. A schema is no
+//! deeper than its number of elements, and that number is near the footer's beginning:
 //!
 //! ```text
 //!   … row groups │ FileMetaData (Thrift, compact protocol) │ its length, u32 │ PAR1
 //!                  0x15 version  0x19 size, type of elements, elements …
 //!                  field 1: i32  field 2: list of SchemaElement
 //! ```
-//! The crate takes the first field 2 it meets and goes by the numbers of fields
-//! alone, not their types. So only a footer that begins with just these two is
-//! let through, as every writer's does; then both of us read the same size.
+//! The crate uses the first field 2 it finds and only the numbers of fields, not their types. So only a
+//! footer that begins with exactly these two is accepted, as every writer's does; then the crate and this
+//! check read the same size.
 
 use std::fs::File;
 use std::io::{Read, Result as IoResult, Seek, SeekFrom};
 
-/// Most elements of a schema. A trace has eight; other columns may be added, and
-/// as many calls as this take a small part of any thread's stack.
+/// Most elements of a schema. A trace has eight; other columns may be added, and this many calls use a
+/// small part of any thread's stack.
 const SCHEMA_ELEMENTS_MAX: u64 = 256;
 
 /// Length and magic at the end of the file.
 const TAIL_BYTES: u64 = 8;
 
-/// What two fields may take up, with numbers of up to ten bytes.
+/// Largest size of two fields, with numbers of up to ten bytes.
 const START_BYTES: u64 = 32;
 
 /// Field 1 (one after 0) of type i32.
@@ -34,13 +33,13 @@ const VERSION_FIELD: u8 = 0x15;
 const SCHEMA_FIELD: u8 = 0x19;
 /// Type of an element that is a structure.
 const STRUCT: u8 = 12;
-/// Size of a list that is said by a number after it.
+/// Size of a list that is given by a number after it.
 const SIZE_APART: u8 = 15;
 
 /// Checks that the schema in the footer of `file` has few elements.
 pub(super) fn check(file: &mut File) -> Result<(), String> {
     match start(file).map_err(|error| error.to_string())? {
-        // Too short, or without the magic: the crate says so better.
+        // Too short, or without the magic: the crate gives a better error.
         None => Ok(()),
         Some(start) => match schema_elements(&start) {
             Some(0..=SCHEMA_ELEMENTS_MAX) => Ok(()),
@@ -87,8 +86,8 @@ fn schema_elements(start: &[u8]) -> Option<u64> {
     }
 }
 
-/// A number of seven bits a byte, the lowest first, and what comes after it;
-/// `None` if it is cut off or has more than 63 bits.
+/// A number of seven bits a byte, the lowest first, and the bytes after it; `None` if it is truncated or
+/// has more than 63 bits.
 fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
     let last = bytes.iter().take(9).position(|byte| byte & 0x80 == 0)?;
     let (number, rest) = bytes.split_at(last + 1);
@@ -103,7 +102,7 @@ fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
 mod tests {
     use super::*;
 
-    /// A footer with a schema of `depth` groups, one in the other.
+    /// A footer with a schema of `depth` nested groups.
     fn nested(depth: usize) -> Vec<u8> {
         let mut footer = vec![VERSION_FIELD, 2, SCHEMA_FIELD, 0xfc];
         let mut count = depth;

@@ -3,18 +3,17 @@
 //!
 //! ```text
 //! column           type             null means
-//! time_ns          int64            the trace knows only the order
+//! time_ns          int64            the trace has only the order
 //! source           uint32           -
 //! domain           uint32           -
 //! iova             uint64           -
-//! page_size_bytes  int64            the trace does not tell
+//! page_size_bytes  int64            the trace does not record it
 //! access           uint8, a code    -
 //! kind             uint8, a code    -
 //! ```
-//! The codes are small numbers and not strings, because reading a string for
-//! each of 70 million rows costs more than all the other columns; what they
-//! stand for is in the file itself, under `pagetide.kinds` and
-//! `pagetide.accesses`. An event that is about no source, domain or address has 0 there.
+//! The codes are small numbers and not strings, because reading a string for each of 70 million rows costs
+//! more than all the other columns; their meaning is in the file itself, under `pagetide.kinds` and
+//! `pagetide.accesses`. An event without a source, domain or address has 0 there.
 //!
 //! The file's key-value metadata:
 //!
@@ -26,17 +25,15 @@
 //! | `pagetide.origin` | JSON: where the events are from, told by who wrote the file |
 //! | `pagetide.kinds`, `pagetide.accesses` | JSON: name to code |
 //!
-//! Rows are in row groups of at most [`ROW_GROUP_EVENTS`], which bounds the
-//! memory of the writer; the reader needs a page of each column. Columns are
-//! found by name and may be nullable where the table says they need not be, so a
-//! file that went through another tool is still read; other columns are ignored.
+//! Rows are in row groups of at most [`ROW_GROUP_EVENTS`], which bounds the memory of the writer; the
+//! reader needs a page of each column. Columns are found by name and may be nullable even where the table
+//! does not require it, so a file rewritten by another tool can still be read; other columns are ignored.
 //!
 //! # Hostile files
-//! The `parquet` crate is careful but large. All calls into it go through
-//! `contain::contained`, which turns a panic into an error, and its pages pass
-//! `contain::CheckedPages`, which stops those that would make it reserve memory
-//! out of proportion to the file. `footer` looks first whether the schema is
-//! nested so deep that the crate would run off the stack.
+//! The `parquet` crate is careful but large. All calls into it go through `contain::contained`, which turns
+//! a panic into an error, and its pages pass `contain::CheckedPages`, which stops those that would make it
+//! reserve memory out of proportion to the file. `footer` first checks that the schema is not nested so
+//! deep that the crate would overflow the stack.
 
 pub(crate) mod column;
 mod contain;
@@ -51,15 +48,15 @@ use std::num::NonZeroU32;
 
 use crate::event::{EventKind, TraceAccess};
 
-/// Requests a packet of the devices that the paper looks at (HyperTRIO IV-C).
+/// Requests a packet of the devices in the paper (HyperTRIO IV-C).
 pub const REQUESTS_PER_PACKET: NonZeroU32 = NonZeroU32::new(3).unwrap();
 
-/// What a trace says about itself.
+/// The metadata of a trace.
 #[derive(Clone, PartialEq, Debug)]
 pub struct TraceMeta {
     /// Consecutive translation requests that make a packet.
     pub requests_per_packet: NonZeroU32,
-    /// Where the events come from: recipe, seed, file; free JSON, for people and later tools.
+    /// Origin of the events: recipe, seed, file; free JSON, for people and later tools.
     pub origin: serde_json::Value,
 }
 

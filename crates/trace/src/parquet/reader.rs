@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads a trace from Parquet, a batch of each column at a time.
 //!
-//! A batch is read column by column into flat buffers, then put together row by
-//! row. Columns without nulls skip the level buffers, so the common trace (no
-//! times, all pages known) costs a dictionary look-up a value.
+//! A batch is read column by column into flat buffers, then assembled row by row. Columns without nulls
+//! skip the level buffers, so the common trace (no times, all pages known) costs one dictionary look-up a
+//! value.
 
 use std::fs::File;
 use std::num::NonZeroU32;
@@ -34,11 +34,11 @@ pub struct ParquetReader {
     next_group: usize,
     /// Rows of the open row group not read yet.
     rows_left: u64,
-    /// Events handed out.
+    /// Events returned so far.
     done: u64,
     /// Time of the last event that had one.
     last_time_ns: u64,
-    /// What is wrong after the events handed out last.
+    /// The error after the events returned last.
     broken: Option<TraceError>,
 }
 
@@ -86,19 +86,19 @@ impl ParquetReader {
         })
     }
 
-    /// What the trace says about itself.
+    /// The trace's metadata.
     #[must_use]
     pub const fn meta(&self) -> &TraceMeta {
         &self.meta
     }
 
-    /// Events that the file says it holds.
+    /// The file's own count of its events.
     #[must_use]
     pub const fn events(&self) -> u64 {
         self.events
     }
 
-    /// Opens the next row group that has rows; whether there was one.
+    /// Opens the next row group that has rows; returns whether there was one.
     fn open_group(&mut self) -> Result<bool, String> {
         let Some(file) = &self.file else {
             return Ok(false);
@@ -114,7 +114,7 @@ impl ParquetReader {
         Ok(self.rows_left != 0)
     }
 
-    /// Reads a batch of every column; rows read.
+    /// Reads a batch of every column; returns the rows read.
     fn read_columns(&mut self) -> Result<usize, String> {
         if !self.open_group()? {
             return Ok(0);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes a trace as Parquet: rows are gathered column by column until they fill
-//! a row group, which then goes to the file as a whole.
+//! Writes a trace as Parquet: rows are gathered column by column until they fill a row group, which then
+//! goes to the file as a whole.
 //!
-//! The file has a temporary name beside its own until it is complete, so whoever
-//! finds a trace finds a whole one.
+//! The file has a temporary name until it is complete, so a reader never finds a partial trace.
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -29,14 +28,14 @@ use crate::event::{Event, EventKind, IOVA_BITS};
 use crate::partial::PartialFile;
 use crate::stream::EventSink;
 
-/// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and
-/// what belongs to a row group as such (dictionaries, metadata) is below one percent.
+/// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and the overhead of a row
+/// group (dictionaries, metadata) is below one percent.
 pub const ROW_GROUP_EVENTS: usize = 1 << 18;
 
 /// Writes events to a Parquet trace.
 ///
-/// Nothing is at the path until [`EventSink::finish`]; a writer that is dropped
-/// before takes its temporary file with it.
+/// Nothing exists at the path until [`EventSink::finish`]; a writer that is dropped before removes its
+/// temporary file.
 pub struct ParquetWriter {
     partial: PartialFile,
     writer: SerializedFileWriter<BufWriter<File>>,
@@ -47,8 +46,8 @@ pub struct ParquetWriter {
     last_time_ns: u64,
 }
 
-/// A row group in the making. Columns that may be null have a level a row (1:
-/// there is a value) and values only for those rows.
+/// An unfinished row group. Columns that may be null have a level a row (1: there is a value) and values
+/// only for those rows.
 #[derive(Default)]
 struct Rows {
     time_ns: Vec<i64>,
@@ -63,10 +62,10 @@ struct Rows {
 }
 
 impl ParquetWriter {
-    /// Begins a trace that will be at `path`.
+    /// Starts a trace that will be at `path`.
     ///
     /// # Errors
-    /// If no file can be made beside `path`.
+    /// If no file can be created beside `path`.
     pub fn create(path: &Path, meta: &TraceMeta) -> Result<Self, TraceError> {
         let (partial, file) = PartialFile::create(path)?;
         let writer = parse_message_type(SCHEMA)
@@ -91,7 +90,7 @@ impl ParquetWriter {
         self.partial.path()
     }
 
-    /// What would make the reader refuse the event.
+    /// Checks for properties that the reader would refuse.
     fn check(&mut self, event: &Event) -> Result<(), String> {
         if event.iova.0 >> IOVA_BITS != 0 {
             return Err(format!(
@@ -175,8 +174,8 @@ impl std::fmt::Debug for ParquetWriter {
     }
 }
 
-/// Times are stored as differences. Everything else repeats itself, so it has a
-/// dictionary; where that grows too large the crate falls back to plain values.
+/// Times are stored as differences. All other columns have many repeated values, so they use dictionaries;
+/// where one grows too large the crate falls back to plain values.
 fn properties(meta: &TraceMeta) -> WriterProperties {
     let pairs = [
         (FORMAT_KEY, FORMAT.to_owned()),
@@ -204,7 +203,7 @@ fn properties(meta: &TraceMeta) -> WriterProperties {
 }
 
 impl Rows {
-    /// Adds an event that was checked.
+    /// Adds a checked event.
     fn push(&mut self, event: &Event) {
         self.time_levels.push(i16::from(event.time_ns.is_some()));
         self.time_ns.extend(event.time_ns.map(u64::cast_signed));

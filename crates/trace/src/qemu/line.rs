@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One line of QEMU's log: when it was written, and what it says about the
-//! emulated VT-d. Formats are those of QEMU's `hw/i386/trace-events`, the same in
-//! versions 2.8 to 10.
+//! One line of QEMU's log: its time, and its content about the emulated VT-d. Formats are those of QEMU's
+//! `hw/i386/trace-events`, the same in versions 2.8 to 10.
 
 use pagetide_addr::Iova;
 
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
 use crate::text::{Cursor, Radix, Shape, fields, find, id16};
 
-/// What a line says.
+/// The content of a line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Said {
     /// A request was translated.
     Request(Event),
-    /// As the line after it says again, with the size of its page.
+    /// The repetition in the next line, with the size of the page.
     Translated {
         source: SourceId,
         /// First address of the page.
@@ -22,7 +21,7 @@ pub(super) enum Said {
     },
     /// The context entry of the source was read from memory.
     ContextUpdated(SourceId),
-    /// Something cached is void; the domain of a source is still open.
+    /// Cached data is void; the domain of a source is not known yet.
     Invalidated(Event),
 }
 
@@ -45,8 +44,7 @@ const IOVA: Shape<1> = [("iova", Radix::PrefixedHex)];
 /// Bit 7 of a page-table entry above level 1: it maps a page.
 const PAGE_SIZE_BIT: u64 = 1 << 7;
 
-/// Time of a line, in ns of the clock it was taken from, and what it says;
-/// `None` for a line that says nothing to us.
+/// Time of a line, in ns of its clock, and its content; `None` for a line without meaning here.
 pub(super) fn parse(line: &[u8]) -> Result<Option<(Option<u64>, Said)>, String> {
     let Some(at) = find(line, b"vtd_") else {
         return Ok(None);
@@ -64,7 +62,7 @@ pub(super) fn parse(line: &[u8]) -> Result<Option<(Option<u64>, Said)>, String> 
     Ok(said.map(|said| (time(prefix), said)))
 }
 
-/// What event `name` with the text after it says.
+/// The content of event `name` with the text after it.
 fn said(name: &str, text: &[u8]) -> Result<Option<Said>, String> {
     let said = match name {
         "vtd_iotlb_page_hit" | "vtd_iotlb_page_update" => Said::Request(request(text)?),
@@ -115,7 +113,7 @@ fn request(text: &[u8]) -> Result<Event, String> {
     ))
 }
 
-/// Page size that a last entry maps, if it can be told without its level.
+/// Page size that a last entry maps, if it can be determined without its level.
 fn size_of_entry(entry: u64) -> Option<PageSize> {
     let unaligned = |size: PageSize| entry & (size.bytes() - 1) >> 12 << 12 != 0;
     if entry & PAGE_SIZE_BIT == 0 || unaligned(PageSize::SIZE_2M) {
@@ -204,7 +202,7 @@ fn device(text: &[u8]) -> Result<SourceId, String> {
     source(bus, slot << 3 | function)
 }
 
-/// The time that a line begins with, in ns, if it is one of the two forms.
+/// The time at the beginning of a line, in ns, if it has one of the two forms.
 fn time(prefix: &[u8]) -> Option<u64> {
     time_after_pid(prefix).or_else(|| time_iso8601(prefix))
 }
@@ -223,7 +221,7 @@ fn time_after_pid(prefix: &[u8]) -> Option<u64> {
         .checked_add(fraction_ns)
 }
 
-/// `YYYY-MM-DDTHH:MM:SS.ffffffZ `, the fraction at will.
+/// `YYYY-MM-DDTHH:MM:SS.ffffffZ `, the fraction optional.
 fn time_iso8601(prefix: &[u8]) -> Option<u64> {
     let mut cursor = Cursor(prefix);
     let mut number = |after: &str| {
@@ -250,7 +248,7 @@ fn fraction(cursor: &mut Cursor<'_>) -> Option<u64> {
     value?.checked_mul(scale)
 }
 
-/// Days since 1970 of a date in the Gregorian calendar; `None` if it is no date or before.
+/// Days since 1970 of a date in the Gregorian calendar; `None` if it is no date or earlier.
 fn days_from_civil(year: u64, month: u64, day: u64) -> Option<u64> {
     const BEFORE_MONTH: [u64; 12] = [0, 31, 59, 90, 120, 151, 181, 212, 243, 273, 304, 334];
     if year < 1970 || !(1..=31).contains(&day) {

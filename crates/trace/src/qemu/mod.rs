@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The `-trace` log of a stock QEMU with an emulated VT-d (`-device intel-iommu`).
 //!
-//! # What QEMU says, and what of it is a request
+//! # QEMU's lines, and which of them are requests
 //! For each access of a device that goes through the IOMMU, `vtd_do_iommu_translate`
 //! (`hw/i386/intel_iommu.c`) looks into QEMU's own IOTLB. Then exactly one of these follows:
 //!
@@ -12,14 +12,13 @@
 //! | `vtd_dmar_fault` | there is no translation | nothing: nothing to cache |
 //! | `vtd_translate_pt` | the device passes through | nothing: no translation |
 //!
-//! So hits and updates together are the stream of requests in front of any cache,
-//! and each request is in it once. QEMU's IOTLB (1024 entries, emptied as a whole
-//! when full: `vtd_iotlb_reset`) is an aid of the emulation and does not show.
+//! So hits and updates together are the stream of requests in front of any cache, and each request is in it
+//! once. QEMU's IOTLB (1024 entries, emptied as a whole when full: `vtd_iotlb_reset`) is an artefact of the
+//! emulation and does not affect it.
 //!
-//! `vtd_dmar_translate` follows every success, also those that were not
-//! translated (DMA remapping off, pass-through). As a request it would count
-//! twice; but it tells the page size, which hit and update do not (below).
-//! `vtd_iotlb_cc_hit` says nothing that the request after it does not say.
+//! `vtd_dmar_translate` follows every success, also those that were not translated (DMA remapping off,
+//! pass-through). As a request it would count twice; but it has the page size, which hit and update do not
+//! (below). `vtd_iotlb_cc_hit` adds nothing to the request after it.
 //!
 //! | line | here |
 //! |---|---|
@@ -32,26 +31,24 @@
 //! | `vtd_inv_desc_cc_device` | that of one source void |
 //! | `vtd_inv_desc_cc_devices` | nothing: a `…_device` follows for each it concerns |
 //!
-//! A source joins its domain with its first request, and joins again if its
-//! domain is another after a context update. The domain is taken from requests
-//! only: in scalable mode the context entry has none.
+//! A source joins its domain with its first request, and joins again if a context update changed its
+//! domain. The domain is taken from requests only: in scalable mode the context entry has none.
 //!
 //! # Page size
-//! The lines carry the last page-table entry (`slpte`), without its level:
+//! The lines have the last page-table entry (`slpte`), without its level:
 //!
 //! - bit 7 (page size) clear: an entry of level 1, 4 KiB;
-//! - bit 7 set, and an address that is not aligned to 2 MiB: 4 KiB too (bit 7 is
-//!   free at level 1, and means PAT in first-stage tables);
+//! - bit 7 set, and an address that is not aligned to 2 MiB: 4 KiB too (bit 7 is free at level 1, and means
+//!   PAT in first-stage tables);
 //! - bit 7 set, aligned to 2 MiB and not to 1 GiB: 2 MiB;
-//! - bit 7 set, aligned to 1 GiB: 2 MiB or 1 GiB. Then the `vtd_dmar_translate`
-//!   that follows decides by its mask, if it was recorded; else it is unknown.
+//! - bit 7 set, aligned to 1 GiB: 2 MiB or 1 GiB. Then the mask of the `vtd_dmar_translate` that follows
+//!   decides, if it was recorded; else it is unknown.
 //!
 //! # Time
-//! With `-msg timestamp=on` a line begins with `PID@SECONDS.MICROSECONDS:`, in
-//! newer versions with the time after ISO 8601 and a blank. Times count from the
-//! first line that has one. Threads of QEMU take their time before they queue up
-//! for the log, and the clock may be set, so a time that runs backwards is taken
-//! as the one before it.
+//! With `-msg timestamp=on` a line begins with `PID@SECONDS.MICROSECONDS:`, in newer versions with the time
+//! after ISO 8601 and a blank. Times count from the first line that has one. Threads of QEMU read the clock
+//! before they queue for the log, and the clock may be set, so a time that runs backwards is replaced by
+//! the one before it.
 
 mod line;
 
@@ -70,12 +67,12 @@ use line::Said;
 #[derive(Debug)]
 pub struct QemuLogReader<R = File> {
     lines: Lines<R>,
-    /// Events ready to be handed out; all but the last if `awaits_size`.
+    /// Events ready to be returned; all but the last if `awaits_size`.
     ready: VecDeque<Event>,
-    /// Whether the last of `ready` is a request whose size the next lines may tell.
+    /// Whether the last of `ready` is a request whose size may follow in the next lines.
     awaits_size: bool,
     clock: Clock,
-    /// What is known of each source; at most one entry for each of 2^16 ids.
+    /// The state of each source; at most one entry for each of 2^16 ids.
     sources: HashMap<SourceId, Known>,
     /// Whether the last invalidation of context entries was of a domain.
     domain_just_now: bool,
@@ -84,7 +81,7 @@ pub struct QemuLogReader<R = File> {
     ended: bool,
 }
 
-/// What is known of a source.
+/// The state of a source.
 #[derive(Debug)]
 struct Known {
     domain: IommuDomain,
@@ -98,7 +95,7 @@ enum Context {
     Updated,
 }
 
-/// The most telling lines seen so far.
+/// The most useful kind of lines so far.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Seen {
     /// None of the emulated VT-d.
@@ -115,7 +112,7 @@ enum Seen {
 struct Clock {
     /// Time of the first line that has one.
     zero_ns: Option<u64>,
-    /// Latest time given out, from zero.
+    /// Latest time returned, from zero.
     last_ns: u64,
 }
 
@@ -182,7 +179,7 @@ impl<R: Read> QemuLogReader<R> {
         }
     }
 
-    /// Turns what a line says into events.
+    /// Turns a line's content into events.
     fn take(&mut self, time_ns: Option<u64>, said: Said) {
         self.seen = self.seen.max(match said {
             Said::Request(_) => Seen::Requests,
@@ -210,8 +207,8 @@ impl<R: Read> QemuLogReader<R> {
                 context: Context::Same,
             },
         );
-        // A source with PASIDs has several domains at a time: only a new context
-        // entry says that it left one for another.
+        // A source with PASIDs has several domains at a time: only a new context entry shows that it left
+        // one for another.
         let joins =
             known.is_none_or(|known| known.domain != domain && known.context == Context::Updated);
         self.awaits_size = false;
@@ -248,7 +245,7 @@ impl<R: Read> QemuLogReader<R> {
             }
             EventKind::InvalidateSource => match self.sources.get(&event.source) {
                 Some(known) => event.domain = known.domain,
-                // It made no request yet, so nothing of it can be cached.
+                // It has made no request yet, so nothing of it can be cached.
                 None => return,
             },
             _ => {}
@@ -258,7 +255,7 @@ impl<R: Read> QemuLogReader<R> {
         self.ready.push_back(event);
     }
 
-    /// The end of a log that may hold nothing of use.
+    /// The end of a log that may hold nothing useful.
     fn end(&self) -> Result<Option<Event>, TraceError> {
         match self.seen {
             Seen::Requests | Seen::Events => Ok(None),

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random numbers that are the same on every machine: PCG32 and integer
-//! arithmetic only. A logarithm or a power would not do, since libraries round
-//! them differently.
+//! Random numbers that are the same on every machine: PCG32 and integer arithmetic only. Libraries round
+//! logarithms and powers differently, so these are not used.
 
 use rand_core::Rng;
 use rand_pcg::Pcg32;
 
-/// A stream of random numbers that follows from a seed and what it is for.
+/// A stream of random numbers, determined by a seed and its purpose.
 #[derive(Clone, Debug)]
 pub(crate) struct Dice(Pcg32);
 
@@ -17,7 +16,7 @@ impl Dice {
         Self(Pcg32::new(start, mixed(start ^ stream)))
     }
 
-    /// A number below `n`, all alike but for a bias of at most `n / 2^32`; 0 if `n` is.
+    /// A number below `n`, uniform except for a bias of at most `n / 2^32`; 0 if `n` is.
     pub(crate) fn below(&mut self, n: u32) -> u32 {
         ((u64::from(self.0.next_u32()) * u64::from(n)) >> 32) as u32
     }

@@ -10,16 +10,16 @@ use crate::event::{IOVA_BITS, PageSize, TraceAccess};
 /// Where the data pages end if no first address is given: 32 pages of 2 MiB then
 /// lie from `0xbc000000` on (IV-D).
 const DATA_END: u64 = 0xc000_0000;
-/// Pages that one group may have; far more than any driver maps at a time.
+/// Most pages of one group; far more than any driver maps at a time.
 pub const MAX_GROUP_PAGES: u32 = 1 << 20;
 
-/// Which of the paper's workloads (V-A) a tenant behaves like. The paper gives
-/// their active sets (V-C: 8, 32 and 36 pages, ring and mailbox included); how a
-/// tenant moves among its live pages is our reading, and each figure can be set.
+/// The workload of the paper (V-A) that a tenant imitates. The paper gives their active sets (V-C: 8, 32
+/// and 36 pages, ring and mailbox included); how a tenant moves among its live pages is our reading, and
+/// each figure can be set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Workload {
-    /// One live page at a time, used 1500 packets in a row: IV-D to the letter.
+    /// One live page at a time, used 1500 packets in a row: IV-D taken literally.
     Seq,
     /// 6 live pages in turn, 16 packets each.
     #[default]
@@ -135,11 +135,11 @@ impl ThirdPage {
     }
 }
 
-/// Where in their period tenants begin.
+/// Where in their period tenants start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Stagger {
-    /// Each at a random place of its own.
+    /// Each at its own random place.
     #[default]
     Random,
     /// All at the beginning.
@@ -157,11 +157,11 @@ pub enum Unmap {
     WhenLeft,
 }
 
-/// What a group's requests want, as written in a recipe.
+/// The access of a group's requests, as written in a recipe.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupAccess {
-    /// Not told.
+    /// Not recorded.
     #[default]
     Unknown,
     /// DMA from memory.
@@ -188,7 +188,7 @@ pub struct SinglePage {
     pub iova: u64,
     /// Its size: 4096, 2097152 or 1073741824.
     pub page_bytes: u64,
-    /// What its requests want.
+    /// Access of its requests.
     #[serde(default)]
     pub access: GroupAccess,
 }
@@ -197,13 +197,13 @@ pub struct SinglePage {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataPages {
-    /// Address of the first; not given: so that the last ends at `0xc0000000`.
+    /// Address of the first; by default such that the last ends at `0xc0000000`.
     pub iova: Option<u64>,
-    /// How many there are in the period; not given: 32, websearch 34.
+    /// Number of pages in the period; by default 32, websearch 34.
     pub pages: Option<u32>,
     /// Size of each.
     pub page_bytes: u64,
-    /// What their requests want.
+    /// Access of their requests.
     pub access: GroupAccess,
 }
 
@@ -231,9 +231,9 @@ pub struct InitPages {
     /// Share of the tenant's packets, at its beginning, that go to them (paper:
     /// below 7,000 of 4.6 million requests).
     pub share: f64,
-    /// Uses of each page at most, whatever the share says (paper: below 100).
+    /// Most uses of each page, whatever the share (paper: below 100).
     pub uses_max: u32,
-    /// What their requests want.
+    /// Access of their requests.
     pub access: GroupAccess,
 }
 
@@ -261,18 +261,16 @@ pub struct Timing {
     pub jitter_ns: u64,
 }
 
-/// The recipe of a synthetic tenant. `TenantShape::default()` is iperf3;
-/// what is `None` is the workload's own.
+/// The recipe of a synthetic tenant. `TenantShape::default()` is iperf3; a value of `None` means the
+/// workload's own.
 ///
-/// Every packet is three requests: ring page, data page, third page. A window
-/// of `live_pages` data pages is in use; it moves on by one page every
-/// `uses_per_page` packets, so that over a period each page is used about that
-/// often, whatever the window's size. Within the window, packets come in runs
-/// on one page.
+/// Every packet is three requests: ring page, data page, third page. A window of `live_pages` data pages is
+/// in use; it moves on by one page every `uses_per_page` packets, so that over a period each page is used
+/// about that often, whatever the window's size. Within the window, packets come in runs on one page.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TenantShape {
-    /// Where the figures come from that are not given here.
+    /// Source of the figures that are not given here.
     pub workload: Workload,
     /// The page of the ring's descriptors (paper: 2 MiB at `0x34800000`).
     pub ring: SinglePage,
@@ -362,10 +360,10 @@ impl TenantShape {
         share.min(most)
     }
 
-    /// The same with every default filled in and every figure looked at.
+    /// The same with every default filled in and every figure checked.
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if the figures cannot be those of a tenant.
+    /// [`TraceError::Asked`] if the figures are not valid for a tenant.
     pub(crate) fn layout(&self) -> Result<Layout, TraceError> {
         let pages = self.data.pages.unwrap_or(self.workload.data_pages());
         let data_size = page_size("data", self.data.page_bytes)?;

@@ -10,11 +10,11 @@ use super::shape::{Layout, PageChoice, RunLengths, Span, Stagger, TenantShape, T
 use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, SourceId, TraceAccess};
 
-/// Picoseconds of a second: the unit in which a tenant's clock runs, since a
-/// packet's share of a second is seldom whole nanoseconds.
+/// Picoseconds of a second: the unit of a tenant's clock, since a packet's share of a second is seldom
+/// whole nanoseconds.
 const PS_PER_SECOND: u64 = 1_000_000_000_000;
 
-/// One tenant made by a recipe. It never ends; who reads it decides how much.
+/// One synthetic tenant. It never ends; the reader decides how much to take.
 #[derive(Clone, Debug)]
 pub struct SyntheticTenant {
     layout: Arc<Layout>,
@@ -31,7 +31,7 @@ pub struct SyntheticTenant {
     slot: u32,
     /// Packets left of the run on it, if runs are fixed.
     run_left: u32,
-    /// A page the window has left and that is unmapped before the next packet.
+    /// A page that the window has left and that is unmapped before the next packet.
     left_page: Option<u32>,
     clock: Option<Clock>,
 }
@@ -44,11 +44,11 @@ struct Clock {
 }
 
 impl SyntheticTenant {
-    /// Tenant number `tenant` of `seed`, to begin with `init_packets` packets to
-    /// the init pages (see [`TenantShape::init_packets`]).
+    /// Tenant number `tenant` of `seed`, starting with `init_packets` packets to the init pages (see
+    /// [`TenantShape::init_packets`]).
     ///
     /// # Errors
-    /// [`TraceError::Asked`] if the recipe's figures make no tenant.
+    /// [`TraceError::Asked`] if the recipe's figures are not valid for a tenant.
     pub fn new(
         shape: &TenantShape,
         seed: u64,
@@ -99,7 +99,7 @@ impl SyntheticTenant {
         tenant
     }
 
-    /// The same tenant under other ids; before, both are its number.
+    /// The same tenant under other ids; by default both are its number.
     #[must_use]
     pub fn named(self, source: SourceId, domain: IommuDomain) -> Self {
         Self {
@@ -115,8 +115,8 @@ impl SyntheticTenant {
         self.clock.map(|clock| clock.next_ns)
     }
 
-    /// Appends the events of the next packet to `out`: three requests, and
-    /// before them the invalidation of a page that was left.
+    /// Appends the events of the next packet to `out`: three requests, preceded by the invalidation of a
+    /// page that was left.
     pub fn next_packet(&mut self, out: &mut Vec<Event>) {
         let time_ns = self.next_time_ns();
         if let Some(page) = self.left_page.take() {
@@ -165,7 +165,7 @@ impl SyntheticTenant {
         self.move_on();
     }
 
-    /// The window and the place in it after a packet.
+    /// Moves the window, and the place in it, after a packet.
     fn move_on(&mut self) {
         let layout = &*self.layout;
         let ends = match layout.runs {
@@ -173,7 +173,7 @@ impl SyntheticTenant {
                 self.run_left -= 1;
                 self.run_left == 0
             }
-            // A run that ends with the same chance after each packet is geometric.
+            // A run that ends with equal probability after each packet is geometric.
             RunLengths::Geometric => self.dice.once_in(layout.run_packets),
         };
         if ends {

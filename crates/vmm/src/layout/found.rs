@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which files that a VMM has mapped are RAM: shared, writable, in memory, of a
-//! size, in ordinary pages, and not for children. Each that is not so is refused
-//! with what to do about it.
+//! Decides which files mapped by a VMM are RAM: shared, writable, in memory, large enough, in
+//! ordinary pages, and not inherited by children. A file that fails one of these is refused with
+//! advice.
 
 use super::{RamMapping, SMALLEST_RAM_BYTES};
 use crate::Refusal;
@@ -41,10 +41,10 @@ pub(super) fn is_shared_writable(map: &MemoryMap) -> bool {
     map.perms.contains(wanted)
 }
 
-/// Files that need not be looked at.
+/// Files that need not be examined.
 pub(super) enum Known<'a> {
     Nothing,
-    /// What lies in a layout, and what was looked at before and is no RAM.
+    /// Files of a layout, and files examined before that are not RAM.
     Files(&'a dyn Fn(FileKey) -> bool),
 }
 
@@ -65,7 +65,7 @@ pub(super) fn find_ram(
 ) -> Result<FoundRam, Refusal> {
     let (pid, name) = (vmm.pid(), vmm.name().to_owned());
     let large = |map: &&MemoryMap| {
-        // Parts of one mapping that differ in flags are listed apart: their sum counts.
+        // Parts of one mapping that differ in flags are listed separately: their sum counts.
         let key = key_of(map);
         let sum: u64 = maps.iter().filter(|m| key_of(m) == key).map(len_of).sum();
         sum >= SMALLEST_RAM_BYTES
@@ -126,7 +126,7 @@ pub(super) fn find_ram(
     Ok(found)
 }
 
-/// Adds a mapping, or makes the last one longer by it.
+/// Adds a mapping, or extends the last one by it.
 fn add_mapping(mappings: &mut Vec<RamMapping>, more: RamMapping) {
     if let Some(last) = mappings.last_mut()
         && last.file == more.file
@@ -147,7 +147,7 @@ fn path_of(map: &MemoryMap) -> String {
 }
 
 /// Opens the file behind a mapping: through a descriptor the VMM has of it, else through the
-/// mapping itself. `None` for what cannot be opened for writing, such as device memory.
+/// mapping itself. `None` for a file that cannot be opened for writing, such as device memory.
 pub(super) fn open_ram_file(
     vmm: &VmmProcess,
     map: &MemoryMap,
@@ -188,7 +188,7 @@ pub(super) fn unreadable(pid: u32, error: &FileError) -> Refusal {
 /// Shared memory in huge pages can be evicted, in pages of 4 KiB.
 pub(super) fn huge_page_warning(flags: &[VmFlags]) -> Option<String> {
     let path = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
-    // Absent from kernels without huge pages.
+    // Missing in kernels without huge pages.
     let Ok(setting) = std::fs::read_to_string(path) else {
         return None;
     };

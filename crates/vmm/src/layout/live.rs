@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! RAM that comes and goes while the VMM runs: what is new, what is gone, and the
-//! layout that everybody uses at the moment.
+//! RAM that is added or removed while the VMM runs: new files, removed files, and the layout
+//! currently in use.
 //!
-//! A VMM gets more RAM by mapping another file (QEMU: `object-add` of a memory
-//! backend, then `device_add` of a DIMM), and loses it by unmapping that file
-//! (`device_del`, then `object-del`). Both are seen in its mappings:
+//! A VMM gets more RAM by mapping another file (QEMU: `object-add` of a memory backend, then
+//! `device_add` of a DIMM), and loses it by unmapping that file (`device_del`, then `object-del`).
+//! Both show in its mappings:
 //!
 //! | mappings of a file | what it is |
 //! |---|---|
 //! | none known, and it would be RAM at an attach | new RAM ([`NewRam`]) |
 //! | all gone | RAM unplugged |
-//! | as they were, but watched by nobody | RAM unplugged, and plugged in again since |
+//! | as before, but not watched | RAM unplugged, and plugged in again since |
 //! | one more, one less, one changed | neither: see [`MapsChange`] |
 //! | all gone, of all files | another program (exec): no RAM was unplugged |
 //!
-//! What is gone loses its content, so it is looked at twice: the kernel does not
-//! list mappings in one stroke, and one that is being split or moved may be missing.
+//! A removed file loses its content, so its removal is checked twice: the kernel does not list
+//! mappings atomically, and one that is being split or moved may be missing.
 //!
-//! Memory that virtio-mem plugs and unplugs lies in a file that is mapped as a
-//! whole from the start: the layout does not change at all.
+//! Memory that virtio-mem plugs and unplugs is in a file that is mapped as a whole from the start:
+//! the layout does not change.
 
 use super::found::{FoundRam, Known, find_ram, is_shared_writable, key_of, len_of};
 use super::recorded::{MapsChange, RecordedMapping, list, maps_of, unasked};
@@ -34,43 +34,43 @@ use procfs::process::MemoryMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// The layout as it is now, for all who use it while it may change.
+/// The current layout, for users that run while it may change.
 #[derive(Debug)]
 pub struct LiveLayout(ArcSwap<RamLayout>);
 
 impl LiveLayout {
-    /// Begins with `layout`.
+    /// Starts with `layout`.
     #[must_use]
     pub fn new(layout: RamLayout) -> Self {
         Self(ArcSwap::from_pointee(layout))
     }
 
-    /// The layout now, for as long as the guard is held; costs no more than some nanoseconds.
+    /// The current layout, for as long as the guard is held; costs only some nanoseconds.
     #[must_use]
     pub fn look(&self) -> Guard<Arc<RamLayout>> {
         self.0.load()
     }
 
-    /// The layout now, to be kept.
+    /// The current layout, to be kept.
     #[must_use]
     pub fn now(&self) -> Arc<RamLayout> {
         self.0.load_full()
     }
 
-    /// From now on it is `layout`. Who has looked before may still use the one before; its files
-    /// stay open as long.
+    /// From now on `layout` is the current one. Earlier readers may still use the previous one; its
+    /// files stay open as long.
     pub fn set(&self, layout: RamLayout) {
         self.0.store(Arc::new(layout));
     }
 }
 
-/// A RAM file that is to get page numbers: every byte of it mapped once.
+/// A RAM file to be given page numbers: every byte of it is mapped once.
 #[derive(Clone, Debug)]
 pub struct NewRam {
     file: Arc<GuestFile>,
     key: FileKey,
     len_bytes: u64,
-    /// By their offsets in the file.
+    /// Ordered by their offsets in the file.
     mappings: Vec<RamMapping>,
 }
 
@@ -131,41 +131,41 @@ impl NewRam {
 /// How a VMM's RAM differs from a layout by whole files.
 #[derive(Debug)]
 pub struct RamNews {
-    /// Files of the layout that are mapped nowhere any more; or that are, but not by the mappings
-    /// that were watched.
+    /// Files of the layout that are no longer mapped, or no longer by the mappings that were
+    /// watched.
     pub gone: Vec<FileKey>,
-    /// A mapping of another of its files that is not the one that was watched.
+    /// A mapping of one of its other files that is not the one that was watched.
     pub unwatched: Option<MapsChange>,
-    /// Files that the layout does not have, or has lost; or why not all of them can be taken over, by the words
-    /// that would refuse an attach.
+    /// Files that the layout does not have, or has lost; or the [`Refusal`], as at an attach, if not all of
+    /// them can be taken over.
     pub new: Result<Vec<NewRam>, Refusal>,
 }
 
-/// Large files that a VMM has mapped and that are no RAM, as far as looked at: video memory on a
-/// disk, device memory. They are not looked at again.
+/// Large files mapped by a VMM that were examined and are not RAM: video memory on a disk, device
+/// memory. They are not examined again.
 #[derive(Debug, Default)]
 pub struct Strangers(BTreeSet<FileKey>);
 
 impl Strangers {
-    /// Counts `key` among them though it may be RAM: whoever will not have it need not look at it
+    /// Adds `key` although it may be RAM: a caller that does not take it over need not examine it
     /// each time, which costs a walk over all of the VMM's page tables.
     pub fn pass_over(&mut self, key: FileKey) {
         self.0.insert(key);
     }
 
-    /// Has `key` looked at again.
+    /// Makes the next scan examine `key` again.
     pub fn look_again(&mut self, key: FileKey) {
         self.0.remove(&key);
     }
 
-    /// True while `key` is mapped and passed over.
+    /// True while `key` is mapped and skipped.
     #[must_use]
     pub fn has(&self, key: FileKey) -> bool {
         self.0.contains(&key)
     }
 }
 
-/// What of a layout is not as it was.
+/// Changes to the known files of a layout.
 #[derive(Default)]
 struct Lost {
     gone: Vec<FileKey>,
@@ -173,10 +173,10 @@ struct Lost {
 }
 
 impl RamLayout {
-    /// Which RAM files have come and gone since this layout was made.
+    /// Which RAM files were added and removed since this layout was made.
     ///
-    /// Looks at the list of mappings, and asks `userfaultfd` about each that is known; more only
-    /// if a file of a size is there that is not known.
+    /// Reads the list of mappings, and queries `userfaultfd` for each known one; does more only if
+    /// there is an unknown file that is large enough.
     ///
     /// # Errors
     /// [`Refusal`].
@@ -213,8 +213,8 @@ impl RamLayout {
         })
     }
 
-    /// The mapping of process `pid` in which `page` lies, as far as it is no RAM of the layout: what
-    /// may be watched no more. Just that page if there is none, or it cannot be told.
+    /// The part of the mapping around `page` in process `pid` that is not RAM of the layout, and may
+    /// be unregistered. Just that page if there is no mapping, or it cannot be determined.
     pub(crate) fn stray_part(&self, pid: u32, page: Hva) -> (Hva, u64) {
         let maps = match in_proc(pid).and_then(|process| process.maps()) {
             Ok(maps) => maps.0,
@@ -239,7 +239,7 @@ impl RamLayout {
         (Hva(start), end - start)
     }
 
-    /// What of the layout is not as it was.
+    /// Finds changes to the known files of the layout.
     fn lost(&self, maps: &[MemoryMap], ask: Ask<'_>) -> Result<Lost, UffdError> {
         let (listed, known) = (list(maps), self.recorded().mappings);
         let mut lost = Lost::default();
@@ -253,7 +253,7 @@ impl RamLayout {
             }
         }
         if lost.gone.len() == self.files.len() {
-            // Another program, or something that nobody has thought of: no RAM was unplugged.
+            // Another program, or an unforeseen case: no RAM was unplugged.
             let there =
                 |one: &&RecordedMapping| listed.iter().any(|part| part.mapping.overlaps(one));
             lost.gone.clear();
@@ -290,7 +290,8 @@ impl RamLayout {
     }
 }
 
-/// Files with at least as much mapped shared and writable as RAM must have.
+/// Files with a shared and writable mapping, and with at least as many bytes mapped as RAM must
+/// have.
 fn large_shared_files(maps: &[MemoryMap]) -> Vec<FileKey> {
     let mut bytes: BTreeMap<FileKey, (u64, bool)> = BTreeMap::new();
     for map in maps.iter().filter(|map| map.inode != 0) {
@@ -437,7 +438,7 @@ mod tests {
             .with(&one, PageNo(0))
             .and_then(|layout| layout.with(&two, PageNo(512)))
             .unwrap();
-        // Other tests of this process map files of their own: only what is gone is asked here.
+        // Other tests of this process map files of their own: only removed files are checked here.
         let gone = || {
             let lost = layout.lost(&maps_of(&own).unwrap(), &|_| Ok(true));
             lost.unwrap().gone

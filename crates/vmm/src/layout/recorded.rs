@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A layout written down, and the VMM's mappings held against it later.
+//! A recorded layout, and the comparison of the VMM's later mappings with it.
 //!
-//! Page numbers mean something only with the layout they were made by. So who
-//! takes a VM up again does not look for RAM anew, for the VMM may have mapped
-//! more since (a backend plugged in): it takes the very mappings that were
-//! recorded, each file with its first page. A file of which no mapping is left
-//! was unplugged while nobody looked; one of which a part is gone is refused. The
-//! same file put in again since is new, though it may lie where it lay before: its
-//! mapping is not the one that is watched (see `watched`).
+//! Page numbers are valid only with the layout that assigned them. So a successor that resumes a VM
+//! does not search for RAM again, since the VMM may have mapped more meanwhile (a backend plugged
+//! in): it uses exactly the recorded mappings, each file with its first page. A file without any
+//! mapping left was unplugged while no daemon ran; one that has lost a part is refused. The same
+//! file plugged in again since is new, even at the same address: its mapping is not the one that is
+//! watched (see `watched`).
 //!
-//! While a VM is served the same comparison tells of mappings that would be
-//! dangerous: a second one of a RAM file is watched by nobody and reads zeros
-//! in place of evicted pages, and one that is gone cannot be filled any more.
+//! While a VM is served, the same comparison finds dangerous mappings: a second mapping of a RAM
+//! file is not watched and reads zeros in place of evicted pages, and a removed one can no longer
+//! be filled.
 //!
 //! The kernel may list one mapping in parts (each `madvise` of a part does
 //! that), so what counts is that each recorded byte is mapped where it was.
@@ -27,26 +26,26 @@ use pagetide_sys::uffd::{UffdError, Userfaultfd};
 use procfs::process::MemoryMap;
 use std::io;
 
-/// A mapping of a RAM file in the VMM, with all that tells it from others.
+/// A mapping of a RAM file in the VMM, with all that distinguishes it from others.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RecordedMapping {
-    /// Where.
+    /// Its address in the VMM.
     pub hva: Hva,
-    /// How long, in bytes.
+    /// Its length, in bytes.
     pub len_bytes: u64,
-    /// Of which file.
+    /// Its file.
     pub key: FileKey,
-    /// From which byte of the file on.
+    /// Its first byte in the file.
     pub file_offset: u64,
 }
 
-/// A layout written down.
+/// A recorded layout.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct RecordedLayout {
     /// All mappings.
     pub mappings: Vec<RecordedMapping>,
-    /// First page of each file. One that is missing follows the file before it without a gap, as
-    /// files once did.
+    /// First page of each file. A file without an entry follows the one before it without a gap, as
+    /// in older records.
     pub first_pages: Vec<(FileKey, PageNo)>,
 }
 
@@ -67,7 +66,7 @@ impl RecordedLayout {
         keys
     }
 
-    /// Number of pages of a file: it may have grown since, by RAM that is not ours.
+    /// Recorded length of a file, in bytes: it may have grown since, by RAM that is not ours.
     fn len_bytes(&self, key: FileKey) -> u64 {
         let of_file = self.mappings.iter().filter(|mapping| mapping.key == key);
         let ends = of_file.map(|mapping| mapping.file_offset.saturating_add(mapping.len_bytes));
@@ -88,13 +87,13 @@ impl std::fmt::Display for RecordedMapping {
 /// How a VMM's mappings of its RAM files differ from the layout.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum MapsChange {
-    /// One that the layout has is not there, not as a whole, or not shared and writable.
+    /// A mapping of the layout is missing, not whole, or not shared and writable.
     #[error("the mapping of {0} is gone (RAM unplugged, or the program replaced by exec)")]
     Gone(RecordedMapping),
-    /// One that the layout does not have.
-    #[error("there is a further mapping, of {0}, that nobody watches")]
+    /// A mapping that the layout does not have.
+    #[error("there is a further mapping, of {0}, that is not watched")]
     Further(RecordedMapping),
-    /// One that the layout has was made anew, so that its faults come to nobody.
+    /// A mapping of the layout was replaced, so that its faults are not served.
     #[error("the mapping of {0} is not the one that was watched, but a new one in its place")]
     Unwatched(RecordedMapping),
 }
@@ -123,7 +122,7 @@ impl RecordedMapping {
         self.hva.0.checked_add(self.len_bytes)
     }
 
-    /// True if every byte of it is listed as it was.
+    /// True if every byte of it is listed as before.
     fn is_among(&self, listed: &[Listed]) -> bool {
         let Some(end) = self.end() else {
             return false;
@@ -151,7 +150,7 @@ impl RecordedMapping {
         start < other_end && other.hva.0 < end
     }
 
-    /// True if all of `part` lies in it, at the same bytes of the file.
+    /// True if it contains all of `part`, at the same bytes of the file.
     fn has(&self, part: &Self) -> bool {
         let fits = part.end().zip(self.end()).is_some_and(|(a, b)| a <= b);
         fits && part.key == self.key && self.offset_at(part.hva.0) == Some(part.file_offset)
@@ -194,13 +193,13 @@ pub(super) fn maps_of(vmm: &VmmProcess) -> Result<Vec<MemoryMap>, Refusal> {
 pub(super) fn unasked(vmm: &VmmProcess, error: &UffdError) -> Refusal {
     Refusal::Unreadable {
         pid: vmm.pid(),
-        what: "ask what is watched",
+        what: "query the watched mappings",
         source: io::Error::other(error.to_string()),
     }
 }
 
 impl RamLayout {
-    /// Its mappings and first pages, to be written down for [`RamLayout::of_recorded`].
+    /// Its mappings and first pages, to be recorded for [`RamLayout::of_recorded`].
     #[must_use]
     pub fn recorded(&self) -> RecordedLayout {
         let record = |mapping: &RamMapping| RecordedMapping {
@@ -216,12 +215,12 @@ impl RamLayout {
         }
     }
 
-    /// The layout that was recorded, with the same page numbers, of a VMM that still has these
-    /// mappings; without the files of which it has none any more (at least one must be left). What
-    /// else it has mapped by now is of no interest here (see [`RamLayout::news`]).
+    /// The recorded layout, with the same page numbers, of a VMM that still has these mappings;
+    /// without files that it no longer maps at all (at least one file must be left). Other mappings
+    /// made since do not matter here (see [`RamLayout::news`]).
     ///
     /// # Errors
-    /// [`Refusal::RamGone`] if it has one of the others no longer; [`Refusal`].
+    /// [`Refusal::RamGone`] if it no longer has a mapping of one of the other files; [`Refusal`].
     pub fn of_recorded(vmm: &VmmProcess, recorded: &RecordedLayout) -> Result<Self, Refusal> {
         let maps = maps_of(vmm)?;
         let listed = list(&maps);
@@ -230,8 +229,8 @@ impl RamLayout {
     }
 
     /// [`RamLayout::of_recorded`] of a VMM whose RAM `userfaultfd` watches: also without files that
-    /// it does not watch, which were taken out and put in again since. (If it watches none at all,
-    /// all are as they were found.)
+    /// it does not watch, which were unplugged and plugged in again since. (If it watches none at
+    /// all, this is the same as [`RamLayout::of_recorded`].)
     ///
     /// # Errors
     /// As there.
@@ -276,7 +275,7 @@ impl RamLayout {
         let listed = list(maps);
         let any_is_left = recorded.files().into_iter().any(is_there);
         let mut layout = Self::default();
-        // As if nothing had gone: where files without a first page begin.
+        // Files without a first page begin here, as if no file had been removed.
         let mut next = PageNo(0);
         for key in recorded.files() {
             let of_file = || recorded.mappings.iter().filter(move |m| m.key == key);
@@ -311,8 +310,8 @@ impl RamLayout {
         Ok(layout)
     }
 
-    /// How the VMM's mappings of the layout's files differ from the layout by now; `None` if they
-    /// are as they were. Of several differences the first is told.
+    /// How the VMM's mappings of the layout's files differ from the layout now; `None` if they do
+    /// not. Of several differences the first is returned.
     ///
     /// # Errors
     /// [`Refusal`] if they cannot be read.
@@ -322,7 +321,7 @@ impl RamLayout {
     }
 }
 
-/// Opens the file of a mapping that is there; `None` if it is another file after all.
+/// Opens the file of an existing mapping; `None` if it is another file after all.
 fn open_recorded(
     vmm: &VmmProcess,
     mapping: &RecordedMapping,
@@ -412,8 +411,8 @@ mod tests {
         assert!(after.file(first).is_none());
         let pages = |layout: &RamLayout| layout.file(second).unwrap().pages();
         assert_eq!(pages(&after), pages(&before));
-        // As it was written before first pages were: end to end, and not at a section's border. Its
-        // words lie there, so there it stays.
+        // As recorded before there were first pages: end to end, not at a section boundary. Its
+        // words are there, so it stays there.
         let end_to_end = RecordedLayout {
             first_pages: Vec::new(),
             ..before.recorded()

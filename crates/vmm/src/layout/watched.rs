@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Whether the mappings of a RAM file are still those that our userfaultfd watches.
 //!
-//! A list of mappings tells where a file is mapped, not who serves its faults. A
-//! backend with a path that is taken out and put in again between two looks is
-//! listed as it was, at the same address even, but it is another mapping: nobody
-//! watches it, and its evicted pages read zeros. So each part that is listed is
-//! asked for by one ioctl, of a microsecond or two, that changes nothing (see
-//! [`Userfaultfd::is_watched`]). A part never differs within itself: the kernel lists
-//! apart what is watched and what is not.
+//! The list of mappings shows where a file is mapped, not which userfaultfd serves its faults. A
+//! backend with a path that is unplugged and plugged in again between two scans is listed as
+//! before, even at the same address, but it is another mapping: it is not watched, and its evicted
+//! pages read zeros. So each listed part is queried by one ioctl of a microsecond or two that
+//! changes nothing (see [`Userfaultfd::is_watched`]). A part is watched as a whole or not at all:
+//! the kernel lists watched and unwatched parts separately.
 //!
 //! | listed parts of a file | what it is |
 //! |---|---|
@@ -19,21 +18,21 @@ use super::recorded::{Listed, RecordedMapping};
 use pagetide_addr::{FileKey, Hva};
 use pagetide_sys::uffd::{UffdError, Userfaultfd};
 
-/// Tells whether the mapping at an address is watched.
+/// Queries whether the mapping at an address is watched.
 pub(super) type Ask<'a> = &'a dyn Fn(Hva) -> Result<bool, UffdError>;
 
 /// How the mappings of a file are watched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Watched {
-    /// As they were.
+    /// As before.
     AsKnown,
-    /// All but this one, or more.
+    /// This one is not, and perhaps others.
     NotAll(RecordedMapping),
     /// None is.
     Nowhere,
 }
 
-/// How the mappings of `key` are watched, of which `known` were once.
+/// How the mappings of `key` are watched; the `known` ones once were.
 pub(super) fn how_watched(
     key: FileKey,
     known: &[RecordedMapping],
@@ -55,7 +54,7 @@ pub(super) fn how_watched(
     })
 }
 
-/// Asks `userfaultfd`.
+/// Queries `userfaultfd`.
 pub(super) fn by(userfaultfd: &Userfaultfd) -> impl Fn(Hva) -> Result<bool, UffdError> + '_ {
     |at| userfaultfd.is_watched(at)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The thread that ends a fault reader: when it is told to, or when the VMM has ended.
+//! The thread that ends a fault reader: on request, or when the VMM has ended.
 //!
-//! A reader waits in `read`, which only a signal ends; so it is interrupted until it has said that it has
+//! A reader waits in `read`, which only a signal ends; so it is interrupted until it reports that it has
 //! ended.
 
 use pagetide_sys::interrupt;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::ReaderCounters;
 
-/// Between two tries to interrupt the reader; one is enough but for a race.
+/// Pause between two attempts to interrupt the reader; one is enough except in a race.
 const INTERRUPT_AGAIN: Duration = Duration::from_millis(1);
 
 /// Why a reader ends.
@@ -23,14 +23,14 @@ pub(super) enum End {
     VmmGone,
 }
 
-/// Has the watcher end the reader.
+/// Makes the watcher end the reader.
 pub(super) fn signal(stop: &OwnedFd) {
     // An eventfd's counter cannot be full after a few writes.
     let told = rustix::io::write(stop, &1_u64.to_ne_bytes());
     debug_assert!(told.is_ok(), "{told:?}");
 }
 
-/// What the watcher tells the reader, and the other way round.
+/// State shared between the watcher and the reader.
 #[derive(Debug, Default)]
 pub(super) struct WatchState {
     over: AtomicU8,
@@ -54,7 +54,7 @@ impl WatchState {
     }
 }
 
-/// The thread that tells the reader when it is over.
+/// The thread that notifies the reader of the end.
 pub(super) struct Watch {
     pub(super) vmm: ProcessFd,
     pub(super) stop: Arc<OwnedFd>,

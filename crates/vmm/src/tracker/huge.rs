@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`HugePages`]: memory that the kernel keeps in pages of more than 4 KiB: whole while it is watched,
-//! split before it goes, and made whole again when it is back.
+//! split before eviction, and collapsed again when it is back.
 //!
-//! # What the kernel does (tried, Linux 6.18)
+//! # What the kernel does (tested on Linux 6.18)
 //! | | a huge page in a mapping under a userfaultfd |
 //! |---|---|
 //! | registering (MISSING and WP) | leaves it mapped by one translation |
-//! | `MADV_PAGEOUT` of all of it | takes the translation away; the page stays whole; the next touch maps all of it |
-//! | `MADV_PAGEOUT` of a part | splits it to pages of 4 KiB, if nobody holds a reference |
-//! | write protection of any part | takes the translation away for good: from now on 4 KiB at a time |
-//! | punching a part | splits it; **if somebody holds a reference the part is zeroed and stays** |
-//! | punching all of it | takes it away |
-//! | `MADV_COLLAPSE` of 512 small ones | makes one huge page, and says `EINVAL`, because it cannot be mapped as one |
-//! | `MADV_DONTNEED` of all of it, in the VMM | takes the empty table away too, so that the next touch maps it as one (Linux 6.14) |
+//! | `MADV_PAGEOUT` of all of it | drops the translation; the page stays whole; the next touch maps all of it |
+//! | `MADV_PAGEOUT` of a part | splits it to pages of 4 KiB, if there is no other reference |
+//! | write protection of any part | drops the translation for good: from now on 4 KiB at a time |
+//! | punching a part | splits it; **if there is another reference, the part is zeroed and stays** |
+//! | punching all of it | frees it |
+//! | `MADV_COLLAPSE` of 512 small ones | makes one huge page and returns `EINVAL`, as it cannot be mapped as one |
+//! | `MADV_DONTNEED` of all of it, in the VMM | drops the empty page table too, so that the next touch maps it as one (Linux 6.14) |
 //! | khugepaged | does not touch it |
 //!
 //! # What follows
@@ -20,15 +20,15 @@
 //!              sampled: unmapped as a whole                  to go: split, and seen to be split
 //!           ┌──────┐                                      ┌────────────────────────────┐
 //!           ▼      │                                      │                            ▼
-//!         whole ───┘ ◄── made whole when all of it is back and in use ─── small pages ──► away
+//!         whole ───┘ ◄── made whole when all of it is back and in use ─── small pages ──► absent
 //! ```
-//! *Small* and *away* are the sections as everything else here knows them. A section that is to go is
-//! unmapped as a whole first, and split only if nobody has used it for a moment: most of what is
-//! looked at to go stays. What is in use then, or cannot be split because somebody holds it, does not
-//! go: [`HugePages::is_held`].
+//! *Small* and *absent* are the states of a section that the rest of the code knows. A section to be
+//! evicted is first unmapped as a whole, and split only if it was not used for a moment: most
+//! candidates stay. A section that is in use then, or cannot be split because of another reference,
+//! is not evicted: [`HugePages::is_held`].
 //!
-//! Folios of other sizes than 2 MiB are not kept whole, but split before they go like the others.
-//! Hosts that have no shared memory in large folios are not asked about any of this ([`may_be`]).
+//! Folios of sizes other than 2 MiB are not kept whole, but split before eviction like the others.
+//! On hosts without shared memory in large folios, all of this is skipped ([`may_be`]).
 //!
 //! [`may_be`]: HugePages::may_be
 
@@ -48,18 +48,18 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes of a huge page, which are those of a section.
+/// Bytes of a huge page, the same as of a section.
 pub(super) const HUGE_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
-/// Tries to make a section whole again, before it is left as it is until it is seen whole.
+/// Attempts to collapse a section, before it is left alone until it is seen whole.
 const TRIES: u8 = 3;
-/// For so long an answer of [`HugePages::may_be`] holds.
+/// How long a result of [`HugePages::may_be`] is valid.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 const SETTINGS: &str = "/sys/kernel/mm/transparent_hugepage";
 
-/// How a section is kept.
+/// How a section is backed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kept {
-    /// In small pages, or it is not mapped and nobody knows.
+    /// In small pages; or it is not mapped, and this is unknown.
     Small,
     /// As a huge page that is mapped as one.
     Whole,
@@ -67,23 +67,23 @@ pub(super) enum Kept {
     MappedInPieces,
 }
 
-/// See the module. Of one VM.
+/// See the module. One per VM.
 pub(super) struct HugePages {
-    /// None where we may not ask.
+    /// None if we lack the permission.
     flags: Option<PageFlags>,
     memory: File,
     pid: u32,
     may_be: Mutex<(bool, Option<Instant>)>,
-    /// Sections that were huge, and how often they were tried to be made whole since.
+    /// Sections that were huge, and the number of attempts to collapse them since.
     known: Mutex<BTreeMap<SectionNo, u8>>,
     held: Mutex<BTreeSet<SectionNo>>,
 }
 
 impl HugePages {
-    /// Of the VM of `vmm`.
+    /// For the VM of `vmm`.
     ///
     /// # Errors
-    /// What opening its memory says.
+    /// The error of opening its memory.
     pub fn new(vmm: &VmmProcess) -> io::Result<Self> {
         let flags = PageFlags::open();
         if let Err(error) = &flags {
@@ -102,8 +102,8 @@ impl HugePages {
         })
     }
 
-    /// True if shared memory may be in large folios. Once it may, it may as long as the VM is watched:
-    /// what there is stays when the setting changes.
+    /// True if shared memory may be in large folios. Once true, it stays true as long as the VM is
+    /// watched: existing folios stay when the setting changes.
     pub fn may_be(&self, layout: &RamLayout) -> bool {
         let mut known = lock(&self.may_be);
         let (may_be, asked) = &mut *known;
@@ -116,7 +116,7 @@ impl HugePages {
 
     fn are_on_mounts(&self, layout: &RamLayout) -> bool {
         ["self".to_owned(), self.pid.to_string()].iter().any(|pid| {
-            // Who cannot read what is mounted has no reason to think that there is nothing.
+            // If the mounts cannot be read, assume that there are some.
             let Ok(mounts) = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")) else {
                 return true;
             };
@@ -126,7 +126,7 @@ impl HugePages {
         })
     }
 
-    /// How `section`, of which `piece` is a part and `mapped` pages are mapped, is kept.
+    /// How `section` is backed, of which `piece` is a part and `mapped` are the mapped pages.
     pub fn kept(
         &self,
         section: SectionNo,
@@ -143,8 +143,8 @@ impl HugePages {
         let at = Hva(piece.hva.0 + (first.since(piece.pages.start) * PAGE_BYTES));
         let mut frame = None;
         map.visit(at, 1, |_, entry| frame = entry.frame())?;
-        // A frame may have gone to somebody else meanwhile: what is said then is taken back in the
-        // next look.
+        // The frame may have been freed and reused meanwhile: the next look corrects a wrong
+        // result.
         let is_huge = match (&self.flags, frame) {
             (Some(flags), Some(frame)) => flags.is_huge(frame).map_err(unknown)?,
             (None, _) | (_, None) => false,
@@ -161,12 +161,13 @@ impl HugePages {
         lock(&self.known).entry(section).or_insert(0);
     }
 
-    /// `section` was seen mapped as it should be.
+    /// `section` was seen mapped by one translation.
     pub fn is_well(&self, section: SectionNo) {
         lock(&self.known).insert(section, 0);
     }
 
-    /// True if `section` was huge and may be tried to be made so; counts the try.
+    /// True if `section` was huge and another attempt to collapse it is allowed; counts the
+    /// attempt.
     pub fn may_try(&self, section: SectionNo) -> bool {
         let mut known = lock(&self.known);
         let Some(tries) = known.get_mut(&section).filter(|tries| **tries < TRIES) else {
@@ -192,24 +193,25 @@ impl HugePages {
         })
     }
 
-    /// Forgets sections that are no more.
+    /// Forgets sections that no longer exist.
     pub fn keep(&self, pages: u64) {
         let is_there = |section: &SectionNo| section.0 < SectionNo::count_for(pages);
         lock(&self.known).retain(|section, _| is_there(section));
         lock(&self.held).retain(|section| is_there(section));
     }
 
-    /// True if `section` was not split when it was last to go.
+    /// True if `section` could not be split at its last selection for eviction.
     pub fn is_held(&self, section: SectionNo) -> bool {
         lock(&self.held).contains(&section)
     }
 
-    /// `section` is in use as a huge page, and must not go.
+    /// `section` is in use as a huge page, and must not be evicted.
     pub fn hold(&self, section: SectionNo) {
         lock(&self.held).insert(section);
     }
 
-    /// Sees to it that `section`, whose parts are `pieces`, is in small pages, or notes that it is not. It is mapped afterwards.
+    /// Makes sure that `section`, whose parts are `pieces`, is in small pages, or notes that it is
+    /// not. It is mapped afterwards.
     ///
     /// # Errors
     /// [`TrackerError`].
@@ -264,7 +266,7 @@ impl HugePages {
         Ok(flags.large_among(&large).map_err(unknown)?.is_empty())
     }
 
-    /// Where each page of `piece` that is there has its frame; none if that cannot be told.
+    /// The frame of each present page of `piece`; none if they cannot be determined.
     fn frames(
         &self,
         piece: &Piece,
@@ -279,12 +281,12 @@ impl HugePages {
             .flat_map(PageRange::iter)
             .map(PageNo::byte_offset)
             .collect();
-        // The page table tells of what is mapped only. One read of a huge page maps all of it.
+        // The page table shows only mapped pages. One read of a huge page maps all of it.
         for most in [1, offsets.len()] {
             let unmapped = self.unmapped(piece, &offsets, map)?;
             for offset in unmapped.iter().take(most) {
                 let at = piece.hva.0 + offset;
-                // The kernel answers for what is not mapped there any more, and for poison.
+                // The kernel returns an error for unmapped addresses, and for poison.
                 if self.memory.read_exact_at(&mut [0], at).is_err() {
                     return Ok(None);
                 }
@@ -298,7 +300,7 @@ impl HugePages {
             let entry: PagemapEntry = entries[PageNo::containing(*offset).index()];
             Some((Hva(piece.hva.0 + offset), entry.frame()?))
         };
-        // One that the kernel took out of the table meanwhile cannot be told.
+        // The frame of a page that the kernel unmapped meanwhile cannot be determined.
         Ok(offsets.iter().map(frame).collect())
     }
 
@@ -331,7 +333,7 @@ const fn unknown(source: io::Error) -> TrackerError {
     TrackerError::Large(source)
 }
 
-/// A huge page is a whole section, and lies in memory as in its file.
+/// A huge page is a whole section, with the same alignment in memory as in its file.
 const fn can_be_huge(piece: &Piece) -> bool {
     piece.pages.len() == SECTION_PAGES
         && piece.file_offset.is_multiple_of(HUGE_BYTES)
@@ -345,11 +347,11 @@ fn are_there_any() -> bool {
     let line = text
         .lines()
         .find_map(|line| line.strip_prefix("ShmemHugePages:"));
-    // Absent from kernels without them.
+    // Missing in kernels without them.
     line.is_some_and(|line| line.split_whitespace().next() != Some("0"))
 }
 
-/// True if a setting below `folder` lets shared memory be in large folios.
+/// True if a setting below `folder` allows shared memory in large folios.
 fn are_on(folder: &Path) -> bool {
     let is_on = |path: &Path| {
         let Ok(setting) = std::fs::read_to_string(path.join("shmem_enabled")) else {
@@ -365,7 +367,7 @@ fn are_on(folder: &Path) -> bool {
     is_on(folder) || sizes.flatten().any(|size| is_on(&size.path()))
 }
 
-/// The device number of a tmpfs that has huge pages.
+/// The device number of a tmpfs with huge pages.
 fn huge_mount(line: &str) -> Option<u64> {
     let (mount, kind) = line.split_once(" - ")?;
     let mut kind = kind.split(' ');

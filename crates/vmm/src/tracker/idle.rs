@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`IdlePages`]: samples by the kernel's idle page tracking, which unmaps nothing.
 //!
-//! The pages that are chosen are marked idle, which takes the accessed bits out of all page tables; those
-//! that are not idle any more when they are asked about were used ([`pagetide_sys::page_idle`]). The
-//! guest pays no fault for it, and huge pages stay as they are mapped.
+//! The chosen pages are marked idle, which clears the accessed bits in all page tables; pages that are no
+//! longer idle when queried were used ([`pagetide_sys::page_idle`]). The guest takes no fault for it, and
+//! huge pages stay mapped as they are.
 //!
 //! ```text
 //!   sample:  1. the devices' marks           → what DMA touched
@@ -11,12 +11,12 @@
 //!            3. idle still?                   no: touched
 //!            4. mark the chosen ones idle
 //! ```
-//! A page that is not mapped has no frame that we could know, and was not used: its use would have
-//! mapped it. One that was mapped since it was chosen is not idle, or looked at and found young. A page
-//! that the kernel has moved to another frame has its mark there.
+//! An unmapped page has no frame that we could find, and was not used: a use would have mapped it. A
+//! page mapped since it was chosen is not idle, or is found to be young. The mark of a page moves with
+//! it when the kernel moves it to another frame.
 //!
-//! Whole sections that are to go are still unmapped ([`UnmapAndLook`]): that a page is in no page table
-//! is what says that nobody took a reference through one.
+//! Whole sections to be evicted are still unmapped ([`UnmapAndLook`]): only a page that is in no page
+//! table has certainly gained no reference through one.
 
 use super::unmap::UnmapAndLook;
 use super::{AccessTracker, Sample, Sampled, Touched, TrackerError};
@@ -37,18 +37,18 @@ pub struct IdlePages {
     flags: PageFlags,
 }
 
-/// A page that is asked about, and where it lies.
+/// A queried page, and its frame.
 struct Asked {
-    /// Position of its sample.
+    /// Index of its sample.
     sample: usize,
     page: PageNo,
     frame: FrameNo,
 }
 
-/// Whether this kernel tracks idle pages for us.
+/// Checks that idle page tracking is available here.
 ///
 /// # Errors
-/// A sentence that says why not.
+/// A message that says why not.
 pub fn is_available() -> Result<(), String> {
     match IdleBitmap::open() {
         Ok(_) => {}
@@ -64,7 +64,7 @@ pub fn is_available() -> Result<(), String> {
 }
 
 impl IdlePages {
-    /// Samples of the VM that `whole` is for, by `bitmap`.
+    /// Samples the VM of `whole`, by `bitmap`.
     ///
     /// # Errors
     /// [`TrackerError`].
@@ -77,7 +77,7 @@ impl IdlePages {
         })
     }
 
-    /// Where the pages of `piece` lie that are in `pages` and mapped: the frames that have a mark.
+    /// The frames, with the idle mark, of those mapped pages of `piece` that are in `pages`.
     fn frames(
         &self,
         piece: &Piece,

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Ranges`]: parts of the VMM's address space that are to leave its page table, in calls that are short.
+//! [`Ranges`]: parts of the VMM's address space to be unmapped, in short calls.
 
 use pagetide_addr::{FileKey, Hva};
 use std::collections::BTreeMap;
 
-/// How pages of a file are taken out of the VMM's page table.
+/// How pages of a file are unmapped in the VMM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Way {
-    /// By `MADV_PAGEOUT` from here.
+    /// By `MADV_PAGEOUT` from this process.
     PageOut,
     /// By `MADV_DONTNEED` in the VMM.
     Inside,
 }
 
-/// How pages of each file are.
+/// The way of each file.
 pub(super) type Ways = BTreeMap<FileKey, Way>;
 
-/// Ranges of the VMM, one after another.
+/// Ranges of the VMM's address space, in order.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(super) struct Ranges(Vec<(Hva, u64)>);
 
-/// Ranges of the VMM, by the way in which they are unmapped.
+/// Ranges of the VMM's address space, by the way in which they are unmapped.
 #[derive(Default)]
 pub(super) struct RangesByWay {
     /// By `MADV_PAGEOUT`.
     pub page_out: Ranges,
-    /// The same, for huge pages, which must be named as a whole: part of one would be split off.
+    /// The same, for huge pages, which must be passed as a whole: a part of one would be split off.
     pub page_out_huge: Ranges,
     /// In the VMM.
     pub inside: Ranges,
@@ -61,7 +61,8 @@ impl Ranges {
         self.0.is_empty()
     }
 
-    /// The same in parts of at most so many bytes and ranges. Ranges are cut where a part is full.
+    /// The ranges in parts of at most `bytes_max` bytes and `ranges_max` ranges. Ranges are cut
+    /// where a part is full.
     pub fn parts(&self, bytes_max: u64, ranges_max: usize) -> Vec<Vec<(Hva, u64)>> {
         let mut runs: Vec<Vec<(Hva, u64)>> = Vec::new();
         let mut room = 0;

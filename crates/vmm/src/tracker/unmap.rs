@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`UnmapAndLook`]: pages are taken out of the page tables, and it is seen which come back.
+//! [`UnmapAndLook`]: unmaps pages, and checks later which of them were mapped again.
 //!
-//! Works on any kernel since 5.10, for memory that cannot go to
-//! swap. The idea: a page that is in its file but in nobody's page table costs
-//! its next user a small fault that the kernel resolves alone, and leaves a
-//! trace: the present bit. So
+//! Works on any kernel since 5.10, for memory that cannot go to swap. The idea: a page that is in
+//! its file but in no page table costs its next user a small fault that the kernel resolves alone,
+//! and that leaves a trace: the present bit. So
 //!
 //! ```text
 //!   look:   1. the devices' marks          → what DMA touched since the last look
@@ -13,28 +12,26 @@
 //!           4. MADV_PAGEOUT on the VMM's   out of every page table, kept in the file
 //! ```
 //!
-//! Step 4 passes over files on a tmpfs mounted with `noswap`, whose pages are
-//! unevictable. For those a thread of the VMM is borrowed (see
-//! [`pagetide_sys::ptrace`]) to drop its own translations, which is 0.2 ms of that
-//! thread's time a run of [`RUN_BYTES_MAX`] and some more for pages.
+//! Step 4 skips files on a tmpfs mounted with `noswap`, whose pages are unevictable. For those a
+//! remote system call in a thread of the VMM (see [`pagetide_sys::ptrace`]) drops the VMM's
+//! translations, which takes 0.2 ms of that thread's time per run of [`RUN_BYTES_MAX`], and some
+//! more per page.
 //!
-//! `MADV_DONTNEED` on anything but a shared file would lose content. So the
-//! mappings are compared with the layout right before each run, with the thread
-//! stopped, and a run is short. What remains: the VMM's other threads go on, and
-//! one of them might, between that look and the end of its run (about a
-//! millisecond), unmap RAM, map private memory in its place, and write there; that
-//! write would be lost. A VMM that unplugs RAM does so on one thread, after its
-//! guest was told; and what it maps next comes there only if the kernel chooses
-//! the very addresses. No other call takes translations away and spares private
-//! memory. `MADV_PAGEOUT` loses nothing in any case: who wants no such window keeps
-//! RAM on a file system that is not `noswap`.
+//! `MADV_DONTNEED` on anything but a shared file would lose content. So the mappings are compared
+//! with the layout right before each run, with the thread stopped, and a run is short. What
+//! remains: the VMM's other threads continue, and one of them might, between that check and the end
+//! of the run (about a millisecond), unmap RAM, map private memory in its place, and write there;
+//! that write would be lost. A VMM that unplugs RAM does so on one thread, after notifying its
+//! guest; and its next mapping is placed there only if the kernel chooses exactly these addresses.
+//! No other call drops translations and spares private memory. `MADV_PAGEOUT` never loses anything:
+//! to avoid the window, keep RAM on a file system that is not `noswap`.
 //!
-//! Nothing of a file is held between two looks but how it is unmapped, so that RAM
-//! that was unplugged goes back to the host whether or not anybody looks again.
+//! Between two looks nothing of a file is kept except the way in which it is unmapped, so unplugged
+//! RAM returns to the host whether or not there is another look.
 //!
-//! An access between steps 1 and 4 is lost to the tracker: such a page looks
-//! colder than it is, once. Some ten pages per CPU stay mapped because they are
-//! in the kernel's batches: they look warmer, once.
+//! An access between steps 1 and 4 is lost to the tracker: such a page looks colder than it is,
+//! once. Some ten pages per CPU stay mapped because they are in the kernel's per-CPU batches: they
+//! look warmer, once.
 //!
 //! Memory in huge pages is unmapped as a whole, and looks touched as a whole; see [`super::huge`].
 
@@ -57,19 +54,19 @@ use std::time::{Duration, Instant};
 
 /// Its name.
 pub const NAME: &str = "unmap-and-look";
-/// Most bytes whose translations a thread of the VMM drops after one look at its mappings: some
-/// hundred nanoseconds a page that is mapped, so a millisecond or two.
+/// Most bytes whose translations a thread of the VMM drops after one check of its mappings: some
+/// hundred nanoseconds per mapped page, so a millisecond or two.
 const RUN_BYTES_MAX: u64 = 32 << 20;
-/// Most calls for that.
+/// Most calls for one run.
 const RUN_CALLS_MAX: usize = 32;
 /// Most bytes that are unmapped in one call from outside: the VMM's address space is locked meanwhile,
 /// for some microseconds a page.
 const CALL_BYTES_MAX: u64 = 1 << 20;
 /// Most ranges in such a call.
 const CALL_RANGES_MAX: usize = 256;
-/// The same of huge pages, each of which takes a few microseconds.
+/// The same for huge pages, each of which takes a few microseconds.
 const CALL_HUGE_BYTES_MAX: u64 = 8 * HUGE_BYTES;
-/// A huge page that is to go must have been left alone for so long before it is split.
+/// A huge page to be evicted must have been unused for this long before it is split.
 const SPLIT_AFTER: Duration = Duration::from_millis(50);
 
 /// See the module.
@@ -82,7 +79,7 @@ pub struct UnmapAndLook {
     huge: HugePages,
 }
 
-/// The files of a layout, in their order, for one look.
+/// The files of a layout, in order, for one look.
 pub(super) struct Files {
     layout: Arc<RamLayout>,
     ways: Vec<Way>,
@@ -90,28 +87,28 @@ pub(super) struct Files {
     may_be_large: bool,
 }
 
-/// What is mapped of a piece.
+/// The mapped pages of a piece.
 struct Mapped {
     touched: Touched,
     by: Translation,
 }
 
-/// What a sample leads to.
+/// The actions that follow from a sample.
 #[derive(Default)]
 struct Round {
     sampled: Sampled,
     ranges: RangesByWay,
-    /// Huge pages that are mapped 4 KiB at a time.
+    /// Huge pages mapped 4 KiB at a time.
     in_pieces: Ranges,
-    /// A section that was a huge page, and can be one.
+    /// A section that was a huge page, and can be one again.
     merge: Option<Hva>,
 }
 
-/// What the VMM needs to have a page mapped again that is in its file: the least of several tries, in
+/// The time the VMM needs to map a page again that is in its file: the minimum of several tries, in
 /// this process, with memory like a guest's.
 ///
 /// # Errors
-/// What the kernel says.
+/// The error of a system call.
 pub fn refault_cost() -> Result<Duration, TrackerError> {
     const PAGES: u32 = 256;
     const TRIES: u32 = 5;
@@ -139,7 +136,7 @@ pub fn refault_cost() -> Result<Duration, TrackerError> {
 }
 
 impl UnmapAndLook {
-    /// For the RAM of `vmm`. `devices` tell what their DMA touched.
+    /// For the RAM of `vmm`. `devices` report what their DMA touched.
     ///
     /// # Errors
     /// [`TrackerError`].
@@ -150,7 +147,7 @@ impl UnmapAndLook {
     ) -> Result<Self, TrackerError> {
         let vmm_map = Pagemap::of_process(vmm.pid())?;
         let huge = HugePages::new(vmm).map_err(TrackerError::Large)?;
-        // Opened by pid: it is the VMM's if that had not ended even afterwards.
+        // Opened by pid: it belongs to the VMM if the VMM still runs afterwards.
         if vmm.fd().has_ended()? {
             return Err(PagemapError::Gone.into());
         }
@@ -162,17 +159,17 @@ impl UnmapAndLook {
             ways: Mutex::default(),
             huge,
         };
-        // Told now rather than at the first look.
+        // Errors show now rather than at the first look.
         tracker.files()?;
         Ok(tracker)
     }
 
-    /// What the VMM has mapped.
+    /// The VMM's page table.
     pub(super) const fn page_table(&self) -> &Pagemap {
         &self.vmm_map
     }
 
-    /// The files as they are now.
+    /// The current files.
     pub(super) fn files(&self) -> Result<Files, TrackerError> {
         let layout = self.layout.now();
         let keys = || layout.files().iter().map(|file| file.key());
@@ -189,7 +186,8 @@ impl UnmapAndLook {
         })
     }
 
-    /// Has the VMM drop its translations of `ranges`, as long as its RAM is where `layout` has it.
+    /// Makes the VMM drop its translations of `ranges`, as long as its RAM is mapped as in
+    /// `layout`.
     fn unmap_inside(&self, layout: &RamLayout, ranges: &Ranges) -> Result<(), TrackerError> {
         for run in ranges.parts(RUN_BYTES_MAX, RUN_CALLS_MAX) {
             run_inside(self.vmm.fd(), |thread| {
@@ -205,7 +203,7 @@ impl UnmapAndLook {
         Ok(())
     }
 
-    /// Takes ranges out of the VMM's page table, in calls that are short.
+    /// Unmaps ranges in the VMM, in short calls.
     fn unmap(&self, files: &Files, ranges: &RangesByWay) -> Result<(), TrackerError> {
         for part in ranges.page_out.parts(CALL_BYTES_MAX, CALL_RANGES_MAX) {
             self.vmm.fd().page_out(&part)?;
@@ -224,14 +222,14 @@ impl UnmapAndLook {
         Ok(())
     }
 
-    /// Has huge pages that are mapped 4 KiB at a time mapped as one by whoever touches them next.
+    /// Unmaps huge pages that are mapped 4 KiB at a time, so that the next access maps each as one.
     fn unmap_in_pieces(&self, files: &Files, ranges: &Ranges) -> Result<(), TrackerError> {
         if ranges.is_empty() {
             return Ok(());
         }
         match self.unmap_inside(&files.layout, ranges) {
             Ok(()) => Ok(()),
-            // No thread of the VMM can be borrowed now. They are out of the table either way.
+            // No remote system call is possible now. They are unmapped either way.
             Err(TrackerError::Inside(error)) => {
                 tracing::debug!(%error, "huge pages stay mapped 4 KiB at a time");
                 self.unmap_huge(ranges)
@@ -240,7 +238,7 @@ impl UnmapAndLook {
         }
     }
 
-    /// Makes one page of a section that was one.
+    /// Collapses a section that was a huge page.
     fn merge(&self, files: &Files, start: Hva) -> Result<(), TrackerError> {
         let mut range = Ranges::default();
         range.add(start, HUGE_BYTES);
@@ -251,7 +249,7 @@ impl UnmapAndLook {
         }
     }
 
-    /// What devices touched of `piece`.
+    /// The pages of `piece` that devices touched.
     pub(super) fn dma(
         &self,
         files: &Files,
@@ -317,7 +315,7 @@ impl UnmapAndLook {
         let way = files.ways[piece.file];
         let kept = self.kept(files, sample.section, (piece, &mapped))?;
         if kept == Kept::Small {
-            // What is not mapped is out already.
+            // Other pages are unmapped already.
             let out = touched.cpu.intersection(&sample.next);
             touched.cpu = touched.cpu.intersection(&sample.asked);
             round.sampled.unmapped_pages += out.len();
@@ -336,7 +334,7 @@ impl UnmapAndLook {
             }
             return Ok(touched);
         }
-        // Out as a whole, touched as a whole: it counts as the pages that were chosen.
+        // Unmapped as a whole, touched as a whole: it counts as the chosen pages.
         touched.cpu = sample.asked;
         round.sampled.unmapped_pages += sample.next.len();
         let bytes = piece.pages.bytes();
@@ -348,7 +346,7 @@ impl UnmapAndLook {
         Ok(touched)
     }
 
-    /// Takes whole sections out; huge pages stay whole.
+    /// Unmaps whole sections; huge pages stay whole.
     fn look_at(&self, files: &Files, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut all = Vec::with_capacity(sections.len());
         let mut ranges = RangesByWay::default();
@@ -374,8 +372,8 @@ impl UnmapAndLook {
         Ok(all)
     }
 
-    /// Splits what is large of sections that were taken out a moment ago. A huge page that was used
-    /// since is not split, and its section does not go.
+    /// Splits the large folios of sections that were unmapped a moment ago. A huge page that was
+    /// used since is not split, and its section is not evicted.
     fn split(&self, files: &Files, sections: &[SectionNo]) -> Result<(), TrackerError> {
         let mut ranges = RangesByWay::default();
         for section in sections {
@@ -431,7 +429,7 @@ impl AccessTracker for UnmapAndLook {
         let files = self.files()?;
         let touched = self.look_at(&files, sections)?;
         if files.may_be_large {
-            // Most of what is to go turns out to be in use, and would have lost its huge pages.
+            // Most candidates turn out to be in use, and would lose their huge pages.
             std::thread::sleep(SPLIT_AFTER);
             self.split(&files, sections)?;
         }
@@ -463,7 +461,7 @@ impl AccessTracker for UnmapAndLook {
     fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
         let files = self.files()?;
         let mut mapped = PageSet::EMPTY;
-        // What could not be split must not go, and so it counts as in use.
+        // A section that could not be split must not be evicted, so it counts as in use.
         if self.huge.is_held(section) {
             return Ok(PageSet::of_range(section, section.all_pages()));
         }

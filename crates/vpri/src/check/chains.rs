@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks of the event queue as a queue: framing, full rings, chains that are none.
+//! Checks of the event queue as a queue: framing, full rings, malformed chains.
 //!
-//! A malformed chain comes back: with a status if there is room for one, else empty.
-//! A ring that is broken may end the connection; but the device must not die, or be of
-//! no use to the next driver.
+//! A malformed chain comes back: with a status if there is room for one, otherwise
+//! empty. A broken ring may end the connection, but the device must not crash, and
+//! must still serve the next driver.
 
 use super::{Check, Checked, Tester, ensure, expect, probe::Part};
 use crate::{
@@ -16,7 +16,7 @@ use crate::{
 use pagetide_addr::{FilePage, FileRange};
 
 const PAGES: u64 = 512;
-/// Buffers that no good chain uses.
+/// Descriptors that no valid chain uses.
 const SPARE: u16 = 40;
 
 /// The checks, in order.
@@ -91,7 +91,7 @@ fn unmap_event(tester: &mut Tester) -> Result<Vec<u8>, super::Ended> {
 fn framing(tester: &mut Tester) -> Checked {
     let bytes = unmap_event(tester)?;
     let len = u32::try_from(bytes.len()).unwrap_or(0);
-    // Where the message is cut, and where its reply.
+    // Where the message is cut, and where its reply is cut.
     for (cuts, reply_cut) in [
         (vec![1], 1),
         (vec![32], 8),
@@ -153,7 +153,7 @@ fn index_wrap(tester: &mut Tester) -> Checked {
     Ok(())
 }
 
-/// Gives the device `parts`, and sees that the queue goes on: the next event is answered.
+/// Submits `parts`, and checks that the queue goes on: the next event is answered.
 fn survives(tester: &mut Tester, parts: &[Part], end: BadEnd) -> Checked {
     let space = tester.create(PAGES)?;
     let probe = tester.probe()?;
@@ -223,7 +223,7 @@ fn readable_after_writable(tester: &mut Tester) -> Checked {
 }
 
 fn huge(tester: &mut Tester) -> Checked {
-    // As long as the memory is, many times over.
+    // A buffer as long as the memory, many times over.
     let whole = u32::try_from(Area::bounce_address() - BASE).unwrap_or(0);
     let part = Part::Read(0, whole);
     let reply = Part::Write(Area::reply_at(SPARE), 16);
@@ -245,7 +245,7 @@ fn short_mask(tester: &mut Tester) -> Checked {
     Ok(())
 }
 
-/// Gives the device descriptors that make no chain, and sees that it is there for the next driver.
+/// Submits descriptors that form no chain, and checks that the device serves the next driver.
 fn outlives(tester: &mut Tester, descriptors: &[Descriptor], head: u16) -> Checked {
     tester.reconnect()?;
     tester.must(&Event::Begin, Code::Ok)?;

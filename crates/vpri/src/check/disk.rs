@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A vhost-user-blk device of the DPU under test, made to do DMA into memory of the tester's own.
+//! A vhost-user-blk device of the DPU under test, made to do DMA into the tester's memory.
 //!
 //! ```text
 //!   page 0 …   ring (standing)    64 header    65 status    512 … content
 //! ```
-//! Everything that a request touches lies in pages of its own, so each shows
-//! whether it was asked for.
+//! Every item that a request touches lies in pages of its own, so each page
+//! shows whether it was requested.
 
 use super::{Ended, ensure, probe::PATIENCE};
 use crate::driver::{
@@ -43,10 +43,10 @@ const STATUS: FilePage = FilePage(65);
 pub(super) const CONTENT: FilePage = FilePage(SECTION_PAGES);
 /// A status that no device writes.
 const BLANK: u8 = 0xff;
-/// A read, as the header says it.
+/// The request type of a read in the header.
 const READ: u32 = 0;
 const RING: RingPlace = RingPlace::at(0, 64);
-/// The device keeps to virtio 1, and speaks vhost-user's protocol features.
+/// virtio 1 and vhost-user's protocol features.
 const FEATURES: u64 = 1 << 32 | 1 << 30;
 
 /// See the module.
@@ -60,7 +60,7 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// Connects, with all memory still a hole but for the ring.
+    /// Connects, with all memory still a hole except for the ring.
     pub(super) fn connect(socket: &Path) -> Result<Self, Ended> {
         let connected = Self::try_connect(socket);
         connected.map_err(|error| {
@@ -129,7 +129,7 @@ impl Disk {
         })
     }
 
-    /// Name of its memory.
+    /// The name of its memory.
     pub(super) fn name(&self) -> Result<FileKey, Ended> {
         let key = self.file.key();
         key.map_err(|error| Ended::Failed(error.to_string()))
@@ -176,7 +176,7 @@ impl Disk {
         Ok(Some(status))
     }
 
-    /// The status of the read, waited for while nothing else is to be done.
+    /// Waits for the status of the read.
     pub(super) fn wait_done(&mut self) -> Result<u8, Ended> {
         let began = Instant::now();
         loop {
@@ -198,13 +198,13 @@ impl Disk {
         Ok(!is_data)
     }
 
-    /// Makes `pages` holes again.
+    /// Punches holes at `pages`.
     pub(super) fn punch(&self, pages: FileRange) -> Result<(), Ended> {
         let punched = self.file.punch(pages.start.byte_offset(), pages.bytes());
         punched.map_err(|error| Ended::Failed(error.to_string()))
     }
 
-    /// Writes into the beginning of `page`.
+    /// Writes to the beginning of `page`.
     pub(super) fn put(&self, page: FilePage, bytes: &[u8]) -> Result<(), Ended> {
         let copied = self.memory.copy_to(page.byte_offset(), bytes);
         copied.map_err(|error| Ended::Failed(error.to_string()))

@@ -7,14 +7,14 @@ use pagetide_addr::{Access, DomainId, FilePage};
 use std::{io::Read, os::unix::net::UnixStream};
 
 const PAGES: u64 = 1024;
-/// More spaces than this are not tried, whatever the device says.
+/// Most spaces that are tried, whatever the device declares.
 const SPACES_TRIED_MAX: u32 = 4096;
 
 /// The checks, in order.
 pub(super) const CHECKS: &[Check] = &[
     Check {
         name: "session/begin-first",
-        demand: "anything but BEGIN is INVALID from a driver that has not said it",
+        demand: "anything but BEGIN is INVALID from a driver that has not sent it",
         run: begin_first,
     },
     Check {
@@ -120,7 +120,7 @@ fn one_driver(tester: &mut Tester) -> Checked {
         || is_turned_away,
         || "a second connection was not hung up on".to_owned(),
     )?;
-    // The first has not suffered.
+    // The first is not affected.
     tester.create(PAGES).map(|_| ())
 }
 
@@ -216,12 +216,12 @@ fn not_taken_over(tester: &mut Tester) -> Checked {
     tester.must(&Event::UnmapAll { space }, Code::NoSpace)?;
     tester.ready()?;
     tester.must(&Event::UnmapAll { space }, Code::NoSpace)?;
-    // Its memory may have a space again.
+    // Its memory may get a space again.
     tester.create_named(name, PAGES).map(|_| ())
 }
 
 fn full(tester: &mut Tester) -> Checked {
-    // Whatever there was before is gone.
+    // This ends all earlier spaces.
     tester.ready()?;
     let most = tester.probe()?.config().spaces_max;
     if most > SPACES_TRIED_MAX {
@@ -257,7 +257,7 @@ fn barred(tester: &mut Tester) -> Checked {
     let other = tester.name();
     tester.create_named(other, PAGES)?;
     tester.must(&Event::Bar { name: other }, Code::Exists)?;
-    // The next driver may think otherwise.
+    // Undo this for the next driver.
     tester.must(&Event::Begin, Code::Ok)?;
     tester.must(&create, Code::Ok).map(|_| ())
 }
@@ -289,7 +289,7 @@ fn strict_order(tester: &mut Tester) -> Checked {
         ensure(in_order, || {
             format!("a space that is destroyed after three events and before three: {codes:?}")
         })?;
-        // The memory may be let go of a little later.
+        // The memory may be released a little later.
         std::thread::sleep(RETURN_LOOK);
     }
     Ok(())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks of the access log: what DMA touches is told, and losses are.
+//! Checks of the access log: DMA accesses are reported, and so are losses.
 
 use super::{
     Check, Checked, Ended, Tester,
@@ -12,19 +12,19 @@ use crate::wire::{LogEntry, LogRecord, RECORD_BYTES, feature};
 use pagetide_addr::{Access, FilePage, PAGE_BYTES};
 use std::time::{Duration, Instant};
 
-/// Between two tries: what a device has to tell is told within 100 ms.
+/// Time between two tries: a device must report its records within 100 ms.
 const TRY: Duration = Duration::from_millis(120);
 
 /// The checks, in order.
 pub(super) const CHECKS: &[Check] = &[
     Check {
         name: "log/accesses",
-        demand: "with buffers in queue 2 the device tells what DMA has touched, in whole records",
+        demand: "with buffers in queue 2 the device reports what DMA has touched, in whole records",
         run: accesses,
     },
     Check {
         name: "log/losses",
-        demand: "records for which there was no buffer are counted, and told first (LOG_LOSSES)",
+        demand: "records for which there was no buffer are counted, and reported first (LOG_LOSSES)",
         run: losses,
     },
     Check {
@@ -34,7 +34,7 @@ pub(super) const CHECKS: &[Check] = &[
     },
 ];
 
-/// A disk, all of whose memory is mapped.
+/// A disk with all of its memory mapped.
 fn mapped(tester: &mut Tester) -> Result<Rig, Ended> {
     tester.needs(feature::ACCESS_LOG, "ACCESS_LOG")?;
     let rig = Rig::new(tester)?;
@@ -43,7 +43,7 @@ fn mapped(tester: &mut Tester) -> Result<Rig, Ended> {
     Ok(rig)
 }
 
-/// Reads, again and again, until `found` says so of what the device tells.
+/// Reads again and again, until `found` returns true for what the device reports.
 fn read_until(
     tester: &mut Tester,
     rig: &mut Rig,
@@ -69,7 +69,7 @@ fn accesses(tester: &mut Tester) -> Checked {
     let content = CONTENT.byte_offset()..CONTENT.byte_offset() + READ_PAGES * PAGE_BYTES;
     let room = 16 * RECORD_BYTES;
     tester.probe()?.give_log_buffer(0, room)?;
-    read_until(tester, &mut rig, "no access was told", |tester| {
+    read_until(tester, &mut rig, "no access was reported", |tester| {
         let Some(entries) = tester.probe()?.log_entries()? else {
             return Ok(false);
         };
@@ -87,9 +87,9 @@ fn accesses(tester: &mut Tester) -> Checked {
 fn losses(tester: &mut Tester) -> Checked {
     tester.needs(feature::LOG_LOSSES, "LOG_LOSSES")?;
     let mut rig = mapped(tester)?;
-    // Room for one record, and none until another read was done.
+    // Room for one record, and then none until another read is done.
     let mut is_out = false;
-    read_until(tester, &mut rig, "no loss was told", |tester| {
+    read_until(tester, &mut rig, "no loss was reported", |tester| {
         if !is_out {
             tester.probe()?.give_log_buffer(0, RECORD_BYTES)?;
             is_out = true;

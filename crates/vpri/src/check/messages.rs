@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks of the configuration and of each message, right and wrong.
+//! Checks of the configuration and of each message, valid and invalid.
 
 use super::{Check, Checked, Ended, Tester, ensure, expect};
 use crate::{
@@ -15,16 +15,16 @@ use pagetide_addr::{
 };
 use vhost::vhost_user::{VhostUserFrontend, message::VhostUserConfigFlags};
 
-/// Pages of the spaces that are tried: not whole sections.
+/// Size in pages of the spaces under test: not whole sections.
 const PAGES: u64 = 2 * SECTION_PAGES + 100;
-/// Bits that neither this version of VPRI nor vhost-user nor a ring has a meaning for.
+/// Bits without a meaning in this version of VPRI, in vhost-user and in a ring.
 const NO_FEATURE: u64 = 0x00ff_ffc0;
 
 /// The checks, in order.
 pub(super) const CHECKS: &[Check] = &[
     Check {
         name: "config/layout",
-        demand: "64 bytes, of which the reserved ones are zero, told the same each time and in parts",
+        demand: "64 bytes, of which the reserved ones are zero, the same each time they are read, whole or in parts",
         run: config_layout,
     },
     Check {
@@ -44,12 +44,12 @@ pub(super) const CHECKS: &[Check] = &[
     },
     Check {
         name: "message/unknown-opcode",
-        demand: "an operation that is none is UNSUPPORTED",
+        demand: "an unknown operation is UNSUPPORTED",
         run: unknown_opcodes,
     },
     Check {
         name: "message/unknown-space",
-        demand: "an operation on a space that is none is answered NO_SPACE",
+        demand: "an operation on an unknown space is answered NO_SPACE",
         run: unknown_spaces,
     },
     Check {
@@ -171,7 +171,7 @@ fn features_known(tester: &mut Tester) -> Checked {
     ensure(|| unknown == 0, || format!("unknown bits: {unknown:#x}"))
 }
 
-/// A good message of each operation, all on space `space`.
+/// A valid message of each operation, all on space `space`.
 fn samples(space: DomainId, name: FileKey) -> Vec<Event<'static>> {
     let ranges = vec![pages(3, 5), pages(600, 601)];
     vec![
@@ -236,14 +236,14 @@ fn encoded(event: &Event<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Says `bytes`, which must be refused with `code`.
+/// Sends `bytes`, which must be refused with `code`.
 fn refused(tester: &mut Tester, bytes: &[u8], (code, what): (Code, &str)) -> Result<u32, Ended> {
     let reply = tester.probe()?.say(bytes, STATUS_BYTES)?;
     let reply = Reply::decode(&reply).map_err(|error| Ended::Failed(format!("{what}: {error}")))?;
     expect(reply, code, what).map(|reply| reply.status.detail)
 }
 
-/// Says `bytes`, whose field at `at` is the first that is wrong.
+/// Sends `bytes`, whose first invalid field is at `at`.
 fn refused_at(tester: &mut Tester, bytes: &[u8], (at, what): (u32, &str)) -> Checked {
     let detail = refused(tester, bytes, (Code::Invalid, what))?;
     ensure(

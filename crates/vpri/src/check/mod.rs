@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A conformance tester: any implementation of the VPRI function against `docs/vpri.md`.
+//! A conformance tester: checks any implementation of the VPRI function against
+//! `docs/vpri.md`.
 //!
-//! It connects as a driver and tries what the specification says, right and wrong,
-//! one named check after the other, each on a connection of its own. It needs no VM:
-//! the memory it makes spaces of has names that no file has. What a device does with
-//! DMA is seen only if one can be made to do some: with a vhost-user-blk device of
-//! the same DPU ([`CheckOptions::disk`]) the tester reads from that disk into memory
-//! of its own, of which it has taken the pages.
+//! It connects as a driver and tries what the specification covers, valid and
+//! invalid, one named check after the other, each on a connection of its own. It
+//! needs no VM: the memory it makes spaces of has names that no file has. How a
+//! device does DMA can only be tested if a device can be made to do some: with a
+//! vhost-user-blk device of the same DPU ([`CheckOptions::disk`]) the tester reads
+//! from that disk into memory of its own whose pages it has unmapped.
 //!
 //! # Before it is run
-//! It is a driver: the function must have none. And like each driver it says READY,
-//! upon which memory that it does not know is read-write. So it is for a
-//! DPU that serves no VM.
+//! It is a driver, so the function must have none. Like each driver it sends READY,
+//! after which unknown memory is read-write. So run it on a DPU that serves no VM.
 
 mod chains;
 mod disk;
@@ -36,7 +36,7 @@ use std::{
 const RETURN_PATIENCE: Duration = Duration::from_secs(5);
 /// Between two tries to connect.
 const RETURN_LOOK: Duration = Duration::from_millis(5);
-/// First half of the names of memory that the tester makes spaces of.
+/// First half of the names of the tester's memory.
 const NAME: u64 = u64::from_le_bytes(*b"pt-check");
 
 /// What to test.
@@ -51,11 +51,11 @@ pub struct CheckOptions {
 /// How a check ended.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Verdict {
-    /// The device does as the specification says.
+    /// The device follows the specification.
     Passed,
-    /// It does not, in a sentence.
+    /// It does not: a sentence.
     Failed(String),
-    /// It could not be tried, in a sentence.
+    /// The check could not be run: a sentence.
     Skipped(String),
 }
 
@@ -70,12 +70,12 @@ pub struct CheckOutcome {
     pub verdict: Verdict,
 }
 
-/// What the tester found.
+/// The results of the tester.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CheckReport {
     /// Socket of the function.
     pub socket: PathBuf,
-    /// Limits that the device tells.
+    /// The device's limits.
     pub config: Config,
     /// Feature bits that it offers.
     pub features: u64,
@@ -92,27 +92,27 @@ impl CheckReport {
     }
 }
 
-/// Why nothing was tested.
+/// Why nothing could be tested.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
-    /// No function there, or none that takes a driver.
+    /// There is no function, or it accepts no driver.
     #[error(
         "{socket} cannot be tested: {source}; is a VPRI function there, without another driver?"
     )]
     Connect {
         /// The socket.
         socket: PathBuf,
-        /// What became of it.
+        /// The error.
         source: ConnectError,
     },
 }
 
-/// Why a check went no further.
+/// Why a check ended early.
 #[derive(Debug)]
 pub(crate) enum Ended {
-    /// The device does not do as it should.
+    /// The device violates the specification.
     Failed(String),
-    /// It cannot be tried.
+    /// It cannot be run.
     Skipped(String),
 }
 
@@ -132,7 +132,7 @@ struct Check {
     run: fn(&mut Tester) -> Checked,
 }
 
-/// Runs every check. `tell` hears of each as it ends.
+/// Runs every check. `tell` is called with each outcome as a check ends.
 ///
 /// # Errors
 /// [`CheckError`]: there is nothing to test.
@@ -172,7 +172,7 @@ pub fn run(
         tell(&outcome);
         checks.push(outcome);
     }
-    // What was created is given back.
+    // Give back what was created.
     if let Err(Ended::Failed(why) | Ended::Skipped(why)) =
         tester.fresh().and_then(|()| tester.ready())
     {
@@ -186,7 +186,7 @@ pub fn run(
     })
 }
 
-/// What a check has at hand.
+/// The state that a check works with.
 pub(crate) struct Tester {
     options: CheckOptions,
     probe: Option<Probe>,
@@ -195,7 +195,7 @@ pub(crate) struct Tester {
 
 /// Connections.
 impl Tester {
-    /// A new connection on which BEGIN was said, without spaces of an earlier one.
+    /// A new connection after BEGIN, without spaces of an earlier one.
     fn fresh(&mut self) -> Checked {
         self.reconnect()?;
         for event in [Event::Begin, Event::Ready, Event::Begin] {
@@ -244,25 +244,25 @@ impl Tester {
         }
     }
 
-    /// Says `event`, which must be answered with `code`.
+    /// Sends `event`, which must be answered with `code`.
     pub(crate) fn must(&mut self, event: &Event<'_>, code: Code) -> Result<Reply, Ended> {
         let reply = self.probe()?.call(event)?;
         let what = format!("{:?}", event.opcode());
         expect(reply, code, &what)
     }
 
-    /// Says READY.
+    /// Sends READY.
     pub(crate) fn ready(&mut self) -> Checked {
         self.must(&Event::Ready, Code::Ok).map(|_| ())
     }
 
-    /// Creates a space of `page_count` pages of memory of any name; its number.
+    /// Creates a space of `page_count` pages of new memory; returns its number.
     pub(crate) fn create(&mut self, page_count: u64) -> Result<DomainId, Ended> {
         let name = self.name();
         self.create_named(name, page_count)
     }
 
-    /// Creates a space of the memory `name`; its number.
+    /// Creates a space of the memory `name`; returns its number.
     pub(crate) fn create_named(
         &mut self,
         name: FileKey,
@@ -301,7 +301,7 @@ pub(crate) fn ensure(is_so: impl FnOnce() -> bool, why: impl FnOnce() -> String)
     Err(Ended::Failed(why()))
 }
 
-/// A new connection; a device that has not noticed yet that the last one closed hangs up.
+/// A new connection, retried: a device that has not yet noticed that the last one closed hangs up.
 fn connected(socket: &Path) -> Result<Probe, ConnectError> {
     let began = Instant::now();
     loop {
@@ -318,7 +318,7 @@ mod tests {
     use super::*;
     use crate::driver::fake::{Answers, Fake};
 
-    /// Runs the checks that are called `names` against a device that answers by `script`.
+    /// Runs the checks named `names` against a device that answers by `script`.
     fn verdicts(
         names: &[&str],
         script: impl FnMut(&Event<'static>, u64) -> Answers + Send + 'static,

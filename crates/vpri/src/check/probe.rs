@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Probe`]: a driver's connection that can also say what no driver should.
+//! [`Probe`]: a driver's connection that can also send what no driver should.
 //!
-//! One thread, one thing after the other. Messages are laid out as a check likes:
-//! in any number of descriptors, with nonsense in them.
+//! It has one thread and does one thing at a time. A check decides the layout of
+//! its messages: any number of descriptors, with any content.
 
 use super::{Ended, ensure};
 use crate::{
@@ -30,11 +30,11 @@ use std::{
 };
 use vhost::{VhostBackend, vhost_user::Frontend};
 
-/// How long the device may take for anything.
+/// How long the device may take to answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
-/// Descriptors set apart for each chain.
+/// Descriptors reserved for each chain.
 pub(crate) const CHAIN_ROOM: u16 = 8;
-/// Features that the tester makes use of.
+/// Features that the tester uses.
 const WANTED: u64 = feature::OVERWRITE
     | feature::INJECT
     | feature::TOUCHED
@@ -137,7 +137,7 @@ impl Probe {
 
 /// Events.
 impl Probe {
-    /// Says `event` as a good driver does.
+    /// Sends `event` as a correct driver does.
     pub(crate) fn call(&mut self, event: &Event<'_>) -> Result<Reply, Ended> {
         let mut bytes = Vec::new();
         event.encode(&mut bytes);
@@ -146,7 +146,7 @@ impl Probe {
         Reply::decode(&reply).map_err(|error| Ended::Failed(format!("{what}: {error}")))
     }
 
-    /// Says any bytes with room for a reply of `room`; what the device has written.
+    /// Sends any bytes, with room for a reply of `room`; returns what the device has written.
     pub(crate) fn say(&mut self, bytes: &[u8], room: usize) -> Result<Vec<u8>, Ended> {
         let slot = self.free_slot()?;
         let parts = self.lay_out(slot, bytes, room)?;
@@ -159,7 +159,7 @@ impl Probe {
         Ok(self.written(slot, used.len))
     }
 
-    /// Says all of `events` at once; how each ended.
+    /// Sends all of `events` at once; returns how each ended.
     pub(crate) fn call_all(&mut self, events: &[Event<'_>]) -> Result<Vec<Code>, Ended> {
         let mut heads = Vec::new();
         for event in events {
@@ -190,13 +190,13 @@ impl Probe {
         free.ok_or_else(|| Ended::Failed("it keeps every chain that it is given".to_owned()))
     }
 
-    /// Writes a message into the buffers of `slot`: the parts of a good chain.
+    /// Writes a message into the buffers of `slot`; returns the parts of a valid chain.
     pub(crate) fn lay_out(&self, slot: u16, bytes: &[u8], room: usize) -> Result<[Part; 2], Ended> {
         let length = |len: usize| u32::try_from(len).unwrap_or(u32::MAX);
         let message_at = if u64::from(length(bytes.len())) <= MESSAGE_ROOM {
             Area::message_at(slot)
         } else {
-            // There is room where no content lands.
+            // Room that no content is written to.
             Area::bounce_address() - BASE
         };
         self.put(message_at, bytes)?;
@@ -213,14 +213,14 @@ impl Probe {
         copied.map_err(|error| Ended::Failed(error.to_string()))
     }
 
-    /// Puts a chain into the event queue, its descriptors those of `slot`, and kicks; its head.
+    /// Puts a chain of descriptors of `slot` into the event queue, and kicks; returns its head.
     pub(crate) fn submit(&mut self, slot: u16, parts: &[Part]) -> Result<u16, Ended> {
         let head = self.publish(slot, parts)?;
         self.show()?;
         Ok(head)
     }
 
-    /// Like [`Self::submit`], without showing it to the device.
+    /// Like [`Self::submit`], but does not show it to the device.
     fn publish(&mut self, slot: u16, parts: &[Part]) -> Result<u16, Ended> {
         let first = slot * CHAIN_ROOM;
         let mut room = 0_u32;
@@ -245,18 +245,18 @@ impl Probe {
         Ok(first)
     }
 
-    /// Writes one descriptor of the event queue as it is.
+    /// Writes one descriptor of the event queue unchanged.
     pub(crate) fn describe(&self, index: u16, descriptor: Descriptor) -> Result<(), Ended> {
         self.events.describe(index, descriptor).map_err(broken)
     }
 
-    /// Puts a head into the event queue that need not be one, and kicks.
+    /// Puts any head, valid or not, into the event queue, and kicks.
     pub(crate) fn submit_raw(&mut self, head: u16) -> Result<(), Ended> {
         self.events.publish_raw(head).map_err(broken)?;
         self.show()
     }
 
-    /// Kicks the device for its event queue, whether there is something or not.
+    /// Kicks the device for its event queue, even if it is empty.
     pub(crate) fn kick(&self) {
         ring_event(&self.kicks[0]);
     }
@@ -328,7 +328,7 @@ impl Probe {
 
 /// Page requests.
 impl Probe {
-    /// Gives the device `count` buffers for page requests, from number `first` on.
+    /// Gives the device `count` buffers for page requests, starting with number `first`.
     pub(crate) fn give_buffers(&mut self, first: u16, count: u16) -> Result<(), Ended> {
         let len = u32::try_from(REQUEST_BYTES).unwrap_or(u32::MAX);
         for buffer in first..first + count.min(FAULT_BUFFERS) {
@@ -347,7 +347,7 @@ impl Probe {
         Ok(())
     }
 
-    /// The next page request, if one is there.
+    /// The next page request, if there is one.
     pub(crate) fn request(&mut self) -> Result<Option<PageRequest>, Ended> {
         let Some(used) = self.faults.take().map_err(broken)? else {
             return Ok(None);
@@ -370,7 +370,7 @@ impl Probe {
         Ok(Some(request))
     }
 
-    /// The next page request, waited for.
+    /// Waits for the next page request.
     pub(crate) fn wait_request(&mut self) -> Result<PageRequest, Ended> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -386,7 +386,7 @@ impl Probe {
 
 /// The access log.
 impl Probe {
-    /// Gives the device buffer number `buffer` of `bytes` for records.
+    /// Gives the device buffer number `buffer` of `bytes` bytes for records.
     pub(crate) fn give_log_buffer(&mut self, buffer: u16, bytes: usize) -> Result<(), Ended> {
         let len = u32::try_from(bytes).unwrap_or(u32::MAX);
         let descriptor = Descriptor {
@@ -403,7 +403,7 @@ impl Probe {
         Ok(())
     }
 
-    /// What the device has written into the next buffer that came back, if one has.
+    /// What the device has written into the next returned buffer, if there is one.
     pub(crate) fn log_entries(&mut self) -> Result<Option<Vec<LogEntry>>, Ended> {
         let Some(used) = self.log.take().map_err(broken)? else {
             return Ok(None);

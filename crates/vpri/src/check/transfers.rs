@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks of what DMA does and does not: page requests, and pages that are taken away.
+//! Checks of DMA: page requests, and pages that are unmapped.
 
 use super::{
     Check, Checked, Ended, Tester,
@@ -54,7 +54,7 @@ pub(super) const CHECKS: &[Check] = &[
     },
     Check {
         name: "transfer/standing",
-        demand: "the rings of a queue are standing: told, and not unmapped by UNMAP or UNMAP_ALL",
+        demand: "the rings of a queue are standing: reported, and not unmapped by UNMAP or UNMAP_ALL",
         run: standing,
     },
     Check {
@@ -89,7 +89,7 @@ pub(super) const CHECKS: &[Check] = &[
     },
 ];
 
-/// A disk, whose memory has a space with every page unmapped.
+/// A disk whose memory has a space with every page unmapped.
 pub(super) struct Rig {
     pub(super) disk: Disk,
     pub(super) space: DomainId,
@@ -101,7 +101,7 @@ fn disk(tester: &mut Tester) -> Result<Disk, Ended> {
     tester.ready()?;
     let began = Instant::now();
     loop {
-        // A disk that has not noticed that the last check is over hangs up.
+        // A disk that has not yet noticed the end of the last check hangs up.
         match Disk::connect(&socket) {
             Ok(disk) => return Ok(disk),
             Err(error) if began.elapsed() > PATIENCE => return Err(error),
@@ -132,7 +132,7 @@ impl Rig {
         tester.must(&event, Code::Ok).map(|_| ())
     }
 
-    /// Takes `pages` away, however often it must be asked.
+    /// Unmaps `pages`, with as many tries as it takes.
     fn unmap(&self, tester: &mut Tester, pages: FileRange) -> Checked {
         let event = Event::Unmap {
             space: self.space,
@@ -147,7 +147,7 @@ impl Rig {
         }
     }
 
-    /// A request must be one that this disk may send.
+    /// Checks that this disk may send `request`.
     fn look_at(&self, request: &PageRequest) -> Checked {
         ensure(
             || request.domain == self.space,
@@ -159,13 +159,13 @@ impl Rig {
         )
     }
 
-    /// Maps what `request` wants, and answers it.
+    /// Maps the pages of `request`, and answers it.
     fn grant(&self, tester: &mut Tester, request: &PageRequest) -> Checked {
         self.map(tester, request.pages, request.access)?;
         answer(tester, request, ResponseCode::Success)
     }
 
-    /// Grants whatever is asked for until the read is done; its status, and what was asked for.
+    /// Grants every request until the read is done; returns its status and the requests.
     fn serve(&mut self, tester: &mut Tester) -> Result<(u8, Vec<PageRequest>), Ended> {
         let began = Instant::now();
         let mut asked = Vec::new();
@@ -186,7 +186,7 @@ impl Rig {
         }
     }
 
-    /// The first request that a new read leads to for its content; what comes before is granted.
+    /// The first request of a new read for its content; earlier ones are granted.
     fn content_request(&self, tester: &mut Tester) -> Result<PageRequest, Ended> {
         loop {
             let request = tester.probe()?.wait_request()?;
@@ -248,7 +248,7 @@ fn fault(tester: &mut Tester) -> Checked {
         || "it asks to read pages that it is to write".to_owned(),
     )?;
     let space = rig.space;
-    // Time enough for DMA that does not wait.
+    // Enough time for DMA that does not wait.
     for _ in 0..100 {
         tester.must(&Event::Standing { space, pages: None }, Code::Ok)?;
     }
@@ -371,7 +371,7 @@ fn refused(tester: &mut Tester) -> Checked {
         rig.disk.read(READ_PAGES)?;
         let request = rig.content_request(tester)?;
         answer(tester, &request, code)?;
-        // Its status must be written all the same.
+        // Its status must still be written.
         let (status, _) = rig.serve(tester)?;
         ensure(
             || status == IO_ERROR,
@@ -443,7 +443,7 @@ fn driver_away(tester: &mut Tester) -> Checked {
         || status == FINE,
         || format!("a read of mapped pages ended with {status} without a driver"),
     )?;
-    // One page more than is mapped.
+    // One page more than are mapped.
     rig.disk.read(READ_PAGES + 1)?;
     tester.reconnect()?;
     let early = rig.disk.done()?;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`EnginePort`]: one device's way into a domain.
 //!
-//! A port without look-up reads no attribute, so it may exist only while there is no
-//! absent page in the domain and none can come: no VM owns the domain, it is not barred, and
-//! all memory with pages elsewhere is known. As long as there is one, no VM can be
-//! attached ([`DomainError::LookUpOff`]); so a port that was made while all was known
-//! stays right when a later driver says what it pages.
+//! A port without look-up reads no attribute. It may exist only while the domain has no
+//! absent page and cannot get any: no VM owns the domain, it is not barred, and all memory
+//! with pages elsewhere is known. As long as such a port exists, no VM can be attached
+//! ([`DomainError::LookUpOff`]), so a port that was made while everything was known stays
+//! valid when a later driver declares the memory that it pages.
 
 use super::{DmaDomain, DomainError, LookUp, RamWindow};
 use crate::lease::Lease;
@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 /// One device's way into a domain, used on one engine's thread only.
 ///
-/// Not `Sync`, and to be moved to its engine's thread before the first lease: the counters of an
-/// engine have one writer.
+/// Not `Sync`, and to be moved to its engine's thread before the first lease: each engine's
+/// counters have one writer.
 #[derive(Debug)]
 pub struct EnginePort {
     window: Arc<RamWindow>,
@@ -29,7 +29,7 @@ impl EnginePort {
     ///
     /// # Errors
     /// If look-up is to be off: [`DomainError::LookUpNeeded`] if a VM owns the domain,
-    /// [`DomainError::NotKnown`] if one may turn out to, [`DomainError::Barred`].
+    /// [`DomainError::NotKnown`] if a VM may turn out to own it, [`DomainError::Barred`].
     pub fn new(
         window: Arc<RamWindow>,
         engine: usize,
@@ -37,7 +37,8 @@ impl EnginePort {
     ) -> Result<Self, DomainError> {
         let domain = window.domain();
         if look_up == LookUp::Off {
-            // Held until the port counts: who says from now on that not all is known finds it.
+            // Held until the port is counted: a later change of the initial attribute then finds
+            // it.
             let entries = super::lock(&domain.entries);
             let mut owner = domain.lock_owner();
             if owner.attached {
@@ -67,7 +68,7 @@ impl EnginePort {
         &self.window
     }
 
-    /// Leases `range` if all of it allows `access`; `None` means a page request is due.
+    /// Leases `range` if all of it allows `access`; on `None`, send a page request.
     #[inline]
     pub fn lease(&self, range: FileRange, access: Access) -> Option<Lease> {
         match self.look_up {
@@ -80,7 +81,7 @@ impl EnginePort {
         }
     }
 
-    /// Returns a lease this port gave.
+    /// Returns a lease that this port gave.
     #[inline]
     pub fn release(&self, lease: Lease) {
         self.domain().attributes.release(self.engine, lease);

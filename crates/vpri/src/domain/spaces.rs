@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Domains of this process as the host's I/O address spaces: a restriction is a call, and nothing of
-//! it waits for another process.
+//! Domains of this process as the host's I/O address spaces: a restriction is a function call and
+//! never waits for another process.
 
 use super::{DmaDomain, DomainError, DomainTable};
 use crate::space::{IoSpace, IoSpaces, LookError};
@@ -96,7 +96,7 @@ impl IoSpaces for DomainTable {
         }
     }
 
-    /// In this process devices are not made before.
+    /// In this process no device is made before then.
     fn all_known(&self) {}
 
     fn processes(&self) -> Vec<u32> {

@@ -2,8 +2,8 @@
 //! [`RamWindow`]: part of a file of guest RAM, mapped in this process for DMA.
 //!
 //! Bytes are named by their offset in the *file*, as everywhere in a domain.
-//! The mapping is guarded: a file that lost its memory costs the devices that
-//! use it, and nobody else ([`RamWindow::is_lost`]).
+//! The mapping is guarded: if a file loses its memory, only the devices that
+//! use it fail ([`RamWindow::is_lost`]).
 
 use super::DmaDomain;
 use crate::space::LookError;
@@ -50,7 +50,7 @@ impl RamWindow {
         self.mapping.len_bytes()
     }
 
-    /// Where this process has its first byte.
+    /// Address of its first byte in this process.
     #[must_use]
     pub fn address(&self) -> Hva {
         Hva(self.mapping.address() as u64)
@@ -65,7 +65,7 @@ impl RamWindow {
             .is_some_and(|end| end <= self.len_bytes())
     }
 
-    /// True once part of it could not be backed by its file. What was read since may be zeros.
+    /// True once part of it could not be backed by its file. Bytes read since then may be zeros.
     #[inline]
     #[must_use]
     pub fn is_lost(&self) -> bool {
@@ -86,7 +86,7 @@ impl RamWindow {
     /// # Errors
     /// [`MappingError::OutOfBounds`].
     pub fn copy_from(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
-        // An offset before the window becomes one far behind it.
+        // An offset before the window wraps to one far behind it.
         self.mapping
             .copy_from(offset.wrapping_sub(self.first_byte), into)
     }
@@ -121,7 +121,7 @@ impl RamWindow {
             return Ok(());
         }
         let part = FileRange::new(start, end);
-        // The window begins at a page, as its file part does.
+        // The window begins at a page border, as its part of the file does.
         let into = start.byte_offset() - self.first_byte;
         let map = Pagemap::of_self().map_err(|error| failed(&error))?;
         let mut any = false;

@@ -4,8 +4,8 @@
 //! ```text
 //!   event, fault, log ring │ event slots: message, reply │ page requests │ access records │ bounce area
 //! ```
-//! It is made anew for each connection: what a device that was given up still
-//! writes lands where nobody looks any more. The seals keep either side from
+//! It is made anew for each connection: a device that was given up still writes
+//! into the old one, which is no longer read. The seals keep either side from
 //! shrinking it under the other.
 
 use super::ring::RingPlace;
@@ -33,9 +33,9 @@ pub(crate) const LOG_BUFFER_BYTES: u64 = 4096;
 pub(crate) const MESSAGE_ROOM: u64 = 4160;
 /// Room for its reply.
 const REPLY_ROOM: u64 = 128;
-/// Pages of the bounce area: 4 MiB, of which only what is used takes memory.
+/// Pages of the bounce area: 4 MiB, of which only used pages take memory.
 pub(crate) const BOUNCE_BUFFERS: u64 = 1024;
-/// Where the area lies as the device counts. Any number but 0 would do.
+/// Address of the area for the device. Any number but 0 would do.
 pub(crate) const BASE: u64 = 1 << 32;
 
 const EVENT_RING: RingPlace = RingPlace::at(0, EVENT_DESCRIPTORS);
@@ -59,7 +59,7 @@ pub(crate) struct Area {
 }
 
 impl Area {
-    /// A new one, all zero.
+    /// A new area, all zero.
     pub(crate) fn new() -> io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("pagetide-vpri", flags)?;
@@ -124,12 +124,13 @@ impl Area {
         REQUESTS_AT + REQUEST_BYTES as u64 * buffer as u64
     }
 
-    /// Address of the bounce area, as the device counts.
+    /// Address of the bounce area for the device.
     pub(crate) const fn bounce_address() -> u64 {
         BASE + BOUNCE_AT
     }
 
-    /// Appends `count` bounce buffers from `slot` on; false if there are not so many.
+    /// Appends the content of `count` bounce buffers from `slot` on; false if there are not so
+    /// many.
     pub(crate) fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let end = u64::from(slot).checked_add(count);
         if end.is_none_or(|end| end > BOUNCE_BUFFERS) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a device did wrong: counted each time, told at most once a second.
+//! What a device did wrong: counted each time, logged at most once a second.
 
 use super::credit::Credit;
 use std::{
@@ -16,33 +16,33 @@ const BETWEEN_LINES: Duration = Duration::from_secs(1);
 /// Counters of a driver, over all its connections.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct DriverCounts {
-    /// Connections that came so far that the device was set up.
+    /// Connections so far that reached the point where the device was set up.
     pub sessions: u64,
     /// Page requests taken.
     pub requests: u64,
-    /// Page requests that were nonsense, or of a kind that was not agreed upon.
+    /// Page requests that were invalid, or of a kind that was not negotiated.
     pub malformed_requests: u64,
-    /// Page requests for a space that the device was never told of.
+    /// Page requests for a space that was never declared to the device.
     pub unknown_spaces: u64,
-    /// Page requests with the id of one that had no answer yet.
+    /// Page requests with the id of one that was not answered yet.
     pub duplicate_requests: u64,
-    /// Answers to requests of a device that was gone by then.
+    /// Answers to requests of a device that was already gone.
     pub late_answers: u64,
-    /// Events that the device refused, of those nobody waited for.
+    /// Events that the device refused and whose reply no thread waited for.
     pub refused_events: u64,
-    /// Replies that were no reply.
+    /// Malformed replies.
     pub malformed_replies: u64,
-    /// Records of the access log that the device says it lost for want of buffers.
+    /// Records of the access log that the device reports as lost for want of buffers.
     pub lost_records: u64,
     /// Records of memory that is no space of the host.
     pub foreign_records: u64,
-    /// Records of the access log that were nonsense.
+    /// Records of the access log that were invalid.
     pub malformed_records: u64,
-    /// Connections given up because of what the device did, or did not do.
+    /// Connections closed because of what the device did, or did not do.
     pub broken_off: u64,
 }
 
-/// [`DriverCounts`] as they are kept.
+/// [`DriverCounts`] in atomic form.
 #[derive(Default, Debug)]
 pub(crate) struct Counts {
     pub(crate) sessions: Count,
@@ -57,14 +57,14 @@ pub(crate) struct Counts {
     pub(crate) foreign_records: Count,
     pub(crate) malformed_records: Count,
     pub(crate) broken_off: Count,
-    /// What is left of our patience.
+    /// The patience that is left.
     pub(crate) credit: Credit,
     last_line: Mutex<Option<Instant>>,
     unsaid: Count,
 }
 
 impl Counts {
-    /// As they are now.
+    /// The current values.
     pub(crate) fn look(&self) -> DriverCounts {
         DriverCounts {
             sessions: self.sessions.get(),
@@ -82,7 +82,7 @@ impl Counts {
         }
     }
 
-    /// Says what the device did wrong, unless something was said a moment ago.
+    /// Logs what the device did wrong, unless a line was logged a moment ago.
     pub(crate) fn complain(&self, wrong: &dyn std::fmt::Display) {
         let mut last = self
             .last_line
@@ -104,12 +104,12 @@ impl Counts {
 pub(crate) struct Count(AtomicU64);
 
 impl Count {
-    /// One more.
+    /// Adds one.
     pub(crate) fn add(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// So many more; a device may say anything.
+    /// Adds `more`; a device may report any number.
     pub(crate) fn add_many(&self, more: u64) {
         self.0.fetch_add(more, Ordering::Relaxed);
     }

@@ -1,22 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long a device may still let callers wait who hold a section's lock.
+//! How long a device may still delay callers that hold a section's lock.
 //!
 //! A device that answers each event after nearly [`PATIENCE`] would never be given
-//! up, and hold VMs up for ever. So waits are on account: [`PATIENCE`] at once, and a
-//! tenth of the time in the long run ([`EARNED`]). Waits below [`SHORT`] cost
-//! nothing, and any wait may take that long. What several callers wait for at one
-//! time counts once. The account is the driver's, so that a device gains nothing by
-//! coming back.
+//! up, and would hold VMs up forever. So waits are charged to an account:
+//! [`PATIENCE`] at once, and a tenth of the time in the long run ([`EARNED`]). Waits
+//! below [`SHORT`] are free, and any wait may take that long. Simultaneous waits of
+//! several callers count once. The account belongs to the driver, so that a device
+//! gains nothing by reconnecting.
 
-use super::events::PATIENCE;
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
-/// A wait that costs nothing: the device's CPU had something else to do.
+/// How long the device may take to answer, in addition to the time it may wait for DMA to end. A
+/// device that is scheduled at all takes some microseconds; section locks are held meanwhile.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
+/// A wait that is free: the device's CPU had something else to do.
 pub(crate) const SHORT: Duration = Duration::from_millis(100);
-/// One part in so many of the time that passes is earned.
+/// One part in this many of the passing time is earned.
 pub(crate) const EARNED: u32 = 10;
 
 /// See the module.
@@ -26,12 +28,12 @@ pub(crate) struct Credit(Mutex<Account>);
 #[derive(Debug, Default)]
 struct Account {
     used: Duration,
-    /// Up to when waits are counted.
+    /// The time up to which waits are counted.
     until: Option<Instant>,
 }
 
 impl Account {
-    /// What is used at `now`.
+    /// The amount used at `now`.
     fn used_at(&self, now: Instant) -> Duration {
         let passed = (self.until).map_or(Duration::ZERO, |it| now.saturating_duration_since(it));
         self.used.saturating_sub(passed / EARNED)
@@ -44,7 +46,7 @@ impl Credit {
         PATIENCE.saturating_sub(self.lock().used_at(now)).max(SHORT)
     }
 
-    /// A caller has waited from `from` to `to`.
+    /// Charges the wait of a caller from `from` to `to`.
     pub(crate) fn spend(&self, from: Instant, to: Instant) {
         if to.saturating_duration_since(from) < SHORT {
             return;
@@ -101,8 +103,8 @@ mod tests {
         let credit = Credit::default();
         let begin = Instant::now();
         let (mut now, mut waited) = (begin, Duration::ZERO);
-        // It is given up by then that does not answer; this one always does, if it may take longer
-        // than it costs nothing.
+        // A device that does not answer is given up by then. This one always answers, as late as it
+        // may, unless only free waits are left.
         while now < begin + SECOND * 600 {
             let left = credit.left(now);
             if left <= SHORT {

@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The event queue: everything the driver tells the device, in one order (VPRI 5.2).
+//! The event queue: all messages from driver to device, in one order (VPRI 5.2).
 //!
 //! ```text
 //!   many threads ── post, call ──► [mutex] slots ══ ring ══► device
 //!        ▲                                                     │
-//!        └── whoever waits takes all completions ◄═════════════┘
+//!        └── a waiter takes all completions ◄══════════════════┘
 //! ```
 //! MAP, RESPOND and UNMAP must not pass one another, so there is one queue, and a
 //! message is in it when [`EventQueue::post`] returns. Callers hold a section's
-//! lock, hence the order of the lock is the order of the queue.
+//! lock, so the order of the lock is the order of the queue.
 //!
 //! # Waiting
-//! Nobody has the duty to take completions. Who waits looks himself, for some
-//! microseconds without sleeping because a device that is awake answers in about
-//! that time. Then one of the waiters, the *sleeper*, sleeps on the call eventfd and
-//! the others on a condition; he takes what has come, wakes them, and another takes
-//! his place.
+//! No thread is assigned to take completions. A waiting thread polls by itself, for
+//! some microseconds without sleeping, because a device that is awake answers in
+//! about that time. Then one of the waiters, the *sleeper*, sleeps on the call
+//! eventfd and the others on a condition variable; the sleeper takes the
+//! completions, wakes the others, and another takes its place.
 //!
 //! # A device that does not answer
-//! Each wait has an end: after [`PATIENCE`] the device counts as dead for all, and
-//! every other call returns at once. Events that are said with a section's lock held
-//! are on account besides ([`credit`](super::credit)): after a long wait the next one
-//! must be shorter. So a device holds section locks for [`PATIENCE`] at once at most,
-//! and in the long run a tenth of the time, beside waits of
-//! [`SHORT`](super::credit::SHORT) and those for DMA, to whatever tricks it
-//! resorts. A reply that is none is its death as well: what it says of DMA cannot
-//! be relied on.
+//! Each wait has an end: after [`PATIENCE`] the device counts as dead for all
+//! callers, and every other call returns at once. Events that are sent with a
+//! section's lock held are also charged to an account ([`credit`](super::credit)):
+//! after a long wait the next one must be shorter. So a device can hold up section
+//! locks for at most [`PATIENCE`] at once, and in the long run for a tenth of the
+//! time, besides waits of [`SHORT`](super::credit::SHORT) and those for DMA. A
+//! malformed reply also ends the connection: its reports on DMA cannot be relied
+//! on.
 
+use super::credit::PATIENCE;
 use super::{
     area::{Area, BASE, EVENT_SLOTS, MESSAGE_ROOM},
     line::{Gone, Line},
@@ -41,21 +42,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the device may take to answer, beside the time it may wait for DMA to end. A device that
-/// is scheduled at all takes some microseconds; section locks are held meanwhile.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a waiter looks without sleeping.
+/// How long a waiter polls without sleeping.
 const SPIN: Duration = Duration::from_micros(20);
 
 /// When a wait ends.
 #[derive(Clone, Copy, Debug)]
 struct End {
     at: Instant,
-    /// How long that was from its begin.
+    /// Its length from the beginning.
     patience: Duration,
 }
 
-/// True for what is said with a section's lock held.
+/// True for events that are sent with a section's lock held.
 const fn is_under_locks(opcode: Opcode) -> bool {
     match opcode {
         Opcode::Map
@@ -78,9 +76,9 @@ const fn is_under_locks(opcode: Opcode) -> bool {
 #[derive(Debug)]
 enum Slot {
     Free,
-    /// Nobody waits for the reply.
+    /// No thread waits for the reply.
     Posted(Opcode),
-    /// Somebody does.
+    /// A thread waits for the reply.
     Awaited,
     Answered(Reply),
 }
@@ -90,7 +88,7 @@ struct State {
     ring: Ring,
     slots: Vec<Slot>,
     free: Vec<u16>,
-    /// Somebody sleeps on the call eventfd.
+    /// A thread sleeps on the call eventfd.
     has_sleeper: bool,
     message: Vec<u8>,
 }
@@ -108,12 +106,12 @@ pub(crate) struct EventQueue {
     changed: Condvar,
 }
 
-/// An eventfd at rest.
+/// A new eventfd, not rung.
 pub(crate) fn event() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// Adds one to `event`. A counter that is full has been rung already.
+/// Adds one to `event`. A full counter counts as rung.
 pub(crate) fn ring_event(event: &OwnedFd) {
     match rustix::io::write(event, &1_u64.to_ne_bytes()) {
         Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
@@ -147,29 +145,29 @@ impl EventQueue {
         })
     }
 
-    /// By which the device is woken.
+    /// The eventfd that wakes the device.
     pub(crate) fn kick(&self) -> &OwnedFd {
         &self.kick
     }
 
-    /// By which the device wakes us.
+    /// The eventfd by which the device wakes us.
     pub(crate) fn called(&self) -> &OwnedFd {
         &self.call
     }
 
-    /// Tells the device, and waits for nothing but room in the queue.
+    /// Sends an event, and waits only for room in the queue.
     pub(crate) fn post(&self, event: &Event<'_>) -> Result<(), Gone> {
         let posted = Slot::Posted(event.opcode());
         self.within(event.opcode(), |end| self.send(event, posted, end))?;
         Ok(())
     }
 
-    /// Tells the device, and waits for its reply.
+    /// Sends an event, and waits for its reply.
     pub(crate) fn call(&self, event: &Event<'_>) -> Result<Reply, Gone> {
         self.within(event.opcode(), |end| self.call_until(event, end))
     }
 
-    /// Does `work`, which waits for the device, within what is left of our patience.
+    /// Runs `work`, which waits for the device, within the patience that is left.
     fn within<T>(
         &self,
         opcode: Opcode,
@@ -188,7 +186,7 @@ impl EventQueue {
         done
     }
 
-    /// How long an event that is said at `now` may take.
+    /// How long an event that is sent at `now` may take.
     pub(crate) fn patience(&self, opcode: Opcode, now: Instant) -> Duration {
         let patience = if is_under_locks(opcode) {
             self.line.counts().credit.left(now)
@@ -215,9 +213,9 @@ impl EventQueue {
         }
     }
 
-    /// Wakes everybody who waits, so that they see that the line is down.
+    /// Wakes all waiters, so that they see that the line is down.
     pub(crate) fn wake_all(&self) {
-        // Nobody is between his look at the line and his sleep.
+        // Under the lock, no waiter is between its check of the line and its sleep.
         let state = self.lock();
         ring_event(&self.call);
         self.changed.notify_all();
@@ -246,7 +244,8 @@ impl EventQueue {
         Ok(slot)
     }
 
-    /// Writes the message into `slot` and shows it to the device; true if it is to be kicked.
+    /// Writes the message into `slot` and shows it to the device; true if the device wants to be
+    /// kicked.
     fn put(&self, state: &mut State, event: &Event<'_>, slot: u16) -> Result<bool, RingError> {
         state.message.clear();
         event.encode(&mut state.message);
@@ -254,7 +253,7 @@ impl EventQueue {
         assert!(u64::from(len) <= MESSAGE_ROOM, "an event of {len} bytes");
         let copied = (self.area.memory()).copy_to(Area::message_at(slot), &state.message);
         copied.map_err(|_| RingError::Outside)?;
-        // A status that the device does not write must not look like one.
+        // If the device writes no status, this must not look like one.
         let blank = [0xff; 16];
         let copied = (self.area.memory()).copy_to(Area::reply_at(slot), &blank);
         copied.map_err(|_| RingError::Outside)?;
@@ -278,7 +277,7 @@ impl EventQueue {
         state.ring.show()
     }
 
-    /// The reply in `slot`, which is free then, if it has come.
+    /// The reply in `slot`, if it has come; the slot is then free.
     fn answer_in(&self, state: &mut State, slot: u16) -> Result<Option<Reply>, Gone> {
         self.harvest(state)?;
         let Some(place) = state.slots.get_mut(usize::from(slot)) else {
@@ -295,7 +294,7 @@ impl EventQueue {
         Ok(Some(reply))
     }
 
-    /// Takes what the device is done with.
+    /// Takes the chains that the device has finished.
     fn harvest(&self, state: &mut State) -> Result<(), Gone> {
         loop {
             let used = match state.ring.take() {
@@ -303,7 +302,7 @@ impl EventQueue {
                 Ok(None) => return Ok(()),
                 Err(error) => return Err(self.broken(&error)),
             };
-            // Heads are even, and the ring has seen that this one was out.
+            // Heads are even, and the ring has checked that this one was out.
             let slot = used.head / 2;
             let reply = self.reply_in(slot, used.len).map_err(|error| {
                 self.line.counts().malformed_replies.add();
@@ -327,7 +326,7 @@ impl EventQueue {
     }
 
     fn reply_in(&self, slot: u16, len: u32) -> Result<Reply, WireError> {
-        // The ring has seen that it is no more than there is room for.
+        // The ring has checked that it does not exceed the room.
         let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
         let copied = (self.area.memory()).copy_from(Area::reply_at(slot), &mut bytes);
         debug_assert!(copied.is_ok(), "replies lie in the area");
@@ -343,7 +342,7 @@ impl EventQueue {
         }
     }
 
-    /// Waits until something may have come. What has come is taken then.
+    /// Waits until completions may have come, and takes those that have.
     fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -382,7 +381,7 @@ impl EventQueue {
         Ok(state)
     }
 
-    /// The device cannot be believed any more. Wakes whoever waits for it.
+    /// The device can no longer be trusted. Wakes all threads that wait for it.
     fn broken(&self, error: &dyn std::fmt::Display) -> Gone {
         self.line
             .break_off(&format_args!("the event queue: {error}"));
@@ -396,7 +395,7 @@ impl EventQueue {
     }
 }
 
-/// Sleeps until `event` is rung, takes what was rung, and returns after `left` at the latest.
+/// Sleeps until `event` is rung, at most for `left`; resets the counter.
 fn sleep_on(event: &OwnedFd, left: Duration) {
     let timeout = Timespec {
         tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
@@ -404,9 +403,9 @@ fn sleep_on(event: &OwnedFd, left: Duration) {
     };
     let mut polled = [PollFd::new(event, PollFlags::IN)];
     match poll(&mut polled, Some(&timeout)) {
-        // A signal: whoever waits looks and comes again.
+        // A signal: the waiter checks and comes again.
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
-        Err(error) => tracing::error!(%error, "the event queue cannot be waited for"),
+        Err(error) => tracing::error!(%error, "cannot wait for the event queue"),
     }
     match rustix::io::read(event, &mut [0; 8]) {
         Ok(_) | Err(rustix::io::Errno::AGAIN) => {}

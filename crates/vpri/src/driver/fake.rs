@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A device for tests that does as it is told, right or wrong: a vhost-user back end whose rings are
-//! written by hand.
+//! A device for tests that does what the test says, right or wrong: a vhost-user back end whose
+//! rings are written by hand.
 
 use super::area::BASE;
 use crate::wire::{self, Config, Event, Reply, Status};
@@ -53,30 +53,30 @@ pub(crate) enum Answers {
     Reply(Reply),
     /// These bytes, and this length in the used ring.
     Bytes(Vec<u8>, u32),
-    /// A page request first; this reply when it was met.
+    /// First a page request, then this reply once the request was handled.
     Asking {
         /// The request.
         request: PageRequest,
-        /// Until something comes here, or nothing can any more.
+        /// Waits until a message comes here, or the sender is gone.
         until: mpsc::Receiver<()>,
         /// The reply.
         reply: Reply,
     },
     /// Nothing at all.
     Silence,
-    /// It uses a chain that is not there.
+    /// Uses a chain that does not exist.
     Head(u32),
     /// It closes the connection.
     HangUp,
 }
 
 impl Answers {
-    /// It is done.
+    /// Success.
     pub(crate) fn ok() -> Self {
         Self::Reply(Status::OK.into())
     }
 
-    /// As a good device without memory would.
+    /// The reply of a well-behaved device without memory.
     pub(crate) fn good(event: &Event<'_>, number: u64) -> Self {
         match event {
             Event::Create { .. } => Self::Reply(Status::with_value(number).into()),
@@ -195,7 +195,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Limits of a device that a driver has nothing against.
+/// Limits of a device that any driver accepts.
 pub(crate) fn good_config() -> Config {
     Config {
         spaces_max: 64,
@@ -207,7 +207,7 @@ pub(crate) fn good_config() -> Config {
 }
 
 impl Fake {
-    /// Listens in `dir`, and answers events by `script`, which is told their number, from 1 on.
+    /// Listens in `dir`, and answers events by `script`, which receives their number, from 1 on.
     pub(crate) fn listen(
         dir: &Path,
         script: impl FnMut(&Event<'static>, u64) -> Answers + Send + 'static,
@@ -279,12 +279,12 @@ impl Fake {
         }));
     }
 
-    /// Events it was told so far, the latest last.
+    /// Events received so far, the latest last.
     pub(crate) fn seen(&self) -> Vec<Event<'static>> {
         lock(&self.seen).clone()
     }
 
-    /// From now on it answers by this.
+    /// From now on it answers by `script`.
     pub(crate) fn follow(
         &self,
         script: impl FnMut(&Event<'static>, u64) -> Answers + Send + 'static,
@@ -292,7 +292,7 @@ impl Fake {
         *lock(&self.script) = Box::new(script);
     }
 
-    /// Sends these bytes as a page request that says to have `len` of them.
+    /// Sends these bytes as a page request with the length `len`.
     pub(crate) fn send(&self, bytes: &[u8], len: u32) {
         let mut backend = lock(&self.backend);
         let Backend { memory, queues, .. } = &mut *backend;
@@ -324,7 +324,7 @@ impl Fake {
         memory.put(address.unwrap() + slot * wire::SLOT_BYTES, content);
     }
 
-    /// Closes the connection; it listens on.
+    /// Closes the connection; it goes on listening.
     pub(crate) fn hang_up(&self) {
         if let Some(stream) = lock(&self.stream).as_ref() {
             stream.shutdown(std::net::Shutdown::Both).unwrap();

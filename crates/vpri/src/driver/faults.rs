@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The page fault queue of one connection: requests taken, checked, and answered by RESPOND.
 //!
-//! # Numbers of two sides
-//! A device chooses ids of requests and numbers of spaces, and a successor begins
-//! anew with both. The service must not mix them up, so it sees numbers of ours:
-//! an id that is used once in the driver's life, the number by which the host knows
-//! the space, and a bounce buffer that says which connection it is of. An answer
-//! whose id is not outstanding here belongs to a device that is gone, and is dropped.
+//! # Two sets of numbers
+//! A device chooses the ids of requests and the numbers of spaces, and its successor
+//! starts both anew. The service must not confuse them, so it sees our numbers: an id
+//! that is used once in the driver's life, the number by which the host knows the
+//! space, and a bounce buffer number that includes the connection. An answer whose id
+//! is not outstanding here belongs to a device that is gone, and is dropped.
 //!
-//! # What is wrong with a request
-//! A request that can be told from others (its id is outstanding nowhere) is refused
-//! with `InvalidRequest`, and counted. One with an id that has no answer yet ends the
-//! connection, because an answer would be taken for the other's; so do more requests
-//! without an answer than the device itself says there can be.
+//! # Invalid requests
+//! An invalid request with a distinct id (one that is not outstanding) is refused
+//! with `InvalidRequest`, and counted. A request whose id is still outstanding ends
+//! the connection, because an answer would be ambiguous; so do more outstanding
+//! requests than the device itself declares.
 
 use super::{
     area::{Area, BASE, BOUNCE_BUFFERS, FAULT_BUFFERS},
@@ -35,15 +35,15 @@ use std::{
     },
 };
 
-/// Bits of a bounce buffer that name the slot; the others name the connection.
+/// Bits of a bounce buffer number that name the slot; the others name the connection.
 const SLOT_BITS: u32 = BOUNCE_BUFFERS.trailing_zeros();
-/// Length of a request as a descriptor has it.
+/// Length of a request, as in a descriptor.
 #[expect(clippy::cast_possible_truncation, reason = "a constant far below 2^32")]
 const REQUEST_LEN: u32 = REQUEST_BYTES as u32;
 
 const _: () = assert!(BOUNCE_BUFFERS.is_power_of_two());
 
-/// What the page fault queue has for the service.
+/// The next item of the page fault queue for the service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Taken {
     /// Nothing.
@@ -54,23 +54,23 @@ pub(crate) enum Taken {
     Refused(Answer),
 }
 
-/// What was agreed upon with the device.
+/// The terms that were negotiated with the device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Terms {
     /// Number of the connection.
     pub session: u32,
-    /// Features.
+    /// The negotiated features.
     pub features: u64,
-    /// Most requests without an answer.
+    /// Most requests that may be outstanding.
     pub requests_max: u32,
 }
 
 #[derive(Debug)]
 struct State {
     ring: Ring,
-    /// Its ids by ours.
+    /// The device's ids by ours.
     outstanding: HashMap<RequestId, RequestId>,
-    /// Its ids.
+    /// The device's ids.
     theirs: HashSet<RequestId>,
 }
 
@@ -81,13 +81,13 @@ pub(crate) struct FaultQueue {
     line: Arc<Line>,
     terms: Terms,
     kick: OwnedFd,
-    /// Next id of ours, of all connections.
+    /// Our next id, over all connections.
     next_id: Arc<AtomicU64>,
     state: Mutex<State>,
 }
 
 impl FaultQueue {
-    /// The queue on `ring`, which is empty; all buffers are in it then.
+    /// The queue on `ring`, which is empty; all buffers are then put into it.
     pub(crate) fn new(
         mut ring: Ring,
         area: Arc<Area>,
@@ -121,13 +121,13 @@ impl FaultQueue {
         })
     }
 
-    /// By which the device is woken.
+    /// The eventfd that wakes the device.
     pub(crate) fn kick(&self) -> &OwnedFd {
         &self.kick
     }
 
-    /// The next thing the device has sent. `known` gives the host's number of a space; it may wait,
-    /// and is asked with no lock held. One thread at a time.
+    /// The next item that the device has sent. `known` returns the host's number of a space; it may
+    /// wait, and is called with no lock held. One thread at a time.
     pub(crate) fn next(&self, known: impl Fn(DomainId) -> Option<DomainId>) -> Result<Taken, Gone> {
         let Some((id, bytes)) = self.take()? else {
             return Ok(Taken::Nothing);
@@ -138,7 +138,7 @@ impl FaultQueue {
         })
     }
 
-    /// The next request as the device has written it, and its id, which no other has.
+    /// The next request as the device has written it, and its id, which no other request has.
     fn take(&self) -> Result<Option<(RequestId, [u8; REQUEST_BYTES])>, Gone> {
         self.line.check()?;
         let mut state = self.lock();
@@ -148,7 +148,7 @@ impl FaultQueue {
         let mut bytes = [0; REQUEST_BYTES];
         let copied = (self.area.memory()).copy_from(Area::request_at(used.head), &mut bytes);
         debug_assert!(copied.is_ok(), "requests lie in the area");
-        // A new one may lie in the buffer from here on.
+        // From here on, the device may write a new request into the buffer.
         let shown = state.ring.publish(used.head, REQUEST_LEN);
         let shown = shown.and_then(|()| state.ring.show());
         if shown.map_err(|error| self.broken(&error))? {
@@ -182,14 +182,16 @@ impl FaultQueue {
             Ok(request) => request,
             Err(error) => {
                 counts.malformed_requests.add();
-                counts.complain(&format_args!("a page request is none: {error}"));
+                counts.complain(&format_args!("a page request is malformed: {error}"));
                 return None;
             }
         };
         let Some(domain) = known(request.domain) else {
             counts.unknown_spaces.add();
             let space = request.domain.0;
-            counts.complain(&format_args!("it asks for pages of space {space}, unknown"));
+            counts.complain(&format_args!(
+                "it requests pages of the unknown space {space}"
+            ));
             return None;
         };
         request.domain = domain;
@@ -205,13 +207,13 @@ impl FaultQueue {
         let may_hold = self.terms.features & feature::INJECT != 0;
         if !agreed || (request.hold_us > 0 && !may_hold) {
             counts.malformed_requests.add();
-            counts.complain(&"a page request of a kind that was not agreed upon");
+            counts.complain(&"a page request of a kind that was not negotiated");
             return None;
         }
         Some(request)
     }
 
-    /// Remembers the request under an id of ours.
+    /// Records the request under an id of ours.
     fn accept(&self, state: &mut State, mut request: PageRequest) -> Result<PageRequest, Gone> {
         let most = usize::try_from(self.terms.requests_max).unwrap_or(usize::MAX);
         if state.theirs.len() >= most {
@@ -226,8 +228,8 @@ impl FaultQueue {
         Ok(request)
     }
 
-    /// The answer for the device; `None` if the request is not of this connection, or answered. The
-    /// device may use the id again as soon as it has the answer, so it is outstanding no more.
+    /// The answer for the device; `None` if the request is not of this connection, or already
+    /// answered. The device may reuse the id as soon as it has the answer, so it is removed here.
     pub(crate) fn answer_to(&self, response: &PageResponse) -> Option<Answer> {
         let mut state = self.lock();
         let id = state.outstanding.remove(&response.id)?;
@@ -238,7 +240,7 @@ impl FaultQueue {
         })
     }
 
-    /// Asks to be woken by the next request; true if one is there.
+    /// Asks to be woken by the next request; true if one is already there.
     pub(crate) fn arm(&self) -> bool {
         let state = self.lock();
         self.line.check().is_ok() && state.ring.arm().is_ok_and(|is_there| is_there)
@@ -251,7 +253,7 @@ impl FaultQueue {
         }
     }
 
-    /// Bounce buffers from `slot` on, as a request of this connection names it.
+    /// Reads bounce buffers from `slot` on, as a request of this connection names it.
     pub(crate) fn read_bounced(&self, slot: u32, count: u64, into: &mut Vec<u8>) -> bool {
         let own = slot & ((1 << SLOT_BITS) - 1);
         self.owns_slot(slot) && self.area.read_bounced(own, count, into)
@@ -274,7 +276,7 @@ impl FaultQueue {
     }
 }
 
-/// The answer to a request that says what cannot be.
+/// The answer to an invalid request.
 fn refusal(id: RequestId) -> Answer {
     Answer {
         id,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whether a connection still stands: what all its users look at before they wait.
+//! Whether a connection is still up: all its users check this before they wait.
 //!
-//! Whoever finds that the device does not keep to the rules breaks the line off. From
-//! then on nobody waits for it any more; the link's thread sees the socket close and
-//! cleans up.
+//! A caller that finds the device in breach of the protocol breaks the line off. From
+//! then on no thread waits for the device; the link's thread sees the socket close
+//! and cleans up.
 
 use super::counts::Counts;
 use std::{
@@ -42,7 +42,7 @@ impl Line {
         &self.stream
     }
 
-    /// Counters of the driver.
+    /// The driver's counters.
     pub(crate) fn counts(&self) -> &Counts {
         &self.counts
     }
@@ -67,11 +67,11 @@ impl Line {
         self.hang_up();
     }
 
-    /// Gives the device up, because of what it did.
+    /// Gives up the device, because of what it did.
     pub(crate) fn break_off(&self, why: &dyn std::fmt::Display) {
         self.why.get_or_init(|| {
             self.counts.broken_off.add();
-            tracing::error!("the connection to the DPU is given up: {why}");
+            tracing::error!("giving up the connection to the DPU: {why}");
             why.to_string()
         });
         self.hang_up();

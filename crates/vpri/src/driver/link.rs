@@ -6,10 +6,10 @@
 //!      ▲ wait                                                                 │
 //!      └──────────────────────────────────────────────────────────────────────┘
 //! ```
-//! A device is in use only when it was told of every space: until then, and from
-//! the hang-up on, whoever asks finds no device. Setting up and the life of spaces
-//! exclude each other (the registry's lock), so no space is missed. One that the device
-//! refuses is barred: its pages are away, and READY makes whatever was not named read-write.
+//! A device is in use only after every space was declared to it: until then, and from the
+//! hang-up on, callers find no device. Setup and changes to the set of spaces exclude each
+//! other (the registry's lock), so no space is missed. A space that the device refuses is
+//! barred, for its pages are absent, and READY makes all memory that was not named read-write.
 
 use super::{
     Shared,
@@ -24,9 +24,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// First wait before another try to connect; then ever longer.
+/// First wait before another try to connect; later waits are longer.
 const RETRY_MIN: Duration = Duration::from_millis(10);
-/// The longest such wait: as long a device that came back may stay unseen.
+/// The longest such wait, so a device that came back is noticed after this time at most.
 const RETRY_MAX: Duration = Duration::from_millis(200);
 
 /// The thread's work, until the driver is stopped.
@@ -42,14 +42,14 @@ pub(super) fn run(shared: &Arc<Shared>) {
                 let began = Instant::now();
                 let why = watch(shared, &session);
                 take_out(shared, &session, &why);
-                // One that comes and goes is not tried ever faster.
+                // A device that comes and goes is not tried at an ever higher rate.
                 if began.elapsed() > RETRY_MAX {
                     wait = RETRY_MIN;
                 }
             }
             Err(error) => {
                 let why = error.to_string();
-                // The same trouble once only.
+                // Log the same failure only once.
                 if why != told && !shared.is_stopped() {
                     tracing::info!(socket = %shared.socket.display(), "no DPU: {why}");
                     told.clone_from(&why);
@@ -78,7 +78,7 @@ fn connect(shared: &Shared, number: u32) -> Result<Session, ConnectError> {
     bounded(&closing, is_stopped, || Session::open(stream, ours))
 }
 
-/// Tells a new device everything, and puts it in use.
+/// Declares everything to a new device, and puts it in use.
 fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectError> {
     let session = Arc::new(session);
     let mut registry = shared.registry();
@@ -91,7 +91,7 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
             Created::Refused(error) => {
                 tracing::error!(%error, "nothing of a VM is evicted until its RAM file is taken");
                 registry.refused.push((space.id(), error.to_string()));
-                // Else our own READY would release it.
+                // Otherwise our own READY would release it.
                 session.bar(space.key())?;
             }
         }
@@ -115,7 +115,7 @@ fn set_up(shared: &Shared, session: Session) -> Result<Arc<Session>, ConnectErro
     Ok(session)
 }
 
-/// Waits until the device goes, misbehaves, or the driver is stopped; why it ends.
+/// Waits until the device goes, misbehaves, or the driver is stopped; returns why it ended.
 fn watch(shared: &Shared, session: &Session) -> String {
     let line = session.line();
     loop {
@@ -139,14 +139,14 @@ fn watch(shared: &Shared, session: &Session) -> String {
         if !errors.is_empty() {
             return "it has given a queue up".to_owned();
         }
-        // Nothing was asked, so there is nothing to say but that it goes.
+        // The device sends nothing here, so readable means that it hangs up.
         if !stream.is_empty() {
             return "it has hung up".to_owned();
         }
     }
 }
 
-/// Nobody finds the device any more, and who waits for it goes on.
+/// Takes the device out of use, and wakes its waiters.
 fn take_out(shared: &Shared, session: &Session, why: &str) {
     shared.current.store(None);
     session.line().ended(why);
@@ -163,7 +163,7 @@ fn sleep(shared: &Shared, wait: Duration) {
         tv_nsec: wait.subsec_nanos().into(),
     };
     let mut polled = [PollFd::new(&shared.stop, PollFlags::IN)];
-    // Woken early or not, the socket is tried.
+    // Woken early or not, try the socket.
     if let Err(error) = poll(&mut polled, Some(&timeout)) {
         tracing::debug!(%error, "waiting for the DPU");
     }

@@ -2,16 +2,16 @@
 //! The access log queue of one connection: records taken, checked, and translated (VPRI 5.3).
 //!
 //! # Credits
-//! A buffer in the queue is the device's leave to write 128 records. It comes
-//! back only when its records were taken, so who takes a few at a time makes the device
-//! lose the others, and pays for no more than he takes. Nobody is called: whoever takes
-//! comes by himself.
+//! A buffer in the queue permits the device to write 128 records. It goes back to the
+//! device only when its records were taken: a reader that takes a few at a time makes
+//! the device drop the others, and pays only for those it takes. No thread is
+//! called; the reader polls.
 //!
-//! # Whom not to believe
-//! A device may write anything. Lengths that are not whole records end the connection,
-//! for then the queue is not what it should be. Records that make no sense, or name a space
-//! that the device was never told of, are counted and dropped; times, addresses and device
-//! numbers are the taker's to check.
+//! # What is not trusted
+//! A device may write anything. A length that is not a whole number of records ends the
+//! connection, for then the queue itself is broken. Records that are invalid, or name a
+//! space that was never declared to the device, are counted and dropped; times, addresses
+//! and device numbers are for the taker to check.
 
 use super::{
     area::{Area, BASE, LOG_BUFFER_BYTES, LOG_BUFFERS},
@@ -28,16 +28,17 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Length of a buffer as a descriptor has it.
+/// Length of a buffer, as in a descriptor.
 #[expect(clippy::cast_possible_truncation, reason = "a constant of 4096")]
 const BUFFER_LEN: u32 = LOG_BUFFER_BYTES as u32;
 
-/// What is done with records that come.
+/// What happens to incoming records.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Taking {
     /// They are taken, and the device gets credits for more.
     Wanted,
-    /// They are of a time when nobody wanted them, and dropped; so are their credits.
+    /// They date from a time when no records were wanted, and are dropped, together with their
+    /// credits.
     Stale,
 }
 
@@ -60,7 +61,7 @@ pub(crate) struct LogQueue {
 }
 
 impl LogQueue {
-    /// The queue on `ring`, which is empty, and stays so until records are wanted.
+    /// The queue on `ring`, which is empty and stays so until records are wanted.
     pub(crate) fn new(ring: Ring, area: Arc<Area>, line: Arc<Line>) -> io::Result<Self> {
         (0..LOG_BUFFERS)
             .try_for_each(|buffer| {
@@ -87,18 +88,18 @@ impl LogQueue {
         })
     }
 
-    /// By which the device is woken.
+    /// The eventfd that wakes the device.
     pub(crate) fn kick(&self) -> &OwnedFd {
         &self.kick
     }
 
-    /// By which it could wake somebody, and nobody is.
+    /// The eventfd by which the device could wake a thread; none waits on it.
     pub(crate) fn call(&self) -> &OwnedFd {
         &self.call
     }
 
-    /// Appends about `most` records, each with the host's number of its space by `spaces`; gives the
-    /// device credits for as many.
+    /// Appends about `most` records, each with the host's number of its space from `spaces`, and
+    /// gives the device credits for as many.
     pub(crate) fn take(
         &self,
         (taking, most): (Taking, usize),
@@ -122,7 +123,7 @@ impl LogQueue {
             if taking == Taking::Stale {
                 continue;
             }
-            // What the device writes from here on is not looked at.
+            // What the device writes from here on is not read.
             state.bytes.resize(len, 0);
             let bytes = &mut state.bytes;
             let copied = (self.area.memory()).copy_from(Area::log_at(used.head), bytes);
@@ -150,13 +151,15 @@ impl LogQueue {
                     space: *ours,
                     ..record
                 }),
-                // Memory that is no space of ours may be logged as well.
+                // Memory that is no space of ours may be logged, too.
                 None => counts.foreign_records.add(),
             },
             Ok(LogEntry::Lost { records, .. }) => counts.lost_records.add_many(records),
             Err(error) => {
                 counts.malformed_records.add();
-                counts.complain(&format_args!("a record of the access log is none: {error}"));
+                counts.complain(&format_args!(
+                    "a record of the access log is malformed: {error}"
+                ));
             }
         }
     }
@@ -198,7 +201,7 @@ mod tests {
 
     const OURS: DomainId = DomainId(70);
 
-    /// A queue whose device is the test.
+    /// A queue whose device is played by the test.
     struct Rig {
         queue: LogQueue,
         area: Arc<Area>,
@@ -243,7 +246,7 @@ mod tests {
             self.area.memory().copy_to(at, bytes).unwrap();
         }
 
-        /// The device writes `entries` into the buffer that was given first of those it has.
+        /// The device writes `entries` into the buffer that it was given first.
         fn write(&mut self, entries: &[[u8; RECORD_BYTES]], len: u32) {
             let place = Area::log_ring();
             let slot = u64::from(self.used % place.size);

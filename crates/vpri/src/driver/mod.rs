@@ -7,33 +7,32 @@
 //!   start and stop ─ IoSpaces ────┘      ▲
 //!                                  link: connects again whenever the socket answers
 //! ```
-//! [`Driver`] is [`IoSpaces`] and gives a [`FaultSource`], so the host knows no
-//! difference between a DPU in its own process and this.
+//! [`Driver`] is [`IoSpaces`] and provides a [`FaultSource`], so to the host a
+//! DPU in its own process and this one look the same.
 //!
 //! # When the device goes
-//! A thread notices the hang-up. From then on every restriction says that DMA is
-//! under way, grants are dropped, requests that were taken from it are forgotten
-//! (their answers are dropped when they come, and what arrived in a bounce buffer for them is not
-//! installed any more: the device reads it anew), and [`IoSpaces::eviction_blocker`] says
-//! why nothing is evicted: I/O of the dead may still write. The thread
-//! connects again whenever the socket answers. The device is told of all spaces
-//! before anybody uses it; each begins unmapped, and is asked for page by page.
+//! A thread notices the hang-up. From then on every restriction reports that DMA is under way,
+//! grants are dropped, and requests taken from the device are forgotten: their answers are
+//! dropped when they come, and content that arrived in a bounce buffer for them is no longer
+//! installed, since the device reads it again. [`IoSpaces::eviction_blocker`] gives the reason
+//! why nothing is evicted: I/O of the dead device may still write. The thread connects again
+//! whenever the socket answers. It declares all spaces to the device before the device is used;
+//! each begins unmapped, and the device requests its pages one by one.
 //!
-//! # Whom not to believe
+//! # What is not trusted
 //! The device is another process. [`ring`] checks what it writes into the rings,
-//! [`faults`] what it asks for, [`events`] how long it takes. The worst it can do is
-//! to be disconnected, after one wait of [`events::PATIENCE`]; and should it come back
-//! and be slow again, the shorter is the next ([`credit`]). What is not defended
-//! against is a device that changes the flags of the eventfds it was given: whoever
-//! may run one may stop this daemon.
+//! [`faults`] what it requests, [`events`] how long it takes. At worst it is
+//! disconnected, after one wait of [`credit::PATIENCE`]; if it comes back and is slow
+//! again, the next wait is shorter ([`credit`]). There is no defence against a device
+//! that changes the flags of the eventfds it was given: a user who may run a device
+//! may also stop this daemon.
 //!
 //! # Locks, outermost first
-//! section's lock (callers) → registry → a session's `creating` → its spaces, its
-//! fault queue → its event queue; the access log queue by itself. None is held while a page is waited for. `creating`
-//! is held over a CREATE and its status; who takes requests waits for it, with no
-//! other lock of the driver held, when he meets a space that he does not know: the
-//! device may ask for pages of a space before we have read its number. Whoever holds
-//! `creating` waits for the device alone, so that is over after its patience.
+//! section's lock (callers) → registry → a session's `creating` → its spaces, its fault queue → its event queue;
+//! the access log queue by itself. None is held while waiting for a page. `creating` is held over a CREATE and its
+//! status. A thread that takes requests and meets an unknown space waits for `creating`, with no other lock of the
+//! driver held: the device may request pages of a space before we have read its number. The holder of `creating`
+//! waits only for the device, so that wait ends after its patience.
 
 pub(crate) mod area;
 pub(crate) mod counts;
@@ -82,7 +81,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Why a driver cannot be had.
+/// Why a driver cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
     /// The kernel refused.
@@ -93,28 +92,28 @@ pub enum DriverError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// No device in time.
+    /// No device connected in time.
     #[error("no DPU at {socket} after {waited:?}: {why}; start it with 'pagetide dpu'")]
     NotConnected {
         /// Socket of the function.
         socket: PathBuf,
-        /// How long it was waited for.
+        /// How long the caller waited.
         waited: Duration,
-        /// What became of the last try.
+        /// How the last try failed.
         why: String,
     },
 }
 
-/// Whether there is a device in use.
+/// Whether a device is in use.
 #[derive(Debug)]
 enum Presence {
     Here,
-    /// And why not.
+    /// There is none: why.
     Away(String),
 }
 
 impl Presence {
-    /// Why there is none.
+    /// Why there is no device.
     fn why(&self) -> &str {
         match self {
             Self::Away(why) => why,
@@ -124,14 +123,14 @@ impl Presence {
     }
 }
 
-/// What the host has told, and every new device is told again.
+/// What the host has declared, and declares again to every new device.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     next_id: u32,
     known: HashMap<FileKey, Weak<RemoteSpace>>,
     attached: Vec<Arc<RemoteSpace>>,
     barred: HashSet<FileKey>,
-    /// Retired while there was no device: memory and its length in pages.
+    /// Retired while there was no device: the file and its length in pages.
     retired: Vec<(FileKey, u64)>,
     /// Attached spaces that the device does not take, and why.
     refused: Vec<(DomainId, String)>,
@@ -139,7 +138,7 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Has a new device retire what was retired while there was none.
+    /// Has a new device retire what was retired while there was no device.
     fn retire_again(&mut self, session: &Session) -> Result<(), ConnectError> {
         while let Some(&(name, page_count)) = self.retired.last() {
             let status = session
@@ -150,7 +149,7 @@ impl Registry {
                 space: DomainId(space),
                 farewell: Farewell::Retire,
             };
-            // One that refuses it has no such memory, or it is another VM's by now.
+            // A device that refuses has no such memory, or the memory now belongs to another VM.
             if status.code == crate::wire::Code::Ok {
                 session.demand(&event, "DESTROY")?;
             }
@@ -186,7 +185,7 @@ pub struct Driver {
 
 impl Driver {
     /// Starts a driver for the function at `socket`, which need not be there yet. `bell` is the
-    /// doorbell of the fault service: the device rings it itself.
+    /// doorbell of the fault service, which the device rings itself.
     ///
     /// # Errors
     /// [`DriverError::Kernel`].
@@ -200,7 +199,7 @@ impl Driver {
             bell,
             current: ArcSwapOption::empty(),
             registry: Mutex::default(),
-            presence: Mutex::new(Presence::Away("it was not tried yet".to_owned())),
+            presence: Mutex::new(Presence::Away("not tried yet".to_owned())),
             changed: Condvar::new(),
             counts: Arc::default(),
             next_request: Arc::new(AtomicU64::new(1)),
@@ -222,7 +221,7 @@ impl Driver {
     /// Waits until a device is in use.
     ///
     /// # Errors
-    /// [`DriverError::NotConnected`]. The driver goes on trying.
+    /// [`DriverError::NotConnected`]. The driver keeps trying.
     pub fn wait_connected(&self, patience: Duration) -> Result<(), DriverError> {
         let deadline = Instant::now() + patience;
         let mut presence = self.shared.presence();
@@ -253,19 +252,19 @@ impl Driver {
         Arc::new(Source(Arc::clone(&self.shared)))
     }
 
-    /// Where records of what DMA touches come from.
+    /// Where records of DMA accesses come from.
     #[must_use]
     pub fn access_log(&self) -> Arc<dyn AccessSource> {
         Arc::new(Records(Arc::clone(&self.shared)))
     }
 
-    /// What was counted so far.
+    /// The counters so far.
     #[must_use]
     pub fn counts(&self) -> DriverCounts {
         self.shared.counts.look()
     }
 
-    /// Hangs up, and connects no more. The device parks what faults from now on.
+    /// Hangs up, and does not connect again. From now on the device parks chains that fault.
     pub fn stop(&self) {
         self.shared.stopped.store(true, Ordering::Release);
         events::ring_event(&self.shared.stop);
@@ -274,7 +273,7 @@ impl Driver {
         if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread of the DPU's driver ended by a panic");
         }
-        // Spaces know the driver, and it them.
+        // Break the reference cycle: spaces hold the driver, and it holds them.
         self.shared.registry().attached.clear();
     }
 }
@@ -305,7 +304,7 @@ impl Shared {
         self.current.store(Some(session));
         *self.presence() = Presence::Here;
         self.changed.notify_all();
-        // Requests may have come before anybody took them.
+        // Requests may have come before the service could take them.
         self.bell.ring_anyway();
     }
 
@@ -313,11 +312,11 @@ impl Shared {
         *self.presence() = Presence::Away(why);
     }
 
-    /// Takes a space for a VM: the device is told, or the next one will be.
+    /// Takes a space for a VM: declares it to the device, or to the next one.
     fn attach(&self, id: DomainId) -> Result<(), DomainError> {
         let mut registry = self.registry();
         let space = registry.by_id(id).ok_or_else(|| {
-            let why = "has no such space any more";
+            let why = "no longer has such a space";
             DomainError::Device(why.to_owned())
         })?;
         let key = space.key();
@@ -343,29 +342,29 @@ impl Shared {
         registry.refused.retain(|(refused, _)| *refused != id);
         let told = space.destroy(farewell);
         if farewell == Farewell::Retire {
-            // Should the file come again, it is another space.
+            // If the file comes back, it is another space.
             registry.known.remove(&space.key());
             if !told {
                 registry.retired.push((space.key(), space.page_count()));
             }
         } else if !told {
-            self.lift_bars("a VM has gone whose RAM file it did not take");
+            self.lift_bars("a VM whose RAM file it refused is gone");
         }
     }
 }
 
 /// Bars.
 impl Shared {
-    /// Keeps the device in use, if there is one, from the memory `key`.
+    /// Bars the device in use, if there is one, from the memory `key`.
     fn keep_from_device(&self, key: FileKey) -> Result<(), ConnectError> {
-        // Without a device, or with one that goes meanwhile: the next one is told.
+        // Without a device, or if it goes meanwhile, the next one is barred.
         self.session().map_or(Ok(()), |session| session.bar(key))
     }
 
-    /// Begins another session because of `why`: what was barred in this one is until it ends.
+    /// Begins another session because of `why`: barred files stay barred until a session ends.
     fn lift_bars(&self, why: &str) {
         if let Some(session) = self.session() {
-            tracing::info!("the DPU is connected to anew: {why}");
+            tracing::info!("reconnecting to the DPU: {why}");
             session.line().ended(why);
         }
     }
@@ -379,7 +378,7 @@ impl Registry {
 }
 
 impl IoSpaces for Driver {
-    /// The space is an object of ours only, until it is attached.
+    /// The space exists only on our side until it is attached.
     fn open(
         &self,
         _file: BorrowedFd<'_>,
@@ -412,7 +411,7 @@ impl IoSpaces for Driver {
             return;
         }
         if let Err(error) = self.shared.keep_from_device(key) {
-            tracing::error!(%key, "RAM is not kept from devices: {error}");
+            tracing::error!(%key, "cannot bar devices from RAM: {error}");
         }
     }
 
@@ -427,7 +426,7 @@ impl IoSpaces for Driver {
         }
         let told = (self.shared.session()).map(|session| session.demand(&Event::Ready, "READY"));
         if let Some(Err(error)) = told {
-            tracing::error!("the DPU's devices stay as they are: {error}");
+            tracing::error!("the DPU's devices stay restricted: {error}");
         }
     }
 
@@ -447,12 +446,12 @@ impl IoSpaces for Driver {
         let why = self.shared.presence().why().to_owned();
         let socket = self.shared.socket.display();
         Some(format!(
-            "the DPU at {socket} is not connected ({why}), and DMA of its last moments may be under way"
+            "the DPU at {socket} is not connected ({why}), and DMA that it started last may still be under way"
         ))
     }
 }
 
-/// The page fault queue of whatever device is in use.
+/// The page fault queue of the device in use.
 struct Source(Arc<Shared>);
 
 impl Source {
@@ -504,15 +503,15 @@ impl FaultSource for Source {
         (self.0.session()).is_some_and(|session| session.faults.read_bounced(slot, count, into))
     }
 
-    /// As long as the connection is in use: a device gives an overwrite up only when that has ended. From
-    /// then on nothing is evicted, for nobody answers UNMAP, until a later one is set up; and that is
-    /// after this one was taken out.
+    /// True as long as the connection is in use: a device gives an overwrite up only when that has ended.
+    /// From then on no page is evicted, since no device answers UNMAP, until a later connection is set
+    /// up; and that happens after this one was removed.
     fn still_wants(&self, slot: u32) -> bool {
         (self.0.session()).is_some_and(|session| session.faults.owns_slot(slot))
     }
 }
 
-/// The access log queue of whatever device is in use.
+/// The access log queue of the device in use.
 struct Records(Arc<Shared>);
 
 impl Records {
@@ -522,7 +521,7 @@ impl Records {
         else {
             return;
         };
-        // Who takes a page request looks there, too: he is not to wait for records.
+        // A thread that takes a page request reads them, too: it must not wait for records.
         let spaces = session.spaces().clone();
         if log.take(taking, &spaces, into).is_err() {
             tracing::trace!("records of a DPU that is gone");
@@ -531,7 +530,7 @@ impl Records {
 }
 
 impl AccessSource for Records {
-    /// Without credits the device soon has nobody to log for.
+    /// Without credits the device soon stops logging.
     fn want(&self, wanted: Logging) {
         let is_wanted = wanted == Logging::On;
         if self.0.log_wanted.swap(is_wanted, Ordering::Relaxed) != is_wanted && is_wanted {
@@ -549,7 +548,7 @@ impl AccessSource for Records {
         self.0.counts.look().lost_records
     }
 
-    /// Sessions so far, and whether the last one goes on.
+    /// Sessions so far, and whether the last one is still open.
     fn epoch(&self) -> u64 {
         2 * self.0.counts.look().sessions + u64::from(self.0.session().is_some())
     }

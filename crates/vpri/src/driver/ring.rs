@@ -4,19 +4,20 @@
 //! ```text
 //!   describe ─► publish ─► show ══ avail ══► device ══ used ══► take
 //! ```
-//! # Whom not to believe
-//! The device is another process and may be hostile. So nothing that lies in the
-//! shared memory is ever read back but the used ring, and of that every number is
-//! checked against what we remember ourselves: an index may be no further on than
-//! chains are out, a head must be one that is out, a length at most what its chain
-//! has room for. What does not fit is a [`RingError`], after which the queue is of no use. A
-//! device that scribbles over descriptors or our available ring fools only itself.
+//! # What is not trusted
+//! The device is another process and may be hostile. Only the used ring is ever read back
+//! from the shared memory, and every number in it is checked against our own record: an
+//! index may be no further ahead than chains are out, a head must be one that is out, and a
+//! length must not exceed the room in its chain. A mismatch is a [`RingError`], after which
+//! the queue cannot be used. A device that overwrites descriptors or our available ring
+//! harms only itself.
 //!
 //! # Notifications
-//! With `VIRTIO_F_EVENT_IDX` each side says at which index it wants to be woken,
-//! without it by a flag. Both are covered here: [`Ring::show`] tells whether the
-//! device wants a kick, [`Ring::arm`] asks for a call and looks once more, so that
-//! none is missed. Fences on both sides keep the two looks from passing one another.
+//! With `VIRTIO_F_EVENT_IDX` each side sets the index at which it wants to be
+//! notified, without it a flag. Both are handled here: [`Ring::show`] returns
+//! whether the device wants a kick; [`Ring::arm`] asks for a call and checks once
+//! more, so that none is missed. Fences on both sides keep the two checks from
+//! passing one another.
 
 use pagetide_sys::mapping::SharedMapping;
 use std::sync::{
@@ -38,7 +39,7 @@ const RING_AT: u64 = 4;
 /// In the flags of either area: do not notify me.
 const QUIET: u16 = 1;
 
-/// The device has written something into the used ring that cannot be.
+/// The device has written an impossible value into the used ring.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub(crate) enum RingError {
     /// More chains used than are out.
@@ -55,10 +56,10 @@ pub(crate) enum RingError {
     Outside,
 }
 
-/// A buffer, as the device is told of it.
+/// A buffer, as described to the device.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Descriptor {
-    /// Its address, as the device counts.
+    /// Its address in the device's address space.
     pub address: u64,
     /// Its length, in bytes.
     pub len: u32,
@@ -68,7 +69,7 @@ pub(crate) struct Descriptor {
     pub next: u16,
 }
 
-/// A chain that the device is done with.
+/// A chain that the device has finished.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Used {
     /// Its first descriptor.
@@ -77,7 +78,7 @@ pub(crate) struct Used {
     pub len: u32,
 }
 
-/// How the device is told not to call, and tells us not to kick.
+/// How notifications are suppressed in both directions.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Notify {
     /// By the flags of either area.
@@ -126,16 +127,16 @@ pub(crate) struct Ring {
     place: RingPlace,
     notify: Notify,
     next_available: u16,
-    /// As far as the device has been shown.
+    /// The available index that the device was shown.
     shown: u16,
     next_used: u16,
-    /// By head: room of the chain that is out, in bytes.
+    /// By head: room of a chain that is out, in bytes.
     rooms: Box<[Option<u32>]>,
     out: u16,
 }
 
 impl Ring {
-    /// An empty ring in memory that is zero yet.
+    /// An empty ring in memory that is still zero.
     pub(crate) fn new(memory: Arc<SharedMapping>, place: RingPlace, notify: Notify) -> Self {
         Self {
             memory,
@@ -190,7 +191,7 @@ impl Ring {
         self.publish_raw(head)
     }
 
-    /// Like [`Self::publish`], without remembering it: for a head that is nonsense.
+    /// Like [`Self::publish`], but does not record the head: for a head that is invalid.
     pub(crate) fn publish_raw(&mut self, head: u16) -> Result<(), RingError> {
         let slot = u64::from(self.next_available % self.place.size);
         self.store(self.place.available + RING_AT + 2 * slot, head.to_le())?;
@@ -198,16 +199,16 @@ impl Ring {
         Ok(())
     }
 
-    /// Shows the device what was published; true if it wants to be kicked for it.
+    /// Shows the device the published chains; true if it wants to be kicked for them.
     pub(crate) fn show(&mut self) -> Result<bool, RingError> {
         let (before, now) = (self.shown, self.next_available);
         if before == now {
             return Ok(false);
         }
-        // Release: the device that sees the index sees descriptors, buffers and ring entries.
+        // Release: a device that sees the index sees descriptors, buffers and ring entries.
         self.store(self.place.available + 2, now.to_le())?;
         self.shown = now;
-        // Pairs with the device's fence between its wish to be kicked and its last look.
+        // Pairs with the device's fence between its request for a kick and its last check.
         fence(Ordering::SeqCst);
         match self.notify {
             Notify::Flags => Ok(self.load(self.place.used)? & QUIET == 0),
@@ -219,12 +220,12 @@ impl Ring {
         }
     }
 
-    /// True if the device has used a chain that was not taken yet.
+    /// True if the device has used a chain that is not taken yet.
     pub(crate) fn has_used(&self) -> Result<bool, RingError> {
         Ok(self.load(self.place.used + 2)? != self.next_used)
     }
 
-    /// The next chain that the device is done with.
+    /// The next chain that the device has finished.
     pub(crate) fn take(&mut self) -> Result<Option<Used>, RingError> {
         // Acquire: element and buffers were written before the index.
         let used = self.load(self.place.used + 2)?.wrapping_sub(self.next_used);
@@ -265,7 +266,7 @@ impl Ring {
             Notify::Flags => self.store(self.place.available, 0)?,
             Notify::EventIndex => self.store(self.used_event(), self.next_used.to_le())?,
         }
-        // Pairs with the device's fence between its used index and its look at our wish.
+        // Pairs with the device's fence between its used index and its check of our request.
         fence(Ordering::SeqCst);
         self.has_used()
     }
@@ -274,7 +275,7 @@ impl Ring {
     pub(crate) fn disarm(&self) -> Result<(), RingError> {
         match self.notify {
             Notify::Flags => self.store(self.place.available, QUIET.to_le()),
-            // Called only when the index passes here, which is as far away as can be.
+            // The device calls only when the index passes here, which is as far away as possible.
             Notify::EventIndex => self.store(
                 self.used_event(),
                 self.next_used.wrapping_add(u16::MAX / 2).to_le(),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One connection to the function: made by vhost-user messages, then used by its queues alone.
+//! One connection to the function: set up by vhost-user messages, then used only through its
+//! queues.
 
 use super::{
     area::{Area, BOUNCE_BUFFERS},
@@ -48,23 +49,23 @@ const WANTED: u64 = EVENT_INDEX
     | feature::TOUCHED
     | feature::ACCESS_LOG
     | feature::LOG_LOSSES;
-/// Bytes of the configuration space as a message has them.
+/// Bytes of the configuration space, as in a message.
 #[expect(clippy::cast_possible_truncation, reason = "a constant of 64")]
 const CONFIG_LEN: u32 = CONFIG_BYTES as u32;
-/// Longest wait for DMA that is taken from a device: section locks are held meanwhile.
+/// Longest wait for DMA that is accepted from a device: section locks are held meanwhile.
 const LEASE_WAIT_MAX: Duration = Duration::from_secs(1);
-/// How long a device may take to agree and start its queues: it may be busy with a disk's leaving.
+/// How long a device may take to negotiate and start its queues: it may be busy removing a disk.
 const AGREE_PATIENCE: Duration = Duration::from_secs(10);
-/// Between two looks whether it is wanted still.
+/// Time between two checks whether it is still wanted.
 const AGREE_LOOK: Duration = Duration::from_millis(100);
-/// Most outstanding requests that are kept account of; a device that says more has no more.
+/// Most outstanding requests that are tracked; a device that declares more gets only these.
 const REQUESTS_MAX: u32 = 1 << 16;
 
-/// Why a device cannot be had.
+/// Why a connection cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Nobody listens.
-    #[error("nobody listens at socket {path}: {source}")]
+    /// No process listens.
+    #[error("no process listens at socket {path}: {source}")]
     Socket {
         /// The socket.
         path: std::path::PathBuf,
@@ -72,42 +73,42 @@ pub enum ConnectError {
         source: io::Error,
     },
     /// A message failed.
-    #[error("it does not take {message}: {source}")]
+    #[error("it does not accept {message}: {source}")]
     Message {
-        /// Which.
+        /// The message.
         message: &'static str,
-        /// What became of it.
+        /// The error.
         source: vhost::Error,
     },
     /// It lacks a feature.
     #[error("it is no VPRI function: features {offered:#x} lack {missing:#x}")]
     Features {
-        /// What it has.
+        /// The offered features.
         offered: u64,
-        /// What it lacks.
+        /// The missing features.
         missing: u64,
     },
-    /// It cannot tell its configuration.
+    /// It does not report its configuration.
     #[error("it has no configuration space")]
     NoConfig,
     /// Its configuration is that of something else.
     #[error("its configuration space is not that of a VPRI function of this version: {0}")]
     Config(#[from] WireError),
     /// It may wait longer than a host can.
-    #[error("it waits up to {0:?} for DMA; {LEASE_WAIT_MAX:?} is the most")]
+    #[error("it waits up to {0:?} for DMA; the maximum is {LEASE_WAIT_MAX:?}")]
     LeaseWait(Duration),
     /// No answer in time.
     #[error("it does not answer")]
     Silent,
-    /// It went away, or misbehaved, before it was set up.
-    #[error("it went away while it was set up")]
+    /// It disconnected, or misbehaved, before it was set up.
+    #[error("it disconnected while it was set up")]
     Lost,
-    /// It refuses what it must do.
+    /// It refuses an event that it must accept.
     #[error("it refuses {event}: {code:?}")]
     Refused {
-        /// What.
+        /// The event.
         event: &'static str,
-        /// How.
+        /// The status.
         code: Code,
     },
     /// The kernel refused.
@@ -136,15 +137,15 @@ pub(crate) struct Session {
     line: Arc<Line>,
     /// Rung by the device when it gives a queue up.
     errors: OwnedFd,
-    /// Its spaces: the host's numbers by its own, those too that were destroyed since.
+    /// Its spaces: the host's numbers by the device's, including spaces that were destroyed since.
     spaces: Mutex<HashMap<DomainId, DomainId>>,
     /// Held from before a CREATE until its space is known, see [`Self::creating`].
     creating: Mutex<()>,
-    /// Keeps the socket, and with it the device's queues.
+    /// Keeps the socket open, and with it the device's queues.
     _frontend: Frontend,
     pub(crate) events: EventQueue,
     pub(crate) faults: FaultQueue,
-    /// If the device logs accesses.
+    /// Present if the device logs accesses.
     pub(crate) log: Option<LogQueue>,
 }
 
@@ -161,9 +162,9 @@ fn failed(message: &'static str) -> impl Fn(vhost::Error) -> ConnectError {
     move |source| ConnectError::Message { message, source }
 }
 
-/// Does `work`, which speaks with a back end on another copy of `closing`, within
-/// [`AGREE_PATIENCE`] or until `is_stopped`. vhost's front end waits for answers without end: what
-/// ends it is that the socket closes.
+/// Runs `work`, which talks to a back end on another copy of `closing`, for at most
+/// [`AGREE_PATIENCE`] or until `is_stopped`. vhost's front end waits for answers without limit:
+/// closing the socket ends that wait.
 pub(crate) fn bounded<T: Send>(
     closing: &UnixStream,
     is_stopped: impl Fn() -> bool,
@@ -197,7 +198,7 @@ pub(crate) fn bounded<T: Send>(
     })
 }
 
-/// A front end that has agreed with its back end on `wanted`, and what the back end is.
+/// A front end that has negotiated `wanted` with its back end, and the properties of the back end.
 pub(crate) fn agree(
     stream: UnixStream,
     wanted: u64,
@@ -237,7 +238,7 @@ pub(crate) fn agree(
     Ok((frontend, features, config))
 }
 
-/// How notifications go under `features`.
+/// How notifications work under `features`.
 pub(crate) const fn notify_of(features: u64) -> Notify {
     if features & EVENT_INDEX == 0 {
         Notify::Flags
@@ -288,7 +289,7 @@ pub(crate) fn start_queue(
 }
 
 impl Session {
-    /// Speaks with the back end on `stream` until its queues run.
+    /// Talks to the back end on `stream` until its queues run.
     pub(crate) fn open(stream: UnixStream, ours: Ours<'_>) -> Result<Self, ConnectError> {
         let line = Arc::new(Line::new(stream.try_clone()?, ours.counts));
         let (mut frontend, features, config) = agree(stream, WANTED)?;
@@ -351,17 +352,17 @@ impl Session {
         self.number
     }
 
-    /// What the device says of itself.
+    /// The device's configuration.
     pub(crate) fn config(&self) -> &Config {
         &self.config
     }
 
-    /// True if `feature` was agreed upon.
+    /// True if `feature` was negotiated.
     pub(crate) fn has(&self, feature: u64) -> bool {
         self.features & feature != 0
     }
 
-    /// Whether it still stands.
+    /// Tells whether the connection is still up.
     pub(crate) fn line(&self) -> &Line {
         &self.line
     }
@@ -371,21 +372,21 @@ impl Session {
         &self.errors
     }
 
-    /// The process that listens at the other end.
+    /// The process at the other end of the socket.
     pub(crate) fn process(&self) -> Option<u32> {
         let credentials = rustix::net::sockopt::socket_peercred(self.line.stream());
         let credentials = credentials
-            .inspect_err(|error| tracing::warn!(%error, "the process of the DPU cannot be told"));
+            .inspect_err(|error| tracing::warn!(%error, "cannot tell the process of the DPU"));
         let pid = credentials.map(|it| it.pid.as_raw_nonzero().get());
         pid.ok().and_then(|pid| u32::try_from(pid).ok())
     }
 
-    /// Tells the device and waits for its status.
+    /// Sends an event and waits for the device's status.
     pub(crate) fn tell(&self, event: &Event<'_>) -> Result<Status, Gone> {
         self.events.call(event).map(|reply| reply.status)
     }
 
-    /// Like [`Self::tell`] while the device is set up, when it must do what it is told.
+    /// Like [`Self::tell`] during setup, when the device must obey.
     pub(crate) fn demand(&self, event: &Event<'_>, name: &'static str) -> Result<(), ConnectError> {
         match self.tell(event) {
             Ok(status) if status.code == Code::Ok => Ok(()),
@@ -397,7 +398,7 @@ impl Session {
         }
     }
 
-    /// The first words of a driver.
+    /// A driver's first event.
     pub(crate) fn begin(&self) -> Result<(), ConnectError> {
         self.demand(&Event::Begin, "BEGIN")?;
         if self.has(feature::OVERWRITE) {
@@ -410,7 +411,7 @@ impl Session {
         Ok(())
     }
 
-    /// Keeps devices from the memory `name`. DMA that began before may be under way.
+    /// Bars devices from the memory `name`. DMA that began before may still be under way.
     pub(crate) fn bar(&self, name: FileKey) -> Result<(), ConnectError> {
         match self.tell(&Event::Bar { name }) {
             Ok(status) if matches!(status.code, Code::Ok | Code::Busy) => Ok(()),
@@ -427,15 +428,15 @@ impl Session {
         self.spaces().insert(remote, ours);
     }
 
-    /// To be held from before a CREATE until its space is [known](Self::know): the device may ask
-    /// for pages of the space before we have read what number it has. Who meets a number that
-    /// nobody knows waits for this.
+    /// Hold this from before a CREATE until its space is [known](Self::know): the device may
+    /// request pages of the space before we have read its number. A thread that meets an unknown
+    /// number waits for this.
     pub(crate) fn creating(&self) -> MutexGuard<'_, ()> {
         self.creating.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The host's number of a space that the device has, or had. May wait for a CREATE that is
-    /// under way, so no lock may be held but that.
+    /// under way, so no other lock may be held.
     pub(crate) fn known(&self, remote: DomainId) -> Option<DomainId> {
         let look = || self.spaces().get(&remote).copied();
         look().or_else(|| {

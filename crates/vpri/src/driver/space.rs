@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`RemoteSpace`]: an I/O address space whose PA-bitmap lies with a VPRI function.
+//! [`RemoteSpace`]: an I/O address space whose PA-bitmap is kept by a VPRI
+//! function.
 //!
-//! It has a number of its own by which the host knows it as long as it lives. With
-//! each connection the device gives it another; a space that the device of *this*
-//! connection was not told of has none, and all that is asked of it fails as if
-//! DMA were under way. A grant to such a space is dropped: the device begins
-//! with everything unmapped, and asks.
+//! The host knows it by a number of its own, which is fixed as long as the space
+//! lives. With each connection the device gives it another. A space that was not
+//! declared to the device of *this* connection has none, and every call on it
+//! fails as if DMA were under way. A grant to such a space is dropped: the device
+//! begins with everything unmapped, and sends requests.
 //!
 //! # Watched
-//! A device watches its own mapping from when INVALIDATE of the whole space was OK.
-//! It is BUSY as long as DMA is under way, and under load some always is, somewhere.
-//! So it is asked several times, and if that was in vain again, now and then, by
-//! whoever asks something of the space (each round does), until it was OK.
+//! A device watches its own mapping once INVALIDATE of the whole space has returned
+//! OK. It returns BUSY as long as DMA is under way, and under load some always is,
+//! somewhere. So the driver asks several times. If that fails, any later call on the
+//! space (each round makes one) tries again now and then, until it is OK.
 
 use super::{Shared, line::Gone, session::Session};
 use crate::{
@@ -30,7 +31,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often in a row a device is asked to watch a space.
+/// How many times in a row a device is asked to watch a space.
 const WATCH_TRIES: u32 = 8;
 /// Least time between two later tries: each may take as long as the device waits for DMA.
 const BETWEEN_TRIES: Duration = Duration::from_millis(100);
@@ -45,20 +46,20 @@ pub(crate) struct RemoteSpace {
     /// Number of the connection in the upper half, the device's number of the space in the lower;
     /// 0 if there is none.
     remote: AtomicU64,
-    /// The same number, of the space that its device should watch and does not yet; or 0.
+    /// The same number, for a space that its device should watch but does not yet; or 0.
     unwatched: AtomicU64,
-    /// When that was tried last.
+    /// When that was last tried.
     tried: Mutex<Option<Instant>>,
 }
 
-/// What CREATE brought.
+/// The outcome of CREATE.
 #[derive(Debug)]
 pub(crate) enum Created {
     /// The space is there, unmapped.
     Yes,
     /// The device refuses it.
     Refused(DomainError),
-    /// The device is gone; a later one will be told.
+    /// The device is gone; the space is declared to a later one.
     Gone,
 }
 
@@ -68,7 +69,7 @@ fn numbered(session: &Session, space: DomainId) -> u64 {
 }
 
 impl RemoteSpace {
-    /// The space `id` of a file that no device was told of yet.
+    /// The space `id` of a file that was not declared to any device yet.
     pub(crate) fn new(shared: &Arc<Shared>, id: DomainId, key: FileKey, len_bytes: u64) -> Self {
         Self {
             shared: Arc::clone(shared),
@@ -81,13 +82,13 @@ impl RemoteSpace {
         }
     }
 
-    /// Tells the device of `session`: all its pages are unmapped then.
+    /// Declares the space to the device of `session`: all its pages are then unmapped.
     pub(crate) fn create(&self, session: &Session) -> Created {
         let event = Event::Create {
             name: self.key,
             page_count: self.page_count(),
         };
-        // Until the numbers are where a fault and its grant look for them.
+        // Held until the numbers are where a fault and its grant look for them.
         let _creating = session.creating();
         let Ok(status) = session.tell(&event) else {
             return Created::Gone;
@@ -96,7 +97,7 @@ impl RemoteSpace {
             (Code::Ok, Ok(remote)) => {
                 session.know(DomainId(remote), self.id);
                 let number = numbered(session, DomainId(remote));
-                // Release: who finds the number finds a device that knows it.
+                // Release: a thread that finds the number finds a device that knows it.
                 self.remote.store(number, Ordering::Release);
                 Created::Yes
             }
@@ -108,8 +109,8 @@ impl RemoteSpace {
         }
     }
 
-    /// Tells the device, if it knows the space, that the host has it no more. False if there is no
-    /// device to be told.
+    /// Tells the device, if it knows the space, that the host no longer has it. False if there is
+    /// no device.
     pub(crate) fn destroy(&self, farewell: Farewell) -> bool {
         let told = self.ask(|space| Event::Destroy { space, farewell });
         self.remote.store(0, Ordering::Release);
@@ -117,16 +118,16 @@ impl RemoteSpace {
             Some(reply) if reply.status.code == Code::Ok => true,
             Some(reply) => {
                 let code = reply.status.code;
-                tracing::error!(key = %self.key, ?code, "the DPU does not give a space back");
+                tracing::error!(key = %self.key, ?code, "the DPU does not give back a space");
                 true
             }
             None => false,
         }
     }
 
-    /// Has the device of `session` watch the space, which it does as soon as no DMA is left from
-    /// before the space was created: from then on it notices by itself if some goes where it may
-    /// not. [`Code::Unsupported`]: it cannot. [`Code::Busy`]: not yet, but it will be asked again.
+    /// Has the device of `session` watch the space. It does so as soon as no DMA is left from
+    /// before the space was created; from then on it notices DMA into absent pages.
+    /// [`Code::Unsupported`]: it cannot. [`Code::Busy`]: not yet, but it will be asked again.
     pub(crate) fn settle(&self, session: &Session) -> Code {
         let Some(space) = self.number_in(session) else {
             return Code::Busy;
@@ -134,7 +135,7 @@ impl RemoteSpace {
         let mut tries = (0..WATCH_TRIES).map(|_| self.invalidate(session, space));
         let last = tries.find(|code| *code != Code::Busy).unwrap_or(Code::Busy);
         match last {
-            // Its successor is asked when it is set up.
+            // The next device is asked when it is set up.
             _ if session.line().check().is_err() => {}
             Code::Ok => {}
             Code::Unsupported => {
@@ -143,7 +144,7 @@ impl RemoteSpace {
             code => {
                 let number = numbered(session, space);
                 self.unwatched.store(number, Ordering::Relaxed);
-                tracing::warn!(key = %self.key, ?code, "the DPU does not notice DMA into absent pages as long as DMA of before is under way");
+                tracing::warn!(key = %self.key, ?code, "the DPU does not notice DMA into absent pages as long as earlier DMA is under way");
             }
         }
         last
@@ -170,7 +171,8 @@ impl RemoteSpace {
         code
     }
 
-    /// Tries once more what [`Self::settle`] has tried in vain, if it has, and not a moment ago.
+    /// Retries what [`Self::settle`] did not achieve, if that is so and the last try was not a
+    /// moment ago.
     fn settle_late(&self, session: &Session, space: DomainId) {
         if self.unwatched.load(Ordering::Relaxed) != numbered(session, space) {
             return;
@@ -184,7 +186,7 @@ impl RemoteSpace {
         self.invalidate(session, space);
     }
 
-    /// The number of the space at the device of `session`.
+    /// The number of the space on the device of `session`.
     fn number_in(&self, session: &Session) -> Option<DomainId> {
         let number = self.remote.load(Ordering::Acquire);
         let (of, remote) = (number >> 32, number & u64::from(u32::MAX));
@@ -204,14 +206,14 @@ impl RemoteSpace {
         Some((session, space))
     }
 
-    /// Tells the device and waits; `None` if there is none, or it does not answer as it should.
+    /// Sends an event and waits; `None` if there is no device, or it does not answer as it should.
     fn ask<'a>(&self, event: impl FnOnce(DomainId) -> Event<'a>) -> Option<Reply> {
         let (session, space) = self.reach()?;
-        // Told where it is found out, and counted.
+        // A failure is logged and counted where it is detected.
         session.events.call(&event(space)).ok()
     }
 
-    /// Tells the device to restrict `pages`; true if it has.
+    /// Has the device restrict `pages`; true if it did.
     fn restrict<'a>(&self, event: impl FnOnce(DomainId) -> Event<'a>) -> bool {
         self.ask(event)
             .is_some_and(|reply| reply.status.code == Code::Ok)
@@ -235,8 +237,8 @@ impl IoSpace for RemoteSpace {
         self.shared.attach(self.id)
     }
 
-    /// The device watches its own mapping from when no DMA is left that began before; what alias faults
-    /// through comes as a page request. Should that take long, it is no error: see the module.
+    /// The device watches its own mapping once no DMA is left that began before; alias faults then
+    /// arrive as page requests. It is no error if that takes long: see the module.
     fn watch(&self) -> Result<(), DomainError> {
         let code = self.reach().map(|(session, _)| self.settle(&session));
         if code == Some(Code::Unsupported) {
@@ -254,7 +256,7 @@ impl IoSpace for RemoteSpace {
     }
 
     fn unmap_all(&self) {
-        // Without a device: the next one begins with all unmapped.
+        // Without a device there is nothing to do: the next one begins with everything unmapped.
         let told = self.ask(|space| Event::UnmapAll { space });
         if told.is_some_and(|reply| reply.status.code != Code::Ok) {
             tracing::error!(key = %self.key, "the DPU does not unmap a space");
@@ -300,13 +302,13 @@ impl IoSpace for RemoteSpace {
             ranges: ranges.as_slice().into(),
         };
         if session.events.post(&event).is_err() {
-            // The next device asks for the page.
+            // The next device requests the page.
             tracing::trace!(?range, "a grant to a DPU that is gone");
         }
     }
 
-    /// Without a device nobody knows; it would be found when the pages are to be unmapped, which
-    /// fails without a device.
+    /// Without a device this is not known; unmapping the pages would find it out, and fails without
+    /// a device.
     fn standing_in(&self, section: FileSection) -> FilePageSet {
         let pages = section.pages(self.page_count());
         if pages.is_empty() {

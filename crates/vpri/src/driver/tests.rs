@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The driver against a device that does as it is told, right or wrong.
+//! The driver against a device that does what the test says, right or wrong.
 
 use super::{
     fake::{Answers, FEATURES, Fake, eventually, good_config},
@@ -14,7 +14,7 @@ use std::{os::fd::AsFd, os::unix::net::UnixListener};
 
 const PAGES: u64 = 2048;
 const LONG: Duration = Duration::from_secs(20);
-/// Number of the first space that the fake is told to create: events before it are BEGIN and BOUNCE.
+/// Number of the first space that the fake has to create: earlier events are BEGIN and BOUNCE.
 const FIRST: DomainId = DomainId(3);
 
 struct Rig {
@@ -32,7 +32,7 @@ impl Rig {
         Self { driver, dir, file }
     }
 
-    /// With a device that answers everything well.
+    /// With a device that answers everything correctly.
     fn connected() -> (Self, Fake) {
         let rig = Self::new();
         let fake = rig.device();
@@ -261,7 +261,7 @@ fn space_that_is_busy_when_it_is_to_be_watched_is_asked_again_by_rounds_until_it
         assert!(space.standing_in(FileSection(0)).is_empty());
         asked() > tried
     });
-    // It was OK. Another device is asked anew.
+    // It was OK. Another device is asked again.
     fake.follow(busy);
     fake.hang_up();
     eventually("another session", || rig.driver.counts().sessions == 2);
@@ -329,7 +329,7 @@ fn device_that_refuses_a_space_refuses_its_vm_and_bars_eviction_if_it_came_later
     space.detach();
     let bar = rig.driver.eviction_blocker().unwrap_or_default();
     assert!(!bar.contains("Full"), "it is no VM's any more: {bar}");
-    // What lifts the device's bar.
+    // This lifts the device's bar.
     eventually("a session without it", || {
         rig.driver.eviction_blocker().is_none()
     });
@@ -371,7 +371,7 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     let fake = Fake::listen_as(rig.dir.path(), (features, good_config()), Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
     let _space = rig.attached(1);
-    // After BEGIN: no bounce area was agreed upon.
+    // After BEGIN: no bounce area was negotiated.
     let space = DomainId(2);
     let source = rig.driver.source();
     let mut refused = 0;
@@ -403,7 +403,7 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     let counts = rig.driver.counts();
     assert_eq!((counts.unknown_spaces, counts.malformed_requests), (1, 4));
     assert_eq!(counts.broken_off, 0);
-    // Twice the same id: an answer would be taken for either.
+    // The same id twice: an answer would be ambiguous.
     fake.request(&demand(6, space));
     rig.next_request();
     fake.request(&demand(6, space));
@@ -418,7 +418,7 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
 fn request_for_a_space_that_comes_before_its_number_is_taken_for_that_space() {
     let (rig, fake) = Rig::connected();
     let space = rig.open(1);
-    // The device holds its answer to CREATE back until the request was met.
+    // The device delays its answer to CREATE until the request was handled.
     let (met, is_met) = std::sync::mpsc::channel();
     let mut asks = Some((demand(7, FIRST), is_met));
     fake.follow(move |event, number| match (event, asks.take()) {
@@ -491,7 +491,7 @@ fn overwrite_of_a_device_that_went_is_wanted_no_more_even_if_its_content_was_rea
     let source = rig.driver.source();
     assert!(source.read_bounced(slot, 1, &mut Vec::new()));
     assert!(source.still_wants(slot));
-    // A session that is not READY yet: from here on the device may begin the request anew.
+    // A session that is not READY yet: from here on the device may start the request again.
     fake.follow(|event, number| match event {
         Event::Begin => Answers::Silence,
         _ => Answers::good(event, number),
@@ -537,7 +537,7 @@ fn device_that_breaks_a_ring_is_disconnected_and_a_better_one_taken() {
     for (broken, (what, wrong)) in (1..).zip(wrongs) {
         eventually("a session", || rig.driver.counts().sessions == broken);
         wrong(&fake);
-        // Whoever has to do with the device finds out.
+        // Any caller that uses the device finds out.
         eventually(what, || {
             let is_done = space.unmap(FileSection(1), &some_pages());
             while source.next().is_some() {}
@@ -606,7 +606,7 @@ fn silent_device_holds_a_caller_up_once_and_nobody_afterwards() {
         }
     });
     assert_eq!(rig.driver.counts().broken_off, 1);
-    // It answers no BEGIN either, so it stays away.
+    // It does not answer BEGIN either, so it is not used.
     assert!(rig.driver.eviction_blocker().is_some());
     assert!(!space.unmap(FileSection(1), &some_pages()));
     assert!(space.is_any_leased());
@@ -799,7 +799,7 @@ fn file_of_no_pages_and_one_that_is_barred_are_refused() {
     assert!(matches!(barred, Err(DomainError::Barred(_))));
 }
 
-/// What the fake was told in the session that is in use.
+/// The events that the fake received in the current session.
 fn told_since_begin(fake: &Fake) -> Vec<Event<'static>> {
     let mut seen = fake.seen();
     let begin = seen.iter().rposition(|event| *event == Event::Begin);
@@ -816,7 +816,7 @@ fn space_that_a_new_device_refuses_is_barred_before_ready_until_its_vm_goes() {
         Event::Create { name, .. } if *name == key(1) => {
             Answers::Reply(Status::of(Code::Unsupported).into())
         }
-        // DMA is under way, from a device that does not look up.
+        // DMA is under way, from a device without look-up.
         Event::Bar { .. } => Answers::Reply(Status::of(Code::Busy).into()),
         _ => Answers::good(event, number),
     });
@@ -827,7 +827,7 @@ fn space_that_a_new_device_refuses_is_barred_before_ready_until_its_vm_goes() {
     let barred = at(Event::Bar { name: key(1) }).expect("it is barred");
     assert!(Some(barred) < at(Event::Ready), "else READY releases it");
     assert_eq!(at(Event::Bar { name: key(2) }), None);
-    // Its memory is its VM's own again: only another session lifts the bar.
+    // Its memory belongs to its VM alone again: only another session lifts the bar.
     space.detach();
     eventually("a third session", || rig.driver.counts().sessions == 3);
     let told = told_since_begin(&fake);
@@ -835,7 +835,7 @@ fn space_that_a_new_device_refuses_is_barred_before_ready_until_its_vm_goes() {
     assert!(!told.contains(&Event::Bar { name: key(1) }));
     eventually("it is in use", || rig.driver.eviction_blocker().is_none());
     assert_eq!(rig.driver.counts().broken_off, 0);
-    // One that the device has is given back without that.
+    // A space that the device has is given back without that.
     other.detach();
     assert!(rig.driver.is_connected());
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`FunctionCore`]: what the device knows, and what each message does to it.
+//! [`FunctionCore`]: the device's state, and what each message does to it.
 //!
-//! It has no queue, no thread and no clock but for one bounded wait. The PA-bitmaps
-//! are those of the [`DomainTable`], which the engines look up while this changes them.
+//! It has no queue, no thread and no clock except for one bounded wait. The PA-bitmaps
+//! are those of the [`DomainTable`]: engines look pages up while this code changes
+//! them.
 //!
 //! # Sessions
 //! ```text
@@ -11,25 +12,26 @@
 //!     ▲  hang-up        │ ▲   BEGIN     │
 //!     └─────────────────┴─┴─────────────┘
 //! ```
-//! Between BEGIN and READY a driver says which memory has pages elsewhere: it creates
-//! a space for it, or bars it. All memory that is new to the device is unmapped until
-//! READY; then what has got neither is read-write. A space of an earlier session stays
-//! as it was meanwhile: what is mapped is present, since nobody is there to evict it.
-//! A space that is released between the two is one that the driver could not take up:
-//! it is unmapped memory like any other, which a bar keeps so, and READY lets go.
+//! Between BEGIN and READY a driver declares which memory has pages elsewhere: it
+//! creates a space for it, or bars it. All memory that is new to the device is
+//! unmapped until READY; then memory that got neither becomes read-write. A space of
+//! an earlier session stays as it was meanwhile: its mapped pages are present, since
+//! without a driver no page is evicted. A space that is released between BEGIN and
+//! READY is one that the driver could not recover: it is unmapped memory like any
+//! other. A bar keeps it so, and READY makes it read-write.
 //!
 //! # Rules (VPRI 5.1)
-//! - *R1* A space is created with every page unmapped, in the same step. It ends in one
-//!   step, too: all of it read-write, or all of it unmapped for good (before READY: unmapped
+//! - *R1* A space is created with every page unmapped, in the same step. It also ends in one
+//!   step: all of it read-write, or all of it unmapped for good (before READY: unmapped
 //!   until then).
-//! - *R2* A page that is unmapped or protected allows no further DMA from the moment the
-//!   bit changes; the message is answered `OK` only when none goes on that began before.
-//! - *R3* Engines look up under a lease (see [`crate::lease`]), so there is no moment
-//!   between look-up and DMA in which a page can go.
+//! - *R2* A page that is unmapped or protected allows no further DMA from the moment the bit
+//!   changes; the message is answered `OK` only when no earlier DMA is under way.
+//! - *R3* Engines look up under a lease (see [`crate::lease`]), so a page cannot go between
+//!   look-up and DMA.
 //!
-//! Page requests are sent while a driver is ready, and only for pages of its spaces.
-//! Requests for other memory are answered here: it is read-write, so whoever asks may
-//! try again. Those for barred memory are not answered at all.
+//! Page requests are sent only while a driver is ready, and only for pages of its
+//! spaces. Requests for other memory are answered here: it is read-write, so the
+//! device may try again. Requests for barred memory are not answered at all.
 
 mod spaces;
 
@@ -48,46 +50,46 @@ use std::{collections::HashMap, sync::Arc};
 /// Offset of an event's count, in bytes.
 const COUNT_AT: u32 = 8;
 
-/// What the core's decisions come to, outside.
+/// The effects of the core's decisions on the outside.
 pub trait DeviceSide {
-    /// Gives `response` to the engine whose request came from `source`.
+    /// Delivers `response` to the engine whose request came from `source`.
     fn respond(&mut self, source: SourceNo, response: PageResponse);
 
-    /// From now on transfers may land in `slots` pages at `address` of the function's memory, or
-    /// nowhere.
+    /// From now on transfers may use bounce buffers: `slots` pages at `address` of the function's
+    /// memory, or none.
     ///
     /// # Errors
-    /// The code by which the driver's message is refused.
+    /// The code with which the driver's message is refused.
     fn land(&mut self, area: Option<(u64, u64)>) -> Result<(), Code>;
 
-    /// True if the bounce area that the driver has given last holds `count` slots from `slot` on.
+    /// True if the driver's current bounce area holds `count` slots from `slot` on.
     fn is_bounce(&self, slot: u32, count: u64) -> bool;
 }
 
-/// How far the driver is.
+/// State of the driver's session.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Phase {
-    /// There is none.
+    /// There is no driver.
     #[default]
     Nobody,
-    /// It says which memory has pages elsewhere.
+    /// It declares which memory has pages elsewhere.
     Begun,
     /// It answers page requests.
     Ready,
 }
 
-/// What has happened since the start.
+/// Counters since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FunctionFigures {
     /// Messages from a driver.
     pub events: u64,
-    /// Those that were malformed, or said what could not be.
+    /// Messages that were malformed, or had impossible values.
     pub invalid_events: u64,
     /// Answers to requests that the driver did not have, among them second answers.
     pub unknown_answers: u64,
     /// Page requests given to a driver.
     pub requests_sent: u64,
-    /// Those of them that an earlier driver had, too.
+    /// Requests sent that an earlier driver had, too.
     pub requests_sent_again: u64,
     /// Page requests answered by the device itself.
     pub requests_answered_here: u64,
@@ -109,14 +111,14 @@ pub struct FunctionCore {
     /// Counts drivers.
     session: u64,
     spaces: HashMap<DomainId, Space>,
-    /// Memory that no device may touch, with the session that said so.
+    /// Memory that no device may touch, with the session that barred it.
     barred: HashMap<FileKey, u64>,
     requests: Requests,
     figures: FunctionFigures,
 }
 
 impl FunctionCore {
-    /// The device before its first driver: memory that comes is unmapped.
+    /// The device before its first driver: new memory is unmapped.
     #[must_use]
     pub fn new(domains: Arc<DomainTable>, limits: Config) -> Self {
         domains.set_initial(Attribute::Unmapped);
@@ -132,19 +134,19 @@ impl FunctionCore {
         }
     }
 
-    /// The limits that the configuration space tells.
+    /// The limits in the configuration space.
     #[must_use]
     pub fn limits(&self) -> &Config {
         &self.limits
     }
 
-    /// How far the driver is.
+    /// State of the driver's session.
     #[must_use]
     pub fn phase(&self) -> Phase {
         self.phase
     }
 
-    /// What has happened since the start.
+    /// Counters since the start.
     #[must_use]
     pub fn figures(&self) -> FunctionFigures {
         self.figures
@@ -162,14 +164,14 @@ impl FunctionCore {
         self.requests.len() < self.limits.requests_max as usize
     }
 
-    /// Handles a message that could not be decoded, of which `status` says why.
+    /// Handles a message that could not be decoded; `status` gives the reason.
     pub fn refuse(&mut self, status: Status) -> Reply {
         self.figures.events += 1;
         self.figures.invalid_events += 1;
         status.into()
     }
 
-    /// Handles one message. To be called in the order of the event queue.
+    /// Handles one message. Call in the order of the event queue.
     pub fn event(&mut self, event: &Event<'_>, device: &mut dyn DeviceSide) -> Reply {
         self.figures.events += 1;
         let reply = self.decide(event, device).unwrap_or_else(Reply::from);
@@ -223,15 +225,15 @@ impl FunctionCore {
         Ok(status.into())
     }
 
-    /// The driver has gone. What it was asked, its successor will be.
+    /// The driver has gone. Its unanswered requests go to its successor.
     pub fn hang_up(&mut self, device: &mut dyn DeviceSide) {
         self.phase = Phase::Nobody;
         self.requests.forget_driver();
         land_nowhere(device);
     }
 
-    /// Takes a page request from an engine. `Some` is to be given to the driver now; else it is
-    /// answered already, or waits.
+    /// Takes a page request from an engine. `Some` is to be sent to the driver now; otherwise it is
+    /// already answered, or waits.
     #[must_use]
     pub fn request(
         &mut self,
@@ -260,7 +262,7 @@ impl FunctionCore {
         (fate == Fate::Send).then_some(request)
     }
 
-    /// The next request that an earlier driver has left, or that waited for this one.
+    /// The next request that an earlier driver left, or that waited for this one.
     #[must_use]
     pub fn next_unsent(&mut self) -> Option<PageRequest> {
         let request = self.requests.next_unsent()?;
@@ -269,14 +271,14 @@ impl FunctionCore {
         Some(request)
     }
 
-    /// True if [`Self::next_unsent`] may have one.
+    /// True if [`Self::next_unsent`] may return one.
     #[must_use]
     pub fn has_unsent(&self) -> bool {
         self.requests.has_unsent()
     }
 }
 
-/// What becomes of a page request.
+/// What happens to a page request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Fate {
     Send,
@@ -315,7 +317,7 @@ impl FunctionCore {
             }
             stays
         });
-        // First what comes, then what is there: none can alias fault through between.
+        // First change new domains, then existing ones: none can be missed in between.
         domains.set_initial(Attribute::ReadWrite);
         for domain in domains.all() {
             let is_free = !barred.contains_key(&domain.key());
@@ -386,12 +388,12 @@ impl FunctionCore {
         }
     }
 
-    /// What becomes of a request while a driver is ready.
+    /// What happens to a request while a driver is ready.
     fn fate(&self, request: &PageRequest, device: &dyn DeviceSide) -> Fate {
         if let RequestKind::Overwrite { slot } = request.kind
             && !device.is_bounce(slot, request.pages.len())
         {
-            // Its content lies where this driver does not look: nothing was installed of it.
+            // Its content lies where this driver does not read it: nothing was installed of it.
             return Fate::Answer(ResponseCode::Success);
         }
         let own = self.spaces.get(&request.domain);
@@ -401,21 +403,22 @@ impl FunctionCore {
         let domains = self.domains.all();
         match domains.iter().find(|domain| domain.id() == request.domain) {
             Some(domain) if self.barred.contains_key(&domain.key()) => Fate::Hold,
-            // Read-write by now: let it try again. An overwrite does so with nothing installed.
+            // Read-write by now: let the device try again. For an overwrite, nothing was installed.
             Some(_) => Fate::Answer(ResponseCode::Success),
             None => Fate::Answer(ResponseCode::InvalidRequest),
         }
     }
 
-    /// What becomes of a request before it is known which memory has pages elsewhere. Most wait; but
-    /// not what would keep an engine from other work though nobody else is needed for it.
+    /// What happens to a request before it is known which memory has pages elsewhere. Most wait,
+    /// but not those that keep an engine from other work although they can be answered without a
+    /// driver.
     fn fate_without_driver(&self, request: &PageRequest) -> Fate {
         match request.kind {
-            // No driver has it, so none will install it late: the transfer begins again, and waits
+            // No driver has it, so none will install it late: the transfer starts again, and waits
             // like any other.
             RequestKind::Overwrite { .. } => Fate::Answer(ResponseCode::Success),
-            // Nobody evicts now: a page that may be touched and is a hole was given up by the guest,
-            // and reads as zeros.
+            // No page is evicted now: a page that may be touched and is a hole was discarded by the
+            // guest, and reads as zeros.
             RequestKind::AliasFault if self.may_be_touched(request) => {
                 Fate::Answer(ResponseCode::InvalidRequest)
             }
@@ -446,7 +449,7 @@ impl FunctionCore {
 
 fn land_nowhere(device: &mut dyn DeviceSide) {
     if let Err(code) = device.land(None) {
-        tracing::error!(?code, "the bounce area cannot be given up");
+        tracing::error!(?code, "cannot release the bounce area");
     }
 }
 
@@ -466,7 +469,7 @@ fn offset(at: usize) -> u32 {
     u32::try_from(at).unwrap_or(u32::MAX)
 }
 
-/// Sections that were not done.
+/// The status that names sections that were not done.
 fn status_of(code: Code, sections: &[FileSection]) -> Status {
     Status {
         code,

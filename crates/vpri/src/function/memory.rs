@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The function's own memory: what its driver gives it for rings, messages and bounce buffers.
+//! The function's own memory: its driver provides it for rings, messages and bounce buffers.
 //!
-//! It is memory of the driver's process and changes under our hands. All access is by
-//! copies, whatever is read is looked at once, and a file that could be shrunk, which
+//! It is memory of the driver's process and may change at any time. All access is by
+//! copies, and every value is read only once. A file that could be shrunk, which
 //! would kill this process, is refused.
 
 use crate::bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError};
@@ -18,12 +18,12 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, Mmap
 /// Why the driver's memory is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum MemoryError {
-    /// It could be shrunk under us.
+    /// It could be shrunk while in use.
     #[error(
         "memory of the function must be a memfd of ordinary pages that can be sealed against shrinking"
     )]
     NotSealed,
-    /// It is no memory.
+    /// It is not memory.
     #[error(transparent)]
     File(#[from] RamFileError),
     /// It does not lie in its file, or cannot be mapped.
@@ -39,7 +39,7 @@ pub(super) enum MemoryError {
     /// A bounce area that does not lie in one region.
     #[error("no memory has all of the {slots} bounce buffers at address {address:#x}")]
     Bounce { address: u64, slots: u64 },
-    /// No bounce area can be had.
+    /// The bounce area is invalid.
     #[error(transparent)]
     Area(#[from] BounceError),
     /// Its file cannot be mapped for bounce buffers.
@@ -47,12 +47,12 @@ pub(super) enum MemoryError {
     Mapping(#[from] pagetide_sys::mapping::MappingError),
 }
 
-/// A region as a driver tells of it.
+/// A memory region as a driver describes it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RegionShape {
-    /// By what descriptors name its first byte.
+    /// The address of its first byte in descriptors.
     pub address: u64,
-    /// By what the messages that set rings up do.
+    /// The address of its first byte in messages that set up rings.
     pub frontend: u64,
     pub bytes: u64,
     pub offset: u64,
@@ -106,12 +106,12 @@ impl FunctionMemory {
         Ok(memory)
     }
 
-    /// As the rings see it.
+    /// The memory as the rings use it.
     pub fn mapped(&self) -> &GuestMemoryMmap {
         &self.mapped
     }
 
-    /// By what descriptors would name `bytes` bytes that the front end has at `frontend`.
+    /// The address in descriptors of `bytes` bytes that the front end has at `frontend`.
     pub fn translate(&self, frontend: u64, bytes: u64) -> Option<GuestAddress> {
         self.regions.iter().find_map(|Region { shape, .. }| {
             let into = frontend.checked_sub(shape.frontend)?;
@@ -120,8 +120,8 @@ impl FunctionMemory {
         })
     }
 
-    /// Bounce areas for `engines`, side by side in `slots` slots at `address`, of which the first
-    /// has number `first`.
+    /// Bounce areas for `engines`, side by side in `slots` slots at `address`; the first slot has
+    /// number `first`.
     pub fn bounce(
         &self,
         (address, slots): (u64, u64),
@@ -142,7 +142,7 @@ impl FunctionMemory {
         let mut found = self.regions.iter();
         let region = found.find_map(|region| Some((region, offset(region)?)));
         let (region, offset) = region.ok_or_else(nowhere)?;
-        // As long as the file is now: sealed, it gets no shorter.
+        // The current length of the file: sealed, it cannot shrink.
         let len = fstat(&region.file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
         let mapping = Arc::new(SharedMapping::new(region.file.as_fd(), len)?);
         (0..engines)

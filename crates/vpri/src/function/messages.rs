@@ -53,7 +53,7 @@ fn signal_of(event: &File) -> Result<EventSignal> {
     EventSignal::new(event.as_fd()).map_err(|error| refused(&error))
 }
 
-/// Refuses what is not an eventfd: other files may make whoever polls them wait.
+/// Refuses a file that is not an eventfd: polling other files may block.
 fn check_event(event: &File) -> Result<()> {
     match is_eventfd(event.as_fd()) {
         Ok(true) => Ok(()),
@@ -79,7 +79,7 @@ impl State {
         Ok(())
     }
 
-    /// Stops a queue. Without the event queue there is no driver.
+    /// Stops a queue. If it is the event queue, the driver is gone.
     fn stop(&mut self, queue: u16) {
         if let Some(vring) = self.vrings.get_mut(usize::from(queue)) {
             vring.stop();

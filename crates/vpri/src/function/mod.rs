@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The VPRI function: the device's side of the interface to a host elsewhere (VPRI 5).
+//! The VPRI function: the device's side of the interface to a host in another process
+//! (VPRI 5).
 //!
-//! [`core`] is what the device knows and decides, as a state machine that a driver's
-//! messages and the engines' page requests go through; [`requests`] is its account of
-//! page requests; [`server`] is the function as a vhost-user back end over it. `docs/vpri.md`
-//! is the specification that all of them keep.
+//! [`core`] holds the device's state and decisions, as a state machine that a driver's
+//! messages and the engines' page requests go through; [`requests`] accounts for page
+//! requests; [`server`] is the vhost-user back end on top. All of them follow the
+//! specification in `docs/vpri.md`.
 
 pub mod core;
 mod memory;

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Page requests that wait for an answer: each gets exactly one, whoever drives the function by then.
+//! Page requests that wait for an answer: each gets exactly one, from whichever driver there is by
+//! then.
 //!
 //! ```text
 //!   taken ──► Unsent ──next_unsent──► Sent ──RESPOND──► answered
 //!               ▲                      │
 //!               └── the driver went ───┘
 //! ```
-//! A driver may answer what was sent to *it*. What an earlier one left unanswered is
-//! sent again, under the same id.
+//! A driver may only answer requests that were sent to *it*. Requests that an
+//! earlier driver left unanswered are sent again, under the same id.
 
 use pagetide_addr::{PageRequest, RequestId};
 use std::collections::{HashMap, VecDeque};
@@ -16,7 +17,7 @@ use std::collections::{HashMap, VecDeque};
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct SourceNo(pub usize);
 
-/// Whether the driver that is there has a request.
+/// Whether the current driver has a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stage {
     Unsent,
@@ -30,30 +31,30 @@ struct Asked {
     stage: Stage,
 }
 
-/// All requests that were taken and not answered.
+/// All requests that were taken and are not answered.
 #[derive(Debug, Default)]
 pub(super) struct Requests {
     asked: HashMap<RequestId, Asked>,
-    /// Those to send, in the order they came. One may have been answered meanwhile.
+    /// Requests to send, in order of arrival. Some may have been answered meanwhile.
     unsent: VecDeque<RequestId>,
 }
 
-/// There is a request of that id already: a bug of the device that asks.
+/// There is already a request with that id: a bug of the device.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Duplicate;
 
 impl Requests {
-    /// Number of requests without an answer.
+    /// Number of unanswered requests.
     pub fn len(&self) -> usize {
         self.asked.len()
     }
 
-    /// Takes a request that was given to the driver at once.
+    /// Takes a request that was sent to the driver at once.
     pub fn add_sent(&mut self, source: SourceNo, request: PageRequest) -> Result<(), Duplicate> {
         self.add(source, request, Stage::Sent)
     }
 
-    /// Takes a request that waits: until [`Self::send_again`] says that it may go.
+    /// Takes a request that waits until [`Self::send_again`] releases it.
     pub fn add_held(&mut self, source: SourceNo, request: PageRequest) -> Result<(), Duplicate> {
         self.add(source, request, Stage::Unsent)
     }
@@ -78,7 +79,7 @@ impl Requests {
         }
     }
 
-    /// The driver has gone: it answers nothing any more.
+    /// The driver has gone: it answers no more requests.
     pub fn forget_driver(&mut self) {
         self.unsent.clear();
         for asked in self.asked.values_mut() {
@@ -98,17 +99,17 @@ impl Requests {
         unsent
     }
 
-    /// A request that the driver does not have may go to it.
+    /// Queues a request that the driver does not have for sending.
     pub fn send_again(&mut self, id: RequestId) {
         self.unsent.push_back(id);
     }
 
-    /// True if [`Self::next_unsent`] may have one.
+    /// True if [`Self::next_unsent`] may return one.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
 
-    /// The next request that may go to the driver; it counts as sent.
+    /// The next request to send to the driver; it counts as sent.
     pub fn next_unsent(&mut self) -> Option<PageRequest> {
         while let Some(id) = self.unsent.pop_front() {
             if let Some(asked) = self.asked.get_mut(&id)
@@ -127,7 +128,7 @@ impl Requests {
         sent.then(|| self.drop_request(id))?
     }
 
-    /// The request `id`, whoever has answered it.
+    /// Removes the request `id`, whether or not the driver has it.
     pub fn drop_request(&mut self, id: RequestId) -> Option<(SourceNo, PageRequest)> {
         let asked = self.asked.remove(&id)?;
         Some((asked.source, asked.request))

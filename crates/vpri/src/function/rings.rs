@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The three queues as the device works on them: chains taken, filled, and given back.
+//! The three queues as seen by the device: chains taken, filled, and returned.
 //!
-//! A ring lies in the driver's memory. One whose indices cannot be is *broken*, and
-//! nothing more is done with it ([`Broken`]); a chain that is no good is given back
-//! empty and counted, and its queue goes on.
+//! A ring lies in the driver's memory. A ring with impossible indices is *broken*
+//! and is not used any more ([`Broken`]). An invalid chain is returned empty and
+//! counted, and its queue goes on.
 
 use super::memory::FunctionMemory;
 use crate::wire::STATUS_BYTES;
@@ -16,7 +16,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 /// Most entries of a queue.
 pub(super) const QUEUE_SIZE_MAX: u16 = 4096;
 
-/// A ring whose driver has written what cannot be.
+/// The driver has written an impossible value into a ring.
 #[derive(Debug, thiserror::Error)]
 #[error("a ring is broken: {0}")]
 pub(super) struct Broken(#[from] virtio_queue::Error);
@@ -29,7 +29,7 @@ pub(super) struct RingAddresses {
     pub used: u64,
 }
 
-/// What a front end has said of a queue.
+/// The settings of a queue that a front end has sent.
 #[derive(Debug, Default)]
 pub(super) struct Vring {
     pub size: u16,
@@ -50,7 +50,7 @@ struct Buffer {
     len: usize,
 }
 
-/// A chain that was taken and must be given back.
+/// A chain that was taken and must be returned.
 #[must_use = "a chain that is not given back is lost to its driver"]
 #[derive(Debug)]
 pub(super) struct Chain {
@@ -72,7 +72,7 @@ impl Chain {
             let bytes = &mut self.writable_bytes;
             (&mut self.writable, bytes, Permissions::Write)
         } else {
-            // What the device reads comes before what it writes (virtio 1.2, 2.7.4.2).
+            // Device-readable buffers come before device-writable ones (virtio 1.2, 2.7.4.2).
             self.is_malformed |= !self.writable.is_empty();
             let bytes = &mut self.readable_bytes;
             (&mut self.readable, bytes, Permissions::Read)
@@ -99,7 +99,7 @@ impl Chain {
         self.room() >= STATUS_BYTES
     }
 
-    /// All that is to be read; `None` if it is more than `limit` bytes, or not all there.
+    /// All readable bytes; `None` if they are more than `limit`, or not all in memory.
     pub fn message(&self, memory: &FunctionMemory, limit: usize) -> Option<Vec<u8>> {
         if self.is_malformed || self.readable_bytes > limit {
             return None;
@@ -116,7 +116,7 @@ impl Chain {
         Some(message)
     }
 
-    /// Writes as much of `bytes` as there is room for. Returns how many bytes that were.
+    /// Writes as much of `bytes` as there is room for. Returns the number of bytes written.
     pub fn write(&self, memory: &FunctionMemory, bytes: &[u8]) -> u32 {
         let mut rest = bytes
             .get(..bytes.len().min(self.room()))
@@ -136,7 +136,7 @@ impl Chain {
 }
 
 impl Vring {
-    /// The next chain, if one is there.
+    /// The next chain, if there is one.
     pub fn take(&mut self, memory: &FunctionMemory) -> Result<Option<Chain>, Broken> {
         let Some(ring) = &mut self.ring else {
             return Ok(None);
@@ -158,7 +158,7 @@ impl Vring {
         Ok(Some(chain))
     }
 
-    /// True if a chain is there to be taken.
+    /// True if there is a chain to take.
     pub fn has_chain(&self, memory: &FunctionMemory) -> Result<bool, Broken> {
         let Some(ring) = &self.ring else {
             return Ok(false);
@@ -174,7 +174,8 @@ impl Vring {
         }
     }
 
-    /// Gives a chain back to the driver, with `len` bytes written, and calls it if it wants that.
+    /// Returns a chain to the driver, with `len` bytes written, and calls the driver if it wants
+    /// that.
     pub fn give_back(
         &mut self,
         chain: Chain,
@@ -191,7 +192,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Asks the driver to kick at its next chain; true if there is one already.
+    /// Asks the driver to kick at its next chain; true if there is already one.
     pub fn arm(&mut self, memory: &FunctionMemory) -> Result<bool, Broken> {
         match &mut self.ring {
             Some(ring) => Ok(ring.enable_notification(memory.mapped())?),
@@ -207,12 +208,12 @@ impl Vring {
         }
     }
 
-    /// Tells the driver that its ring is broken.
+    /// Notifies the driver that its ring is broken.
     pub fn complain(&mut self) {
         notify(self.error.as_mut());
     }
 
-    /// Starts the ring, if all that it needs is there and in memory.
+    /// Starts the ring, if all its settings are there and it lies in memory.
     pub fn start(
         &mut self,
         memory: &FunctionMemory,
@@ -224,7 +225,7 @@ impl Vring {
         if self.ring.is_some() || !self.is_enabled || self.kick.is_none() {
             return Ok(());
         }
-        // One outside memory stays stopped: memory may still come.
+        // A ring outside memory stays stopped: memory may still be added.
         let Some(mut ring) = made(self.size, at, memory)? else {
             return Ok(());
         };

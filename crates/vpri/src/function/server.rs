@@ -6,10 +6,10 @@
 //!   connection, listener ──┼──► pt-vpri ──► State (one lock) ◄── assist ── engines
 //!     bell of the engines ─┘
 //! ```
-//! The thread sleeps only after it has asked everybody to wake it and has looked once
-//! more. It never waits for a driver: what a driver does not take stays in the engines'
-//! bounded queues. One driver is served at a time; another is turned away until the
-//! first has hung up.
+//! The thread sleeps only after it has armed all its wake-up sources and has checked
+//! once more. It never waits for a driver: page requests that a driver does not take
+//! stay in the engines' bounded queues. One driver is served at a time; another is
+//! turned away until the first has hung up.
 
 use super::{
     core::{FunctionCore, FunctionFigures, Phase},
@@ -43,31 +43,31 @@ use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
 const SPACES_MAX: u32 = 4096;
 /// Most elements of one event.
 const RANGES_MAX: u32 = 1024;
-/// How long an event waits for DMA, in microseconds: others wait behind it.
+/// How long an event waits for DMA, in microseconds: later events wait behind it.
 const LEASE_WAIT_US: u32 = 200;
-/// How long a driver may take over one vhost-user message that it has begun. One that takes longer is
-/// not understood any more, and hung up on.
+/// How long a driver may take over one vhost-user message that it has begun. A slower one is
+/// disconnected, since its stream is out of step.
 const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 /// How long records of the access log wait for more, in nanoseconds: well below the 100 ms after which
-/// a driver must have them.
+/// a driver must receive them.
 const LOG_WAIT_NS: i64 = 40_000_000;
 
-/// What a function is made of.
+/// The parts of a function.
 #[derive(Debug)]
 pub struct FunctionParts {
     /// Where drivers connect.
     pub socket: PathBuf,
     /// The memory of all devices.
     pub domains: Arc<DomainTable>,
-    /// Queues of page requests, an engine's at its number first.
+    /// Queues of page requests; an engine's is at the engine's number.
     pub hosts: Vec<HostEnd>,
-    /// The first so many of them are engines.
+    /// The first this many of them are engines.
     pub engine_count: usize,
     /// The bell of all of these queues.
     pub bell: Arc<Doorbell>,
 }
 
-/// Why a function cannot be had.
+/// Why a function cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum FunctionError {
     /// Its socket.
@@ -89,7 +89,7 @@ pub struct FunctionServer {
 }
 
 impl FunctionServer {
-    /// Listens, and serves. From now on memory that devices bring is unmapped until a driver is
+    /// Listens, and serves. From now on, memory that devices map is unmapped until a driver is
     /// ready.
     ///
     /// # Errors
@@ -129,38 +129,38 @@ impl FunctionServer {
         })
     }
 
-    /// By which engines put their own page requests into the page fault queue.
+    /// Lets engines put their own page requests into the page fault queue.
     #[must_use]
     pub fn assist(&self) -> Arc<dyn FaultAssist> {
         Arc::new(Assist(Arc::clone(&self.state)))
     }
 
-    /// Where engines record what DMA touches, each with the pen of its number.
+    /// Where engines record their DMA accesses, each with the pen of its number.
     #[must_use]
     pub fn access_log(&self) -> &Arc<AccessLog> {
         &self.log
     }
 
-    /// What its limits are.
+    /// Its limits.
     #[must_use]
     pub fn limits(&self) -> Config {
         *lock(&self.state).core.limits()
     }
 
-    /// How far its driver is.
+    /// State of its driver's session.
     #[must_use]
     pub fn phase(&self) -> Phase {
         lock(&self.state).core.phase()
     }
 
-    /// What has happened since the start.
+    /// Counters since the start.
     #[must_use]
     pub fn figures(&self) -> (FunctionFigures, QueueFigures) {
         let state = lock(&self.state);
         (state.core.figures(), state.figures)
     }
 
-    /// Page requests without an answer.
+    /// Outstanding page requests.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         lock(&self.state).core.outstanding()
@@ -173,7 +173,7 @@ impl Drop for FunctionServer {
             return;
         };
         if let Err(error) = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes()) {
-            tracing::error!(%error, "the VPRI function cannot be told to stop");
+            tracing::error!(%error, "cannot stop the VPRI function");
             return;
         }
         if thread.join().is_err() {
@@ -185,8 +185,8 @@ impl Drop for FunctionServer {
     }
 }
 
-/// Another number with each start: a driver tells a device that has forgotten all from one that was
-/// away.
+/// Changes with each start: it lets a driver distinguish a device that has lost its state from one
+/// that was disconnected.
 fn generation() -> u32 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let nanos = since.map_or(0, |since| since.subsec_nanos() ^ low_half(since.as_secs()));
@@ -204,8 +204,8 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 struct Assist(Arc<Mutex<State>>);
 
 impl FaultAssist for Assist {
-    /// Whoever holds the lock may be waiting for a lease of this very engine: then the thread does
-    /// it, once it is done.
+    /// The lock's holder may be waiting for a lease of this very engine. In that case the thread
+    /// sends the requests once it is done.
     fn assist(&self, engine: usize) -> bool {
         let mut state = match self.0.try_lock() {
             Ok(state) => state,
@@ -213,7 +213,7 @@ impl FaultAssist for Assist {
             Err(TryLockError::WouldBlock) => return false,
         };
         let own = SourceNo(engine)..SourceNo(engine + 1);
-        // The thread finds a ring broken once more, and hangs up.
+        // The thread will also find a broken ring, and disconnect the driver.
         let sent = state.send_requests(own).is_ok();
         sent && (state.outside.hosts.get(engine)).is_none_or(|host| !host.has_request())
     }
@@ -262,7 +262,7 @@ impl Server {
                     }
                 }
                 Err(error) => {
-                    tracing::error!(%error, "the VPRI function can wait no more; it serves no further driver");
+                    tracing::error!(%error, "the VPRI function cannot poll; it serves no further driver");
                     break;
                 }
             }
@@ -270,7 +270,7 @@ impl Server {
         self.let_go();
     }
 
-    /// Works until there is nothing to do, and sleeps until there is.
+    /// Works until there is nothing to do, then sleeps until there is.
     fn work_and_sleep(&mut self) -> io::Result<Woken> {
         let state = Arc::clone(&self.state);
         let work = {
@@ -381,7 +381,7 @@ impl Server {
         }
     }
 
-    /// The driver's rings are of no use: it learns so, and must begin again.
+    /// The driver's rings are unusable: the driver is notified, and must begin again.
     fn give_up(&self, state: &mut State, broken: &Broken) {
         tracing::warn!(error = %broken, "hanging up on the driver");
         state.figures.drivers_hung_up_on += 1;
@@ -399,7 +399,7 @@ impl Server {
         }
     }
 
-    /// The driver is gone, or is to go: nothing of it is touched any more.
+    /// The driver is gone, or must go: none of its memory is touched any more.
     fn let_go(&mut self) {
         lock(&self.state).forget_driver();
         if let Some(driver) = self.driver.take()
@@ -410,7 +410,7 @@ impl Server {
     }
 }
 
-/// A copy of a connection that blocks this thread for so long at most.
+/// A copy of a connection on which this thread blocks for a bounded time.
 fn prepared(stream: &UnixStream) -> io::Result<UnixStream> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(MESSAGE_WAIT))?;
@@ -418,12 +418,12 @@ fn prepared(stream: &UnixStream) -> io::Result<UnixStream> {
     stream.try_clone()
 }
 
-/// Takes what was written to an eventfd of the driver, which poll has just found readable. The driver
-/// may have read it since and may have made the file blocking, so this asks not to wait.
+/// Resets an eventfd of the driver that poll has just found readable. The driver may have read it
+/// since and may have made it blocking, so this reads without waiting.
 fn drain(kick: &OwnedFd) {
     let mut count = [0; 8];
     let into = &mut [std::io::IoSliceMut::new(&mut count)];
-    // An offset of -1: at the file's position, of which an eventfd has none.
+    // An offset of -1 means the file's position; an eventfd has none.
     match rustix::io::preadv2(kick, into, u64::MAX, ReadWriteFlags::NOWAIT) {
         Ok(_) | Err(Errno::AGAIN) => {}
         Err(error) => tracing::debug!(%error, "a driver's kick cannot be read"),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`State`]: all that the function's thread and the engines that assist it share, under one lock.
+//! [`State`]: the state that the function's thread and assisting engines share, under one lock.
 //!
 //! The thread works on the queues; an engine that has faulted may put its own page
-//! requests into the page fault queue, if the lock is free. Nobody waits for it who
-//! holds a lease: an INVALIDATE waits for leases with the lock held.
+//! requests into the page fault queue, if the lock is free. A thread that holds a
+//! lease never waits for the lock: an INVALIDATE waits for leases with the lock
+//! held.
 
 use super::{
     core::{DeviceSide, FunctionCore, Phase},
@@ -26,40 +27,41 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Messages handled in one turn, so that page requests come to their turn, too.
+/// Messages handled in one turn, so that page requests get their turn, too.
 const EVENTS_A_TURN: usize = 64;
-/// Chains without room for a message that are given back in one turn of a queue: whoever takes the
-/// turn, perhaps an engine, is not held up by a driver that posts nothing else.
+/// Chains without room for a message that are returned in one turn of a queue: a driver that posts
+/// nothing else must not hold up the thread of the turn, which may be an engine.
 const USELESS_A_TURN: usize = 16;
 /// Most records of one chain: 128 KiB.
 const RECORDS_A_CHAIN: usize = 4096;
 
-/// A driver that gives no buffer for so long wants no log any more: engines are spared it.
+/// A driver that gives no buffer for this long no longer wants the log: engines then stop logging.
 const LOG_PATIENCE: Duration = Duration::from_secs(1);
 
-/// What went wrong on the queues, and who was turned away, since the start.
+/// Errors on the queues, and drivers that were turned away, since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct QueueFigures {
     /// Chains of the event queue without room for a status: their messages were dropped.
     pub dropped_events: u64,
     /// Chains of the page fault and the access log queue that had no room for a message.
     pub useless_chains: u64,
-    /// Drivers that were hung up on because a ring was broken, or a message of theirs refused.
+    /// Drivers that were disconnected because a ring was broken, or one of their messages was
+    /// refused.
     pub drivers_hung_up_on: u64,
-    /// Drivers that came while another was there.
+    /// Drivers that connected while another was there.
     pub drivers_turned_away: u64,
-    /// Drivers there have been.
+    /// Drivers so far.
     pub drivers: u64,
 }
 
-/// The engines, and the bounce buffers they have.
+/// The engines, and their bounce buffers.
 #[derive(Debug)]
 pub(super) struct Outside {
     pub hosts: Vec<HostEnd>,
-    /// The first so many of them are engines, which may use bounce buffers.
+    /// The first this many hosts are engines, which may use bounce buffers.
     pub engine_count: usize,
     pub memory: FunctionMemory,
-    /// Number of the area's first slot, and how many it has.
+    /// Number of the area's first slot, and how many slots it has.
     bounce: Option<(u32, u32)>,
     /// A slot's number is never used again.
     next_slot: u32,
@@ -72,7 +74,7 @@ impl Outside {
         }
     }
 
-    /// The request as the driver knows it: it counts slots from the area's begin.
+    /// The request as the driver knows it: the driver counts slots from the beginning of the area.
     fn as_sent(&self, mut request: PageRequest) -> PageRequest {
         if let (RequestKind::Overwrite { slot }, Some((first, _))) = (request.kind, self.bounce) {
             let slot = slot.saturating_sub(first);
@@ -99,7 +101,7 @@ impl DeviceSide for Outside {
         let engines = u32::try_from(self.engine_count).unwrap_or(u32::MAX);
         let areas = self.memory.bounce((address, slots), first, engines);
         let areas = areas.map_err(|error| {
-            tracing::warn!(%error, "the driver's bounce area is refused");
+            tracing::warn!(%error, "refusing the driver's bounce area");
             Code::Invalid
         })?;
         let count = u32::try_from(slots).unwrap_or(u32::MAX);
@@ -117,14 +119,14 @@ impl DeviceSide for Outside {
     }
 }
 
-/// What is on its way to the access log queue.
+/// Records for the access log queue.
 #[derive(Debug, Default)]
 struct Records {
-    /// Of one chain; kept for its room.
+    /// Records of one chain; kept to reuse its memory.
     waiting: Vec<LogRecord>,
-    /// Losses that a driver was told of, or that are none of its concern.
+    /// Losses that were reported to a driver, or that do not concern it.
     told_lost: u64,
-    /// Since when there has been no buffer.
+    /// Since when there is no buffer.
     starving: Option<Instant>,
 }
 
@@ -138,7 +140,7 @@ pub(super) struct State {
     pub log: Arc<AccessLog>,
     records: Records,
     pub figures: QueueFigures,
-    /// What the engines believe.
+    /// The presence that the engines were told last.
     presence: HostPresence,
 }
 
@@ -169,13 +171,13 @@ impl State {
         }
     }
 
-    /// The driver has gone, or lets go of its queues.
+    /// The driver has gone, or stops its queues.
     pub fn hang_up(&mut self) {
         self.core.hang_up(&mut self.outside);
         self.follow_phase();
     }
 
-    /// The connection has ended: nothing of the driver is touched any more.
+    /// The connection has ended: no memory of the driver is touched any more.
     pub fn forget_driver(&mut self) {
         self.hang_up();
         self.vrings = Default::default();
@@ -191,7 +193,7 @@ impl State {
         }
     }
 
-    /// What must follow a change of the driver's phase or of its queues.
+    /// Call after a change of the driver's phase or of its queues.
     pub fn follow_phase(&mut self) {
         let is_ready = self.core.phase() == Phase::Ready;
         let presence = match is_ready {
@@ -209,14 +211,14 @@ impl State {
         }
     }
 
-    /// True if there is a driver that could want the log; it does once there are buffers for it.
+    /// True if there is a driver that could want the log; it is on once there are buffers for it.
     fn may_log(&self) -> bool {
         let wants_log = self.features & feature::ACCESS_LOG != 0;
         let has_queue = self.vrings[usize::from(LOG_QUEUE)].ring.is_some();
         wants_log && has_queue && self.core.phase() == Phase::Ready
     }
 
-    /// Does what there is to do, up to a limit. True if there may be more.
+    /// Does pending work, up to a limit. True if there may be more.
     pub fn work(&mut self) -> Result<bool, Broken> {
         let more_events = self.take_events()?;
         let all = SourceNo(0)..SourceNo(self.outside.hosts.len());
@@ -225,7 +227,7 @@ impl State {
         Ok(more_events || more_faults || more_records)
     }
 
-    /// Asks to be woken; true if there is something to do already.
+    /// Asks to be woken; true if there is already work.
     pub fn arm(&mut self) -> Result<bool, Broken> {
         let memory = &self.outside.memory;
         if self.vrings[usize::from(EVENT_QUEUE)].arm(memory)? {
@@ -238,7 +240,7 @@ impl State {
         let waits = self.outside.hosts.iter().any(HostEnd::has_request);
         let wants_chains = self.core.phase() == Phase::Ready && (waits || self.core.has_unsent());
         let faults = &mut self.vrings[usize::from(FAULT_QUEUE)];
-        // Of no use but to who has something to put into it.
+        // Chains are needed only if there is something to put into them.
         Ok(if wants_chains {
             faults.arm(memory)?
         } else {
@@ -271,7 +273,7 @@ impl State {
         let written = if chain.has_room_for_reply() {
             let message = chain.message(memory, limit).unwrap_or_default();
             let reply = match Event::decode(&message) {
-                // A message of which not all that it asks for can be told is not begun.
+                // A message is not started unless the chain has room for its full reply.
                 Ok(event) if event.reply_bytes() <= chain.room() => {
                     self.core.event(&event, &mut self.outside)
                 }
@@ -288,7 +290,7 @@ impl State {
         self.vrings[usize::from(EVENT_QUEUE)].give_back(chain, written, memory)
     }
 
-    /// Gives the driver page requests of `sources`, as long as there are chains for them. True if
+    /// Sends the driver page requests of `sources`, as long as there are chains for them. True if
     /// the turn has ended at useless chains, so there may be more.
     pub fn send_requests(&mut self, sources: std::ops::Range<SourceNo>) -> Result<bool, Broken> {
         if self.core.phase() != Phase::Ready {
@@ -336,7 +338,7 @@ impl State {
         None
     }
 
-    /// Has engines log while the driver gives buffers for it.
+    /// Has engines log as long as the driver gives buffers.
     fn follow_buffers(&mut self) -> Result<(), Broken> {
         if !self.may_log() {
             return Ok(());
@@ -357,7 +359,7 @@ impl State {
         Ok(())
     }
 
-    /// Gives the driver the records that wait. True if the turn has ended at useless chains.
+    /// Sends the driver the records that wait. True if the turn has ended at useless chains.
     pub fn send_records(&mut self) -> Result<bool, Broken> {
         self.follow_buffers()?;
         let mut useless = 0;
@@ -390,7 +392,7 @@ impl State {
         agreed && self.log.is_on() && self.log.lost() != self.records.told_lost
     }
 
-    /// At most `room` entries, at least one if there is anything to tell: losses first.
+    /// At most `room` entries, at least one if there is anything to report: losses first.
     fn entries(&mut self, room: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(room.min(RECORDS_A_CHAIN) * RECORD_BYTES);
         let mut room = room;

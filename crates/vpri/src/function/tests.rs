@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The rules of VPRI 5.1, the life cycle, and page requests; against a naive model in [`model`].
+//! The rules of VPRI 5.1, the life cycle, and page requests; checked against a naive model in
+//! [`model`].
 
 use super::*;
 use crate::{
@@ -17,7 +18,7 @@ mod model;
 mod server;
 mod turns;
 
-/// Two sections and a bit.
+/// Two sections and some more pages.
 const PAGES: u64 = 1100;
 
 pub(super) fn limits() -> Config {
@@ -30,7 +31,7 @@ pub(super) fn limits() -> Config {
     }
 }
 
-/// Remembers what the core tells the engines.
+/// Records what the core sends to the engines.
 #[derive(Default)]
 pub(super) struct Engines {
     pub responses: Vec<(SourceNo, PageResponse)>,
@@ -439,7 +440,7 @@ fn space_released_before_ready_is_unmapped_until_ready_and_longer_if_it_is_barre
         let window = rig.open();
         let domain = Arc::clone(window.domain());
         rig.map(space, range(0, 2), Access::Write);
-        // A driver that takes the space up, and fails at what comes next.
+        // A driver that recovers the space, and fails at the next step.
         rig.tell(Event::Begin);
         let space = rig.create();
         rig.map(space, range(0, 1), Access::Write);
@@ -495,7 +496,7 @@ fn device_without_look_up_waits_for_ready_and_keeps_its_memory_from_a_later_driv
     rig.tell(Event::Bar { name });
     rig.tell(Event::Ready);
     assert!(matches!(port(), Err(DomainError::Barred(_))));
-    // The next driver says nothing of it.
+    // The next driver does not name it.
     rig.tell(Event::Begin);
     rig.tell(Event::Ready);
     assert!(port().is_ok());
@@ -583,7 +584,7 @@ fn without_a_driver_only_what_needs_one_waits_for_it() {
         let sent = rig.core.request(SourceNo(0), asked, &mut rig.engines);
         assert_eq!(sent, None);
     }
-    // The page that may be touched is a hole of the guest's; of the other nobody can tell.
+    // The page that may be touched is a hole of the guest's; for the other this is not known.
     let zeros = ResponseCode::InvalidRequest;
     assert_eq!(
         rig.answered(),
@@ -648,7 +649,7 @@ fn create_is_refused_twice_beyond_the_limit_and_with_another_length_than_the_dev
     assert_eq!((status.code, status.detail), (Code::Invalid, 40));
     let page_count = u64::MAX / 8;
     assert_eq!(rig.code(&Event::Create { name, page_count }), Code::Invalid);
-    // Nobody has this one mapped, so its name may be that of other memory by now.
+    // No device has this one mapped, so its name may now belong to other memory.
     rig.tell(Event::Create {
         name: other(1),
         page_count: 7,

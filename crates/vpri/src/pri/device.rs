@@ -9,12 +9,13 @@
 //!                         │    └─► page request group of the transfer's absent pages
 //!                         └─────── page group response ◄┘
 //! ```
-//! A DMA is translated page by page, as its bus transactions are, and uses one
-//! translation at a time: so a small device TLB makes it slow, and never stuck. The
-//! answer to a group says nothing of pages: the device asks by ATS again, and
-//! again if a page has gone meanwhile.
+//! A DMA is translated page by page, like its bus transactions, and uses one
+//! translation at a time: a small device TLB makes it slow, but never stuck. The
+//! answer to a group does not describe pages: the device asks by ATS again, and
+//! once more if a page has gone meanwhile.
 //!
-//! Whoever calls is the engine of the device; several threads may call at a time.
+//! The caller acts as the engine of the device; several threads may call at a
+//! time.
 
 use super::{
     iommu::{Function, Iommu, spin},
@@ -34,25 +35,25 @@ use std::{
 
 /// Pages of one translation request, and of one page request group.
 pub const PAGES_AT_ONCE: u64 = 32;
-/// How often one page may fault in one DMA before that fails: a queue that overflows all the time
-/// comes to some ten thousands.
+/// How often one page may fault in one DMA before the DMA fails: with a queue that overflows all
+/// the time it may be some ten thousand times.
 const FAULTS_MAX: u32 = 1 << 20;
-/// Looks at an answer between two looks at the clock.
+/// Checks for an answer between two readings of the clock.
 const LOOKS: u32 = 256;
 
 /// How an engine waits for an answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Polling {
-    /// It keeps its CPU, as hardware that is none of the host's CPUs would.
+    /// It keeps its CPU, like hardware that uses none of the host's CPUs.
     Spin,
-    /// It lets others have its CPU meanwhile.
+    /// It yields its CPU meanwhile.
     Yield,
 }
 
-/// What a device is like.
+/// Configuration of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceConfig {
-    /// By what it is known; one device has it at a time.
+    /// Its id; only one device has it at a time.
     pub id: RequesterId,
     /// Its device TLB.
     pub tlb: DevTlbSize,
@@ -79,10 +80,10 @@ impl DeviceConfig {
     }
 }
 
-/// Why a DMA was not done, or not to its end.
+/// Why a DMA did not complete.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum DmaError {
-    /// The host says that there is no such page, or not for such an access.
+    /// The host reports that there is no such page, or not for this access.
     #[error("the host refuses {page}: it is not in the device's address space")]
     Refused {
         /// First page of the group.
@@ -94,15 +95,15 @@ pub enum DmaError {
         /// The page that was wanted.
         page: FilePage,
     },
-    /// No answer within the time set.
+    /// No answer within the time limit.
     #[error("the host has not answered the page request for {page} within {waited:?}")]
     NoAnswer {
         /// First page of the group.
         page: FilePage,
-        /// The time set.
+        /// The time limit.
         waited: Duration,
     },
-    /// The page was gone again each time.
+    /// The page was absent again each time.
     #[error("{page} is absent after {faults} page requests")]
     NoProgress {
         /// The page.
@@ -112,12 +113,12 @@ pub enum DmaError {
     },
 }
 
-/// No device can have an id twice.
+/// Two devices cannot have the same id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("there is a device {0:?} already")]
 pub struct IdTaken(pub RequesterId);
 
-/// How a DMA went.
+/// Statistics of a DMA.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct DmaReport {
     /// Translation requests it took.
@@ -126,7 +127,7 @@ pub struct DmaReport {
     pub groups: u32,
     /// When it first found a page absent.
     pub absent_at: Option<Instant>,
-    /// When it could go on after its last fault.
+    /// When it could resume after its last fault.
     pub resumed_at: Option<Instant>,
 }
 
@@ -162,7 +163,7 @@ impl DeviceModel {
         })
     }
 
-    /// Does a DMA of `pages`: calls `touch` for each, in order, while the page cannot be taken away.
+    /// Does a DMA of `pages`: calls `touch` for each, in order, while the page cannot be evicted.
     ///
     /// # Errors
     /// [`DmaError`]; pages before the one named were touched.
@@ -187,7 +188,7 @@ impl DeviceModel {
         self.function.requests.restart();
     }
 
-    /// What its device TLB has seen.
+    /// Counters of its device TLB.
     #[must_use]
     pub fn tlb_counts(&self) -> TlbCounts {
         self.function.tlb.counts()
@@ -199,7 +200,7 @@ impl DeviceModel {
         self.function.requests.outstanding()
     }
 
-    /// Answers to groups that were not outstanding: the host answered one twice, or made one up.
+    /// Answers to groups that were not outstanding: the host answered one twice, or invented one.
     #[must_use]
     pub fn unexpected_answers(&self) -> u64 {
         self.function.requests.unexpected()
@@ -247,7 +248,7 @@ impl DeviceModel {
         }
     }
 
-    /// Asks the IOMMU, and keeps what it says of present pages.
+    /// Asks the IOMMU, and keeps translations of present pages.
     fn ask(
         &self,
         wanted: FileRange,
@@ -272,7 +273,7 @@ impl DeviceModel {
                 tlb.keep(page, allowed, ticket);
             }
         }
-        // Last, so that none of the others takes its place.
+        // Last, so that none of the others evicts it.
         let allowed = first.access().unwrap_or(access);
         Answer::Present(tlb.keep_and_use(wanted.start, allowed, asked))
     }
@@ -325,7 +326,7 @@ impl DeviceModel {
         loop {
             for _ in 0..LOOKS {
                 if let Some(code) = self.function.requests.answer_to(group) {
-                    // It has been on its way for so long.
+                    // It has been on its way for this long.
                     spin(self.iommu.crossing());
                     self.function.requests.end(group);
                     return Ok(code);
@@ -374,7 +375,7 @@ fn messages(pages: u64) -> u32 {
 }
 
 /// The host's monotonic clock. Hardware has none; the time goes as private data of the message, so
-/// that what is measured is measured alike for all sources.
+/// that all sources are measured alike.
 fn monotonic_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()

@@ -2,8 +2,8 @@
 //! An interrupt line and the thread behind it.
 //!
 //! Linux handles page request interrupts in a *threaded* handler: the hardware
-//! interrupt only wakes a kernel thread, of which there is one for each IOMMU. Here
-//! the line is an eventfd, so the part of the hardware interrupt is the wake-up.
+//! interrupt only wakes a kernel thread, one for each IOMMU. Here the line is an
+//! eventfd, so the wake-up stands for the hardware interrupt.
 
 use rustix::{
     event::{EventfdFlags, PollFd, PollFlags, eventfd, poll},
@@ -17,7 +17,7 @@ use std::io;
 pub(super) struct Interrupt(OwnedFd);
 
 impl Interrupt {
-    /// A line at rest.
+    /// A line that is not raised.
     ///
     /// # Errors
     /// When the process has no file descriptor left.
@@ -35,7 +35,7 @@ impl Interrupt {
         debug_assert_eq!(written, Ok(8));
     }
 
-    /// How often it was raised since the last look.
+    /// How often it was raised since the last call.
     pub fn take(&self) -> u64 {
         let mut count = [0; 8];
         match rustix::io::read(&self.0, &mut count) {
@@ -45,10 +45,10 @@ impl Interrupt {
         }
     }
 
-    /// Sleeps until it is raised, and takes it.
+    /// Sleeps until it is raised, and resets it.
     ///
     /// # Errors
-    /// What `poll` says.
+    /// Errors of `poll`.
     pub fn wait(&self) -> io::Result<u64> {
         loop {
             let count = self.take();

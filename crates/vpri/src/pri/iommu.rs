@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The IOMMU: what lies between devices and host memory.
+//! The IOMMU, between devices and host memory.
 //!
-//! Three things arrive from devices: translation requests, which it answers by a
-//! walk of the page table; page request messages, which it puts into its queue; and
-//! completions of invalidations. Two leave for devices, both by descriptors that
-//! software puts into the *invalidation queue*: invalidations of device TLBs, and
-//! page group responses. The queue is in order, and one thread at a time fills it
-//! (Linux has a spin lock there).
+//! It receives three things from devices: translation requests, which it answers by
+//! a walk of the page table; page request messages, which it puts into its queue;
+//! and completions of invalidations. It sends two things to devices, both by
+//! descriptors that software puts into the *invalidation queue*: invalidations of
+//! device TLBs, and page group responses. The queue is in order, and one thread at
+//! a time fills it (Linux has a spin lock there).
 
 use super::{
     prq::{Descriptor, Message, PageRequestQueue, Position, QueueCounts, RequesterId, Stored},
@@ -33,28 +33,28 @@ use std::{
 /// service can serve both.
 const FIRST_ID: u32 = 1 << 31;
 
-/// What the hardware answers to the last message of a group that finds the queue overflown.
+/// How the hardware answers the last message of a group that finds the queue overflown.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OverflowAnswer {
-    /// *Success*, though nothing was done: the device finds the page absent still, and asks again.
+    /// *Success*, though nothing was done: the device still finds the page absent, and asks again.
     Success,
     /// *Response failure*: the device's page request interface stops until its driver restarts it.
     ResponseFailure,
 }
 
-/// What an IOMMU is like.
+/// Configuration of an IOMMU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IommuConfig {
     /// The page request queue has 2^order pages of 4 KiB; Linux' has order 4: 2,048 descriptors.
     pub prq_order: u32,
-    /// Time of one way across PCIe. A device spins that long where real hardware would wait.
+    /// Time of one way across PCIe. A device spins this long where real hardware would wait.
     pub crossing: Duration,
-    /// What becomes of groups when the queue is full.
+    /// The answer for groups when the queue is full.
     pub overflow: OverflowAnswer,
 }
 
 impl Default for IommuConfig {
-    /// As Linux sets up VT-d, on a bus that takes no time.
+    /// Linux' settings for VT-d, on a bus that takes no time.
     fn default() -> Self {
         Self {
             prq_order: 4,
@@ -64,7 +64,7 @@ impl Default for IommuConfig {
     }
 }
 
-/// What an IOMMU has done so far.
+/// Counters of an IOMMU.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct IommuCounts {
     /// Its page request queue.
@@ -79,7 +79,7 @@ pub struct IommuCounts {
     pub invalidations: u64,
 }
 
-/// A device as the IOMMU reaches it.
+/// A device, as seen by the IOMMU.
 #[derive(Debug)]
 pub(super) struct Function {
     pub id: RequesterId,
@@ -88,7 +88,7 @@ pub(super) struct Function {
     pub requests: PageRequests,
 }
 
-/// The invalidation queue, by which software reaches devices.
+/// The invalidation queue, through which software reaches devices.
 #[derive(Debug)]
 pub(super) struct InvalidationQueue {
     crossing: Duration,
@@ -99,8 +99,8 @@ pub(super) struct InvalidationQueue {
 }
 
 impl InvalidationQueue {
-    /// Makes `functions` forget `ranges`. They have when this returns; DMA that had begun before may
-    /// be under way still.
+    /// Has `functions` drop translations of `ranges`. They have done so when this returns; DMA that
+    /// had begun before may still be under way.
     pub fn invalidate(&self, functions: &[Arc<Function>], ranges: &[FileRange]) {
         if functions.is_empty() {
             return;
@@ -177,7 +177,7 @@ impl Iommu {
         self.config.crossing
     }
 
-    /// What it has done so far.
+    /// The counters so far.
     #[must_use]
     pub fn counts(&self) -> IommuCounts {
         IommuCounts {
@@ -189,9 +189,9 @@ impl Iommu {
         }
     }
 
-    /// The address space of `file`, made and mapped if there is none. `key` and `bytes` are what
-    /// `fstat` says of the file. Every page is read-write until a VM is attached and takes it away:
-    /// that is what pinning a VM comes to.
+    /// The address space of `file`, made and mapped if there is none. `key` and `bytes` are as
+    /// `fstat` reports them. Every page is read-write until a VM is attached and unmaps it: up to
+    /// then the space is like that of a pinned VM.
     ///
     /// # Errors
     /// [`DomainError::Barred`], [`DomainError::Map`], [`DomainError::TooLarge`].
@@ -222,12 +222,12 @@ impl Iommu {
         Ok(space)
     }
 
-    /// No space of the file `key` is opened from now on.
+    /// From now on, no space of the file `key` is opened.
     pub(super) fn bar_file(&self, key: FileKey) {
         self.lock_spaces().barred.insert(key);
     }
 
-    /// Nobody finds the space of the file `key` any more.
+    /// Removes the space of the file `key`, so that it is no longer found.
     pub(super) fn forget_space(&self, key: FileKey) {
         self.lock_spaces().by_key.remove(&key);
     }
@@ -241,7 +241,7 @@ impl Iommu {
         &self.queue
     }
 
-    /// Makes `function` known; `None` if its id is taken.
+    /// Registers `function`; `None` if its id is taken.
     pub(super) fn add(&self, function: Function) -> Option<Arc<Function>> {
         let mut contexts = self
             .contexts
@@ -256,7 +256,7 @@ impl Iommu {
         Some(function)
     }
 
-    /// `id` is known no more: messages of it are dropped.
+    /// Unregisters `id`: its messages are dropped.
     pub(super) fn remove(&self, id: RequesterId) {
         let mut contexts = self
             .contexts
@@ -271,8 +271,8 @@ impl Iommu {
         contexts.get(&id).map(Arc::clone)
     }
 
-    /// Hardware: a translation request, by which a device may ask for several pages that follow one
-    /// another. The entries are appended to `found`.
+    /// Hardware: a translation request for one or several adjacent pages. Appends the entries to
+    /// `found`.
     pub(super) fn translate(
         &self,
         function: &Function,
@@ -287,7 +287,7 @@ impl Iommu {
         spin(self.config.crossing);
     }
 
-    /// Hardware: a page request message has arrived from whoever it says.
+    /// Hardware: a page request message has arrived from the device that it names.
     pub(super) fn page_request(&self, words: Descriptor) {
         if self.queue.put(words) == Stored::Stored {
             return;
@@ -319,7 +319,7 @@ impl Iommu {
     }
 }
 
-/// Waits as hardware does: without giving the CPU away.
+/// Waits as hardware does: without yielding the CPU.
 pub(super) fn spin(time: Duration) {
     if time.is_zero() {
         return;

@@ -19,26 +19,25 @@
 //!    DeviceModel                        Iommu                  PriSource, FaultService
 //! ```
 //! [`Iommu`] implements [`IoSpaces`](crate::IoSpaces) and [`PriSpace`]
-//! [`IoSpace`](crate::IoSpace), so the host keeps the IOMMU's page table true as it
-//! keeps a PA-bitmap; [`PriSource`] implements [`FaultSource`](crate::FaultSource). Neither
+//! [`IoSpace`](crate::IoSpace), so the host keeps the IOMMU's page table up to date as it
+//! does a PA-bitmap; [`PriSource`] implements [`FaultSource`](crate::FaultSource). Neither
 //! gmem nor the service knows that there is no VPRI behind them.
 //!
 //! # What is real and what is not
-//! Page table ([`table`]), device TLB ([`tlb`]), page request queue with its 32-byte
-//! descriptors, its status bits and its overflow ([`prq`]), groups with 9-bit indices and a
-//! last flag, the one interrupt thread ([`source`]) and the in-order invalidation queue ([`iommu`])
-//! are there and work as in hardware and in Linux. *It is a model*: the device is a
-//! thread; a crossing of PCIe is a spin of a set time, none by default; an
-//! interrupt is the wake-up of a thread; there is no IOTLB in the IOMMU, no PASID,
-//! and pages are 4 KiB. What it is good for: the number and kind of steps and hand-overs
-//! are those of the standard way.
+//! Page table ([`table`]), device TLB ([`tlb`]), page request queue with its 32-byte descriptors,
+//! its status bits and its overflow ([`prq`]), groups with 9-bit indices and a last flag, the one
+//! interrupt thread ([`source`]) and the in-order invalidation queue ([`iommu`]) work as in
+//! hardware and in Linux. *It is a model*: the device is a thread; a crossing of PCIe is a spin of
+//! a set time, none by default; an interrupt is the wake-up of a thread; there is no IOTLB in the
+//! IOMMU, no PASID, and pages are 4 KiB. Its value: the number and kind of steps and hand-overs are
+//! those of the standard way.
 //!
 //! # Rules
-//! - A page does not go while a DMA uses it: [`tlb`].
+//! - A page is not evicted while a DMA uses it: [`tlb`].
 //! - Each group is answered exactly once, by software or, if its last message
 //!   found the queue overflown, by hardware.
-//! - An overflow loses messages, never a transfer: its device asks again, or is
-//!   stopped, says so, and asks again when its driver has restarted it.
+//! - An overflow loses messages, never a transfer: the device asks again, or it
+//!   is stopped, reports it, and asks again when its driver has restarted it.
 
 #[cfg(not(loom))]
 pub mod device;

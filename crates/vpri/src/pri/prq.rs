@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page request queue of an IOMMU: a ring in memory into which the hardware puts
-//! page request messages, and from which its driver takes them (VPRI 2.1, step 6).
+//! The page request queue of an IOMMU: a ring in memory into which the hardware
+//! writes page request messages, and from which its driver reads them (VPRI 2.1,
+//! step 6).
 //!
 //! Descriptors have the layout of VT-d's, of 32 bytes:
 //! ```text
@@ -12,10 +13,11 @@
 //! ```
 //! The hardware owns the tail, software the head, each counting descriptors. The
 //! status register has two bits. *Pending* (PPR) is set by the hardware when it
-//! puts a descriptor in, and raises an interrupt if it was clear; software clears
-//! it *before* it reads the tail, so what comes later interrupts again. *Overflow*
-//! (PRO) is set when there is no room, and until software clears it everything is
-//! dropped: the hardware itself answers the last message of a group then.
+//! stores a descriptor; if the bit was clear, it raises an interrupt. Software
+//! clears the bit *before* it reads the tail, so later messages interrupt again.
+//! *Overflow* (PRO) is set when there is no room. Until software clears it, all
+//! messages are dropped; for the last message of a group the hardware itself sends
+//! the answer.
 
 use super::interrupt::Interrupt;
 use pagetide_addr::{Access, FilePage, PAGE_BYTES, PAGE_SHIFT, to_usize};
@@ -29,7 +31,7 @@ use std::{
 
 /// Bytes of a descriptor.
 pub const DESCRIPTOR_BYTES: u64 = 32;
-/// Page request groups that a device can tell apart: the index has 9 bits.
+/// Page request groups that a device can distinguish: the index has 9 bits.
 pub const GROUPS_MAX: u16 = 1 << 9;
 /// Largest order of a queue: VT-d's register field has 4 bits, of which Linux uses 4 (64 KiB).
 pub const ORDER_MAX: u32 = 8;
@@ -49,14 +51,14 @@ const GROUP_SHIFT: u32 = 3;
 const PENDING: u32 = 1 << 0;
 const OVERFLOW: u32 = 1 << 1;
 
-/// By what a device is known on its bus (bus, device, function).
+/// Id of a device on its bus (bus, device, function).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RequesterId(pub u16);
 
-/// Where in its group a message stands.
+/// Position of a message in its group.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Position {
-    /// More of the group follow.
+    /// More messages of the group follow.
     More,
     /// It is the last: the group may be handled.
     Last,
@@ -65,15 +67,15 @@ pub enum Position {
 /// A page request message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PageMessage {
-    /// Who sent it.
+    /// The sender.
     pub device: RequesterId,
     /// Its group, below [`GROUPS_MAX`].
     pub group: u16,
-    /// Whether the group ends with it.
+    /// Whether it ends the group.
     pub position: Position,
     /// The page wanted, below 2^52.
     pub page: FilePage,
-    /// For what.
+    /// The access wanted.
     pub access: Access,
     /// When it was sent, in nanoseconds of the host's monotonic clock, as private data.
     pub sent_ns: u64,
@@ -84,12 +86,13 @@ pub struct PageMessage {
 pub enum Message {
     /// A page request.
     Page(PageMessage),
-    /// The device says that it sends none of its earlier address space any more. Needs no answer.
+    /// The device declares that it sends no more messages of its earlier address space. Needs no
+    /// answer.
     StopMarker(RequesterId),
-    /// Something that this software does not serve: an execute or privileged request, one with a
-    /// PASID, or of a type nobody knows.
+    /// A message that this software does not serve: an execute or privileged request, one with a
+    /// PASID, or of an unknown type.
     Unsupported {
-        /// Who sent it.
+        /// The sender.
         device: RequesterId,
         /// Its group.
         group: u16,
@@ -98,11 +101,11 @@ pub enum Message {
     },
 }
 
-/// A message in its 32 bytes.
+/// A message as 32 bytes.
 pub type Descriptor = [u64; 4];
 
 impl PageMessage {
-    /// As the device sends it.
+    /// The message as the device sends it.
     #[must_use]
     pub fn encode(&self) -> Descriptor {
         let access = match self.access {
@@ -126,7 +129,7 @@ impl PageMessage {
 }
 
 impl Message {
-    /// Reads any 32 bytes: what is wrong with them is told in what they are taken for.
+    /// Decodes any 32 bytes; invalid contents become [`Message::Unsupported`].
     #[must_use]
     pub fn decode(words: Descriptor) -> Self {
         let device = RequesterId(low_u16(words[0] >> DEVICE_SHIFT));
@@ -174,24 +177,24 @@ const fn low_u16(word: u64) -> u16 {
     u16::from_le_bytes([low, high])
 }
 
-/// What became of a message that reached the IOMMU.
+/// What happened to a message that reached the IOMMU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Stored {
     /// Software will find it.
     Stored,
-    /// There was no room, or an overflow stands: it is lost.
+    /// There was no room, or an overflow is pending: it is lost.
     Dropped,
 }
 
-/// What the queue has seen.
+/// Counters of the queue.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct QueueCounts {
     /// Messages put into the ring.
     pub stored: u64,
     /// Messages lost.
     pub dropped: u64,
-    /// Times that it overflowed.
+    /// Number of overflows.
     pub overflows: u64,
 }
 
@@ -202,7 +205,7 @@ pub(super) struct PageRequestQueue {
     head: AtomicU64,
     tail: AtomicU64,
     status: AtomicU32,
-    /// Held by the hardware while it puts a message in, as the IOMMU takes one at a time from its bus.
+    /// Held by the hardware while it stores a message, as the IOMMU takes one at a time from its bus.
     bus: Mutex<QueueCounts>,
     interrupt: Interrupt,
 }
@@ -224,7 +227,7 @@ impl PageRequestQueue {
         })
     }
 
-    /// The line by which the hardware calls its driver.
+    /// The interrupt by which the hardware calls its driver.
     pub fn interrupt(&self) -> &Interrupt {
         &self.interrupt
     }
@@ -241,7 +244,7 @@ impl PageRequestQueue {
         // Acquire: software is done with the entries before its head (pairs with `done`).
         let used = tail - self.head.load(Ordering::Acquire);
         let stands = self.status.load(Ordering::Acquire) & OVERFLOW != 0;
-        // One entry stays empty, as with every ring whose registers wrap.
+        // One entry stays empty, as in every ring whose registers wrap.
         if stands || used + 1 >= entries {
             counts.dropped += 1;
             if !stands {
@@ -254,25 +257,25 @@ impl PageRequestQueue {
             cell.store(word, Ordering::Relaxed);
         }
         counts.stored += 1;
-        // Release: whoever reads this tail reads the entry (pairs with `take`).
+        // Release: a thread that reads this tail can read the entry (pairs with `take`).
         self.tail.store(tail + 1, Ordering::Release);
         self.raise(PENDING);
         Stored::Stored
     }
 
     fn raise(&self, bit: u32) {
-        // Both bits make a page request event; one that is pending already makes no further one.
+        // Either bit makes a page request event; while one is pending, there is no further event.
         if self.status.fetch_or(bit | PENDING, Ordering::AcqRel) & PENDING == 0 {
             self.interrupt.raise();
         }
     }
 
-    /// Software: clears the pending bit. What comes from now on interrupts again.
+    /// Software: clears the pending bit. Later messages interrupt again.
     pub fn acknowledge(&self) {
         self.status.fetch_and(!PENDING, Ordering::AcqRel);
     }
 
-    /// Software: the messages there are now, appended to `into`. The head stays where it is until
+    /// Software: appends the current messages to `into`. The head does not move until
     /// [`Self::done`].
     pub fn read(&self, into: &mut Vec<Message>) -> u64 {
         let tail = self.tail.load(Ordering::Acquire);
@@ -288,15 +291,15 @@ impl PageRequestQueue {
         self.head.store(tail, Ordering::Release);
     }
 
-    /// Software: true if messages were lost and the queue takes none until that is cleared.
+    /// Software: true if messages were lost and the queue takes none until the overflow is cleared.
     pub fn has_overflown(&self) -> bool {
         self.status.load(Ordering::Acquire) & OVERFLOW != 0
     }
 
-    /// Software: takes messages again, if all that were stored are handled. `forget` is called
-    /// before the first can come.
+    /// Software: accepts messages again, if all stored ones are handled. `forget` is called before
+    /// the first new one can come.
     pub fn clear_overflow(&self, forget: impl FnOnce()) -> bool {
-        // Nothing is stored while the overflow stands, so the tail cannot move.
+        // Nothing is stored while the overflow is pending, so the tail cannot move.
         let all = self.tail.load(Ordering::Acquire) == self.head.load(Ordering::Relaxed);
         if all {
             forget();

@@ -7,9 +7,9 @@
 //!                          │ give_up              ▲
 //!                          └─► GivenUp ── answer ─┘ (to Free at once)
 //! ```
-//! A group's index is not used again before its answer has come, also if the
-//! transfer that waited for it has given up: an answer that comes late would be
-//! taken for that of another group.
+//! A group's index is not reused before its answer has come, even if the
+//! transfer that waited for it has given up: a late answer would be taken for
+//! that of another group.
 //!
 //! *Response failure* stops the interface (PCIe 10.4.2, ATS 4.2): no group begins
 //! until the device's driver has restarted it.
@@ -54,14 +54,15 @@ struct Room {
     messages_left: u32,
 }
 
-/// A group that is outstanding, for whoever waits for it. Goes back by [`PageRequests::end`] or
+/// An outstanding group, held by its waiter. Returned by [`PageRequests::end`] or
 /// [`PageRequests::give_up`].
 #[must_use = "a group that is not ended keeps its index and its messages"]
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Group(pub u16);
 
 impl PageRequests {
-    /// For at most `messages_max` outstanding (PCIe's *outstanding page request allocation*).
+    /// An interface with at most `messages_max` outstanding (PCIe's *outstanding page request
+    /// allocation*).
     pub fn new(messages_max: u32) -> Self {
         Self {
             states: (0..GROUPS_MAX).map(|_| AtomicU8::new(FREE)).collect(),
@@ -112,7 +113,7 @@ impl PageRequests {
         due.is_ok() || given_up
     }
 
-    /// The answer to `group`, if it is there.
+    /// The answer to `group`, if it has come.
     pub fn answer_to(&self, group: &Group) -> Option<ResponseCode> {
         match self.state(group.0).load(Ordering::Acquire) {
             SUCCESS => Some(ResponseCode::Success),
@@ -127,18 +128,18 @@ impl PageRequests {
         self.free(group.0);
     }
 
-    /// Nobody waits for `group` any more: it ends when its answer comes.
+    /// The waiter gives `group` up: it ends when its answer comes.
     pub fn give_up(&self, group: &Group) {
         let state = self.state(group.0);
         let waiting =
             state.compare_exchange(WAITING, GIVEN_UP, Ordering::AcqRel, Ordering::Acquire);
         if waiting.is_err() {
-            // It has come in between.
+            // The answer has come in between.
             self.free(group.0);
         }
     }
 
-    /// Groups that are not answered yet, those given up among them.
+    /// Groups that are not answered yet, including those given up.
     pub fn outstanding(&self) -> usize {
         let waits = |state: &&AtomicU8| matches!(state.load(Ordering::Acquire), WAITING | GIVEN_UP);
         self.states.iter().filter(waits).count()

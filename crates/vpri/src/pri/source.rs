@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The driver of a page request queue: what the interrupt thread of an IOMMU does, and the
-//! source of the I/O page fault service that it makes (VPRI 2.1, steps 6 to 9).
+//! The driver of a page request queue: the interrupt thread of an IOMMU, and the source
+//! that it provides to the I/O page fault service (VPRI 2.1, steps 6 to 9).
 //!
 //! After Linux' `prq_event_thread` and `io-pgfault.c`:
-//! - One thread an IOMMU, whatever the number of devices. It takes messages, puts
-//!   those of a group aside until the last has come, hands the whole group over,
+//! - One thread for each IOMMU, however many devices there are. It takes messages,
+//!   collects those of a group until the last has come, hands the whole group over,
 //!   and never handles a fault itself.
 //! - Groups may be answered in any order, each exactly once, with the worst of its
 //!   pages' codes.
-//! - When the queue has overflown, groups that are not whole are discarded before the
-//!   queue works again: the hardware has answered, or will answer, their devices, and
-//!   a message of an old group must not join a new one that has got its index.
-//! - What cannot be served is answered as invalid at once.
+//! - When the queue has overflown, incomplete groups are discarded before the queue
+//!   works again: the hardware has answered, or will answer, their devices, and a
+//!   message of an old group must not join a new one with the same index.
+//! - A group that cannot be served is answered as invalid at once.
 //!
 //! Linux bounds none of its lists. Here a group has at most [`GROUP_PAGES_MAX`] pages, and a
-//! device at most 512 groups that are not whole; a group beyond that is invalid. Groups
-//! that are whole are bounded by what the devices have been allowed to have outstanding, and
-//! a device that sends more than that of its own accord has at most [`DUE_MAX`] at hand.
+//! device at most 512 incomplete groups; a group beyond that is invalid. The number of
+//! complete groups is bounded by what the devices may have outstanding; a device that
+//! exceeds its allowance can have at most [`DUE_MAX`] of them.
 
 use super::{
     iommu::{Function, Iommu},
@@ -39,26 +39,26 @@ use std::{
 
 /// Most messages of a group.
 pub const GROUP_PAGES_MAX: usize = 512;
-/// Most page requests that are handed over and not answered; groups beyond that are invalid.
+/// Most page requests that are handed over and not answered; further groups are invalid.
 pub const DUE_MAX: usize = 1 << 16;
 
-/// What a source has seen so far.
+/// What a source has counted so far.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct SourceCounts {
     /// Groups handed over.
     pub groups: u64,
     /// Groups answered as invalid without being handed over.
     pub refused: u64,
-    /// Groups discarded because messages of them may have been lost.
+    /// Groups discarded because some of their messages may have been lost.
     pub discarded: u64,
-    /// Responses to requests that were not due, dropped.
+    /// Responses to requests that were not due; they are dropped.
     pub unknown_responses: u64,
 }
 
 /// Page requests of the devices behind one IOMMU.
 pub struct PriSource {
     iommu: Arc<Iommu>,
-    /// Of the service.
+    /// The service's doorbell.
     bell: Arc<Doorbell>,
     ready: Mutex<VecDeque<PageRequest>>,
     groups: Mutex<Groups>,
@@ -73,7 +73,7 @@ struct Groups {
     counts: SourceCounts,
 }
 
-/// A group whose last message has not come.
+/// A group whose last message has not arrived.
 #[derive(Default)]
 struct Partial {
     function: Weak<Function>,
@@ -100,7 +100,7 @@ pub struct InterruptThread {
 }
 
 impl PriSource {
-    /// The source of `iommu`, which rings `bell` for its taker. Nothing is taken from the queue
+    /// The source of `iommu`, which rings `bell` for its taker. It takes nothing from the queue
     /// before [`Self::start`].
     #[must_use]
     pub fn new(iommu: Arc<Iommu>, bell: Arc<Doorbell>) -> Arc<Self> {
@@ -113,11 +113,11 @@ impl PriSource {
         })
     }
 
-    /// Starts the interrupt thread: on `cpus` only, if there are any, and as urgent as that, if it
-    /// is allowed. Linux' interrupt threads are in the class `SCHED_FIFO`, with priority 50.
+    /// Starts the interrupt thread: on `cpus` only, if there are any, and with `urgency`, if it is
+    /// allowed. Linux' interrupt threads are in the class `SCHED_FIFO`, with priority 50.
     ///
     /// # Errors
-    /// When no thread can be had.
+    /// If no thread can be started.
     pub fn start(
         self: &Arc<Self>,
         cpus: Vec<usize>,
@@ -133,13 +133,13 @@ impl PriSource {
         })
     }
 
-    /// What it has seen so far.
+    /// The counters so far.
     #[must_use]
     pub fn counts(&self) -> SourceCounts {
         self.lock().counts
     }
 
-    /// Groups that are not whole.
+    /// Number of incomplete groups.
     #[cfg(test)]
     pub(super) fn lists(&self) -> usize {
         self.lock().partial.len()
@@ -165,7 +165,7 @@ impl PriSource {
         }
     }
 
-    /// What the interrupt thread does each time.
+    /// One run of the interrupt thread.
     pub(super) fn interrupted(&self) {
         let queue = self.iommu.queue();
         let mut messages = Vec::new();
@@ -175,11 +175,11 @@ impl PriSource {
             for message in messages.drain(..) {
                 self.take(message);
             }
-            // As Linux' driver does, only now: the entries are read, and handled as far as they are
+            // As in Linux' driver, only now: the entries are read, and handled as far as they are
             // handled here.
             queue.done(tail);
             self.ring_if_ready();
-            // What was stored before the overflow and after the tail was read comes first.
+            // Messages stored before the overflow and after the tail was read come first.
             if !queue.has_overflown() || queue.clear_overflow(|| self.discard_partial()) {
                 return;
             }
@@ -194,12 +194,12 @@ impl PriSource {
                 group,
                 position,
             } => (device, group, position, None),
-            // The device is told nothing. What it had asked for before is answered as it is.
+            // The device gets no answer. Its earlier requests are answered as usual.
             Message::StopMarker(_) => return,
         };
         let mut groups = self.lock();
         let Some(function) = self.iommu.function(device) else {
-            // Nobody could be answered, and lists of devices that are not there would not end.
+            // There is no device to answer, and lists of missing devices would never be cleared.
             groups.partial.remove(&(device, group));
             return;
         };
@@ -222,7 +222,7 @@ impl PriSource {
         }
     }
 
-    /// A group is whole.
+    /// Handles a complete group.
     fn hand_over(
         &self,
         mut groups: MutexGuard<'_, Groups>,
@@ -290,7 +290,7 @@ impl FaultSource for PriSource {
         self.lock_ready().pop_front()
     }
 
-    /// The interrupt thread looks at the bell, which its owner arms.
+    /// The interrupt thread checks the bell, which its owner arms.
     fn arm(&self) -> bool {
         !self.lock_ready().is_empty()
     }
@@ -330,8 +330,7 @@ impl Drop for InterruptThread {
     }
 }
 
-/// Pages of a group that follow one another and are wanted for the same, with the first message of
-/// each run.
+/// Splits a group into runs of adjacent pages with the same access, each with its first message.
 fn runs(pages: &[PageMessage]) -> Vec<(PageMessage, FileRange)> {
     let mut runs: Vec<(PageMessage, FileRange)> = Vec::new();
     for page in pages {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`PriSpace`]: an I/O address space whose truth is the IOMMU's page table, and which devices
-//! have copies of in their TLBs.
+//! [`PriSpace`]: an I/O address space whose authoritative state is the IOMMU's page table;
+//! devices keep copies in their TLBs.
 //!
-//! Taking a page away is what a hypervisor does with such devices: first the entry
-//! of the page table, then an invalidation of the device TLB of each device that
-//! uses the table, then a wait until each has said that no DMA goes on by the old
-//! translation. Granting needs no invalidation: devices do not keep what is absent,
-//! and ask again for a page that they may only read when they want to write it.
+//! To unmap a page, it does what a hypervisor does with such devices: it clears the
+//! entry of the page table, invalidates the device TLB of each device that uses the
+//! table, and waits until each has reported that no DMA uses the old translation.
+//! Granting needs no invalidation: devices do not cache absent pages, and ask again
+//! when they want to write a page that they may only read.
 
 use super::{
     iommu::{Function, InvalidationQueue, Iommu},
@@ -28,7 +28,7 @@ use std::{
     },
 };
 
-/// How often software looks for the end of DMA before it gives up: some microseconds, as with the
+/// How often software checks for the end of DMA before it gives up: some microseconds, as with the
 /// leases of a software DPU.
 const COMPLETION_LOOKS: u32 = 200;
 
@@ -95,7 +95,7 @@ impl PriSpace {
         FilePage(0).run(pages)
     }
 
-    /// Invalidates `ranges`, whose entries are restricted already; false if DMA goes on there.
+    /// Invalidates `ranges`, whose entries are already restricted; false if DMA goes on there.
     fn invalidate(&self, ranges: &[FileRange]) -> bool {
         let functions = self.functions();
         self.invalidations.invalidate(&functions, ranges);
@@ -133,7 +133,7 @@ impl IoSpace for PriSpace {
         Ok(())
     }
 
-    /// Nobody does: DMA of the model goes by the device TLB and nowhere else.
+    /// No process does: DMA of the model goes only through the device TLB.
     fn watch(&self) -> Result<(), DomainError> {
         Ok(())
     }
@@ -184,8 +184,8 @@ impl IoSpace for PriSpace {
         0
     }
 
-    /// The accessed bits of the page table. A page that devices have in their TLBs is not walked for
-    /// again, so marks that are forgotten are forgotten there, too.
+    /// The accessed bits of the page table. A page in a device's TLB is not walked again, so
+    /// clearing marks also invalidates device TLBs.
     fn touched(
         &self,
         pages: FileRange,
@@ -225,7 +225,7 @@ impl IoSpaces for Iommu {
         space.unmap_all();
     }
 
-    /// In this process devices are not made before.
+    /// In this process no device is made before then.
     fn all_known(&self) {}
 
     fn processes(&self) -> Vec<u32> {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The I/O page table: a radix tree of four levels with 512 entries each, as VT-d's
-//! second-stage tables and x86's own have them.
+//! The I/O page table: a radix tree of four levels with 512 entries each, like
+//! VT-d's second-stage tables and x86's own.
 //!
 //! ```text
 //!   page number   35 … 27 │ 26 … 18 │ 17 … 9 │ 8 … 0
@@ -13,8 +13,8 @@
 //! A walk takes no lock: three pointers and the entry. Upper entries appear once
 //! and stay while the table lives, since a walk may be under way at any time; leaf
 //! entries change by one atomic operation each. The walker sets *accessed* (A)
-//! when it translates, and *dirty* (D) when it translates for a write, as an IOMMU
-//! with access and dirty tracking does.
+//! when it translates, and *dirty* (D) when it translates for a write, like an
+//! IOMMU with access and dirty tracking.
 
 use pagetide_addr::{Access, FilePage, FileRange, PAGE_SHIFT, to_usize};
 use std::sync::{
@@ -25,7 +25,7 @@ use std::sync::{
 /// Entries of a table.
 const FAN_OUT: usize = 512;
 const INDEX_BITS: u32 = FAN_OUT.trailing_zeros();
-/// Pages that a table can tell of: 48 bits of address.
+/// Most pages of a table: 48 bits of address.
 pub(super) const PAGES_MAX: u64 = 1 << (4 * INDEX_BITS);
 
 const READ: u64 = 1 << 0;
@@ -34,7 +34,7 @@ const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const HOME: u64 = (PAGES_MAX - 1) << PAGE_SHIFT;
 
-/// What a walk found: an entry as it was at one instant.
+/// The result of a walk: an entry as it was at one instant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Entry(u64);
 
@@ -104,7 +104,7 @@ pub(super) struct IoPageTable {
 }
 
 impl IoPageTable {
-    /// What the IOMMU finds for `page`, wanted for `access`; marks the entry if it allows that.
+    /// The entry for `page`; the walk marks it if it allows `access`.
     pub fn walk(&self, page: FilePage, access: Access) -> Entry {
         let Some(entry) = self.entry(page) else {
             return Entry(0);
@@ -113,7 +113,7 @@ impl IoPageTable {
             Access::Read => ACCESSED,
             Access::Write => ACCESSED | DIRTY,
         };
-        // Acquire: whoever sees the page present sees its content (pairs with `grant`).
+        // Acquire: a walk that sees the page present sees its content (pairs with `grant`).
         let mut now = entry.load(Ordering::Acquire);
         while Entry(now).allows(access) && now & marks != marks {
             // Not a plain `or`: the entry may have been cleared since, and must stay so.
@@ -126,7 +126,7 @@ impl IoPageTable {
         Entry(now)
     }
 
-    /// Allows `access` to all of `range`; pages that may be written already stay so.
+    /// Allows `access` to all of `range`; writable pages stay writable.
     pub fn grant(&self, range: FileRange, access: Access) {
         for page in range.iter() {
             if let Some(entry) = self.entry_made(page) {
@@ -136,19 +136,19 @@ impl IoPageTable {
         }
     }
 
-    /// Makes all of `range` absent.
+    /// Makes all of `range` absent in the table.
     pub fn clear(&self, range: FileRange) {
         self.change(range, |entry| entry.store(0, Ordering::Release));
     }
 
-    /// Makes all of `range` read-only where it could be written.
+    /// Makes all of `range` read-only where it was writable.
     pub fn forbid_writes(&self, range: FileRange) {
         self.change(range, |entry| {
             entry.fetch_and(!WRITE, Ordering::AcqRel);
         });
     }
 
-    /// Calls `visit` for each page of `range` that was accessed since its mark was forgotten.
+    /// Calls `visit` for each page of `range` that was accessed since its mark was cleared.
     pub fn accessed(&self, range: FileRange, visit: &mut dyn FnMut(FilePage)) {
         for page in range.iter() {
             let entry = self.entry(page);
@@ -158,7 +158,7 @@ impl IoPageTable {
         }
     }
 
-    /// Forgets the marks of all of `range`.
+    /// Clears the marks of all of `range`.
     pub fn forget(&self, range: FileRange) {
         self.change(range, |entry| {
             entry.fetch_and(!(ACCESSED | DIRTY), Ordering::AcqRel);
@@ -169,7 +169,7 @@ impl IoPageTable {
         let mut page = range.start;
         while page < range.end {
             let next = FilePage((page.0 / FAN_OUT as u64 + 1) * FAN_OUT as u64).min(range.end);
-            // A leaf that nobody made has nothing to take away.
+            // A leaf that does not exist has nothing to restrict.
             if let Some(leaf) = self.leaf(page) {
                 let within = index(page, 0)..index(page, 0) + to_usize(next.0 - page.0);
                 leaf.0
@@ -212,7 +212,7 @@ impl std::fmt::Debug for IoPageTable {
     }
 }
 
-/// Index of `page` in its table of `level`, 0 being the leaf.
+/// Index of `page` in its table of `level`; 0 is the leaf.
 const fn index(page: FilePage, level: u32) -> usize {
     to_usize(page.0 >> (level * INDEX_BITS) & (FAN_OUT as u64 - 1))
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The model under the service, under eviction, under overflow, and under devices that misbehave.
+//! The model with the service, with eviction, with overflow, and with devices that misbehave.
 
 use super::{
     device::PAGES_AT_ONCE,
@@ -50,7 +50,7 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// RAM in a memfd, pages of which may be stored in a map.
+/// RAM in a memfd, with a map as the store of evicted pages.
 struct Ram {
     file: GuestFile,
     stored: Mutex<HashMap<Content, Vec<u8>>>,
@@ -144,7 +144,7 @@ impl Incidents for Ram {
     }
 }
 
-/// A VM without a CPU: RAM in an address space, with the IOMMU as its device.
+/// A VM without vCPUs: RAM in an address space, with the IOMMU as its device.
 struct Vm {
     ram: Arc<Ram>,
     iommu: Arc<Iommu>,
@@ -190,7 +190,7 @@ impl Vm {
         DeviceModel::new(&self.iommu, &self.io, config).unwrap()
     }
 
-    /// Evicts what can go of `section`; how many pages went.
+    /// Evicts what it can of `section`; returns how many pages were evicted.
     fn evict(&self, section: SectionNo) -> u64 {
         let all = PageSet::of_range(section, section.pages(PAGES));
         let Ok(mut round) = self.space.memory().unwrap().begin_eviction(section, &all) else {
@@ -289,7 +289,7 @@ fn service_serves_groups_as_it_serves_requests_of_a_software_dpu() {
     };
     device.dma(pages(0, PAGES), Access::Read, check).unwrap();
     assert_eq!(read, PAGES);
-    // Present pages that may be written: the first look asks, the second knows.
+    // Present, writable pages: the first pass asks the IOMMU, the second finds them in the TLB.
     let again = &mut |_: FilePage, _: &SharedMapping| {};
     let report = device.dma(pages(100, 200), Access::Write, again).unwrap();
     assert_eq!((report.groups, report.translations), (0, 0));
@@ -375,7 +375,7 @@ fn writes_are_forbidden_to_a_device_that_had_the_page_and_reads_go_on() {
     assert!(matches!(refused, Err(DmaError::NoAnswer { .. })));
 }
 
-/// A device that waits for no answer.
+/// A device with a short answer timeout.
 fn no_patience(vm: &Vm, id: u16) -> DeviceModel {
     let config = DeviceConfig {
         answer_wait: Duration::ZERO,
@@ -471,7 +471,7 @@ fn groups_answered_in_any_order_are_each_answered_exactly_once() {
                     assert!(seen.insert(request.id), "{:?} came twice", request.id);
                     waiting.push(request);
                 }
-                // The newest first, and some are left for later.
+                // The newest first; some are left for later.
                 for request in waiting.split_off(waiting.len() / 2) {
                     vm.io.grant(request.pages, request.access);
                     source.respond(PageResponse::to(&request, ResponseCode::Success));
@@ -488,7 +488,7 @@ fn groups_answered_in_any_order_are_each_answered_exactly_once() {
                     let nothing = &mut |_: FilePage, _: &SharedMapping| {};
                     let report = device.dma(page.single(), Access::Read, nothing).unwrap();
                     groups.fetch_add(report.groups.into(), Ordering::Relaxed);
-                    // Taken away again, so that the next round faults.
+                    // Evicted again, so that the next round faults.
                     let one = FilePageSet::of_range(page.section(), page.single());
                     eventually("nobody uses the page", || vm.io.unmap(page.section(), &one));
                 }
@@ -527,7 +527,7 @@ fn overflow_answered_with_success_loses_no_transfer() {
             })
         });
         let devices: Vec<_> = devices.collect();
-        // 8 groups of 32 messages into a queue for 127, which nobody empties yet.
+        // 8 groups of 32 messages into a queue for 127, which is not emptied yet.
         eventually("an overflow", || vm.iommu.counts().queue.overflows > 0);
         served.start_interrupts();
         for device in devices {
@@ -556,7 +556,7 @@ fn overflow_answered_with_failure_stops_the_device_until_its_driver_restarts_it(
     let stopped = Err(DmaError::Stopped { page });
     assert_eq!(device.dma(pages(3, 4), Access::Read, nothing), stopped);
     assert_eq!(device.dma(pages(3, 4), Access::Read, nothing), stopped);
-    // Present pages it has still.
+    // It can still access present pages.
     vm.io.grant(pages(8, 9), Access::Read);
     device.dma(pages(8, 9), Access::Read, nothing).unwrap();
     source.interrupted();
@@ -574,7 +574,7 @@ fn overflow_answered_with_failure_stops_the_device_until_its_driver_restarts_it(
         });
         assert_eq!(dma.join().unwrap().unwrap().groups, 1);
     });
-    // The other device's next group is not joined by what was discarded.
+    // The other device's next group must not include discarded messages.
     send(&vm, message(2, 0, 500, Position::Last));
     source.interrupted();
     let requests = taken(&source);
@@ -597,7 +597,7 @@ fn pages_outside_the_space_are_refused_and_the_device_works_on() {
     let touch = &mut |page: FilePage, _: &SharedMapping| touched.push(page.0);
     let over_the_end = pages(PAGES - 2, PAGES + 2);
     let ended = device.dma(over_the_end, Access::Read, touch);
-    // Its group holds pages that are not there, so it is invalid as a whole.
+    // Its group includes pages past the end, so it is invalid as a whole.
     let page = FilePage(PAGES - 2);
     assert_eq!(ended, Err(DmaError::Refused { page }));
     assert!(touched.is_empty());
@@ -610,7 +610,7 @@ fn messages_that_no_sane_device_sends_are_answered_or_dropped_and_harm_nobody() 
     let vm = Vm::new(IommuConfig::default());
     let source = source_of(&vm);
     let _device = vm.device(6);
-    // A group without end, then its end.
+    // A group without a last message, then its last message.
     for page in 0..GROUP_PAGES_MAX as u64 + 10 {
         send(&vm, message(6, 1, page, Position::More));
     }
@@ -621,7 +621,7 @@ fn messages_that_no_sane_device_sends_are_answered_or_dropped_and_harm_nobody() 
         (source.counts().refused, vm.iommu.counts().responses),
         (1, 1)
     );
-    // Of nobody.
+    // From an unknown device.
     send(&vm, message(99, 1, 0, Position::More));
     send(&vm, message(99, 1, 0, Position::Last));
     // An execute request in the middle of a group makes it invalid.
@@ -630,7 +630,7 @@ fn messages_that_no_sane_device_sends_are_answered_or_dropped_and_harm_nobody() 
     execute[0] |= 1 << 52;
     vm.iommu.page_request(execute);
     send(&vm, message(6, 2, 3, Position::Last));
-    // One index twice.
+    // The same index twice.
     send(&vm, message(6, 3, 3, Position::Last));
     send(&vm, message(6, 3, 4, Position::Last));
     source.interrupted();

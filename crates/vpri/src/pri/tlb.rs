@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The device TLB: translations that a device has got by ATS and keeps (VPRI 2.1, step 1).
+//! The device TLB: translations that a device has received by ATS and keeps (VPRI 2.1,
+//! step 1).
 //!
 //! ```text
 //!   set = page mod sets         way 0        way 1       …   way n-1
@@ -8,25 +9,27 @@
 //!                              └ number ┘ │ └ DMAs that use it now
 //!                                         └ strongest access
 //! ```
-//! Set associative and bounded: where a set is full, the way used longest ago goes.
-//! One that a DMA uses cannot go; if all are used, the asker tries again.
+//! Set associative and bounded: if a set is full, the least recently used way is
+//! evicted. A way that a DMA uses cannot be evicted; if all are used, the caller
+//! tries again.
 //!
-//! # Against invalidations
-//! The host clears the page table's entry, then invalidates. Two things must not
-//! happen afterwards:
+//! # Races with invalidations
+//! The host clears the page table's entry, then invalidates. After that, neither
+//! of two things may happen:
 //!
-//! > *A DMA goes on by the old translation.* A look-up takes its set's lock, finds
-//! > the way and counts itself in. An invalidation takes the same lock, makes the
-//! > way *dead*, so nobody finds it any more, and is complete only when nobody is
-//! > counted in.
+//! > *A DMA goes on with the old translation.* A look-up takes its set's lock, finds
+//! > the way and counts itself as a user. An invalidation takes the same lock, makes
+//! > the way *dead*, so that no look-up finds it any more, and is complete only when
+//! > it has no users.
 //!
-//! > *A translation that was under way is kept.* The device has asked; the IOMMU has
+//! > *A translation that was in flight is kept.* The device has asked; the IOMMU has
 //! > walked and found the page; the host clears and invalidates; now the answer
-//! > arrives. So whoever asks notes the set's generation before, an invalidation
-//! > raises it, and an answer that finds another generation is thrown away: the
-//! > device asks again.
+//! > arrives. So the caller notes the set's generation before it asks, an
+//! > invalidation raises it, and an answer that finds another generation is thrown
+//! > away: the device asks again.
 //!
-//! Real ones have a comparator a way instead of the lock. Checked under loom below.
+//! Real TLBs have a comparator for each way instead of the lock. Checked under loom
+//! below.
 
 use crate::sync::Mutex;
 use pagetide_addr::{Access, FilePage, FileRange, to_usize};
@@ -41,16 +44,16 @@ pub struct DevTlbSize {
     pub ways: usize,
 }
 
-/// What was looked up so far.
+/// Counters of the look-ups so far.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct TlbCounts {
     /// Found.
     pub hits: u64,
-    /// Not found, or not for the access wanted.
+    /// Not found, or without the access wanted.
     pub misses: u64,
-    /// Gone for want of room.
+    /// Evicted for want of room.
     pub evictions: u64,
-    /// Taken by the host.
+    /// Invalidated by the host.
     pub invalidations: u64,
 }
 
@@ -86,7 +89,7 @@ enum State {
     Dead,
 }
 
-/// A DMA under way by one translation: goes back by [`DevTlb::release`].
+/// A DMA under way that uses a translation; returned by [`DevTlb::release`].
 #[must_use = "a translation in use that is not released keeps its page from eviction for ever"]
 #[derive(Debug)]
 pub(super) struct InUse {
@@ -94,23 +97,23 @@ pub(super) struct InUse {
     way: usize,
 }
 
-/// A set as it was before the IOMMU was asked.
+/// The generation of a set before the IOMMU was asked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Ticket(u64);
 
-/// What a look-up found.
+/// The result of a look-up.
 #[derive(Debug)]
 pub(super) enum Found {
     /// A translation that allows the access.
     Hit(InUse),
-    /// None: ask the IOMMU, and bring the ticket back with its answer.
+    /// None: ask the IOMMU, and return the ticket with its answer.
     Miss(Ticket),
 }
 
-/// What became of a translation that the IOMMU gave.
+/// What happened to a translation from the IOMMU.
 #[derive(Debug)]
 pub(super) enum Kept {
-    /// It is used by the asker from now on.
+    /// The caller uses it from now on.
     Used(InUse),
     /// An invalidation overtook it, or there is no room: ask again.
     Again,
@@ -157,7 +160,7 @@ impl DevTlb {
         })
     }
 
-    /// The generation of the set of `page`, to be noted before the IOMMU is asked for it.
+    /// The generation of the set of `page`, to be noted before asking the IOMMU for it.
     pub fn ticket(&self, page: FilePage) -> Ticket {
         self.in_set(self.set_of(page), |set| Ticket(set.generation))
     }
@@ -173,7 +176,7 @@ impl DevTlb {
 
     /// Keeps a translation that came along with another one, if there is room.
     pub fn keep(&self, page: FilePage, access: Access, asked: Ticket) {
-        // That it is not kept costs another question, should the page be wanted.
+        // If it is not kept, a later access costs another request.
         self.in_set(self.set_of(page), |set| {
             set.put(page, access, asked).is_some()
         });
@@ -190,7 +193,7 @@ impl DevTlb {
         });
     }
 
-    /// Forgets `range`, and what is on its way here of it. DMA that has begun may go on: see
+    /// Drops translations of `range`, including those in flight. DMA that has begun may go on: see
     /// [`Self::is_used`].
     pub fn invalidate(&self, range: FileRange) {
         let in_each = range.len() >= self.sets.len() as u64;
@@ -217,7 +220,7 @@ impl DevTlb {
         }
     }
 
-    /// True while a DMA is under way by a translation of `range` that was invalidated.
+    /// True while a DMA under way uses an invalidated translation of `range`.
     pub fn is_used(&self, range: FileRange) -> bool {
         let dead = |way: &Way| way.state == State::Dead && range.contains(way.page);
         if range.len() >= self.sets.len() as u64 {
@@ -232,7 +235,7 @@ impl DevTlb {
         self.any_way(|way| way.users > 0)
     }
 
-    /// What was looked up so far.
+    /// Counters of the look-ups so far.
     #[cfg(not(loom))]
     pub fn counts(&self) -> TlbCounts {
         let mut sum = TlbCounts::default();
@@ -255,7 +258,7 @@ impl DevTlb {
     }
 
     fn in_set<T>(&self, number: usize, act: impl FnOnce(&mut Set) -> T) -> T {
-        // A panic elsewhere cannot leave a set half changed: nothing in here can panic.
+        // A panic elsewhere cannot leave a set inconsistent: nothing in here can panic.
         act(&mut self.sets[number]
             .lock()
             .unwrap_or_else(PoisonError::into_inner))
@@ -274,14 +277,14 @@ impl Set {
         InUse { set, way }
     }
 
-    /// Puts a translation in, in the place of what it is known by already, of nothing, or of the one
-    /// used longest ago; `None` if it is out of date, or if all ways are used.
+    /// Stores a translation, in place of the existing one, of a free way, or of the least recently
+    /// used one; `None` if it is out of date, or if all ways are used.
     fn put(&mut self, page: FilePage, access: Access, asked: Ticket) -> Option<usize> {
         if asked.0 != self.generation {
             return None;
         }
         if let Some(way) = self.find(page) {
-            // Another engine was faster. Nothing was taken away since either of them asked.
+            // Another engine was faster. There was no invalidation since either of them asked.
             if access == Access::Write {
                 self.ways[way].access = Access::Write;
             }
@@ -362,7 +365,7 @@ mod loom_tests {
             self.tlb.release(used);
         }
 
-        /// The host takes the page if it can.
+        /// The host evicts the page if it can.
         fn take(&self) {
             self.entry.store(0, Ordering::Release);
             self.tlb.invalidate(PAGE.single());

@@ -7,7 +7,7 @@
 //!        │                  │
 //!        │   handed to a worker that sleeps ──► it runs on its CPU      preempt
 //! ```
-//! What comes after the answer, until the device goes on, only the device knows.
+//! Only the device knows how long it takes from the answer until it goes on.
 
 use hdrhistogram::Histogram;
 use pagetide_addr::{PageRequest, RequestKind};
@@ -19,16 +19,16 @@ use std::{
     time::Duration,
 };
 
-/// Longest time told apart: a minute.
+/// Longest time that is distinguished: a minute.
 const MAX_NS: u64 = 60_000_000_000;
 
-/// How long something took, recorded from several threads: a histogram of nanoseconds behind a lock
-/// that is held for some tens of them.
+/// Durations recorded from several threads: a histogram in nanoseconds behind a lock that is held
+/// for some tens of nanoseconds.
 #[derive(Debug)]
 pub struct Latencies(Mutex<Histogram<u64>>);
 
 impl Latencies {
-    /// Nothing recorded.
+    /// An empty record.
     #[must_use]
     pub fn new() -> Self {
         let Ok(histogram) = Histogram::new_with_bounds(1, MAX_NS, 2) else {
@@ -37,17 +37,17 @@ impl Latencies {
         Self(Mutex::new(histogram))
     }
 
-    /// One more.
+    /// Records one duration.
     pub fn record(&self, took: Duration) {
         self.record_ns(u64::try_from(took.as_nanos()).unwrap_or(MAX_NS));
     }
 
-    /// One more, in nanoseconds.
+    /// Records one duration, in nanoseconds.
     pub fn record_ns(&self, took_ns: u64) {
         self.lock().saturating_record(took_ns);
     }
 
-    /// What was recorded so far, in nanoseconds.
+    /// The durations recorded so far, in nanoseconds.
     #[must_use]
     pub fn histogram_ns(&self) -> Histogram<u64> {
         self.lock().clone()
@@ -64,7 +64,7 @@ impl Default for Latencies {
     }
 }
 
-/// What befell the page requests of one tenant.
+/// Statistics of the page requests of one tenant.
 #[derive(Debug, Default)]
 pub struct Account {
     requests: AtomicU64,
@@ -72,14 +72,14 @@ pub struct Account {
     alias_faults: AtomicU64,
     dropped_prefaults: AtomicU64,
     outstanding: AtomicU64,
-    /// From the device's sending to the answer.
+    /// From when the device sends until the answer.
     pub iopf: Latencies,
-    /// From the device's sending until handling began (pre-fault).
+    /// From when the device sends until handling begins (pre-fault).
     pub waited: Latencies,
-    /// From there to the answer.
+    /// From when handling begins until the answer.
     pub handling: Latencies,
-    /// From handing a request to a worker that slept until that ran on its CPU: what takes the place
-    /// of the forced exit of VPRI 6.1.
+    /// From handing a request to a sleeping worker until that worker runs on its CPU: the
+    /// counterpart of the forced exit of VPRI 6.1.
     pub preempt: Latencies,
 }
 
@@ -91,19 +91,19 @@ pub(super) struct Took {
 }
 
 impl Account {
-    /// Requests taken so far, but for [`Self::alias_faults`].
+    /// Requests taken so far, without [`Self::alias_faults`].
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests.load(Relaxed)
     }
 
-    /// Those of them that nobody waited for.
+    /// Those of them for which no DMA waited.
     #[must_use]
     pub fn prefaults(&self) -> u64 {
         self.prefaults.load(Relaxed)
     }
 
-    /// Those of these that were not done, because they would have had to wait.
+    /// Prefaults that were dropped because they would have had to wait.
     #[must_use]
     pub fn dropped_prefaults(&self) -> u64 {
         self.dropped_prefaults.load(Relaxed)
@@ -116,7 +116,7 @@ impl Account {
         self.alias_faults.load(Relaxed)
     }
 
-    /// Requests that were taken and not answered yet.
+    /// Requests that were taken and are not answered yet.
     #[must_use]
     pub fn outstanding(&self) -> u64 {
         self.outstanding.load(Relaxed)
@@ -136,7 +136,7 @@ impl Account {
         self.outstanding.fetch_add(1, Relaxed);
     }
 
-    /// The request is answered, or is this tenant's no more (then it took no time).
+    /// The request is answered, or no longer belongs to this tenant (then it took no time).
     pub(super) fn close(&self, took: Option<Took>) {
         self.outstanding.fetch_sub(1, Relaxed);
         if let Some(took) = took {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The dispatcher: takes requests of all sources and hands them on; and how sources come and go.
+//! The dispatcher takes requests from all sources and hands them on. This module also adds and
+//! removes sources.
 
 use super::{
     FaultService, Handling,
@@ -14,7 +15,7 @@ use std::{
     thread::JoinHandle,
 };
 
-/// Most requests taken from one source before the others have their turn.
+/// Most requests taken from one source before the others get their turn.
 const TAKEN_IN_A_ROW: usize = 16;
 
 /// Names a source of a service.
@@ -32,7 +33,7 @@ impl FaultService {
     /// Starts the dispatcher.
     ///
     /// # Errors
-    /// When no thread can be had.
+    /// If no thread can be started.
     pub fn start(self: &Arc<Self>) -> io::Result<ServiceThread> {
         let serial = match self.config.handling {
             Handling::Affined => None,
@@ -55,20 +56,20 @@ impl FaultService {
         })
     }
 
-    /// One more source, which rings the service's doorbell when it has a request.
+    /// Adds a source, which rings the service's doorbell when it has a request.
     pub fn add_source(&self, source: Arc<dyn FaultSource>) -> FaultSourceId {
         let id = FaultSourceId(self.next_source.fetch_add(1, Ordering::Relaxed));
         let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
         sources.push((id, source));
         drop(sources);
-        // A dispatcher that sleeps has not armed it.
+        // A sleeping dispatcher has not armed the new source.
         self.bell.ring_anyway();
         id
     }
 
-    /// Without that source: nothing is taken from it any more when this returns. Requests that were
-    /// taken are answered to it still. Must not be called by a method of the source, nor with
-    /// anything locked that those need.
+    /// Removes a source: when this returns, nothing more is taken from it. Requests already taken
+    /// are still answered to it. Must not be called by a method of the source, nor with a lock held
+    /// that those methods need.
     pub fn remove_source(&self, id: FaultSourceId) {
         let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
         let removed = sources.iter().position(|(known, _)| *known == id);
@@ -100,7 +101,7 @@ impl FaultService {
         taken
     }
 
-    /// As the dispatcher does, on the thread of a test.
+    /// Does what the dispatcher does, on the thread of a test.
     #[cfg(test)]
     pub(super) fn take_in_all(&self) {
         while self.take_some_of_each() {}
@@ -110,7 +111,7 @@ impl FaultService {
         self.bell.arm();
         if !self.has_request() && !self.stopped.load(Ordering::Acquire) {
             let mut polled = [PollFd::new(&self.bell, PollFlags::IN)];
-            // EINTR: the queues are looked at again anyway.
+            // EINTR: the queues are checked again anyway.
             if let Err(error) = poll(&mut polled, None)
                 && error != rustix::io::Errno::INTR
             {
@@ -126,15 +127,15 @@ impl FaultService {
 
     fn has_request(&self) -> bool {
         let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        // All are armed, though one has something already.
+        // Arm all sources, even if one already has a request.
         let with_request = sources.iter().filter(|(_, source)| source.arm());
         with_request.count() > 0
     }
 }
 
 impl ServiceThread {
-    /// Ends the dispatcher, and the one worker of the serialized mode. Requests that are still in the
-    /// queues stay unanswered: stop the engines first.
+    /// Ends the dispatcher, and the one worker of the serialized mode. Requests still in the queues
+    /// stay unanswered: stop the engines first.
     pub fn stop(self) {
         self.service.stopped.store(true, Ordering::Release);
         self.service.bell.ring_anyway();

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Duty`]: a page request that must be answered, as a value.
 //!
-//! Whoever holds a duty answers it, hands it on or holds it; it cannot be
-//! copied, and one that is dropped (by a panic, by memory that goes with its
-//! waiters) answers itself with a failure. So every request gets exactly one
-//! response, whatever happens.
+//! The holder of a duty answers it, hands it on or keeps it. It cannot be
+//! copied, and one that is dropped (by a panic, or with its waiters) answers
+//! itself with a failure. So every request gets exactly one response.
 
 use super::{Tenant, account::Took};
 use crate::source::FaultSource;
@@ -20,7 +19,7 @@ pub(super) struct Duty {
     taken_ns: u64,
     began_ns: Option<u64>,
     tier: Tier,
-    /// In whose account it is open.
+    /// The tenant in whose account it is open.
     tenant: Option<Arc<Tenant>>,
     answered: bool,
 }
@@ -47,7 +46,7 @@ impl Duty {
         &*self.source
     }
 
-    /// The tenant whose it is.
+    /// The tenant that it belongs to.
     pub(super) fn tenant(&self) -> Option<&Arc<Tenant>> {
         self.tenant.as_ref()
     }
@@ -59,28 +58,28 @@ impl Duty {
         self.tenant = Some(Arc::clone(tenant));
     }
 
-    /// It is nobody's any more; its handling, if it had begun, has not.
+    /// It no longer belongs to a tenant; its handling counts as not begun.
     pub(super) fn disown(&mut self) {
         self.close_account(None);
         self.began_ns = None;
     }
 
-    /// Its handling begins now, if it has not.
+    /// Marks its handling as begun, if it is not yet.
     pub(super) fn begin(&mut self) {
         self.began_ns.get_or_insert_with(now_ns);
     }
 
-    /// Its handling begins elsewhere, later.
+    /// Its handling begins later, in another place.
     pub(super) fn put_off(&mut self) {
         self.began_ns = None;
     }
 
-    /// Where the slowest of its pages comes from.
+    /// Sets the tier from which the slowest of its pages comes.
     pub(super) fn set_tier(&mut self, tier: Tier) {
         self.tier = tier;
     }
 
-    /// Where they came from when that was last looked at.
+    /// The tier from which they came at the last check.
     pub(super) fn tier(&self) -> Tier {
         self.tier
     }
@@ -90,7 +89,7 @@ impl Duty {
         self.answer_overwrite(outcome, 0);
     }
 
-    /// Answers it, telling which pages were installed with the device's content.
+    /// Answers it, and reports which pages were installed with the device's content.
     pub(super) fn answer_overwrite(mut self, outcome: FaultOutcome, installed: u64) {
         let code = match outcome {
             FaultOutcome::Present => ResponseCode::Success,
@@ -100,7 +99,7 @@ impl Duty {
         self.respond(code, installed);
     }
 
-    /// Leaves it unanswered: the service ends, and its device with it, or asks again.
+    /// Leaves it unanswered: the service ends, and its device ends with it or asks again.
     pub(super) fn abandon(mut self) {
         self.disown();
         self.answered = true;
@@ -147,7 +146,7 @@ impl Drop for Duty {
     }
 }
 
-/// The host's monotonic clock, in nanoseconds: the one that devices stamp their requests with.
+/// The host's monotonic clock, in nanoseconds: devices stamp their requests with it.
 pub(super) fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     let (seconds, nanos) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());

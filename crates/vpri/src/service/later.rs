@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Later`]: duties that are nobody's yet and whose answer is held back for a time.
+//! [`Later`]: duties of no tenant whose answer is delayed.
 //!
-//! A request of memory that belongs to no tenant needs no work, so nobody's
-//! worker has it. If its answer is to be held (fault injection), it waits here,
-//! by one thread for all, which is started for the first one.
+//! A request for memory that belongs to no tenant needs no work, so no worker
+//! has it. If its answer is to be delayed (fault injection), it waits here, in
+//! one thread for all, which is started for the first one.
 
 use super::{FaultService, duty::Duty};
 use std::{
@@ -36,7 +36,8 @@ struct Due {
 }
 
 impl Later {
-    /// Answers the duty for nobody, at `at`; now, if no thread can be had for that.
+    /// Answers the duty at `at` for a domain of no tenant; at once if no thread can be started for
+    /// that.
     pub(super) fn answer_at(&self, at: Instant, duty: Duty, service: &Weak<FaultService>) {
         let mut state = self.0.lock();
         if !state.is_running && !state.is_over {
@@ -57,7 +58,7 @@ impl Later {
         self.0.wake.notify_one();
     }
 
-    /// Ends it; gives back what is left.
+    /// Ends it; returns the duties that are left.
     pub(super) fn end(&self) -> Vec<Duty> {
         let mut state = self.0.lock();
         state.is_over = true;
@@ -104,7 +105,7 @@ fn answer(service: &Weak<FaultService>, duty: Duty) {
     }
 }
 
-/// The earliest is the greatest: a heap gives that first.
+/// Reversed, since a heap yields the greatest: the earliest is the greatest.
 impl Ord for Due {
     fn cmp(&self, other: &Self) -> Ordering {
         other.at.cmp(&self.at)

@@ -6,38 +6,39 @@
 //!   engine's queue  ═╗                                ┌─► worker of tenant A on CPU 4 ─► response
 //!   VPRI function   ═╬═ requests ═► dispatcher ── placement ─► worker of A on CPU 5
 //!   IOMMU's PRQ     ═╝                │               └─► worker of tenant B on CPU 9
-//!                                     └─ nobody's: answered, held, or refused
+//!                                     └─ no tenant: answered, held, or refused
 //! ```
-//! It knows a [`FaultSource`] and nothing of what is behind it; sources come and
-//! go. The **dispatcher** is the interrupt's half: it takes requests of all
+//! The service knows only the [`FaultSource`] and nothing behind it; sources come
+//! and go. The **dispatcher** is the top half: it takes requests from all
 //! sources, some of each in turn, and hands each to a worker. It never waits and
 //! never fills. **Workers** are the bottom half ([`worker`]): one for each tenant
 //! and CPU, made when first needed, on the CPU that [`placement`] chooses. So the
-//! work of a fault is paid by who caused it; a fault that waits (for the limit,
-//! for another filler, for an injected delay) keeps only faults of its own tenant
-//! on that CPU waiting; and several faults of a tenant go on at a time, in no
-//! certain order. How many may wait is bounded by the sources, each of which has
-//! room for so many and so many a device.
+//! tenant that caused a fault pays for its work; a fault that waits (for the
+//! limit, for another filler, for an injected delay) delays only faults of its
+//! own tenant on that CPU; and several faults of a tenant are served at a time,
+//! in no fixed order. The sources bound how many requests may wait: each has a
+//! limit in total and a limit for each device.
 //!
 //! An engine that has nothing else to do serves its own requests by
-//! [`FaultAssist`], which spares both wake-ups; what must wait it hands to a
-//! worker likewise. It serves few pages a call, for its devices stand still
-//! meanwhile; what is over is the workers'.
+//! [`FaultAssist`], which saves both wake-ups; requests that must wait it hands
+//! to a worker, too. It serves few pages a call, since its devices stand still
+//! meanwhile, and leaves the rest to the workers.
 //!
 //! In the mode [`Handling::Serialized`], for comparison, there is one worker for
 //! all, as with one interrupt vector and one work queue (VPRI 3.2): it serves in
-//! the order of arrival, on whatever CPU, and waits where a fault waits.
+//! order of arrival, on any CPU, and waits whenever a fault waits.
 //!
-//! Every request is answered exactly once, also when its tenant is gone, or the
-//! RAM it asks for: a [`duty`] cannot be forgotten. A request for a domain that is
-//! retired is refused; one for a domain of no tenant is a success (it is
-//! read-write), unless a VM is just being made of it: then it is held.
+//! Every request is answered exactly once, even if its tenant or the RAM that it
+//! asks for is gone: a [`duty`] cannot be forgotten. A request for a retired
+//! domain is refused. One for a domain of no tenant succeeds (the domain is
+//! read-write), unless a VM that owns it is being attached: then the request is
+//! held.
 //!
 //! # Locks
 //! `sources`, shared, over one pass of the dispatcher; `tenants`, `held` and
-//! `retired` for a look each, `held` before `retired`; a tenant's gate, shared,
-//! over one request. [`FaultSource::respond`] may be called under any of the first
-//! and the last, and must not call the service.
+//! `retired` for one look-up each, `held` before `retired`; a tenant's gate,
+//! shared, over one request. [`FaultSource::respond`] may be called under
+//! `sources` or a gate, and must not call the service.
 
 mod account;
 mod dispatch;
@@ -80,40 +81,40 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// By whom faults are handled.
+/// Which workers handle faults.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Handling {
-    /// By workers on the CPUs of the tenant that faulted.
+    /// Workers on the CPUs of the tenant that faulted.
     #[default]
     Affined,
-    /// By one worker for all, in the order of arrival.
+    /// One worker for all, in order of arrival.
     Serialized,
 }
 
-/// Before whom dispatcher and workers go on the CPUs they share with vCPUs.
+/// Which threads the dispatcher and workers preempt on the CPUs they share with vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Preempt {
-    /// At once before every ordinary thread (`SCHED_FIFO`, the lowest priorities); where that is not
+    /// Every ordinary thread, at once (`SCHED_FIFO`, the lowest priorities); where that is not
     /// allowed, as [`Self::Nice`].
     #[default]
     Fifo,
     /// As ordinary threads with niceness -20, where allowed.
     Nice,
-    /// Nobody.
+    /// None.
     Off,
 }
 
 /// How a service works.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct ServiceConfig {
-    /// By whom faults are handled.
+    /// Which workers handle faults.
     pub handling: Handling,
-    /// Before whom those go.
+    /// Which threads those preempt.
     pub preempt: Preempt,
 }
 
-/// Pages that an engine serves in one call of [`FaultAssist::assist`]; the first request goes beyond
-/// it if it is larger.
+/// Pages that an engine serves in one call of [`FaultAssist::assist`]; the first request may exceed
+/// it.
 const ASSIST_PAGES: u64 = 16;
 
 /// See the module.
@@ -122,15 +123,15 @@ pub struct FaultService {
     me: Weak<FaultService>,
     bell: Arc<Doorbell>,
     sources: RwLock<Vec<(FaultSourceId, Arc<dyn FaultSource>)>>,
-    /// Those of engines that may serve their requests themselves, by the number of the engine.
+    /// Sources of engines that may serve their own requests, by engine number.
     engines: Vec<Arc<dyn FaultSource>>,
     next_source: AtomicU64,
     tenants: RwLock<HashMap<DomainId, Arc<Tenant>>>,
-    /// Requests for domains whose VM is just being attached.
+    /// Requests for domains whose VM is being attached.
     held: Mutex<HashMap<DomainId, Vec<Duty>>>,
     /// Domains whose RAM is unplugged, as long as a device knows them.
     retired: Mutex<HashMap<DomainId, Weak<dyn IoSpace>>>,
-    /// Of the one worker of the serialized mode.
+    /// The queue of the one worker of the serialized mode.
     serial: Arc<Queue>,
     later: Later,
     busy: Arc<BusyTimes>,
@@ -139,7 +140,7 @@ pub struct FaultService {
 }
 
 impl FaultService {
-    /// A service as by default for the queues of all engines, which ring `bell`.
+    /// A service with default settings for the queues of all engines, which ring `bell`.
     #[must_use]
     pub fn new(hosts: Vec<HostEnd>, bell: Arc<Doorbell>) -> Arc<Self> {
         Self::with(ServiceConfig::default(), hosts, bell)
@@ -172,10 +173,10 @@ impl FaultService {
         service
     }
 
-    /// Takes a VM in: page requests for its domains are served from now on.
+    /// Adds a VM: page requests for its domains are served from now on.
     ///
     /// # Errors
-    /// When no thread can be had for its worker.
+    /// If no thread can be started for its worker.
     pub fn add_tenant(
         &self,
         space: Arc<AddressSpace>,
@@ -189,7 +190,7 @@ impl FaultService {
         Ok(tenant)
     }
 
-    /// Page requests for these domains are requests of `tenant` from now on, those held too.
+    /// From now on, page requests for these domains, including held ones, belong to `tenant`.
     pub fn serve_domains(&self, tenant: &Arc<Tenant>, domains: &[Arc<dyn IoSpace>]) {
         {
             let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
@@ -203,9 +204,9 @@ impl FaultService {
         }
     }
 
-    /// Page requests for these domains wait from now on, until they are [served](Self::serve_domains),
-    /// [released](Self::release) or [refused](Self::refuse): their VM is being attached, or has got
-    /// more RAM.
+    /// From now on, page requests for these domains wait until they are [served](Self::serve_domains),
+    /// [released](Self::release) or [refused](Self::refuse): their VM is being attached, or has been
+    /// given more RAM.
     pub fn hold(&self, domains: &[Arc<dyn IoSpace>]) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         for domain in domains {
@@ -213,24 +214,24 @@ impl FaultService {
         }
     }
 
-    /// Like [`Self::hold`], of domains of a tenant: they are nobody's from now on, because their RAM
-    /// was plugged out and in again. A request of them that is being served by then goes on.
+    /// Like [`Self::hold`], for domains of a tenant: they belong to no tenant from now on, because
+    /// their RAM was unplugged and plugged in again. A request that is already being served goes on.
     pub fn withhold(&self, domains: &[Arc<dyn IoSpace>]) {
         self.hold(domains);
         self.disown(domains);
     }
 
-    /// Undoes [`Self::hold`]: those held are answered, for the domains are read-write again. A domain
-    /// that is a tenant's stays that: one that was held in vain, by an attach of a VM that has it
-    /// already.
+    /// Reverts [`Self::hold`]: held requests are answered, since the domains are read-write again. A
+    /// domain of a tenant stays with it: it was held in vain, by an attach of a VM that already has
+    /// it.
     pub fn release(&self, domains: &[Arc<dyn IoSpace>]) {
         for duty in self.take_held(domains) {
             duty.answer(FaultOutcome::Present);
         }
     }
 
-    /// Page requests for `domain` are refused from now on: its RAM is unplugged. Its pages must be
-    /// out of its tenant's [`DmaMmu`] already.
+    /// From now on, page requests for `domain` are refused: its RAM is unplugged. Its pages must
+    /// already be removed from its tenant's [`DmaMmu`].
     pub fn refuse(&self, domain: &Arc<dyn IoSpace>) {
         {
             let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
@@ -250,7 +251,7 @@ impl FaultService {
             .filter_map(|domain| tenants.remove(&domain.id()))
             .collect();
         drop(tenants);
-        // Perhaps the last of a tenant, which ends with workers of its own.
+        // This may drop the last reference to a tenant, which ends together with its workers.
         drop(removed);
     }
 
@@ -263,7 +264,7 @@ impl FaultService {
             .collect()
     }
 
-    /// Takes a VM out. No request of it is being served when this returns; further ones are
+    /// Removes a VM. When this returns, no request of it is being served; further ones are
     /// [held](Self::hold) until [`Self::release`].
     pub fn remove_tenant(&self, tenant: &Arc<Tenant>) {
         self.hold(&tenant.mmu.domains());
@@ -280,7 +281,7 @@ impl FaultService {
             .cloned()
     }
 
-    /// A request that was just taken, of whoever it is.
+    /// A request that was just taken, of any domain.
     fn take_in(&self, mut duty: Duty) {
         match self.tenant(duty.request().domain) {
             Some(tenant) => {
@@ -320,12 +321,12 @@ impl FaultService {
         }
     }
 
-    /// Waits for so long, unless the service ends.
+    /// Waits for `time`, unless the service ends.
     fn wait(&self, time: Duration) -> Waited {
         self.ending.wait(time)
     }
 
-    /// The domain belongs to no VM: one is being attached, or everything is read-write there, or its
+    /// The domain belongs to no VM: one is being attached, or the whole domain is read-write, or its
     /// RAM is gone.
     fn answer_for_nobody(&self, mut duty: Duty) {
         let domain = duty.request().domain;
@@ -370,7 +371,7 @@ impl FaultService {
 }
 
 impl FaultAssist for FaultService {
-    /// In the serialized mode nobody but the one worker serves.
+    /// In the serialized mode only the one worker serves.
     fn assist(&self, engine: usize) -> bool {
         if self.config.handling == Handling::Serialized {
             return false;
@@ -392,7 +393,7 @@ impl FaultAssist for FaultService {
             self.assist_with(duty);
             pages = of_all;
         }
-        // Perhaps nothing is left; then the engine kicks for nothing, and nobody wakes.
+        // There may be nothing left; then the engine's kick wakes no thread.
         false
     }
 }

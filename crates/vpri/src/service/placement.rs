@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where a fault is handled: vCPU-affined placement (VPRI 6.1).
 //!
-//! 1. Only on CPUs of the tenant that faulted: nobody else's vCPUs are disturbed
-//!    by it. They are the CPUs that the VMM's vCPU threads may run on, if
-//!    somebody gave them some; on a host where every thread may run everywhere
+//! 1. Only on CPUs of the tenant that faulted, so that no other tenant's vCPUs
+//!    are disturbed. They are the CPUs that the VMM's vCPU threads may run on,
+//!    if an affinity is set; on a host where every thread may run everywhere
 //!    they are those on which the vCPUs last ran.
 //! 2. Of these, the CPU that takes the device's interrupts. A queue's interrupt
 //!    has a vector; Linux' block layer spreads the vectors of a virtio device
@@ -11,8 +11,8 @@
 //!    to the CPU where that vCPU is. (The paper reads the CPU from the interrupt's
 //!    posted descriptor, which a VMM in user space does not show.)
 //! 3. For a device that is polled: the least loaded CPU. Load is first of all
-//!    what we have put there ourselves and have not done yet, then how busy the
-//!    CPU was lately, in tenths. When even, they take turns.
+//!    the number of requests that we have put there and that are unfinished,
+//!    then how busy the CPU was lately, in tenths. Ties are broken in turn.
 
 use pagetide_sys::cpu;
 use std::{
@@ -21,7 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How old measured load may get before somebody measures anew: the tick of `/proc/stat` is 10 ms.
+/// How old measured load may get before it is measured again: the tick of `/proc/stat` is 10 ms.
 const LOAD_MEASURED_EVERY: Duration = Duration::from_millis(500);
 
 /// Where one vCPU is.
@@ -34,8 +34,8 @@ pub struct VcpuPlace {
 }
 
 impl VcpuPlace {
-    /// Where an interrupt for it goes: where it is, or, if its mask has changed since, where it must
-    /// come to.
+    /// Where its interrupts go: the CPU where it is or, if its affinity has changed since, the CPU
+    /// to which it must move.
     fn interrupts(&self) -> Option<usize> {
         match (self.last, &*self.allowed) {
             (Some(last), allowed) if allowed.contains(&last) => Some(last),
@@ -54,12 +54,12 @@ pub struct TenantCpus {
     interrupts: Vec<Option<usize>>,
 }
 
-/// How loaded a CPU is; what compares as least is chosen.
+/// How loaded a CPU is; the least is chosen.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Debug)]
 pub struct CpuLoad {
-    /// Requests of this tenant that were put there and are not done.
+    /// Requests of this tenant that were put there and are not finished.
     pub outstanding: usize,
-    /// Tenths of its time that it was busy lately.
+    /// Tenths of its recent time that it was busy.
     pub busy_tenths: u8,
 }
 
@@ -97,7 +97,7 @@ impl TenantCpus {
         Self::of_vcpus(&vcpus, usize::MAX)
     }
 
-    /// The CPUs that are the tenant's, ascending; none if nobody knows.
+    /// The CPUs of the tenant, ascending; none if they are not known.
     #[must_use]
     pub fn own(&self) -> &[usize] {
         &self.own
@@ -131,8 +131,8 @@ impl TenantCpus {
     }
 }
 
-/// How busy the CPUs of the host were lately. Who reads it never waits: it is measured anew by those who
-/// tell where vCPUs are.
+/// How busy the CPUs of the host were lately. Readers never wait: the threads that report where vCPUs
+/// are also measure.
 #[derive(Debug, Default)]
 pub(super) struct BusyTimes {
     busy_tenths: RwLock<HashMap<usize, u8>>,
@@ -149,7 +149,7 @@ impl BusyTimes {
         known.get(&cpu).copied().unwrap_or(0)
     }
 
-    /// Measures, if that was not done lately.
+    /// Measures, unless it was done lately.
     pub(super) fn measure(&self) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -217,8 +217,8 @@ mod tests {
         assert_eq!(own(&floating), [1, 6], "nobody gave it any");
     }
 
-    /// What the case is about, vCPUs, vector, what is outstanding and how many tenths are busy by
-    /// CPU, and the choices at turns 0, 1, 2.
+    /// The name of the case, vCPUs, vector, how many requests are outstanding and how many tenths
+    /// are busy by CPU, and the choices at turns 0, 1, 2.
     type Case<'a> = (
         &'a str,
         Vec<VcpuPlace>,

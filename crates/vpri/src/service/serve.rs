@@ -6,11 +6,11 @@ use pagetide_addr::{OVERWRITE_PAGES_MAX, PageRange, RequestKind, Tier};
 use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
 use std::{sync::Arc, time::Duration};
 
-/// Pages of a prefault that are made present: as many as a fault serves that may not wait. More would
-/// keep demands waiting, and all else on the CPU of a worker that preempts.
+/// Pages of a prefault that are filled: as many as a fault serves that may not wait. More would delay
+/// demands, and everything else on the CPU of a worker that preempts.
 const PREFAULT_PAGES: u64 = 64;
 
-/// By a worker: waits for whatever the request needs.
+/// Serves on a worker: waits for whatever the request needs.
 pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut WorkerPlace) {
     duty.begin();
     let hold = Duration::from_micros(duty.request().hold_us.into());
@@ -34,7 +34,7 @@ pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut W
     }
 }
 
-/// Serves it if that needs no waiting; else gives it back. The tenant's gate is held.
+/// Serves it if that needs no waiting; otherwise gives it back. The tenant's gate is held.
 pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty> {
     let Some(fault) = tenant.fault(duty.request()) else {
         duty.answer(FaultOutcome::OutOfRange);
@@ -42,7 +42,7 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
     };
     duty.begin();
     let tier = tenant.tier_of(fault.pages);
-    // One that was given back was told of already.
+    // One that was given back was already reported.
     if duty.tier() == Tier::Present {
         tenant.note_fault(duty.request(), fault.pages, tier);
     }
@@ -95,8 +95,8 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
     tenant.space.fault(&fault, Some(reply));
 }
 
-/// Makes the first pages present, if that can be without waiting. Nobody waits for the others: they
-/// are asked for again when somebody does.
+/// Fills the first pages, if that is possible without waiting. No DMA waits for the others: the
+/// device requests them again when one does.
 fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
     let start = fault.pages.start;
     let end = start.saturating_plus(PREFAULT_PAGES).min(fault.pages.end);
@@ -111,7 +111,7 @@ fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
     })
 }
 
-/// What the device has written. A request without as much of it makes no sense.
+/// The bytes that the device has written. A request whose slots do not hold all of it is invalid.
 fn read_bounced(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, FaultOutcome> {
     let mut content = Vec::new();
     let is_sound = pages.len() <= OVERWRITE_PAGES_MAX

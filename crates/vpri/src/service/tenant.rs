@@ -26,27 +26,27 @@ use std::{
 /// Id of the software DPU in every address space.
 pub const DPU: DeviceId = DeviceId(1);
 
-/// Most CPUs of one tenant on which workers stand; what is placed on a further one is served by the
-/// tenant's worker that may run on any of them. One worker a CPU of a large VM, and thousands of
-/// threads for nobody.
+/// Most CPUs of one tenant that have a worker of their own; requests placed on a further CPU are
+/// served by the tenant's worker that may run on any of them. Otherwise a large VM would have
+/// thousands of idle threads.
 const WORKERS_MAX: usize = 64;
 
-/// Sections that devices found absent, of which nobody has heard yet, at most; who hears comes far
-/// more often than so many faults can be served.
+/// Most sections that devices found absent and that are not read yet. The reader comes far more
+/// often than so many faults can be served.
 const NEWS_MAX: usize = 4096;
-/// Sections of one page request that are told; a device may ask for a terabyte.
+/// Most sections reported of one page request; a device may ask for a terabyte.
 const SECTIONS_A_FAULT: usize = 8;
 
 /// How a wait ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waited {
-    /// The time is over.
+    /// The time has passed.
     Enough,
-    /// Nobody waits any more.
+    /// The wait was ended early.
     CutShort,
 }
 
-/// A wait that can be cut short for good.
+/// A wait that can be ended early, for good.
 #[derive(Default)]
 pub(super) struct Pause {
     is_over: Mutex<bool>,
@@ -54,7 +54,7 @@ pub(super) struct Pause {
 }
 
 impl Pause {
-    /// Waits for so long, or until [`Self::end`].
+    /// Waits for `time`, or until [`Self::end`].
     pub(super) fn wait(&self, time: Duration) -> Waited {
         if time.is_zero() {
             return Waited::Enough;
@@ -68,7 +68,7 @@ impl Pause {
         }
     }
 
-    /// From now on nobody waits.
+    /// Ends this wait and all later ones.
     pub(super) fn end(&self) {
         *self.lock() = true;
         self.ended.notify_all();
@@ -101,7 +101,7 @@ pub struct Tenant {
     /// Held shared while a request is served; closed for good when the tenant leaves.
     gate: RwLock<Gate>,
     leaving: Pause,
-    /// Demands and overwrites whose pages were really away; see [`Self::absent_faults`].
+    /// Demands and overwrites whose pages were absent; see [`Self::absent_faults`].
     absent_faults: AtomicU64,
     /// Their sections.
     absent_sections: ArrayQueue<SectionNo>,
@@ -111,12 +111,12 @@ pub struct Tenant {
 #[derive(Default)]
 struct Workers {
     by_cpu: HashMap<usize, Arc<Queue>>,
-    /// Of the worker that stands on no certain CPU, which there always is.
+    /// The queue of the worker that is bound to no CPU, which always exists.
     any: Option<Arc<Queue>>,
     is_closed: bool,
 }
 
-/// What a worker is started with.
+/// What a worker needs to start.
 #[derive(Clone)]
 pub(super) struct WorkerSeed {
     pub(super) service: Weak<FaultService>,
@@ -140,13 +140,13 @@ impl Tenant {
         }
     }
 
-    /// How its page requests fared.
+    /// Statistics of its page requests.
     #[must_use]
     pub fn account(&self) -> &Account {
         &self.account
     }
 
-    /// Page requests so far, but for [`Self::alias_faults`].
+    /// Page requests so far, without [`Self::alias_faults`].
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.account.requests()
@@ -158,8 +158,8 @@ impl Tenant {
         self.account.alias_faults()
     }
 
-    /// Says which CPUs are the tenant's; measures how busy they are on that occasion, so it is to be
-    /// called now and then, and by nobody who is in a hurry.
+    /// Sets which CPUs are the tenant's. This also measures how busy they are, so call it now and
+    /// then, and not from a thread that is in a hurry.
     pub fn set_cpus(&self, cpus: TenantCpus) {
         self.cpus.store(Arc::new(cpus));
         self.busy.measure();
@@ -169,7 +169,7 @@ impl Tenant {
         self.cpus.load()
     }
 
-    /// Starts the worker that is always there.
+    /// Starts the worker that always exists.
     pub(super) fn start_worker(self: &Arc<Self>, seed: &WorkerSeed) -> io::Result<()> {
         let queue = Queue::new(Order::DemandsFirst);
         let home = Home::Tenant(Arc::downgrade(self));
@@ -178,7 +178,8 @@ impl Tenant {
         Ok(())
     }
 
-    /// Puts a duty where the rules of [`super::placement`] say; gives it back if the tenant has left.
+    /// Hands a duty to the worker that [`super::placement`] chooses; gives it back if the tenant has
+    /// left.
     pub(super) fn hand_over(&self, duty: Duty, seed: &WorkerSeed) -> Result<(), Duty> {
         let cpus = self.cpus();
         let mut workers = self.lock_workers();
@@ -208,7 +209,7 @@ impl Tenant {
         (*gate == Gate::Open).then_some(Inside(gate))
     }
 
-    /// Like [`Self::enter`], without waiting for a tenant that is just leaving; `None` then, too.
+    /// Like [`Self::enter`], but does not wait for a tenant that is leaving: `None` then, too.
     pub(super) fn try_enter(&self) -> Option<Inside<'_>> {
         let gate = match self.gate.try_read() {
             Ok(gate) => gate,
@@ -218,14 +219,14 @@ impl Tenant {
         (*gate == Gate::Open).then_some(Inside(gate))
     }
 
-    /// From now on nobody enters, and nobody is inside.
+    /// From now on no request enters; when this returns, none is inside.
     pub(super) fn leave(&self) {
         self.leaving.end();
         *self.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Closed;
         self.lock_workers().close();
     }
 
-    /// Waits for so long, unless the tenant leaves.
+    /// Waits for `time`, unless the tenant leaves.
     pub(super) fn wait(&self, time: Duration) -> Waited {
         self.leaving.wait(time)
     }
@@ -239,17 +240,17 @@ impl Tenant {
         })
     }
 
-    /// I/O page faults so far on pages that were away: requests for them with which a device's access
-    /// waits. (A page request may ask for a page that is there, and only its bit is not: after an attach each
-    /// page's first DMA does. And a prefault is a guess: nothing waits for it, and if it is dropped, the
-    /// access that comes to those pages makes a request of its own.)
+    /// I/O page faults so far on absent pages: requests for them for which a device's access waits. (A page
+    /// request may also ask for a page that is present and lacks only its bit: each page's first DMA after an
+    /// attach does. A prefault is a guess: nothing waits for it, and if it is dropped, the access to those
+    /// pages makes a request of its own.)
     #[must_use]
     pub fn absent_faults(&self) -> u64 {
         self.absent_faults.load(Relaxed)
     }
 
-    /// The section of such a fault that nobody was told of yet. If nobody asks, the oldest are
-    /// forgotten.
+    /// The section of such a fault that was not returned yet. If this is not called, the oldest are
+    /// dropped.
     #[must_use]
     pub fn next_absent_section(&self) -> Option<SectionNo> {
         self.absent_sections.pop()
@@ -275,7 +276,7 @@ impl Tenant {
         memory.map_or(Tier::Unknown, |memory| memory.tier_of(pages))
     }
 
-    /// Requests that were put on a CPU and are not done.
+    /// Requests that were put on a CPU and are not finished.
     #[cfg(test)]
     pub(super) fn load_of(&self, cpu: usize) -> usize {
         self.lock_workers().load_of(cpu)
@@ -316,7 +317,7 @@ impl Workers {
         {
             return Some(Arc::clone(queue));
         }
-        // Those that ended because nothing came make room.
+        // Workers that ended because no work came make room.
         self.by_cpu.retain(|_, queue| !queue.is_closed());
         if self.by_cpu.len() >= WORKERS_MAX {
             return None;

@@ -2,23 +2,23 @@
 //! Workers: the bottom half of a fault (VPRI 6.1), each with a queue of its own.
 //!
 //! In the paper the scheduler forces the chosen CPU out of its guest by an
-//! interrupt, and that CPU then runs the fault's bottom half. Here a worker
-//! stands on that CPU and *preempts*: it is a thread of a class that goes before
-//! vCPU threads, so that waking it is that interrupt.
+//! interrupt, and that CPU then runs the fault's bottom half. Here a worker is
+//! bound to that CPU and *preempts*: its scheduling class goes before vCPU
+//! threads, so waking it takes the place of that interrupt.
 //!
-//! # What preempts must not wait
-//! A thread of the real-time class that yields in a loop keeps everybody of the
-//! ordinary class from its CPU, also the one it waits for. So a worker is of that
-//! class only while it serves without waiting (64 pages at most, no lock waited
-//! for but those held for some instructions). What has to wait it does in the
-//! ordinary class, if as its least nice, and preempts again for the next. The one
-//! loop that is left, on a userfaultfd whose address space is changing, sleeps
-//! between its tries.
+//! # A thread that preempts must not wait
+//! A real-time thread that yields in a loop keeps all ordinary threads off its
+//! CPU, including the one it waits for. So a worker is in that class only while
+//! it serves without waiting (64 pages at most, and it waits only for locks that
+//! are held for some instructions). Work that has to wait it does in the ordinary
+//! class, though with the lowest niceness, and it preempts again for the
+//! next request. The one remaining loop, on a userfaultfd whose address space is
+//! changing, sleeps between its tries.
 //!
 //! # Life
-//! A worker of a CPU ends when it has had nothing to do for a while; the queue
-//! then refuses, and a new one is made. At its end it leaves nothing behind: a
-//! duty that is left in its queue, by a panic, is answered by being dropped.
+//! A worker of a CPU ends when it has been idle for a while; its queue then
+//! refuses, and a new one is made. It leaves nothing behind: a duty that a
+//! panic leaves in its queue is dropped and so answered.
 
 use super::{
     FaultService, Preempt, Tenant,
@@ -39,29 +39,29 @@ use std::{
     time::Duration,
 };
 
-/// A worker that had nothing to do for this long ends.
+/// A worker that is idle for this long ends.
 pub(super) const IDLE_MAX: Duration = Duration::from_secs(10);
 /// Priority of workers: the lowest that preempts ordinary threads.
 const WORKER_PRIORITY: u8 = 1;
-/// Priority of the dispatcher: an interrupt goes before what it starts.
+/// Priority of the dispatcher: an interrupt goes before the work that it starts.
 const DISPATCHER_PRIORITY: u8 = 2;
 
-/// In which order a queue is worked through.
+/// The order in which a queue is processed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Order {
-    /// As it came.
+    /// In order of arrival.
     Arrival,
-    /// What nobody waits for comes last.
+    /// Requests that no DMA waits for come last.
     DemandsFirst,
 }
 
-/// Requests that wait for one worker. As long as its sources let it become: they bound what is
-/// outstanding.
+/// Requests that wait for one worker. Only the sources limit its length: they bound the number of
+/// outstanding requests.
 pub(super) struct Queue {
     order: Order,
     state: Mutex<QueueState>,
     wake: Condvar,
-    /// Put in, and not done.
+    /// Put in, and not finished.
     load: AtomicUsize,
 }
 
@@ -76,7 +76,7 @@ struct QueueState {
 /// A duty in a queue.
 pub(super) struct Job {
     duty: Duty,
-    /// When it was put in, if the worker slept then.
+    /// When it was put in, if the worker was asleep then.
     handed_ns: Option<u64>,
 }
 
@@ -90,7 +90,7 @@ impl Queue {
         })
     }
 
-    /// Puts a duty in, and wakes the worker; gives it back if there is none any more.
+    /// Puts a duty in, and wakes the worker; gives it back if the worker has ended.
     pub(super) fn push(&self, duty: Duty) -> Result<(), Duty> {
         let mut state = self.lock();
         if state.is_closed {
@@ -105,7 +105,7 @@ impl Queue {
         } else {
             state.first.push_back(job);
         }
-        // One push wakes it; what follows before it runs needs no call of the kernel.
+        // One push wakes it; further pushes before it runs need no system call.
         let was_sleeping = std::mem::take(&mut state.is_sleeping);
         self.load.fetch_add(1, Relaxed);
         drop(state);
@@ -115,7 +115,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Requests put in and not done.
+    /// Requests put in and not finished.
     pub(super) fn load(&self) -> usize {
         self.load.load(Relaxed)
     }
@@ -124,13 +124,13 @@ impl Queue {
         self.lock().is_closed
     }
 
-    /// Refuses from now on; the worker ends when it has done what is in it.
+    /// Refuses from now on; the worker ends when the queue is empty.
     pub(super) fn close(&self) {
         self.lock().is_closed = true;
         self.wake.notify_one();
     }
 
-    /// What is still in it, for which there is no worker.
+    /// The duties still in it, for which there is no worker.
     pub(super) fn take_all(&self) -> Vec<Duty> {
         let mut state = self.lock();
         let state = &mut *state;
@@ -138,7 +138,7 @@ impl Queue {
         jobs.map(|job| job.duty).collect()
     }
 
-    /// The next job; `None` if there will be none, after `patience` at the latest.
+    /// The next job; `None` if there will be none, at the latest after `patience`.
     pub(super) fn next(&self, patience: Option<Duration>) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -178,11 +178,11 @@ impl Queue {
     }
 }
 
-/// Where a worker stands.
+/// Where a worker runs.
 pub(super) enum Home {
     /// On this CPU.
     Cpu(usize),
-    /// On any CPU of the tenant, as they are now; anywhere as long as nobody knows them.
+    /// On any CPU of the tenant, as they are now; anywhere as long as they are not known.
     Tenant(Weak<Tenant>),
     /// Anywhere.
     Anywhere,
@@ -200,7 +200,7 @@ pub(super) enum Patience {
 /// Starts the worker of `queue`.
 ///
 /// # Errors
-/// When no thread can be had.
+/// If no thread can be started.
 pub(super) fn start(
     queue: &Arc<Queue>,
     home: Home,
@@ -224,7 +224,7 @@ pub(super) fn start(
     })
 }
 
-/// Leaves nothing in the queue of a worker that has ended, be it by a panic.
+/// Leaves nothing in the queue of a worker that has ended, even by a panic.
 struct QueueEnd(Arc<Queue>);
 
 impl Drop for QueueEnd {
@@ -247,7 +247,7 @@ fn work(service: &Weak<FaultService>, job: Job, worker_place: &mut WorkerPlace) 
     }
 }
 
-/// Where a worker stands now, and before whom.
+/// Where a worker runs now, and which threads it preempts.
 pub(super) struct WorkerPlace {
     home: Home,
     preempt: Preempt,
@@ -269,8 +269,8 @@ impl WorkerPlace {
         worker_place
     }
 
-    /// Goes where it belongs and is urgent there. Where nobody's CPUs are known it is ordinary: it
-    /// could be anybody's that it preempted.
+    /// Moves to its CPUs and becomes urgent there. Where no tenant's CPUs are known it stays
+    /// ordinary: it could preempt any VM.
     fn stand(&mut self) {
         if let Home::Tenant(tenant) = &self.home
             && let Some(tenant) = tenant.upgrade()
@@ -284,7 +284,7 @@ impl WorkerPlace {
         }
     }
 
-    /// Does what may wait, in the ordinary class (see the module).
+    /// Runs work that may wait, in the ordinary class (see the module).
     pub(super) fn in_ordinary_class<R>(&self, work: impl FnOnce() -> R) -> R {
         if !self.is_urgent || self.preempt != Preempt::Fifo {
             return work();
@@ -311,7 +311,7 @@ impl WorkerPlace {
         }
     }
 
-    /// That it cannot be moved costs speed only: the CPU has gone, or is not ours to use.
+    /// A failure to move costs only speed: the CPU has gone, or is not ours to use.
     fn move_to(&mut self, cpus: Vec<usize>) {
         if cpus.is_empty() || self.cpus == cpus {
             return;
@@ -324,12 +324,12 @@ impl WorkerPlace {
 }
 
 impl Preempt {
-    /// Makes this thread the dispatcher's.
+    /// Makes this thread the dispatcher.
     pub(super) fn take_dispatcher(self) {
         self.take(DISPATCHER_PRIORITY);
     }
 
-    /// Makes this thread as urgent as is set and allowed.
+    /// Makes this thread as urgent as configured and allowed.
     fn take(self, priority: u8) {
         let tries: &[Urgency] = match self {
             Self::Fifo => &[Urgency::Preempting(priority), Urgency::Eager],

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The function's configuration space: what the device can do.
+//! The function's configuration space: the limits of the device.
 
 use super::{CONFIG_BYTES, MAGIC, RANGES_MIN, VERSION, WireError, check, put, u16_at, u32_at};
 
 /// The limits of a device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Config {
-    /// Most spaces there can be at a time.
+    /// Most spaces at a time.
     pub spaces_max: u32,
-    /// Most page requests there can be without an answer.
+    /// Most unanswered page requests.
     pub requests_max: u32,
     /// Most body elements of one event, at least [`RANGES_MIN`].
     pub ranges_max: u32,
-    /// How long an event waits at most until DMA has left the pages it takes, in microseconds.
+    /// Longest time that an event waits for DMA to leave its pages, in microseconds.
     pub lease_wait_us: u32,
-    /// Another number with each start of the device.
+    /// Changes with each start of the device.
     pub generation: u32,
 }
 
@@ -33,10 +33,10 @@ impl Config {
         bytes
     }
 
-    /// The limits that the configuration space `bytes` tells.
+    /// The limits in the configuration space `bytes`.
     ///
     /// # Errors
-    /// [`WireError`]: it is no VPRI function, or one that a driver of this version cannot use.
+    /// [`WireError`]: it is not a VPRI function, or one that a driver of this version cannot use.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let len = bytes.len();
         if len < CONFIG_BYTES {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the driver tells the device: messages of the event queue.
+//! Messages of the event queue, from the driver to the device.
 
 use super::{
     Answer, MASK_BYTES, Opcode, STATUS_BYTES, WireError,
@@ -9,35 +9,36 @@ use super::{
 use pagetide_addr::{Access, DomainId, FileKey, FilePage, FileRange, Marks};
 use std::borrow::Cow;
 
-/// What becomes of a space that the driver gives back.
+/// What happens to a space that the driver gives back.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Farewell {
-    /// Memory without paging from now on: every page is read-write.
+    /// Memory without paging from now on: every page becomes read-write.
     Release,
-    /// Memory that is no more: every page is unmapped for good.
+    /// Memory that no longer exists: every page is unmapped for good.
     Retire,
 }
 
-/// What the driver tells the device. Handled strictly in the order of the queue.
+/// A message from the driver to the device. Handled strictly in the order of the queue.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event<'a> {
-    /// An I/O address space for the memory `name` of `page_count` pages. Every page of it but the
-    /// standing ones is unmapped at once. [`Status::value`] is the number of the space, chosen by
-    /// the device: by it all other events, and page requests, name it.
+    /// Creates an I/O address space for the memory `name` of `page_count` pages. Every page of it
+    /// but the standing ones is unmapped at once. [`Status::value`] is the number of the space,
+    /// chosen by the device: all other events, and page requests, name the space by it.
     Create {
         /// The memory: `st_dev` and `st_ino` of a RAM file.
         name: FileKey,
         /// Its length, in pages; not 0.
         page_count: u64,
     },
-    /// The driver gives a space back. Its number names nothing any more.
+    /// The driver gives a space back. Its number is no longer valid.
     Destroy {
         /// The space.
         space: DomainId,
-        /// What becomes of the memory.
+        /// What happens to the memory.
         farewell: Farewell,
     },
-    /// Devices may do `access` to the pages: they are present. Posted: nobody waits for the status.
+    /// Devices may do `access` to the pages: they are present. Posted: the driver does not wait for
+    /// the status.
     Map {
         /// The space.
         space: DomainId,
@@ -46,7 +47,7 @@ pub enum Event<'a> {
         /// The pages.
         ranges: Cow<'a, [FileRange]>,
     },
-    /// No DMA to the pages begins any more, and none that began before goes on.
+    /// No new DMA to the pages begins, and none that began before is under way.
     Unmap {
         /// The space.
         space: DomainId,
@@ -72,33 +73,34 @@ pub enum Event<'a> {
         /// The space.
         space: DomainId,
     },
-    /// Which pages the device keeps for long.
+    /// Queries which pages the device keeps for long.
     Standing {
         /// The space.
         space: DomainId,
-        /// Pages of one section, told by the mask of the reply; `None`: how many there are in the
-        /// space, told by its value.
+        /// Pages of one section, reported in the mask of the reply; `None`: the number of such
+        /// pages in the space, reported in its value.
         pages: Option<FileRange>,
     },
-    /// Which pages DMA has touched since the marks were forgotten, told by the mask of the reply.
+    /// Queries which pages DMA has touched since the marks were cleared, reported in the mask of
+    /// the reply.
     Touched {
         /// The space.
         space: DomainId,
         /// Pages of one section.
         pages: FileRange,
-        /// What becomes of the marks.
+        /// What happens to the marks.
         marks: Marks,
     },
-    /// Answers to page requests. Posted: nobody waits for the status.
+    /// Answers to page requests. Posted: the driver does not wait for the status.
     Respond {
         /// The answers.
         answers: Cow<'a, [Answer]>,
     },
     /// A driver's session begins.
     Begin,
-    /// Every memory that has pages elsewhere has a space by now, or is barred.
+    /// All memory that has pages elsewhere now has a space, or is barred.
     Ready,
-    /// No device may touch this memory from now on.
+    /// From now on, no device may touch this memory.
     Bar {
         /// The memory.
         name: FileKey,
@@ -113,7 +115,7 @@ pub enum Event<'a> {
 }
 
 impl Event<'_> {
-    /// Its number.
+    /// Its operation.
     #[must_use]
     pub fn opcode(&self) -> Opcode {
         match self {
@@ -149,7 +151,7 @@ impl Event<'_> {
         }
     }
 
-    /// Bytes that the device writes in answer: the status, and the mask where there is one.
+    /// Bytes of the device's reply: the status, and the mask where there is one.
     #[must_use]
     pub fn reply_bytes(&self) -> usize {
         match self {
@@ -234,7 +236,7 @@ impl Event<'_> {
 }
 
 impl Event<'static> {
-    /// The event that `bytes` are, all of them.
+    /// Decodes the event from `bytes`, which must hold nothing else.
     ///
     /// # Errors
     /// [`WireError`]: the device refuses the event with [`WireError::status`].
@@ -289,7 +291,7 @@ impl Event<'static> {
                     flag::TOUCHED_FORGET => Marks::Forget,
                     _ => Marks::Keep,
                 };
-                // One element, as the header was checked to say.
+                // One element: the header was checked.
                 let pages = header.range_in_section(bytes)?.unwrap_or_default();
                 Self::Touched {
                     space,

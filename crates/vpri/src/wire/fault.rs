@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Page requests on the page fault queue, and the answers to them in an event.
 //!
-//! They are [`PageRequest`] and [`PageResponse`] but for one thing: an answer does not
-//! name the queue. The device knows it, by the id of the request.
+//! They are [`PageRequest`] and [`PageResponse`] except for one thing: an answer does
+//! not name the queue. The device knows it from the id of the request.
 
 use super::{ANSWER_BYTES, REQUEST_BYTES, WireError, check, put, range_at, u16_at, u32_at, u64_at};
 use pagetide_addr::{
@@ -29,7 +29,7 @@ mod at {
     pub const BOUNCE_BUFFER: usize = 52;
 }
 
-/// The page request as it goes over the page fault queue.
+/// The page request as sent over the page fault queue.
 #[must_use]
 pub fn encode_request(request: &PageRequest) -> [u8; REQUEST_BYTES] {
     let mut bytes = [0; REQUEST_BYTES];
@@ -60,10 +60,10 @@ pub fn encode_request(request: &PageRequest) -> [u8; REQUEST_BYTES] {
     bytes
 }
 
-/// The page request that `bytes` are. Bytes past its end, and reserved fields, do not count.
+/// Decodes a page request from `bytes`. Bytes past its end and reserved fields are ignored.
 ///
 /// # Errors
-/// [`WireError`]. A request whose [`request_id`] is there is then answered as invalid.
+/// [`WireError`]. A request with a [`request_id`] is then answered as invalid.
 pub fn decode_request(bytes: &[u8]) -> Result<PageRequest, WireError> {
     let len = bytes.len();
     if len < REQUEST_BYTES {
@@ -105,7 +105,7 @@ pub fn decode_request(bytes: &[u8]) -> Result<PageRequest, WireError> {
     })
 }
 
-/// By what a request that may be wrong in all else can be answered.
+/// The id by which even an otherwise invalid request can be answered.
 #[must_use]
 pub fn request_id(bytes: &[u8]) -> Option<RequestId> {
     (bytes.len() >= at::DEVICE).then(|| RequestId(u64_at(bytes, at::ID)))
@@ -132,13 +132,13 @@ pub(super) const fn access_number(access: Access) -> u8 {
 /// A page response as RESPOND carries it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Answer {
-    /// Of the request.
+    /// Id of the request.
     pub id: RequestId,
     /// How it ended.
     pub code: ResponseCode,
     /// Where the content came from.
     pub tier: Tier,
-    /// Of an overwrite: which pages were installed.
+    /// For an overwrite: which pages were installed.
     pub installed: u64,
     /// From its sending until its handling began, in nanoseconds.
     pub waited_ns: u64,
@@ -146,15 +146,15 @@ pub struct Answer {
     pub handling_ns: u64,
 }
 
-/// Numbers of response codes, as PCIe's page request interface has them.
+/// Numbers of response codes, as in PCIe's page request interface.
 const SUCCESS: u16 = 0;
 const INVALID_REQUEST: u16 = 1;
 const RESPONSE_FAILURE: u16 = 15;
-/// Number of [`Tier::Unknown`]; whoever reads takes each number he does not know for it.
+/// Number of [`Tier::Unknown`]; readers also treat unknown numbers as it.
 const TIER_UNKNOWN: u8 = 255;
 
 impl Answer {
-    /// The page response, which went to `queue`.
+    /// The page response, with `queue` as its queue.
     #[must_use]
     pub const fn to_queue(self, queue: QueueId) -> PageResponse {
         PageResponse {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The header of an event, and what each operation may have in it.
+//! The header of an event, and which fields each operation uses.
 
 use super::{
     ANSWER_BYTES, Answer, Farewell, HEADER_BYTES, RANGE_BYTES, WireError, check, range_at, u16_at,
@@ -15,7 +15,7 @@ pub(super) mod flag {
     pub const TOUCHED_FORGET: u16 = 1;
 }
 
-/// What an event asks for, as its number.
+/// The operation of an event, as its number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]
 pub enum Opcode {
@@ -74,7 +74,7 @@ impl Opcode {
         Self::ALL.into_iter().find(|known| *known as u16 == number)
     }
 
-    /// What its header may say.
+    /// Which fields its header uses.
     const fn shape(self) -> Shape {
         use Count::{AtLeast, AtMostOne, Exactly};
         const BARE: Shape = Shape {
@@ -142,7 +142,7 @@ impl Shape {
     }
 }
 
-/// A header whose fields are right for its operation.
+/// A header whose fields are valid for its operation.
 pub(super) struct Header {
     pub opcode: Opcode,
     pub flags: u16,
@@ -158,7 +158,7 @@ impl Header {
     const RESERVED_AT: usize = 12;
     const ARGS_AT: usize = 16;
 
-    /// The header of the message `bytes`, whose length is right for it.
+    /// The header of the message `bytes`, whose length it checks.
     pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
         let len = bytes.len();
         if len < HEADER_BYTES {
@@ -200,7 +200,7 @@ impl Header {
         })
     }
 
-    /// What the flags of DESTROY say: one of the two.
+    /// The flags of DESTROY: exactly one of the two.
     pub fn farewell(&self) -> Result<Farewell, WireError> {
         match self.flags {
             flag::DESTROY_RELEASE => Ok(Farewell::Release),
@@ -212,7 +212,7 @@ impl Header {
         }
     }
 
-    /// The body as the one range that all pages of a space are: their number.
+    /// The body as one range that covers all pages of a space; returns their number.
     pub fn whole_space(&self, bytes: &[u8]) -> Result<u64, WireError> {
         let pages = range_at(bytes, HEADER_BYTES)?;
         check(|| pages.start.0 == 0, HEADER_BYTES, pages.start.0)?;

@@ -8,7 +8,7 @@ use super::{
 };
 use pagetide_addr::{Access, DeviceId, DomainId};
 
-/// `type` of a record that tells of losses.
+/// `type` of a record that reports losses.
 const LOST: u8 = 255;
 
 /// What kind of device made an access.
@@ -23,24 +23,24 @@ pub enum Service {
 /// One DMA access.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LogRecord {
-    /// When, in nanoseconds of the host's monotonic clock; 0 if the device has no such clock.
+    /// The time, in nanoseconds of the host's monotonic clock; 0 if the device has no such clock.
     pub time_ns: u64,
-    /// By which device.
+    /// The device.
     pub device: DeviceId,
-    /// In which space.
+    /// The space.
     pub space: DomainId,
-    /// First byte, counted in the space.
+    /// First byte, relative to the space.
     pub address: u64,
     /// Length, in bytes.
     pub len_bytes: u32,
-    /// What it did.
+    /// Read or write.
     pub access: Access,
-    /// What kind of device it was.
+    /// The kind of device.
     pub service: Service,
 }
 
 impl LogRecord {
-    /// The record as it goes over the access log queue.
+    /// The record as sent over the access log queue.
     #[must_use]
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
@@ -57,7 +57,7 @@ impl LogRecord {
         bytes
     }
 
-    /// The record that `bytes` begin with.
+    /// Decodes the record at the beginning of `bytes`.
     ///
     /// # Errors
     /// [`WireError`].
@@ -88,22 +88,22 @@ impl LogRecord {
     }
 }
 
-/// One record as a taker finds it.
+/// One entry of the log, as received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LogEntry {
     /// An access.
     Access(LogRecord),
-    /// So many records were lost since the last entry that told of losses (feature `LOG_LOSSES`).
+    /// Records were lost since the last entry that reported losses (feature `LOG_LOSSES`).
     Lost {
-        /// When it was told, in nanoseconds of the host's monotonic clock.
+        /// When it was reported, in nanoseconds of the host's monotonic clock.
         time_ns: u64,
-        /// How many.
+        /// Number of lost records.
         records: u64,
     },
 }
 
 impl LogEntry {
-    /// The entry as it goes over the access log queue.
+    /// The entry as sent over the access log queue.
     #[must_use]
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         match self {
@@ -118,7 +118,7 @@ impl LogEntry {
         }
     }
 
-    /// The entry that `bytes` begin with.
+    /// Decodes the entry at the beginning of `bytes`.
     ///
     /// # Errors
     /// [`WireError`].

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the device writes in answer to an event.
+//! The device's reply to an event.
 
 use super::{MASK_BYTES, STATUS_BYTES, WireError, put, u16_at, u32_at, u64_at};
 use pagetide_addr::{FilePage, FilePageSet, FileSection};
@@ -10,17 +10,17 @@ use pagetide_addr::{FilePage, FilePageSet, FileSection};
 pub enum Code {
     /// It is done.
     Ok = 0,
-    /// The bits are cleared, but DMA that began before is under way: ask once more, or INVALIDATE.
+    /// The bits are cleared, but DMA that began before is under way: ask again, or send INVALIDATE.
     Busy = 1,
     /// A page is standing: nothing was done to the sections of such pages.
     Standing = 2,
-    /// The message is malformed, or says what cannot be.
+    /// The message is malformed, or has impossible values.
     Invalid = 3,
     /// There is no such space.
     NoSpace = 4,
-    /// There is a space of that name already, created in this session, or it is barred.
+    /// There is already a space of that name, created in this session, or it is barred.
     Exists = 5,
-    /// The device does not do that.
+    /// The device does not support that.
     Unsupported = 6,
     /// The device has no room for it.
     Full = 7,
@@ -45,19 +45,19 @@ impl Code {
 pub struct Status {
     /// How it ended.
     pub code: Code,
-    /// More of it: of [`Code::Invalid`] and [`Code::Unsupported`] the offset of the field that is
-    /// wrong, of [`Code::Busy`] and [`Code::Standing`] the number of sections that are so.
+    /// Details: for [`Code::Invalid`] and [`Code::Unsupported`] the offset of the field that is
+    /// wrong, for [`Code::Busy`] and [`Code::Standing`] the number of such sections.
     pub detail: u32,
-    /// What was asked for: the number of a space created, of standing pages. Of [`Code::Busy`] and
-    /// [`Code::Standing`] the first section that is so.
+    /// The result: the number of the created space, or the number of standing pages. For
+    /// [`Code::Busy`] and [`Code::Standing`] the first such section.
     pub value: u64,
 }
 
 impl Status {
-    /// It is done.
+    /// Success.
     pub const OK: Self = Self::of(Code::Ok);
 
-    /// `code` without more.
+    /// `code` without details.
     #[must_use]
     pub const fn of(code: Code) -> Self {
         Self {
@@ -67,7 +67,7 @@ impl Status {
         }
     }
 
-    /// Done, with what was asked for.
+    /// Success, with a result.
     #[must_use]
     pub const fn with_value(value: u64) -> Self {
         Self {
@@ -77,12 +77,12 @@ impl Status {
     }
 }
 
-/// What the device writes into the writable part of an event's chain.
+/// The reply that the device writes into the writable part of an event's chain.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Reply {
     /// How the event ended.
     pub status: Status,
-    /// Pages of a section, where the event asks for them and is done.
+    /// Pages of a section, if the event requests them and has succeeded.
     pub mask: Option<FilePageSet>,
 }
 
@@ -93,7 +93,7 @@ impl From<Status> for Reply {
 }
 
 impl Reply {
-    /// The reply as it is written: the mask follows the status, if there is one.
+    /// The reply as written: the mask follows the status, if there is one.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![0; STATUS_BYTES];
@@ -112,7 +112,7 @@ impl Reply {
         bytes
     }
 
-    /// The reply that `bytes` are: a status alone, or with a mask.
+    /// Decodes a reply from `bytes`: a status alone, or with a mask.
     ///
     /// # Errors
     /// [`WireError`].
@@ -152,4 +152,30 @@ fn mask_of(bytes: [u8; MASK_BYTES]) -> FilePageSet {
         }
     }
     set
+}
+
+impl WireError {
+    /// Offset of the field that is wrong, in bytes.
+    #[must_use]
+    pub fn at(&self) -> usize {
+        match self {
+            Self::Length { len, expected } => *len.min(expected),
+            Self::Opcode(_) => 0,
+            Self::Field { at, .. } | Self::Range { at, .. } => *at,
+        }
+    }
+
+    /// The status with which a device refuses the event.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        let code = match self {
+            Self::Opcode(_) => Code::Unsupported,
+            _ => Code::Invalid,
+        };
+        Status {
+            code,
+            detail: u32::try_from(self.at()).unwrap_or(u32::MAX),
+            value: 0,
+        }
+    }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Layouts: golden bytes, round trips, and whatever else bytes may be.
+//! Layouts: golden bytes, round trips, and arbitrary bytes.
 
 use super::*;
 use pagetide_addr::{
@@ -41,7 +41,7 @@ fn answer() -> Answer {
     }
 }
 
-/// An event of each operation, and its bytes, in the order of the numbers.
+/// An event of each operation with its bytes, in the order of the numbers.
 fn golden_events() -> Vec<(Event<'static>, &'static str)> {
     let mut events = golden_events_of_attributes();
     events.extend(golden_events_of_pages());
@@ -473,7 +473,7 @@ fn any_request() -> impl Strategy<Value = PageRequest> {
     )
 }
 
-/// Bytes of a good event, of which some were changed, or of none at all.
+/// Bytes of a valid event, some of them perhaps changed, or arbitrary bytes.
 fn any_damaged() -> impl Strategy<Value = Vec<u8>> {
     let changes = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4);
     let damaged = (
@@ -521,7 +521,7 @@ proptest! {
     #[test]
     fn bytes_that_are_an_event_are_that_event_and_no_other(bytes in any_damaged()) {
         match Event::decode(&bytes) {
-            // But for the tier, of which all numbers not known mean one thing.
+            // Except for the tier: all unknown numbers mean the same.
             Ok(event) => {
                 let again = encoded(&event);
                 prop_assert_eq!(again.len(), bytes.len());

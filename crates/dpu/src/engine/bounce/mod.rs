@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads into absent pages that need not be brought back.
+//! Reads into absent pages whose old content is not needed.
 //!
 //! # Idea
-//! A read that covers an absent page whole makes its old content worthless. So
-//! such pages are not asked for: their part of the transfer lands in slots of
-//! the engine's own ([`BounceArea`]), the rest goes to guest memory as ever. When
-//! the disk is done, and it is known how much was really read, the host is
-//! asked to install the pages with what has arrived in a bounce buffer
-//! ([`Overwrite`](RequestKind::Overwrite)).
+//! A read that covers an absent page entirely makes its old content worthless. So such pages are
+//! not requested: their part of the transfer lands in bounce buffers of the engine
+//! ([`BounceArea`]), the rest goes to guest memory as usual. When the disk is done and the number
+//! of bytes read is known, the host is asked to install the pages with the data from the bounce
+//! buffers ([`Overwrite`](RequestKind::Overwrite)).
 //!
 //! ```text
 //!   leases fail ─► plan ─► disk ─► overwrites out ─► all answered ─► status, used ring
@@ -18,25 +17,24 @@
 //! ```
 //!
 //! # What the guest sees
-//! Until a page is installed it holds what it held; then, at once, what was
-//! read. A transfer that failed half way overwrites the pages that it had read
-//! whole; what lies behind stays, and of a page that it had begun no byte is
-//! written. The used ring tells the driver to rely on no byte of either.
+//! Until a page is installed it keeps its old content; then it holds the new data, all at once. A
+//! transfer that failed half way overwrites only pages it had read entirely. Later pages, and a
+//! page it had read in part, stay untouched. The used ring tells the driver not to rely on any byte
+//! of either.
 //!
 //! # While overwrites are out
-//! The chain holds no lease: the host may have to evict for it. It counts as I/O
-//! under way, not as parked: it is not given up and not abandoned, because the
-//! host may still install its pages, and after its completion, or its queue's
-//! end, the guest may have other plans for them. A death leaves it in the
-//! in-flight region, and the read is done again.
+//! The chain holds no lease: the host may have to evict for it. It counts as I/O under way, not as
+//! parked. It never times out and is never abandoned, because the host may still install its pages,
+//! and after its completion, or its queue's end, the guest may use them for something else. After a
+//! death it is in the in-flight region, and the read is done again.
 //!
-//! A host that has gone away installs nothing of it any more: the bounce area
-//! went with its session, and whoever comes next answers as much. So a queue that
-//! stops while the host is away does not wait for it (see [`super::stop`]).
+//! A host that is gone installs none of these pages any more: the bounce area went with its
+//! session, and the next host answers accordingly. So a queue that stops without a host does not
+//! wait for it (see [`super::stop`]).
 //!
 //! # Limits
-//! Slots are few (see [`slots`]); requests out are no more than
-//! [`OVERWRITES_PER_DEVICE_MAX`] a device. What finds no slot is asked for as ever.
+//! Slots are few (see [`slots`]), and a device has at most [`OVERWRITES_PER_DEVICE_MAX`] requests
+//! outstanding. Pages that get no slot are requested as usual.
 
 mod plan;
 pub(crate) mod slots;
@@ -71,27 +69,27 @@ use std::{
 
 /// Most overwrites one device has outstanding on an engine.
 pub const OVERWRITES_PER_DEVICE_MAX: usize = 32;
-/// Ids of overwrites have this bit, those of other page requests have not.
+/// Ids of overwrites have this bit set; those of other page requests do not.
 const ID_BIT: u64 = 1 << 47;
 
-/// A read that may begin though pages of it are absent.
+/// A read that may begin although some of its pages are absent.
 pub(crate) struct Bounce {
     pub plan: Plan,
-    /// Where it begins on the image.
+    /// Its offset on the image.
     pub offset: u64,
 }
 
-/// Whether a chain that cannot be leased as it is may land.
+/// Whether a chain that cannot be leased as it is may use bounce buffers.
 pub(crate) enum MayLand {
-    /// It is as any other: all its pages are to be asked for.
+    /// No: request all its pages.
     No,
-    /// Once these pages are there, which are wanted with what they hold.
+    /// Once these pages are present; their content is needed.
     Later(Vec<PageDemand>),
-    /// Now; all that the device writes itself is leased.
+    /// Now. All pages that the device itself writes are leased.
     Now(LeaseSet, Box<Bounce>),
 }
 
-/// A part that was not installed: its page, and the slot with what is to be there.
+/// A page that was not installed, and the slot with its new content.
 struct Left {
     page: Span,
     area: Arc<BounceArea>,
@@ -111,20 +109,20 @@ struct Settling {
     installed_pages: u64,
 }
 
-/// An overwrite that is out.
+/// An outstanding overwrite.
 struct Out {
     of: u64,
     device: DeviceId,
     run: Run,
 }
 
-/// What a page response means here.
+/// What a page response means for the bounce buffers.
 pub(crate) enum Answered {
-    /// It is no answer to an overwrite.
+    /// It does not answer an overwrite.
     Foreign,
-    /// More are to come.
+    /// More answers are due.
     More,
-    /// All of this transfer are answered.
+    /// All overwrites of this transfer are answered.
     Last(Settled),
 }
 
@@ -133,17 +131,17 @@ pub(crate) enum Answered {
 pub(crate) struct Settled(Settling);
 
 impl Settled {
-    /// The device it belongs to, by its slot.
+    /// The slot of its device.
     pub fn device(&self) -> usize {
         self.0.job.request.key.device
     }
 }
 
-/// All arrived in a bounce buffer transfers of an engine.
+/// All transfers of an engine that use bounce buffers.
 pub(crate) struct BounceBuffers {
     slots: Option<Slots>,
     settling: HashMap<u64, Settling>,
-    /// Those with overwrites that have not been sent.
+    /// Transfers with unsent overwrites.
     unsent: VecDeque<u64>,
     waiting: HashMap<RequestId, Out>,
     by_device: HashMap<DeviceId, usize>,
@@ -152,7 +150,7 @@ pub(crate) struct BounceBuffers {
 }
 
 impl BounceBuffers {
-    /// None yet, for engine number `engine`, and no slots.
+    /// No transfers and no slots yet, for engine number `engine`.
     pub fn new(engine: usize) -> Self {
         Self {
             slots: None,
@@ -165,7 +163,7 @@ impl BounceBuffers {
         }
     }
 
-    /// From now on transfers land there; what has arrived in a bounce buffer elsewhere stays until it is settled.
+    /// Transfers use this area from now on; data in an earlier area stays until it is settled.
     pub fn set_area(&mut self, area: Option<Arc<BounceArea>>) {
         let same = match (&self.slots, &area) {
             (Some(slots), Some(area)) => Arc::ptr_eq(slots.area(), area),
@@ -193,15 +191,15 @@ impl BounceBuffers {
         }
     }
 
-    /// Gives back the slots of a transfer that is not to be done.
+    /// Returns the slots of a transfer that will not be done.
     pub(super) fn give_up(&mut self, runs: &mut Vec<Run>) {
         for run in runs.drain(..) {
             self.give_back(&run.slots);
         }
     }
 
-    /// Forgets a transfer of `queue` that is being settled; its job, as long as there is one. Slots of
-    /// overwrites that are out stay taken until those are answered.
+    /// Forgets a transfer of `queue` that is being settled and returns its job, until there is none
+    /// left. Slots of outstanding overwrites stay taken until the answers arrive.
     pub fn forsake_next(&mut self, queue: QueueKey) -> Option<Box<Job<Request>>> {
         let its = self.settling.iter();
         let mut its = its.filter(|(_, settling)| settling.job.request.key == queue);
@@ -219,8 +217,8 @@ impl BounceBuffers {
         !self.unsent.is_empty()
     }
 
-    /// Sends overwrites, as far as the queue takes them and no device has more than its share; how
-    /// many.
+    /// Sends overwrites, as far as the queue takes them and no device exceeds its share; returns
+    /// how many.
     pub fn send(&mut self, mut submit: impl FnMut(PageRequest) -> Result<(), QueueFull>) -> usize {
         let mut sent = 0;
         let now_ns = now_ns();
@@ -270,7 +268,7 @@ impl BounceBuffers {
         Ok(())
     }
 
-    /// Takes the answer to an overwrite.
+    /// Handles the answer to an overwrite.
     pub fn answer(&mut self, response: &PageResponse) -> Answered {
         if response.id.0 & ID_BIT == 0 {
             return Answered::Foreign;
@@ -285,7 +283,7 @@ impl BounceBuffers {
             }
         }
         let Some(settling) = self.settling.get_mut(&of) else {
-            // It was forsaken.
+            // Its transfer was forsaken.
             self.give_back(&run.slots);
             return Answered::More;
         };
@@ -331,8 +329,8 @@ impl Settling {
         self.answered.push(run);
     }
 
-    /// Copies what was not installed; all of it is leased. False if it cannot be, which only a bug of
-    /// ours could do.
+    /// Copies the pages that were not installed; all of them are leased. Returns false only after a
+    /// bug of ours.
     fn copy_left(&self, memory: &DeviceMemory) -> bool {
         self.left.iter().all(|left| {
             let (from, to) = (left.area.bytes(left.slot, 1), memory.slice(left.page));
@@ -367,7 +365,7 @@ fn one_page(run: Span, page: FilePage) -> Span {
 const PAGE_LEN: u32 = 4096;
 const _: () = assert!(PAGE_LEN as u64 == PAGE_BYTES);
 
-/// Leases what must be there for a read that lands.
+/// Leases the guest memory of a read that uses bounce buffers.
 fn lease_around(memory: &DeviceMemory, frame: &Frame, plan: &Plan, leases: &mut LeaseSet) -> bool {
     leases.take(memory, frame.status, Access::Write)
         && std::iter::once(&frame.header)
@@ -379,7 +377,7 @@ fn lease_around(memory: &DeviceMemory, frame: &Frame, plan: &Plan, leases: &mut 
 }
 
 impl Io {
-    /// Looks whether a chain that cannot be leased as it is may land.
+    /// Decides whether a chain that cannot be leased as it is may use bounce buffers.
     pub(super) fn may_land(
         &mut self,
         device: &Device,
@@ -409,8 +407,8 @@ impl Io {
         MayLand::No
     }
 
-    /// A transfer of which part has arrived in a bounce buffer is done: asks for its pages to be overwritten. Gives the job
-    /// back if there are none.
+    /// Settles a transfer that used bounce buffers: requests that its pages be overwritten. Returns
+    /// the job if there are none.
     pub(super) fn settle(
         &mut self,
         device: &Device,
@@ -455,7 +453,7 @@ impl Io {
         None
     }
 
-    /// Completes a transfer whose pages are installed, or begins its chain again.
+    /// Completes a transfer whose pages are installed, or restarts its chain.
     pub(super) fn settled(&mut self, device: &mut Device, settled: Settled) -> io::Result<()> {
         let Settled(mut settling) = settled;
         let counters = &device.shared.counters[self.index];
@@ -488,7 +486,7 @@ impl Io {
         };
         queue.in_flight -= 1;
         sub(&device.shared.counters[self.index].in_flight, 1);
-        // A queue that is abandoned leaves the chain in the in-flight region.
+        // A chain of an abandoned queue stays in the in-flight region.
         if !queue.is_abandoned() {
             self.serve(device, &mut queue, head, Origin::Again(course))?;
         }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which parts of a read go straight to guest memory, and which land.
+//! Which parts of a read go straight to guest memory, and which to bounce buffers.
 //!
 //! ```text
 //!   data buffer          ├─head─┼── page ──┼── page ──┼── page ──┼─tail─┤
 //!   its pages              there   absent     absent     there     away
 //!   goes to                guest ┌ slot n ┐ ┌ slot n+1┐  guest     asked for first
 //! ```
-//! A page that a buffer covers only in part is wanted with what it held, so it is
-//! asked for before the transfer begins, like headers and status bytes.
+//! The old content of a page that a buffer covers only in part is needed, so that page is requested
+//! before the transfer begins, like those of headers and status bytes.
 
 use super::{BounceBuffers, slots::Taken};
 use crate::{
@@ -20,20 +20,20 @@ use crate::{
 };
 use pagetide_addr::{Access, DeviceId, FilePage, FileRange, OVERWRITE_PAGES_MAX, PAGE_BYTES};
 
-/// Most runs of absent pages that one request lands: each is a page request.
+/// Most runs of absent pages that one request bounces: each is a page request.
 const RUNS_MAX: usize = 64;
 
-/// Absent pages that follow one another, and where their new content lands.
+/// A run of absent pages, and the slots for their new content.
 #[derive(Debug)]
 pub(crate) struct Run {
     /// The pages, whole.
     pub span: Span,
-    /// Bytes of the transfer before it.
+    /// Bytes of the transfer that precede it.
     pub from: u64,
     pub slots: Taken,
 }
 
-/// Where a read goes.
+/// The targets of a read.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
     pub pieces: Vec<Piece>,
@@ -41,17 +41,17 @@ pub(crate) struct Plan {
     bytes: u64,
 }
 
-/// What is to be done with a chain some of whose pages are absent.
+/// What to do with a chain some of whose pages are absent.
 pub(crate) enum Planned {
-    /// It is no read, or there are no slots: all its pages are to be asked for.
+    /// It is no read, or no slots are free: request all its pages.
     Nothing,
-    /// These pages are wanted with what they hold, before it can begin.
+    /// The content of these pages is needed before it can begin.
     First(Vec<PageDemand>),
-    /// It can begin; the guest's parts are to be leased.
+    /// It can begin once the guest's parts are leased.
     Begin(Plan),
 }
 
-/// What must be there before a read can begin: all but the pages that its data covers whole.
+/// What must be present before a read can begin: all but the pages that its data covers entirely.
 fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<PageDemand> {
     let read = std::iter::once(&frame.header)
         .chain(&frame.header_rest)
@@ -95,7 +95,7 @@ pub(super) fn plan(
 }
 
 impl Plan {
-    /// The parts that the device writes itself.
+    /// The parts that the device itself writes.
     pub fn guest_spans(&self) -> impl Iterator<Item = Span> + '_ {
         self.pieces.iter().filter_map(|piece| match piece {
             Piece::Guest(span) => Some(*span),
@@ -103,7 +103,7 @@ impl Plan {
         })
     }
 
-    /// Adds a buffer of the chain; false if it cannot all be had.
+    /// Adds a buffer of the chain; false if there are not enough slots or runs for all of it.
     fn take_buffer(
         &mut self,
         bounces: &mut BounceBuffers,
@@ -165,7 +165,8 @@ impl Plan {
     }
 }
 
-/// A buffer cut at pages' borders: what lies before the first whole page, whole pages, the rest.
+/// Cuts a buffer at page boundaries: the part before the first whole page, the whole pages, the
+/// rest.
 fn cut(span: Span) -> [Option<Span>; 3] {
     let end = span.offset + u64::from(span.len);
     let first = span.offset.next_multiple_of(PAGE_BYTES).min(end);
@@ -180,8 +181,8 @@ fn cut(span: Span) -> [Option<Span>; 3] {
     })
 }
 
-/// The runs of absent pages in `whole`, and these alone: a present page that arrived in a bounce buffer would have to be
-/// copied.
+/// The runs of absent pages in `whole`. Present pages are left out: they would have to be copied
+/// from a bounce buffer.
 fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<FileRange> {
     let domain = memory.port(whole).domain();
     let bitmap = domain.attributes().bitmap();
@@ -196,7 +197,7 @@ fn absent_in(memory: &DeviceMemory, whole: Span) -> Vec<FileRange> {
     runs
 }
 
-/// The pages from `from` to before `to` of `whole`, if there are any.
+/// The pages of `whole` from `from` up to, not including, `to`, if there are any.
 fn part(whole: Span, from: FilePage, to: FilePage) -> Option<Span> {
     let bytes = FileRange::new(from, to.max(from)).bytes();
     let len = u32::try_from(bytes).ok().filter(|len| *len > 0)?;

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which bounce buffers are free.
 //!
-//! The pages of a run need neighbouring slots, so that one request names them
-//! all. Runs are short and soon done with, so slots are looked for from where
-//! the last search ended. A device has at most half of them: what one tenant's
-//! slow host keeps taken is not all there is.
+//! The pages of a run need adjacent slots, so that one request names them all. Runs are short and
+//! soon finished, so a search starts where the last one ended. A device gets at most half of the
+//! slots, so a slow host of one tenant cannot take them all.
 
 use pagetide_addr::DeviceId;
 use pagetide_vpri::BounceArea;
 use std::{collections::HashMap, sync::Arc};
 
-/// Neighbouring slots that belong to a transfer.
+/// Adjacent slots that belong to a transfer.
 ///
-/// A duty: [`Slots::give_back`] must be called with it, or the slots are lost.
+/// The holder must pass it to [`Slots::give_back`], or the slots are lost.
 #[must_use = "slots that are not given back are lost"]
 #[derive(Debug)]
 pub(crate) struct Taken {
@@ -22,18 +21,18 @@ pub(crate) struct Taken {
     pub count: u32,
 }
 
-/// The slots of the area that the engine has now.
+/// The slots of the engine's current area.
 #[derive(Debug)]
 pub(crate) struct Slots {
     area: Arc<BounceArea>,
     taken: Box<[bool]>,
     by_device: HashMap<DeviceId, u32>,
-    /// Where the next search begins.
+    /// Where the next search starts.
     next: usize,
 }
 
 impl Slots {
-    /// All of them free.
+    /// All slots free.
     pub fn new(area: Arc<BounceArea>) -> Self {
         let count = area.slots().len();
         Self {
@@ -44,12 +43,12 @@ impl Slots {
         }
     }
 
-    /// The area they are of.
+    /// The area of the slots.
     pub fn area(&self) -> &Arc<BounceArea> {
         &self.area
     }
 
-    /// Takes `count` neighbouring slots, if there are any left for `device`.
+    /// Takes `count` adjacent slots, if `device` may have them and they are free.
     pub fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
         let wanted = count as usize;
         let most = self.taken.len().div_ceil(2);
@@ -82,7 +81,7 @@ impl Slots {
         None
     }
 
-    /// Takes slots back. Those of an earlier area are no loss: it goes with the last of them.
+    /// Takes slots back. Those of an earlier area need nothing: that area goes with its last slots.
     pub fn give_back(&mut self, slots: &Taken) {
         if !Arc::ptr_eq(&slots.area, &self.area) {
             return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Borders: the cases of NetBSD's test program for vmem, at the top of 32 and of
-//! 64 bits, and refused arguments.
+//! Boundaries: the cases of NetBSD's test program for vmem, at the top of 32 and of 64 bits, and
+//! refused arguments.
 
 use super::super::{Arena, ArenaError, ArenaSettings, Constraints, Fit};
 use super::arena;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which of several places is taken, and what it costs in segments.
+//! Which of several places is taken, and how many segments it costs.
 
 use super::super::{Constraints, Fit};
 use super::arena;

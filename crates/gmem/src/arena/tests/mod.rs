@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The arena against a naive model, at its borders, and under many threads.
+//! The arena against a naive model, at its boundaries, and under many threads.
 
 mod boundaries;
 mod fit;
@@ -22,7 +22,7 @@ fn arena(fit: Fit, quantum: u64, cached_quanta_max: u32, (first, last): (u64, u6
     arena
 }
 
-/// Numbers that follow from a seed (SplitMix64).
+/// Pseudo-random numbers from a seed (SplitMix64).
 struct Random(u64);
 
 impl Random {

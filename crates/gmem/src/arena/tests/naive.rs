@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An arena beside a list of what is allocated that is searched exhaustively:
-//! after each call both must say the same.
+//! An arena beside an exhaustively searched list of allocations: after each call both must agree.
 
 use super::super::{Arena, ArenaError, Constraints, Fit};
 
-/// What one caller has.
+/// An allocation of one caller.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Live {
     pub start: u64,
@@ -18,7 +17,7 @@ fn wide(n: u64) -> i128 {
     i128::from(n)
 }
 
-/// The naive side.
+/// The naive model.
 pub(super) struct Naive {
     quantum: u64,
     spans: Vec<(u64, u64)>,
@@ -30,7 +29,7 @@ impl Naive {
         n.next_multiple_of(self.quantum)
     }
 
-    /// Whether all of it is in the arena (over touching spans too) and nobody's.
+    /// Whether all of it is in the arena (even across adjacent spans) and unallocated.
     fn is_free(&self, first: i128, last: i128) -> bool {
         let inside: i128 = self
             .spans
@@ -58,7 +57,7 @@ impl Naive {
             && self.is_free(first - wide(guard), last + wide(guard))
     }
 
-    /// The lowest start there is.
+    /// The lowest possible start.
     fn lowest(&self, size: u64, c: &Constraints) -> Option<u64> {
         let mut spans = self.spans.clone();
         spans.sort_unstable();
@@ -152,7 +151,7 @@ impl Twins {
         self.check();
     }
 
-    /// Frees the `index`-th.
+    /// Frees allocation number `index`.
     pub(super) fn free(&mut self, index: usize) {
         let live = self.naive.live.swap_remove(index);
         if live.constrained {
@@ -163,7 +162,7 @@ impl Twins {
         self.check();
     }
 
-    /// Frees all: the arena must be as it was in the beginning.
+    /// Frees all: the arena must then be as in the beginning.
     pub(super) fn finish(mut self) {
         while !self.naive.live.is_empty() {
             self.free(0);

@@ -30,12 +30,13 @@ fn constraints(random: &mut Random, base: u64, quantum: u64) -> Constraints {
     c
 }
 
-/// 55 of 100 calls allocate (a quarter of them plainly), the rest free: the loop of NetBSD's test.
+/// 55 of 100 calls allocate (a quarter of them unconstrained), the rest free: the loop of NetBSD's
+/// test.
 fn run(seed: u64, fit: Fit, cached: u32, (base, quantum): (u64, u64)) {
     let mut random = Random(seed);
     let last = base + (INTEGERS - 1);
     let middle = base + INTEGERS / 2;
-    // Two spans with a hole, two that touch, or one.
+    // Two spans with a hole, two adjacent ones, or one.
     let spans = match random.below(3) {
         0 => vec![(base, middle - quantum - 1), (middle, last)],
         1 => vec![(middle, last), (base, middle - 1)],

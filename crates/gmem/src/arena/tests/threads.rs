@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Several threads on one arena that is nearly full; a map of owners tells if
-//! two ever have the same integer.
+//! Several threads on one arena that is nearly full; a map of owners detects an integer that two
+//! threads have.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -11,7 +11,7 @@ const QUANTA: u64 = 4096;
 const BASE: u64 = 0x10_000;
 const QUANTUM: u64 = 16;
 
-/// Who has each quantum; 0 nobody.
+/// The owner of each quantum; 0: none.
 struct Owners(Vec<AtomicU32>);
 
 impl Owners {
@@ -62,7 +62,7 @@ fn hammer(arena: &super::Arena, owners: &Owners, thread: u32) {
             live.push((start, size));
         }
     }
-    // What is left goes back; what is in this thread's magazines stays there.
+    // Frees the remaining pieces; those in this thread's magazines stay there.
     for (start, size) in live {
         owners.change(start, size, thread, 0);
         arena.free(start, size).unwrap();
@@ -82,7 +82,7 @@ fn threads_never_share_an_integer_and_leave_nothing_behind() {
             }
         });
         arena.check().unwrap();
-        // All of it at once: only possible if what the threads left in their magazines is found.
+        // All of it at once: only possible if the pieces left in the threads' magazines are found.
         assert_eq!(arena.alloc(QUANTA * QUANTUM), Ok(BASE));
         assert_eq!(arena.usage().foreign_frees, 0);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is freed wrongly: an error with nothing changed, or, in a cache that
-//! does not look, dropped when it comes back.
+//! Wrong frees: either an error with nothing changed, or, in a cache that does not check, dropped
+//! when the piece returns to the segments.
 
 use super::super::{Arena, ArenaError, Constraints, Fit};
 use super::arena;
@@ -62,7 +62,7 @@ fn wrong_free_of_a_cached_size_is_an_error_where_frees_are_doubted() {
 
 #[test]
 fn wrong_free_of_a_cached_size_is_dropped_and_counted_where_frees_are_trusted() {
-    // In the larger one pieces are cut from chunks, in the smaller they are segments of their own.
+    // In the larger arena pieces are cut from chunks, in the smaller they are segments of their own.
     for last in [0xf_ffff, 0xfff] {
         let mut arena = arena(Fit::Instant, 16, 8, (0, last));
         arena.doubts_frees = false;

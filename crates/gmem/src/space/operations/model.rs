@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The queue under loom: every interleaving, up to a bound of preemptions. A
-//! wake-up that is lost shows as a thread that waits for ever.
+//! The queue under loom: every interleaving, up to a bound of preemptions. A lost wake-up shows as
+//! a thread that waits for ever.
 
 use crate::{
     Activation, AddressSpace, AllocPolicy, Device, GmError, MapOptions, Mapped, MappingSet, Mmu,
@@ -13,7 +13,7 @@ use loom::sync::{
 use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange, PageSet, SectionNo, Va};
 use std::sync::Arc;
 
-/// A device that does all it is told, and counts invalidations.
+/// A device that obeys every call, and counts invalidations.
 struct Obedient(AtomicU32);
 
 impl Mmu for Obedient {
@@ -129,7 +129,7 @@ impl Called {
         *self.count.lock().unwrap()
     }
 
-    /// Waits, and carries nothing out meanwhile.
+    /// Waits without carrying out operations.
     fn wait_for(&self, wanted: u32) {
         let mut count = self.count.lock().unwrap();
         while *count < wanted {
@@ -207,7 +207,7 @@ fn loom_what_is_queued_before_the_stop_is_carried_out() {
     });
 }
 
-/// Wires the region to the frame of that number, in the set.
+/// Wires the region to frame number `frame`, in the set.
 fn joins(set: &MappingSet, region: &Region, frame: u64) -> Result<(), GmError> {
     let options = MapOptions {
         set: Some(set.clone()),
@@ -250,7 +250,7 @@ fn loom_set_beside_its_members_unmap_takes_nothing_that_is_not_its() {
             Ok(()) | Err(GmError::NotMapped { .. }) => {}
             Err(error) => panic!("{error}"),
         }
-        // Refused while the set is unmapping what it had.
+        // Refused while the set unmaps its previous mappings.
         let mapped = region.map(&[Pa(PAGE_BYTES)], &MapOptions::new(Access::Write));
         other.join().unwrap();
         match mapped {

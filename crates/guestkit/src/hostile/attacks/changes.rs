@@ -88,7 +88,7 @@ fn flips() -> Vec<Attack> {
     flips.into_iter().map(as_attack).collect()
 }
 
-/// Requests whose outcome is anybody's guess; the device may stop, or wait for the next kick.
+/// Requests with no predictable outcome; the device may stop, or wait for the next kick.
 fn under_change(front: &mut Front, place: Place) -> Result<(), Failure> {
     for round in 0..ROUNDS {
         if place == Place::Table {
@@ -120,7 +120,7 @@ fn changes_of_memory() -> Vec<Attack> {
             let fds = if has_memory { &[fd][..] } else { &[] };
             let outcome = front.peer.tell(table, fds);
             let seen = match seen(outcome)? {
-                // Else its ring is in memory no more.
+                // Else its ring is no longer in memory.
                 Seen::Served if has_memory => seen(front.check(64, &[9; 4096]))?,
                 other => other,
             };
@@ -170,7 +170,7 @@ fn all_of_it(gpa: u64) -> Region {
 }
 
 fn flooded(target: &Target) -> Result<Front, Failure> {
-    // The one before may be there still for a moment.
+    // The previous connection may still exist for a moment.
     let deadline = Instant::now() + PATIENCE;
     let mut front = loop {
         match Front::start(&target.socket) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Connections that say nothing, never read, or are far too many.
+//! Connections that send nothing, never read, or are far too many.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -73,7 +73,7 @@ fn churn(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(Seen::Served))
 }
 
-/// Others are turned away while one is served, and that one does not notice.
+/// Further connections are refused while one is served, and the served one does not notice.
 fn beside(target: &Target) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
     for _ in 0..50 {
@@ -83,7 +83,7 @@ fn beside(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// Asks and asks until no more can be sent, because the answers stand in the other direction.
+/// Sends requests until no more can be sent, because the answers fill the other direction.
 fn never_reads(target: &Target, message: &Message) -> Result<Held, Failure> {
     let front = Front::start(&target.socket)?;
     set_blocking(front.peer.as_fd(), Blocking::No)?;
@@ -111,7 +111,7 @@ fn many_regions(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(replies).and(front))
 }
 
-/// Shuts its reading side: whoever answers gets SIGPIPE or EPIPE.
+/// Shuts its reading side: a back end that answers gets SIGPIPE or EPIPE.
 fn half_closed(target: &Target) -> Result<Held, Failure> {
     let front = Front::start(&target.socket)?;
     rustix::net::shutdown(&front.peer, rustix::net::Shutdown::Read)

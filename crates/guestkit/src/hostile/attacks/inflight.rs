@@ -119,7 +119,7 @@ fn wrong_shapes() -> [(&'static str, Inflight); 9] {
             },
         ),
         ("of-no-entry", Inflight { size: 0, ..one }),
-        // The ring is longer: refused where the ring starts.
+        // The ring is longer: refused when the ring starts.
         (
             "of-fewer-entries-than-the-ring",
             Inflight {
@@ -151,7 +151,7 @@ fn told(target: &Target, region: Inflight, file: OwnedFd) -> Result<Held, Failur
     }
 }
 
-/// One that is not sealed is sealed by the device, or not taken.
+/// A region that is not sealed is sealed by the device, or refused.
 fn unsealed(target: &Target) -> Result<Held, Failure> {
     let file = sealed(BYTES, SealFlags::empty())?;
     let ram = copy_of(&file)?;
@@ -164,7 +164,7 @@ fn unsealed(target: &Target) -> Result<Held, Failure> {
     Ok(held)
 }
 
-/// One that nobody can seal, shrunk while requests are in flight.
+/// A region that cannot be sealed, shrunk while requests are in flight.
 fn unsealable(target: &Target) -> Result<Held, Failure> {
     let ram = Ram::unsealable(BYTES)?;
     let file = ram.file().try_clone().map_err(failed("copying"))?;
@@ -190,7 +190,7 @@ fn asked_for(target: &Target, queues: u16, size: u16) -> Result<Held, Failure> {
         size,
     };
     let outcome = peer.ask(&region.message(request::GET_INFLIGHT_FD), &[]);
-    // To say no is to hand nothing over.
+    // The device refuses by not sending a region.
     let seen = match outcome {
         Ok(reply) if reply.descriptors.is_empty() => Seen::Refused,
         other => seen(other)?,
@@ -229,7 +229,8 @@ fn cannot_be_shrunk(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// Starts a ring with the device's own region after `spoil`; it may do again what it finds there.
+/// Starts a ring with the device's own region after `spoil`; the device may repeat the requests it
+/// finds there.
 fn spoilt(
     target: &Target,
     spoil: impl FnOnce(&Ram, &Inflight) -> Result<(), Failure>,
@@ -242,7 +243,7 @@ fn spoilt(
     Ok((setup.start_on(peer)?, ram))
 }
 
-/// Requests of which some may be lost: then it is enough that nobody else is.
+/// Requests of which some may be lost; no other tenant may lose any.
 fn some_requests(front: &mut Front) -> Result<Seen, Failure> {
     for slot in 0..16 {
         front.post(slot, Io::of_slot(slot, T_IN, 8 * u64::from(slot), 4096))?;
@@ -262,7 +263,7 @@ fn filled(target: &Target, with: Option<u8>) -> Result<Held, Failure> {
         if let Some(with) = with {
             bytes.fill(with);
         }
-        // A header that is believed.
+        // A header that the device accepts.
         bytes[8..12].copy_from_slice(&[1, 0, 128, 0]);
         ram.put(region.offset, &bytes)
     })?;
@@ -305,7 +306,7 @@ fn punched(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(restless).and(front))
 }
 
-/// 4 KiB, 100 TiB into the file: no more than these are to be mapped.
+/// 4 KiB, 100 TiB into the file: only these may be mapped.
 fn far(target: &Target) -> Result<Held, Failure> {
     let offset = 100 << 40;
     let file = sealed(offset + BYTES, SealFlags::SHRINK)?;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Files that are no guest RAM, or that are more than there is room for.
+//! Files that cannot be guest RAM, or that are larger than there is room for.
 //!
-//! What is mapped must be there whatever its owner does: a memfd, sealed against
-//! shrinking where it allows that. A mapping of anything else may end in SIGBUS
-//! (a file that is shrunk, a file system that is full) or never end (a file system
-//! in user space).
+//! Mapped memory must stay accessible whatever its owner does: a memfd, sealed against shrinking
+//! where it allows that. An access to a mapping of anything else may end in SIGBUS (a file that is
+//! shrunk, a file system that is full) or never end (a file system in user space).
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -23,7 +22,7 @@ use super::super::wire::{self, Region, request};
 use super::super::{Attack, Held, Seen, Target, seen};
 use crate::borrowed::{HugePages, Tmpfs};
 
-/// What "no" may look like.
+/// The forms of a refusal.
 const NO: [Seen; 2] = [Seen::Refused, Seen::HungUp];
 const YES: [Seen; 1] = [Seen::Served];
 const GIB: u64 = 1 << 30;
@@ -31,9 +30,9 @@ const TIB: u64 = 1 << 40;
 /// Where lent memory begins.
 const LENT: u64 = TIB;
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
-/// Most regions a device takes.
+/// Most regions a device accepts.
 const REGIONS_MAX: u64 = 509;
-/// Files of 2 TiB that are longer together than the 128 TiB a process can map.
+/// Files of 2 TiB whose total exceeds the 128 TiB that a process can map.
 const SPARSE_FILES: u64 = 70;
 
 /// See the module.
@@ -266,7 +265,7 @@ fn sealed_by_daemon(target: &Target) -> Result<Held, Failure> {
     let ram = Ram::new(RAM_BYTES)?;
     let (seen, front) = with_ram(target, ram.clone())?;
     if ram.resize(4096).is_ok() {
-        // Not left so: what the daemon would die of is tried by other attacks.
+        // Restored: other attacks try what could kill the daemon.
         ram.resize(RAM_BYTES)?;
         let what = "it can be shrunk while the device has it mapped".to_owned();
         return Err(wrong("a memfd that may be sealed", what));
@@ -293,7 +292,7 @@ fn read_only(target: &Target) -> Result<Held, Failure> {
     lend_in_table(target, lent.as_fd(), RAM_BYTES)
 }
 
-/// Tells of `file` as all of guest RAM; nothing is done with it here.
+/// Sends `file` as all of guest RAM; this side does nothing with it.
 fn lend_in_table(target: &Target, file: BorrowedFd<'_>, bytes: u64) -> Result<Held, Failure> {
     let peer = Peer::connect(&target.socket)?;
     greet(&peer, 0)?;
@@ -334,12 +333,12 @@ fn on_tmpfs(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// The ring has memory; of the rest there is none, though the file is long enough.
+/// The ring has memory; the rest has none, though the file is long enough.
 fn on_full_tmpfs(target: &Target) -> Result<Held, Failure> {
     let path = target.folder.join("full");
     let small = Tmpfs::mount(&path, "size=1m").map_err(|e| Failure::NotHere(e.to_string()))?;
     let ram = file_in(small.path(), RAM_BYTES)?;
-    // Its header and status are there; then nothing more fits.
+    // Its header and status have memory; then nothing more fits.
     ram.put(0, &vec![0; 0x5000])?;
     let mut filler = File::create(small.path().join("filler")).map_err(failed("a file"))?;
     while std::io::Write::write(&mut filler, &[1; 4096]).is_ok_and(|wrote| wrote == 4096) {}
@@ -409,7 +408,7 @@ fn hugetlb_sparse(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front).and(file).and(pages))
 }
 
-/// Writes data to the disk, has it read into `file`, written from there and read back.
+/// Writes data to the disk, has it read into `file`, written back from there, and read again.
 fn by_way_of(target: &Target, file: BorrowedFd<'_>, bytes: u64) -> Result<(Seen, Front), Failure> {
     let mut front = Front::start(&target.socket)?;
     match seen(front.lend(file, LENT, bytes))? {
@@ -448,7 +447,7 @@ fn lent_on_fuse(target: &Target) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
     let mut outcome = seen(front.lend(file.as_fd(), LENT, RAM_BYTES))?;
     if outcome == Seen::Served {
-        // Header and data are where nobody answers.
+        // Header and data are in memory whose file system never answers.
         front.describe_chain(&[(GPA + LENT, 16, 0), (GPA + LENT + 4096, 4096, WRITE)])?;
         front.offer(0)?;
         front.kick()?;
@@ -457,7 +456,7 @@ fn lent_on_fuse(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(outcome).and(front).and(file).and(fuse))
 }
 
-/// Files of 2 TiB, of each of which one page is named.
+/// Files of 2 TiB, with one page of each in the table.
 fn seventy_files(target: &Target) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
     for number in 1..=SPARSE_FILES {
@@ -468,12 +467,12 @@ fn seventy_files(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// A page of a file that is longer than all that a front end may have.
+/// A page of a file that is longer than the limit of a front end.
 fn long_file(target: &Target) -> Result<Held, Failure> {
     page_of(target, 600 * GIB)
 }
 
-/// What must be kept of a file grows with its length.
+/// The bookkeeping for a file grows with its length.
 fn file_of_petabytes(target: &Target) -> Result<Held, Failure> {
     page_of(target, 4096 * TIB)
 }
@@ -501,7 +500,7 @@ fn sparse(target: &Target, sizes: &[u64]) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// `count` regions in all, of one page each but the ring's.
+/// `count` regions in all, of one page each except the ring's.
 fn regions(target: &Target, count: u64) -> Result<Held, Failure> {
     let mut front = Front::start(&target.socket)?;
     let file = Ram::new(4096)?;

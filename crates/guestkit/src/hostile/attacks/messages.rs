@@ -28,7 +28,7 @@ enum Wants {
     Ram,
 }
 
-/// One right message of each request.
+/// One valid message of each request.
 fn all_messages() -> Vec<(&'static str, Message, Wants)> {
     let mut all = Vec::new();
     let mut put = |wants, messages: Vec<(&'static str, Message)>| {
@@ -124,7 +124,7 @@ fn without_descriptors() -> Vec<(&'static str, Message)> {
     all
 }
 
-/// Requests that this back end offers no feature for.
+/// Requests for features that this back end does not offer.
 const STRANGE: [(&str, u32); 20] = [
     ("zero", 0),
     ("send-rarp", 19),
@@ -242,7 +242,7 @@ fn headers() -> Vec<Attack> {
     ]
 }
 
-/// A message while the ring runs, which asks for an acknowledgement.
+/// A message while the ring runs, which requests an acknowledgement.
 fn told(name: String, expected: &[Seen], message: Message, wants: Wants) -> Attack {
     let message = message.acked();
     Attack::new(name, expected, move |target| {
@@ -377,7 +377,7 @@ fn send(front: &Front, message: &Message, wants: Wants) -> Result<(), Failure> {
     front.peer.send(message, fds)
 }
 
-/// On a connection on which nothing was said before, not even that we own the device.
+/// A message on a new connection, without even SET_OWNER before it.
 fn first(target: &Target, message: &Message, wants: Wants) -> Result<Held, Failure> {
     let peer = Peer::connect(&target.socket)?;
     let ram = super::super::front::Ram::new(RAM_BYTES)?;
@@ -392,7 +392,7 @@ fn first(target: &Target, message: &Message, wants: Wants) -> Result<Held, Failu
     Ok(Held::nothing(seen).and(peer))
 }
 
-/// Whether it hung up, or answers what may always be asked.
+/// Whether it hung up, or answers a request that is always permitted.
 fn still_there(peer: &Peer) -> Result<Seen, Failure> {
     match peer.wait_for_hang_up(SHORT) {
         Ok(()) => Ok(Seen::HungUp),
@@ -442,7 +442,7 @@ fn cut(target: &Target, message: &Message, wants: Wants) -> Result<Held, Failure
     for end in 1..bytes.len() {
         let peer = Peer::connect(&target.socket)?;
         match peer.send_bytes(&bytes[..end], fds) {
-            // The one before may be there still: then it is told so by being hung up on.
+            // The previous connection may still exist: then this one is closed at once.
             Ok(()) | Err(Failure::HungUp { .. }) => {}
             Err(other) => return Err(other),
         }
@@ -474,7 +474,7 @@ fn byte_by_byte(target: &Target) -> Result<Held, Failure> {
     }
     let seen = match front.peer.reply() {
         Ok(_) => seen(front.check(64, &[3; 4096]))?,
-        // It may take a header in parts for none.
+        // It may reject a header that comes in parts.
         Err(Failure::HungUp { .. }) => Seen::HungUp,
         Err(other) => return Err(other),
     };
@@ -488,7 +488,7 @@ fn many_descriptors(target: &Target, again: u64) -> Result<Held, Failure> {
         let peer = Peer::connect(&target.socket)?;
         match greet(&peer, 0) {
             Ok(()) => {}
-            // The one before is there still.
+            // The previous connection still exists.
             Err(Failure::HungUp { .. }) => continue,
             Err(other) => return Err(other),
         }

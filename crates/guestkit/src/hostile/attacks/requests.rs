@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests that ask for what is not there, or for far too much.
+//! Requests for what does not exist, or for far too much.
 
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,7 @@ fn ranges() -> Vec<(&'static str, u32, u8, Vec<u8>)> {
     all
 }
 
-/// Does one request and looks for this status; then the device has to work as before.
+/// Does one request and expects this status; then the device has to work as before.
 fn answered(target: &Target, io: Io, status: u8) -> Result<Held, Failure> {
     let front = Front::start(&target.socket)?;
     with_status(front, status, |front| front.request(0, io))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rings that make no sense, and rings and requests that change while they are read.
+//! Invalid rings, and rings and requests that change while they are read.
 
 use std::os::fd::AsFd;
 
@@ -115,7 +115,7 @@ fn misplaced_chains() -> Vec<Chain> {
             vec![header(), (u64::MAX - 511, 4096, WRITE), status()],
         ),
         (
-            // More than a request may have: it fails, and the device goes on.
+            // More than a request may have: it fails, and the device continues.
             "data-of-4-gib",
             &SERVED,
             vec![header(), (GPA, u32::MAX, WRITE), status()],
@@ -293,7 +293,7 @@ fn single() -> Vec<Attack> {
     ]
 }
 
-/// A front end that was served once.
+/// A front end that has been served once.
 pub(super) fn start(target: &Target, features: u64) -> Result<Front, Failure> {
     let mut setup = Setup::new()?;
     setup.features = features;
@@ -302,7 +302,7 @@ pub(super) fn start(target: &Target, features: u64) -> Result<Front, Failure> {
     Ok(front)
 }
 
-/// Offers what begins at descriptor 0.
+/// Offers the chain that begins at descriptor 0.
 fn offered(mut front: Front) -> Result<Held, Failure> {
     front.offer(0)?;
     front.kick()?;
@@ -320,7 +320,8 @@ fn chain(target: &Target, parts: &[Part]) -> Result<Held, Failure> {
 fn indirect(target: &Target, (pointer, parts): &Table) -> Result<Held, Failure> {
     let front = start(target, F_INDIRECT)?;
     front.head(0, T_IN, 0)?;
-    // What is unaligned or in part outside is where it says, as far as that is in memory.
+    // A table that is unaligned or partly outside is put where the pointer says, as far as that is
+    // in memory.
     let at = pointer.0.wrapping_sub(GPA);
     let bytes = chain_bytes(parts);
     if at < RAM_BYTES - bytes.len() as u64 {
@@ -405,7 +406,7 @@ fn placed(target: &Target, places: RingAddresses) -> Result<Held, Failure> {
         Ok(front) => front,
         Err(failure) => return Ok(Held::nothing(seen(Err::<(), _>(failure))?)),
     };
-    // Where it cannot be written by us, there is nothing to offer.
+    // Where this side cannot write it, there is nothing to offer.
     let in_ram = |at: u64| at < RAM_BYTES - 4096;
     if !(in_ram(places.descriptors) && in_ram(places.avail) && in_ram(places.used)) {
         front.kick()?;
@@ -414,7 +415,7 @@ fn placed(target: &Target, places: RingAddresses) -> Result<Held, Failure> {
     front.post(0, Io::of_slot(0, T_IN, 0, 4096))?;
     front.kick()?;
     let outcome = match front.wait_within(std::time::Duration::from_millis(300)) {
-        // A ring over itself may look like anything.
+        // A ring that overlaps itself may have any content.
         Err(Failure::Silent { .. }) => Seen::Served,
         other => seen(other)?,
     };
@@ -423,7 +424,7 @@ fn placed(target: &Target, places: RingAddresses) -> Result<Held, Failure> {
 
 fn two_regions(target: &Target) -> Result<Held, Failure> {
     let mut setup = Setup::new()?;
-    // Half of the used ring is in the one, half in the other.
+    // The used ring spans both halves.
     setup.places.used = RAM_BYTES / 2 - 64;
     let peer = super::super::peer::Peer::connect(&target.socket)?;
     super::super::front::greet(&peer, 0)?;

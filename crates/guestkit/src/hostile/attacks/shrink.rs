@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest RAM that goes away or comes back empty while the device works on it.
+//! Guest RAM that disappears or comes back empty while the device works on it.
 //!
-//! The memfd is one that nobody can seal. Each part of the ring in turn is put
-//! where the file is cut off, so that a back end which touches it by a mapping
-//! meets SIGBUS there.
+//! The memfd cannot be sealed. Each part of the ring in turn is placed where the file is truncated,
+//! so that a back end which touches it through a mapping gets SIGBUS.
 
 use std::time::Duration;
 
@@ -18,12 +17,12 @@ use super::super::peer::{Failure, failed};
 use super::super::wire::{F_INDIRECT, RingAddresses};
 use super::super::{Attack, Held, Seen, Target, seen};
 
-/// Where the file is cut off: what is in the last page goes.
+/// Where the file is truncated: the last page goes.
 const LAST_PAGE: u64 = RAM_BYTES - 4096;
 /// Longest wait for a device that may or may not notice.
 const SHORT: Duration = Duration::from_secs(2);
 
-/// What is in the page that goes.
+/// The content of the page that goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gone {
     Descriptors,
@@ -59,7 +58,7 @@ pub fn attacks() -> Vec<Attack> {
     let mut all = Vec::new();
     for (gone, name) in GONE {
         for (when, how) in [(When::Idle, "idle"), (When::InFlight, "in-flight")] {
-            // A copy by the kernel fails with an error, which the request is answered with.
+            // A copy by the kernel fails with an error, which becomes the request's status.
             let expected = [Seen::Stopped, Seen::Served];
             let expected = match (gone, when) {
                 (Gone::Data | Gone::Header | Gone::Status, _) | (_, When::InFlight) => {
@@ -159,9 +158,9 @@ fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
     let mut front = start(target, gone)?;
     let to = if gone == Gone::All { 0 } else { LAST_PAGE };
     match when {
-        // What is posted lies in front of the cut, or goes with it.
+        // The posted request lies before the cut, or goes with it.
         When::Idle if gone == Gone::All => front.ram.resize(to)?,
-        // A device that polls could serve it before the cut otherwise.
+        // A polling device could otherwise serve it before the cut.
         When::Idle if matches!(gone, Gone::Descriptors | Gone::Table) => {
             describe(&front, 1, gone)?;
             front.ram.resize(to)?;
@@ -188,7 +187,7 @@ fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
     let mut outcome = front.wait_within(SHORT);
     if outcome.is_ok() && when == When::Idle && matches!(gone, Gone::Avail | Gone::Used | Gone::All)
     {
-        // It was served before the cut; what is gone now is looked at after a kick.
+        // It was served before the cut; the missing part is only read after a kick.
         front.kick()?;
         outcome = Err(Failure::Silent {
             step: "the look after a kick".to_owned(),
@@ -198,7 +197,7 @@ fn shrink(target: &Target, gone: Gone, when: When) -> Result<Held, Failure> {
     Ok(Held::nothing(judge(&front, outcome)?).and(front))
 }
 
-/// Where our own look at the ring ends with the file, the device's error descriptor tells.
+/// Where this side cannot read the ring past the file's end, the device's error descriptor decides.
 fn judge(front: &Front, outcome: Result<(), Failure>) -> Result<Seen, Failure> {
     match outcome {
         Err(Failure::Kernel { .. } | Failure::Silent { .. }) => {
@@ -209,7 +208,7 @@ fn judge(front: &Front, outcome: Result<(), Failure>) -> Result<Seen, Failure> {
             match told {
                 true => Ok(Seen::Stopped),
                 false if front.peer.has_hung_up() => Ok(Seen::HungUp),
-                // It has not looked there since.
+                // It has not accessed that part since.
                 false => Ok(Seen::Served),
             }
         }
@@ -229,7 +228,7 @@ fn under_io(
     for round in 0..40 {
         for slot in 0..4 {
             let kind = if (round + slot) % 2 == 0 { T_IN } else { T_OUT };
-            // What is written into a file that was cut off makes it longer again.
+            // A write into a truncated file makes it longer again.
             front.post(slot, Io::of_slot(slot, kind, 64 * u64::from(slot), 16384))?;
         }
         front.kick()?;
@@ -264,7 +263,7 @@ fn punch(target: &Target) -> Result<Held, Failure> {
     })
 }
 
-/// The regions are told of, the file is cut off, and then comes the ring.
+/// The regions are sent, the file is truncated, and then the ring is set up.
 fn before_start(target: &Target) -> Result<Held, Failure> {
     use super::super::front::greet;
     use super::super::peer::Peer;

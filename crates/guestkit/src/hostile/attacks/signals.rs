@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kick, call and error descriptors that are no eventfds, or that block who writes them.
+//! Kick, call and error descriptors that are no eventfds, or that block their writer.
 //!
-//! The open file of an eventfd is shared: `O_NONBLOCK` may be taken from it at
-//! any time by whoever made it, so no flag that a back end sets is a promise.
+//! An eventfd's open file is shared: its creator may clear `O_NONBLOCK` at any time, so a back end
+//! cannot rely on having set it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::super::{Attack, Held, Seen, Target, seen};
 
 /// Requests of an attack that goes on for a while.
 const MANY: u16 = 64;
-/// Time that an attack whose device may stand waits for it.
+/// Time to wait for a device that may be stuck.
 const SHORT: Duration = Duration::from_secs(1);
 
 /// One of the three descriptors of a ring.
@@ -99,7 +99,7 @@ fn no_eventfd(target: &Target, place: Place, kind: Kind) -> Result<Held, Failure
         Ok(front) => front,
         Err(failure) => return Ok(held(seen(Err::<(), _>(failure))?)),
     };
-    // It was taken: then see what it does.
+    // It was accepted: check what it does.
     front.post(0, Io::of_slot(0, T_IN, 0, 4096))?;
     if place == Place::Error {
         front.set_avail(front.offered().wrapping_add(1000))?;
@@ -127,7 +127,7 @@ fn call_full(target: &Target) -> Result<Held, Failure> {
     let mut setup = Setup::new()?;
     setup.call = full_event(Blocking::Yes)?;
     let mut front = setup.start(&target.socket)?;
-    // Nobody takes anything from it.
+    // No thread reads from it.
     let full = std::mem::replace(&mut front.call, event()?);
     let seen = one(&mut front)?;
     Ok(Held::nothing(seen).and(front).and(full))
@@ -169,11 +169,12 @@ fn error_full(target: &Target) -> Result<Held, Failure> {
     one_without_error(&mut front)?;
     front.set_avail(front.offered().wrapping_add(1000))?;
     front.kick()?;
-    // Its error descriptor says so from the beginning: the device is asked by its list.
+    // Its error descriptor is readable from the beginning: the device's state comes from `dpu
+    // list`.
     Ok(Held::nothing(Seen::Stopped).and(front))
 }
 
-/// A request of a front end whose error descriptor is no sign.
+/// A request of a front end whose error descriptor means nothing.
 fn one_without_error(front: &mut Front) -> Result<(), Failure> {
     front.error = event()?;
     front.do_io(0, Io::of_slot(0, T_IN, 0, 4096))
@@ -211,7 +212,7 @@ fn kick_full(target: &Target) -> Result<Held, Failure> {
     Ok(Held::nothing(seen).and(front))
 }
 
-/// Takes kicks away again from a descriptor that blocks who reads it: nobody may wait there.
+/// Reads kicks away from a descriptor that blocks its readers: no thread may wait there.
 fn kick_stolen(target: &Target) -> Result<Held, Failure> {
     let mut setup = Setup::new()?;
     setup.kick = eventfd(0, EventfdFlags::CLOEXEC).map_err(failed("eventfd"))?;
@@ -223,7 +224,7 @@ fn kick_stolen(target: &Target) -> Result<Held, Failure> {
             let flags = rustix::io::ReadWriteFlags::NOWAIT;
             let mut word = [0; 8];
             let mut into = [std::io::IoSliceMut::new(&mut word)];
-            // Whether the thief or the device is first, the thief goes on.
+            // Whether the thief or the device reads first, the thief goes on.
             match rustix::io::preadv2(&kick, &mut into, u64::MAX, flags) {
                 Ok(_) | Err(rustix::io::Errno::AGAIN) => {}
                 Err(error) => return Err(failed("a kick")(error)),

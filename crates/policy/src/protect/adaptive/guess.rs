@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guesses about absent sections: which are absent, which were brought back on a guess, and
-//! whether that was any good.
+//! Guesses about absent sections: which are absent, which were prefetched on a guess, and whether
+//! that helped.
 //!
 //! ```text
-//!   wished back ──► touched without a fault   good
-//!                   evicted again             bad: another went for it, and nobody asked
+//!   prefetched ───► touched without a fault   good
+//!                   evicted again             bad: another was evicted for it in vain
 //!                   an hour goes by           bad
-//!                   faulted on                it came too late, or never: says nothing
-//!                   not brought back, gone    says nothing
-//!                   16,384 newer wishes       says nothing
+//!                   faulted on                it came too late, or never: ignored
+//!                   not prefetched, gone      ignored
+//!                   16,384 newer guesses      ignored
 //! ```
-//! Not each section that was evicted is absent still: CPUs fetch them back, and nobody says so. Whoever
-//! brings back finds one of those there, and says that it was not brought back.
+//! Not every evicted section is still absent: faults of CPUs fill them again, and are not reported. The
+//! prefetcher finds such a section present, and reports that it was not prefetched.
 
 use super::pending::Pending;
 use crate::section_set::SectionSet;
@@ -19,18 +19,18 @@ use pagetide_addr::SectionNo;
 use rustc_hash::FxHashMap;
 use std::time::Duration;
 
-/// Why a section was brought back.
+/// Why a section was prefetched.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Kind {
     /// Its age makes a touch likely.
     Age,
     /// It followed last time.
     Order,
-    /// It lies beside a section that was touched.
+    /// It is adjacent to a section that was touched.
     Neighbour,
 }
 
-/// Sections that were evicted and not heard of since: a bit each.
+/// Sections that were evicted, without an event since: one bit each.
 #[derive(Debug, Default)]
 pub(super) struct Absent(SectionSet);
 
@@ -52,39 +52,40 @@ impl Absent {
     }
 }
 
-/// Most guesses whose end is waited for. Beyond, the oldest is forgotten.
+/// Most guesses with an awaited outcome. Beyond that, the oldest is forgotten.
 const WAITING_MAX: usize = 1 << 14;
-/// One that was neither touched nor evicted for so long was bad: it took a place all the time.
+/// A guess that was neither touched nor evicted for this long was bad: it took up room all the
+/// time.
 const WAITING_TIME: Duration = Duration::from_secs(3_600);
-/// Sections that are guessed ahead at most.
+/// Most sections to guess ahead.
 const DEPTH_MAX: u64 = 16;
 /// Share of guesses ahead that must have been good for more to be made.
 const GOOD: f64 = 0.4;
-/// The same of bring-backs for a section's age, which were likely and are tried out as a whole, too.
+/// The same for prefetches by age, which were likely and are also tested as a whole.
 const GOOD_AGE: f64 = 0.1;
-/// Least and most bring-backs for a section's age that may be made from one weighing to the next. The
-/// most is as good as any number: the policy's allowance is below.
+/// Fewest and most prefetches by age from one weighing to the next. The maximum is arbitrary: the
+/// policy's allowance is below it.
 const AGE_LEAST: u64 = 4;
 const AGE_MAX: u64 = 1 << 20;
 const AGE_FIRST: u64 = 1 << 10;
-/// What was given up is tried again so many weighings after the try before, then after twice as many, and so
-/// on; so at once, if that one is long ago.
+/// A kind that was given up is tried again this many weighings after the previous try, then after twice as
+/// many, and so on; so at once, if that try was long ago.
 const TRY_AGAIN: u64 = 16;
 const PAUSE_MAX: u64 = 1_024;
-/// How much of what was learnt is left each time it is weighed.
+/// Part of the counts that is left after each weighing.
 const KEPT: f64 = 0.9;
-/// The same of [`Guesses::good_share`].
+/// The same for [`Guesses::good_share`].
 const KEPT_LONG: f64 = 0.97;
-/// Fewer guesses whose end is known say nothing.
+/// Fewer guesses with a known outcome are ignored.
 const KNOWN_LEAST: f64 = 4.0;
 
 #[derive(Clone, Copy, Debug)]
 struct Record {
     good: f64,
     bad: f64,
-    /// What may be made: sections ahead; for [`Kind::Age`], bring-backs until the next weighing.
+    /// Guesses allowed: sections ahead; for [`Kind::Age`], prefetches until the next weighing.
     depth: u64,
-    /// Weighings from one try of what was given up to the next, and when that is.
+    /// Weighings from one try of a kind that was given up to the next, and when that is.
     pause: u64,
     again_at: u64,
 }
@@ -93,10 +94,10 @@ struct Record {
 #[derive(Debug)]
 pub(super) struct Guesses {
     waiting: Pending,
-    /// Touched since the last weighing: good, unless it is told yet that they were not brought back.
+    /// Touched since the last weighing: good, unless a report follows that they were not prefetched.
     touched: FxHashMap<SectionNo, Kind>,
     records: [Record; 3],
-    /// Bring-backs of [`Kind::Age`] that may be made before the next weighing.
+    /// Prefetches of [`Kind::Age`] allowed before the next weighing.
     age_left: u64,
     turns: u64,
     now: Duration,
@@ -128,7 +129,7 @@ impl Default for Guesses {
 }
 
 impl Guesses {
-    /// How many sections ahead to guess; of [`Kind::Age`], how many more may be brought back for now.
+    /// How many sections ahead to guess; for [`Kind::Age`], how many more may be prefetched for now.
     pub(super) fn depth(&self, kind: Kind) -> u64 {
         match kind {
             Kind::Age => self.age_left,
@@ -153,7 +154,7 @@ impl Guesses {
         }
     }
 
-    /// A device touched it, and it was away.
+    /// A device touched it, and it was absent.
     pub(super) fn faulted(&mut self, section: SectionNo) {
         self.waiting.end(section);
     }
@@ -169,7 +170,7 @@ impl Guesses {
         self.bad += 1.0;
     }
 
-    /// It was not brought back, or is no more. True if it was to be.
+    /// It was not prefetched, or no longer exists. True if a prefetch was requested.
     pub(super) fn came_to_nothing(&mut self, section: SectionNo) -> bool {
         self.waiting.end(section).is_some() || self.touched.remove(&section).is_some()
     }
@@ -187,7 +188,7 @@ impl Guesses {
         }
     }
 
-    /// Share of all that was brought back which was good; none if little has ended.
+    /// Share of good ones among all prefetches; none if few outcomes are known.
     pub(super) fn good_share(&self) -> Option<f64> {
         let known = self.good + self.bad;
         (known >= KNOWN_LEAST).then(|| self.good / known)
@@ -215,7 +216,7 @@ impl Guesses {
                     record.depth / 2
                 };
             }
-            // One that was given up is tried again now and then.
+            // A kind that was given up is tried again now and then.
             if record.depth == 0 && self.turns >= record.again_at {
                 record.depth = first;
                 record.again_at = self.turns + record.pause;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`LifeTable`]: after how long sections are touched again, learnt while it happens.
+//! [`LifeTable`]: learns after how long sections are touched again.
 //!
-//! As an insurer's table does for the age of people: of the sections that *reached* an age, some
-//! were touched before the next (*ended*), the others went on. So sections that still rest are
-//! counted rightly, and nothing has to be waited for.
+//! It works like an actuary's life table: of the sections that *reached* an age, some were touched
+//! before the next (*ended*), the others lived on. So sections still idle are counted correctly,
+//! without waiting for their touch.
 //!
 //! ```text
 //!   age, s        60        120        180        240        300 …
@@ -11,15 +11,15 @@
 //!   ended          20        5          35         2            …
 //!   worth          ▃         ▆          ▇          ▁
 //! ```
-//! The *worth* of protecting a section of some age is the touches that this saves by the second
-//! that it is protected, with the best moment to give up: the largest, over all later ages, of
-//! (touched until then) over (time protected until then). That sees a cycle coming: the worth
-//! rises before the age at which sections are touched again, and falls behind it.
+//! The *worth* of protecting a section of some age is the number of touches saved per second of
+//! protection, with the best moment to give up: the maximum, over all later ages, of (touched until
+//! then) / (time protected until then). It anticipates a cycle: the worth rises before the age at
+//! which sections are touched again, and falls after it.
 //!
-//! Before anything was learnt a touch is thought the less likely the longer the last one is ago,
-//! which is the order of `adp`. What was learnt fades with a half-life of some 20 minutes.
+//! Before anything is learned, a touch is assumed less likely the longer ago the last one was,
+//! which is the order of `adp`. Counts fade with a half-life of some 20 minutes.
 
-/// Ages in seconds at which a section is looked at again; it is in the interval of the last it
+/// Ages in seconds at which a section is evaluated again; it is in the interval of the last one it
 /// has reached.
 pub(super) const AGES_S: [u64; 24] = [
     0, 15, 30, 60, 90, 120, 180, 240, 300, 360, 450, 600, 750, 900, 1_200, 1_500, 1_800, 2_400,
@@ -27,21 +27,21 @@ pub(super) const AGES_S: [u64; 24] = [
 ];
 /// Number of intervals of age.
 pub(super) const INTERVALS: usize = AGES_S.len();
-/// Kinds of sections that are told apart.
+/// Number of classes of sections.
 pub(super) const CLASSES: usize = 25;
-/// How much of what was learnt is left after a minute.
+/// Part of the counts that is left after a minute.
 const KEPT_A_MINUTE: f64 = 0.966;
-/// Sections that the belief from before counts for in each interval.
+/// Weight of the prior in each interval, in sections.
 const BELIEF: f64 = 2.0;
-/// Share of them touched in an interval that doubles their age.
+/// Prior: share touched in an interval that doubles the age.
 const BELIEVED_TOUCHED: f64 = 0.3;
 
-/// What is to be worked out of a class.
+/// What must be recomputed for a class.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum News {
-    /// No section of it was ever counted: what is believed of all such classes.
+    /// No section of it was ever counted: the prior, the same for all such classes.
     NeverCounted,
-    /// Nothing was counted, and nothing has faded, since it was worked out.
+    /// Nothing was counted, and nothing has faded, since it was computed.
     None,
     /// It was counted, or has faded.
     Some,
@@ -51,7 +51,7 @@ enum News {
 #[derive(Debug)]
 pub(super) struct LifeTable {
     news: [News; CLASSES],
-    /// For which it was worked out what is touched soon.
+    /// The time for which `soon` was computed.
     soon_s: f64,
     reached: [[f64; INTERVALS]; CLASSES],
     ended: [[f64; INTERVALS]; CLASSES],
@@ -85,18 +85,18 @@ impl LifeTable {
         self.news[class] = News::Some;
     }
 
-    /// Touches saved by a second of protection, for a section of this class and age.
+    /// Touches saved per second of protection, for a section of this class and age.
     pub(super) fn worth(&self, class: usize, interval: usize) -> f64 {
         self.worth[class][interval]
     }
 
-    /// Share of the sections of this class and age that are touched within the time told to
+    /// Share of the sections of this class and age that are touched within the time given to
     /// [`Self::weigh`].
     pub(super) fn soon(&self, class: usize, interval: usize) -> f64 {
         self.soon[class][interval]
     }
 
-    /// A minute has gone by.
+    /// A minute has passed.
     pub(super) fn fade(&mut self) {
         for counts in self.reached.iter_mut().chain(&mut self.ended) {
             for count in counts {
@@ -110,7 +110,7 @@ impl LifeTable {
         }
     }
 
-    /// Works out what was learnt; *soon* is within `soon_s` seconds. Some hundred steps for each class that
+    /// Recomputes the tables; *soon* means within `soon_s` seconds. Some hundred steps for each class that
     /// was counted.
     pub(super) fn weigh(&mut self, soon_s: f64) {
         let is_same_time = self.soon_s.total_cmp(&soon_s).is_eq();
@@ -144,15 +144,15 @@ impl LifeTable {
     }
 }
 
-/// For each interval: the largest share touched from there on by second of protection, over all moments to give
-/// up. All are worked out side by side, which a processor does several times faster than one after the other.
+/// For each interval: the largest share touched from there on per second of protection, over all moments to
+/// give up. All are computed side by side, which is several times faster than one after the other.
 fn best_rates(touched: &[f64; INTERVALS]) -> [f64; INTERVALS] {
     let mut resting = [1.0; INTERVALS];
     let (mut saved, mut time_s, mut best) =
         ([0.0; INTERVALS], [0.0; INTERVALS], [0.0_f64; INTERVALS]);
     for (interval, share) in touched.iter().enumerate() {
         let length_s = length_s(interval);
-        // Those that begin at this interval or before it.
+        // Intervals that begin here or earlier.
         let begun = resting[..=interval]
             .iter_mut()
             .zip(&mut saved)
@@ -160,7 +160,7 @@ fn best_rates(touched: &[f64; INTERVALS]) -> [f64; INTERVALS] {
             .zip(&mut best);
         for (((resting, saved), time_s), best) in begun {
             *saved += *resting * share;
-            // Those that are touched are so in the middle of the interval.
+            // Touched sections are assumed to be touched in the middle of the interval.
             *time_s += *resting * length_s * (1.0 - share / 2.0);
             *resting *= 1.0 - share;
             *best = best.max(*saved / *time_s);
@@ -220,7 +220,7 @@ mod tests {
     /// The last interval that is reached, and that in which it is touched.
     type Life = (usize, Option<usize>);
 
-    /// A share of a thousand, never whole.
+    /// A share in thousandths, always below one.
     fn share(random: &mut Random) -> f64 {
         seconds(random.below(900)) / 1_000.0
     }
@@ -288,7 +288,7 @@ mod tests {
             let believed = (0.3 * length_s(interval) / start_s(interval).max(15.0)).min(0.5);
             let naive = (ended + 2.0 * believed) / (reached + 2.0);
             assert!((table.touched_share(3, interval) - naive).abs() < 1e-9);
-            // Another class has learnt nothing of it.
+            // Another class has learned nothing from it.
             let other = table.touched_share(4, interval);
             assert!((other - believed).abs() < 1e-9);
         }

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Mark`]: what `adaptive` knows of a section, and the class that this makes of it.
+//! [`Mark`]: what `adaptive` knows of a section, and the resulting class.
 
 use super::life_table::{AGES_S, CLASSES};
 use crate::cells::{Halves, Slot};
 use std::time::Duration;
 
-/// Never shown an interval between visits.
+/// No interval between visits was seen yet.
 pub(super) const NEVER: u8 = u8::MAX;
 
-/// Class of sections that the device never touched, among others that it did.
+/// Class of sections that the device never touched, near others that it did.
 pub(super) const STRANGER: usize = CLASSES - 1;
 
-/// What is known of a section.
+/// The record of a section.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mark {
     pub(super) touched_ns: Halves,
-    /// The section whose visit began next, the last time; itself for none.
+    /// The section whose visit began next, the last time.
     pub(super) next: Option<Slot>,
     /// Interval of its age.
     pub(super) interval: u8,
-    /// Interval of the rest before its last visit.
+    /// Interval of the idle time before its last visit.
     pub(super) rested: u8,
     pub(super) visits: u8,
     pub(super) protected: bool,
-    /// The evictor took it once: its CPUs let it go cold.
+    /// The evictor took it once: its CPUs let it become cold.
     pub(super) cold: bool,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`AdaptiveParams`]: what can be set of `adaptive`. The rest it learns.
+//! [`AdaptiveParams`]: the parameters of `adaptive`. It learns the rest.
 
 use crate::protect::parameters::{Field, Parameters, Share};
 use std::time::Duration;
@@ -11,14 +11,15 @@ pub struct AdaptiveParams {
     pub tracked_max: Share,
     /// Most sections that are protected, as a share of the VM's.
     pub protected_max: Share,
-    /// Sections that are protected in the long run, as a share of the VM's.
+    /// Sections that are protected on average, as a share of the VM's.
     pub protected_mean: Share,
-    /// Least probability of a touch, before the evictor would take it again, for which a section is
-    /// brought back without being protected.
+    /// A section is prefetched without protection if the probability of a touch before the evictor
+    /// takes it again is at least this.
     pub likely: Share,
-    /// Sections that may be brought back in a minute, as a share of the VM's.
+    /// Sections that may be prefetched per minute, as a share of the VM's.
     pub bring_backs_a_minute: Share,
-    /// Until the evictor has shown its reach: a section not touched for so long is near it.
+    /// First value of the evictor's reach, until it is learned: a section not touched for this long
+    /// is near it.
     pub reach_at_first: Duration,
 }
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Pending`]: sections of which something is waited for, in the order in which that began.
+//! [`Pending`]: sections with an awaited outcome, in the order in which the wait began.
 //!
 //! ```text
 //!   order   oldest │ ended │ waits │ ended │ ended │ waits │ newest      each with its time
 //!                              ▲                       ▲
 //!   live    a hash table of those that wait, by section
 //! ```
-//! One that ends stays in the order until it is the oldest. A section waits once at most. An entry takes 12
-//! bytes and its place in the table at most 11.5: there may be thousands.
+//! An ended entry stays in the order until it is the oldest. A section waits at most once. An entry takes
+//! 12 bytes and its place in the table at most 11.5: there may be thousands.
 //!
-//! Times are whole milliseconds, rounded up, and come round after twelve days, far longer than anything
-//! is waited for.
+//! Times are whole milliseconds, rounded up, and wrap around after twelve days, far longer than any
+//! wait.
 
 use super::guess::Kind;
 use crate::{cells::Halves, protect::recency::nanos};
@@ -51,7 +51,7 @@ impl Stamp {
     fn age(self, now: Duration) -> Duration {
         let now_ms = nanos(now) / 1_000_000 % TIMES;
         let age_ms = (now_ms + TIMES - u64::from(self.0 >> 2)) % TIMES;
-        // One that began within this very millisecond would be twelve days old.
+        // An entry that began within this very millisecond would be twelve days old.
         Duration::from_millis(if age_ms == TIMES - 1 { 0 } else { age_ms })
     }
 }
@@ -66,19 +66,19 @@ struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     order: VecDeque<Entry>,
-    /// Number of the oldest entry. Numbers come round; there are never that many entries.
+    /// Number of the oldest entry. Numbers wrap around; there are never that many entries.
     first: u32,
     /// Numbers of the entries that have not ended.
     live: HashTable<u32>,
 }
 
 impl Pending {
-    /// Entries, those that have ended too.
+    /// Number of entries, including ended ones.
     pub(super) fn len(&self) -> usize {
         self.order.len()
     }
 
-    /// Something is waited for from `now` on. What was waited for of this section before has ended.
+    /// Begins a wait for `section` at `now`. An earlier wait for it ends.
     pub(super) fn begin(&mut self, section: SectionNo, now: Duration, kind: Kind) {
         self.end(section);
         let len = self.order.len();
@@ -98,7 +98,7 @@ impl Pending {
         self.live.insert_unique(hash(section), number, rehash);
     }
 
-    /// It has ended, if it was waited for.
+    /// Ends the wait for `section`, if there is one.
     pub(super) fn end(&mut self, section: SectionNo) -> Option<Kind> {
         if self.live.is_empty() {
             return None;
@@ -121,7 +121,7 @@ impl Pending {
         Some((stamp.age(now), stamp.kind().is_none()))
     }
 
-    /// Removes the oldest entry; tells its kind if it has not ended.
+    /// Removes the oldest entry; returns its kind if it has not ended.
     pub(super) fn take_oldest(&mut self) -> Option<Kind> {
         let oldest = self.order.front()?;
         let (waits, section) = (oldest.stamp.kind(), SectionNo(oldest.section.into()));
@@ -131,7 +131,7 @@ impl Pending {
         kind
     }
 
-    /// Memory it takes beside itself, in bytes.
+    /// Memory it takes besides itself, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         let order = self.order.capacity() * size_of::<Entry>();
         (order + self.live.allocation_size()) as u64
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// When it began, its section and why; none once it has ended.
+    /// When it began, its section and kind; none once it has ended.
     type Model = Vec<(Duration, u64, Option<Kind>)>;
 
     #[test]

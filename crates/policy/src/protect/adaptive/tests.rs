@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `adaptive` before an evictor that takes whatever rested for too long.
+//! `adaptive` with an evictor that takes sections that were idle for too long.
 
 use super::trial::Mode;
 use super::*;
@@ -7,25 +7,26 @@ use crate::random::Random;
 use pagetide_addr::{Access, SectionNo};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A VM of one device, and its evictor: a section goes when nobody touched it for `reach_s`.
+/// A VM of one device, and its evictor: a section is evicted when it was not touched for `reach_s`.
 struct Vm {
     policy: Adaptive,
     sections: u64,
     reach_s: u64,
-    /// When each present section was touched, or brought back.
+    /// When each present section was touched, or prefetched.
     present: BTreeMap<u64, u64>,
     evicted: BTreeSet<u64>,
     held: BTreeSet<u64>,
     faults: u64,
     bring_backs: u64,
-    /// Wishes that the policy may make, and the least worth it may protect, worked out here once more.
+    /// Prefetches that the policy may request, and the least worth it may protect, computed here
+    /// independently.
     allowance: f64,
     price: f64,
     weighed_s: u64,
     log: Vec<String>,
 }
 
-/// A policy that does not rest to see what that is like.
+/// A policy without trials of resting.
 fn acting(sections: u64) -> Adaptive {
     Adaptive {
         trial: Trial::of(Mode::Act),
@@ -51,7 +52,7 @@ impl Vm {
         }
     }
 
-    /// Does what the policy wants, and checks that it is consistent.
+    /// Applies the policy's changes, and checks that they are consistent.
     fn obey(&mut self, now: u64, changes: Vec<Change>) {
         for change in changes {
             self.log.push(format!("{now} {change:?}"));
@@ -64,7 +65,7 @@ impl Vm {
                 }
                 Change::BringBack(section) => {
                     self.allowance -= 1.0;
-                    assert!(self.allowance > -1e-6, "more wishes than are allowed");
+                    assert!(self.allowance > -1e-6, "more prefetches than allowed");
                     if self.evicted.remove(&section.0) {
                         self.bring_backs += 1;
                         self.present.insert(section.0, now);
@@ -98,7 +99,7 @@ impl Vm {
 
     fn second(&mut self, now: u64) {
         let (at, mut changes) = (Duration::from_secs(now), Vec::new());
-        // A tenth of the sections in a minute, and at most a quarter of that at once.
+        // A tenth of the sections per minute, and at most a quarter of that at once.
         let minute = seconds(self.sections / 10);
         if now > 0 {
             self.allowance = (self.allowance + minute / 60.0).min(minute / 4.0 + 1.0);
@@ -146,7 +147,7 @@ impl Vm {
         }
     }
 
-    /// Tells a fate, of a section that nothing else is done with.
+    /// Reports a fate of a section that is not used otherwise.
     fn tell(&mut self, now: u64, section: u64, fate: Fate) -> Vec<Change> {
         let mut changes = Vec::new();
         let at = Duration::from_secs(now);
@@ -158,7 +159,7 @@ impl Vm {
         changes
     }
 
-    /// Faults of a stretch in which `count` sections, wide apart, are touched in turn every `turn_s`.
+    /// Faults of a period in which `count` sections, far apart, are touched in turn every `turn_s`.
     fn cycle(&mut self, from_s: u64, to_s: u64, count: u64, turn_s: u64) -> u64 {
         let before = self.faults;
         for now in from_s..to_s {
@@ -316,7 +317,7 @@ fn dma_over_memory_that_is_all_present_wishes_nothing_back() {
     assert_eq!(vm.log, [""; 0]);
 }
 
-/// CPUs fetch back what the evictor takes, again and again, and the device finds all of it there.
+/// CPUs fill again what the evictor takes, again and again, and the device finds all of it present.
 #[test]
 fn guesses_that_brought_nothing_are_not_good() {
     let mut vm = Vm::new(4_000, 1_000_000);
@@ -350,7 +351,7 @@ fn wish_that_came_to_nothing_may_be_made_anew_elsewhere() {
     assert!(vm.policy.allowance < before);
     vm.allowance -= 1.0;
     for _ in 0..2 {
-        // The second time it is nobody's wish any more.
+        // The second time, the prefetch is no longer pending.
         vm.allowance = before;
         vm.tell(1_000, 2_001, Fate::NotBroughtBack);
         assert!((vm.policy.allowance - before).abs() < 1e-6);
@@ -368,7 +369,8 @@ fn absent_section_worth_protecting_is_protected_once_there_is_an_allowance() {
         slot.is_some_and(|slot| vm.policy.links.value(slot).interval > VISIT_INTERVAL + 2)
     });
     let section = held.expect("some section is protected and near its touch");
-    // It goes all the same, and its protection with it; then a decision comes at the wrong moment.
+    // It is evicted nevertheless, and its protection ends; then a decision comes at the wrong
+    // moment.
     let slot = vm
         .policy
         .links
@@ -398,7 +400,7 @@ fn waiting_guesses_are_bounded_and_the_newest_still_count() {
     }
     guesses.weigh();
     assert_eq!(guesses.depth(Kind::Neighbour), 4);
-    // Those whose end never comes are bad after an hour.
+    // Guesses without an outcome are bad after an hour.
     guesses.passed(Duration::from_secs(3_600));
     guesses.weigh();
     assert_eq!(guesses.depth(Kind::Neighbour), 2);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Trial`]: whether bringing sections back does any good, found out by leaving it for a while.
+//! [`Trial`]: determines whether prefetching helps, by pausing it for a while.
 //!
-//! A section that is brought back takes the place of another, and what becomes of that one depends on
-//! everybody who uses the VM's memory. On most disks it costs little; where a guest goes round in a loop
-//! that is larger than its memory, each place given away is missed at once. Nothing the policy sees of
-//! single sections tells the two apart. So the policy *acts* and *rests* in slices of time, and compares:
+//! A prefetched section takes the room of another, and the cost of that depends on all users of the VM's
+//! memory. On most disks it costs little; where a guest loops over more data than its memory holds, all
+//! room given away is missed at once. What the policy sees of single sections does not distinguish the
+//! two. So the policy *acts* and *rests* in slices of time, and compares:
 //!
 //! ```text
 //!   first eviction                                     ┌ act, 8 times as long ┐ rest, twice as long …
@@ -13,16 +13,17 @@
 //!
 //!   missed := faults / returns     of a slice past its first third, in which the one before shows still
 //! ```
-//! A *return* is a touch after at least [`RETURN_S`] of rest: only such a touch can fault, so load cancels out.
-//! The first slices are short, since much can be gained or lost soon. Each that confirms what was believed makes
-//! the next longer, up to hours: a guest that goes round in an hour shows only after that what it lost.
+//! A *return* is a touch after at least [`RETURN_S`] of idle time: only such a touch can fault, so load cancels
+//! out. The first slices are short, since much can be gained or lost soon. Each one that confirms the
+//! assumption makes the next longer, up to hours: a guest with a loop of an hour shows its loss only after that
+//! time.
 
 use std::time::Duration;
 
-/// What is done at a time.
+/// The mode of a slice.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Mode {
-    /// Sections are brought back.
+    /// Sections are prefetched.
     Act,
     /// They are not.
     Rest,
@@ -37,19 +38,19 @@ impl Mode {
     }
 }
 
-/// A touch after so long a rest may be a fault.
+/// A touch after this long an idle time may be a fault.
 pub(super) const RETURN_S: u64 = 15;
-/// Length of the first trials of the mode that is not thought the better, and of the longest.
+/// Length of the first and the longest trial of the mode that is not assumed better.
 const TRIAL_FIRST: Duration = Duration::from_secs(360);
 const TRIAL_MAX: Duration = Duration::from_secs(2 * 3_600);
-/// The better mode is used for so many times the length of a trial: at first, and at most.
+/// The better mode is used for this many times the length of a trial: at first, and at most.
 const BETTER_TIMES: u32 = 8;
 const BETTER_TIMES_MAX: u32 = 16;
-/// The first part of a slice, one in so many, is not counted.
+/// The first part of a slice, one in this many, is not counted.
 const SETTLING: u32 = 3;
-/// How much of a mode's counts is left after another slice of it.
+/// Part of a mode's counts that is left after another slice of it.
 const KEPT: f64 = 0.7;
-/// Fewer returns say nothing.
+/// Fewer returns are ignored.
 const KNOWN_LEAST: f64 = 20.0;
 
 #[derive(Clone, Copy, Default, Debug)]
@@ -73,15 +74,15 @@ pub(super) struct Trial {
     began: Option<Duration>,
     slice: Tally,
     of_modes: [Tally; 2],
-    /// How long the next trial is.
+    /// Length of the next trial.
     trial: Duration,
-    /// Trials that said the same.
+    /// Consecutive trials with the same result.
     confirmed: u32,
 }
 
 impl Default for Trial {
-    /// It is believed that acting is better, but what resting is like is looked at first: in the first
-    /// minutes the policy has learnt nothing that it could act on.
+    /// Acting is assumed better, but resting is measured first: in the first minutes the policy has
+    /// learned nothing that it could act on.
     fn default() -> Self {
         Self {
             mode: Mode::Rest,
@@ -96,7 +97,7 @@ impl Default for Trial {
 }
 
 impl Trial {
-    /// Stays with `mode`, for tests of what is done in it.
+    /// Stays in `mode`, for tests of its behaviour.
     #[cfg(test)]
     pub(super) fn of(mode: Mode) -> Self {
         Self {
@@ -107,7 +108,7 @@ impl Trial {
         }
     }
 
-    /// True if sections are to be brought back now.
+    /// True if sections are to be prefetched now.
     pub(super) fn acts(&self) -> bool {
         self.mode == Mode::Act
     }
@@ -122,7 +123,7 @@ impl Trial {
         self.began.get_or_insert(now);
     }
 
-    /// The device touched a section after a rest of [`RETURN_S`] or more.
+    /// The device touched a section after an idle time of [`RETURN_S`] or more.
     pub(super) fn returned(&mut self, now: Duration) {
         self.slice.returns += self.weight(now);
     }
@@ -145,7 +146,7 @@ impl Trial {
         }
     }
 
-    /// It is `now`. Acting must save at least the part `gain_least` of the faults.
+    /// It is `now`. Acting must save at least the share `gain_least` of the faults.
     pub(super) fn passed(&mut self, now: Duration, gain_least: f64) {
         let Some(began) = self.began else { return };
         if now.saturating_sub(began) < self.length() {
@@ -163,7 +164,7 @@ impl Trial {
         }
     }
 
-    /// The mode that is not thought the better was tried: is it?
+    /// The mode that was not assumed better was tried: compares the two.
     fn compare(&mut self, gain_least: f64) {
         let [act, rest] = [Mode::Act, Mode::Rest].map(|mode| self.of_modes[mode as usize].missed());
         if let (Some(act), Some(rest)) = (act, rest) {
@@ -190,8 +191,8 @@ impl Trial {
 mod tests {
     use super::*;
 
-    /// Share of the seconds in which it acts, of a device that returns once a second and misses so many of
-    /// thousand while it acts and while it rests.
+    /// Share of the seconds in which it acts, for a device that returns once a second, with the given
+    /// misses per thousand while it acts and while it rests.
     fn acting_share(act_permille: u64, rest_permille: u64, hours: u64) -> f64 {
         let (mut trial, mut acting, mut owed) = (Trial::default(), 0_u32, 0);
         trial.evicted(Duration::ZERO);
@@ -217,7 +218,7 @@ mod tests {
     fn device_that_gains_acts_nearly_always_and_one_that_loses_nearly_never() {
         assert!(acting_share(300, 700, 480) > 0.92);
         assert!(acting_share(700, 300, 480) < 0.08);
-        // As good as without is not good enough.
+        // Only as good as without is not good enough.
         assert!(acting_share(500, 500, 480) < 0.08);
     }
 
@@ -235,7 +236,7 @@ mod tests {
             let now = Duration::from_secs(second);
             let gains = second < 100 * 3_600;
             trial.returned(now);
-            // It misses every second return, and every fourth where it does the better thing.
+            // It misses every second return, and every fourth in the better mode.
             let every = if trial.acts() == gains { 4 } else { 2 };
             if second % every == 0 {
                 trial.faulted(now);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Golden sequences: what a policy is told, line by line, and what it must answer.
+//! Golden sequences: the events a policy receives, line by line, and the changes it must return.
 //!
 //! ```text
 //!   policy adp:protected-max=0.1   which, and its parameters
 //!   sections 20                    how many the VM has
 //!   0 touch 5                      time in seconds, event, and the changes that must follow:
-//!   180 pass +5                    +N protected, -N released, ^N brought back, in this order
+//!   180 pass +5                    +N protected, -N released, ^N prefetched, in this order
 //!   200 gone 5 -5                  also: evicted N, faulted N, resized SECTIONS
 //! ```
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policies against models that look at everything, against written sequences, and together.
+//! Policies against models that scan everything, against written sequences, and together.
 
 mod golden;
 mod model;

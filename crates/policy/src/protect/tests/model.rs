@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Policies against models that keep a vector and look at all of it each time.
+//! Policies against models that keep a vector and scan all of it each time.
 
 use crate::{
     protect::{
@@ -20,7 +20,7 @@ const TOUCHED_SECTIONS: u64 = 60;
 struct Seen {
     section: SectionNo,
     last: Duration,
-    /// Tells which of two touches at the same time was later.
+    /// Orders two touches at the same time.
     touch: u64,
     place: Place,
 }
@@ -62,7 +62,7 @@ impl AdpModel {
             .count() as u64
     }
 
-    /// Position of the oldest of those in a place.
+    /// Position of the oldest section in a place.
     fn oldest(&self, is_wanted: impl Fn(Place) -> bool) -> Option<usize> {
         (0..self.seen.len())
             .filter(|position| is_wanted(self.seen[*position].place))
@@ -171,7 +171,7 @@ impl ProtectionPolicy for AdpModel {
     }
 }
 
-/// The last so many different sections.
+/// The last distinct sections, up to a maximum.
 struct LruModel {
     share: Share,
     sections: u64,
@@ -223,17 +223,18 @@ impl ProtectionPolicy for LruModel {
     }
 }
 
-/// How often each thing happens, and how fast time goes by.
+/// How often each event happens, and how fast time passes.
 struct Workload {
-    /// Of a hundred events, those that are touches.
+    /// Touches among a hundred events.
     touches: u64,
     /// Most milliseconds between two events.
     step_ms: u64,
-    /// One touch in so many is of any section, the others are of a few.
+    /// One touch in this many is of any section, the others are of a few.
     any_one_in: u64,
 }
 
-/// Does to both policies what `seed` says; they must answer alike, and what they say must add up.
+/// Applies the events that follow from `seed` to both policies; their changes must be equal and
+/// consistent.
 fn assert_alike(
     seed: u64,
     workload: &Workload,
@@ -347,7 +348,7 @@ fn device_that_touches_other_sections_for_ever_takes_no_more_than_its_shares() {
     let mut changes = Vec::new();
     for number in 0..200_000_u64 {
         let touch = Touch {
-            // Twice in a row, the second time when it rests.
+            // Twice in a row, the second time when it is resting.
             section: SectionNo(if number % 2 == 0 {
                 number
             } else {

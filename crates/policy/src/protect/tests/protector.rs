@@ -70,7 +70,7 @@ fn assert_union(protected: &ProtectedSections, devices: &BTreeMap<DeviceId, Alon
 
 #[test]
 fn vm_protects_what_any_of_its_devices_does() {
-    // Three devices with 3 % each stay below what is protected together at most.
+    // Three devices with 3 % each stay below the bound for all together.
     let choices = [
         "none",
         "lru:share=0.03",
@@ -260,7 +260,7 @@ fn section_too_many_is_refused_until_a_device_releases_another() {
     protector.device_left(DeviceId(1));
     protector.touched(third, touch(51, Duration::ZERO));
     assert!(expected(&[51]) && !protected.contains(SectionNo(50)));
-    // Its policy releases what was refused: nothing happens.
+    // Its policy releases a refused section: nothing happens.
     for section in 52..55 {
         protector.touched(third, touch(section, Duration::ZERO));
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Threads that do not stop when they are asked to, and what becomes of them.
+//! Threads that do not stop on request, and what happens to them.
 //!
 //! ```text
 //!   main thread    sleeps ─► go ─► starts the others ─► waits for its child, as after `vfork` ─► pause
@@ -15,17 +15,17 @@ use pagetide_addr::{Hva, PAGE_BYTES};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-/// More than were kept at a time once.
+/// More than were once kept at a time.
 const DEAF: usize = 5;
 const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_BYTES);
 const WAIT: Duration = Duration::from_secs(10);
 
-/// What parent and child share.
+/// State shared by parent and child.
 struct Shared {
     go: &'static AtomicI32,
     may_pause: &'static AtomicI32,
-    /// Of each thread that was deaf: it is in user code again.
+    /// For each thread that was deaf: it is in user code again.
     is_back: &'static [AtomicI32],
 }
 
@@ -45,16 +45,16 @@ impl Shared {
     }
 }
 
-/// What a thread of the child reads into, and what it sets then.
+/// Where a thread of the child reads to, and the flag it sets then.
 struct Reader {
     page: *mut libc::c_void,
     is_back: &'static AtomicI32,
 }
 
 extern "C" fn read_into_page(reader: *mut libc::c_void) -> *mut libc::c_void {
-    // SAFETY: a Reader that its maker leaks.
+    // SAFETY: a Reader that its creator leaks.
     let reader = unsafe { &*reader.cast::<Reader>() };
-    // SAFETY: opens a file that is always there; reads one byte into a page that is mapped.
+    // SAFETY: opens a file that is always there; reads one byte into a mapped page.
     let read = unsafe {
         let zeros = libc::open(c"/dev/zero".as_ptr(), libc::O_RDONLY);
         libc::read(zeros, reader.page, 1)
@@ -78,7 +78,7 @@ fn in_child(shared: &Shared, readers: &'static [Reader]) -> i32 {
     for reader in readers {
         let mut thread = 0;
         let argument = std::ptr::from_ref(reader).cast_mut().cast();
-        // SAFETY: the function takes what it is given, and that lives for ever.
+        // SAFETY: the function uses the argument passed here, which lives forever.
         let made = unsafe {
             libc::pthread_create(&raw mut thread, std::ptr::null(), read_into_page, argument)
         };
@@ -89,10 +89,10 @@ fn in_child(shared: &Shared, readers: &'static [Reader]) -> i32 {
     let flags = libc::CLONE_VFORK | libc::SIGCHLD;
     // SAFETY: as `fork`, with memory of its own, but for the wait; the child calls only what is bare.
     if unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) } == 0 {
-        // SAFETY: takes numbers. It ends with its parent, also where the test fails.
+        // SAFETY: takes numbers. The child ends with its parent, even if the test fails.
         unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
         sleep_until(shared.may_pause);
-        // SAFETY: ends that process without running anything of its parent's.
+        // SAFETY: ends that process without running any code of its parent's.
         unsafe { libc::_exit(0) };
     }
     super::forever()
@@ -103,13 +103,13 @@ fn area() -> *mut libc::c_void {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let bytes = DEAF * PAGE;
-    // SAFETY: a new mapping, over none that is there; it lives until the process ends.
+    // SAFETY: a new mapping that replaces none; it lives until the process ends.
     let memory = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
     assert_ne!(memory, libc::MAP_FAILED);
     memory
 }
 
-/// A userfaultfd of the child that watches `area` there.
+/// A userfaultfd of the child that watches `area` in it.
 fn watch(child: &Child, area: Hva) -> Userfaultfd {
     let process = child.process();
     let made = run_inside(&process, |thread| thread.make_userfaultfd()).unwrap();
@@ -122,7 +122,7 @@ fn watch(child: &Child, area: Hva) -> Userfaultfd {
     userfaultfd
 }
 
-/// Threads of the child that run: those which were asked to stop, and cannot sleep any more.
+/// Number of the child's running threads: those that were asked to stop, and cannot sleep any more.
 fn count_running(child: &Child) -> usize {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", child.pid)).unwrap();
     let runs = |task: std::io::Result<std::fs::DirEntry>| {
@@ -186,7 +186,7 @@ fn threads_that_stop_late_are_let_go_and_hide_no_thread_that_stops() {
         });
         shared.may_pause.store(1, Ordering::SeqCst);
         let ran = borrower.join().unwrap().unwrap();
-        // While the borrowed one stood still, none of the others did.
+        // While the stopped thread stood still, the others did not.
         assert_eq!(ran.value, DEAF);
         assert_eq!(ran.thread, child.pid.cast_unsigned());
     });

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A number that only grows, over time, in a bounded number of points.
+//! A growing number over time, in a bounded number of points.
 
 use std::time::Duration;
 
@@ -9,10 +9,9 @@ pub const CURVE_POINTS_MAX: usize = 2048;
 /// Step that a curve begins with.
 const FIRST_STEP: Duration = Duration::from_secs(60);
 
-/// How many things there were at the end of each step, the first step from 0.
+/// The count at the end of each step, the first step from 0.
 ///
-/// When the points run out, every other one goes and the step doubles: what is
-/// left is still exact.
+/// When the points run out, every other one is dropped and the step doubles: the rest is still exact.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct GrowthCurve {
     step: Duration,
@@ -31,7 +30,7 @@ impl Default for GrowthCurve {
 }
 
 impl GrowthCurve {
-    /// One thing more at `at`, which is not before the growth told last.
+    /// Adds one at `at`, which is not before the last growth.
     pub fn grow(&mut self, at: Duration) {
         self.until(at);
         self.total += 1;
@@ -40,7 +39,7 @@ impl GrowthCurve {
         }
     }
 
-    /// Goes on to `at` without growth.
+    /// Extends the curve to `at` without growth.
     pub fn until(&mut self, at: Duration) {
         let mut steps = self.steps_to(at);
         while steps > CURVE_POINTS_MAX as u128 {
@@ -54,7 +53,7 @@ impl GrowthCurve {
         }
     }
 
-    /// Steps until the one that `at` lies in, that one included.
+    /// Steps up to and including the one that contains `at`.
     fn steps_to(&self, at: Duration) -> u128 {
         at.as_nanos() / self.step.as_nanos() + 1
     }
@@ -65,20 +64,20 @@ impl GrowthCurve {
         self.step
     }
 
-    /// How many there were at the end of each step.
+    /// The count at the end of each step.
     #[must_use]
     pub fn points(&self) -> &[u64] {
         &self.points
     }
 
-    /// How many there are.
+    /// The current count.
     #[must_use]
     pub const fn total(&self) -> u64 {
         self.total
     }
 }
 
-/// What is known at the end of every two steps; of a last one alone at its own.
+/// The count at the end of every two steps; of an unpaired last one at its own end.
 fn halved(points: &[u64]) -> Vec<u64> {
     points
         .chunks(2)

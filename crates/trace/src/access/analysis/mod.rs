@@ -1,25 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the DMA of a VM's devices looks like: how much memory they touch, how
-//! often, and after how long again (VPRI 4.2; Fig 9, 10 and 11).
+//! Statistics of the DMA of a VM's devices: how much memory they touch, how often, and at which intervals
+//! (VPRI 4.2; Fig 9, 10 and 11).
 //!
-//! The trace passes through once. For each pair of device and section these are
-//! kept: when it was touched last, how often it was touched, and how often that
-//! was after longer than the *fault interval*. Such a touch is a **simulated
-//! fault** (4.2.2): whatever the host's policy of reclaim is, a section that
-//! nobody touched for so long may well be gone. What was touched for the first
-//! time has no interval and is not counted: no policy could have helped there.
-//! Other devices and the CPU are left out, as in the paper.
+//! The trace is read once. For each pair of device and section the analysis keeps the time of the last
+//! touch, the number of touches, and the number of touches after longer than the *fault interval*. Such a
+//! touch is a **simulated fault** (4.2.2): whatever the host's reclaim policy, a section untouched for that
+//! long may well be evicted. A first touch has no interval and is not counted: no policy could have helped
+//! there. Other devices and the CPU are ignored, as in the paper.
 //!
 //! ```text
 //!   section 7 of device 3:   t=0    t=4   t=310        t=900
 //!                             │  4 s │ 306 s │  590 s    │      3 intervals
 //!                           first         fault        fault    4 accesses, 2 faults
 //! ```
-//! A section of one space is another than the section of that number in another
-//! space. Memory is bounded: by [`PAIRS_MAX`], which says what they take, and by
-//! curves of at most [`CURVE_POINTS_MAX`] points, whose step doubles when they are
-//! full. That a section is counted by its *final* number of accesses is
-//! why its faults are kept by it and not in one sum.
+//! Sections of the same number in different spaces are different sections. Memory is bounded: by
+//! [`PAIRS_MAX`], which documents the cost, and by curves of at most [`CURVE_POINTS_MAX`] points, whose
+//! step doubles when they are full. Faults are kept by section and not in one sum, because a section is
+//! counted by its *final* number of accesses.
 
 mod curve;
 mod report;
@@ -38,29 +35,26 @@ use pagetide_addr::{DeviceId, DomainId, SECTION_BYTES, SectionNo};
 use super::Service;
 use report::{count_row, reuse_row};
 
-/// Pairs of device and section that are told apart: at 2 MiB that is 7 TiB of
-/// memory touched by one device.
+/// Most pairs of device and section: at 2 MiB that is 7 TiB of memory touched by one device.
 ///
-/// Each device has a table, which doubles when it is full to 7/8. A place in it
-/// takes 41 bytes (the hash table's own one included). So this many pairs of one
-/// device just fill a table of 2^22 places, 172 MB, which takes 258 MB in the
-/// moment of the last doubling, when the old one is there too. The tables of many
-/// devices may all have doubled just before: 344 MB together.
+/// Each device has a table, which doubles when it is full to 7/8. A place in it takes 41 bytes (the hash
+/// table's own one included). So this many pairs of one device just fill a table of 2^22 places, 172 MB,
+/// which takes 258 MB during the last doubling, when the old one still exists. The tables of many devices
+/// may all have doubled just before: 344 MB together.
 pub const PAIRS_MAX: usize = 7 << 19;
 
-/// Devices that are told apart; each has a curve of its own.
+/// Most devices; each has its own curve.
 pub const DEVICES_MAX: usize = 1 << 12;
 
-/// What the paper takes for the time after which a section may have been
-/// reclaimed (4.2.2).
+/// The paper's time after which a section may have been reclaimed (4.2.2).
 pub const FAULT_INTERVAL: Duration = Duration::from_secs(300);
 
-/// How a trace is looked at.
+/// The parameters of an analysis.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AnalysisParams {
     /// The VM's memory, in bytes, of which footprints are shares; `None` if it is not known.
     pub memory_bytes: Option<u64>,
-    /// What the sections are in size, in bytes; only told, for touches come by section.
+    /// Size of a section, in bytes; only reported, since touches come by section.
     pub section_bytes: u64,
     /// A section that was not touched for longer may have been reclaimed.
     pub fault_interval: Duration,
@@ -79,20 +73,20 @@ impl Default for AnalysisParams {
 /// A DMA access to one section. One that spans sections is several.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SectionTouch {
-    /// When, since any fixed moment; never before the touch told last.
+    /// Time, since any fixed moment; never before the previous touch.
     pub at: Duration,
-    /// By which device.
+    /// The device.
     pub device: DeviceId,
-    /// What kind of device that is.
+    /// The kind of device.
     pub service: Service,
-    /// Which section of its space.
+    /// The section of its space.
     pub section: SectionNo,
 }
 
-/// Why a trace cannot be looked at any further.
+/// Why an analysis cannot continue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum AnalysisError {
-    /// More sections than are told apart.
+    /// Too many sections.
     #[error(
         "devices touch more than {PAIRS_MAX} sections of {section_bytes} bytes; \
          look at larger sections, or at one device"
@@ -101,23 +95,23 @@ pub enum AnalysisError {
         /// Size of a section, in bytes.
         section_bytes: u64,
     },
-    /// More devices than are told apart.
+    /// Too many devices.
     #[error("there are more than {DEVICES_MAX} devices; look at one VM at a time")]
     TooManyDevices,
-    /// A touch from before the one told last.
+    /// A touch earlier than the previous one.
     #[error(
         "a touch at {} ns after one at {} ns; times never run backwards",
         at.as_nanos(), last.as_nanos()
     )]
     Backwards {
-        /// Of this touch.
+        /// Time of this touch.
         at: Duration,
-        /// Of the one before.
+        /// Time of the previous one.
         last: Duration,
     },
 }
 
-/// The looking itself: touches go in, figures come out.
+/// The analysis: touches go in, figures come out.
 #[derive(Debug)]
 pub struct Analysis {
     params: AnalysisParams,
@@ -151,7 +145,7 @@ struct SectionState {
     faults: u64,
 }
 
-/// Sections touched within a minute: of the minute that runs, and the most of any.
+/// Sections touched within a minute: in the current minute, and the most in any.
 #[derive(Debug, Default)]
 struct Minutes {
     minute: u64,
@@ -160,7 +154,7 @@ struct Minutes {
 }
 
 impl Analysis {
-    /// Begins.
+    /// Starts an analysis.
     #[must_use]
     pub fn new(params: AnalysisParams) -> Self {
         Self {
@@ -184,7 +178,7 @@ impl Analysis {
     /// A device has touched a section of `space`.
     ///
     /// # Errors
-    /// [`AnalysisError`]; what was told before is not lost.
+    /// [`AnalysisError`]; earlier touches are not lost.
     pub fn touch_in(&mut self, space: DomainId, touch: SectionTouch) -> Result<(), AnalysisError> {
         if touch.at < self.last {
             return Err(AnalysisError::Backwards {
@@ -206,7 +200,7 @@ impl Analysis {
         Ok(())
     }
 
-    /// Which of the devices it is, a new one if need be.
+    /// The device's index, a new one if necessary.
     fn number(&mut self, touch: &SectionTouch) -> Result<usize, AnalysisError> {
         if let Some(number) = self.numbers.get(&touch.device) {
             return Ok(*number);
@@ -227,7 +221,7 @@ impl Analysis {
         Ok(number)
     }
 
-    /// The figures of what was told, devices by their numbers.
+    /// The figures of all touches, devices by their numbers.
     #[must_use]
     pub fn finish(self) -> AccessAnalysis {
         let span = self.last.saturating_sub(self.first.unwrap_or_default());
@@ -242,7 +236,7 @@ impl Analysis {
 }
 
 impl DeviceState {
-    /// Counts a touch; how many sections are new, none or one.
+    /// Counts a touch; returns how many sections are new, none or one.
     fn touch(&mut self, section: Section, at: Duration, fault_interval: Duration) -> usize {
         self.tallies.accesses += 1;
         let minute = at.as_secs() / 60;

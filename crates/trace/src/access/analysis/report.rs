@@ -12,34 +12,33 @@ use serde::Serialize;
 use super::{AnalysisParams, GrowthCurve};
 use crate::access::Service;
 
-/// Where each row of access counts begins; the last has no end. The paper's
-/// limits are among them: more than twice, fewer than 10, fewer than 50.
+/// First access count of each row; the last has no end. The paper's limits are among them: more than twice,
+/// fewer than 10, fewer than 50.
 const COUNT_ROWS: [u64; 14] = [
     1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000,
 ];
 
-/// Where each row of reuse intervals begins, in seconds; the last has no end.
-/// What falls on a limit belongs to the row before it, so that the rows after
-/// 300 are those that are longer than 300.
+/// Start of each row of reuse intervals, in seconds; the last has no end. A value on a limit belongs to the
+/// row before it, so that the rows after 300 contain the intervals longer than 300.
 const REUSE_ROWS_SECONDS: [u64; 15] = [
     0, 1, 2, 5, 10, 20, 30, 60, 120, 180, 300, 600, 1200, 1800, 3600,
 ];
 
-/// The row that so many accesses belong to.
+/// The row for this many accesses.
 pub(super) fn count_row(accesses: u64) -> usize {
     COUNT_ROWS
         .partition_point(|from| *from <= accesses)
         .saturating_sub(1)
 }
 
-/// The row that an interval belongs to.
+/// The row for an interval.
 pub(super) fn reuse_row(interval: Duration) -> usize {
     REUSE_ROWS_SECONDS
         .partition_point(|from| Duration::from_secs(*from) < interval)
         .saturating_sub(1)
 }
 
-/// What was counted, by rows.
+/// The counts, by rows.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Tallies {
     /// Accesses to sections.
@@ -53,7 +52,7 @@ pub struct Tallies {
 }
 
 impl Tallies {
-    /// Adds what was counted elsewhere.
+    /// Adds other counts.
     pub fn add(&mut self, other: &Self) {
         self.accesses += other.accesses;
         add_rows(&mut self.sections, &other.sections);
@@ -68,7 +67,7 @@ fn add_rows(rows: &mut [u64], others: &[u64]) {
     }
 }
 
-/// Sections that were touched so often, and what they stand for.
+/// The row of sections with a similar number of touches.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct CountRow {
     /// Fewest accesses of the row.
@@ -98,8 +97,7 @@ pub struct ReuseRow {
     pub intervals_share: Option<f64>,
 }
 
-/// How devices come back to memory. A share is `None` where there is nothing to
-/// have a share of.
+/// How devices reuse memory. A share is `None` if its whole is zero.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct Locality {
     /// Accesses to sections.
@@ -165,7 +163,7 @@ impl Locality {
     }
 }
 
-/// Where each row begins and the next one does.
+/// Start of each row and of the next one.
 fn rows(begins: &[u64]) -> impl Iterator<Item = (u64, Option<u64>)> + '_ {
     let next = begins.iter().skip(1).copied().map(Some).chain([None]);
     begins.iter().copied().zip(next)
@@ -175,7 +173,7 @@ fn sum(rows: &[u64]) -> u64 {
     rows.iter().sum()
 }
 
-/// What is in the rows of fewer than `accesses`, which one of the rows begins with.
+/// Total of the rows of fewer than `accesses`, which is the start of a row.
 fn up_to(rows: &[u64], accesses: u64) -> u64 {
     let below = COUNT_ROWS.iter().take_while(|from| **from < accesses);
     rows.iter().zip(below).map(|(row, _)| row).sum()
@@ -186,7 +184,7 @@ fn share(part: u64, whole: u64) -> Option<f64> {
     (whole > 0).then(|| part as f64 / whole as f64)
 }
 
-/// What one device did.
+/// The figures of one device.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct DeviceAnalysis {
     /// Which device.
@@ -205,10 +203,10 @@ pub struct DeviceAnalysis {
     pub footprint_step_seconds: u64,
     /// Sections that had been touched by the end of each step (Fig 10b, 11b).
     pub footprint_points_sections: Vec<u64>,
-    /// How it comes back to memory (Fig 10c, 10d, 11c, 11d).
+    /// How it reuses memory (Fig 10c, 10d, 11c, 11d).
     #[serde(flatten)]
     pub locality: Locality,
-    /// What that is made from.
+    /// The counts behind it.
     #[serde(skip)]
     pub tallies: Tallies,
 }
@@ -239,8 +237,7 @@ impl DeviceAnalysis {
     }
 }
 
-/// Footprints of several devices, as shares of their VMs' memory (Fig 9a): that
-/// of the device in the middle, and so on.
+/// Footprints of several devices, as shares of their VMs' memory (Fig 9a): their mean, median, and so on.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct FootprintShares {
     /// Mean.
@@ -254,12 +251,12 @@ pub struct FootprintShares {
 }
 
 impl FootprintShares {
-    /// Of these, `None` if there are none.
+    /// Of these footprints; `None` if there are none.
     #[must_use]
     pub fn of(mut shares: Vec<f64>) -> Option<Self> {
         shares.sort_by(f64::total_cmp);
         let max = *shares.last()?;
-        // The smallest that so many of a hundred do not exceed.
+        // The smallest value that this many of a hundred do not exceed.
         let at = |hundredths: usize| {
             let rank = (shares.len() * hundredths).div_ceil(100).max(1);
             shares.get(rank - 1).copied().unwrap_or(max)
@@ -273,7 +270,7 @@ impl FootprintShares {
     }
 }
 
-/// What all devices of one kind did.
+/// The figures of all devices of one kind.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct ServiceAnalysis {
     /// Which kind.
@@ -282,13 +279,13 @@ pub struct ServiceAnalysis {
     pub devices: u64,
     /// Their footprints, if the size of their VMs' memory is known.
     pub footprint_share: Option<FootprintShares>,
-    /// How they come back to memory, all taken together.
+    /// How they reuse memory, all taken together.
     #[serde(flatten)]
     pub locality: Locality,
 }
 
 impl ServiceAnalysis {
-    /// Of those of `devices`, of one VM or of many, that are of the kind.
+    /// Of those of `devices`, of one VM or of many, that are of this kind.
     #[must_use]
     pub fn of<'a>(service: Service, devices: impl IntoIterator<Item = &'a DeviceAnalysis>) -> Self {
         let mut tallies = Tallies::default();
@@ -310,7 +307,7 @@ impl ServiceAnalysis {
     }
 }
 
-/// What the devices of a VM did.
+/// The figures of a VM's devices.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct AccessAnalysis {
     /// The VM's memory, in bytes, if known.
@@ -347,7 +344,7 @@ impl AccessAnalysis {
         }
     }
 
-    /// What the devices of one kind did, if there are any.
+    /// The figures of one kind of device, if there are any.
     #[must_use]
     pub fn service(&self, service: Service) -> Option<&ServiceAnalysis> {
         self.services

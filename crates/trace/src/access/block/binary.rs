@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Records of a fixed size: how they are read, and the two formats that are
-//! nothing else.
+//! Fixed-size records: how they are read, and the two formats that consist only of them.
 
 use std::io::{BufReader, ErrorKind, Read};
 
@@ -77,7 +76,7 @@ pub(super) fn bytes<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|i| record.get(at + i).copied().unwrap_or_default())
 }
 
-/// A place on the disk, by blocks.
+/// An offset on the disk, from a block number.
 pub(super) fn offset(block: u64, block_bytes: u64) -> Result<u64, Wrong> {
     block
         .checked_mul(block_bytes)
@@ -90,17 +89,16 @@ pub(super) struct Vscsi(Records<VSCSI_BYTES>);
 /// Version of the records.
 const VSCSI_VERSION: u16 = 1 << 8;
 
-/// What a SCSI command does to the disk.
+/// The effect of a SCSI command on the disk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Command {
     Read,
     Write,
-    /// Carries no blocks: asks, waits, or gives blocks up.
+    /// Carries no blocks: queries, waits, or discards blocks.
     Other,
 }
 
-/// What the record holds, if its version is the known one and its command is one
-/// of disks.
+/// The command of a record, if its version is known and its command is one of disks.
 pub(super) fn vscsi_command(record: &[u8]) -> Result<Command, String> {
     let version = u16::from_le_bytes(bytes(record, 14));
     if version != VSCSI_VERSION {
@@ -159,8 +157,8 @@ impl Decoder for Vscsi {
 
 /// libCacheSim's records.
 ///
-/// They announce one another, which tells a trace that is cut off even between
-/// two records. (Numbers are from 0 or from 1, by who wrote the file.)
+/// Each announces the next request of its block, so even a trace truncated between two records is detected.
+/// (Numbers are from 0 or from 1, depending on the writer.)
 pub(super) struct OracleGeneral {
     records: Records<ORACLE_BYTES>,
     block_bytes: u32,
@@ -168,11 +166,11 @@ pub(super) struct OracleGeneral {
     announced: u64,
 }
 
-/// Index that stands for 'never again'.
+/// Index that means 'never again'.
 const NEVER: i64 = -1;
 
-/// The index of the block's next request is ahead, or there is none. That of a
-/// real trace has 32 bits; so other data is seldom taken for one.
+/// The index of the block's next request is later, or there is none. In a real trace it has 32 bits; so
+/// other data is seldom mistaken for one.
 pub(super) fn oracle_next_is_sound(record: &[u8], number: u64) -> bool {
     let next = i64::from_le_bytes(bytes(record, 16));
     next == NEVER || u32::try_from(next).is_ok_and(|next| u64::from(next) > number)
@@ -187,7 +185,7 @@ impl OracleGeneral {
         }
     }
 
-    /// What was announced must have come.
+    /// Every announced request must have come.
     fn end(&self) -> Result<Option<BlockRequest>, Wrong> {
         let records = self.records.number();
         if self.announced > records {

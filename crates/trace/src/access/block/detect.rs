@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which format a block trace is of. Most have no magic number, so their first
-//! records are looked at: whether they make sense as such.
+//! Detects the format of a block trace. Most have no magic number, so their first records are checked for
+//! plausibility.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,16 +8,16 @@ use std::path::Path;
 use super::binary::{ORACLE_BYTES, VSCSI_BYTES, bytes, fill, oracle_next_is_sound, vscsi_command};
 use super::{BlockFormat, ids, mqsim, srt};
 
-/// What is looked at of a file.
+/// Bytes of a file that are examined.
 pub(super) const HEAD_BYTES: usize = 64 << 10;
 
-/// Records that are looked at, at most.
+/// Most records that are examined.
 const RECORDS: usize = 256;
 
-/// Fewest records by which `oracle-general` is told: its numbers say little.
+/// Fewest records to detect `oracle-general`: its numbers are weak evidence.
 const ORACLE_RECORDS_MIN: usize = 2;
 
-/// Largest request of a disk that is believed, when a format is guessed.
+/// Largest plausible request when a format is guessed.
 const REQUEST_BYTES_MAX: u32 = 1 << 30;
 
 /// The first bytes of `input`, [`HEAD_BYTES`] unless it ends before.
@@ -28,7 +28,7 @@ pub(super) fn head_of(input: &mut impl Read) -> std::io::Result<Vec<u8>> {
     Ok(head)
 }
 
-/// What has compressed a file that begins with `head`, and what unpacks it.
+/// The compression of a file that begins with `head`, and the tool that unpacks it.
 pub(super) fn compression(head: &[u8]) -> Option<(&'static str, &'static str)> {
     const KNOWN: [(&[u8], &str, &str); 4] = [
         (b"\xfd7zXZ\0", "xz", "xz -d"),
@@ -42,8 +42,8 @@ pub(super) fn compression(head: &[u8]) -> Option<(&'static str, &'static str)> {
         .map(|(_, name, command)| (name, command))
 }
 
-/// The format of a file that begins with `head`: by its content, or else by its
-/// name, for a broken file of a known name is told best by its own reader.
+/// The format of a file that begins with `head`: by its content, or else by its name, since a broken file
+/// of a known name gets the best error from its own reader.
 pub(super) fn detect(path: &Path, head: &[u8]) -> Option<BlockFormat> {
     by_content(head).or_else(|| by_name(path).filter(|_| !head.is_empty()))
 }

@@ -7,9 +7,8 @@ use super::{BlockRequest, ByteOrder, Decoder, Input, Wrong};
 /// Bytes of a number.
 const ID_BYTES: usize = 4;
 
-/// Of so many requests one must follow its neighbour for a file to be taken for a
-/// list of blocks. Disks are read in sequence far more often (4 of 10 in the list
-/// that was looked at); numbers by chance never are.
+/// One in this many requests must follow its neighbour for a file to count as a list of blocks. Disks are
+/// read in sequence far more often (4 of 10 in the list examined); random numbers never are.
 const NEIGHBOURS_IN: u64 = 100;
 
 /// Fewest numbers to judge by.
@@ -57,8 +56,8 @@ fn id(record: [u8; ID_BYTES], order: ByteOrder) -> u32 {
     }
 }
 
-/// In which order a file that begins with `head` has more neighbours; if neither,
-/// the big end first, as it is read by those who need no neighbours.
+/// The byte order in which a file that begins with `head` has more neighbours; if neither, big endian, as
+/// tools that need no neighbours read it.
 pub(super) fn order_of(head: &[u8]) -> ByteOrder {
     if neighbours(head, ByteOrder::LittleEnd) > neighbours(head, ByteOrder::BigEnd) {
         ByteOrder::LittleEnd

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Block traces that others have made: which blocks of a disk were asked for.
+//! Block traces from other tools: which blocks of a disk were requested.
 //!
-//! They carry addresses **on a disk**, not in memory: which memory a request's DMA
-//! went to follows only from a model of the guest's page cache. The formats:
+//! They have addresses **on a disk**, not in memory: only a model of the guest's page cache can derive the
+//! memory of a request's DMA. The formats:
 //!
 //! | name | one record |
 //! |---|---|
@@ -12,23 +12,26 @@
 //! | `hp-srt` | after a text header up to a form feed, 13 to 15 `i32`, big end first: size, id, s, us, start, stop, bytes, sector, device, driver, cylinder, flags, info … |
 //! | `block-ids` | `u32`: the number of a block; neither time nor length nor direction |
 //!
-//! The binary ones are little end first but for `hp-srt`. Times count from the
-//! first request. In none of these formats times run backwards, in the traces of
-//! each that were looked at; a trace where they do is refused, for then it is
-//! mixed of several or broken.
+//! The binary ones are little endian except `hp-srt`. Times count from the first request. Times never run
+//! backwards in the traces examined of each format; a trace where they do is refused, since it is a mixture
+//! of several or broken.
 //!
-//! *Sectors of `hp-srt`* are as large as the header says (`sectorsize`, 256 bytes
-//! there). Readers that take 512 get addresses past the end of the disk.
+//! *Sectors of `hp-srt`* are as large as the header says (`sectorsize`, 256 bytes there). Readers that
+//! assume 512 get addresses past the end of the disk.
 //!
-//! *Bytes of `block-ids`* come in either order, and nothing in the file tells.
-//! Read the wrong way, neighbours are far apart; so the order is taken in which
-//! more requests follow their neighbour.
+//! *Bytes of `block-ids`* come in either order, and the file does not record which. Read the wrong way,
+//! neighbours are far apart; so the order in which more requests follow their neighbour is used.
 //!
-//! What is wrong with a trace names the record, from 0, or the line, from 1.
+//! Errors name the record, from 0, or the line, from 1.
 //!
-//! *Pipes are refused*, with a sentence: their bytes come once, and who models a
-//! guest reads a trace twice, first for how much of the disk it touches. Who needs
-//! one pass only, and has other input than a file, gives it to [`BlockTrace::new`].
+//! *Pipes are refused*, with a message: their bytes can be read only once, and a model of a guest reads a
+//! trace twice, first for the part of the disk that it touches. A caller that needs only one pass, over
+//! input other than a file, uses [`BlockTrace::new`].
+
+mod request;
+
+pub use request::{BlockFormat, BlockOptions, BlockRequest, ByteOrder};
+use request::{Decoder, Input, Wrong};
 
 mod binary;
 mod detect;
@@ -39,134 +42,21 @@ mod srt;
 use std::fmt;
 use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
-use std::time::Duration;
-
-use pagetide_addr::Access;
 
 use crate::error::TraceError;
 use crate::open::open_regular;
 use detect::{compression, detect, head_of};
 
-/// One request for blocks of a disk.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct BlockRequest {
-    /// When, in nanoseconds since the trace's first request; `None` if the trace
-    /// does not tell.
-    pub time_ns: Option<u64>,
-    /// Number of the disk.
-    pub device: u32,
-    /// First byte on the disk.
-    pub offset_bytes: u64,
-    /// Length, in bytes.
-    pub len_bytes: u32,
-    /// What it does to the disk; `None` if the trace does not tell. (Memory sees the
-    /// opposite: a disk that is read writes to memory.)
-    pub access: Option<Access>,
-}
-
-/// A format of block traces. See the module.
-#[derive(
-    Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, serde::Serialize, serde::Deserialize,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum BlockFormat {
-    /// VMware's virtual disks, as the CloudPhysics traces have it.
-    Vscsi,
-    /// What libCacheSim reads; disks' traces are in it among others.
-    OracleGeneral,
-    /// Text of the SSD simulator MQSim.
-    Mqsim,
-    /// HP Labs' standard records of disk traces, version 1.3.
-    HpSrt,
-    /// Numbers of blocks.
-    BlockIds,
-}
-
-impl BlockFormat {
-    /// All formats, in the order of their names in documents.
-    pub const ALL: [Self; 5] = [
-        Self::Vscsi,
-        Self::OracleGeneral,
-        Self::Mqsim,
-        Self::HpSrt,
-        Self::BlockIds,
-    ];
-
-    /// Name on the command line and in reports.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Vscsi => "vscsi",
-            Self::OracleGeneral => "oracle-general",
-            Self::Mqsim => "mqsim",
-            Self::HpSrt => "hp-srt",
-            Self::BlockIds => "block-ids",
-        }
-    }
-
-    /// All names, for messages.
-    fn names() -> String {
-        Self::ALL.map(Self::name).join(", ")
-    }
-}
-
-impl fmt::Display for BlockFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for BlockFormat {
-    type Err = TraceError;
-
-    fn from_str(name: &str) -> Result<Self, TraceError> {
-        Self::ALL
-            .into_iter()
-            .find(|format| format.name() == name)
-            .ok_or_else(|| {
-                TraceError::Asked(format!(
-                    "`{name}` is no format of block traces; there are {}",
-                    Self::names()
-                ))
-            })
-    }
-}
-
-/// How a block trace is read.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct BlockOptions {
-    /// Its format; `None`: as its content shows, or its name.
-    pub format: Option<BlockFormat>,
-    /// Bytes of a block, where the trace counts in blocks of a size that it does
-    /// not tell; `None`: 512 in `oracle-general`, 4096 in `block-ids`.
-    pub block_bytes: Option<u32>,
-    /// Time from one request to the next in a trace that has no times; `None`: it
-    /// stays without.
-    pub interval: Option<Duration>,
-}
-
-/// Bytes of an integer, which come first.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ByteOrder {
-    /// The most significant.
-    BigEnd,
-    /// The least significant.
-    LittleEnd,
-}
-
-/// What was taken for granted about a trace, to be said beside what came of it.
+/// Assumptions about a trace, to be reported with the results.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 pub struct BlockAbout {
-    /// Format that it is read as.
+    /// Format it is read as.
     pub format: BlockFormat,
-    /// Bytes of a block or sector, by which its addresses are counted.
+    /// Bytes of a block or sector, the unit of its addresses.
     pub block_bytes: u32,
-    /// Order of its bytes, where that had to be guessed.
+    /// Byte order, where it had to be guessed.
     pub byte_order: Option<ByteOrder>,
-    /// Time from one request to the next, in nanoseconds, where it has no times
-    /// and some were asked for.
+    /// Time from one request to the next, in nanoseconds, where the trace has none and an interval was set.
     pub interval_ns: Option<u64>,
 }
 
@@ -177,52 +67,27 @@ pub struct BlockTrace {
     about: BlockAbout,
     /// `None` once the end or an error was reached.
     decoder: Option<Box<dyn Decoder>>,
-    /// Requests handed out.
+    /// Requests returned so far.
     done: u64,
     first_ns: Option<u64>,
     last_ns: u64,
 }
 
-/// What tells requests of one format apart, in the order of the file.
-trait Decoder: Send {
-    /// The next request, its time as the file has it; `None` at the end.
-    fn next(&mut self) -> Result<Option<BlockRequest>, Wrong>;
-
-    /// Number of the record that was read last, as messages have it.
-    fn record(&self) -> u64;
-}
-
-/// Why there is no next request.
-#[derive(Debug)]
-enum Wrong {
-    /// The system's fault.
-    Io(std::io::Error),
-    /// The record's.
-    Record(String),
-}
-
-impl From<std::io::Error> for Wrong {
-    fn from(error: std::io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
 /// Opens the block trace at `path`, which may be done again for another pass.
 ///
 /// # Errors
-/// If it cannot be opened, is a pipe or a device, which another pass would find
-/// empty, is compressed, or is of no format that is known and none was named.
+/// If it cannot be opened, is a pipe or a device, which cannot be read again, is compressed, or is of no
+/// known format and none was named.
 pub fn open_block_trace(path: &Path, options: &BlockOptions) -> Result<BlockTrace, TraceError> {
     BlockTrace::new(path, open_regular(path)?, options)
 }
 
 impl BlockTrace {
-    /// Reads a trace from `input`, once, so that it may be a pipe; errors, and a
-    /// format that only its name tells, go by `path`.
+    /// Reads a trace from `input`, once, so that it may be a pipe; `path` is used for errors, and for a
+    /// format that only the name shows.
     ///
     /// # Errors
-    /// If it cannot be read, is compressed, or is of no format that is known and
-    /// none was named.
+    /// If it cannot be read, is compressed, or is of no known format and none was named.
     pub fn new(
         path: &Path,
         mut input: impl Read + Send + 'static,
@@ -265,25 +130,25 @@ impl BlockTrace {
         })
     }
 
-    /// What was taken for granted.
+    /// The assumptions made.
     #[must_use]
     pub const fn about(&self) -> BlockAbout {
         self.about
     }
 
-    /// Number of the record that was read last, as errors have it; 0 at the end.
+    /// Number of the record read last, as errors give it; 0 at the end.
     #[must_use]
     pub fn record(&self) -> u64 {
         self.decoder.as_ref().map_or(0, |decoder| decoder.record())
     }
 
-    /// Requests handed out.
+    /// Requests returned so far.
     #[must_use]
     pub const fn requests(&self) -> u64 {
         self.done
     }
 
-    /// What holds for requests of all formats.
+    /// Checks that apply to requests of all formats.
     fn check(&mut self, mut request: BlockRequest) -> Result<BlockRequest, String> {
         let BlockRequest {
             offset_bytes,
@@ -312,9 +177,6 @@ impl BlockTrace {
         Ok(request)
     }
 }
-
-/// Where a decoder reads from, from the first byte.
-type Input = Box<dyn Read + Send>;
 
 fn decoder(
     format: BlockFormat,

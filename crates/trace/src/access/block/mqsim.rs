@@ -22,7 +22,7 @@ pub(super) struct Mqsim {
 impl Mqsim {
     pub(super) fn new(input: Input) -> Self {
         Self {
-            // Its errors are taken apart again: the path is the caller's to add.
+            // Its errors are taken apart again: the caller adds the path.
             lines: Lines::new(Path::new(""), input),
             number: 0,
         }

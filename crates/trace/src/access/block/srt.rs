@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! HP Labs' disk traces, version 1.3: a text header that describes the machine,
-//! then records of 13 to 15 words, the big end first.
+//! HP Labs' disk traces, version 1.3: a text header that describes the machine, then records of 13 to 15
+//! words, big endian.
 //!
 //! ```text
 //!  0 size of the record in bytes      7 sector on the disk, from the disk's beginning
@@ -10,8 +10,8 @@
 //!  5 stop, after that, us            12 info
 //!  6 bytes                           13 length of the queue (version 4)   then: why it is suspect
 //! ```
-//! Version is 1 to 4. Kind 1 is a request; kind 2 is one whose record is suspect
-//! (DiskSim leaves those out, and so do we); there are no others.
+//! Version is 1 to 4. Kind 1 is a request; kind 2 is one whose record is suspect (DiskSim skips those, and
+//! so do we); there are no others.
 
 use std::io::{BufRead, BufReader, Read};
 
@@ -29,7 +29,7 @@ const FORM_FEED: u8 = 0x0c;
 /// Longest header that is read: that of a machine with two disks has 2 KB.
 const HEADER_BYTES_MAX: u64 = 1 << 20;
 
-/// Bytes of a sector, if the header does not say.
+/// Bytes of a sector, if the header has no value.
 const SECTOR_BYTES: u32 = 256;
 
 /// Words that each record has.
@@ -77,7 +77,7 @@ impl HpSrt {
         self.sector_bytes
     }
 
-    /// The next record's words, those that it does not have 0; `None` at the end.
+    /// The next record's words, missing ones as 0; `None` at the end.
     fn record_words(&mut self) -> Result<Option<[u32; WORDS_MAX]>, Wrong> {
         let mut bytes = [0; WORDS_MAX * 4];
         self.begun += 1;

@@ -30,11 +30,11 @@ pub struct AccessLogReader {
     next_group: usize,
     /// Rows of the open row group not read yet.
     rows_left: u64,
-    /// Records handed out.
+    /// Records returned so far.
     done: u64,
     /// Time of the last record.
     last_time_ns: u64,
-    /// What is wrong after the records handed out last.
+    /// The error after the records returned last.
     broken: Option<TraceError>,
 }
 
@@ -49,11 +49,11 @@ struct Columns {
 }
 
 impl AccessLogReader {
-    /// Opens the file at `path` and checks that it is of an access log.
+    /// Opens the file at `path` and checks that it is an access log.
     ///
     /// # Errors
-    /// If it cannot be opened, is cut off or no Parquet file, is of another
-    /// format or of a version that is not known here, or lacks a column.
+    /// If it cannot be opened, is truncated or no Parquet file, is of another format or of an unknown
+    /// version, or lacks a column.
     pub fn open(path: &Path) -> Result<Self, TraceError> {
         let input = open_regular(path)?;
         let wrong = |reason: String| TraceError::File {
@@ -81,13 +81,13 @@ impl AccessLogReader {
         })
     }
 
-    /// What the file says about itself.
+    /// The file's metadata.
     #[must_use]
     pub const fn meta(&self) -> &AccessLogMeta {
         &self.meta
     }
 
-    /// Records that the file says it holds.
+    /// The file's own count of its records.
     #[must_use]
     pub const fn records(&self) -> u64 {
         self.records
@@ -102,8 +102,7 @@ impl AccessLogReader {
     /// Appends the next records to `batch`, at most [`BATCH_EVENTS`]; none means the end.
     ///
     /// # Errors
-    /// If the file is broken there; records before the break were handed out,
-    /// and there are none after it.
+    /// If the file is broken there; records before the break were returned, and there are none after it.
     pub fn next_batch(&mut self, batch: &mut Vec<AccessRecord>) -> Result<usize, TraceError> {
         if let Some(error) = self.broken.take() {
             return Err(error);
@@ -137,7 +136,7 @@ impl AccessLogReader {
         Ok(rows)
     }
 
-    /// There are no more rows: there must have been all of them.
+    /// Checks at the end that all rows were read.
     fn end(&mut self) -> Result<usize, TraceError> {
         self.file = None;
         if self.done == self.records {
@@ -153,7 +152,7 @@ impl AccessLogReader {
         })
     }
 
-    /// Opens the next row group that has rows; whether there was one.
+    /// Opens the next row group that has rows; returns whether there was one.
     fn open_group(&mut self) -> Result<bool, String> {
         let Some(file) = &self.file else {
             return Ok(false);
@@ -168,7 +167,7 @@ impl AccessLogReader {
         Ok(self.rows_left != 0)
     }
 
-    /// Reads a batch of every column; rows read.
+    /// Reads a batch of every column; returns the rows read.
     fn read_columns(&mut self) -> Result<usize, String> {
         if !self.open_group()? {
             return Ok(0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A log that goes on for as long as it is wanted, in files of bounded size and number.
+//! An unbounded log in files of bounded size and number.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,43 +9,43 @@ use super::{AccessLogMeta, AccessLogWriter};
 use crate::access::AccessRecord;
 use crate::error::TraceError;
 
-/// Records after which the size of the file is looked at.
+/// Records after which the size of the file is checked.
 const LOOK_RECORDS: usize = 1024;
 
 /// Smallest limit of a file, in bytes: below it a file would be mostly metadata.
 pub const LOG_FILE_BYTES_MIN: u64 = 256 << 10;
 
-/// Largest number of files that are kept: 4 TiB at 64 MiB each. Whoever completes a
-/// file lists the directory, which with so many takes some hundredths of a second,
-/// and whoever reads the log opens each of them twice.
+/// Largest number of files that are kept: 4 TiB at 64 MiB each. Completing a file lists the directory,
+/// which with this many files takes some hundredths of a second, and a reader of the log opens each of them
+/// twice.
 pub const LOG_FILES_MAX: u32 = 1 << 16;
 
 /// End of the names of a log's files.
 const SUFFIX: &str = ".parquet";
 
-/// What a log may take up.
+/// The limits of a log.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LogLimits {
     /// Directory of the files.
     pub dir: PathBuf,
-    /// Bytes that a file has at most, but for its footer of some kilobytes.
+    /// Largest size of a file, except for its footer of some kilobytes.
     pub max_file_bytes: u64,
-    /// Complete files that are kept, [`LOG_FILES_MAX`] at most; the oldest go. One
-    /// more is in the making.
+    /// Complete files that are kept, [`LOG_FILES_MAX`] at most; the oldest are removed. One more is being
+    /// written.
     pub max_files: u32,
 }
 
 /// A log in files `VM-000001.parquet`, `VM-000002.parquet` and so on.
 ///
-/// One log of a VM at a time may be written to a directory: two would take the same
-/// numbers. Whoever may have competitors sees to that.
+/// One log of a VM at a time may be written to a directory: two would use the same numbers. The caller must
+/// ensure that.
 ///
-/// A file has its name when it is complete, so a process that is killed loses
-/// the file in the making; [`RotatingLog::rotate`] completes it earlier.
+/// A file gets its name when it is complete, so a killed process loses the unfinished file;
+/// [`RotatingLog::rotate`] completes it earlier.
 #[derive(Debug)]
 pub struct RotatingLog {
     limits: LogLimits,
-    /// Of the file in the making, or of the next one.
+    /// Of the unfinished file, or of the next one.
     meta: AccessLogMeta,
     writer: Option<AccessLogWriter>,
     last_time_ns: u64,
@@ -54,12 +54,12 @@ pub struct RotatingLog {
 }
 
 impl RotatingLog {
-    /// Begins a log. Files that an earlier log of the same VM left in the
-    /// directory count among those that are kept.
+    /// Starts a log. Files that an earlier log of the same VM left in the directory count among those that
+    /// are kept.
     ///
     /// # Errors
-    /// If the limits allow nothing or too much, the VM's name is none for a file, or the
-    /// directory cannot be read.
+    /// If the limits allow nothing or too much, the VM's name is not valid for a file, or the directory
+    /// cannot be read.
     pub fn create(limits: LogLimits, mut meta: AccessLogMeta) -> Result<Self, TraceError> {
         if limits.max_file_bytes < LOG_FILE_BYTES_MIN || limits.max_files == 0 {
             return Err(TraceError::Asked(format!(
@@ -90,7 +90,7 @@ impl RotatingLog {
         })
     }
 
-    /// What the file in the making will say about itself, and those after it.
+    /// The metadata of the unfinished file, and of those after it.
     pub const fn meta_mut(&mut self) -> &mut AccessLogMeta {
         &mut self.meta
     }
@@ -101,13 +101,12 @@ impl RotatingLog {
         self.done + self.writer.as_ref().map_or(0, AccessLogWriter::records)
     }
 
-    /// Writes `records`, perhaps later, to this file and those that follow. One
-    /// that can be no access is counted as lost: a device that logs nonsense
-    /// shall not end the log of the others.
+    /// Writes `records`, perhaps later, to this file and those that follow. An invalid record is counted as
+    /// lost: a device that logs nonsense must not end the log of the others.
     ///
     /// # Errors
-    /// If a file cannot take them or cannot be completed. What such a file had is
-    /// lost with it; the next call begins another.
+    /// If a file cannot take them or cannot be completed. The records of such a file are lost with it; the
+    /// next call starts another.
     pub fn append(&mut self, records: &[AccessRecord]) -> Result<(), TraceError> {
         for part in records.chunks(LOOK_RECORDS) {
             if self.append_part(part)? >= self.limits.max_file_bytes {
@@ -117,7 +116,7 @@ impl RotatingLog {
         Ok(())
     }
 
-    /// Writes to the file in the making; how large it is by now.
+    /// Writes to the unfinished file; returns its size.
     fn append_part(&mut self, records: &[AccessRecord]) -> Result<u64, TraceError> {
         let mut writer = match self.writer.take() {
             Some(writer) => writer,
@@ -134,8 +133,8 @@ impl RotatingLog {
         Ok(bytes)
     }
 
-    /// Completes the file in the making, if it has records, and removes the oldest
-    /// that are too many; the file.
+    /// Completes the unfinished file, if it has records, and removes the oldest excess files; returns the
+    /// file.
     ///
     /// # Errors
     /// If it cannot be completed, or an old one cannot be removed.
@@ -151,7 +150,7 @@ impl RotatingLog {
             ..self.meta.clone()
         };
         let records = writer.records();
-        // Whatever becomes of it, its number is not used again.
+        // Its number is not used again, even after a failure.
         self.meta.sequence = sequence.saturating_add(1);
         self.last_time_ns = writer.finish()?;
         self.meta.lost_records = 0;
@@ -168,7 +167,7 @@ impl RotatingLog {
         Ok(Some(path))
     }
 
-    /// Ends the log; its last file, if there was anything to put into it.
+    /// Ends the log; returns its last file, if that has records.
     ///
     /// # Errors
     /// As [`RotatingLog::rotate`].

@@ -13,19 +13,19 @@ use crate::error::TraceError;
 struct Part {
     path: PathBuf,
     meta: AccessLogMeta,
-    /// Records that it says it holds.
+    /// Its own count of its records.
     records: u64,
 }
 
-/// An access log of one or more files, of which one at most is open. Iterates over its records; after an error
-/// there are none.
+/// An access log of one or more files, of which at most one is open. Iterates over its records; after an
+/// error there are none.
 #[derive(Debug)]
 pub struct AccessLog {
     meta: AccessLogMeta,
     records: u64,
     /// Files that follow, the next one last.
     files: Vec<PathBuf>,
-    /// The file that is read.
+    /// The file being read.
     reader: Option<AccessLogReader>,
     batch: Vec<AccessRecord>,
     /// Next of `batch`.
@@ -37,8 +37,8 @@ impl AccessLog {
     /// Opens a log by its files, given in any order.
     ///
     /// # Errors
-    /// If there is none, one is broken, they are not of one log, one in between is
-    /// missing, or they say they hold 2^64 records or more.
+    /// If there is none, one is broken, they are not of one log, one in between is missing, or their counts
+    /// of records add up to 2^64 or more.
     pub fn open(files: &[PathBuf]) -> Result<Self, TraceError> {
         let mut logs = Self::open_all(files)?.into_iter();
         match (logs.next(), logs.next()) {
@@ -55,8 +55,8 @@ impl AccessLog {
     /// Opens all logs that `files` belong to, by the names of their VMs.
     ///
     /// # Errors
-    /// If one is broken, one in between is missing, or those of a log say they
-    /// hold 2^64 records or more.
+    /// If one is broken, one in between is missing, or the counts of records in a log add up to 2^64 or
+    /// more.
     pub fn open_all(files: &[PathBuf]) -> Result<Vec<Self>, TraceError> {
         let mut logs: BTreeMap<(String, u64), Vec<Part>> = BTreeMap::new();
         for file in files {
@@ -102,20 +102,20 @@ impl AccessLog {
         })
     }
 
-    /// What its files say about it, taken together: the largest memory, all
-    /// devices, all losses, the sequence number of the first.
+    /// The metadata of its files, merged: the largest memory, all devices, all losses, the sequence number
+    /// of the first.
     #[must_use]
     pub const fn meta(&self) -> &AccessLogMeta {
         &self.meta
     }
 
-    /// Records that its files say they hold.
+    /// Its files' own counts of their records.
     #[must_use]
     pub const fn records(&self) -> u64 {
         self.records
     }
 
-    /// Fills the batch; whether there are more records.
+    /// Fills the batch; returns whether there are more records.
     fn fill(&mut self) -> Result<bool, TraceError> {
         loop {
             let reader = match &mut self.reader {
@@ -131,7 +131,7 @@ impl AccessLog {
                 self.reader = None;
                 continue;
             }
-            // Within a file the reader has looked at the times.
+            // Within a file the reader has checked the times.
             if let (Some(first), Some(last)) = (self.batch.first(), self.batch.last()) {
                 if first.time_ns < self.last_time_ns {
                     return Err(TraceError::File {
@@ -173,7 +173,7 @@ impl Iterator for AccessLog {
 }
 
 impl Part {
-    /// Opens the file for what it says about itself, and closes it.
+    /// Opens the file for its metadata, and closes it.
     fn look(file: &Path) -> Result<Self, TraceError> {
         let reader = AccessLogReader::open(file)?;
         Ok(Self {
@@ -184,7 +184,7 @@ impl Part {
     }
 }
 
-/// Records that the files say they hold. They may say anything.
+/// The files' own counts of their records, which may be false.
 fn records_of(parts: &[Part]) -> Result<u64, TraceError> {
     let mut records: u64 = 0;
     for part in parts {
@@ -202,7 +202,7 @@ fn records_of(parts: &[Part]) -> Result<u64, TraceError> {
     Ok(records)
 }
 
-/// Whether `after` follows `before` at once.
+/// Whether `after` is the direct successor of `before`.
 fn check_order(before: &Part, after: &Part) -> Result<(), TraceError> {
     let (number, next) = (before.meta.sequence, after.meta.sequence);
     let reason = match next.checked_sub(number) {

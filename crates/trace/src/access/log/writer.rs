@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes one file of an access log. Nothing is at its path until it is complete.
+//! Writes one file of an access log. Nothing exists at its path until it is complete.
 
 use std::fs::{File, Permissions};
 use std::io::BufWriter;
@@ -28,13 +28,12 @@ use crate::partial::PartialFile;
 /// Records of a row group: at 36 bytes each the writer gathers some 2 MB.
 pub const LOG_GROUP_RECORDS: usize = 1 << 16;
 
-/// Records that are held back to be sorted with later ones. At the most that
-/// engines log, some millions a second, that is several milliseconds; they look
-/// at the clock and pass the record on within microseconds.
+/// Records held back to be sorted with later ones. At the highest rate of the engines, some millions a
+/// second, that is several milliseconds; an engine passes a record on within microseconds after reading the
+/// clock.
 pub const LOG_SLACK_RECORDS: usize = 1 << 14;
 
-/// What a record takes up in the file, at most, in bytes: its columns uncompressed,
-/// and a little.
+/// Largest size of a record in the file, in bytes: its columns uncompressed, and a little more
 const RECORD_BYTES_MAX: u64 = 40;
 
 /// Writes records to one file of an access log.
@@ -51,11 +50,11 @@ pub struct AccessLogWriter {
 }
 
 impl AccessLogWriter {
-    /// Begins a file that will be at `path`. It tells where a guest's data lies and when it was used,
-    /// so only its owner may read it.
+    /// Creates a file that will be at `path`. It shows where a guest's data lies and when it was used, so
+    /// only its owner may read it.
     ///
     /// # Errors
-    /// If no file can be made beside `path`.
+    /// If no file can be created beside `path`.
     pub fn create(path: &Path, meta: AccessLogMeta) -> Result<Self, TraceError> {
         let (partial, file) = PartialFile::create(path)?;
         file.set_permissions(Permissions::from_mode(0o600))
@@ -82,12 +81,12 @@ impl AccessLogWriter {
         })
     }
 
-    /// The file goes on where one before it ended: no time in it is before `time_ns`.
+    /// Continues after an earlier file: no time in this one is before `time_ns`.
     pub(super) fn follow(&mut self, time_ns: u64) {
         self.last_time_ns = time_ns;
     }
 
-    /// What the file will say about itself.
+    /// The file's metadata.
     pub const fn meta_mut(&mut self) -> &mut AccessLogMeta {
         &mut self.meta
     }
@@ -98,7 +97,7 @@ impl AccessLogWriter {
         self.done + self.waiting.len() as u64
     }
 
-    /// Bytes that the file will have, at most, but for its footer.
+    /// Largest size of the file, in bytes, except for its footer.
     pub(super) fn bytes_max(&self) -> u64 {
         self.writer.bytes_written() as u64 + self.waiting.len() as u64 * RECORD_BYTES_MAX
     }
@@ -106,8 +105,8 @@ impl AccessLogWriter {
     /// Writes `records`, perhaps later.
     ///
     /// # Errors
-    /// If the file cannot take them, or one of them can be no access: it ends
-    /// past 2^64, or is from after 2^63 ns. Those before it are written.
+    /// If the file cannot take them, or one of them is invalid: it ends past 2^64, or is from after 2^63
+    /// ns. Those before it are written.
     pub fn append(&mut self, records: &[AccessRecord]) -> Result<(), TraceError> {
         for record in records {
             if let Err(reason) = check(record) {
@@ -122,7 +121,7 @@ impl AccessLogWriter {
         Ok(())
     }
 
-    /// Writes a record that [`check`] has found to be one, perhaps later.
+    /// Writes a record that [`check`] has accepted, perhaps later.
     pub(super) fn push(&mut self, record: AccessRecord) -> Result<(), TraceError> {
         self.waiting.push(record);
         if self.waiting.len() == LOG_GROUP_RECORDS + LOG_SLACK_RECORDS {
@@ -131,7 +130,7 @@ impl AccessLogWriter {
         Ok(())
     }
 
-    /// Completes the file, metadata and all; tells the time of its last record.
+    /// Completes the file with its metadata; returns the time of its last record.
     ///
     /// # Errors
     /// If the file cannot be completed.
@@ -160,7 +159,7 @@ impl AccessLogWriter {
 
     /// Writes the oldest `count` of the waiting records, or all, as a row group.
     fn flush(&mut self, count: usize) -> Result<(), TraceError> {
-        // Stable: records of one instant stay as they came.
+        // Stable: records with the same time keep their order.
         self.waiting.sort_by_key(|record| record.time_ns);
         let count = count.min(self.waiting.len());
         let rows = &mut self.waiting[..count];
@@ -188,7 +187,7 @@ impl std::fmt::Debug for AccessLogWriter {
     }
 }
 
-/// What would make the reader refuse the record.
+/// Checks for properties that the reader would refuse.
 pub(super) fn check(record: &AccessRecord) -> Result<(), String> {
     let AccessRecord {
         time_ns,

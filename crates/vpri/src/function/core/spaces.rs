@@ -39,7 +39,7 @@ impl FunctionCore {
                 Some(Arc::clone(&space.domain))
             }
             Some(space) if space.domain.is_mapped() => return Err(LENGTH),
-            // No device has it, and its memory is gone: the name is another's now.
+            // No device has it, and its memory is gone: the name now belongs to another file.
             Some(space) => {
                 let id = space.domain.id();
                 self.spaces.remove(&id);
@@ -51,7 +51,7 @@ impl FunctionCore {
             Some(domain) => domain,
             None => self.declare(name, bytes)?,
         };
-        // Whoever barred it before had a session of his own.
+        // A bar of an earlier session.
         if self.barred.remove(&name).is_some() {
             self.domains.lift_bar(name);
         }
@@ -97,7 +97,8 @@ impl FunctionCore {
         self.spaces.remove(&space);
         match farewell {
             Farewell::Release if self.phase == Phase::Ready => domain.detach(),
-            // It was not taken up: pages of it may be away. A bar or READY says what becomes of it.
+            // It was not recovered: pages of it may be absent. A bar or READY decides what happens
+            // to it.
             Farewell::Release => domain.disown(),
             Farewell::Retire => self.domains.retire(&domain),
         }
@@ -148,8 +149,8 @@ impl FunctionCore {
             std::hint::spin_loop();
         }
         if *ranges == whole {
-            // Nothing is under way that began before the space was created: from now on an access
-            // to an absent page is an alias fault.
+            // No DMA is under way that began before the space was created: from now on an access to
+            // an absent page is an alias fault.
             domain.watch().map_err(|error| {
                 tracing::warn!(%error, "the space is not watched");
                 Status::of(Code::Unsupported)
@@ -187,7 +188,7 @@ impl FunctionCore {
         let mut mask = FilePageSet::EMPTY;
         let looked = domain.touched(pages, marks, &mut |page| mask.insert(page));
         looked.map_err(|error| {
-            tracing::warn!(%error, "a driver cannot be told what was touched");
+            tracing::warn!(%error, "cannot tell a driver what was touched");
             Status::of(Code::Unsupported)
         })?;
         Ok(masked(mask))
@@ -201,7 +202,7 @@ impl FunctionCore {
             .ok_or(Status::of(Code::NoSpace))
     }
 
-    /// The same, if it holds all of `ranges`.
+    /// The same, checking that it holds all of `ranges`.
     fn domain_with(
         &self,
         space: DomainId,
@@ -223,7 +224,7 @@ fn masked(mask: FilePageSet) -> Reply {
     }
 }
 
-/// How a restriction ended. Standing goes before busy: who is told to wait would else wait in vain.
+/// How a restriction ended. Standing goes before busy: otherwise the driver would wait in vain.
 fn restricted(busy: &[Busy]) -> Status {
     let (mut standing, mut leased) = (Vec::new(), Vec::new());
     for why in busy {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random drivers, engines and deaths, against a model that keeps each page in a plain list.
+//! Random drivers, engines and crashes, against a model that keeps each page in a plain
+//! list.
 
 use super::*;
 use pagetide_addr::{FilePage, FileRange, PAGE_BYTES, to_usize};
@@ -63,10 +64,10 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..80)
 }
 
-/// What a memory is in the model.
+/// The state of a memory in the model.
 #[derive(Debug, Clone, Default)]
 struct Memory {
-    /// As far as anybody knows it.
+    /// Its pages, as far as they are known.
     pages: Option<Vec<Attribute>>,
     has_device: bool,
     space_since: Option<u64>,
@@ -91,7 +92,7 @@ impl Memory {
             .for_each(|page| *page = attribute);
     }
 
-    /// Nobody but the device knows it any more.
+    /// Now only the device knows it.
     fn forget(&mut self) {
         if !self.has_device {
             self.pages = None;
@@ -103,7 +104,7 @@ impl Memory {
         self.leases.iter().any(covers)
     }
 
-    /// Restricts each page by `to`; the code that is due.
+    /// Restricts each page by `to`; returns the expected code.
     fn restrict(&mut self, ranges: &[FileRange], to: impl Fn(Attribute) -> Attribute) -> Code {
         let (mut standing, mut cleared) = (false, BTreeSet::new());
         for (section, part) in ranges.iter().flat_map(|range| range.by_section()) {
@@ -137,7 +138,7 @@ struct Model {
     is_known: bool,
     memories: [Memory; MEMORIES],
     asked: Asked,
-    /// Answers due, and requests due to be sent again.
+    /// Expected answers, and requests expected to be sent again.
     answered: Vec<(u64, ResponseCode)>,
     sent: Vec<u64>,
 }
@@ -296,13 +297,13 @@ impl Model {
     }
 }
 
-/// The real thing with all it stands on.
+/// The real core and all that it needs.
 struct Real {
     table: Arc<DomainTable>,
     core: FunctionCore,
     engines: Engines,
     files: Vec<GuestFile>,
-    /// Domains as a device has them.
+    /// Windows that devices hold.
     devices: Vec<Option<Arc<RamWindow>>>,
     ids: Vec<DomainId>,
     leases: Vec<(Arc<DmaDomain>, Lease, usize, FileRange)>,
@@ -338,7 +339,7 @@ impl Real {
     }
 
     fn event(&mut self, event: &Event<'_>) -> Reply {
-        // As it would come over the queue.
+        // Encoded and decoded, as over the queue.
         let mut bytes = Vec::new();
         event.encode(&mut bytes);
         let event = Event::decode(&bytes).unwrap();
@@ -420,7 +421,7 @@ fn space_of(step: &Step) -> Option<usize> {
     }
 }
 
-/// What the model says of a message.
+/// The model's code for a message.
 fn expected(step: &Step, model: &mut Model) -> Code {
     if model.phase == Phase::Nobody && !matches!(step, Step::Begin) {
         return Code::Invalid;
@@ -469,7 +470,7 @@ fn expected(step: &Step, model: &mut Model) -> Code {
     Code::Ok
 }
 
-/// A message, in both.
+/// Sends a message to both.
 fn tell(step: &Step, event: &Event<'_>, real: &mut Real, model: &mut Model) {
     let before = space_of(step).and_then(|memory| real.table.find(real.name(memory)));
     let reply = real.event(event);
@@ -496,7 +497,7 @@ fn tell(step: &Step, event: &Event<'_>, real: &mut Real, model: &mut Model) {
     }
 }
 
-/// What engines do, in both.
+/// Does an engine's step in both.
 fn act(step: &Step, real: &mut Real, model: &mut Model) {
     match step {
         Step::HangUp => {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The function over its socket, with a driver that writes its rings by hand, right or wrong.
+//! The function over its socket, with a driver that writes its rings by hand, valid or not.
 
 use super::{PAGES, range, request};
 use crate::{
@@ -39,12 +39,12 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData, vhost_user
 const EVENTS: usize = 0;
 const FAULTS: usize = 1;
 const LOG: usize = 2;
-/// Where the front end says that it has the memory.
+/// Address of the memory in the front end.
 const AT: u64 = 0x7000_0000;
-/// By what descriptors name it.
+/// Address of the memory in descriptors.
 const BUS: u64 = 0x4000;
 const BYTES: u64 = 64 * PAGE_BYTES;
-/// Messages, replies, requests, records: a page each; behind them bounce buffers.
+/// Messages, replies, requests, records: a page each; bounce buffers follow.
 const MESSAGE: u64 = 16 * PAGE_BYTES;
 const REPLY: u64 = 17 * PAGE_BYTES;
 const REQUESTS: u64 = 18 * PAGE_BYTES;
@@ -151,7 +151,7 @@ impl Driver {
     fn new(stream: UnixStream, seal: Seal) -> Result<Self, vhost::Error> {
         let wanted = 1 << 29 | feature::ACCESS_LOG | feature::LOG_LOSSES | feature::OVERWRITE;
         let (mut frontend, features, config) = agree(stream, wanted).unwrap();
-        // The function seals it by itself, if it takes seals at all.
+        // The function seals it by itself, if it accepts seals at all.
         let flags = match seal {
             Seal::Yes => MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
             Seal::No => MemfdFlags::CLOEXEC,
@@ -336,7 +336,7 @@ fn engine_that_assists_puts_its_request_into_the_ring_itself() {
     let assist = rig.server.assist();
     driver.want_request();
     rig.engine.submit(request(1, space, 5)).unwrap();
-    // The thread may hold the lock, so this one may be left to it.
+    // The thread may hold the lock, and then does the work.
     if !assist.assist(0) {
         rig.engine.kick();
     }
@@ -387,7 +387,7 @@ fn chain_without_room_or_out_of_order_is_dropped_and_the_device_lives() {
     assert_eq!(rig.server.figures().1.dropped_events, 5);
     assert_eq!(rig.server.phase(), Phase::Nobody);
     assert_eq!(driver.code(&Event::Begin), Code::Ok);
-    // Written over two parts.
+    // Written across two parts.
     let parts = [(message, 32, 0), (reply, 9, WRITE), (reply + 9, 7, WRITE)];
     driver.give(EVENTS, 0, &parts);
     assert_eq!(driver.used(EVENTS), 16);
@@ -474,7 +474,7 @@ fn second_driver_is_turned_away_as_long_as_the_first_is_there() {
 fn driver_whose_ring_is_broken_is_told_and_hung_up_on() {
     let rig = Rig::new();
     let mut driver = rig.driver();
-    // An index further on than the queue is long.
+    // An index further ahead than the queue is long.
     for _ in 0..20 {
         driver.rings[EVENTS].publish_raw(0).unwrap();
     }

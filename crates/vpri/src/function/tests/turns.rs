@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What one turn of the queues does at most, with a driver that posts what is of no use.
+//! Limits of one turn of the queues, with a driver that posts useless chains.
 
 use super::{PAGES, limits, request};
 use crate::{
@@ -25,7 +25,7 @@ use std::{fs::File, os::fd::AsFd, sync::Arc};
 
 /// Entries of the queue, all but the last of which are useless.
 const ENTRIES: u16 = 64;
-/// Far fewer than that.
+/// Far fewer than the entries.
 const A_TURN_MAX: u64 = 16;
 const BYTES: u64 = 16 * PAGE_BYTES;
 const BUFFERS: u64 = 8 * PAGE_BYTES;
@@ -124,7 +124,7 @@ fn engine_that_assists_passes_a_few_useless_chains_and_leaves_the_rest_to_the_th
     assert!(rig.state.send_requests(own).unwrap(), "there is more");
     assert!((1..=A_TURN_MAX).contains(&rig.useless()));
     assert_eq!(rig.state.core.figures().requests_sent, 0);
-    // The thread comes back until it is done, and may do something else in between.
+    // The thread comes back until it is done, and may do other work in between.
     let mut before = rig.useless();
     while rig.state.work().unwrap() {
         assert!(rig.useless() - before <= A_TURN_MAX);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random tenants and arrivals: against a naive model of who has what, and under threads.
+//! Random tenants and arrivals: against a naive model of which worker has what, and with
+//! threads.
 
 use super::{
     super::*,
@@ -9,7 +10,7 @@ use pagetide_addr::PageRequest;
 use proptest::{prelude::*, test_runner::Config};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 
-/// CPUs by number; this machine need not have them, for a worker that cannot go there stays.
+/// CPUs by number; this machine need not have them, since a worker that cannot be moved stays.
 const CPUS: usize = 6;
 const TENANTS: usize = 3;
 
@@ -17,9 +18,9 @@ const TENANTS: usize = 3;
 enum Step {
     /// A fault of a tenant's queue.
     Fault(usize, Option<u16>),
-    /// All that a tenant has is done.
+    /// All requests of a tenant are finished.
     Finish(usize),
-    /// A tenant's vCPUs are elsewhere.
+    /// A tenant's vCPUs have moved.
     Move(usize, Vec<usize>),
 }
 
@@ -32,7 +33,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a tenant should have where.
+/// The expected load of a tenant.
 #[derive(Default)]
 struct Expected {
     vcpus: Vec<usize>,
@@ -73,7 +74,7 @@ fn run(steps: Vec<Step>) {
     let tenants: [_; TENANTS] = std::array::from_fn(|_| rig.vm());
     let mut expected: [Expected; TENANTS] = std::array::from_fn(|_| Expected::default());
     let mut next_page = [0; TENANTS];
-    // Nothing that was begun ends by itself.
+    // Without room, no request ends by itself.
     tenants.iter().for_each(|(vm, _)| vm.ram.fill_up());
     for step in steps {
         match step {
@@ -128,7 +129,7 @@ proptest! {
     }
 }
 
-/// Requests of each kind and delay, in a fixed order that looks like none.
+/// Requests of each kind and delay, in a fixed pseudo-random order.
 fn asks(device: &Device, vms: &[Vm], count: u64) {
     for number in 0..count {
         let mixed = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
@@ -146,7 +147,7 @@ fn asks(device: &Device, vms: &[Vm], count: u64) {
             },
         };
         device.ask(request);
-        // A device has no more outstanding than its queue holds.
+        // A device has no more outstanding requests than its queue holds.
         while device.waiting() > 32 {
             std::thread::yield_now();
         }
@@ -175,9 +176,9 @@ fn every_request_gets_one_answer_while_tenants_come_and_go() {
                     }
                 });
             }
-            // The third is nobody's all the time.
+            // The third never belongs to a tenant.
             asks(&rig.device, &vms, ASKED);
-            // One that comes twice, or to nobody, is noticed by the device.
+            // The device notices an answer that comes twice, or that it did not request.
             for _ in 0..ASKED {
                 rig.device.answer();
             }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The service as a whole: against memory of sets, with devices that only ask.
+//! The service as a whole: with memory modelled by sets, and devices that only
+//! send requests.
 
 mod crowd;
 mod rig;
@@ -13,7 +14,7 @@ use pagetide_addr::{
 };
 use pagetide_sys::{cpu, memory_file::GuestFile};
 
-/// An hour: nothing waits for that.
+/// An hour: no test waits that long.
 const FOR_EVER_US: u32 = 3_600_000_000;
 const FILE_BYTES: u64 = 4 * PAGE_BYTES;
 
@@ -47,7 +48,7 @@ fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_co
     assert_eq!(ask(3), refused);
     let bitmap = domain.attributes().bitmap();
     assert!(!bitmap.allows(FilePage(0).single(), Access::Read));
-    // The file once more is another domain, and nothing of the old one's.
+    // The file opened again is another domain, and shares nothing with the old one.
     let again = open().unwrap();
     assert_ne!(again.id(), domain.id());
     let bitmap = again.attributes().bitmap();
@@ -192,7 +193,7 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
     );
     let bytes = [5, 6, 7].map(|page| vm.ram.lock().bytes[&page]);
     assert_eq!(bytes, [BOUNCED, 0, BOUNCED]);
-    // No such slot, and more pages than one word tells of.
+    // A slot that does not exist, and more pages than one word covers.
     for senseless in [overwrite(1, 20, 1), overwrite(0, 20, 65)] {
         rig.device.ask(senseless);
         let answer = rig.device.answer();
@@ -348,7 +349,7 @@ fn ram_that_is_plugged_in_again_as_the_same_file_is_nobodys_then_held_then_serve
         let answer = rig.device.answer();
         assert_eq!((answer.id, answer.code), (asked, ResponseCode::Success));
     };
-    // Out, as `host/hotplug.rs` does it.
+    // Unplugged, as in `host/hotplug.rs`.
     rig.service.withhold(&domains);
     let early = ask(1);
     while rig.device.waiting() > 0 {
@@ -359,7 +360,7 @@ fn ram_that_is_plugged_in_again_as_the_same_file_is_nobodys_then_held_then_serve
     is_fine(early);
     is_fine(ask(2));
     assert!(!vm.is_granted(1) && !vm.is_granted(2), "it is nobody's");
-    // And in.
+    // And plugged in again.
     rig.service.hold(&domains);
     let held = ask(3);
     while rig.device.waiting() > 0 {
@@ -394,7 +395,7 @@ fn sources_come_and_go_while_the_dispatcher_sleeps() {
     assert_eq!(late.answer().code, ResponseCode::Success);
     rig.service.remove_source(id);
     late.ask(Device::demand(&vm, 2));
-    // A request of another source passes it.
+    // A request of another source overtakes it.
     rig.device.ask(Device::demand(&vm, 3));
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
     assert_eq!((late.waiting(), late.answer_now()), (1, None));
@@ -470,12 +471,12 @@ fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
     assert_eq!(vm.ram.lock().present.len(), 40);
     let answers = std::iter::from_fn(|| device.next());
     assert!(answers.map(|answer| answer.id.0).eq(0..40));
-    // One request at least, however large.
+    // At least one request, however large.
     device.submit(demand(50, 100..150)).unwrap();
     device.submit(demand(51, 200..201)).unwrap();
     assert!(!service.assist(0));
     assert_eq!(device.next().map(|answer| answer.id.0), Some(50));
-    // The larger one that is over is a worker's.
+    // The larger one that is left goes to a worker.
     device.submit(demand(52, 300..350)).unwrap();
     device.submit(demand(53, 400..401)).unwrap();
     assert!(!service.assist(0));
@@ -513,7 +514,7 @@ fn worker_whose_queue_ended_for_want_of_work_is_replaced_by_another() {
         rig.device.ask(Device::demand(&vm, page));
         rig.service.take_in_all();
         assert_eq!(rig.device.answer().code, ResponseCode::Success);
-        // As its patience would.
+        // As after its idle timeout.
         tenant.close_worker_of(0);
     }
     let queue = Queue::new(Order::DemandsFirst);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory that is sets of numbers, and a device that only asks.
+//! Memory modelled by sets of numbers, and a device that only sends requests.
 
 use super::super::*;
 use crate::domain::{DmaDomain, DomainTable};
@@ -22,7 +22,7 @@ pub const PAGES: u64 = 1024;
 /// Longer than anything here takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What is present, with the CPU on which it became so, and whether there is room for more.
+/// The present pages, each with the CPU on which it was filled, and whether there is room for more.
 #[derive(Default)]
 pub struct RamState {
     pub present: BTreeMap<u64, usize>,
@@ -40,7 +40,7 @@ impl Ram {
         self.0.0.lock().unwrap()
     }
 
-    /// From now on absent pages have to wait.
+    /// From now on faults on absent pages have to wait.
     pub fn fill_up(&self) {
         self.lock().is_full = true;
     }
@@ -50,7 +50,7 @@ impl Ram {
         self.0.1.notify_all();
     }
 
-    /// Returns when so many fills wait for room.
+    /// Returns when `count` fills wait for room.
     pub fn wait_for_waiting(&self, count: usize) {
         let state = self.lock();
         let waited = (self.0.1).wait_timeout_while(state, PATIENCE, |ram| ram.waiting < count);
@@ -141,7 +141,7 @@ impl Incidents for Ram {
     }
 }
 
-/// A VM of [`PAGES`] pages, all absent, whose devices may touch none.
+/// A VM of [`PAGES`] pages, all absent and unmapped.
 pub struct Vm {
     pub ram: Ram,
     pub domain: Arc<DmaDomain>,
@@ -194,7 +194,7 @@ impl Vm {
     }
 }
 
-/// A device that asks, and keeps book of what it is answered.
+/// A device that sends requests, and records the answers.
 pub struct Device {
     bell: Arc<Doorbell>,
     requests: Mutex<VecDeque<PageRequest>>,
@@ -210,7 +210,7 @@ struct Book {
     answered: HashSet<RequestId>,
 }
 
-/// What a device has written into its bounce buffers.
+/// The byte that devices have written into their bounce buffers.
 pub const BOUNCED: u8 = 0x5a;
 
 impl Device {
@@ -233,7 +233,7 @@ impl Device {
         PageRequest::demand(RequestId(0), from, vm.domain.id(), page, Access::Write)
     }
 
-    /// A request that nobody waits for.
+    /// A request that no DMA waits for.
     pub fn prefault(vm: &Vm, page: u64) -> PageRequest {
         PageRequest {
             kind: RequestKind::Prefault,
@@ -241,7 +241,7 @@ impl Device {
         }
     }
 
-    /// Sends it, under a number of its own.
+    /// Sends it, under an id of its own.
     pub fn ask(&self, request: PageRequest) -> RequestId {
         let mut book = self.book.lock().unwrap();
         let id = RequestId(book.asked);
@@ -253,7 +253,7 @@ impl Device {
         id
     }
 
-    /// From now on it may begin anew what it has asked for.
+    /// From now on it may start its requests again.
     pub fn go(&self) {
         self.is_gone.store(true, Ordering::SeqCst);
     }
@@ -268,7 +268,7 @@ impl Device {
         answers.recv_timeout(PATIENCE).expect("an answer")
     }
 
-    /// The next answer, if it is there already.
+    /// The next answer, if there is already one.
     pub fn answer_now(&self) -> Option<PageResponse> {
         self.answers.lock().unwrap().try_iter().next()
     }
@@ -312,14 +312,14 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// With a dispatcher.
+    /// With a dispatcher thread.
     pub fn started(handling: Handling) -> Self {
         let mut rig = Self::still(handling);
         rig.thread = Some(rig.service.start().unwrap());
         rig
     }
 
-    /// Without: only what a test does itself is done.
+    /// Without: only the test itself does work.
     pub fn still(handling: Handling) -> Self {
         let bell = Arc::new(Doorbell::new().unwrap());
         let config = ServiceConfig {

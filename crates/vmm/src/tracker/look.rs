@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The interface of trackers: queries, results, and what they need to know about devices.
+
+use crate::Refusal;
+use crate::layout::MapsChange;
+use pagetide_addr::{FileKey, FilePage, FileRange, Marks, PageSet, SectionNo};
+use pagetide_sys::pagemap::PagemapError;
+use pagetide_sys::process::ProcessError;
+use pagetide_sys::ptrace::PtraceError;
+use std::io;
+use std::time::Duration;
+
+/// Why accesses could not be determined.
+#[derive(Debug, thiserror::Error)]
+pub enum TrackerError {
+    /// A page table could not be read.
+    #[error(transparent)]
+    Pagemap(#[from] PagemapError),
+    /// The VMM's pages could not be unmapped.
+    #[error("unmapping the VMM's pages (are they locked?): {0}")]
+    Unmap(#[from] ProcessError),
+    /// A thread of the VMM could not unmap them.
+    #[error("having the VMM unmap its pages: {0}")]
+    Inside(#[from] PtraceError),
+    /// Its RAM mappings could not be read.
+    #[error(transparent)]
+    Look(#[from] Refusal),
+    /// Its RAM mappings have changed.
+    #[error("the VMM's RAM has changed: {0}")]
+    Changed(MapsChange),
+    /// The mounts could not be read.
+    #[error("looking for file systems that never swap: {0}")]
+    Mounts(#[from] io::Error),
+    /// Whether memory is in large folios could not be determined.
+    #[error("looking for memory in large pages: {0}")]
+    Large(#[source] io::Error),
+    /// The kernel's idle bitmap could not be read or set.
+    #[error("asking the kernel which pages are idle: {0}")]
+    Idle(#[source] io::Error),
+    /// The devices could not be queried.
+    #[error("asking the devices what they touched: {0}")]
+    Devices(String),
+}
+
+/// Pages of one section that were touched.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Touched {
+    /// By vCPUs, or any other thread of the VMM.
+    pub cpu: PageSet,
+    /// By our devices.
+    pub dma: PageSet,
+}
+
+impl Touched {
+    /// By either.
+    #[must_use]
+    pub fn by_anybody(&self) -> PageSet {
+        let mut all = self.cpu;
+        all.unite(&self.dma);
+        all
+    }
+}
+
+/// A sample of one section.
+#[derive(Clone, Copy, Debug)]
+pub struct Sample {
+    /// The section.
+    pub section: SectionNo,
+    /// Pages whose accesses are queried.
+    pub asked: PageSet,
+    /// Pages to be queried the next time: they are unmapped.
+    pub next: PageSet,
+}
+
+/// Result of a sample.
+#[derive(Clone, Default, Debug)]
+pub struct Sampled {
+    /// For each section: accesses by CPUs, of the pages queried; accesses by devices, of all pages.
+    pub touched: Vec<Touched>,
+    /// Pages unmapped.
+    pub unmapped_pages: u64,
+    /// How long the VMM's address space was locked for that.
+    pub unmapping: Duration,
+}
+
+/// Determines which pages were touched.
+pub trait AccessTracker: Send + Sync {
+    /// Name of the method, for the log.
+    fn name(&self) -> &'static str;
+
+    /// Returns which of the queried pages were touched since they were chosen; starts over with the
+    /// next ones.
+    ///
+    /// # Errors
+    /// [`TrackerError`]; some pages may have been unmapped.
+    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError>;
+
+    /// For each of `sections`: returns what was touched since its last look, and starts over.
+    ///
+    /// # Errors
+    /// [`TrackerError`]; some sections may have started over.
+    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError>;
+
+    /// The same for sections that are to be evicted: their pages may be punched one by one
+    /// afterwards, unless [`AccessTracker::is_mapped`] returns them.
+    ///
+    /// # Errors
+    /// As there.
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        self.look_many(sections)
+    }
+
+    /// [`AccessTracker::look_many`] for one section.
+    ///
+    /// # Errors
+    /// As there.
+    fn look(&self, section: SectionNo) -> Result<Touched, TrackerError> {
+        let touched = self.look_many(&[section])?;
+        Ok(touched.into_iter().next().unwrap_or_default())
+    }
+
+    /// Pages that may have been touched since the last look, without starting over; and pages that must
+    /// not be evicted for another reason.
+    ///
+    /// # Errors
+    /// [`TrackerError`].
+    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
+}
+
+/// Access to the devices' records of pages touched by their DMA.
+pub trait DmaLook: Send + Sync {
+    /// Calls `visit` for each page of `pages` (numbered within `file`) that DMA has touched since
+    /// the marks were cleared.
+    ///
+    /// # Errors
+    /// An error message.
+    fn touched(
+        &self,
+        file: FileKey,
+        pages: FileRange,
+        marks: Marks,
+        visit: &mut dyn FnMut(FilePage),
+    ) -> Result<(), String>;
+}
+
+/// For a VM without devices.
+#[derive(Clone, Copy, Debug)]
+pub struct NoDma;
+
+impl DmaLook for NoDma {
+    fn touched(
+        &self,
+        _file: FileKey,
+        _pages: FileRange,
+        _marks: Marks,
+        _visit: &mut dyn FnMut(FilePage),
+    ) -> Result<(), String> {
+        Ok(())
+    }
+}
