@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Settings of `pagetide run` and `pagetide dpu`: each defined once for each.
 //!
-//! One line in [`settings!`] gives a setting its name, type, default and help.
+//! One line in `settings!` gives a setting its name, type, default and help.
 //! From it come the flag (`--state-dir`), the key of the TOML file of the same
 //! name (`state-dir`), the default, `--help`, `--print-settings` and
 //! `docs/settings.md`. A flag wins over the file, the file over the default;

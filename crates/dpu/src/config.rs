@@ -96,7 +96,7 @@ pub struct DpuConfig {
     pub fault_queue_entries: usize,
     /// Bounce buffers of an engine, 4 KiB each, for reads under way into absent pages. With 0, such
     /// pages are brought back first, as for a write. Only for a host in this process: a host
-    /// elsewhere supplies its own slots ([`HostEnd::set_bounce`]).
+    /// elsewhere supplies its own slots (`pagetide_vpri::HostEnd::set_bounce`).
     pub bounce_buffers: u32,
     /// Directory for the engines' lock files.
     pub state_dir: PathBuf,

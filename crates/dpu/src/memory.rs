@@ -3,7 +3,7 @@
 //!
 //! # Terms
 //! A front end describes its RAM as *regions*: a number of bytes at a [`Gpa`], stored at an offset
-//! of a file whose descriptor is passed along, and mapped in the front end at a [`FrontendVa`]
+//! of a file whose descriptor is passed along, and mapped in the front end at a [`FrontendVa`](pagetide_addr::FrontendVa)
 //! (which names rings). [`RegionTable`](crate::regions::RegionTable) is the control thread's list
 //! of them. From it each engine gets its own [`DeviceMemory`]: *slots* sorted by address, over one
 //! [`EnginePort`] for each mapped part of a file.

@@ -345,7 +345,7 @@ impl Demo {
         let seconds = begin.elapsed().as_secs_f64();
         let resident = mib(self.guest.resident_bytes()?);
         self.voice.say(&format!(
-            "let go in {seconds:.1} s, with {resident} back in place"
+            "detached in {seconds:.1} s, with {resident} resident"
         ));
         Ok(())
     }

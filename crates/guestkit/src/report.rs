@@ -207,7 +207,7 @@ impl Report {
                     "The attach stopped QEMU for {pause_us} us, not for less than {LONGEST_ATTACH_PAUSE_US} us."
                 ),
             ),
-            (self.detached, "The VM was not let go.".to_owned()),
+            (self.detached, "The VM was not detached.".to_owned()),
             (
                 self.verified_after_detach,
                 "The guest did not verify every byte after the detach.".to_owned(),
@@ -251,7 +251,7 @@ impl Report {
         line("  p50 / p90 / p99 us", us(&self.iopf_us));
         line("pages evicted", self.evicted_pages.to_string());
         line(
-            "  of them away now: zero, lz4",
+            "  of them absent now: zero, lz4",
             format!("{}, {}", self.zero_pages, self.lz4_pages),
         );
         line("  their stored bytes", mib(self.stored_bytes));
@@ -273,7 +273,7 @@ impl Report {
             format!("{}, {}", self.alias_faults, self.pinned_guest_bytes),
         );
         line(
-            "let go, then verified again",
+            "detached, then verified again",
             format!("{}, {}", self.detached, self.verified_after_detach),
         );
         let dense = &self.dense;
@@ -287,7 +287,7 @@ impl Report {
             let less = dense.slow_down_percent;
             format!("{before:.0}, {attached:.0}: slow-down {less:.1} %")
         });
-        line("  verified after being let go", mib(dense.verified_bytes));
+        line("  verified after the detach", mib(dense.verified_bytes));
         table
     }
 }

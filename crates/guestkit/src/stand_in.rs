@@ -137,7 +137,7 @@ impl StandIn {
     /// Kills it, and waits for its end.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn kill(&mut self) -> io::Result<ExitStatus> {
         self.child.kill()?;
         self.child.wait()

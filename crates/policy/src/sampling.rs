@@ -121,6 +121,36 @@ pub struct Look {
     pub next: PageSet,
 }
 
+/// Pages of one section that were touched.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Touched {
+    /// By the VMM: vCPUs and its own threads.
+    pub cpu: PageSet,
+    /// By devices' DMA.
+    pub dma: PageSet,
+}
+
+impl Touched {
+    /// By either.
+    #[must_use]
+    pub fn by_anybody(&self) -> PageSet {
+        let mut all = self.cpu;
+        all.unite(&self.dma);
+        all
+    }
+}
+
+/// Result of a sample.
+#[derive(Clone, Default, Debug)]
+pub struct Sampled {
+    /// For each section: accesses by CPUs, of the pages queried; accesses by devices, of all pages.
+    pub touched: Vec<Touched>,
+    /// Pages unmapped.
+    pub unmapped_pages: u64,
+    /// How long the VMM's address space was locked for that.
+    pub unmapping: Duration,
+}
+
 /// One sweep after another over the sections of a VM.
 #[derive(Debug)]
 pub struct Sampler {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The host that maintains the history-length register
-//! ([`HistoryLength::Host`](crate::config::HistoryLength::Host); III: 'updated whenever bandwidth
+//! ([`crate::config::HistoryLength::Host`]; III: 'updated whenever bandwidth
 //! allocation per tenant changes and/or when a tenant is added/removed').
 //!
 //! The register is the distance, in requests, from the source that triggers a prefetch to the source it is

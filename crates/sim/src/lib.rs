@@ -2,7 +2,7 @@
 //! Performance model of I/O address translation for a thousand tenants
 //! (HyperTRIO III and IV-C).
 //!
-//! A [`Config`] and a trace go in, an [`Outcome`] comes out: [`run`]. The
+//! A [`Config`] and a trace go in, an [`Outcome`] comes out: [`run()`]. The
 //! pipeline is one ([`machine`]); the paper's text and the authors' public
 //! program are two sets of rules for it ([`flavour`]).
 

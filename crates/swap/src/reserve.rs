@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Reserve`]: sections ready for eviction when a fill needs room at once; and [`DirectReclaim`],
+//! [`Reserve`]: sections ready for eviction when a fill needs room at once; and [`DirectReclaim`](crate::direct::DirectReclaim),
 //! which takes them.
 //!
 //! A fill that finds no room under the limit does not wait for the reclaimer: it evicts some pages of

@@ -3,30 +3,11 @@
 
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_policy::sampling::Look;
-use std::time::Duration;
+
+pub use pagetide_policy::sampling::{Sampled, Touched};
 
 /// Failure of a tracker; the reasons are its own.
 pub type TrackerError = Box<dyn std::error::Error + Send + Sync>;
-
-/// Which pages of a section were accessed since the last look.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Touched {
-    /// By the VMM: vCPUs and its own threads.
-    pub cpu: PageSet,
-    /// By our DMA.
-    pub dma: PageSet,
-}
-
-/// Result of a sample.
-#[derive(Debug, Clone, Default)]
-pub struct Sampled {
-    /// For each section: accesses by CPUs, of the pages sampled; accesses by DMA, of all pages.
-    pub touched: Vec<Touched>,
-    /// Pages unmapped.
-    pub unmapped_pages: u64,
-    /// How long the VMM's address space was locked for that.
-    pub unmapping: Duration,
-}
 
 /// How accesses are detected; the kernel decides which ways there are.
 pub trait AccessTracker: Send + Sync {

@@ -42,7 +42,7 @@ fn advice(error: &std::io::Error) -> &'static str {
     use std::io::ErrorKind;
     match error.kind() {
         ErrorKind::NotFound => "; check the name and the directory it is in",
-        ErrorKind::PermissionDenied => "; it belongs to somebody else, or its mode forbids it",
+        ErrorKind::PermissionDenied => "; it belongs to another user, or its mode forbids it",
         ErrorKind::IsADirectory => "; give the name of a file",
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "; make room, or write elsewhere",
         _ => "",

@@ -10,7 +10,7 @@
 
 mod look;
 
-pub use look::{AccessTracker, DmaLook, NoDma, Sample, Sampled, Touched, TrackerError};
+pub use look::{AccessTracker, DmaLook, Look, NoDma, Sampled, Touched, TrackerError};
 
 mod huge;
 pub mod idle;

@@ -30,7 +30,7 @@ use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
 use pagetide_vmm::tracker::{
-    AccessTracker, DmaLook, IdlePages, NoDma, Sample, UnmapAndLook, refault_cost,
+    AccessTracker, DmaLook, IdlePages, Look, NoDma, UnmapAndLook, refault_cost,
 };
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
@@ -679,7 +679,7 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     let second = PageRange::new(first.end, whole.end);
     let set = |pages| PageSet::of_range(section, pages);
     let sample = |asked, next| {
-        let look = Sample {
+        let look = Look {
             section,
             asked: set(asked),
             next: set(next),
@@ -748,7 +748,7 @@ fn idle_pages_are_told_by_the_marks_of_the_kernel_and_nothing_is_unmapped() {
         set
     };
     let sample = |asked, next| {
-        let look = Sample {
+        let look = Look {
             section,
             asked,
             next,

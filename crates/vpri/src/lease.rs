@@ -47,9 +47,9 @@
 //!
 //! # What may go wrong
 //! A lease that is never returned blocks eviction of its sections forever, so
-//! [`Lease`] must be used: only [`EnginePort::release`] consumes it.
+//! [`Lease`] must be used: only [`EnginePort::release`](crate::domain::EnginePort::release) consumes it.
 //!
-//! [`EnginePort::release`]: crate::domain::EnginePort::release
+//! [`EnginePort::release`](crate::domain::EnginePort::release): crate::domain::EnginePort::release
 
 use crate::{
     bitmap::{Attribute, PaBitmap},
@@ -95,7 +95,7 @@ impl OwnLine {
     }
 }
 
-/// Sections an engine holds for one DMA. Must be returned by [`EnginePort::release`].
+/// Sections an engine holds for one DMA. Must be returned by [`EnginePort::release`](crate::domain::EnginePort::release).
 #[must_use = "a lease that is not released keeps its pages from eviction for ever"]
 #[derive(Debug)]
 pub struct Lease {
@@ -132,7 +132,7 @@ impl PageAttributes {
     /// Leases `range` for engine `engine`, if every page of it allows `access`.
     ///
     /// Only the thread of that engine may call this and [`Self::release`]: each counter has one
-    /// writer. [`EnginePort`] ensures it.
+    /// writer. [`EnginePort`](crate::domain::EnginePort) ensures it.
     #[inline]
     pub(crate) fn lease(&self, engine: usize, range: FileRange, access: Access) -> Option<Lease> {
         self.lease_past(engine, range, access, light_fence)

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Circles of files: files that need one another to be understood.
+//! Circles of files: files that depend on one another.
 //!
-//! One file depends on another if a `use` of it names what the other defines. Re-exports are followed to the
-//! definition, so a crate's root is no part of a circle merely because everything goes through it. A
-//! *circle* is a strongly connected set of files, as in a call graph: whoever wants to understand one of
-//! them has to read all. What is compiled for tests alone is left out.
+//! One file depends on another if its `use` declarations name an item that the other defines. Re-exports
+//! are followed to the definition, so a crate's root is no part of a circle merely because it re-exports
+//! everything. A *circle* is a strongly connected set of files, as in a call graph: to understand one of
+//! them, a reader has to read all. Code compiled only for tests is ignored.
 //!
 //! ```text
 //!   crate root ─ mod ─► files and inline modules ─► items, uses, re-exports
 //!   use path   ─► module ─► item ─► (re-export ─► …) ─► file       edges ─► components
 //! ```
-//! Paths written out in code (`crate::a::b()`) and macros are not looked at.
+//! Paths in code (`crate::a::b()`) and macros are not followed.
 
 use petgraph::{
     algo::tarjan_scc,
@@ -29,7 +29,7 @@ pub const FILES_MAX: usize = 3;
 /// A source file cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum CircleError {
-    /// It is not there, or not ours to read.
+    /// It does not exist, or may not be read.
     #[error("{path}: {source}", path = path.display())]
     Read {
         /// Which.
@@ -55,10 +55,10 @@ pub enum CircleError {
     },
 }
 
-/// A name that a module takes from elsewhere.
+/// A name that a module imports.
 struct Import {
     path: Vec<String>,
-    /// What it is called here; `*` for all of a module.
+    /// Its local name; `*` for all of a module.
     name: String,
     is_public: bool,
 }
@@ -79,12 +79,12 @@ struct Tree {
     modules: Vec<Module>,
 }
 
-/// Files that need one another.
+/// Files that depend on one another.
 #[derive(Debug)]
 pub struct Circle {
     /// By path, in order.
     pub files: Vec<PathBuf>,
-    /// From, to, and the names that one takes from the other.
+    /// From, to, and the imported names.
     pub uses: Vec<(PathBuf, PathBuf, Vec<String>)>,
 }
 
@@ -120,7 +120,7 @@ pub fn of_crate(root: &Path) -> Result<Vec<Circle>, CircleError> {
 /// From and to, by number, with the names.
 type Edges = BTreeMap<(usize, usize), BTreeSet<String>>;
 
-/// True of what is compiled for tests or models only.
+/// True for code compiled only for tests or models.
 fn is_for_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let syn::Meta::List(list) = &attribute.meta else {
@@ -219,7 +219,7 @@ impl Tree {
         }
     }
 
-    /// From each file to those that define what it uses.
+    /// Edges from each file to those that define the names it uses.
     fn edges(&self) -> Edges {
         let mut edges = Edges::new();
         for (number, module) in self.modules.iter().enumerate() {
@@ -241,7 +241,7 @@ impl Tree {
         edges
     }
 
-    /// The file that defines what `path` names, as `module` sees it; `None` for other crates' items.
+    /// The file that defines the item at `path`, as seen from `module`; `None` for other crates' items.
     fn definition(
         &self,
         module: usize,
@@ -355,7 +355,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    /// A crate of these files, in a folder of its own that goes with it.
+    /// A crate of these files, in its own folder, which is removed on drop.
     struct Sample(PathBuf);
 
     impl Sample {

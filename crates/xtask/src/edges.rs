@@ -11,14 +11,14 @@
 //!         gmem       sys        │
 //!           └── addr ─┴─────────┘
 //! ```
-//! and `capi`, on `gmem` alone, and `policy`, on `addr` alone, below `swap` and `sim`.
-//! The table names direct neighbours below; what they may use is allowed too.
+//! and `capi`, on `gmem` alone, and `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names
+//! direct neighbours below; their own dependencies are allowed too.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
-/// A crate and the crates just below it. A new crate is one line.
+/// A crate and the crates directly below it. A new crate is one line.
 const BELOW: [(&str, &[&str]); 15] = [
     ("pagetide-addr", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
@@ -31,7 +31,10 @@ const BELOW: [(&str, &[&str]); 15] = [
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
-    ("pagetide-vmm", &["pagetide-gmem", "pagetide-sys"]),
+    (
+        "pagetide-vmm",
+        &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
+    ),
     (
         "pagetide",
         &[
@@ -55,7 +58,7 @@ pub struct Member {
     uses: Vec<String>,
 }
 
-/// The workspace as `cargo metadata` tells of it.
+/// The workspace in the output of `cargo metadata`.
 pub fn workspace(metadata: &Value) -> Vec<Member> {
     let Some(packages) = metadata["packages"].as_array() else {
         return Vec::new();

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every crate we build with has a licence from the list in `deny.toml`.
+//! Checks that every crate we build with has a licence from the list in `deny.toml`.
 //!
-//! The list is there and not here, so that `cargo deny` and this check cannot
-//! disagree. An expression is that of SPDX with `AND`, `OR`, `WITH` and
-//! parentheses; the old `A/B` means `A OR B`.
+//! The list is only there, so that `cargo deny` and this check cannot disagree. Expressions are those of
+//! SPDX with `AND`, `OR`, `WITH` and parentheses; the old `A/B` means `A OR B`.
 
 use serde_json::Value;
 
@@ -55,7 +54,7 @@ fn satisfied(expression: &str, allowed: &[String]) -> bool {
     parser.words.is_empty() && result
 }
 
-/// Descends an expression; a part that makes no sense is not satisfied.
+/// Parses an expression by descent; an invalid part is not satisfied.
 struct Parser<'a> {
     words: &'a [&'a str],
     allowed: &'a [String],

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Checks of this repository that no compiler makes: `cargo xtask tidy`, `cargo xtask circles`.
 //!
-//! A rule that is not a test is a wish. Each module holds one kind of rule as
-//! pure functions from text to findings; this file reads the text and prints.
+//! A rule without a test is not enforced. Each module holds one kind of rule as pure functions from text to
+//! findings; this file reads the text and prints.
 
 mod circles;
 mod edges;
@@ -127,7 +127,7 @@ fn root() -> PathBuf {
     root
 }
 
-/// All our Rust files, in order: tidy is to find the same whatever is committed.
+/// All our Rust files, in order: the result of tidy must not depend on what is committed.
 fn rust_files(root: &Path) -> Result<Vec<PathBuf>, TidyError> {
     let mut files = Vec::new();
     let mut folders = vec![root.join("crates"), root.join("guest")];

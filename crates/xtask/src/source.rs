@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Rules for each source file: its header, its length, words it may not contain.
 //!
-//! Text is looked at line by line and not parsed: the rules are about what a
-//! reader sees. Comments are left out, and so is everything after the file's
-//! `#[cfg(test)] mod tests` for the length, as long tests are no burden.
+//! Text is checked line by line and not parsed: the rules concern what a reader sees. Comments are ignored.
+//! For the length, everything after the file's `#[cfg(test)] mod tests` is ignored, too, as long tests are
+//! no burden.
 
 /// Most lines of a file without its tests.
 const MOST_LINES: usize = 600;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Daemons as benches hold them: run as users run them, asked through their API.
+//! Daemons under a bench: run as users run them, and controlled through their API.
 //!
-//! Each is in a process group of its own, so that a Ctrl-C reaches only the bench, which then ends
-//! it in order. Dropped, it is gone.
+//! Each is in its own process group, so that a Ctrl-C reaches only the bench, which then ends it in order.
+//! Drop ends it.
 
 use super::orders::this_program;
 use crate::{
@@ -22,17 +22,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Name of the VM: a daemon of a bench has one.
+/// Name of the VM: a bench's daemon has one.
 pub(super) const VM: &str = "bench";
-/// How long a daemon may take to answer, or to end.
+/// Longest wait for a daemon to answer, or to end.
 const DAEMON_WAIT: Duration = Duration::from_secs(30);
-/// How long it may take to answer that takes a VM of `ram_bytes` up again, or lets go of it at its
-/// end: that of a small one, and time to read all RAM at a hundredth of what memory can do.
+/// Longest wait for a daemon that recovers a VM of `ram_bytes`, or detaches it at its end: that of a small
+/// one, plus the time to read all RAM at a hundredth of the memory's bandwidth.
 fn daemon_wait(ram_bytes: u64) -> Duration {
     DAEMON_WAIT + Duration::from_secs(ram_bytes >> 26)
 }
 
-/// A folder of the bench's own in `parent`.
+/// A folder for the bench in `parent`.
 pub(super) fn directory_in(parent: &Path) -> Result<tempfile::TempDir, String> {
     tempfile::Builder::new()
         .prefix("pagetide-bench-")
@@ -40,7 +40,7 @@ pub(super) fn directory_in(parent: &Path) -> Result<tempfile::TempDir, String> {
         .map_err(|error| format!("no directory in {}: {error}", parent.display()))
 }
 
-/// A daemon with settings of its own.
+/// A daemon with its own settings.
 pub(super) struct Daemon {
     child: Child,
     client: Client,
@@ -50,7 +50,7 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `pagetide run` on `state_dir` with default settings but for `settings`.
+    /// Starts `pagetide run` on `state_dir` with default settings except `settings`.
     pub(super) fn start<S: AsRef<str>>(state_dir: &Path, settings: &[S]) -> Result<Self, String> {
         Self::start_for(state_dir, settings, 0)
     }
@@ -108,7 +108,7 @@ impl Daemon {
         }
     }
 
-    /// Asks for what needs no body.
+    /// Sends a request without a body.
     pub(super) fn ask<T: DeserializeOwned>(&self, method: Method, path: &str) -> Result<T, String> {
         self.runtime
             .block_on(self.client.ask(method, path))
@@ -135,7 +135,7 @@ impl Daemon {
             .map_err(|error| self.with_log(error))
     }
 
-    /// An error with the end of the daemon's log, which goes with the bench.
+    /// An error with the end of the daemon's log, which is deleted with the bench.
     pub(super) fn with_log(&self, error: impl Display) -> String {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().collect();
@@ -143,7 +143,7 @@ impl Daemon {
         format!("{error}; the daemon's log ends with\n  {last}")
     }
 
-    /// A client of its own for another thread.
+    /// A separate client for another thread.
     pub(super) fn client(&self) -> Client {
         self.client.clone()
     }
@@ -158,7 +158,7 @@ impl Daemon {
         self.send("/v1/vms", &body)
     }
 
-    /// Lets go of the VM.
+    /// Detaches the VM.
     pub(super) fn detach(&self) -> Result<DetachReport, String> {
         self.ask(Method::DELETE, &vm_path(VM))
     }
@@ -168,7 +168,7 @@ impl Daemon {
         self.ask(Method::GET, &vm_path(VM))
     }
 
-    /// Evicts `bytes` of the VM, or all that can go.
+    /// Evicts `bytes` of the VM, or all that can be evicted.
     pub(super) fn reclaim(&self, bytes: Option<u64>) -> Result<ReclaimReport, String> {
         self.send(&(vm_path(VM) + "/reclaim"), &ReclaimBody { bytes })
     }
@@ -178,14 +178,14 @@ impl Daemon {
         self.send_by(Method::PATCH, &vm_path(VM), &LimitBody { limit_bytes })
     }
 
-    /// CPU time of all its threads that run now, in nanoseconds.
+    /// CPU time of all its current threads, in nanoseconds.
     pub(super) fn cpu_ns(&self) -> Result<u64, String> {
         let tasks = format!("/proc/{}/task", self.child.id());
         let failed = |error: std::io::Error| format!("{tasks}: {error}");
         let mut total = 0;
         for task in std::fs::read_dir(&tasks).map_err(failed)? {
             let path = task.map_err(failed)?.path().join("schedstat");
-            // A thread that ends while we look has had its time.
+            // The time of a thread that ends meanwhile is no longer visible.
             if let Ok(line) = std::fs::read_to_string(path) {
                 let first = line.split(' ').next().and_then(|ns| ns.parse::<u64>().ok());
                 total += first.unwrap_or(0);
@@ -194,7 +194,7 @@ impl Daemon {
         Ok(total)
     }
 
-    /// Memory of the process that is no file's, in bytes: the pool is counted by the VM's report.
+    /// Memory of the process that no file backs, in bytes: the VM's report counts the pool.
     pub(super) fn anonymous_bytes(&self) -> Result<u64, String> {
         let path = format!("/proc/{}/status", self.child.id());
         let status = std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}"))?;
@@ -206,7 +206,7 @@ impl Daemon {
             .ok_or_else(|| format!("{path} has no RssAnon"))
     }
 
-    /// Kills it, as a bug would: SIGKILL, and nothing in order.
+    /// Kills it with SIGKILL, without an orderly end, as a bug would.
     pub(super) fn kill(mut self) -> Result<(), String> {
         self.child
             .kill()

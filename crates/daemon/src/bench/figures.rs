@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What figures are made with: the middle, the tail, and no more digits than a clock is worth.
+//! Helpers for figures: medians, percentiles, and rounding to the clock's precision.
 
 use serde_json::Value;
 
-/// The middle one, the upper of two; not a number of none.
+/// The median, the upper of two; NaN without values.
 pub(super) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);
     sorted.get(sorted.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// The median, between the middle two if there are two; not a number of none.
+/// The median, between the middle two if there are two; NaN without values.
 pub(super) fn midpoint(values: impl IntoIterator<Item = f64>) -> f64 {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);
@@ -20,13 +20,13 @@ pub(super) fn midpoint(values: impl IntoIterator<Item = f64>) -> f64 {
     }
 }
 
-/// The least value that so many thousandths of `sorted` do not exceed.
+/// The least value that `permille` thousandths of `sorted` do not exceed.
 pub(super) fn at_permille<T: Copy>(sorted: &[T], permille: usize) -> Option<T> {
     let rank = (sorted.len() * permille).div_ceil(1000).max(1);
     sorted.get(rank - 1).copied()
 }
 
-/// To a thousandth: no clock here is better than that.
+/// Rounds to a thousandth: no clock here is better than that.
 pub(super) fn rounded(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }

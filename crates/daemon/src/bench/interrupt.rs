@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ctrl-C in a bench that has set something up: it is noted, and the bench ends between two steps,
-//! so that VMs are let go and swap devices are taken away in order.
+//! Ctrl-C in a bench that has changed the machine: it is noted, and the bench ends between two steps, so
+//! that VMs are detached and swap devices removed in order.
 
 use std::sync::{
     Arc,
@@ -8,7 +8,7 @@ use std::sync::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Whether somebody wants the bench to end.
+/// Whether the bench must end.
 #[derive(Clone, Debug)]
 pub(super) struct Interrupted(Arc<AtomicBool>);
 

@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How large a stand-in this machine can bear: benches of large VMs take smaller ones where memory is
-//! short, say so, and never drive the machine into its killer.
+//! The largest stand-in that fits this machine: benches of large VMs use smaller ones where memory is
+//! short, report that, and never trigger the OOM killer.
 //!
-//! A stand-in needs its RAM, tables for it, and for a moment both copies of what is on its way out. What
-//! is stored is on `/dev/shm`, which has a limit of its own.
+//! A stand-in needs its RAM, page tables for it, and for a moment both copies of pages being evicted.
+//! Stored pages are on `/dev/shm`, which has its own limit.
 
 use crate::size::readable;
 use pagetide_addr::SECTION_BYTES;
 use pagetide_swap::cgroup::{Level, MemoryGroups};
 use std::path::Path;
 
-/// Left to others, whatever they do meanwhile.
+/// Left free for other processes.
 const RESERVE_BYTES: u64 = 1 << 30;
-/// Beside the RAM: tables, the daemon, what is on its way; in eighths of the RAM.
+/// Beside the RAM: page tables, the daemon, pages in transit; in eighths of the RAM.
 const EXTRA_EIGHTHS: u64 = 1;
-/// What is stored of half of the RAM takes no more of it, in eighths.
+/// The stored half of the RAM takes at most this much of it, in eighths.
 const STORED_EIGHTHS: u64 = 4;
-/// Least RAM of a stand-in: half of it is the least limit that a VM can have.
+/// Least RAM of a stand-in: half of it is the least limit of a VM.
 pub(super) const RAM_BYTES_MIN: u64 = 32 << 20;
 
-/// What is free.
+/// Free memory.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Room {
     free_bytes: u64,
-    /// What sets that.
+    /// The constraint that determines it.
     bound: String,
     shm_bytes: u64,
 }
 
 impl Room {
-    /// Now.
+    /// Measures it now.
     pub(super) fn now() -> Result<Self, String> {
         let meminfo = std::fs::read_to_string("/proc/meminfo")
             .map_err(|error| format!("/proc/meminfo: {error}"))?;
@@ -54,8 +54,8 @@ impl Room {
         needed <= self.free_bytes && ram_bytes / 8 * STORED_EIGHTHS <= self.shm_bytes
     }
 
-    /// The RAM to take instead of `wanted_bytes`: that, or half of it until there is room. `None` if not even
-    /// the least has.
+    /// The RAM to use instead of `wanted_bytes`: that, or half of it repeatedly until it fits. `None` if
+    /// even the least does not fit.
     pub(super) fn fit(&self, wanted_bytes: u64) -> Option<u64> {
         let mut bytes = wanted_bytes;
         while bytes >= RAM_BYTES_MIN {
@@ -67,7 +67,7 @@ impl Room {
         None
     }
 
-    /// Why less is taken.
+    /// Why less is used.
     pub(super) fn why(&self) -> String {
         format!(
             "{} are free by {}, and {} on /dev/shm",
@@ -78,7 +78,7 @@ impl Room {
     }
 }
 
-/// The RAM to take instead of `wanted_bytes`, with a sentence if it is less.
+/// The RAM to use instead of `wanted_bytes`, with a sentence if it is less.
 pub(super) fn fitting(wanted_bytes: u64) -> Result<(u64, Option<String>), String> {
     let room = Room::now()?;
     match room.fit(wanted_bytes) {
@@ -114,7 +114,8 @@ fn free_on(path: &Path) -> Result<u64, String> {
     Ok(stat.f_bavail * stat.f_frsize)
 }
 
-/// Key of figures about a stand-in with so much RAM: `gib_16`, or `mib_512` where that is no whole number.
+/// Key of figures about a stand-in with this much RAM: `gib_16`, or `mib_512` where that is no whole
+/// number.
 pub(super) fn ram_key(bytes: u64) -> String {
     if bytes > 0 && bytes.is_multiple_of(1 << 30) {
         format!("gib_{}", bytes >> 30)

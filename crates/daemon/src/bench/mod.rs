@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Benches: each measures us and a peer in alternation within one run, since
-//! absolute figures drift between machines and minutes while ratios hold.
+//! Benches: each measures our product and a peer in alternation within one run, since absolute figures
+//! drift between machines and minutes while ratios are stable.
 //!
-//! A bench is a folder here with `run() -> Result<BenchReport, BenchError>` and
-//! one line in [`run`].
+//! A bench is a folder here with `run() -> Result<BenchReport, BenchError>` and one line in [`run`].
 
 pub mod access_log;
 pub mod adp;
@@ -40,13 +39,13 @@ use crate::cli::BenchName;
 use crate::text::{Text, fields};
 pub use options::SizeOptions;
 
-/// How benches use images, which are theirs: back ends that are compared serve the same one.
+/// How benches use images, which belong to them: back ends under comparison serve the same one.
 pub(crate) const SHARED_IMAGE: ImageUse = ImageUse {
     sharing: Sharing::Shared,
     content: Content::Raw,
 };
 
-/// What a bench found.
+/// The result of a bench.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct BenchReport {
     /// Name of the bench.
@@ -55,7 +54,7 @@ pub struct BenchReport {
     pub host: BenchHost,
     /// Our figures, units at the end of their names.
     pub figures: Map<String, Value>,
-    /// The peers' figures; a peer that is not to be had is a sentence that says why.
+    /// The peers' figures; for an unavailable peer a sentence with the reason.
     pub peers: Map<String, Value>,
     /// Ours over the peer's.
     pub ratios: Map<String, Value>,
@@ -72,11 +71,11 @@ pub struct BenchHost {
     pub cpus: usize,
     /// RAM of the host.
     pub memory_bytes: u64,
-    /// Runs inside a VM itself.
+    /// Whether this machine is itself a VM.
     pub virtualized: bool,
 }
 
-/// Why a bench gave nothing.
+/// Why a bench gave no result.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum BenchError {
     /// The machine lacks something.
@@ -87,7 +86,7 @@ pub enum BenchError {
         /// What is missing and how to get it.
         reason: String,
     },
-    /// It broke on the way.
+    /// It failed during the run.
     #[error("bench {name} failed: {reason}")]
     Failed {
         /// The bench.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process of a bench that takes orders: one line of JSON each on its input (other text, if that is what
-//! it understands), answered by one line on its output. The end of input ends it.
+//! A process of a bench that executes orders: one line of JSON each on its input (or other text), answered
+//! by one line on its output. The end of input ends it.
 //!
-//! It is in a process group of its own, so that a Ctrl-C reaches only the bench, which then ends it
-//! in order. Dropped, it is gone.
+//! It is in its own process group, so that a Ctrl-C reaches only the bench, which then ends it in order.
+//! Drop ends it.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Serialize, de::DeserializeOwned};
@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-/// A program is taken for a VMM by its name (or by KVM, which stand-ins do without).
+/// A program is recognised as a VMM by its name (or by its use of KVM, which stand-ins do not have).
 const VMM_PROGRAM: &str = "qemu-stand-in";
 
 /// This program, to be started in another role.
@@ -35,7 +35,7 @@ pub(super) fn program_beside(name: &str) -> Result<PathBuf, String> {
     ))
 }
 
-/// This program in `dir` under a name that is taken for a VMM's.
+/// This program in `dir` under a name that is recognised as a VMM's.
 pub(super) fn vmm_program(dir: &Path) -> Result<PathBuf, String> {
     let program = dir.join(VMM_PROGRAM);
     if program.exists() {
@@ -49,7 +49,7 @@ pub(super) fn vmm_program(dir: &Path) -> Result<PathBuf, String> {
     Ok(program)
 }
 
-/// Says `answer` on the output: what such a process does.
+/// Prints `answer` on the output of such a process.
 pub(super) fn say<A: Serialize>(answer: &A) -> Result<(), String> {
     let line = serde_json::to_string(answer).map_err(|error| error.to_string())?;
     let mut out = std::io::stdout().lock();
@@ -58,7 +58,7 @@ pub(super) fn say<A: Serialize>(answer: &A) -> Result<(), String> {
         .map_err(|error| error.to_string())
 }
 
-/// Such a process, as the bench holds it.
+/// Such a process, seen from the bench.
 pub(super) struct Ordered {
     child: Child,
     orders: Option<ChildStdin>,
@@ -93,7 +93,7 @@ impl Ordered {
         self.tell(&(line + "\n"))
     }
 
-    /// Writes `text` to its input: for one that speaks no JSON.
+    /// Writes `text` to its input, for a process that does not use JSON.
     pub(super) fn tell(&mut self, text: &str) -> Result<(), String> {
         let orders = self.orders.as_mut().ok_or("the guest has ended")?;
         orders
@@ -108,14 +108,17 @@ impl Ordered {
         serde_json::from_str(&line).map_err(|error| format!("the guest said {line:?}: {error}"))
     }
 
-    /// Waits for the beginning of its next line for so long, and for the rest of that.
+    /// Waits at most `wait` for the beginning of its next line, and without limit for the rest.
     pub(super) fn line_within(&mut self, wait: Duration) -> Result<String, String> {
         if self.answers.buffer().is_empty() {
             let deadline = Timespec::try_from(wait).map_err(|error| error.to_string())?;
             let mut heard = [PollFd::new(self.answers.get_ref(), PollFlags::IN)];
             let ready = rustix::io::retry_on_intr(|| poll(&mut heard, Some(&deadline)));
-            if ready.map_err(|error| format!("the guest cannot be heard: {error}"))? == 0 {
-                return Err(format!("the guest says nothing for {} s", wait.as_secs()));
+            if ready.map_err(|error| format!("cannot read from the guest: {error}"))? == 0 {
+                return Err(format!(
+                    "the guest is silent for {} s",
+                    wait.as_secs()
+                ));
             }
         }
         Ok(self.line()?.trim().to_owned())
@@ -126,7 +129,7 @@ impl Ordered {
         let read = self
             .answers
             .read_line(&mut line)
-            .map_err(|error| format!("the guest cannot be heard: {error}"))?;
+            .map_err(|error| format!("cannot read from the guest: {error}"))?;
         if read == 0 {
             return Err("the guest has ended; see its messages above".into());
         }
@@ -137,7 +140,7 @@ impl Ordered {
 impl Drop for Ordered {
     fn drop(&mut self) {
         drop(self.orders.take());
-        // It may be stuck in a fault that nobody serves any more.
+        // It may be stuck in a fault that is no longer served.
         if let Err(error) = self.child.kill().and_then(|()| self.child.wait()) {
             tracing::error!(%error, "the bench's guest could not be ended");
         }

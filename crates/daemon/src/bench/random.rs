@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Numbers by chance, the same ones in each run of a bench: a load is random so that it falls in
-//! step with nothing, and seeded so that both sides meet the same one.
+//! Random numbers that are the same in each run of a bench: a load is random so that it is not in step with
+//! anything, and seeded so that both sides get the same load.
 
-/// Small, and the same everywhere (Steele, Lea and Flood, 2014).
+/// Small, and identical on every machine (Steele, Lea and Flood, 2014).
 #[derive(Clone, Debug)]
 pub(super) struct SplitMix(pub(super) u64);
 

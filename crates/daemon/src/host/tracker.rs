@@ -11,7 +11,7 @@ use pagetide_swap::{AccessTracker, HeatCost, Sampled, Touched, reclaim::TrackerE
 use pagetide_sys::{page_idle::IdleBitmap, pagemap::PagemapWay};
 use pagetide_vmm::layout::LiveLayout;
 use pagetide_vmm::process::VmmProcess;
-use pagetide_vmm::tracker::{DmaLook, IdlePages, Sample, UnmapAndLook, idle};
+use pagetide_vmm::tracker::{DmaLook, IdlePages, UnmapAndLook, idle};
 use pagetide_vpri::DmaMmu;
 use std::{sync::Arc, time::Duration};
 
@@ -134,36 +134,15 @@ pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
 
 impl AccessTracker for TrackerAdapter {
     fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
-        let samples: Vec<_> = looks
-            .iter()
-            .map(|look| Sample {
-                section: look.section,
-                asked: look.asked,
-                next: look.next,
-            })
-            .collect();
-        let sampled = self.0.sample(&samples)?;
-        Ok(Sampled {
-            touched: sampled.touched.into_iter().map(touched_of).collect(),
-            unmapped_pages: sampled.unmapped_pages,
-            unmapping: sampled.unmapping,
-        })
+        Ok(self.0.sample(looks)?)
     }
 
     fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        let touched = self.0.take_out(sections)?;
-        Ok(touched.into_iter().map(touched_of).collect())
+        Ok(self.0.take_out(sections)?)
     }
 
     fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
         Ok(self.0.is_mapped(section)?)
-    }
-}
-
-fn touched_of(touched: pagetide_vmm::tracker::Touched) -> Touched {
-    Touched {
-        cpu: touched.cpu,
-        dma: touched.dma,
     }
 }
 

@@ -290,7 +290,7 @@ impl EngineQueue {
         load_u16(memory, self.queue.avail_ring() + 4 + 2 * u64::from(slot))
     }
 
-    /// True once [`Io::begin_stop`] was called.
+    /// True once `Io::begin_stop` was called.
     pub fn is_stopping(&self) -> bool {
         matches!(self.state, QueueState::Stopping { .. })
     }

@@ -81,7 +81,7 @@ pub enum AdpLiveError {
         source: io::Error,
     },
     /// The daemon does not report such a figure.
-    #[error("the daemon tells no '{0}'")]
+    #[error("the daemon does not report '{0}'")]
     NoFigure(&'static str),
     /// The limit is not kept.
     #[error("{resident_bytes} bytes are resident {seconds} s after a limit of {limit_bytes}")]

@@ -108,7 +108,7 @@ impl Kind {
     /// Opens one.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn open(self, target: &Target) -> Result<Bait, Failure> {
         let step = "opening a descriptor to hand over";
         Ok(match self {

@@ -310,7 +310,7 @@ impl Front {
     /// Writes a descriptor of the ring's table.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn describe(&self, index: u16, descriptor: Descriptor) -> Result<(), Failure> {
         let at = self.places.descriptors + 16 * u64::from(index);
         self.ram.put(at, &descriptor.bytes())
@@ -319,7 +319,7 @@ impl Front {
     /// Writes a chain from descriptor 0 on; `NEXT` and the index of the next are filled in.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn describe_chain(&self, parts: &[(u64, u32, u16)]) -> Result<(), Failure> {
         let bytes = chain_bytes(parts);
         self.ram.put(self.places.descriptors, &bytes)
@@ -328,7 +328,7 @@ impl Front {
     /// Writes the header of a slot.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn head(&self, slot: u16, kind: u32, sector: u64) -> Result<(), Failure> {
         let mut bytes = Vec::from(kind.to_le_bytes());
         bytes.extend([0; 4]);
@@ -340,7 +340,7 @@ impl Front {
     /// Makes `head` available without a kick.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn offer(&mut self, head: u16) -> Result<(), Failure> {
         let entry = self.places.avail + 4 + 2 * u64::from(self.offered % self.size);
         self.ram.put(entry, &head.to_le_bytes())?;
@@ -351,7 +351,7 @@ impl Front {
     /// Writes the avail index.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn set_avail(&self, index: u16) -> Result<(), Failure> {
         self.ram.put(self.places.avail + 2, &index.to_le_bytes())
     }
@@ -365,7 +365,7 @@ impl Front {
     /// Kicks.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn kick(&self) -> Result<(), Failure> {
         match rustix::io::write(&self.kick, &1_u64.to_ne_bytes()) {
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
@@ -376,7 +376,7 @@ impl Front {
     /// Puts a request of three descriptors into slot `slot`, without a kick.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn post(&mut self, slot: u16, io: Io) -> Result<(), Failure> {
         self.head(slot, io.kind, io.sector)?;
         let (first, header) = (3 * slot, GPA + header_of(slot));
@@ -403,7 +403,7 @@ impl Front {
     /// The status byte of a slot.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn status(&self, slot: u16) -> Result<u8, Failure> {
         let [status] = self.ram.get(header_of(slot) + HEADER_BYTES)?;
         Ok(status)
@@ -412,7 +412,7 @@ impl Front {
     /// The used index.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn used(&self) -> Result<u16, Failure> {
         Ok(u16::from_le_bytes(self.ram.get(self.places.used + 2)?))
     }

@@ -44,7 +44,7 @@ pub enum Failure {
         /// What was tried.
         step: String,
     },
-    /// The device has stopped, as its error descriptor says.
+    /// The device has stopped, according to its error descriptor.
     #[error("{step}: the device stopped")]
     Stopped {
         /// What was tried.
@@ -258,7 +258,7 @@ impl Peer {
     /// Sends a message and waits until it is acknowledged.
     ///
     /// # Errors
-    /// [`Failure::Refused`] if the acknowledgement says so; else as [`Peer::ask`].
+    /// [`Failure::Refused`] if the acknowledgement reports that; else as [`Peer::ask`].
     pub fn tell(&self, message: Message, fds: &[BorrowedFd<'_>]) -> Result<(), Failure> {
         let message = message.acked();
         match self.ask(&message, fds)?.word() {

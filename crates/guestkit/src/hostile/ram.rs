@@ -71,7 +71,7 @@ impl Ram {
     /// Writes as the guest would.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn put(&self, at: u64, bytes: &[u8]) -> Result<(), Failure> {
         let written = self.file.write_all_at(bytes, at);
         written.map_err(failed("writing guest RAM"))
@@ -80,7 +80,7 @@ impl Ram {
     /// Reads as the guest would.
     ///
     /// # Errors
-    /// What the kernel says; the file may have been shrunk.
+    /// The kernel's error; the file may have been shrunk.
     pub fn get<const N: usize>(&self, at: u64) -> Result<[u8; N], Failure> {
         let mut bytes = [0; N];
         self.read(at, &mut bytes)?;

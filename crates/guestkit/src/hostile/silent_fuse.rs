@@ -87,7 +87,7 @@ impl SilentFuse {
     /// Its file.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn open(&self) -> Result<File, Failure> {
         let file = File::options()
             .read(true)
@@ -99,7 +99,7 @@ impl SilentFuse {
 
 impl Drop for SilentFuse {
     fn drop(&mut self) {
-        // Aborting ends every request that waits, whoever holds the mount.
+        // Aborting ends every request that waits, even if other processes hold the mount.
         let unmounted = Command::new("umount")
             .args(["--force", "--lazy"])
             .arg(&self.path)

@@ -115,7 +115,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     let starvation = Starvation::default();
     disturb(options, stand, &board, (&caller, &starvation))?;
     let elapsed = began.elapsed();
-    say("deaths and calls are over: the guest stays squeezed a while, is let go, and verifies");
+    say("deaths and calls are over: the guest stays squeezed a while, is detached, and verifies");
     let last = let_go_and_verify(stand, (&board, &caller))?;
     let left = left(stand)?;
     let mut report = stand.report(options, elapsed);

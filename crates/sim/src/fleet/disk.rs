@@ -12,7 +12,7 @@
 //!            filled again in short runs, here and there ([`Free`])
 //! ```
 //! Pages are allocated and reclaimed in *chunks* of 256 KiB, eight a section, as readahead and write-back
-//! treat neighbouring pages anyway. The cache is full at the start ([`Disk::warm_up`]), so the footprint
+//! treat neighbouring pages anyway. The cache is full at the start (`Guest::warm_up`), so the footprint
 //! grows as the guest recycles its memory (O2).
 
 use super::{

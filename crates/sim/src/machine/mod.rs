@@ -494,9 +494,7 @@ fn has(cache: &mut Option<Cache>, page: &Page, tag: Tag, next_use: u64) -> bool 
 fn too_large(request: u64, domain: u32) -> SimError {
     SimError::Request {
         request,
-        reason: format!(
-            "its domain is {domain}; the model tells domains below {DOMAINS_MAX} apart"
-        ),
+        reason: format!("its domain is {domain}; the model supports domains below {DOMAINS_MAX}"),
     }
 }
 

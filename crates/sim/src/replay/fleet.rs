@@ -2,7 +2,7 @@
 //! [`FleetReplay`]: the VMs of an overcommitted host.
 //!
 //! The host's budget is the sum of its VMs' memory less the overcommit. Limits add up to it, equal shares
-//! at first and by need once a minute ([`balance`]). Between two such moments VMs are independent, so they
+//! at first and by need once a minute ([`balance()`]). Between two such moments VMs are independent, so they
 //! run on all cores.
 
 use super::{AccessStream, ReplayError, VmAccount, VmParams, VmReplay, balance};

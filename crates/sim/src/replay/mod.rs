@@ -9,7 +9,7 @@
 //!   generator ────────────────────────┤ ReplayAccess   ┌──────────── VmReplay ────────────┐
 //!   block trace ─► GuestPageCache ────┼───────────────►│ present sections, limit          │
 //!             or ─► DirectPool ───────┘                │ Victims ◄ scans    ▲ spared      │
-//!                                                      │ Protector ◄ touches┘ bring-backs │
+//!                                                      │ Protector ◄ touches┘ prefetches  │
 //!                                                      └──────────────────────────────────┘
 //!   several of them: FleetReplay, which moves the limits among VMs once a minute
 //! ```

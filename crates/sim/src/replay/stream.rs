@@ -40,6 +40,6 @@ pub trait AccessStream: Send {
 
     /// Origin of the access returned last, for messages: a file and a record, if there are any.
     fn whence(&self) -> String {
-        "accesses that no trace tells of".to_owned()
+        "accesses without a trace".to_owned()
     }
 }

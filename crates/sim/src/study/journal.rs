@@ -158,7 +158,7 @@ fn read_lines(
                 return Err(StudyError::Journal {
                     path: path.to_owned(),
                     reason: format!(
-                        "line {} is not of a journal of this program; move the file away to start anew",
+                        "line {} is not of a journal of this program; move the file elsewhere to start anew",
                         number + 1
                     ),
                 });

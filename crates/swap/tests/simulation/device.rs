@@ -75,7 +75,7 @@ pub struct Request {
     left: Vec<PageNo>,
     /// Instances of the first of these, pinned.
     pins: Vec<u32>,
-    /// Pages that were installed with its content while it was arrived in a bounce buffer; and those among them that
+    /// Pages that were installed with its content while it was in a bounce buffer; and those among them that
     /// cannot have had that content for any other reason.
     installed: Vec<PageNo>,
     surely_installed: Vec<PageNo>,

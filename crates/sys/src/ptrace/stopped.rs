@@ -37,7 +37,7 @@ pub(super) enum At {
     Away,
 }
 
-/// A thread of another process, stopped; see [`run_inside`].
+/// A thread of another process, stopped; see [`run_inside`](super::run_inside).
 pub struct StoppedThread<'p> {
     pub(super) process: &'p ProcessFd,
     pub(super) thread: u32,

@@ -79,7 +79,7 @@ pub(super) fn complaint(record: &[u8; RECORD_BYTES]) -> String {
     }
 }
 
-/// Whether `bytes` begin with a record that [`HypersioReader`] accepts.
+/// Whether `bytes` begin with a record that [`super::HypersioReader`] accepts.
 pub(crate) fn is_record(bytes: &[u8]) -> bool {
     bytes.first_chunk().is_some_and(is_sound)
 }

@@ -22,7 +22,7 @@
 //! | `pagetide.format` | `pagetide-trace` |
 //! | `pagetide.version` | `1` |
 //! | `pagetide.requests_per_packet` | consecutive requests that make a packet |
-//! | `pagetide.origin` | JSON: where the events are from, told by who wrote the file |
+//! | `pagetide.origin` | JSON: origin of the events, from the writer of the file |
 //! | `pagetide.kinds`, `pagetide.accesses` | JSON: name to code |
 //!
 //! Rows are in row groups of at most [`ROW_GROUP_EVENTS`], which bounds the memory of the writer; the

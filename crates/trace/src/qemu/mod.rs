@@ -27,7 +27,7 @@
 //! | `vtd_inv_desc_iotlb_domain`, `…_pasid` | translations of the domain void (of one PASID: all of the domain here) |
 //! | `vtd_inv_desc_iotlb_pages`, `…_pasid_pages` | those in `4 KiB << mask` around `addr` void |
 //! | `vtd_inv_desc_cc_global` | all context entries void |
-//! | `vtd_inv_desc_cc_domain` | those of the domain void; QEMU then does, and says, a global one, which is left out |
+//! | `vtd_inv_desc_cc_domain` | those of the domain void; QEMU then does and logs a global one, which is left out |
 //! | `vtd_inv_desc_cc_device` | that of one source void |
 //! | `vtd_inv_desc_cc_devices` | nothing: a `…_device` follows for each it concerns |
 //!

@@ -19,7 +19,7 @@
 //! table has certainly gained no reference through one.
 
 use super::unmap::UnmapAndLook;
-use super::{AccessTracker, Sample, Sampled, Touched, TrackerError};
+use super::{AccessTracker, Look, Sampled, Touched, TrackerError};
 use crate::layout::Piece;
 use pagetide_addr::{Marks, PageNo, PageSet, SectionNo};
 use pagetide_sys::page_flags::{FrameNo, PageFlags};
@@ -114,7 +114,7 @@ impl AccessTracker for IdlePages {
         self.whole.take_out(sections)
     }
 
-    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError> {
+    fn sample(&self, samples: &[Look]) -> Result<Sampled, TrackerError> {
         let files = self.whole.files()?;
         let mut sampled = Sampled::default();
         let (mut asked, mut next) = (Vec::new(), Vec::new());

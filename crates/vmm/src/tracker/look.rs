@@ -8,7 +8,8 @@ use pagetide_sys::pagemap::PagemapError;
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::PtraceError;
 use std::io;
-use std::time::Duration;
+
+pub use pagetide_policy::sampling::{Look, Sampled, Touched};
 
 /// Why accesses could not be determined.
 #[derive(Debug, thiserror::Error)]
@@ -42,47 +43,6 @@ pub enum TrackerError {
     Devices(String),
 }
 
-/// Pages of one section that were touched.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Touched {
-    /// By vCPUs, or any other thread of the VMM.
-    pub cpu: PageSet,
-    /// By our devices.
-    pub dma: PageSet,
-}
-
-impl Touched {
-    /// By either.
-    #[must_use]
-    pub fn by_anybody(&self) -> PageSet {
-        let mut all = self.cpu;
-        all.unite(&self.dma);
-        all
-    }
-}
-
-/// A sample of one section.
-#[derive(Clone, Copy, Debug)]
-pub struct Sample {
-    /// The section.
-    pub section: SectionNo,
-    /// Pages whose accesses are queried.
-    pub asked: PageSet,
-    /// Pages to be queried the next time: they are unmapped.
-    pub next: PageSet,
-}
-
-/// Result of a sample.
-#[derive(Clone, Default, Debug)]
-pub struct Sampled {
-    /// For each section: accesses by CPUs, of the pages queried; accesses by devices, of all pages.
-    pub touched: Vec<Touched>,
-    /// Pages unmapped.
-    pub unmapped_pages: u64,
-    /// How long the VMM's address space was locked for that.
-    pub unmapping: Duration,
-}
-
 /// Determines which pages were touched.
 pub trait AccessTracker: Send + Sync {
     /// Name of the method, for the log.
@@ -93,7 +53,7 @@ pub trait AccessTracker: Send + Sync {
     ///
     /// # Errors
     /// [`TrackerError`]; some pages may have been unmapped.
-    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError>;
+    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError>;
 
     /// For each of `sections`: returns what was touched since its last look, and starts over.
     ///

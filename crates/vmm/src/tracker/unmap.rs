@@ -37,7 +37,7 @@
 
 use super::huge::{HUGE_BYTES, HugePages, Kept};
 use super::ranges::{Ranges, RangesByWay, Way, Ways};
-use super::{AccessTracker, DmaLook, Sample, Sampled, Touched, TrackerError};
+use super::{AccessTracker, DmaLook, Look, Sampled, Touched, TrackerError};
 use crate::layout::{LiveLayout, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
@@ -306,7 +306,7 @@ impl UnmapAndLook {
     fn sample_piece(
         &self,
         files: &Files,
-        sample: &Sample,
+        sample: &Look,
         piece: &Piece,
         round: &mut Round,
     ) -> Result<Touched, TrackerError> {
@@ -436,7 +436,7 @@ impl AccessTracker for UnmapAndLook {
         Ok(touched)
     }
 
-    fn sample(&self, samples: &[Sample]) -> Result<Sampled, TrackerError> {
+    fn sample(&self, samples: &[Look]) -> Result<Sampled, TrackerError> {
         let files = self.files()?;
         let mut round = Round::default();
         for sample in samples {

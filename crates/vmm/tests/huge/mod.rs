@@ -8,7 +8,7 @@ use super::{Attached, MIB, PATTERN, RAM_MIB, attach, live};
 use crate::qemu::{Qemu, can_run};
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
 use pagetide_sys::pagemap::{Pagemap, Translation};
-use pagetide_vmm::tracker::{AccessTracker, NoDma, Sample, Touched, UnmapAndLook};
+use pagetide_vmm::tracker::{AccessTracker, Look, NoDma, Touched, UnmapAndLook};
 use rustix::pipe::SpliceFlags;
 use std::fs::File;
 use std::process::Command;
@@ -119,12 +119,12 @@ fn smaps_huge_bytes(vm: &Attached) -> u64 {
 impl Huge {
     /// One sweep: asks about and takes out a few pages of each section.
     fn sweep(&self) -> Vec<Touched> {
-        let samples: Vec<Sample> = self
+        let samples: Vec<Look> = self
             .sections
             .iter()
             .map(|section| {
                 let chosen = chosen(*section);
-                Sample {
+                Look {
                     section: *section,
                     asked: chosen,
                     next: chosen,

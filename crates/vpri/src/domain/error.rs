@@ -7,7 +7,7 @@ use pagetide_sys::guest_ram::RamFileError;
 /// Why a domain cannot be opened or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum DomainError {
-    /// The file is larger than [`DOMAIN_BYTES_MAX`].
+    /// The file is larger than [`super::DOMAIN_BYTES_MAX`].
     #[error("a file of {0} bytes is too large for a DMA domain")]
     TooLarge(u64),
     /// The file cannot be guest RAM.

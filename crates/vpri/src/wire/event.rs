@@ -22,7 +22,7 @@ pub enum Farewell {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Event<'a> {
     /// Creates an I/O address space for the memory `name` of `page_count` pages. Every page of it
-    /// but the standing ones is unmapped at once. [`Status::value`] is the number of the space,
+    /// but the standing ones is unmapped at once. [`Status::value`](super::Status::value) is the number of the space,
     /// chosen by the device: all other events, and page requests, name the space by it.
     Create {
         /// The memory: `st_dev` and `st_ino` of a RAM file.
@@ -109,7 +109,7 @@ pub enum Event<'a> {
     Bounce {
         /// Address of the bounce area, in the function's own memory.
         address: u64,
-        /// Its length, in slots of [`SLOT_BYTES`].
+        /// Its length, in slots of [`SLOT_BYTES`](super::SLOT_BYTES).
         slots: u64,
     },
 }

@@ -19,33 +19,33 @@ pub(super) mod flag {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u16)]
 pub enum Opcode {
-    /// [`Event::Create`].
+    /// [`Event::Create`](super::Event::Create).
     Create = 1,
-    /// [`Event::Destroy`].
+    /// [`Event::Destroy`](super::Event::Destroy).
     Destroy = 2,
-    /// [`Event::Map`].
+    /// [`Event::Map`](super::Event::Map).
     Map = 3,
-    /// [`Event::Unmap`].
+    /// [`Event::Unmap`](super::Event::Unmap).
     Unmap = 4,
-    /// [`Event::Protect`].
+    /// [`Event::Protect`](super::Event::Protect).
     Protect = 5,
-    /// [`Event::Invalidate`].
+    /// [`Event::Invalidate`](super::Event::Invalidate).
     Invalidate = 6,
-    /// [`Event::UnmapAll`].
+    /// [`Event::UnmapAll`](super::Event::UnmapAll).
     UnmapAll = 7,
-    /// [`Event::Standing`].
+    /// [`Event::Standing`](super::Event::Standing).
     Standing = 8,
-    /// [`Event::Touched`].
+    /// [`Event::Touched`](super::Event::Touched).
     Touched = 9,
-    /// [`Event::Respond`].
+    /// [`Event::Respond`](super::Event::Respond).
     Respond = 10,
-    /// [`Event::Begin`].
+    /// [`Event::Begin`](super::Event::Begin).
     Begin = 11,
-    /// [`Event::Ready`].
+    /// [`Event::Ready`](super::Event::Ready).
     Ready = 12,
-    /// [`Event::Bar`].
+    /// [`Event::Bar`](super::Event::Bar).
     Bar = 13,
-    /// [`Event::Bounce`].
+    /// [`Event::Bounce`](super::Event::Bounce).
     Bounce = 14,
 }
 

@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench access-log`: what the access log and a DMA protector cost a disk (VPRI 5.3, 6.2).
+//! `pagetide bench access-log`: the cost of the access log and a DMA protector for a disk (VPRI 5.3, 6.2).
 //!
-//! Our vhost-user-blk: 4 KiB requests as fast as one engine goes, whose buffers are pages anywhere in
-//! 4 GiB of a guest of 8 GiB, on a disk whose log is switched on and off in turns. *On* is all of it:
-//! the engine's records, the thread that takes them (on the engine's own CPU, where it costs most), and
-//! the policy `adp` that hears of each, as many a second as `access-log-rate` allows by default. It is
-//! asked for more sections than it may remember, so both its blocks are full and it takes up, protects
-//! and drops sections without end. *Off* is as the daemon is without a policy.
+//! Our vhost-user-blk serves 4 KiB requests as fast as one engine can, whose buffers are pages anywhere in
+//! 4 GiB of a guest of 8 GiB, on a disk whose log is switched on and off in turns. *On* is everything: the
+//! engine's records, the thread that receives them (on the engine's own CPU, where it costs most), and the
+//! policy `adp` that processes each, as many a second as `access-log-rate` allows by default. It gets more
+//! sections than it may track, so both its blocks are full and it adds, protects and drops sections all the
+//! time. *Off* is the daemon without a policy.
 //!
-//! The disk's image lies on tmpfs where that has direct I/O (Linux 6.6), and requests are for few blocks
-//! of it: the less of a request's time the medium takes, the more the log shows. So the engine's CPU is what
-//! is short, and what the log takes of it is lacking.
+//! The disk's image lies on tmpfs where that has direct I/O (Linux 6.6), and requests are for few blocks of
+//! it: the less of a request's time the medium takes, the more visible the log is. So the engine's CPU is
+//! the bottleneck, and the log's share of it is lost to requests.
 //!
 //! ```text
 //!   alternation = for each cell:  N F, in the next one F N    (oN, oFf; a second and more each)
 //!   logging_on_over_off_CELL = IOPS of N / IOPS of F, geometric mean over alternations
 //! ```
-//! One process serves both, so nothing but the switch tells them apart; what the policy knows it keeps. `_low95` is the
-//! lower end of the two-sided 95% interval of the mean over alternations, by Student's
-//! distribution. Without a cell's name both are the lowest of any cell.
+//! One process serves both, so only the switch differs; the policy keeps its state. `_low95` is the lower
+//! end of the two-sided 95% interval of the mean over alternations, by Student's distribution. Without a
+//! cell's name both are the lowest of any cell.
 //!
-//! The bench's processes have a niceness of -15 if they may, and how many CPUs others kept busy is told
-//! (`cpus_busy_with_others`): on a machine that is not quiet the bounds say little.
+//! The bench's processes have a niceness of -15 if permitted, and the report has how many CPUs others kept
+//! busy (`cpus_busy_with_others`): on a machine that is not quiet the bounds mean little.
 //!
-//! A log that nobody writes or hears costs nothing, and so does a policy that has nothing to do: the
-//! bench fails if in any slice no record was heard, or the policy remembers fewer than [`TRACKED_MIN`]
-//! sections at its end.
+//! An unused log costs nothing, and so does a policy that has nothing to do: the bench fails if in any
+//! slice no record reached the policy, or the policy tracks fewer than [`TRACKED_MIN`] sections at its end.
 
 mod others;
 mod policy;
@@ -50,18 +49,18 @@ use std::{
 use tempfile::TempDir;
 
 const NAME: &str = "access-log";
-/// The thread of the backend that takes the log, and on which policies run.
+/// The thread of the back end that receives the log, and on which policies run.
 const TAKER: &str = "pt-access-log";
-/// Fewer sections that the policy remembers at the end of a slice are no work for it.
+/// Least sections that the policy must track at the end of a slice, so that it has work.
 const TRACKED_MIN: u64 = 1000;
-/// Where tmpfs is.
+/// Mount point of a tmpfs.
 const TMPFS: &str = "/dev/shm";
 /// Niceness of the bench.
 const NICE: i32 = -15;
 /// Queues of the disk.
 const QUEUES: u16 = 4;
 
-/// What is asked for while the log is on and off.
+/// The load while the log is on and off.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Load {
     direction: Direction,
@@ -69,7 +68,7 @@ struct Load {
     queues: u16,
 }
 
-/// Cells: as deep as the engine is busy, in one queue and in several.
+/// Cells: deep enough to keep the engine busy, in one queue and in several.
 const CELLS: [Load; 4] = [
     Load::new(Direction::Read, 4, 1),
     Load::new(Direction::Read, 32, 1),
@@ -86,7 +85,7 @@ impl Load {
         }
     }
 
-    /// As it is written in names of figures.
+    /// Its name in names of figures.
     fn name(self) -> String {
         let queues = match self.queues {
             1 => String::new(),
@@ -107,7 +106,7 @@ impl Load {
     }
 }
 
-/// How much to measure.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AccessLogBenchOptions {
     /// Alternations, beside one that warms up; even, so that each switch is first as often as the other.
@@ -126,7 +125,7 @@ impl Default for AccessLogBenchOptions {
     }
 }
 
-/// What each switch did in one cell, by alternation.
+/// The results of each switch in one cell, by alternation.
 #[derive(Default)]
 struct Cell {
     on: Vec<Sample>,
@@ -134,19 +133,19 @@ struct Cell {
     heard: Heard,
 }
 
-/// What became of the log in the slices it was on in.
+/// The log's counters in the slices in which it was on.
 #[derive(Default, Clone, Copy)]
 struct Heard {
     seconds: f64,
-    /// Told by the engine.
+    /// Records of the engine.
     logged: u64,
-    /// Not told, for want of credits.
+    /// Lost for lack of credits.
     lost: u64,
-    /// That the policy heard of.
+    /// Records that reached the policy.
     heard: u64,
-    /// CPU time of the thread that takes them.
+    /// CPU time of the thread that receives them.
     taker_ns: u64,
-    /// At the end of the slice where they were fewest.
+    /// At the end of the slice with the fewest.
     tracked_sections: u64,
     protected_sections: u64,
     /// Memory of the policy then.
@@ -193,14 +192,14 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
     Ok(report)
 }
 
-/// The processes that are started from now on are not to wait for others of this machine.
+/// Processes started from now on must not wait for others of this machine.
 fn come_first() {
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
         eprintln!("bench {NAME}: others may disturb it, for it may not come before them: {error}");
     }
 }
 
-/// A directory, on tmpfs if it may be, and the image in it.
+/// A directory, on tmpfs if possible, and the image in it.
 fn directory() -> Result<(TempDir, PathBuf), BenchError> {
     let made = |dir: &Path| {
         let mut builder = tempfile::Builder::new();
@@ -248,7 +247,7 @@ fn alternate(
     Ok((on, off, heard))
 }
 
-/// What the back end says, and the CPU time of the thread that takes the log.
+/// The back end's report, and the CPU time of the thread that receives the log.
 fn look(side: &mut Side) -> Result<(BackendReport, u64), PartError> {
     let report = side.backend.report()?;
     Ok((report, side.backend.thread_cpu_ns(TAKER)?))
@@ -277,12 +276,12 @@ impl Heard {
     fn check(&self) -> Result<(), BenchError> {
         if self.heard == 0 {
             return Err(failed(
-                "no access was heard of in a slice with the log on, so what it costs cannot be told",
+                "no access was heard of in a slice with the log on, so its cost is unknown",
             ));
         }
         if self.tracked_sections < TRACKED_MIN {
             return Err(failed(format!(
-                "the policy remembers {} sections at the end of a slice, too few to tell what it costs; \
+                "the policy remembers {} sections at the end of a slice, too few to measure its cost; \
                  it should be {TRACKED_MIN} at least",
                 self.tracked_sections
             )));
@@ -351,7 +350,7 @@ fn describe(cells: &[Cell], report: &mut BenchReport) {
     );
 }
 
-/// What the log itself was: that it was on, how much of it came through, and what that took.
+/// The log's own figures: whether it was on, how much of it arrived, and its cost.
 fn describe_log(cells: &[Cell], report: &mut BenchReport) {
     let mut all = Heard::default();
     for (cell, load) in cells.iter().zip(CELLS) {
@@ -389,7 +388,7 @@ impl Heard {
     }
 }
 
-/// What policies take that remember all they may of a large VM.
+/// The memory of policies that track all they may of a large VM.
 fn figures_of_policies(report: &mut BenchReport) {
     for (name, full) in policy::full() {
         let each = to_f64(full.report.bytes) / to_f64(full.report.tracked_sections.max(1));

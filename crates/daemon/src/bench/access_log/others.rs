@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Others`]: how much of the CPUs others had while the bench measured.
+//! [`Others`]: CPU time used by other processes during the measurement.
 //!
-//! What others take is lacking now on one side and now on the other, so ratios scatter by it.
-//! A reader who finds them wide apart should know whether the machine was quiet.
+//! Their CPU time is lost now to one side and now to the other, so ratios scatter. A reader who sees widely
+//! scattered ratios should know whether the machine was quiet.
 
 use crate::bench::figures::to_f64;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ pub(super) struct Others {
 }
 
 impl Others {
-    /// From now on; the bench's own processes have used `ours_ns` so far.
+    /// Starts now; the bench's own processes have used `ours_ns` so far.
     pub(super) fn begin(ours_ns: u64) -> Option<Self> {
         Some(Self {
             began: Instant::now(),
@@ -36,7 +36,7 @@ impl Others {
     }
 }
 
-/// Time that CPUs were busy with anybody, since the machine started.
+/// Time that CPUs were busy, since the machine started.
 fn busy() -> Option<Duration> {
     let stat = std::fs::read_to_string("/proc/stat").ok();
     busy_of(&stat?)

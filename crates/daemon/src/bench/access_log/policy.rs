@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What policies take of memory and time when they remember all that they may, without a disk.
+//! Memory and time of policies that track all they may, without a disk.
 
 use crate::bench::figures::to_f64;
 use pagetide_addr::{Access, SectionNo};
@@ -13,14 +13,14 @@ const VM_SECTIONS: u64 = 32 * 1024;
 /// Touches of each of the two rounds over such a VM.
 const TOUCHES: u64 = 500_000;
 
-/// A policy that remembers all it may.
+/// A policy that tracks all it may.
 pub(super) struct FullPolicy {
     pub(super) report: PolicyReport,
     /// Mean time of one touch.
     pub(super) touch_ns: f64,
 }
 
-/// What each policy that learns takes in a VM of 64 GiB all of which one device touches at random.
+/// The cost of each learning policy in a VM of 64 GiB all of which one device touches at random.
 pub(super) fn full() -> [(&'static str, FullPolicy); 2] {
     [
         ("adp", PolicyChoice::Adp(AdpParams::default())),

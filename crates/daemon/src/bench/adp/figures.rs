@@ -8,14 +8,14 @@ use pagetide_sim::replay::{Service, ServiceSummary, VmAccount};
 use pagetide_trace::{DeviceAnalysis, ServiceAnalysis};
 use serde_json::{Map, Value, json};
 
-/// Which of two figures is worse.
+/// The direction in which a figure is worse.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Worse {
     Less,
     More,
 }
 
-/// The figures of one policy: name, and which is the worse of two.
+/// The figures of one policy: name, and direction.
 const FIGURES: [(&str, Worse); 7] = [
     ("nic_reduction", Worse::Less),
     ("block_reduction", Worse::Less),
@@ -62,7 +62,7 @@ fn figures_of(service: &ServiceAnalysis) -> Value {
     })
 }
 
-/// What each policy brought.
+/// The results of each policy.
 pub(super) fn policies(report: &mut BenchReport, outcomes: &[Outcome]) {
     for name in PolicyChoice::NAMES {
         let own = || {
@@ -94,8 +94,8 @@ pub(super) fn policies(report: &mut BenchReport, outcomes: &[Outcome]) {
     }
 }
 
-/// The least ratio over all overcommits; none if the simple LRU saved nothing at one of them,
-/// for a ratio to that says nothing.
+/// The least ratio over all overcommits; none if the simple LRU saved nothing at one of them, since a ratio
+/// to that is meaningless.
 fn worst_ratio(outcomes: &[Outcome], figure: &str) -> Option<f64> {
     let of = |name: &str, overcommit: f64| {
         let same = |outcome: &&Outcome| {
@@ -166,7 +166,7 @@ fn details(outcome: &Outcome) -> Value {
     details.into()
 }
 
-/// Memory that policies took at most, over the most sections that they remembered.
+/// Most memory of policies over the most sections that they tracked.
 fn bytes_per_section(accounts: &[VmAccount]) -> Option<f64> {
     let devices = || accounts.iter().flat_map(|vm| &vm.devices);
     let tracked = |device: &pagetide_sim::replay::DeviceAccount| {
@@ -179,7 +179,7 @@ fn bytes_per_section(accounts: &[VmAccount]) -> Option<f64> {
     (sections > 0).then(|| bytes as f64 / sections as f64)
 }
 
-/// What ADP held over time for the NIC of the first guest (Fig 17), a look a minute.
+/// Sections that ADP held over time for the NIC of the first guest (Fig 17), one sample a minute.
 pub(super) fn capacity(report: &mut BenchReport, outcomes: &[Outcome]) {
     let adp = outcomes
         .iter()

@@ -4,11 +4,11 @@
 //! ```text
 //!   fleet             a whole day, 16 touches a second and VM, anywhere (`SteadyLoad`); policy adp
 //!   fleet_adaptive    the same under adaptive
-//!   fleet_of_guests   20 minutes of made-up guests, some hundred touches a second and VM, nearly all of
-//!                     them by CPUs; how long a day would take at this speed is worked out, not measured
+//!   fleet_of_guests   20 minutes of synthetic guests, some hundred touches a second and VM, nearly all of
+//!                     them by CPUs; how long a day would take at this speed is computed, not measured
 //! ```
-//! The first two time the replay alone. The third has the making of the load in it, but not what comes
-//! before the time begins.
+//! The first two measure the replay alone. The third includes the generation of the load, but not the setup
+//! before the virtual time begins.
 
 use super::{AdpBenchOptions, BenchError, BenchReport, failed, threads};
 use pagetide_policy::protect::PolicyChoice;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 const DAY_S: u64 = 24 * 3_600;
 
-/// What a fleet took.
+/// The times of a fleet.
 struct FleetRun {
     devices: u64,
     touches: u64,
@@ -43,7 +43,7 @@ pub(super) fn run(report: &mut BenchReport, options: &AdpBenchOptions) -> Result
         let run = time(&mut fleet, Duration::ZERO, options.steady_seconds)?;
         report.figures.insert(name.into(), figures(options, &run));
     }
-    eprintln!("bench adp: a fleet of made-up guests");
+    eprintln!("bench adp: a fleet of synthetic guests");
     let kinds = paper_fleet(2);
     let guests = kinds.iter().cycle().zip(0..).map(|(guest, number)| {
         let recipe = GuestRecipe {

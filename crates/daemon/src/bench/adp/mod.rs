@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench adp`: I/O page faults that DMA protectors save, and what they pin for it, as figures 16
-//! and 17 of VPRI have it.
+//! `bench adp`: I/O page faults that DMA protectors save, and the memory they pin for it, as in figures 16
+//! and 17 of VPRI.
 //!
-//! 14 made-up guests of 8 to 64 GiB share a host that is overcommitted by 10, 20 and 30 %, for an
-//! hour of virtual time each, under every policy: the product's own policies and its own choice of
-//! victims. The guests' DMA is described beside the paper's figures by the analysis that `trace
-//! analyze` is made of, so that one sees what the guests are worth. Each headline figure is the
-//! worst of the three overcommits; the figures of each stand beside.
+//! 14 synthetic guests of 8 to 64 GiB share a host that is overcommitted by 10, 20 and 30 %, for an hour of
+//! virtual time each, under every policy: the product's own policies and its own choice of victims. The
+//! analysis of `trace analyze` describes the guests' DMA beside the paper's figures, so that a reader can
+//! judge the guests. Each headline figure is the worst of the three overcommits; the figures of each are
+//! reported beside it.
 //!
-//! The last part says how long fleets of a thousand devices take to replay (`fleets.rs`).
+//! The last part measures how long fleets of a thousand devices take to replay (`fleets.rs`).
 
 mod figures;
 mod fleets;
@@ -22,12 +22,12 @@ use pagetide_sim::{
 use pagetide_trace::DeviceAnalysis;
 use std::{num::NonZeroUsize, time::Duration};
 
-/// What is run.
+/// The parameters of the bench.
 #[derive(Clone, PartialEq, Debug)]
 pub struct AdpBenchOptions {
     /// The guests of the host.
     pub guests: Vec<GuestRecipe>,
-    /// Memory promised beyond what there is, each in a round of its own.
+    /// Memory promised beyond the existing memory, each in its own round.
     pub overcommits: Vec<f64>,
     /// Virtual seconds of a round.
     pub seconds: u64,
@@ -35,13 +35,13 @@ pub struct AdpBenchOptions {
     pub fleet_vms: usize,
     /// Sections of each of them.
     pub fleet_sections: u64,
-    /// Virtual seconds of the fleet whose load is plain.
+    /// Virtual seconds of the fleet with the steady load.
     pub steady_seconds: u64,
-    /// Virtual seconds of the fleet of made-up guests.
+    /// Virtual seconds of the fleet of synthetic guests.
     pub guest_seconds: u64,
 }
 
-/// How long DMA is looked at for the guests' statistics, as in 4.2.
+/// How long DMA is observed for the guests' statistics, as in 4.2.
 const STATISTICS_S: u64 = 1_800;
 impl Default for AdpBenchOptions {
     fn default() -> Self {
@@ -57,7 +57,7 @@ impl Default for AdpBenchOptions {
     }
 }
 
-/// One round: an overcommit, a policy, and what came of it.
+/// One round: an overcommit, a policy, and the results.
 struct Outcome {
     overcommit: f64,
     policy: PolicyChoice,
@@ -103,7 +103,7 @@ fn rounds(options: &AdpBenchOptions) -> Result<Vec<Outcome>, BenchError> {
         for policy in PolicyChoice::all() {
             eprintln!("bench adp: overcommit {overcommit}, policy {policy}");
             let accounts = round(options, &policy, *overcommit).run().map_err(failed)?;
-            // The first policy is none.
+            // The first policy is `none`.
             let base = outcomes.get(begin).map_or(&accounts, |base| &base.accounts);
             let summary = Summary::of(&accounts, Some(base));
             outcomes.push(Outcome {

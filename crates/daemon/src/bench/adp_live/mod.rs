@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench adp-live`: a squeezed guest with fio on its disk, with a DMA protector and without (VPRI 7.3).
+//! `pagetide bench adp-live`: a squeezed guest with fio on its disk, with a DMA protector and without (VPRI
+//! 7.3).
 //!
-//! The guest, and the daemon that squeezes it, are those of the project's own tests, and
-//! so is the program that runs them: `adp-live`, of the crate `pagetide-guestkit`, which
-//! lies beside this one when both were built. It warms a guest up until it is steady, sets the policy of
-//! the running VM to `none` and `adp` in turns and tells what each turn was like; here the turns are put
-//! together.
+//! The guest, and the daemon that squeezes it, are those of the project's own tests, and so is the program
+//! that runs them: `adp-live`, of the crate `pagetide-guestkit`, which lies beside this one when both were
+//! built. It warms a guest up until it is steady, sets the policy of the running VM to `none` and `adp` in
+//! turns and reports each turn; this module combines the turns.
 //!
 //! ```text
 //!   alternation = none adp, then adp none     ratio = adp / none of one alternation
 //!   adp_over_none_X: their geometric mean     …_low95, …_high95: the bounds of its 95% interval
 //! ```
-//! The policy's times are divided by `times_divided_by`, since turns last minutes; `policies` has them as they
-//! were set.
+//! The policy's times are divided by `times_divided_by`, since turns last minutes; `policies` has them as
+//! they were set.
 
 use super::{
     BenchError, BenchReport,
@@ -29,12 +29,12 @@ use std::{
 const NAME: &str = "adp-live";
 /// The program that does it.
 const PROGRAM: &str = "adp-live";
-/// Its status where the machine lacks something; its output says what.
+/// Its status where the machine lacks something, which its output names.
 const UNABLE: i32 = 3;
-/// Whom the others are compared with.
+/// The policy that the others are compared with.
 const NONE: &str = "none";
 
-/// One turn, as the program tells it: its policy, and figures by their names.
+/// One turn, as the program reports it: its policy, and figures by their names.
 #[derive(Clone, Deserialize)]
 struct Turn {
     policy: String,
@@ -42,7 +42,7 @@ struct Turn {
     figures: BTreeMap<String, f64>,
 }
 
-/// What the program tells: turns, and what is told on as it is.
+/// The program's output: turns, and fields that are passed on.
 #[derive(Deserialize)]
 struct Found {
     turns: Vec<Turn>,
@@ -165,7 +165,7 @@ mod tests {
         let ratio = |name: &str| report.ratios[name].as_f64();
         assert_eq!(ratio("adp_over_none_iopfs_per_minute"), Some(0.5));
         assert_eq!(ratio("adp_over_none_resident_bytes"), Some(1.0));
-        // Nothing over nothing is no ratio.
+        // Zero over zero is no ratio.
         let none = "adp_over_none_protected_sections";
         assert!(!report.ratios.contains_key(none));
         assert_eq!(report.figures["none"]["iopfs_per_minute"], json!(110.0));

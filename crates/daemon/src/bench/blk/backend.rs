@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Our back end as a process of its own: the DPU, one device, nothing else.
+//! Our back end as a separate process: the DPU, one device, nothing else.
 //!
-//! It takes lines on its input: `report` prints a [`BackendReport`] as one line, `log-on`
-//! and `log-off` switch the access log with a DMA protector on and off and print one,
-//! too; the end of input ends it. Nobody hears of accesses unless told to.
+//! It reads lines on its input: `report` prints a [`BackendReport`] as one line, `log-on` and `log-off`
+//! switch the access log with a DMA protector on and off and print one, too; the end of input ends it. The
+//! log is off by default.
 
 use super::frontend::SPREAD_BYTES;
 use crate::{
@@ -25,46 +25,46 @@ use std::{
     time::Duration,
 };
 
-/// What our back end says of itself.
+/// The report of our back end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BackendReport {
     /// Requests completed.
     pub requests: u64,
     /// Requests that ended in an error.
     pub failed_requests: u64,
-    /// Time that looking up pages took in the requests the engine sampled.
+    /// Time of page look-ups in the requests that the engine sampled.
     pub lookup_sampled_ns: u64,
     /// Requests it sampled.
     pub lookup_samples: u64,
     /// How often the engine slept.
     pub engine_sleeps: u64,
-    /// Accesses told to the access log.
+    /// Accesses recorded in the access log.
     pub logged_accesses: u64,
     /// Accesses lost to it.
     pub lost_accesses: u64,
-    /// Accesses that the policy heard of.
+    /// Accesses that reached the policy.
     pub heard_accesses: u64,
-    /// Accesses that were of no memory the policy knows.
+    /// Accesses to memory that the policy does not have.
     pub foreign_accesses: u64,
-    /// Sections that the policy remembers.
+    /// Sections that the policy tracks.
     pub tracked_sections: u64,
     /// Those of them that it protects.
     pub protected_sections: u64,
-    /// Memory that the policy takes.
+    /// Memory that the policy uses.
     pub policy_bytes: u64,
 }
 
 /// Whether the log is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogSwitch {
-    /// Accesses are logged, and a policy hears of them.
+    /// Accesses are logged, and a policy receives them.
     On,
     /// They are not.
     Off,
 }
 
 impl LogSwitch {
-    /// The line that says so.
+    /// The line that sets it.
     #[must_use]
     pub const fn line(self) -> &'static str {
         match self {
@@ -74,7 +74,7 @@ impl LogSwitch {
     }
 }
 
-/// The access log of this process, and the policy that hears of it.
+/// The access log of this process, and the policy that receives it.
 struct Listener {
     feed: Feed,
     protection: Arc<VmProtection>,
@@ -83,7 +83,7 @@ struct Listener {
 }
 
 impl Listener {
-    /// Begins switched off.
+    /// Starts switched off.
     fn start(dpu: &Dpu, domains: &Arc<DomainTable>) -> Result<Self, BackendError> {
         let log = Arc::new(AccessLog::new(1));
         dpu.set_access_log(&log)?;
@@ -100,7 +100,7 @@ impl Listener {
         })
     }
 
-    /// What the policy knows stays while it is off, so that it need not learn anew each time.
+    /// The policy keeps its state while it is off, so that it need not learn anew each time.
     fn switch(&self, switch: LogSwitch) {
         self.follow_memory();
         self.feed.remove(&self.protection);
@@ -109,8 +109,8 @@ impl Listener {
         }
     }
 
-    /// Memory that the front end has brought since is the VM's, which has [`VM_PAGES`] in all: the
-    /// policy remembers a share of that.
+    /// Memory that the front end has mapped since belongs to the VM, which has [`VM_PAGES`] in total: the
+    /// policy tracks a share of that.
     fn follow_memory(&self) {
         let known = self.mmu.domains();
         let mut first = 0;
@@ -127,10 +127,10 @@ impl Listener {
     }
 }
 
-/// Pages of the VM: 8 GiB, twice what buffers are spread over. So these are more than `adp` remembers of
-/// it (30 % and 5 %): both its blocks are full, and it takes up, protects and drops sections all the time.
+/// Pages of the VM: 8 GiB, twice the spread of the buffers. So these are more than `adp` tracks of it (30 %
+/// and 5 %): both its blocks are full, and it adds, protects and drops sections all the time.
 const VM_PAGES: u64 = 2 * SPREAD_BYTES / PAGE_BYTES;
-/// Records a second: what the daemon takes by default.
+/// Records a second: the daemon's default limit.
 const RATE: u32 = 100_000;
 
 /// Where and what to serve.
@@ -146,11 +146,11 @@ pub struct BackendOptions {
     pub poll_max: Duration,
     /// Queues of the device.
     pub queue_count: u16,
-    /// Whether the engine looks pages up, and how.
+    /// Whether and how the engine looks pages up.
     pub look_up: LookUp,
 }
 
-/// Whether the engine looks pages up before each DMA, as the command line says it.
+/// Whether the engine looks pages up before each DMA, as on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LookUpMode {
     /// It does.
@@ -197,7 +197,7 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
     let bell = Arc::new(Doorbell::new()?);
     let mut config = DpuConfig::new(options.state_dir);
     config.poll_max = options.poll_max;
-    // No VM is attached, so no page is ever absent and nobody need serve these ends.
+    // No VM is attached, so no page is ever absent and these ends need no service.
     let (dpu, _host_ends) = Dpu::start(&config, Arc::clone(&domains), &bell)?;
     let listener = Listener::start(&dpu, &domains)?;
     dpu.add_blk(BlkConfig {

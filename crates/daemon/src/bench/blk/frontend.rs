@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The front end as a process of its own: the crate virtio-driver, all of whose queues one thread serves.
+//! The front end as a separate process: the crate virtio-driver, with one thread for all queues.
 //!
-//! It takes a [`Run`] as a line of JSON, does it, and prints a [`RunResult`] as
-//! a line. Between completions it sleeps on the call descriptor, as a guest
-//! that is interrupted does.
+//! It reads a [`Run`] as a line of JSON, runs it, and prints a [`RunResult`] as a line. Between completions
+//! it sleeps on the call descriptor, like a guest that uses interrupts.
 
 use pagetide_addr::SECTION_BYTES;
 use pagetide_sys::lent::{LentError, LentMemory};
@@ -31,13 +30,13 @@ const DEPTH_MAX: u16 = 64;
 const QUEUES_MAX: u16 = 4;
 /// Memory over which buffers are [`Buffers::Spread`]: sparse, of each section the first pages.
 pub const SPREAD_BYTES: u64 = 4 << 30;
-/// Pages of a section that are used: all those together are far beyond the caches of a CPU.
+/// Used pages of a section: together they are far beyond the caches of a CPU.
 const SPREAD_PAGES: u64 = 16;
-/// Blocks of the disk that a run of spread buffers asks for: it is to find out what requests cost, not
-/// what a medium takes to seek.
+/// Blocks of the disk that a run of spread buffers uses: it measures the cost of requests, not the medium's
+/// seeks.
 const SPREAD_BLOCKS: u64 = 1024;
 
-/// Which way data goes.
+/// The direction of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Direction {
     /// From the image.
@@ -47,7 +46,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// As it is written in names of figures.
+    /// Its name in names of figures.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -66,10 +65,10 @@ pub enum Buffers {
     Spread,
 }
 
-/// What to do.
+/// A run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// Which way.
+    /// The direction.
     pub direction: Direction,
     /// Requests in flight, in all queues together.
     pub depth: u16,
@@ -77,13 +76,13 @@ pub struct Run {
     pub queues: u16,
     /// Where the guest has its buffers.
     pub buffers: Buffers,
-    /// For how long.
+    /// Its length.
     pub time: Duration,
-    /// Of the random offsets.
+    /// Seed of the random offsets.
     pub seed: u64,
 }
 
-/// What was done.
+/// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunResult {
     /// Requests completed within the time.
@@ -112,12 +111,12 @@ pub enum FrontendError {
     /// More in flight than there are buffers.
     #[error("a depth of {0} is more than {DEPTH_MAX}")]
     TooDeep(u16),
-    /// More queues than there are, or none.
+    /// More queues than exist, or none.
     #[error("{asked} queues are asked for; there are {present}")]
     Queues {
-        /// Wanted.
+        /// Requested queues.
         asked: u16,
-        /// Had.
+        /// Existing queues.
         present: usize,
     },
     /// The device is smaller than an I/O.
@@ -173,7 +172,7 @@ fn println_line(line: &str) -> std::io::Result<()> {
     out.flush()
 }
 
-/// Some back ends make the descriptor non-blocking, which ours then is, too: so wait, then read.
+/// Some back ends make the descriptor non-blocking, which affects ours, too: so wait, then read.
 fn sleep_until_called(calls: &[Arc<EventFd>]) -> std::io::Result<()> {
     let polled = calls.iter().map(|call| PollFd::new(&**call, PollFlags::IN));
     let mut polled: Vec<_> = polled.collect();
@@ -282,7 +281,7 @@ impl Driver<'_> {
     }
 }
 
-/// The page of one of the sections that 32 random bits choose, by its first byte.
+/// The page of one of the sections, selected by 32 random bits; returns its first byte.
 fn spread(random: u64) -> u64 {
     let section = random % (SPREAD_BYTES / SECTION_BYTES);
     let page = (random >> 16) % SPREAD_PAGES;

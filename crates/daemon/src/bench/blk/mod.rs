@@ -1,21 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide bench blk`: 4 KiB I/O of our vhost-user-blk beside `qemu-storage-daemon`'s.
 //!
-//! Both back ends serve the same image, directly (O_DIRECT) and through
-//! io_uring, each in a process of its own on the same CPU; the same front end
-//! (the crate virtio-driver, which sleeps on the call descriptor like a guest
-//! that is interrupted) drives one of them at a time from another CPU. They
-//! take turns, several within each pair and each first as often as the other,
-//! so that what drifts or disturbs falls on both.
+//! Both back ends serve the same image, directly (O_DIRECT) and through io_uring, each in its own process
+//! on the same CPU; the same front end (the crate virtio-driver, which sleeps on the call descriptor like a
+//! guest that is interrupted) drives one of them at a time from another CPU. They take turns, several
+//! within each pair and each first as often as the other, so that drift and disturbances affect both.
 //!
 //! ```text
 //!   cell = (read | write) × (1 | 32 deep);  pair = slices of ours and of theirs: O T T O O T T O
 //!   ratio of a pair = our IOPS / their IOPS;  of a cell = geometric mean over its pairs
 //! ```
-//! CPU time is the back end process' own, all threads, by `schedstat`. What
-//! looking up pages takes is measured by our engine in one request of 61. Its
-//! share of the CPU time is given over all requests of the run, and that of the
-//! cell where it is most besides.
+//! CPU time is the back end process' own, all threads, by `schedstat`. Our engine measures the time of page
+//! look-ups in one request of 61. Its share of the CPU time is reported over all requests of the run, and
+//! for the cell with the largest share.
 
 pub mod backend;
 pub mod frontend;
@@ -157,7 +154,7 @@ fn measure(
     let samples = after.lookup_samples - before.lookup_samples;
     cell.lookup_ns =
         to_f64(after.lookup_sampled_ns - before.lookup_sampled_ns) / to_f64(samples.max(1));
-    // The first pair warms both up.
+    // The first pair warms up both.
     cell.ours.remove(0);
     if !cell.theirs.is_empty() {
         cell.theirs.remove(0);

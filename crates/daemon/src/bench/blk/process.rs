@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The processes of the bench: started on their CPUs, spoken to by lines, ended with it.
+//! The processes of the bench: started on their CPUs, controlled by lines, ended with it.
 
 use super::{
     backend::{BackendReport, LogSwitch},
@@ -13,10 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a back end may take to listen.
+/// Longest wait for a back end to listen.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why a part of the bench did not work.
+/// Why a part of the bench failed.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
     /// It could not be started.
@@ -35,7 +35,7 @@ pub enum PartError {
         /// The socket.
         socket: PathBuf,
     },
-    /// It serves, but not well.
+    /// Some of its requests failed.
     #[error("{0} requests failed")]
     Requests(u64),
     /// It does not answer.
@@ -96,7 +96,7 @@ impl Part {
         })
     }
 
-    /// Ourselves with a hidden command.
+    /// This program with a hidden command.
     pub fn ourselves(arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
         let program = std::env::current_exe().map_err(|source| PartError::Start {
             program: "pagetide".into(),
@@ -118,7 +118,7 @@ impl Part {
         let mut total = 0;
         for task in std::fs::read_dir(&tasks).map_err(|e| self.silent(e))? {
             let path = task.map_err(|e| self.silent(e))?.path().join("schedstat");
-            // A worker thread may end while we look; its time is lost to both sides alike.
+            // A worker thread may end meanwhile; its time is lost to both sides alike.
             if let Ok(line) = std::fs::read_to_string(path) {
                 let first = line.split(' ').next().unwrap_or_default();
                 total += first.parse::<u64>().map_err(|e| self.silent(e))?;
@@ -196,7 +196,7 @@ impl Backend {
         Self(part).listening(socket)
     }
 
-    /// The peer: QEMU's storage daemon with the same kind of I/O and an iothread of its own.
+    /// The peer: QEMU's storage daemon with the same kind of I/O and its own iothread.
     ///
     /// # Errors
     /// [`PartError`].
@@ -268,7 +268,7 @@ impl Backend {
         }
     }
 
-    /// Switches the access log of ours; what it says of itself then.
+    /// Switches the access log of ours; returns its report.
     ///
     /// # Errors
     /// [`PartError`].
@@ -276,7 +276,7 @@ impl Backend {
         self.0.ask(switch.line())
     }
 
-    /// What ours says of itself.
+    /// The report of ours.
     ///
     /// # Errors
     /// [`PartError`].

@@ -37,12 +37,12 @@ pub enum ImageError {
 
 /// A back end with the front end that drives it.
 pub struct Side {
-    /// Who serves.
+    /// The back end.
     pub backend: Backend,
     frontend: Frontend,
 }
 
-/// What one side did in a slice, or in all slices of a pair.
+/// The result of one side in a slice, or in all slices of a pair.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Slice {
     ios: u64,
@@ -117,7 +117,7 @@ impl Side {
 }
 
 impl Sample {
-    /// Before there was anything.
+    /// The empty result.
     pub const NONE: Self = Self {
         ios: 0.0,
         iops: 0.0,
@@ -126,7 +126,7 @@ impl Sample {
 }
 
 impl Slice {
-    /// Puts `more` to it.
+    /// Adds `more`.
     pub fn add(&mut self, more: Self) {
         self.ios += more.ios;
         self.nanos += more.nanos;

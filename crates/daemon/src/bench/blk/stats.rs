@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ratios of pairs, their geometric mean, and how low it may truly be.
+//! Ratios of pairs, their geometric mean, and its lower bound.
 
 /// Logarithms of the ratios of one cell's pairs.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,8 +40,8 @@ impl PairedRatios {
     }
 }
 
-/// The 97.5% quantile of Student's distribution, by the first terms of its expansion around the
-/// normal one's (Cornish and Fisher): right to a hundredth from 5 degrees of freedom on.
+/// The 97.5% quantile of Student's distribution, by the first terms of its expansion around the normal
+/// one's (Cornish and Fisher): accurate to a hundredth from 5 degrees of freedom on.
 fn student(degrees: u64) -> f64 {
     if degrees == 0 {
         return f64::INFINITY;
@@ -54,7 +54,7 @@ fn student(degrees: u64) -> f64 {
     z + first / n + second / n.powi(2) + third / n.powi(3)
 }
 
-/// Each cell counts the same; only the scatter within cells makes it uncertain.
+/// All cells have equal weight; the uncertainty comes only from the scatter within cells.
 #[must_use]
 pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
     if cells.is_empty() {
@@ -75,7 +75,7 @@ pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
     })
 }
 
-/// Arithmetic mean; 0 of nothing.
+/// Arithmetic mean; 0 without values.
 #[must_use]
 pub fn mean(values: impl Iterator<Item = f64>) -> f64 {
     let (sum, count) = values.fold((0.0, 0_u64), |(s, n), v| (s + v, n + 1));

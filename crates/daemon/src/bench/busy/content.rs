@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a page holds: a function of its number and its version.
+//! The content of a page: a function of its number and its version.
 //!
 //! ```text
 //!   word  0        version
 //!        64, 128 … 448   stamps: of number, version and place     (words are of 8 bytes)
 //!        others    body: of number and place alone
 //! ```
-//! So a write is eight words in eight cache lines, whatever the size of a page, and whoever reads
-//! these eight knows whether they belong together. Of sixteen pages one is all zeros until it is
-//! written, one does not compress, and the others shrink to about half: each way of storing a page is
-//! used.
+//! So a write is eight words in eight cache lines, whatever the size of a page, and a reader of these eight
+//! can check that they belong together. Of sixteen pages one is all zeros until it is written, one does not
+//! compress, and the others shrink to about half: each way of storing a page is used.
 
 use pagetide_addr::{PAGE_BYTES, PageNo};
 
 /// Words of a page.
 pub const WORDS: usize = 512;
-/// Words between two stamps: each is in a cache line of its own, and in another eighth of the page.
+/// Words between two stamps: each is in its own cache line, and in another eighth of the page.
 pub const STAMP_STRIDE: usize = WORDS / 8;
 /// Pages after which kinds of pages repeat.
 const KINDS: u64 = 16;
@@ -93,7 +92,7 @@ pub fn words(page: PageNo, version: u32) -> [u64; WORDS] {
             random ^= random << 17;
             *word = match kind {
                 Kind::Random => random,
-                // As tables of small numbers and pointers have it.
+                // As in tables of small numbers and pointers.
                 _ if at % 2 == 0 => random & 0xffff_ffff,
                 _ => 0x7f00_0000_0000 | page.0 << 4,
             };

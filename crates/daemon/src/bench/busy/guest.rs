@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in's process: vCPUs that never rest, and orders.
+//! The stand-in's process: vCPUs that never pause, and orders.
 //!
-//! A vCPU takes one hot page after the other: it checks three of four, and writes the fourth. It
-//! looks at the clock once in [`BATCH`] pages: the longest time between two such looks is how long
-//! the guest stood still, at most.
+//! A vCPU takes one hot page after the other: it checks three of four, and writes the fourth. It reads the
+//! clock once in [`BATCH`] pages: the longest time between two such reads is an upper bound of the guest's
+//! stalls.
 //!
-//! The first wrong page ends all: each answer from then on is that failure.
+//! The first wrong page ends the work: each answer from then on is that failure.
 
 use super::{
     pattern::{HotPages, Pattern},
@@ -24,9 +24,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Pages between two looks at the clock: some ten microseconds.
+/// Pages between two reads of the clock: some ten microseconds.
 const BATCH: u64 = 64;
-/// How long a vCPU may take to come to rest: it may wait for a page.
+/// Longest wait for a vCPU to pause: it may wait for a page.
 const REST_WAIT: Duration = Duration::from_secs(60);
 
 /// The stand-in to be started.
@@ -46,18 +46,18 @@ pub struct BusyGuestOptions {
     pub huge_pages: HugePages,
 }
 
-/// What a bench asks of the stand-in.
+/// An order of the bench to the stand-in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Order {
-    /// Tell what the vCPUs have done since the last time this was asked.
+    /// Report the vCPUs' work since the last such order.
     Count,
-    /// Let the vCPUs rest.
+    /// Pause the vCPUs.
     Pause,
-    /// Let them go on.
+    /// Resume them.
     Resume,
-    /// Move a hot piece on.
+    /// Move a hot piece.
     Move {
-        /// By so many sections.
+        /// By this many sections.
         sections: u64,
     },
     /// Read one word of each page from the first to the last, on one thread.
@@ -71,11 +71,11 @@ pub enum Order {
     },
     /// Check all bytes of all pages.
     VerifyAll,
-    /// Tell which pages are in memory.
+    /// Report which pages are in memory.
     Presence,
 }
 
-/// What it answers.
+/// An answer of the stand-in.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Answer {
     /// The RAM is filled and the vCPUs run.
@@ -87,19 +87,19 @@ pub enum Answer {
     Counted(Counted),
     /// See [`Presence`].
     Presence(Presence),
-    /// It is done and took so long; what was read was right.
+    /// Done, with the time; all content read was right.
     Done {
         /// In nanoseconds.
         ns: u64,
     },
-    /// It did not work.
+    /// It failed.
     Failed {
         /// Why.
         reason: String,
     },
 }
 
-/// What vCPUs did in an interval.
+/// The work of the vCPUs in an interval.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct Counted {
     /// Pages read or written.
@@ -131,7 +131,7 @@ impl BusyGuestOptions {
     /// Sections of the RAM.
     ///
     /// # Errors
-    /// A sentence if there are none, or if the numbers make no sense.
+    /// A message if there are none, or if the numbers are not valid.
     fn sections(&self) -> Result<u64, String> {
         let bytes = self.ram_mib.checked_mul(1 << 20);
         match bytes {
@@ -149,7 +149,7 @@ impl BusyGuestOptions {
 /// Runs the stand-in until the end of input.
 ///
 /// # Errors
-/// A sentence.
+/// A message.
 pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
     let sections = options.sections()?;
     let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages)
@@ -170,8 +170,8 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
     });
     for number in 0..guest.vcpus.len() {
         let guest = Arc::clone(&guest);
-        // Neighbours in number are on different CPUs, the first on the last: a host's own work comes
-        // first where the numbers begin.
+        // Neighbours in number are on different CPUs, the first on the last: a host's own work prefers the
+        // lowest numbers.
         let cpu = cpus[cpus.len() - 1 - number % cpus.len()];
         std::thread::Builder::new()
             .name(format!("CPU {number}/KVM"))
@@ -191,7 +191,7 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
     guest.serve()
 }
 
-/// One vCPU's account, in a cache line of its own.
+/// One vCPU's counters, in their own cache line.
 #[derive(Default)]
 #[repr(align(128))]
 struct Vcpu {
@@ -209,7 +209,7 @@ struct Guest {
     ram: Ram,
     hot: HotPages,
     vcpus: Vec<Vcpu>,
-    /// What `rest.wanted` says, to be looked at without the lock.
+    /// A copy of `rest.wanted` that can be read without the lock.
     pausing: AtomicBool,
     rest: Mutex<Rest>,
     changed: Condvar,
@@ -225,7 +225,7 @@ fn faults() -> Result<u64, String> {
     faults_of("/proc/self/stat")
 }
 
-/// Page faults so far of the process of which `path` is the `stat`.
+/// Page faults so far of the process whose `stat` file is `path`.
 pub(super) fn faults_of(path: &str) -> Result<u64, String> {
     let stat = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
     // Fields after the name, which is in parentheses: state is the third, minor faults are the
@@ -240,7 +240,7 @@ pub(super) fn faults_of(path: &str) -> Result<u64, String> {
 
 impl Guest {
     fn lock(&self) -> MutexGuard<'_, Rest> {
-        // What it holds is set whole or not at all.
+        // Its content is set completely or not at all.
         self.rest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest under KVM as a bench holds it.
+//! A guest under KVM, controlled by a bench.
 //!
-//! The stand-in is a process whose threads touch RAM through its own page tables. A guest's RAM is reached
-//! by KVM, which has page tables of its own where hardware is behind it. So there is also a guest, of the
-//! project's test kit: `kvm-guest`, of the crate `pagetide-guestkit`, lies beside this program when
-//! both were built, and becomes a QEMU with a guest without an operating system. That one works on one
-//! vCPU as the stand-in does, and its serial port is the process' standard input and output:
+//! The stand-in is a process whose threads touch RAM through its own page tables. KVM accesses a guest's
+//! RAM, through its own page tables where hardware is behind it. So there is also a guest from the
+//! project's test kit: `kvm-guest`, of the crate `pagetide-guestkit`, lies beside this program when both
+//! were built, and becomes a QEMU with a guest without an operating system. That guest works on one vCPU as
+//! the stand-in does, and its serial port is the process' standard input and output:
 //!
 //! ```text
 //!   (start) ready PAGES HOT │ c  counted TOUCHED SWEPT TICKS GAP │ v  sound PAGES
 //! ```
 //! Numbers are hexadecimal. `TICKS` is the vCPU's time stamp counter, and `GAP` the most ticks that 64
-//! touches have taken since the last such line. Any other line says what is wrong.
+//! touches have taken since the last such line. Any other line is an error message.
 
 use super::guest::{Counted, faults_of};
 use crate::bench::{
@@ -28,21 +28,21 @@ use std::{
 const PROGRAM: &str = "kvm-guest";
 /// Most RAM of such a guest: it uses one piece below 4 GiB.
 pub(in crate::bench) const RAM_BYTES_MAX: u64 = 2 << 30;
-/// RAM of one that is only to show that it runs.
+/// RAM of a guest that only has to show that it runs.
 const TRIAL_RAM_BYTES: u64 = 32 << 20;
-/// How long its boot may take where KVM emulates each instruction, on a busy machine.
+/// Longest boot where KVM emulates each instruction, on a busy machine.
 const BOOT_WAIT: Duration = Duration::from_secs(60);
-/// How long a page may take there, filled or compared.
+/// Longest time for a page there, filled or compared.
 const PAGE_WAIT: Duration = Duration::from_micros(300);
 
-/// A running guest; gone on drop.
+/// A running guest; ended on drop.
 pub(in crate::bench) struct KvmGuest {
     process: Ordered,
     wait: Duration,
     before: Reading,
 }
 
-/// What it had done at one time.
+/// Its counters at one time.
 #[derive(Clone, Copy)]
 struct Reading {
     at: Instant,
@@ -52,7 +52,7 @@ struct Reading {
 }
 
 impl KvmGuest {
-    /// Starts it and waits until its RAM is filled. `dir` takes its program.
+    /// Starts it and waits until its RAM is filled. Its program goes into `dir`.
     pub(in crate::bench) fn start(
         dir: &Path,
         ram_bytes: u64,
@@ -80,7 +80,7 @@ impl KvmGuest {
         Ok(guest)
     }
 
-    /// Fails with a sentence if such guests do not run here.
+    /// Fails with a message if such guests do not run here.
     pub(in crate::bench) fn try_one(dir: &Path) -> Result<(), String> {
         Self::start(dir, TRIAL_RAM_BYTES, 500).map(|_guest| ())
     }
@@ -90,7 +90,7 @@ impl KvmGuest {
         self.process.pid()
     }
 
-    /// What its vCPU has done since this was asked before.
+    /// The work of its vCPU since the last call.
     pub(in crate::bench) fn count(&mut self) -> Result<Counted, String> {
         self.process.tell("c")?;
         let numbers = self.numbers("counted")?;
@@ -108,7 +108,7 @@ impl KvmGuest {
         Ok(counted)
     }
 
-    /// Has it compare all its pages.
+    /// Makes it compare all its pages.
     pub(in crate::bench) fn verify_all(&mut self) -> Result<(), String> {
         self.process.tell("v")?;
         self.numbers("sound").map(|_pages| ())
@@ -136,7 +136,7 @@ fn between(before: &Reading, now: &Reading, gap_ticks: u64) -> Counted {
 }
 
 fn numbers_after(word: &str, line: &str) -> Result<Vec<u64>, String> {
-    let wrong = || format!("the guest says '{line}' and not '{word}'");
+    let wrong = || format!("the guest printed '{line}' instead of '{word}'");
     let (first, numbers) = line.split_once(' ').unwrap_or((line, ""));
     if first != word {
         return Err(wrong());

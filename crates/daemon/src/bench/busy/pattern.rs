@@ -3,14 +3,14 @@
 //!
 //! | pattern | written | hot |
 //! |---|---|---|
-//! | part | `part:125` | so many thousandths of the RAM, in one piece |
-//! | moving | `moving:500:6` | the same, and the piece moves by so many sections a minute |
-//! | sections | `sections:500` | whole sections, here and there |
-//! | pages | `pages:500` | pages, here and there: each section has hot and cold ones |
+//! | part | `part:125` | this many thousandths of the RAM, contiguous |
+//! | moving | `moving:500:6` | the same, and the piece moves by this many sections a minute |
+//! | sections | `sections:500` | whole sections, scattered |
+//! | pages | `pages:500` | pages, scattered: each section has hot and cold ones |
 //! | one page | `one-page` | one page of each section |
 //!
-//! Shares are rounded to sections (pages to pages), and something is always hot. vCPUs take hot
-//! pages with the same chance each.
+//! Shares are rounded to sections (pages to pages), and there is always a hot part. vCPUs choose all hot
+//! pages with equal probability.
 
 use super::super::random::SplitMix;
 use pagetide_addr::{PageNo, SECTION_PAGES, to_usize};
@@ -22,7 +22,7 @@ use std::{
     time::Duration,
 };
 
-/// Seed of the choices here and there: the same ones in each run.
+/// Seed of the scattered choices: the same in each run.
 const SEED: u64 = 14;
 
 /// See the module. Shares are in thousandths of the RAM.
@@ -38,7 +38,7 @@ pub enum Pattern {
     Moving {
         /// Share.
         hot_permille: u32,
-        /// How fast.
+        /// Its speed.
         sections_a_minute: u32,
     },
     /// Whole sections.
@@ -55,7 +55,7 @@ pub enum Pattern {
     OnePage,
 }
 
-/// Why text is no pattern.
+/// Why text is not a valid pattern.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("'{0}' is none of part:N, moving:N:M, sections:N, pages:N and one-page, N from 1 to 1000")]
 pub struct PatternError(String);
@@ -119,7 +119,7 @@ impl From<Pattern> for String {
 }
 
 impl Pattern {
-    /// How long a moving piece stays where it is.
+    /// How long a moving piece stays in place.
     #[must_use]
     pub fn stays_for(self) -> Option<Duration> {
         match self {
@@ -140,7 +140,7 @@ pub struct HotPages {
 
 #[derive(Debug)]
 enum Places {
-    /// `count` sections from `first` on, round the end.
+    /// `count` sections from `first` on, wrapping around.
     Piece { first: AtomicU64, count: u64 },
     /// Sections by their numbers, ascending.
     Sections(Vec<u32>),
@@ -177,11 +177,11 @@ impl HotPages {
         Self { sections, places }
     }
 
-    /// A hot page by 64 random bits.
+    /// A hot page, selected by 64 random bits.
     #[inline]
     #[must_use]
     pub fn pick(&self, random: u64) -> PageNo {
-        // The high and the low half choose: multiplying is cheaper than dividing.
+        // The high and the low half select: multiplication is cheaper than division.
         let within = |count: u64, bits: u64| (count * (bits & 0xffff_ffff)) >> 32;
         let (high, low) = (random >> 32, random);
         let in_section = |section: u64| PageNo(section * SECTION_PAGES + low % SECTION_PAGES);
@@ -219,10 +219,10 @@ impl HotPages {
         }
     }
 
-    /// Moves a hot piece `sections` on; nothing else moves.
+    /// Moves a hot piece by `sections`; other patterns do not move.
     pub fn advance(&self, sections: u64) {
         if let Places::Piece { first, .. } = &self.places {
-            // One thread moves it.
+            // Only one thread moves it.
             let moved = (first.load(Ordering::Relaxed) + sections) % self.sections;
             first.store(moved, Ordering::Relaxed);
         }
@@ -237,7 +237,7 @@ fn to_u32(number: u64) -> u32 {
 fn chosen(of: u64, count: u64) -> Vec<u32> {
     let mut random = SplitMix(SEED);
     let mut missing = count;
-    // Each number is taken with the chance that makes the count right at the end.
+    // Each number is chosen with the probability that makes the count exact at the end.
     (0..of)
         .filter(|number| {
             let take = random.below(of - number) < missing;

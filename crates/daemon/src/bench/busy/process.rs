@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in as a bench holds it.
+//! The stand-in, controlled by a bench.
 
 use super::guest::{Answer, BusyGuestOptions, Counted, Order, Presence};
 use crate::bench::orders::{Ordered, vmm_program};
 use clap::ValueEnum as _;
 use std::{path::Path, process::Command, time::Duration};
 
-/// A running stand-in; gone on drop.
+/// A running stand-in; ended on drop.
 pub(in crate::bench) struct BusyGuest {
     process: Ordered,
-    /// How long filling its RAM took.
+    /// Time to fill its RAM.
     pub fill: Duration,
 }
 
 impl BusyGuest {
-    /// Starts it and waits until its RAM is filled. `dir` takes its program.
+    /// Starts it and waits until its RAM is filled. Its program goes into `dir`.
     pub(in crate::bench) fn start(dir: &Path, options: &BusyGuestOptions) -> Result<Self, String> {
         let huge = options.huge_pages.to_possible_value();
         let mut command = Command::new(vmm_program(dir)?);
@@ -50,7 +50,7 @@ impl BusyGuest {
         }
     }
 
-    /// Has it do `order`; returns how long it took.
+    /// Makes it execute `order`; returns the time it took.
     pub(in crate::bench) fn obey(&mut self, order: &Order) -> Result<Duration, String> {
         match self.ask(order)? {
             Answer::Done { ns } => Ok(Duration::from_nanos(ns)),
@@ -58,7 +58,7 @@ impl BusyGuest {
         }
     }
 
-    /// What its vCPUs have done since this was asked before.
+    /// The work of its vCPUs since the last call.
     pub(in crate::bench) fn count(&mut self) -> Result<Counted, String> {
         match self.ask(&Order::Count)? {
             Answer::Counted(counted) => Ok(counted),
@@ -66,7 +66,7 @@ impl BusyGuest {
         }
     }
 
-    /// What its vCPUs do in `time` from now.
+    /// The work of its vCPUs in `time` from now.
     pub(in crate::bench) fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
         self.count()?;
         std::thread::sleep(time);

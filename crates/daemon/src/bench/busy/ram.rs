@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in's RAM: what is written there, and whether it is still there.
+//! The stand-in's RAM: writes its content, and verifies it.
 //!
-//! Beside the RAM each page has its version in memory of the process's own, which nobody takes away.
+//! Beside the RAM, the version of each page is in private memory of the process, which is never evicted.
 //! The version is also the page's sequence lock: odd while a thread writes.
 //!
 //! ```text
@@ -9,8 +9,8 @@
 //!            stamps of v + 2                  stamps
 //!            version v + 1 → v + 2            still v? then they must be those of v
 //! ```
-//! So vCPUs need no lock between them, and a page that is evicted, brought back or read by the
-//! daemon's copy in the middle of a write does not confuse the check, only delays it.
+//! So vCPUs need no common lock, and a page that is evicted, filled or copied by the daemon in the middle
+//! of a write only delays the check.
 
 use super::content::{STAMP_STRIDE, Stamps, WORDS, words};
 use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_PAGES, to_usize};
@@ -27,16 +27,16 @@ use std::{
     },
 };
 
-/// Times a page is read anew because a thread writes it, before that is wrong: a write takes less
-/// than a microsecond, if it is not interrupted.
+/// Most reads of a page that a thread is writing, before that counts as an error: a write takes less than a
+/// microsecond, if it is not interrupted.
 const RETRIES_MAX: u32 = 1 << 24;
 
 /// Whether the kernel is asked for huge pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum HugePages {
-    /// By `MADV_HUGEPAGE`; whether it gives them its `shmem_enabled` says.
+    /// By `MADV_HUGEPAGE`; `shmem_enabled` determines whether the kernel provides them.
     Advised,
-    /// What the kernel does by itself.
+    /// The kernel's own decision.
     NotAdvised,
 }
 
@@ -51,7 +51,7 @@ pub enum RamError {
     Mapping(#[from] MappingError),
 }
 
-/// A page holds what it should not.
+/// A page has wrong content.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{page} is wrong in word {word}: {found:#x} instead of {wanted:#x} (version {version})")]
 pub struct WrongPage {
@@ -59,11 +59,11 @@ pub struct WrongPage {
     pub page: PageNo,
     /// The first word that is wrong.
     pub word: usize,
-    /// What is there.
+    /// The word found.
     pub found: u64,
-    /// What should be.
+    /// The expected word.
     pub wanted: u64,
-    /// The version by the process's own account.
+    /// The version by the process's own record.
     pub version: u32,
 }
 
@@ -79,7 +79,7 @@ impl Ram {
     /// `pages` pages without content: [`Self::fill`] them.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn new(pages: u64, huge: HugePages) -> Result<Self, RamError> {
         let bytes = pages * PAGE_BYTES;
         let file = GuestFile::new_memfd("guest-ram", bytes)?;
@@ -131,14 +131,15 @@ impl Ram {
         {
             return;
         }
-        // Who sees one of the stamps also sees, behind its own fence, that the version is odd or another.
+        // A thread that sees one of the stamps also sees, after its own fence, that the version is odd or
+        // has changed.
         fence(Release);
         let next = locked.wrapping_add(1);
         let stamps = Stamps::of(page, next);
         for (number, word) in self.words_of(page).iter().step_by(STAMP_STRIDE).enumerate() {
             word.store(stamps.word(number), Relaxed);
         }
-        // Partner of the reader's first load.
+        // Pairs with the reader's first load.
         lock.store(next, Release);
     }
 
@@ -178,7 +179,7 @@ impl Ram {
         })
     }
 
-    /// Compares under the page's sequence lock: what was written meanwhile is compared again.
+    /// Compares under the page's sequence lock: a page written meanwhile is compared again.
     #[inline]
     fn checked(
         &self,
@@ -224,7 +225,7 @@ impl Ram {
         self.in_parallel(threads, |page| self.check(page))
     }
 
-    /// Does `work` on each page, section by section, each thread a piece of the RAM.
+    /// Applies `work` to each page, section by section, with a piece of the RAM for each thread.
     fn in_parallel(
         &self,
         threads: usize,
@@ -256,7 +257,7 @@ impl Ram {
     /// Pages that are in memory, as runs from the first to the last.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn present(&self) -> Result<Vec<std::ops::Range<u64>>, RamError> {
         let runs = self.file.data_runs(0, self.pages() * PAGE_BYTES)?;
         let pages =

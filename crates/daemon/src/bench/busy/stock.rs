@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock Linux guest as a bench holds it, with loads that people know.
+//! A stock Linux guest controlled by a bench, with well-known loads.
 //!
 //! It comes from the project's test kit: `stock-guest`, of the crate `pagetide-guestkit`, lies beside this
-//! program when both were built, and becomes a QEMU whose input and output are a port of the guest. There its
-//! `guest-work` runs one load at a time:
+//! program when both were built, and becomes a QEMU whose input and output are a port of the guest. There
+//! its `guest-work` runs one load at a time:
 //!
 //! ```text
 //!   (start) ready │ run NAME SECONDS │ ran OPERATIONS NANOSECONDS, or failed WORDS
@@ -14,12 +14,12 @@ use crate::bench::orders::{Ordered, program_beside};
 use std::{path::Path, process::Command, time::Duration};
 
 const PROGRAM: &str = "stock-guest";
-/// RAM of such a guest: what its loads need, and as much again.
+/// RAM of such a guest: twice what its loads need.
 pub(in crate::bench) const RAM_BYTES: u64 = 1 << 30;
-/// How long it has for its boot and a run beside the time that is asked for: where it is emulated, redis fills its memory
-/// for a minute before its first run.
+/// Time for its boot and a run, in addition to the requested time: where it is emulated, redis fills its
+/// memory for a minute before its first run.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Length of the run that finds out how fast it is.
+/// Length of the run that measures its speed.
 const TRIAL: Duration = Duration::from_secs(2);
 
 /// A load of such a guest.
@@ -43,14 +43,14 @@ impl Load {
     }
 }
 
-/// A running guest; gone on drop.
+/// A running guest; ended on drop.
 pub(in crate::bench) struct StockGuest {
     process: Ordered,
     load: Load,
 }
 
 impl StockGuest {
-    /// Starts it with `load`, and has that make what it needs. `dir` takes what its console says.
+    /// Starts it with `load`, and prepares the load's data. Its console output goes into `dir`.
     pub(in crate::bench) fn start(dir: &Path, ram_bytes: u64, load: Load) -> Result<Self, String> {
         let mut command = Command::new(program_beside(PROGRAM)?);
         command
@@ -63,7 +63,7 @@ impl StockGuest {
         };
         match guest.process.line_within(PATIENCE)?.as_str() {
             "ready" => {}
-            other => return Err(format!("the guest says '{other}'")),
+            other => return Err(format!("unexpected output of the guest: '{other}'")),
         }
         guest.count_for(TRIAL)?;
         Ok(guest)
@@ -74,7 +74,7 @@ impl StockGuest {
         self.process.pid()
     }
 
-    /// What its load does in about `time` from now.
+    /// The work of its load in about `time` from now.
     pub(in crate::bench) fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
         let stat = format!("/proc/{}/stat", self.pid());
         let before = faults_of(&stat)?;
@@ -100,7 +100,7 @@ fn ran_in(line: &str) -> Result<(u64, u64), String> {
         .map(|(operations, ns)| (operations.parse(), ns.trim().parse()));
     match numbers {
         Some((Ok(operations), Ok(ns))) => Ok((operations, ns)),
-        _ => Err(format!("the guest says '{line}'")),
+        _ => Err(format!("unexpected output of the guest: '{line}'")),
     }
 }
 

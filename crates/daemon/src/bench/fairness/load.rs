@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the hostile tenant does.
+//! The hostile tenant's load.
 
 /// A flood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -8,7 +8,7 @@ pub(super) enum Load {
     LargeReads,
     /// Reads of 4 KiB, as many as all its queues hold.
     Small,
-    /// Reads of 4 KiB into pages that are taken away again and again.
+    /// Reads of 4 KiB into pages that are evicted again and again.
     Faults,
     /// Flushes, as many as all its queues hold.
     Flushes,
@@ -28,7 +28,7 @@ impl Load {
         Self::Connections,
     ];
 
-    /// As it is written in names of figures.
+    /// Its name in names of figures.
     pub fn name(self) -> &'static str {
         match self {
             Self::LargeReads => "large_reads",
@@ -40,7 +40,7 @@ impl Load {
         }
     }
 
-    /// What is counted of it.
+    /// The unit in which it is counted.
     pub fn unit(self) -> &'static str {
         match self {
             Self::LargeReads => "mib_per_s",

@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench fairness`: what a hostile tenant takes from a steady one on the same engine.
+//! `pagetide bench fairness`: the effect of a hostile tenant on a steady one on the same engine.
 //!
-//! The steady tenant reads 4 KiB at a time, with [`STEADY_DEPTH`] requests in flight, and sleeps
-//! until it is called: it wants all that it can get. Beside it a hostile tenant floods the engine
-//! with one [`Load`] at a time. Both have an image of their own in the page cache: what is shared
-//! is the engine, and a disk's own tail would drown what is asked for here.
+//! The steady tenant reads 4 KiB at a time, with [`STEADY_DEPTH`] requests in flight, and sleeps until it
+//! is called: it uses all the throughput it can get. Beside it a hostile tenant floods the engine with one
+//! [`Load`] at a time. Each has its own image in the page cache: only the engine is shared, and a disk's
+//! own tail would hide the effect.
 //!
 //! ```text
 //!   quiet    engine 1: steady                      the steady tenant alone
-//!   beside   engine 1: steady and hostile          what is asked for
+//!   beside   engine 1: steady and hostile          the case of interest
 //!   apart    engine 1: hostile, engine 2: steady   the same CPUs, shared by the kernel's scheduler
 //!   alone    engine 1: hostile                     the hostile tenant alone
 //! ```
-//! The engines run on one CPU and the clients on another, in all four. So *apart* is what one gets
-//! by giving each tenant an engine of its own: what the steady tenant suffers there, it suffers
-//! from the CPUs being busy.
+//! The engines run on one CPU and the clients on another, in all four. So *apart* is the alternative of a
+//! separate engine for each tenant: there the steady tenant suffers only from the busy CPUs.
 //!
-//! The four take turns within a round, each first in turn; a ratio is the median over the rounds of
-//! the ratio within a round. Ratios of times are better when small, those of rates when large.
+//! The four take turns within a round, each first in turn; a ratio is the median over the rounds of the
+//! ratio within a round. Ratios of times are better when small, those of rates when large.
 //!
-//! The steady client runs in the real-time class where that is allowed: it stands for a guest that
-//! has a CPU of its own, and must not wait for the hostile client's thread.
+//! The steady client runs in the real-time class where that is allowed: it represents a guest with its own
+//! CPU, and must not wait for the hostile client's thread.
 
 mod load;
 mod rig;
@@ -47,7 +46,7 @@ fn failed(reason: impl Display) -> BenchError {
     }
 }
 
-/// How much to measure.
+/// The extent of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct FairnessOptions {
     /// Rounds of each load.
@@ -66,7 +65,7 @@ impl Default for FairnessOptions {
     }
 }
 
-/// Who works in a slice, and where.
+/// The tenants at work in a slice, and their engines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Quiet,
@@ -77,7 +76,7 @@ enum Place {
 
 const PLACES: [Place; 4] = [Place::Quiet, Place::Beside, Place::Apart, Place::Alone];
 
-/// What was seen in a slice.
+/// The result of a slice.
 #[derive(Debug, Clone, Default)]
 struct Slice {
     /// Of the steady tenant.
@@ -122,10 +121,10 @@ pub fn run(options: &FairnessOptions) -> Result<BenchReport, BenchError> {
         "bench {NAME}: engines on CPU {}, clients on CPU {}",
         placement.engines, placement.clients
     );
-    // All threads of both tenants inherit it: among themselves they are alike, but whatever else
-    // the machine does yields to them.
+    // All threads of both tenants inherit it: among themselves they are equal, but other work on the
+    // machine yields to them.
     if let Err(error) = rustix::process::nice(-20) {
-        eprintln!("bench {NAME}: its threads go before nobody else's: {error}");
+        eprintln!("bench {NAME}: its threads have no priority: {error}");
     }
     // Threads that the engines' crate starts for front ends inherit it.
     pagetide_sys::cpu::set_affinity(&[placement.clients]).map_err(failed)?;
@@ -165,7 +164,7 @@ fn measure(
             for at in 0..PLACES.len() {
                 let at = (at + round) % PLACES.len();
                 let slice = one_slice(PLACES[at], &steady, &hostile, options.slice)?;
-                // The first round warms code, caches and pages up.
+                // The first round warms up code, caches and pages.
                 if round > 0 {
                     cell.0[at].push(slice);
                 }
@@ -330,8 +329,7 @@ mod tests {
     fn every_load_is_measured_and_told() {
         let options = FairnessOptions {
             rounds: 1,
-            // Long enough for some of the largest requests, also where nothing is optimized and the host
-            // is busy.
+            // Long enough for some of the largest requests, also in unoptimized builds on a busy host.
             slice: Duration::from_millis(1000),
         };
         let report = run(&options).unwrap();

@@ -100,13 +100,13 @@ impl Rig {
         self.dir.path().join("beside")
     }
 
-    /// The same on an engine of its own.
+    /// The same on a separate engine.
     pub fn steady_apart(&self) -> PathBuf {
         self.dir.path().join("apart")
     }
 }
 
-/// The memory whose pages are taken away all the time, once it is known.
+/// The memory whose pages are evicted all the time, once it is known.
 pub type Faulting = Mutex<Option<Arc<DmaDomain>>>;
 
 impl Side {
@@ -142,7 +142,7 @@ impl Side {
         for _ in 0..IMAGE_BYTES >> 20 {
             file.write_all(&block)?;
         }
-        // Nothing is to be written back while it is measured.
+        // Nothing must be written back during the measurement.
         file.sync_all()?;
         self.dpu.add_blk(BlkConfig {
             socket: socket.to_owned(),
@@ -151,7 +151,7 @@ impl Side {
             writes: Writes::Taken,
             look_up: LookUp::On,
             serial: "bench".into(),
-            // Through the page cache, where the image is.
+            // Through the page cache, which holds the image.
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
@@ -175,7 +175,7 @@ impl Drop for Side {
     }
 }
 
-/// Grants what is asked for, at once.
+/// Grants all requests at once.
 fn answer(ends: &[HostEnd], bell: &Doorbell, stop: &AtomicBool, faulting: &Faulting) {
     while !stop.load(Ordering::SeqCst) {
         for end in ends {

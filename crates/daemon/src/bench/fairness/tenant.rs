@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A tenant's front end, on a thread of its own: the steady one's, or a hostile one's.
+//! A tenant's front end, on its own thread: the steady one's, or a hostile one's.
 //!
-//! A client works while it is told to: it keeps its queues full, and between completions sleeps on
-//! their call descriptors, as a guest does that is interrupted.
+//! While enabled, a client keeps its queues full, and between completions sleeps on their call descriptors,
+//! like a guest that uses interrupts.
 
 use super::{
     load::Load,
@@ -44,14 +44,14 @@ const QUEUE_SIZE: u16 = 256;
 pub(super) const DEPTH_MAX: u16 = 80;
 /// Real-time priority of the steady client.
 const PRIORITY: u8 = 10;
-/// Longest sleep before a client looks whether it is to end.
+/// Longest sleep before a client checks whether it must end.
 const LOOK: Timespec = Timespec {
     tv_sec: 0,
     tv_nsec: 20_000_000,
 };
-/// Longest that nothing may be answered.
+/// Longest time without an answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Kicks between two looks whether the client is to end.
+/// Kicks between two checks whether the client must end.
 const KICKS: u64 = 64;
 
 /// Why a client ended.
@@ -87,7 +87,7 @@ impl From<RecvError> for ClientError {
     }
 }
 
-/// What a client and its thread share.
+/// State shared by a client and its thread.
 #[derive(Debug, Default)]
 struct Shared {
     works: AtomicBool,
@@ -96,7 +96,7 @@ struct Shared {
 
 type Latencies = Result<Vec<u64>, ClientError>;
 
-/// A client, at rest until [`Self::begin`].
+/// A client, idle until [`Self::begin`].
 pub(super) struct Client {
     shared: Arc<Shared>,
     go: Option<Sender<()>>,
@@ -104,7 +104,7 @@ pub(super) struct Client {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What a client is to be.
+/// The parameters of a client.
 struct Plan {
     socket: PathBuf,
     queues: u16,
@@ -149,7 +149,7 @@ impl Client {
                 eprintln!("bench fairness: a client's error comes too late");
             }
         })?;
-        // It says once that it is ready.
+        // It reports once that it is ready.
         results.recv()??;
         Ok(Self {
             shared,
@@ -159,7 +159,7 @@ impl Client {
         })
     }
 
-    /// Has it work from now on.
+    /// Starts its work.
     pub fn begin(&self) {
         self.shared.works.store(true, Ordering::Release);
         if let Some(go) = &self.go
@@ -169,12 +169,12 @@ impl Client {
         }
     }
 
-    /// What it has done so far, in the unit of its load.
+    /// Its work so far, in the unit of its load.
     pub fn done(&self) -> u64 {
         self.shared.done.load(Ordering::Relaxed)
     }
 
-    /// Has it end its work; how long each request took.
+    /// Ends its work; returns how long each request took.
     pub fn end(&self) -> Latencies {
         self.shared.works.store(false, Ordering::Release);
         self.results.recv()?
@@ -204,7 +204,7 @@ fn work(
     if plan.load.is_none()
         && let Err(error) = set_urgency(Urgency::Preempting(PRIORITY))
     {
-        eprintln!("bench fairness: the steady client goes before nobody: {error}");
+        eprintln!("bench fairness: the steady client has no priority: {error}");
     }
     if plan.load == Some(Load::Connections) {
         tell.send(Ok(Vec::new()))?;
@@ -250,7 +250,7 @@ struct Disk<'a> {
     kicks: Vec<Box<dyn QueueNotifier>>,
     memory: LentMemory,
     random: SplitMix,
-    /// Memory whose pages are taken away before each request.
+    /// Memory whose pages are evicted before each request.
     domain: Option<Arc<DmaDomain>>,
 }
 
@@ -260,7 +260,7 @@ impl<'a> Disk<'a> {
         let bytes = match plan.load {
             Some(load) => {
                 let buffers = u64::from(load.depth()) * u64::from(plan.queues);
-                // Large reads of a queue share their buffer: what is in it is nobody's affair.
+                // Large reads of a queue share their buffer: its content does not matter.
                 match load {
                     Load::LargeReads => load.request_bytes() * u64::from(plan.queues),
                     _ => load.request_bytes() * buffers,
@@ -289,7 +289,7 @@ impl<'a> Disk<'a> {
         })
     }
 
-    /// Tells the host of the memory whose pages come and go.
+    /// Announces the memory whose pages come and go to the host.
     fn lend(&self, plan: &Plan) -> Result<Arc<DmaDomain>, ClientError> {
         let stat = fstat(self.memory.as_fd())?;
         let domain = plan.domains.find(FileKey {
@@ -324,7 +324,7 @@ impl<'a> Disk<'a> {
             }
         };
         if let Some(domain) = &self.domain {
-            // One that is still leased stays: its request does not fault.
+            // A page that is still leased stays: its request does not fault.
             let page = FilePage(from / PAGE_BYTES).single();
             let busy = domain.attributes().unmap_ranges(&[page]);
             debug_assert!(busy.len() <= 1);
@@ -334,7 +334,7 @@ impl<'a> Disk<'a> {
         Ok(queue.read(offset, buffer_bytes, buffer)?)
     }
 
-    /// Keeps the queues full while it is to work.
+    /// Keeps the queues full while enabled.
     fn flood(&mut self, load: Option<Load>, shared: &Shared) -> Latencies {
         let depth = load.map_or(STEADY_DEPTH, Load::depth);
         let unit = match load {
@@ -408,7 +408,7 @@ impl<'a> Disk<'a> {
         Ok(())
     }
 
-    /// Kicks as fast as it can while it is to work.
+    /// Kicks as fast as it can while enabled.
     fn kick(&self, shared: &Shared) -> Latencies {
         while shared.works.load(Ordering::Acquire) {
             for _ in 0..KICKS {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest's pages hold: pages of this very program, each stamped with its number.
+//! The content of the guest's pages: pages of this program, each stamped with its number.
 //!
-//! Synthetic bytes compress too well or not at all, and both change what a
-//! decompressor costs. A program is what guests hold: code, strings, tables.
-//! Only pages that the lz4 tier takes are used, since zero and uncompressed pages
-//! come back by other, cheaper ways; kernel zram gets the same bytes.
+//! Synthetic bytes compress too well or not at all, and both change the cost of decompression. A program is
+//! typical content of guests: code, strings, tables. Only pages that the lz4 tier accepts are used, since
+//! zero and uncompressed pages are filled in other, cheaper ways; kernel zram gets the same bytes.
 
 use pagetide_addr::{PageNo, to_usize};
 use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
@@ -23,10 +22,10 @@ pub(in crate::bench) struct Content {
 }
 
 impl Content {
-    /// From the program that runs.
+    /// From the running program.
     ///
     /// # Errors
-    /// It cannot be read, or none of its pages will do.
+    /// It cannot be read, or none of its pages is suitable.
     pub(in crate::bench) fn of_this_program() -> Result<Self, String> {
         let program = std::fs::read("/proc/self/exe")
             .map_err(|error| format!("cannot read this program: {error}"))?;
@@ -77,7 +76,7 @@ pub(in crate::bench) const fn stamp(page: PageNo) -> u64 {
     (page.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// A reproducible order of `pages` pages in which no page tells where the next one is.
+/// A reproducible order of `pages` pages in which no page predicts the next.
 pub(in crate::bench) fn random_order(pages: u64, seed: u64) -> Vec<PageNo> {
     let mut order: Vec<PageNo> = (0..pages).map(PageNo).collect();
     let mut state = stamp(PageNo(seed)) | 1;

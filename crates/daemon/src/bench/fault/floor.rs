@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The floors under every fill: `UFFDIO_COPY` of one page into a hole with nobody waiting, and a
-//! fault answered by it at once, from the same CPU.
+//! The floors of every fill: `UFFDIO_COPY` of one page into a hole without a waiter, and a fault answered
+//! by it at once, from the same CPU.
 
 use super::content::{PAGE, random_order};
 use pagetide_addr::{Hva, PAGE_BYTES, PageNo};
@@ -27,8 +27,8 @@ pub(super) fn measure(pages: u64, cpu: usize) -> Result<(Vec<u32>, Vec<u32>), St
     measured
 }
 
-/// Watched memory of holes. The file's pages have been there once, so that the host of this machine
-/// has given memory for them: a guest's have been touched, too.
+/// Registered memory with holes. The file's pages have been present once, so that a hypervisor below this
+/// machine has allocated memory for them, as for a guest's touched pages.
 fn watched_holes(pages: u64) -> Result<(LentMemory, Userfaultfd), String> {
     let bytes = pages * PAGE_BYTES;
     let memory = LentMemory::new("pagetide-floor", bytes).map_err(failed)?;
@@ -66,7 +66,7 @@ fn fills(pages: u64) -> Result<Vec<u32>, String> {
 
 fn round_trips(pages: u64) -> Result<Vec<u32>, String> {
     let (mut memory, userfaultfd) = watched_holes(pages)?;
-    // As the fault reader has it: it waits in `read`.
+    // As in the fault reader: it waits in `read`.
     let flags = fcntl_getfl(userfaultfd.as_fd()).map_err(failed)?;
     fcntl_setfl(userfaultfd.as_fd(), flags & !OFlags::NONBLOCK).map_err(failed)?;
     let answering = std::thread::spawn(move || answer(&userfaultfd, pages));
@@ -85,8 +85,8 @@ fn round_trips(pages: u64) -> Result<Vec<u32>, String> {
     }
 }
 
-/// Answers `pages` faults. If one cannot be answered, its thread reads zeros: the userfaultfd is
-/// closed by the return.
+/// Answers `pages` faults. If one cannot be answered, its thread reads zeros: the return closes the
+/// userfaultfd.
 fn answer(userfaultfd: &Userfaultfd, pages: u64) -> Result<(), String> {
     let mut faults = Vec::new();
     let mut answered = 0;

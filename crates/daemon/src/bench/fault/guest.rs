@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in for a VMM: a process whose memory is laid out like a VM's, and one thread that
-//! uses it like a vCPU.
+//! The stand-in for a VMM: a process whose memory is laid out like a VM's, and one thread that uses it like
+//! a vCPU.
 //!
-//! A real guest would do, but its own clock, kernel and virtualization would be
-//! measured with it, and on the peer's side too. What Pagetide sees is the same:
-//! shared memory in a memfd, mapped once and kept from children, and a thread
-//! called as QEMU calls its vCPUs, on one CPU. Orders come as lines of JSON,
-//! each is answered by one line; the end of input ends the process.
+//! A real guest would be possible, but its clock, kernel and virtualization would be measured with it, on
+//! the peer's side too. Pagetide sees the same: shared memory in a memfd, mapped once and not inherited by
+//! children, and a thread named like QEMU's vCPUs, on one CPU. Orders are lines of JSON, each answered by
+//! one line; the end of input ends the process.
 
 use super::{
     content::{Content, PAGE, random_order},
@@ -26,14 +25,14 @@ use virtio_driver::{
     VhostUser, VirtioBlkFeatureFlags, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags,
 };
 
-/// As QEMU calls the thread of its first vCPU.
+/// QEMU's name for the thread of its first vCPU.
 const VCPU_THREAD: &str = "CPU 0/KVM";
 /// Entries of the device's queue, of which one request uses three.
 const QUEUE_SIZE: u16 = 64;
 /// Longest wait for one device request.
 const REQUEST_WAIT: Duration = Duration::from_secs(10);
 
-/// What the bench asks of the guest.
+/// An order of the bench to the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(in crate::bench) enum Order {
     /// Read all pages in the order of a pattern, timing each.
@@ -43,42 +42,42 @@ pub(in crate::bench) enum Order {
         /// Of the order.
         seed: u64,
     },
-    /// Read each page but the last once, by several threads at a time, timing each. Their parts have
+    /// Read each page except the last once, by several threads at a time, timing each. Their parts have
     /// equal size, their orders are random.
     TouchTogether {
         /// How many.
         threads: u64,
         /// Of their orders.
         seed: u64,
-        /// What is read beside.
+        /// Further reads beside the timed ones.
         beside: Beside,
     },
-    /// Begin, now that the last page is being read.
+    /// Start, now that the last page is being read.
     Go,
-    /// Have a device read a block into each page in random order, timing each from available to
-    /// used. All blocks are zeros.
+    /// Make a device read a block into each page in random order, timing each from available to used. All
+    /// blocks are zeros.
     ReadByDevice {
         /// Socket of the device.
         socket: PathBuf,
         /// Of the order.
         seeds: Vec<u64>,
     },
-    /// Write to each page what it must hold.
+    /// Write the required content to each page.
     Fill,
-    /// Compare each page with what it must hold.
+    /// Compare each page with its required content.
     Verify,
 }
 
-/// What is read beside what is timed.
+/// Reads beside the timed ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(in crate::bench) enum Beside {
     /// Nothing.
     Nothing,
-    /// The last page, first of all; the others are begun with by [`Order::Go`].
+    /// The last page, first of all; [`Order::Go`] starts the others.
     LastPage,
 }
 
-/// What the guest answers.
+/// An answer of the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(in crate::bench) enum Answer {
     /// The memory is filled.
@@ -86,21 +85,21 @@ pub(in crate::bench) enum Answer {
         /// Its address.
         address: u64,
     },
-    /// It took so long for each page, in nanoseconds.
+    /// Time for each page, in nanoseconds.
     Took {
         /// In the order of the accesses.
         ns: Vec<u32>,
     },
-    /// It took so long for each page, and for all together.
+    /// Time for each page, and for all together.
     TookTogether {
         /// Nanoseconds of each.
         ns: Vec<u32>,
         /// Nanoseconds from the first to the last.
         wall_ns: u64,
     },
-    /// It is done, and every byte that was looked at is right.
+    /// Done, and every byte checked is right.
     Done,
-    /// It did not work.
+    /// It failed.
     Failed {
         /// Why.
         reason: String,
@@ -115,7 +114,7 @@ pub(super) fn ns_since(begun: Instant) -> u32 {
 /// Runs the guest with `pages` pages of memory, its vCPU on `cpu`, until the end of input.
 ///
 /// # Errors
-/// A sentence.
+/// A message.
 pub fn run(pages: u64, cpu: usize) -> Result<(), String> {
     let vcpu = std::thread::Builder::new()
         .name(VCPU_THREAD.into())
@@ -173,7 +172,7 @@ impl Vcpu {
                 seed,
                 beside,
             } => self.touch_together((*threads, *seed), *beside, orders),
-            Order::Go => Err("nobody waits to go".to_owned()),
+            Order::Go => Err("no touches wait for Go".to_owned()),
             Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
             Order::Fill => self.fill(),
             Order::Verify => self.verify(),
@@ -194,7 +193,7 @@ impl Vcpu {
         Ok(Answer::Took { ns })
     }
 
-    /// The answer is said before the page that is read beside has come.
+    /// The answer is sent before the page that is read beside has been filled.
     fn touch_together(
         &mut self,
         (threads, seed): (u64, u64),
@@ -246,8 +245,7 @@ impl Vcpu {
         Ok(Answer::Done)
     }
 
-    /// One connection for all passes: the RAM is mapped by the device's process as long as it
-    /// lasts, and no longer.
+    /// One connection for all passes: the device's process maps the RAM for the duration of the connection.
     fn read_by_device(&mut self, socket: &Path, seeds: &[u64]) -> Result<Answer, String> {
         let failed = |error: std::io::Error| format!("the device: {error}");
         let features = VirtioFeatureFlags::VERSION_1.bits()

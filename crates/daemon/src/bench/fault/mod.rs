@@ -1,38 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `bench fault`: how long it takes to get an evicted page back.
 //!
-//! One guest (a stand-in, see [`guest`]) is measured in rounds, and in each
-//! round by all of these in turn, on the same pages with the same content:
+//! One guest (a stand-in, see [`guest`]) is measured in rounds. Each round runs all of these phases in
+//! turn, on the same pages with the same content:
 //!
-//! | phase | who fetches each page in random order | served by |
+//! | phase | fetches each page in random order | served by |
 //! |---|---|---|
 //! | zram | its vCPU | the kernel: swap on zram, lz4, page-cluster 0 |
 //! | cpu | its vCPU | `pagetide run --neighbours 0`: fault reader, lz4 tier, each page by its own fault |
-//! | random | its vCPU | `pagetide run`: the same, with pages that neighbours' faults bring along |
+//! | random | its vCPU | `pagetide run`: the same, with readahead |
 //! | device | a virtio queue, a 4 KiB read into the page | `pagetide run`: software DPU, I/O page fault |
-//! | device, present | the same on present pages that no device has used since they are | the same without a fault |
+//! | device, present | the same on present pages that no device has used since the fill | the same without a fault |
 //! | device, again | the same once more | the same, without a first DMA |
-//! | sequential | its vCPU, in order | both; `pagetide run` with and without neighbours |
+//! | sequential | its vCPU, in order | both; `pagetide run` with and without readahead |
 //! | zipf | its vCPU, few pages most often | both |
 //!
-//! `retouch_…_over_zram` compares the whole times in which the vCPU has all of its evicted working set
-//! again, touches of pages that are back already included.
+//! `retouch_…_over_zram` compares the total times until the vCPU has all of its evicted working set again,
+//! including touches of pages already filled.
 //!
-//! Evicting is done by the commands a user has (`vm reclaim`; `MADV_PAGEOUT`
-//! for the peer), and a phase begins only when all pages are out. The daemon is
-//! attached for its phases alone: swap and Pagetide exclude one another.
+//! Eviction uses the commands of a user (`vm reclaim`; `MADV_PAGEOUT` for the peer), and a phase begins
+//! only when all pages are absent. The daemon is attached only for its own phases: swap and Pagetide
+//! exclude each other.
 //!
-//! `device_us` is a percentile of the requests that fault, less the *median* of
-//! those to pages that are present and that the device has used before. A fault
-//! so also pays for the device's process mapping the page at its first DMA;
-//! `device_over_zram_first_dma_…` are the ratios less that, too. `cpu_us` and
-//! `zram_us` are whole, as a vCPU sees them, and `uffd_round_trip_us` is the
-//! floor under `cpu_us` here: a fault answered at once with a constant page. The vCPU stays on one CPU, as vCPUs mostly do,
-//! and the engine on another (where there are two), as a DPU's do; where the
-//! fault reader runs is the product's own choice.
+//! `device_us` is a percentile of the faulting requests, less the *median* of those to present pages that
+//! the device has used before. So a fault includes the mapping of the page in the device's process at its
+//! first DMA; the ratios `device_over_zram_first_dma_…` exclude that. `cpu_us` and `zram_us` are total
+//! times, as a vCPU sees them, and `uffd_round_trip_us` is the floor of `cpu_us` here: a fault answered at
+//! once with a constant page. The vCPU stays on one CPU, as vCPUs mostly do, and the engine on another
+//! (where there are two), as a DPU's do; the product chooses where the fault reader runs.
 //!
-//! The device's image is one hole: what storage costs is the same with and
-//! without a fault, but its variance would hide the fault's.
+//! The device's image is one hole: the cost of storage is the same with and without a fault, but its
+//! variance would hide the fault's.
 
 pub(super) mod content;
 mod floor;
@@ -64,7 +62,7 @@ const NAME: &str = "fault";
 /// Pages that a phase may leave in memory, in thousandths: per-CPU batches of the kernel.
 const LEFT_PERMILLE_MAX: u64 = 5;
 
-/// How much is measured.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FaultBenchOptions {
     /// Rounds of all phases.
@@ -74,7 +72,7 @@ pub struct FaultBenchOptions {
 }
 
 impl FaultBenchOptions {
-    /// With so many rounds, or as many as make figures worth having.
+    /// With this many rounds, or as many as give meaningful figures.
     #[must_use]
     pub fn of_rounds(rounds: Option<u64>) -> Self {
         let default = Self::default();
@@ -140,7 +138,7 @@ struct Measured {
     zram_left_pages: u64,
 }
 
-/// What one run holds. Fields are dropped in this order: nothing is taken away that is in use.
+/// The resources of a run. Fields are dropped in this order: nothing is removed while it is in use.
 struct Bench {
     daemon: Daemon,
     daemon_alone: Daemon,
@@ -254,7 +252,7 @@ impl Bench {
         self.daemon.detach().map(|_| ())
     }
 
-    /// On the daemon without neighbours: with them, a sample would often be that of a page that is back.
+    /// On the daemon without readahead: with it, a sample would often be of a page filled already.
     fn cpu_phase(&mut self, seed: u64) -> Result<(), String> {
         let before = evict_all(&self.daemon_alone, self.options.pages)?;
         let cpu_ns = self.daemon_alone.cpu_ns()?;
@@ -268,8 +266,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Begins with all pages present and not touched by a device since they are: a fault's request
-    /// is the first to its page, too.
+    /// Begins with all pages present and untouched by a device since the fill: a faulting request is the
+    /// first to its page, too.
     fn device_phase(&mut self, seed: u64) -> Result<(), String> {
         add_blk(&self.daemon, &self.socket, &self.image)?;
         let mut present = self.read_by_device(&[seed + 2, seed + 3])?;

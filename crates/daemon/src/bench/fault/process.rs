@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest of the bench as it holds it, and what it asks of daemons beyond what all benches do.
+//! The guest as the bench controls it, and requests to daemons beyond those that all benches make.
 
 use super::guest::{Answer, Order};
 use crate::{
@@ -51,13 +51,13 @@ impl Guest {
         self.process.pid()
     }
 
-    /// Has it do `order`.
+    /// Makes it execute `order`.
     pub(in crate::bench) fn obey(&mut self, order: &Order) -> Result<Answer, String> {
         self.begin(order)?;
         self.answer()
     }
 
-    /// Has it begin with `order`.
+    /// Makes it start `order`.
     pub(in crate::bench) fn begin(&mut self, order: &Order) -> Result<(), String> {
         self.process.order(order)
     }
@@ -70,7 +70,7 @@ impl Guest {
         }
     }
 
-    /// Has it do `order`, which is to be timed.
+    /// Makes it execute `order`, which is timed.
     pub(in crate::bench) fn time(&mut self, order: &Order) -> Result<Vec<u32>, String> {
         match self.obey(order)? {
             Answer::Took { ns } => Ok(ns),
@@ -78,7 +78,7 @@ impl Guest {
         }
     }
 
-    /// Asks the kernel to take its memory out, to swap.
+    /// Makes the kernel swap its memory out.
     pub(in crate::bench) fn page_out(&self) -> Result<(), String> {
         let process = ProcessFd::open(self.pid()).map_err(|error| error.to_string())?;
         process

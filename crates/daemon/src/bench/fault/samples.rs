@@ -4,14 +4,14 @@
 use crate::bench::figures::{at_permille, median, rounded};
 use serde_json::{Value, json};
 
-/// Latencies in nanoseconds, kept apart by round.
+/// Latencies in nanoseconds, separate by round.
 #[derive(Default)]
 pub(in crate::bench) struct Samples {
     rounds: Vec<Vec<u32>>,
 }
 
 impl Samples {
-    /// Takes those of one more round.
+    /// Adds those of one more round.
     pub(in crate::bench) fn add(&mut self, mut round_ns: Vec<u32>) {
         round_ns.sort_unstable();
         self.rounds.push(round_ns);
@@ -22,7 +22,7 @@ impl Samples {
         self.rounds.iter().map(Vec::len).sum()
     }
 
-    /// The mean of a round in microseconds, of the middle one: a disturbed round is left out.
+    /// The median of the rounds' means, in microseconds: a disturbed round has no effect.
     pub(in crate::bench) fn mean_us(&self) -> f64 {
         let mean = |round: &Vec<u32>| {
             let sum: u64 = round.iter().map(|ns| u64::from(*ns)).sum();
@@ -31,14 +31,14 @@ impl Samples {
         median(self.rounds.iter().map(mean))
     }
 
-    /// How long all of a round took over how long all of one of `peer` did, the median of the rounds.
+    /// The total time of a round over that of `peer`, the median of the rounds.
     pub(in crate::bench) fn whole_over(&self, peer: &Self) -> f64 {
         let sum = |round: &Vec<u32>| round.iter().map(|ns| u64::from(*ns)).sum();
         let rounds = self.rounds.iter().zip(&peer.rounds);
         median(rounds.map(|(ours, theirs)| ratio(sum(ours), sum(theirs))))
     }
 
-    /// The value that `permille` thousandths are not above, in microseconds.
+    /// The value that `permille` thousandths do not exceed, in microseconds.
     pub(in crate::bench) fn us(&self, permille: usize) -> f64 {
         let mut all: Vec<u32> = self.rounds.iter().flatten().copied().collect();
         all.sort_unstable();

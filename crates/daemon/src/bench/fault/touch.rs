@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the guest touches its pages: in which order, how often, by how many threads.
+//! How the guest touches its pages: order, number of touches, number of threads.
 
 use super::{
     content::{PAGE, random_order, stamp},
@@ -19,10 +19,9 @@ const ZIPF_EXPONENT: f64 = 0.99;
 pub(in crate::bench) enum Pattern {
     /// Each page once, from the first to the last.
     Sequential,
-    /// Each page once, by chance.
+    /// Each page once, in random order.
     Random,
-    /// As many touches as there are pages, few pages most often (Zipf); then those that were never
-    /// met.
+    /// As many touches as there are pages, few pages most often (Zipf); then those not touched yet.
     Zipf,
 }
 
@@ -38,7 +37,7 @@ impl Pattern {
 }
 
 fn zipf_order(pages: u64, seed: u64) -> Vec<PageNo> {
-    // Which page has which rank is by chance, too.
+    // The rank of each page is random, too.
     let ranked = random_order(pages, seed);
     let mut below = Vec::with_capacity(ranked.len());
     let mut sum = 0.0;
@@ -63,7 +62,7 @@ fn zipf_order(pages: u64, seed: u64) -> Vec<PageNo> {
     order
 }
 
-/// Reads the first word of a page, which must be its stamp; returns how long that took, in nanoseconds.
+/// Reads the first word of a page, which must be its stamp; returns the time in nanoseconds.
 pub(super) fn touch(page: PageNo, bytes: &[u8]) -> Result<u32, String> {
     let begun = Instant::now();
     let first = std::hint::black_box(bytes.first_chunk::<8>().copied());
@@ -83,16 +82,16 @@ fn touch_all(bytes: &[u8], first: PageNo, order: &[PageNo]) -> Result<Vec<u32>, 
     order.iter().map(one).collect()
 }
 
-/// What several threads took.
+/// The times of several threads.
 pub(super) struct Together {
     /// Of each page.
     pub(super) ns: Vec<u32>,
-    /// From when all began until the last had ended.
+    /// From the start of all until the end of the last.
     pub(super) wall_ns: u64,
 }
 
-/// Touches each page of `memory` once, in parts of equal size by `threads` threads at a time, each in an order by
-/// chance; they stay on the CPUs there are, in turns. The first page of the memory is `first`.
+/// Touches each page of `memory` once, in parts of equal size by `threads` threads at a time, each in
+/// random order; they are pinned to the available CPUs in turn. The first page of the memory is `first`.
 pub(super) fn together(
     memory: &[u8],
     first: PageNo,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The peer: kernel zram with lz4 as swap, set up for this bench and taken away again.
+//! The peer: kernel zram with lz4 as swap, set up for this bench and removed again.
 //!
-//! A device of its own is added and removed, so that one which the machine has
-//! in use is left alone. `vm.page-cluster` is 0 meanwhile: no read-ahead, one
-//! page a fault, as for us. All is undone when [`ZramSwap`] is dropped.
+//! A separate device is added and removed, so that one in use on the machine is not affected.
+//! `vm.page-cluster` is 0 meanwhile: no readahead, one page a fault, as for us. Dropping [`ZramSwap`]
+//! undoes everything.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use std::process::{Command, Stdio};
 
 const CONTROL: &str = "/sys/class/zram-control";
 const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
-/// Above all other swap, should there be some.
+/// Above all other swap, if there is any.
 const PRIORITY: &str = "32767";
 
 /// A zram device that can be switched on as swap.
@@ -26,7 +26,7 @@ impl ZramSwap {
     /// A device for `bytes` of pages.
     ///
     /// # Errors
-    /// A sentence that says why there is none.
+    /// A message with the reason why there is none.
     pub(in crate::bench) fn prepare(bytes: u64) -> Result<Self, String> {
         if !Path::new(CONTROL).exists()
             && let Err(error) = run("modprobe", &["zram"])
@@ -55,7 +55,7 @@ impl ZramSwap {
         Ok(())
     }
 
-    /// Switches it off; what is left in it is read back.
+    /// Switches it off; its remaining content is read back.
     pub(in crate::bench) fn switch_off(&mut self) -> Result<(), String> {
         run("swapoff", &[&self.device_name()])?;
         self.is_on = false;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`HeldRig`]: reader, servers, address space and store as a daemon puts them together, in this
-//! process, with two differences: the content of one page comes when it is told to, and no fault brings
-//! neighbours along, so that each page is one fault.
+//! process, with two differences: the fill of one page is delayed until it is released, and there is no
+//! readahead, so that each page is one fault.
 //!
-//! That is what a slow tier looks like to a fault. The page is the guest's last; its fault is held from
-//! before the others begin until all of them are served, and [`HOLD_MIN`] at least.
+//! To a fault this looks like a slow tier. The page is the guest's last; its fault is held from before the
+//! start of the others until all of them are served, and for [`HOLD_MIN`] at least.
 
 use super::Turn;
 use crate::bench::fault::{
@@ -34,9 +34,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a fault is held at least.
+/// Least time for which a fault is held.
 const HOLD_MIN: Duration = Duration::from_millis(50);
-/// How long it may take until it is.
+/// Longest wait until it is held.
 const HOLD_WAIT: Duration = Duration::from_secs(10);
 
 /// See the module.
@@ -56,7 +56,7 @@ impl HeldRig {
         }
     }
 
-    /// Takes `guest` over, evicts all of it, has it do `order`, and lets it go.
+    /// Takes `guest` over, evicts all of it, makes it execute `order`, and detaches it.
     pub(super) fn turn(&self, guest: &mut Guest, order: &Order) -> Result<Turn, String> {
         let vmm = VmmProcess::open(guest.pid()).map_err(said)?;
         let layout = RamLayout::of_process(&vmm).map_err(said)?;
@@ -108,7 +108,7 @@ fn timed(
     guest.begin(order)?;
     let since = hold.wait_until_held()?;
     let turn = guest.obey(&Order::Go).and_then(Turn::of);
-    // What is left of the time is nothing but waiting.
+    // The rest of the time is only waiting.
     hold.let_go_after(since + HOLD_MIN);
     match guest.answer()? {
         Answer::Done => turn,
@@ -168,7 +168,7 @@ fn evict(memory: &Arc<PagedMemory>, store: &Arc<PoolStore>) -> Result<(), String
     }
 }
 
-/// Brings every page back that is away still.
+/// Fills every page that is still absent.
 fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
     let (reply, outcomes) = mpsc::channel();
     for page in (0..pages).map(PageNo) {
@@ -178,7 +178,7 @@ fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
             access: Access::Write,
         };
         let reply = reply.clone();
-        // Whoever filled a page for a vCPU may not have written its word yet.
+        // The thread that filled a page for a vCPU may not have written its word yet.
         let told = move |outcome| {
             if reply.send(outcome).is_err() {
                 tracing::debug!("the bench has given up");
@@ -187,7 +187,7 @@ fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
         memory.fault(&fault, Some(Box::new(told)));
         match outcomes.recv() {
             Ok(FaultOutcome::Present) => {}
-            other => return Err(format!("{page} cannot be brought back: {other:?}")),
+            other => return Err(format!("{page} cannot be filled: {other:?}")),
         }
     }
     Ok(())
@@ -233,7 +233,7 @@ struct LoggedIncidents;
 
 impl Incidents for LoggedIncidents {
     fn foreign_page(&self, page: PageNo) {
-        tracing::error!(%page, "somebody else writes to the bench's guest");
+        tracing::error!(%page, "another process writes to the RAM of the bench's guest");
     }
 
     fn poisoned(&self, page: PageNo, why: &StoreError) {
@@ -249,14 +249,14 @@ impl Incidents for LoggedIncidents {
     }
 }
 
-/// How far the fault that is held is.
+/// The state of the held fault.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 enum Stage {
     #[default]
     Open,
-    /// This content is to be held.
+    /// This content will be held.
     Armed(Content),
-    /// Somebody waits for it, since then.
+    /// A thread waits for it, since then.
     Held(Content, Instant),
 }
 
@@ -276,7 +276,7 @@ impl Hold {
         self.changed.notify_all();
     }
 
-    /// Waits until somebody waits; returns since when.
+    /// Waits until a thread waits; returns since when.
     fn wait_until_held(&self) -> Result<Instant, String> {
         let waiting = |stage: &mut Stage| !matches!(stage, Stage::Held(..));
         let waited = (self.changed).wait_timeout_while(self.lock(), HOLD_WAIT, waiting);
@@ -291,7 +291,7 @@ impl Hold {
         self.let_go();
     }
 
-    /// True if `content` is to be held.
+    /// True if `content` must be held.
     fn holds(&self, content: Content) -> bool {
         match *self.lock() {
             Stage::Open => false,
@@ -299,7 +299,7 @@ impl Hold {
         }
     }
 
-    /// Waits as long as `content` is held.
+    /// Waits while `content` is held.
     fn wait(&self, content: Content) {
         if !self.holds(content) {
             return;

@@ -6,13 +6,13 @@
 //! | question | ours | beside |
 //! |---|---|---|
 //! | how many pages a second | `pagetide run`, lz4 tier | kernel zram, the same threads and pages |
-//! | what one fault that is held does to the others | each page by its own fault, one held, see [`held`] | none held |
+//! | the effect of one held fault on the others | each page by its own fault, one held, see [`held`] | none held |
 //!
-//! The daemon of the first question brings neighbours along, as it does unless told otherwise; the second
-//! has none, so `alone_over_zram_N` is the first question once more with each page by its own fault.
+//! The daemon of the first question does readahead, as by default; that of the second does not, so
+//! `alone_over_zram_N` is the first question once more with each page by its own fault.
 //!
-//! The threads stay on the CPUs there are, in turns. `rate_over_zram_N` is the median of the rounds'
-//! ratios, `p99_beside_held_over_quiet` the worst number of threads'.
+//! The threads are pinned to the available CPUs in turn. `rate_over_zram_N` is the median of the rounds'
+//! ratios, `p99_beside_held_over_quiet` that of the worst number of threads.
 
 mod held;
 
@@ -36,7 +36,7 @@ const NAME: &str = "fault-parallel";
 /// Numbers of threads that fault at a time.
 const THREADS: [u64; 4] = [1, 2, 4, 8];
 
-/// How much is measured.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct FaultParallelOptions {
     /// Rounds of all cells.
@@ -46,7 +46,7 @@ pub struct FaultParallelOptions {
 }
 
 impl FaultParallelOptions {
-    /// With so many rounds, or as many as make figures worth having.
+    /// With this many rounds, or as many as give meaningful figures.
     #[must_use]
     pub fn of_rounds(rounds: Option<u64>) -> Self {
         let default = Self::default();
@@ -66,7 +66,7 @@ impl Default for FaultParallelOptions {
     }
 }
 
-/// What one turn took.
+/// The times of one turn.
 pub(super) struct Turn {
     /// Each page, sorted, in nanoseconds.
     ns: Vec<u32>,
@@ -74,13 +74,13 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// Has `guest` touch its pages.
+    /// Makes `guest` touch its pages.
     pub(super) fn take(guest: &mut Guest, order: &Order) -> Result<Self, String> {
         let answer = guest.obey(order)?;
         Self::of(answer)
     }
 
-    /// What the guest has said.
+    /// From an answer of the guest.
     pub(super) fn of(answer: Answer) -> Result<Self, String> {
         match answer {
             Answer::TookTogether { mut ns, wall_ns } => {
@@ -133,7 +133,7 @@ fn failed(reason: String) -> BenchError {
     BenchError::Failed { name: NAME, reason }
 }
 
-/// What one run holds. Fields are dropped in this order: nothing is taken away that is in use.
+/// The resources of a run. Fields are dropped in this order: nothing is removed while it is in use.
 struct Bench {
     daemon: Daemon,
     held: HeldRig,
@@ -177,7 +177,7 @@ impl Bench {
         evict_all(&self.daemon, self.options.pages)?;
         cell.ours.push(Turn::take(&mut self.guest, &alone)?);
         self.daemon.detach()?;
-        // Which is first changes from round to round.
+        // The order alternates from round to round.
         let mut both = [Beside::Nothing, Beside::LastPage];
         if round % 2 == 1 {
             both.reverse();
@@ -237,7 +237,7 @@ fn report(cells: &[(u64, Cell)], no_zram: Option<&String>) -> BenchReport {
     report
 }
 
-/// The median over the rounds of what `figure` says of one over what it says of the other.
+/// The median over the rounds of the ratio of `figure` for one side to that for the other.
 fn ratio(ours: &[Turn], theirs: &[Turn], figure: impl Fn(&Turn) -> f64) -> f64 {
     median(
         ours.iter()

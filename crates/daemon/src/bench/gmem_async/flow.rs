@@ -10,28 +10,28 @@ use pagetide_gmem::{AddressSpace, Callback, GmError, MapOptions, Region, RegionR
 
 use super::iommu::Iommu;
 
-/// Buffers that a flow has: no more than that are mapped or on their way back. Network drivers
-/// have about as many receive descriptors by default.
+/// Buffers of a flow: at most this many are mapped or being unmapped. Network drivers have about as many
+/// receive descriptors by default.
 pub(super) const BUFFERS: usize = 256;
-/// Pages of four buffers that follow one another: three of a packet each, one of a large segment.
+/// Pages of four consecutive buffers: three of a packet each, one of a large segment.
 const PAGES: [u64; 4] = [1, 1, 1, 16];
-/// A flow that has no buffer goes on when so many are back.
+/// A flow without free buffers continues when this many are free again.
 const REFILL: usize = BUFFERS / 4;
-/// Cycles between two looks at the clock.
+/// Cycles between two reads of the clock.
 const CYCLES: usize = 16;
 
 /// How a flow unmaps.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Way {
-    /// Each unmap waits for an invalidation of its own.
+    /// Each unmap waits for its own invalidation.
     Sync,
     /// Unmaps are queued; a thread serves the queue.
     Worker,
-    /// Unmaps are queued; a flow that has no buffer left carries the queue out.
+    /// Unmaps are queued; a flow without free buffers processes the queue.
     Caller,
 }
 
-/// Why a measurement is worth nothing.
+/// Why a measurement is invalid.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Broken {
     /// The space refused.
@@ -40,7 +40,7 @@ pub(super) enum Broken {
     /// The device could still reach the buffer.
     #[error("an unmap was told to be complete while the device could reach the pages still")]
     ToldTooEarly,
-    /// A callback was forgotten.
+    /// A callback was not called.
     #[error("{missing} buffers never came back")]
     Missing {
         /// How many.
@@ -57,7 +57,7 @@ struct Buffer {
 pub(super) struct Flow {
     space: Arc<AddressSpace>,
     buffers: Vec<Buffer>,
-    /// Buffers that are not mapped; the one that has been so for longest is next.
+    /// Unmapped buffers, the longest unmapped first.
     free: VecDeque<usize>,
     returns: Arc<Returns>,
 }
@@ -73,7 +73,7 @@ struct Returns {
 struct Returned {
     buffers: Vec<usize>,
     latencies_ns: Vec<u32>,
-    /// The flow sleeps until so many are there; 0 if it is awake.
+    /// The flow sleeps until this many are free; 0 if it is awake.
     wanted: usize,
     broken: Option<Broken>,
 }
@@ -107,8 +107,8 @@ impl Returns {
 }
 
 impl Flow {
-    /// A flow with buffers of its own. Their places in the space are in random order: a device is
-    /// done with buffers in an order of its own, so neighbours seldom leave together.
+    /// A flow with its own buffers. Their addresses in the space are in random order: a device completes
+    /// buffers in its own order, so neighbours are seldom unmapped together.
     pub(super) fn new(
         space: &Arc<AddressSpace>,
         iommu: &Arc<Iommu>,
@@ -117,7 +117,7 @@ impl Flow {
         let mut buffers = Vec::with_capacity(BUFFERS);
         for pages in PAGES.iter().cycle().take(BUFFERS) {
             let region = space.alloc(&RegionRequest::of_bytes(pages * PAGE_BYTES))?;
-            // Which frames these are is nothing to this device.
+            // This device ignores the frame numbers.
             let frame = |page: u64| Pa((region.pages().start.0 + page) << PAGE_SHIFT);
             let frames = (0..*pages).map(frame).collect();
             buffers.push(Buffer { region, frames });
@@ -135,8 +135,8 @@ impl Flow {
         })
     }
 
-    /// Maps and unmaps until `end`; returns when all unmaps are complete, with the time that each
-    /// took from the call to the callback.
+    /// Maps and unmaps until `end`; returns when all unmaps are complete, with the time of each from the
+    /// call to the callback.
     pub(super) fn run_until(&mut self, way: Way, end: Instant) -> Result<Vec<u32>, Broken> {
         while Instant::now() < end {
             for _ in 0..CYCLES {

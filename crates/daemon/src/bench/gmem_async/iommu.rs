@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An IOMMU: a page table, an IOTLB that remembers everything until it is told
-//! to forget, and invalidation commands that take their time.
+//! An IOMMU: a page table, an IOTLB that caches everything until it is invalidated, and invalidation
+//! commands with a set cost.
 //!
-//! A command is what a driver of queued invalidation does: descriptors for the
-//! ranges, one *wait* descriptor behind them, and then it spins until the
-//! hardware has written that it came by. So a command costs the set time once
-//! and [`RANGE_NS`] a range, on the CPU of whoever issued it. Commands of several
-//! threads are served at the same time, which is kinder to unmaps that wait each
-//! for its own than hardware with one queue is.
+//! A command works as in a driver with queued invalidation: it writes descriptors for the ranges and one
+//! *wait* descriptor after them, then spins until the hardware has reported its completion. So a command
+//! costs the set time once and [`RANGE_NS`] a range, on the CPU of the issuing thread. Commands of several
+//! threads are served at the same time, which favours unmaps that each wait for their own, compared with
+//! hardware with one queue.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -15,23 +14,23 @@ use std::time::{Duration, Instant};
 use pagetide_addr::{Access, PageRange, PageSet, SectionNo};
 use pagetide_gmem::{Backing, Mmu, MmuError, MmuLimits, OnAbsent, Restrict, Restricted, TableId};
 
-/// What each range of a command adds: an assumption, as no source gives it.
+/// Additional cost of each range of a command: an assumption, as no source gives it.
 pub(super) const RANGE_NS: u64 = 100;
 
 /// Not in the table, not in the IOTLB.
 const ABSENT: u64 = 0;
 /// In the table.
 const GRANTED: u64 = 1;
-/// In the table no more, but perhaps in the IOTLB.
+/// No longer in the table, but perhaps in the IOTLB.
 const CACHED: u64 = 2;
 
 /// See the module.
 pub(super) struct Iommu {
     pages: Vec<AtomicU64>,
-    /// What a command takes, without its ranges.
+    /// Cost of a command, without its ranges.
     command_ns: u64,
     commands: AtomicU64,
-    /// A page was granted while the table or the IOTLB had it still.
+    /// A page was granted while it was still in the table or the IOTLB.
     granted_too_early: AtomicBool,
 }
 
@@ -51,7 +50,7 @@ impl Iommu {
         self.commands.load(Ordering::Relaxed)
     }
 
-    /// True if a page was mapped anew before the device had forgotten it.
+    /// True if a page was mapped anew before the device's translation was invalidated.
     pub(super) fn was_granted_too_early(&self) -> bool {
         self.granted_too_early.load(Ordering::Relaxed)
     }

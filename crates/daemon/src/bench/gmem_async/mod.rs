@@ -1,32 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench gmem-async`: what queued unmaps gain over unmaps that wait (GMEM 5.3).
+//! `bench gmem-async`: the gain of queued unmaps over unmaps that wait (GMEM 5.3).
 //!
-//! Flows ([`flow`]) map DMA buffers and unmap them, over and over, in one space
-//! with one simulated IOMMU ([`iommu`]) whose invalidation commands cost what is
-//! set. A buffer is mapped again only after it was unmapped, and every unmap is
-//! checked: when it is told to be complete, the device must reach none of its
+//! Flows ([`flow`]) map DMA buffers and unmap them, over and over, in one space with one simulated IOMMU
+//! ([`iommu`]) whose invalidation commands have a set cost. A buffer is mapped again only after it was
+//! unmapped, and every unmap is checked: when its completion is reported, the device must reach none of its
 //! pages, by table or by IOTLB; else the bench fails.
 //!
 //! | way | an unmap | buffers under way |
 //! |---|---|---|
-//! | sync | waits for an invalidation of its own | 1 a flow |
+//! | sync | waits for its own invalidation | 1 a flow |
 //! | worker | is queued with a callback; a thread of the bench serves the queue | up to [`flow::BUFFERS`] a flow |
-//! | caller | is queued with a callback; a flow without buffers carries the queue out | the same |
+//! | caller | is queued with a callback; a flow without buffers processes the queue | the same |
 //!
-//! A *cycle* is a map and an unmap; throughput and CPU time are those of whole
-//! cycles, callbacks and checks included, so the ratios are a little nearer to 1
-//! than those of unmaps alone. CPU time is that of the process (getrusage), the
-//! worker's included. Latency is from the call of unmap to its callback (sync:
-//! to its return) under that load: with all buffers under way it is theirs that
-//! is waited for. What one unmap costs that is waited for at once, nothing else
-//! being under way, is `waiting_flow`: `unmap_later` and `synchronize` against
-//! `unmap`, without a worker and with one that sleeps.
+//! A *cycle* is a map and an unmap; throughput and CPU time are those of whole cycles, callbacks and checks
+//! included, so the ratios are a little nearer to 1 than those of unmaps alone. CPU time is that of the
+//! process (getrusage), the worker's included. Latency is from the call of unmap to its callback (sync: to
+//! its return) under that load: with all buffers under way it includes the wait for them. `waiting_flow` is
+//! the cost of a single unmap that is waited for at once, with nothing else under way: `unmap_later` and
+//! `synchronize` against `unmap`, without a worker and with one that sleeps.
 //!
-//! All costs, numbers of flows and ways take turns in slices, round after round,
-//! so that a slow moment of the machine falls on all; the first round is not
-//! counted, and figures are medians of the rounds. `async_over_sync_throughput`
-//! is the worker's, the worst over the numbers of flows. With `host.cpus` of 2,
-//! four flows and a worker share two CPUs: with sync flows both of them spin.
+//! All costs, numbers of flows and ways take turns in slices, round after round, so that a slow moment of
+//! the machine falls on all; the first round is not counted, and figures are medians of the rounds.
+//! `async_over_sync_throughput` is the worker's, the worst over the numbers of flows. With `host.cpus` of
+//! 2, four flows and a worker share two CPUs: with sync flows both of them spin.
 
 mod flow;
 mod iommu;
@@ -177,7 +173,7 @@ fn report(loads: &[Load], waits: &[Waiting]) -> BenchReport {
     report
 }
 
-/// What the paper's authors measured on a machine of theirs.
+/// The measurements of the paper's authors on their machine.
 const PAPER: &str = "GMEM, table 3 (a real IOMMU and a 40 Gb/s network controller, 8 connections): queued \
     unmaps receive 23.7 Gb/s with 52 % CPU, unmaps that wait 13.7 Gb/s with 50 %; they send 37.7 Gb/s \
     with 36 % CPU, against 29.9 Gb/s with 58 %";
@@ -217,7 +213,7 @@ fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
 /// A figure of a measurement.
 type Pick = fn(&Measured) -> f64;
 
-/// What is measured of flows under load.
+/// The figures of flows under load.
 const FIGURES: [(&str, Pick); 5] = [
     ("unmaps_per_second", |m| m.unmaps_per_second.round()),
     ("cpu_per_unmap_us", |m| m.cpu_us_per_unmap),
@@ -300,7 +296,7 @@ mod tests {
             "waiting_flow_beside_worker_p50",
         ];
         for ratio in costs.iter().map(String::as_str).chain(others) {
-            // How large it is, slices this short do not say.
+            // Slices this short give no meaningful value.
             assert!(report.ratios.contains_key(ratio), "{ratio}");
         }
         assert_eq!(invalidations(&report, "sync", "flows_4"), Some(1.0));

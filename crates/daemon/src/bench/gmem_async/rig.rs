@@ -15,7 +15,7 @@ use super::iommu::Iommu;
 
 /// Pages of the space: more than the buffers of all flows need.
 const SPACE_PAGES: u64 = 1 << 15;
-/// Unmaps of the flow that waits between a change of way.
+/// Unmaps of the flow that waits, between changes of the way.
 const WAITS: usize = 50;
 
 /// See the module.
@@ -25,7 +25,7 @@ pub(super) struct Rig {
     flows: Vec<Flow>,
 }
 
-/// What flows did together.
+/// The combined result of the flows.
 pub(super) struct Measured {
     pub(super) unmaps_per_second: f64,
     pub(super) cpu_us_per_unmap: f64,
@@ -120,7 +120,7 @@ impl Rig {
     }
 }
 
-/// Does `work`, perhaps while a thread serves the queue.
+/// Runs `work`, optionally while a thread serves the queue.
 fn served<T>(space: &AddressSpace, worker: Worker, work: impl FnOnce() -> T) -> T {
     if worker == Worker::None {
         return work();
@@ -140,7 +140,7 @@ fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     }
 }
 
-/// The value that `percent` of `sorted_ns` are not above, in microseconds.
+/// The value that `percent` of `sorted_ns` do not exceed, in microseconds.
 pub(super) fn percentile_us(sorted_ns: &[u32], percent: usize) -> f64 {
     at_permille(sorted_ns, percent * 10).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
 }

@@ -1,21 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A peer written after Linux's IOVA allocator (`drivers/iommu/iova.c`) as its
-//! fast path is used by the DMA API.
+//! A peer modelled on Linux's IOVA allocator (`drivers/iommu/iova.c`) as its fast path is used by the DMA
+//! API.
 //!
-//! - Allocated ranges in an ordered tree (a `BTreeMap` for the rb-tree; its
-//!   cursor walks as cheaply). Search is top-down first fit from a *cached node*,
-//!   the range allocated last, or a freed one's successor if that lies higher;
-//!   starts are aligned to the size, rounded up to a power of two. When nothing
-//!   is found below the cached node, once more from the top.
-//! - Sizes up to 32 pages are rounded up to a power of two and pass through
-//!   *rcaches*, orders 0 to 5: for each CPU two magazines of 127, loaded and
-//!   previous, under their own lock, and for each order a depot of full
-//!   magazines under another. A range in a magazine stays in the tree.
+//! - Allocated ranges in an ordered tree (a `BTreeMap` for the rb-tree; its cursor walks as cheaply).
+//!   Search is top-down first fit from a *cached node*, the range allocated last, or a freed one's
+//!   successor if that lies higher; starts are aligned to the size, rounded up to a power of two. When
+//!   nothing is found below the cached node, the search restarts from the top.
+//! - Sizes up to 32 pages are rounded up to a power of two and pass through *rcaches*, orders 0 to 5: for
+//!   each CPU two magazines of 127, loaded and previous, under their own lock, and for each order a depot
+//!   of full magazines under another. A range in a magazine stays in the tree.
 //!
-//! Left out, all to its advantage: the worker that trims depots after 100 ms, the
-//! attempt below 4 GiB that precedes, and the flush of all magazines when the
-//! space is exhausted, which does not happen here. A thread stands for a CPU,
-//! which spares it contention that preempted threads would cause.
+//! Omitted, all to its advantage: the worker that trims depots after 100 ms, the initial attempt below 4
+//! GiB, and the flush of all magazines when the space is exhausted, which does not happen here. A thread
+//! represents a CPU, which avoids the contention that preempted threads would cause.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -30,7 +27,7 @@ use super::load::{Allocator, SPACE_PAGES};
 const ORDERS: usize = 6;
 /// Entries of a magazine: with its size it fills 1,024 bytes.
 const MAGAZINE: usize = 127;
-/// CPUs that are stood for.
+/// Number of CPUs represented.
 const CPUS: usize = 8;
 
 /// The allocator.
@@ -181,7 +178,7 @@ fn cached_order(pages: u64) -> Option<usize> {
     (order < ORDERS).then_some(order)
 }
 
-/// What is really allocated: a power of two where a magazine may take it.
+/// The size actually allocated: a power of two where a magazine may hold it.
 fn rounded(pages: u64) -> u64 {
     if cached_order(pages).is_some() {
         pages.next_power_of_two()
@@ -194,7 +191,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The CPU that this thread stands for.
+/// The CPU that this thread represents.
 fn cpu() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
@@ -203,7 +200,7 @@ fn cpu() -> usize {
     OWN.with(|own| match own.get() {
         Some(cpu) => cpu,
         None => {
-            // Relaxed: a number, nothing is read by it.
+            // Relaxed: only a number; no other data depends on it.
             let cpu = NEXT.fetch_add(1, Ordering::Relaxed) % CPUS;
             own.set(Some(cpu));
             cpu

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the allocators are asked to do: the same for all.
+//! The load of the allocators: the same for all.
 
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-/// Pages that may be given: 2^48 bytes.
+/// Pages of the space: 2^48 bytes.
 pub(super) const SPACE_PAGES: u64 = 1 << 36;
 
 /// Sizes in pages: allocations of a thousand, smallest, largest, even in between.
 pub(super) type Mix = &'static [(u64, u64, u64)];
 
-/// What DMA buffers and mappings look like: a page is a packet buffer or a file
-/// system's block, 2 to 4 jumbo frames and receive buffers, up to 16 the 64 KiB
-/// of segmentation offload, of a pipe and of read-ahead, up to 64 a large block
-/// request, up to 512 a ring or a huge page, more a heap's growth or a file.
+/// Sizes of typical DMA buffers and mappings: a page is a packet buffer or a file system's block, 2 to 4
+/// jumbo frames and receive buffers, up to 16 the 64 KiB of segmentation offload, of a pipe and of
+/// readahead, up to 64 a large block request, up to 512 a ring or a huge page, more a heap's growth or a
+/// file.
 pub(super) const MIXED: Mix = &[
     (500, 1, 1),
     (250, 2, 4),
@@ -24,10 +24,10 @@ pub(super) const MIXED: Mix = &[
     (5, 513, 4096),
 ];
 
-/// Only what Linux's magazines take as well.
+/// Only sizes that Linux's magazines hold as well.
 pub(super) const SMALL: Mix = &[(550, 1, 1), (250, 2, 4), (150, 5, 16), (50, 17, 32)];
 
-/// Steps between two looks at the clock.
+/// Steps between two reads of the clock.
 const BATCH: usize = 64;
 
 /// An allocator of addresses, called from several threads.
@@ -38,7 +38,7 @@ pub(super) trait Allocator: Send + Sync {
     fn free(&self, start: u64, pages: u64) -> bool;
 }
 
-/// An allocator said no, though there is room for all.
+/// An allocator refused, though there is room for all.
 #[derive(Debug, thiserror::Error)]
 #[error("an allocator failed though there is room: {0}")]
 pub(super) struct Refused(&'static str);
@@ -52,7 +52,7 @@ pub(super) struct Load {
     threads: Vec<ThreadLoad>,
 }
 
-/// What one thread has.
+/// The state of one thread.
 struct ThreadLoad {
     live: Vec<Region>,
     random: Random,
@@ -60,7 +60,7 @@ struct ThreadLoad {
 }
 
 impl Load {
-    /// `live` regions with sizes of `mix`, shared out among `threads`.
+    /// `live` regions with sizes of `mix`, divided among `threads`.
     pub(super) fn new(
         allocator: Box<dyn Allocator>,
         mix: Mix,
@@ -108,7 +108,7 @@ impl Load {
         Ok(rates.iter().sum())
     }
 
-    /// Nanoseconds of an operation of the first thread, the harness's work taken out.
+    /// Nanoseconds of an operation of the first thread, without the harness's work.
     pub(super) fn operation_ns(&mut self, slice: Duration) -> Result<f64, Refused> {
         let (mut steps, mut inside) = (0_u32, Duration::ZERO);
         while inside < slice {
@@ -159,7 +159,7 @@ impl ThreadLoad {
         }
     }
 
-    /// A batch of steps of which everything was drawn before; how long it took.
+    /// A batch of steps with all random draws made before; returns its time.
     fn batch_apart(&mut self, allocator: &dyn Allocator) -> Result<Duration, Refused> {
         let mut regions: [(Region, u64); BATCH] = [((0, 0), 0); BATCH];
         for (victim, pages) in &mut regions {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench gmem-va`: allocations and frees a second of the allocator of virtual
-//! addresses (`pagetide_gmem::arena`), beside three peers.
+//! `bench gmem-va`: allocations and frees a second of the allocator of virtual addresses
+//! (`pagetide_gmem::arena`), beside three peers.
 //!
 //! | peer | what it is |
 //! |---|---|
@@ -8,38 +8,31 @@
 //! | vm_allocator | rust-vmm's crate of that name, first match, one lock |
 //! | linux_like | Linux's IOVA allocator rebuilt: rb-tree, per-CPU magazines, depot ([`linux_like`]) |
 //!
-//! `vm_allocator` searches in O(n) and is meant for the few dozen regions of a
-//! VMM: with [`LIVE`] of them its ratio says no more than that. Its other policy,
-//! last match, is slower.
+//! `vm_allocator` searches in O(n) and is meant for the few dozen regions of a VMM: with [`LIVE`] of them
+//! its ratio shows only that. Its other policy, last match, is slower.
 //!
-//! **Load.** [`LIVE`] regions are live in all, shared out among the threads. A
-//! step frees one that is drawn at random and allocates one of a size drawn from
-//! [`load::MIXED`]; both count as an operation. Every allocator gets the same
-//! space (2^48 bytes), the same seeds and the same harness, whose own work
-//! (drawing, its table) is inside the measured time, so that ratios are a
-//! little nearer to 1 than the allocators are. Ours is set up as it is by
-//! default. Its caches reach to 512 pages, Linux's to 32: 5 and 60 of 1,000
-//! allocations are past them.
+//! **Load.** [`LIVE`] regions are live in total, divided among the threads. A step frees one drawn at
+//! random and allocates one of a size drawn from [`load::MIXED`]; both count as an operation. Every
+//! allocator gets the same space (2^48 bytes), the same seeds and the same harness, whose own work
+//! (drawing, its table) is included in the measured time, so that ratios are a little nearer to 1 than
+//! those of the allocators alone. Ours has its default setup. Its caches reach to 512 pages, Linux's to 32:
+//! 5 and 60 of 1,000 allocations are past them.
 //!
-//! `peers.linux_like.ours_over_it_up_to_32_pages` is the same with sizes that
-//! Linux's magazines take, too ([`load::SMALL`]): there both do the same work, and
-//! what is left of the ratio is how they do it.
+//! `peers.linux_like.ours_over_it_up_to_32_pages` is the same with sizes that Linux's magazines hold, too
+//! ([`load::SMALL`]): there both do the same work, and the ratio compares only how they do it.
 //!
-//! `address_space` is not a peer but the whole of `gm_as_alloc` and
-//! `gm_region_dealloc` (with a look-up of the region, as whoever knows just its
-//! address does), regions and all: its figures stand beside the allocator's.
+//! `address_space` is not a peer but the whole of `gm_as_alloc` and `gm_region_dealloc` (with a look-up of
+//! the region, as a caller that has only its address does), including regions: its figures are reported
+//! beside the allocator's.
 //!
-//! **Order.** Each number of threads and each allocator has an instance of its
-//! own, filled once. All take turns in slices, round after round, so that a slow
-//! moment of the machine falls on all; the first round is not counted, and
-//! figures are medians. There are more threads than CPUs when `host.cpus` is
-//! below 8: then the figures tell what becomes of lock holders that are
-//! preempted, not how much runs in parallel.
+//! **Order.** Each number of threads and each allocator has its own instance, filled once. All take turns
+//! in slices, round after round, so that a slow moment of the machine falls on all; the first round is not
+//! counted, and figures are medians. There are more threads than CPUs when `host.cpus` is below 8: then the
+//! figures show the effect of preempted lock holders, not how much runs in parallel.
 //!
-//! **`million_over_thousand`** is the time of an operation with 10^6 regions
-//! live over that with 10^3, one thread. Here victims and sizes are drawn before
-//! the clock starts, 64 steps at once: with a million regions the harness's own
-//! table no longer fits the CPU's caches, and that is not what is asked.
+//! **`million_over_thousand`** is the time of an operation with 10^6 regions live over that with 10^3, one
+//! thread. Here victims and sizes are drawn before the clock starts, 64 steps at once: with a million
+//! regions the harness's own table no longer fits the CPU's caches, which must not be measured.
 
 mod linux_like;
 mod load;
@@ -66,7 +59,7 @@ const NAME: &str = "gmem-va";
 const LIVE: usize = 16 * 1024;
 /// Numbers of threads.
 const THREADS: [usize; 4] = [1, 2, 4, 8];
-/// Live regions that are compared with one another.
+/// Numbers of live regions that are compared with each other.
 const FEW_AND_MANY: [usize; 2] = [1_000, 1_000_000];
 
 /// How long to measure.
@@ -88,7 +81,7 @@ impl Default for GmemVaBenchOptions {
     }
 }
 
-/// Makes an allocator of which all is free.
+/// Makes an empty allocator.
 type Make = fn() -> Box<dyn Allocator>;
 
 /// The allocators by name, ours first.
@@ -132,7 +125,7 @@ impl Allocator for Space {
     }
 }
 
-/// Ours, as it is by default.
+/// Ours, with its default setup.
 struct Ours(Arena);
 
 impl Ours {
@@ -274,7 +267,7 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
     report
 }
 
-/// Median of the rounds; not a number if this was not measured.
+/// Median of the rounds; NaN if this was not measured.
 fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
     all.iter()
         .find(|rates| (rates.kind, rates.mix, rates.threads) == (kind, mix, threads))
@@ -314,7 +307,7 @@ mod tests {
         }
         let report = report(&all, [2.0, 3.0]);
         for ratio in ["over_btreemap", "over_vm_allocator", "over_linux_like"] {
-            // Not a number would be null; how large it is, a slice this short does not say.
+            // NaN would be null; a slice this short gives no meaningful value.
             assert!(report.ratios[ratio].is_f64(), "{ratio}");
         }
         assert_eq!(report.ratios["million_over_thousand"], 1.5);

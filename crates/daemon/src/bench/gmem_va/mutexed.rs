@@ -79,7 +79,7 @@ impl Allocator for BestFit {
     }
 }
 
-/// rust-vmm's allocator, with the policy its users have.
+/// rust-vmm's allocator, with its users' policy.
 pub(super) struct VmAllocator(Mutex<Option<AddressAllocator>>);
 
 impl VmAllocator {

@@ -21,11 +21,11 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// After an attach, a detach or a squeeze, before a slice.
+/// Wait after an attach, a detach or a squeeze, before a slice.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
-/// Between two looks at how far a squeeze is.
+/// Between two polls of a squeeze's progress.
 const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
-/// Least limit that a VM can have.
+/// Least limit of a VM.
 const LIMIT_BYTES_MIN: u64 = 16 << 20;
 
 /// What is attached, and how.
@@ -48,11 +48,11 @@ impl Kind {
         Self::Stock,
     ];
 
-    /// All that is tried of this kind.
+    /// All works tried with this kind.
     pub(super) fn works(self) -> Vec<Work> {
         let vcpus: &[u32] = match self {
             Self::Free | Self::Limited | Self::Huge => &[1, 2],
-            // It starts no other.
+            // The guest starts no other vCPU.
             Self::Kvm => &[1],
             Self::Stock => return Load::ALL.map(Work::Load).to_vec(),
         };
@@ -78,7 +78,7 @@ impl Kind {
     }
 }
 
-/// What the guest does.
+/// The guest's work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Work {
     Hot(Hot),
@@ -113,9 +113,9 @@ pub(super) struct Plan {
 pub(super) struct Pair {
     pub released: Counted,
     pub attached: Counted,
-    /// CPU time of the daemon over time, attached.
+    /// CPU time of the daemon over elapsed time, attached.
     pub daemon_cpu_share: f64,
-    /// What is mapped by huge pages after the attached slice, of the RAM.
+    /// Share of the RAM mapped by huge pages after the attached slice.
     pub huge_share: f64,
 }
 
@@ -184,7 +184,7 @@ impl Cell {
         }
     }
 
-    /// The RAM, of so much that there is room for.
+    /// The RAM, given how much fits.
     pub(super) fn ram_bytes(&self, fitting_bytes: u64) -> u64 {
         match self.kind {
             Kind::Free | Kind::Limited | Kind::Huge => fitting_bytes,
@@ -207,7 +207,7 @@ impl Cell {
     }
 }
 
-/// What works, and is attached.
+/// The guest that works and is attached.
 enum Guest {
     StandIn(BusyGuest),
     Kvm(KvmGuest),
@@ -223,7 +223,7 @@ impl Guest {
         }
     }
 
-    /// What its vCPUs do in `time` from now.
+    /// The work of its vCPUs in `time` from now.
     fn count_for(&mut self, time: Duration) -> Result<Counted, String> {
         match self {
             Self::StandIn(guest) => {
@@ -244,7 +244,7 @@ impl Guest {
         match self {
             Self::StandIn(guest) => guest.obey(&Order::VerifyAll).map(|_time| ()),
             Self::Kvm(guest) => guest.verify_all(),
-            // Its loads have verified what they read, as far as they do.
+            // Its loads verify what they read, as far as they can.
             Self::Stock(_) => Ok(()),
         }
     }
@@ -288,7 +288,7 @@ enum Side {
     Attached,
 }
 
-/// What a cell holds. Fields are dropped in this order.
+/// The resources of a cell. Fields are dropped in this order.
 struct Rig<'a> {
     daemon: Daemon,
     guest: Guest,
@@ -318,7 +318,7 @@ impl<'a> Rig<'a> {
 
     fn with_new_guest(mut self) -> Result<Self, String> {
         self.guest.verify_all()?;
-        // There is memory for one.
+        // There is memory for only one.
         drop(self.guest);
         let guest = self
             .cell

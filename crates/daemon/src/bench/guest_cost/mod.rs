@@ -1,36 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench guest-cost`: what a guest loses by being attached.
+//! `pagetide bench guest-cost`: the cost of being attached for a guest.
 //!
 //! A dense stand-in ([`super::busy`]) works all the time, and its operations are counted in slices:
-//! attached, and released. One stand-in for both, since two have other physical pages and other
-//! huge mappings of the host beneath them, which alone makes them differ by more than is asked for
-//! here; and two that run in turn would each be idle half of the time, which trackers notice. So the
-//! same stand-in is attached and let go again and again:
+//! attached, and released. One stand-in serves both, since two would have different physical pages and huge
+//! mappings of the host, which alone differ by more than the effect measured here; and two that run in turn
+//! would each be idle half of the time, which trackers notice. So the same stand-in is attached and
+//! detached again and again:
 //!
 //! ```text
 //!   released │ attached  attached │ released  released │ attached …
 //!   └────── pair ──────┘└────── pair ──────┘└────── pair ───────…
 //! ```
-//! What drifts slowly falls on both sides of the pairs alike, and a cell costs half the attaches. After
-//! each attach and detach the stand-in gets [`SETTLE`] before it is measured; under a limit it also gets the
-//! time until it is within that. A slice is as long as a scan of the daemon's takes to come round,
-//! so that each holds one.
+//! Slow drift affects both sides of the pairs alike, and a cell needs only half the attaches. After each
+//! attach and detach the stand-in gets [`SETTLE`] before it is measured; under a limit also the time until
+//! it is within that. A slice is as long as the daemon's scan period, so that each contains one scan.
 //!
 //! | cell | attached |
 //! |---|---|
 //! | `free_hot_1_8_vcpus_1` … | without a limit |
-//! | `limited_…` | with one just above the hot part: six in a hundred and 4 MiB more, since the daemon keeps 4.5 % free |
-//! | `huge_…` | with one as large as the RAM, in huge pages |
+//! | `limited_…` | with a limit just above the hot part: 6 % and 4 MiB more, since the daemon keeps 4.5 % free |
+//! | `huge_…` | with a limit as large as the RAM, in huge pages |
 //! | `kvm_…` | without a limit, and a guest under KVM instead of the stand-in, on one vCPU, with 2 GiB at most |
 //! | `stock_stress_vm`, `stock_stress_stream`, `stock_redis` | without a limit, and a stock Linux guest of 1 GiB and two vCPUs with that load ([`super::busy::stock`]) |
 //!
-//! A detach does not make huge pages of small ones, so in `huge` cells each pair is a stand-in of its
-//! own, released first. They need huge pages in shared memory, which the host's `shmem_enabled` must
-//! allow for memory that asks (`advise`) or for all: the bench changes no setting of the host.
+//! A detach does not turn small pages into huge ones, so in `huge` cells each pair has its own stand-in,
+//! released first. They need huge pages in shared memory, which the host's `shmem_enabled` must allow for
+//! memory that asks (`advise`) or for all: the bench changes no setting of the host.
 //!
 //! The guest of `kvm` cells comes from the test kit ([`super::busy::kvm`]). Where KVM has no hardware
-//! behind it and emulates the guest, that does some ten thousand operations a second and hardly notices what a
-//! fault costs: then only a loss that is large is seen there.
+//! behind it and emulates the guest, that does some ten thousand operations a second and hardly notices
+//! what a fault costs: then only a large loss is visible.
 //!
 //! Ratios are attached over released of one pair; a cell has their median, and the mean with its lower 95 %
 //! bound ([`overall`]). `ratios` has the worst bound of each kind.
@@ -54,13 +53,13 @@ use cell::{Cell, Kind, Pair, Plan, SETTLE};
 use serde_json::{Value, json};
 
 const NAME: &str = "guest-cost";
-/// RAM unless told otherwise.
+/// Default RAM.
 const RAM_BYTES: u64 = 2 << 30;
-/// Alternations of each cell unless told otherwise.
+/// Default number of alternations of each cell.
 const PAIRS: u64 = 30;
-/// Length of a slice in seconds unless told otherwise.
+/// Default length of a slice in seconds.
 const SLICE_SECONDS: u64 = 5;
-/// Says whether shared memory may have huge pages.
+/// Shows whether shared memory may have huge pages.
 const SHMEM_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
 fn failed(reason: String) -> BenchError {
@@ -140,19 +139,19 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     Ok(report)
 }
 
-/// Fails with a sentence if this machine's KVM does not run our guest.
+/// Fails with a message if this machine's KVM does not run our guest.
 fn kvm_runs_guests() -> Result<(), String> {
     let dir = directory_in(&std::env::temp_dir())?;
     KvmGuest::try_one(dir.path())
 }
 
-/// Fails with a sentence if a stock guest cannot be had.
+/// Fails with a message if no stock guest can run.
 fn stock_guests_run() -> Result<(), String> {
     let dir = directory_in(&std::env::temp_dir())?;
     StockGuest::start(dir.path(), stock::RAM_BYTES, Load::StressVm).map(|_guest| ())
 }
 
-/// Fails with a sentence if the host gives shared memory no huge pages.
+/// Fails with a message if the host gives shared memory no huge pages.
 fn huge_pages_are_given() -> Result<(), String> {
     let text = std::fs::read_to_string(SHMEM_ENABLED).map_err(|error| {
         format!("this kernel has no huge pages in shared memory: {SHMEM_ENABLED}: {error}")
@@ -180,7 +179,7 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
         let bounds = of_cell.map(|all| (all.mean, all.low95));
         let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
         let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));
-        // Of one pair there is no bound.
+        // A single pair has no bound.
         let low95 = bounds.map_or(Value::Null, |(_, low)| thousandths(low));
         let all: Vec<_> = pairs.iter().map(|pair| thousandths(pair.ratio())).collect();
         let value = json!({

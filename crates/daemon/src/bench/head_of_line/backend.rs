@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The back end of `bench head-of-line`: one engine, two disks, and a tier that takes its time.
+//! The back end of `bench head-of-line`: one engine, two disks, and a slow tier.
 //!
-//! It says `ready`, then takes lines of JSON: a [`FileKey`] names the memory of which pages
-//! are to be absent; `"absent"` and `"present"` make them so; `"report"` asks for a
-//! [`TierReport`]. The end of input ends it.
+//! It prints `ready`, then reads lines of JSON: a [`FileKey`] names the memory whose pages will be absent;
+//! `"absent"` and `"present"` make them so; `"report"` requests a [`TierReport`]. The end of input ends it.
 //!
-//! The tier is a thread that sleeps for as long as a page takes. It brings one
-//! page after the other, which is enough: the next fault comes long after. It goes before
-//! the client on their CPU: that one polls for B's answers, which a touching engine cannot give
-//! before the tier has run.
+//! The tier is a thread that sleeps for the time of a page. It supplies one page after the other, which is
+//! enough: the next fault comes long after. It has priority over the client on their CPU: the client polls
+//! for B's answers, which a touching engine cannot give before the tier has run.
 
 use super::frontend::Pages;
 use clap::ValueEnum;
@@ -32,20 +30,20 @@ use std::{
     time::Duration,
 };
 
-/// Of the tier in the real-time class: above the client's.
+/// Real-time priority of the tier: above the client's.
 const PRIORITY: u8 = 20;
 
-/// What an engine does about an absent page.
+/// How an engine handles an absent page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum FaultMode {
-    /// Looks before DMA, and parks the chain.
+    /// Looks the page up before DMA, and parks the chain.
     Park,
     /// Touches it, and waits.
     Touch,
 }
 
 impl FaultMode {
-    /// As it is written on the command line.
+    /// Its name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -87,7 +85,7 @@ pub struct BackendOptions {
     pub mode: FaultMode,
 }
 
-/// What the tier has done since it was last asked.
+/// The tier's work since the last report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TierReport {
     /// Pages that were waited for.
@@ -100,13 +98,13 @@ pub struct TierReport {
 enum Order {
     /// The memory with these identity numbers is A's.
     Memory(MemoryName),
-    /// Its pages are to be so.
+    /// The required state of its pages.
     Pages(Pages),
     /// Report.
     Word(Word),
 }
 
-/// The one word that is no state of pages.
+/// The only word that is no state of pages.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Word {
@@ -131,7 +129,7 @@ pub enum BackendError {
     /// Its lines, or a thread.
     #[error("the bench's lines: {0}")]
     Lines(#[from] io::Error),
-    /// A line that makes no sense.
+    /// An invalid line.
     #[error("the bench's lines: {0}")]
     Json(#[from] serde_json::Error),
     /// The CPU.
@@ -163,7 +161,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
                 FaultMode::Touch => LookUp::Off,
             },
             serial: "bench".into(),
-            // Through the page cache, where the image is.
+            // Through the page cache, which holds the image.
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
@@ -177,7 +175,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
         mode: options.mode,
         hold: Duration::from_micros(options.hold_us),
         waited_for: Arc::default(),
-        // Of the one engine; what follows is the queue of alias faults.
+        // Of the one engine; the rest is the queue of alias faults.
         end: ends.into_iter().next(),
         bell,
         memory: None,
@@ -225,7 +223,7 @@ struct Tier {
 }
 
 impl Tier {
-    /// Takes charge of A's memory.
+    /// Starts to serve A's memory.
     fn take(&mut self, name: MemoryName) -> Result<(), String> {
         let key = FileKey {
             dev: name.dev,
@@ -249,7 +247,7 @@ impl Tier {
         let thread = std::thread::Builder::new().name("tier".into());
         let spawned = thread.spawn(move || {
             if let Err(error) = cpu::set_urgency(Urgency::Preempting(PRIORITY)) {
-                eprintln!("bench head-of-line: the tier goes before nobody: {error}");
+                eprintln!("bench head-of-line: the tier has no priority: {error}");
             }
             serve();
         });
@@ -258,8 +256,8 @@ impl Tier {
         Ok(())
     }
 
-    /// Says what the bitmap is to know of A's pages. What is in the file is the client's affair,
-    /// and that is all there is for an engine that does not look.
+    /// Sets A's pages in the bitmap. The client controls the file's content, which is all that an engine
+    /// without look-ups sees.
     fn set(&self, pages: Pages) {
         let Some(domain) = &self.memory else {
             return;

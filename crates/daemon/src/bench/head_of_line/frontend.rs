@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The client of `bench head-of-line`: drives the disks of A and B from one thread.
 //!
-//! It polls from shortly before a request is due until B has no request left, and
-//! sleeps between: what else has to run on its CPU (the tier) does so then.
+//! It polls from shortly before a request is due until B has no request left, and sleeps in between, when
+//! the other thread of its CPU (the tier) can run.
 //!
-//! Both loads are open loops: a request is due at its time, whatever became of those
-//! before it, and its latency counts from then. B's come in a fixed beat. A's gaps are
-//! drawn at random, from half of their mean to one and a half, so that its faults begin and end
-//! anywhere in B's beat, and each is over before the next. They
-//! follow from the seed: both sides, and pages absent and present, meet the same ones.
-//! A reads each time into a page it has not used before in this run, so that each is a
-//! fault if pages are absent.
+//! Both loads are open loops: a request is due at its time, independent of earlier ones, and its latency
+//! counts from then. B's requests come at a fixed period. A's gaps are drawn at random, from half of their
+//! mean to one and a half, so that its faults begin and end anywhere in B's period, and each is over before
+//! the next. They follow from the seed: both sides, and pages absent and present, get the same ones. A
+//! always reads into a page not used before in this run, so that each read is a fault if pages are absent.
 //!
-//! Lines: it says where A's pages are ([`MemoryName`]); then a [`Run`] makes it empty
-//! or fill A's pages and say `true`; `"go"` makes it run and print a [`RunResult`].
+//! Lines: it prints where A's pages are ([`MemoryName`]); then a [`Run`] makes it empty or fill A's pages
+//! and print `true`; `"go"` makes it run and print a [`RunResult`].
 
 use super::backend::MemoryName;
 use crate::bench::{figures::at_permille, random::SplitMix};
@@ -45,25 +43,25 @@ const B_BUFFERS: u16 = 80;
 const A_PAGES: u16 = 1024;
 /// Requests of A that may wait.
 const A_DEPTH_MAX: u16 = 80;
-/// The client wakes so long before a request is due.
+/// The client wakes this long before a request is due.
 const WAKE_BEFORE: Duration = Duration::from_micros(30);
-/// It sleeps only if it can for so long: less is not worth the timer.
+/// Shortest sleep: less is not worth the timer.
 const SLEEP_MIN: Duration = Duration::from_micros(40);
-/// How long the last requests of a run may take.
+/// Longest wait for the last requests of a run.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What A's pages are before a run.
+/// The state of A's pages before a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pages {
-    /// There.
+    /// Present.
     Present,
-    /// Away.
+    /// Absent.
     Absent,
 }
 
 impl Pages {
-    /// As a word.
+    /// Its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -73,18 +71,18 @@ impl Pages {
     }
 }
 
-/// What to do.
+/// A run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
-    /// What A's pages are.
+    /// The state of A's pages.
     pub pages: Pages,
-    /// For how long requests come due.
+    /// How long requests become due.
     pub time: Duration,
-    /// B's.
+    /// B's requests a second.
     pub requests_per_s: u32,
-    /// A's, on average.
+    /// A's requests a second, on average.
     pub faults_per_s: u32,
-    /// Of A's gaps.
+    /// Seed of A's gaps.
     pub seed: u64,
 }
 
@@ -103,7 +101,7 @@ pub struct Latency {
     pub max_us: f64,
 }
 
-/// What was seen.
+/// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RunResult {
     /// Of the tenant whose pages may be absent.
@@ -132,13 +130,13 @@ pub enum FrontendError {
     /// The path of a socket.
     #[error("the path of the socket is not UTF-8")]
     Path,
-    /// A buffer that is not there: our own bug.
+    /// A buffer that does not exist: a bug of ours.
     #[error("there is no buffer {0}")]
     Buffer(u16),
     /// More than there are pages for.
     #[error("a run may have {0} requests of A, and there are {A_PAGES} pages for them")]
     TooMany(u64),
-    /// A request did not come back.
+    /// A request was not answered.
     #[error("requests were not answered within {DRAIN_TIMEOUT:?}")]
     Lost,
 }
@@ -155,7 +153,7 @@ pub fn serve(socket_a: &Path, socket_b: &Path) -> Result<(), FrontendError> {
         dev: stat.st_dev,
         ino: stat.st_ino,
     })?;
-    // Timers of ordinary threads are put off by 50 us otherwise.
+    // Timers of ordinary threads are delayed by 50 us otherwise.
     set_current_timer_slack(NonZeroU64::new(1))?;
     let mut a = Tenant::new(transport_a.as_ref(), queue_a, memory_a);
     let mut b = Tenant::new(transport_b.as_ref(), queue_b, memory_b);
@@ -198,15 +196,15 @@ fn connect<'a>(socket: &Path, pages: u16) -> Result<Connected<'a>, FrontendError
         0,
     )?;
     let mut queue = queues.swap_remove(0);
-    // It is polled for.
+    // The client polls for it.
     queue.set_used_notif_enabled(false);
     Ok((transport, queue, memory))
 }
 
-/// From one of a tenant's requests to the next.
+/// Time from one of a tenant's requests to the next.
 #[derive(Debug, Clone)]
 enum Gaps {
-    /// All the same.
+    /// Always the same.
     Even(Duration),
     /// Evenly distributed from half of `mean` to one and a half.
     Drawn { mean: Duration, random: SplitMix },
@@ -239,7 +237,7 @@ impl Gaps {
     }
 }
 
-/// A load of one tenant and what became of it.
+/// A load of one tenant and its results.
 struct Tenant<'a> {
     transport: &'a VirtioBlkTransport,
     queue: VirtioBlkQueue<'a, u16>,
@@ -255,7 +253,7 @@ struct Tenant<'a> {
     errors: u64,
 }
 
-/// What becomes of a buffer after its request.
+/// When a buffer can be reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum After {
     Again,
@@ -304,7 +302,7 @@ impl<'a> Tenant<'a> {
         self.errors = 0;
     }
 
-    /// Submits what has come due by `now`.
+    /// Submits the requests due by `now`.
     fn submit_due(
         &mut self,
         now: Duration,
@@ -375,7 +373,7 @@ fn both(a: &mut Tenant<'_>, b: &mut Tenant<'_>, run: Run) -> Result<RunResult, F
         b.take_done(began, After::Again);
         a.take_done(began, After::Never);
         if b.in_flight == 0 {
-            // A's latency may be found late by the gap: nothing is made of it.
+            // A's latency may be noticed late by the gap: it is not evaluated.
             let next = a.next_due.min(b.next_due).saturating_sub(WAKE_BEFORE);
             sleep(next.saturating_sub(began.elapsed()));
         }

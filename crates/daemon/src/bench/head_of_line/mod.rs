@@ -1,40 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench head-of-line`: what one tenant's page faults do to another's requests on the
-//! same engine thread.
+//! `pagetide bench head-of-line`: the effect of one tenant's page faults on another's requests on the same
+//! engine thread.
 //!
-//! Tenants A and B have a disk each, both served by one engine thread. Pages of
-//! A come from a tier that takes 5 ms. B reads 4 KiB at a steady pace.
+//! Tenants A and B have a disk each, both served by one engine thread. Pages of A come from a tier that
+//! takes 5 ms. B reads 4 KiB at a steady pace.
 //!
 //! ```text
 //!   CPU x   engine thread           of ours:     A's chain parks, B goes on
 //!                                   touching:    stands in A's page for 5 ms, B waits
 //!   CPU y   client of A and B, and the tier (asleep but for microseconds)
 //! ```
-//! - *ours* looks every page up before DMA and parks what is absent.
-//! - *touching* is the same engine without the look-up: it touches guest memory, as
-//!   vhost-user back ends do today; where a page is absent, a userfaultfd has it wait
-//!   for the tier as kernel swap would. All else is equal, so the difference is
-//!   the fault's alone.
+//! - *ours* looks every page up before DMA and parks chains with absent pages.
+//! - *touching* is the same engine without the look-up: it touches guest memory, as vhost-user back ends do
+//!   today; where a page is absent, a userfaultfd makes it wait for the tier as kernel swap would. All else
+//!   is equal, so the difference is due to the fault alone.
 //!
-//! Each side runs with A's pages *absent* and, to compare with, the same load with
-//! A's pages *present*: a ratio is B's p99.9 of the one over that of the other,
-//! next to one another in time, in turn first and second. B's time is counted from when
-//! a request was due, not from when it could be sent (an open loop), so that waiting
-//! requests hide nobody's wait. The image is in the page cache: a disk's own
-//! tail would drown what is asked for here, in both alike.
+//! Each side runs with A's pages *absent* and, for comparison, the same load with A's pages *present*: a
+//! ratio is B's p99.9 of the former over that of the latter, of adjacent runs in alternating order. B's
+//! time counts from when a request was due, not from when it could be sent (an open loop), so that no wait
+//! is hidden. The image is in the page cache: a disk's own tail would hide the effect, on both sides.
 //!
-//! Engine, client and tier run in the real-time class where that is allowed, so
-//! that whatever else the machine does makes no tail in either.
+//! Engine, client and tier run in the real-time class where that is allowed, so that other work on the
+//! machine adds no tail to either.
 //!
-//! `machine_wakes_us` says, for each of the two CPUs, how late a thread of that class wakes
-//! from sleep while nothing else runs: the floor under every tail here, ours and the other's.
+//! `machine_wakes_us` is, for each of the two CPUs, how late a thread of that class wakes from sleep while
+//! nothing else runs: the floor of every tail here, ours and the other's.
 //!
-//! Faults come ten a second: more often than B's p99.9 can overlook if they hold
-//! the engine (they take 5% of its time), and seldom enough that the client's CPU, which
-//! here stands for those of both tenants and of the host, does not make a
-//! tail of its own by serving them (some 50 µs each, 0.05%). They come at random
-//! intervals, which are the same for all four runs of a pair's number: in step with B, all of
-//! them would meet it at the same point of its beat.
+//! Faults come ten a second: often enough to affect B's p99.9 if they hold the engine (they take 5% of its
+//! time), and seldom enough that serving them (some 50 µs each, 0.05%) adds no tail on the client's CPU,
+//! which here represents those of both tenants and of the host. They come at random intervals, which are
+//! the same for all four runs of a pair's number: in step with B, all of them would fall on the same point
+//! of its period.
 
 pub mod backend;
 pub mod frontend;
@@ -60,19 +56,19 @@ const NAME: &str = "head-of-line";
 const IMAGE_BYTES: u64 = 64 << 20;
 /// Priority within the real-time class: above none but the idle threads of it.
 const PRIORITY: &str = "10";
-/// How long a back end may take to listen.
+/// Longest wait for a back end to listen.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether the parts go before all else on the machine.
+/// Whether the parts have priority over all else on the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Class {
-    /// `SCHED_FIFO`; they sleep most of the time, so the machine goes on.
+    /// `SCHED_FIFO`; they sleep most of the time, so the machine keeps running.
     RealTime,
     Ordinary,
 }
 
 impl Class {
-    /// The best that is to be had.
+    /// The best class that is available.
     fn choose() -> Self {
         let tried = Command::new("chrt").args(["-f", PRIORITY, "true"]).output();
         if tried.is_ok_and(|output| output.status.success()) {
@@ -82,7 +78,7 @@ impl Class {
         }
     }
 
-    /// Starts ourselves with a hidden command.
+    /// Starts this program with a hidden command.
     fn start(self, arguments: &[&str], cpu: usize) -> Result<Part, PartError> {
         match self {
             Self::Ordinary => Part::ourselves(arguments, cpu),
@@ -106,7 +102,7 @@ fn failed(reason: impl std::fmt::Display) -> BenchError {
     }
 }
 
-/// How much to measure.
+/// The extent of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadOfLineOptions {
     /// Pairs of runs (present, absent) of each side.
@@ -115,9 +111,9 @@ pub struct HeadOfLineOptions {
     pub time: Duration,
     /// B's requests a second.
     pub requests_per_s: u32,
-    /// A's requests a second on average, each to a page that is absent, if they are to be.
+    /// A's requests a second on average, each to an absent page in runs with absent pages.
     pub faults_per_s: u32,
-    /// How long a page takes.
+    /// Time to supply a page.
     pub hold: Duration,
 }
 
@@ -133,7 +129,7 @@ impl Default for HeadOfLineOptions {
     }
 }
 
-/// What one side did in its pairs.
+/// The pairs of one side.
 #[derive(Debug, Default)]
 struct Cell {
     present: Vec<RunResult>,
@@ -226,7 +222,7 @@ fn make_image(dir: &Path, name: &str) -> Result<PathBuf, BenchError> {
     for _ in 0..IMAGE_BYTES >> 20 {
         file.write_all(&block).map_err(failed)?;
     }
-    // Nothing is to be written back while it is measured.
+    // Nothing must be written back during the measurement.
     file.sync_all().map_err(failed)?;
     Ok(path)
 }
@@ -284,7 +280,7 @@ impl Side {
             client,
         };
         let named = side.client.read_line().map_err(failed)?;
-        // The client names the memory that A's pages are in.
+        // The client names the memory that holds A's pages.
         let ready: bool = side.backend.ask(named.trim()).map_err(failed)?;
         if ready {
             Ok(side)
@@ -295,7 +291,7 @@ impl Side {
         }
     }
 
-    /// A run with A's pages present and one with them absent, in turn first and second.
+    /// A run with A's pages present and one with them absent, in alternating order.
     fn pair(
         &mut self,
         options: &HeadOfLineOptions,
@@ -334,7 +330,7 @@ impl Side {
             seed,
         };
         let line = serde_json::to_string(&run).map_err(failed)?;
-        // The client empties or fills its pages, then the back end forgets or knows them.
+        // The client empties or fills its pages, then the back end updates their state.
         let prepared: bool = self.client.ask(&line).map_err(failed)?;
         let word = serde_json::to_string(&pages).map_err(failed)?;
         let told: bool = self.backend.ask(&word).map_err(failed)?;

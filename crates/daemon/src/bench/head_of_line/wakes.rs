@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How late this machine wakes a thread that nothing else keeps from its CPU: below that no
-//! tail can be measured here. A thread of the same class as the bench's parts sleeps to the next point of a
-//! beat, that of B's requests, and says how late it woke.
+//! How late this machine wakes a thread that has its CPU to itself: no tail below that can be measured
+//! here. A thread of the same class as the bench's parts sleeps until the next point of a fixed period,
+//! that of B's requests, and reports how late it woke.
 
 use super::frontend::{FrontendError, Latency, latency, say};
 use rustix::thread::set_current_timer_slack;
@@ -13,7 +13,7 @@ use std::{
 
 /// From one point to the next.
 const BEAT: Duration = Duration::from_micros(250);
-/// Points of a look: two seconds.
+/// Points of a measurement: two seconds.
 const POINTS: u32 = 8000;
 
 /// For each line of input, prints a [`Latency`].
@@ -21,7 +21,7 @@ const POINTS: u32 = 8000;
 /// # Errors
 /// [`FrontendError`].
 pub fn serve() -> Result<(), FrontendError> {
-    // Timers of ordinary threads are put off by 50 us otherwise.
+    // Timers of ordinary threads are delayed by 50 us otherwise.
     set_current_timer_slack(NonZeroU64::new(1))?;
     for line in std::io::stdin().lock().lines() {
         line?;
@@ -38,7 +38,7 @@ fn look(points: u32, beat: Duration) -> Latency {
         std::thread::sleep(next.saturating_sub(began.elapsed()));
         let late = began.elapsed().saturating_sub(next);
         late_ns.push(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX));
-        // What came due while it slept on is no wake of its own.
+        // Points that passed while it overslept do not count as wake-ups.
         while next <= began.elapsed() {
             next += beat;
         }

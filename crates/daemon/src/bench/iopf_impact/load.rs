@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The load: random reads of one size in a closed loop, each timed from its submission to the moment
-//! its completion is seen.
+//! The load: random reads of one size in a closed loop, each timed from its submission to the moment its
+//! completion is seen.
 //!
-//! The client polls: what an interrupt would add is the same with and without faults, and the
-//! wake-ups of a busy host would make a tail of their own.
+//! The client polls: the cost of an interrupt is the same with and without faults, and the wake-ups of a
+//! busy host would add their own tail.
 
 use hdrhistogram::Histogram;
 use pagetide_sys::lent::{LentError, LentMemory};
@@ -23,7 +23,7 @@ const IN_FLIGHT_BYTES: u64 = 8 << 20;
 const DEPTH_MAX: u64 = 32;
 /// Entries of the queue: three descriptors a request.
 const QUEUE_SIZE: u16 = 128;
-/// Longest latency told apart: a minute.
+/// Largest latency recorded: a minute.
 const LATENCY_MAX_NS: u64 = 60_000_000_000;
 
 /// Why there is no load.
@@ -52,7 +52,7 @@ pub fn depth(block_bytes: u64) -> u64 {
     (IN_FLIGHT_BYTES / block_bytes.max(1)).clamp(1, DEPTH_MAX)
 }
 
-/// What a slice of the load did.
+/// The result of a slice of the load.
 #[derive(Debug, Clone)]
 pub struct Slice {
     /// Latencies in nanoseconds.
@@ -67,7 +67,7 @@ impl Slice {
     pub fn new() -> Self {
         let histogram = Histogram::new_with_bounds(1, LATENCY_MAX_NS, 3);
         Self {
-            // The bounds are constants that the crate takes.
+            // The bounds are constants that the crate accepts.
             latency_ns: histogram.unwrap_or_else(|_| unreachable!("fixed bounds")),
             took: Duration::ZERO,
         }
@@ -148,7 +148,7 @@ impl Disk {
     }
 }
 
-/// Who makes the load.
+/// The client that makes the load.
 pub struct Client<'a> {
     transport: &'a VirtioBlkTransport,
     queue: VirtioBlkQueue<'a, u64>,
@@ -158,7 +158,7 @@ pub struct Client<'a> {
 }
 
 impl Client<'_> {
-    /// Reads blocks of that size for that time.
+    /// Reads blocks of `block_bytes` for `time`.
     ///
     /// # Errors
     /// [`LoadError`].

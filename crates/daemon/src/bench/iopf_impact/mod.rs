@@ -1,25 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench iopf-impact`: what faults do to the throughput and the tail of a disk
-//! (VPRI 3.2 and 3.3, figures 4 and 6, block half).
+//! `pagetide bench iopf-impact`: the effect of faults on the throughput and the tail of a disk (VPRI 3.2
+//! and 3.3, figures 4 and 6, block half).
 //!
 //! ```text
 //!   client ──rings──► engine ──image in memory──► client      closed loop of random reads
 //!                       │ injected: 0, 1 or 10 a second
 //!                       └► page request ──► the host's service, which holds it for 5 ms ──► resumed
 //! ```
-//! All is in this process: the engine on one CPU, the client, which polls, on
-//! another, and the service wherever there is room (it sleeps while it holds). The same
-//! image is served by two devices, one that *pauses* its queue on a fault (what
-//! VPRI does) and one that goes on *out of order*.
+//! All is in this process: the engine on one CPU, the polling client on another, and the service on any (it
+//! sleeps while it holds). Two devices serve the same image, one that *pauses* its queue on a fault (as
+//! VPRI does) and one that continues *out of order*.
 //!
-//! The paper does not tell the depth of its queue. Here it is 32, less for large
-//! blocks, so that at most 8 MiB are in flight: 8 for 1 MiB, 4 for 2 MiB.
+//! The paper does not give the depth of its queue. Here it is 32, less for large blocks, so that at most 8
+//! MiB are in flight: 8 for 1 MiB, 4 for 2 MiB.
 //!
-//! A round is all sizes, both devices, each without faults, with 1 and with 10 a
-//! second, next to one another in time, in turn first and last. Ratios are over the
-//! same device's slice of the same round without faults, and the median of the
-//! rounds; latencies are of all rounds together. The bench ends with what the account of service
-//! levels costs: reads of 4 KiB with and without it, in turn.
+//! A round is all sizes, both devices, each without faults, with 1 and with 10 a second, one after the
+//! other in alternating order. Ratios are over the same device's slice of the same round without faults,
+//! and the median of the rounds; latencies are of all rounds together. The bench ends with the cost of the
+//! account of service levels: reads of 4 KiB with and without it, in turn.
 
 mod load;
 
@@ -66,7 +64,7 @@ fn failed(reason: impl Display) -> BenchError {
     }
 }
 
-/// How much is measured.
+/// The extent of a measurement.
 #[derive(Debug, Clone)]
 pub struct IopfImpactOptions {
     /// Rounds of all.
@@ -111,7 +109,7 @@ impl Rig {
             .tempdir_in("/dev/shm")
             .map_err(failed)?;
         let image = dir.path().join("image");
-        // Written, for a hole is read from a page that is in every cache.
+        // Written, since reads of a hole come from one page that is in every cache.
         let written: Vec<u8> = (0_u8..251).cycle().take(1 << 20).collect();
         std::fs::write(
             &image,
@@ -162,7 +160,7 @@ impl Rig {
         Ok(())
     }
 
-    /// A slice of the load, with so many injected faults a second.
+    /// A slice of the load, at a rate of injected faults.
     fn slice(
         &self,
         (client, id): (&mut Client<'_>, DeviceId),
@@ -259,7 +257,7 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
         for (block, row) in options.blocks.iter().zip(&mut rows) {
             for ((client, id), row) in clients.iter_mut().zip(row) {
                 for turn in 0..RATES.len() {
-                    // In turn first and last.
+                    // In alternating order.
                     let at = (turn + round) % RATES.len();
                     let time = match RATES[at].1 {
                         Some(1.0) => options.slice_of_one,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! VPRI across processes: the device's side in a process of its own, behind a VPRI function,
-//! and the host's side here, with the function's driver.
+//! VPRI across processes: the device's side in its own process, behind a VPRI function, and the host's side
+//! here, with the function's driver.
 //!
 //! ```text
 //!   device process (the device's CPU)           this process (the tenant's CPU)
@@ -8,9 +8,9 @@
 //!       ▲                                             │
 //!     function's thread ◄═══ event queue (RESPOND) ◄──┘
 //! ```
-//! Both threads of the device share its one CPU, so here the engine sleeps for its response
-//! and is woken by the function's thread. Orders to the device process are lines of JSON, each answered by
-//! one; the end of its input ends it.
+//! Both threads of the device share its one CPU, so here the engine sleeps for its response and is woken by
+//! the function's thread. Orders to the device process are lines of JSON, each answered by one; the end of
+//! its input ends it.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -43,12 +43,12 @@ use super::{
 /// Longest wait for the device process's function.
 const CONNECT_WAIT: Duration = Duration::from_secs(20);
 
-/// What this process asks of the device.
+/// An order of this process to the device.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Order {
     /// Map the tenant's RAM.
     Map {
-        /// Where it can be opened.
+        /// The path to open.
         path: PathBuf,
     },
     /// A DMA to an absent page.
@@ -63,19 +63,19 @@ enum Order {
 enum Answer {
     /// It listens, or has mapped the RAM.
     Ready,
-    /// How the fault went.
+    /// The times of the fault.
     Took(Split),
-    /// It was not done.
+    /// It failed.
     Failed {
         /// Why.
         reason: String,
     },
 }
 
-/// The device process: serves a VPRI function at `socket` on `cpu`, and does what it is told.
+/// The device process: serves a VPRI function at `socket` on `cpu`, and executes orders.
 ///
 /// # Errors
-/// A sentence.
+/// A message.
 pub fn serve(socket: &Path, cpu: usize) -> Result<(), String> {
     move_to(cpu)?;
     let wrong = failed("the function");
@@ -154,7 +154,7 @@ fn say(answer: &Answer) -> Result<(), String> {
     said.map_err(|e| failed("an answer")(&e))
 }
 
-/// The device process as this one holds it; gone when dropped.
+/// The device process, seen from this one; ended on drop.
 struct Device {
     child: Child,
     orders: Option<ChildStdin>,
@@ -215,7 +215,7 @@ impl Drop for Device {
     }
 }
 
-/// See the module. Ends in this order: the device first, then who serves it.
+/// See the module. Ends in this order: the device first, then its service.
 pub(super) struct AcrossProcesses {
     device: Device,
     _served: Served,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What keeps a host busy: threads that compress, and threads that scan page tables, on
-//! one CPU (VPRI 3.2 names both as the load under which its figure 3 was taken).
+//! The load of a busy host: threads that compress, and threads that scan page tables, on one CPU (VPRI 3.2
+//! names both as the load of its figure 3).
 //!
-//! A turn of either counts when it has worked, and each kind for itself: a load of which one half
-//! fails all the time is not the load that the figures claim, see [`Turns::of_both`].
+//! Successful turns are counted separately for each kind: a load of which one half always fails is not the
+//! load that the figures claim, see [`Turns::of_both`].
 
 use std::{
     os::fd::AsFd as _,
@@ -24,7 +24,7 @@ use super::memory::{failed, move_to};
 /// Memory whose page table is scanned.
 const SCANNED_BYTES: u64 = 64 << 20;
 
-/// Turns that worked.
+/// Successful turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Turns {
     /// Pages that were compressed.
@@ -34,7 +34,7 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    /// Both kinds, or a sentence about the one that there was none of.
+    /// Both kinds, or a message about the one without any turn.
     pub(super) fn of_both(self) -> Result<Self, String> {
         let missing = match self {
             Self { compressed: 0, .. } => "compressed nothing",
@@ -52,7 +52,7 @@ impl std::ops::AddAssign for Turns {
     }
 }
 
-/// Whether a turn did what it is for.
+/// Whether a turn succeeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     Worked,
@@ -68,7 +68,7 @@ pub(super) struct Busy {
 }
 
 impl Busy {
-    /// Begins to load `cpu`; both threads have tried a turn when it returns.
+    /// Starts to load `cpu`; both threads have tried a turn when it returns.
     pub(super) fn start(cpu: usize) -> Result<Self, String> {
         let wrong = failed("the load");
         let file = GuestFile::new_memfd("pagetide-busy", SCANNED_BYTES).map_err(|e| wrong(&e))?;
@@ -124,7 +124,7 @@ impl Busy {
         Ok(busy)
     }
 
-    /// Turns that have worked so far.
+    /// Successful turns so far.
     pub(super) fn turns(&self) -> Turns {
         Turns {
             compressed: self.compressed.load(Ordering::Relaxed),
@@ -132,7 +132,7 @@ impl Busy {
         }
     }
 
-    /// Starts a thread; what it gives back hears of the first turn.
+    /// Starts a thread; the returned receiver gets a message after the first turn.
     fn run(
         &mut self,
         cpu: usize,
@@ -153,7 +153,7 @@ impl Busy {
                         worked.fetch_add(1, Ordering::Relaxed);
                     }
                     if number == 0 && tried.send(()).is_err() {
-                        // Nobody waits: the load was given up.
+                        // The receiver is gone: the load was ended.
                         return;
                     }
                     number += 1;

@@ -25,7 +25,7 @@ use pagetide_vpri::{DPU, DmaMmu, IoSpace, IoSpaces};
 /// Pages of a tenant.
 pub(super) const PAGES: u64 = 512;
 const SEED: Seed = Seed(0x10bf);
-/// Longest wait for a page to go.
+/// Longest wait for a page to be evicted.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The same page in the one file of the RAM, which begins at page 0.
@@ -168,13 +168,13 @@ pub(super) struct Tenant {
     packer: Packer,
 }
 
-/// How to speak of a failure.
+/// Formats a failure.
 pub(super) fn failed(what: &str) -> impl Fn(&dyn std::fmt::Display) -> String + '_ {
     move |error| format!("{what}: {error}")
 }
 
 impl Tenant {
-    /// A tenant whose I/O address space is of `spaces`; all its pages are present, none is granted.
+    /// A tenant with an I/O address space from `spaces`; all its pages are present, none is granted.
     pub(super) fn new(spaces: &dyn IoSpaces) -> Result<Self, String> {
         let wrong = failed("the tenant's memory");
         let bytes = PAGES * PAGE_BYTES;
@@ -227,16 +227,16 @@ impl Tenant {
         &self.ram.file
     }
 
-    /// Its page `page` is absent for devices from now on, and present in memory.
+    /// Makes its page `page` absent for devices, but present in memory.
     pub(super) fn hide(&self, page: PageNo) -> Result<(), String> {
         let page = in_file(page);
         let one = FilePageSet::of_range(page.section(), page.single());
-        until("a device lets go of a page", || {
+        until("a device releases a page", || {
             Ok(self.io.unmap(page.section(), &one))
         })
     }
 
-    /// Its page `page` is compressed and absent from now on.
+    /// Compresses its page `page` and makes it absent.
     pub(super) fn evict(&mut self, page: PageNo) -> Result<(), String> {
         let (ram, packer) = (Arc::clone(&self.ram), &mut self.packer);
         let Some(memory) = self.space.memory() else {
@@ -283,7 +283,7 @@ fn until(what: &str, mut done: impl FnMut() -> Result<bool, String>) -> Result<(
     Ok(())
 }
 
-/// Pages of this very program that lz4 compresses as it does most: they stand for a guest's.
+/// Pages of this program with a typical lz4 ratio: they represent a guest's.
 fn models() -> Result<Vec<[u8; PAGE]>, String> {
     let program = std::fs::read("/proc/self/exe").map_err(|e| failed("this program")(&e))?;
     let mut packer = Packer::default();
@@ -304,7 +304,7 @@ pub(super) fn move_to(cpu: usize) -> Result<(), String> {
     cpu::set_affinity(&[cpu]).map_err(|e| failed("moving to a CPU")(&e))
 }
 
-/// Runs this thread on one CPU, as urgent as that if it is allowed.
+/// Runs this thread on one CPU, with this urgency if permitted.
 pub(super) fn stand(cpu: usize, urgency: Urgency) -> Result<(), String> {
     move_to(cpu)?;
     if let Err(error) = cpu::set_urgency(urgency) {

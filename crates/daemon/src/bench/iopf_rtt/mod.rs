@@ -1,33 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench iopf-rtt`: how long an I/O page fault takes there and back (VPRI 2.1 and 3.2,
-//! figures 2 and 3).
+//! `bench iopf-rtt`: the round-trip time of an I/O page fault (VPRI 2.1 and 3.2, figures 2 and 3).
 //!
 //! One device faults, 1,000 times one after the other, by each of these ways:
 //!
-//! | way | its request goes |
+//! | way | path of its request |
 //! |---|---|
 //! | `vpri_in_process` | engine's queue → dispatcher → worker on the tenant's CPU → response queue |
-//! | `vpri_engine_itself` | engine's queue, which the engine serves itself, as one does that has nothing else to do |
+//! | `vpri_engine_itself` | engine's queue, which the engine serves itself, as an idle engine does |
 //! | `vpri_across_processes` | the same through a VPRI function whose device is in another process ([`across`]) |
 //! | `ats_pri` | device TLB, ATS, page request queue → interrupt thread → the same service → invalidation queue, ATS again |
 //! | `ats_pri_work_queue` | the same, but handled by a thread of the ordinary class, as Linux does |
 //!
 //! and by each of these hosts and handlers:
-//! - *idle*, and *busy*: a thread that compresses by lz4 and one that scans page
-//!   tables run all the time on the tenant's CPU (`load_compress_turns` and
-//!   `load_scan_turns` are those that worked; a load without one of them fails the bench);
-//! - a handler that only answers: the page is present, and is granted (figure 3's, which does not
-//!   even that); and, as `fill`, one that brings the page back from lz4.
+//! - *idle*, and *busy*: a thread that compresses by lz4 and one that scans page tables run all the time on
+//!   the tenant's CPU (`load_compress_turns` and `load_scan_turns` are those that worked; a load without
+//!   one of them fails the bench);
+//! - a handler that only answers: the page is present, and is granted (figure 3's does not even do that);
+//!   and, as `fill`, one that fills the page from lz4.
 //!
-//! Each round trip is taken apart: *pre* from the moment the device sees that the page
-//! is absent until its handling begins, *handling*, and *post* from there until the
-//! device may touch the page. All ways take turns in each round.
+//! Each round trip has three parts: *pre* from the moment the device sees that the page is absent until its
+//! handling begins, *handling*, and *post* from there until the device may touch the page. All ways take
+//! turns in each round.
 //!
-//! **Two CPUs**: one is the device's, which keeps it while it waits, as hardware would, and
-//! from whatever else would run there (`SCHED_FIFO`, where allowed); on the other are the tenant's vCPUs (none runs here), all threads of the host and the load. A
-//! device of the paper is hardware beyond PCIe, which the ways of VPRI do not cross here;
-//! the model of ATS and PRI spins for [`sides::CROSSING`] each way where it would cross,
-//! four times between *absent* and *usable*: `ats_pri_less_crossings_over_…` is without.
+//! **Two CPUs**: one is the device's, which keeps it while it waits, as hardware would, and excludes other
+//! threads (`SCHED_FIFO`, where allowed); on the other are the tenant's vCPUs (none runs here), all threads
+//! of the host and the load. A device of the paper is hardware beyond PCIe, which the ways of VPRI do not
+//! cross here; the model of ATS and PRI spins for [`sides::CROSSING`] at each crossing, four times between
+//! *absent* and *usable*: `ats_pri_less_crossings_over_…` excludes these.
 
 pub mod across;
 mod busy;
@@ -52,13 +51,13 @@ const NAME: &str = "iopf-rtt";
 /// Crossings of PCIe between *absent* and *usable* by ATS and PRI: request, response, and both ways
 /// of the second translation.
 const CROSSINGS: u32 = 4;
-/// Faults of each slice that are not counted: the first wakes what has slept for long.
+/// Uncounted faults of each slice: the first ones wake threads that have slept for long.
 const WARM_UP: usize = 5;
 
-/// Whatever else runs on the device's CPU waits while the device works: it stands for hardware.
+/// Other threads of the device's CPU wait while the device works: it represents hardware.
 const DEVICE_URGENCY: Urgency = Urgency::Preempting(1);
 
-/// How much is measured.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IopfRttBenchOptions {
     /// Rounds of all ways, hosts and handlers.
@@ -74,9 +73,9 @@ pub struct IopfRttBenchOptions {
 /// Whether a device process is started.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Across {
-    /// It is: this program once more.
+    /// Yes: this program once more.
     Measured,
-    /// It is not: this program is not the one that users run.
+    /// No: this program is not the one that users run.
     LeftOut,
 }
 
@@ -92,14 +91,14 @@ impl Default for IopfRttBenchOptions {
     }
 }
 
-/// What the host does beside.
+/// The host's other load.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Host {
     Idle,
     Busy,
 }
 
-/// What the handler does.
+/// The handler's work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Handler {
     Answer,
@@ -113,7 +112,7 @@ const CASES: [(Host, Handler, &str); 4] = [
     (Host::Busy, Handler::Fill, "busy_fill"),
 ];
 
-/// A way with its name and what was measured of it, by case.
+/// A way with its name and its measurements, by case.
 struct Way {
     name: &'static str,
     side: Box<dyn Side>,
@@ -128,7 +127,7 @@ pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
     let unable = |reason| BenchError::Unable { name: NAME, reason };
     let failed = |reason| BenchError::Failed { name: NAME, reason };
     let (device_cpu, host_cpu) = cpus().map_err(unable)?;
-    // What is started from here on stays on the host's CPU.
+    // Threads started from here on stay on the host's CPU.
     move_to(host_cpu).map_err(failed)?;
     let measured = ways(options.across, (device_cpu, host_cpu)).and_then(|mut ways| {
         let mut turns = Turns::default();
@@ -170,8 +169,8 @@ fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Wa
     Ok(sides.into_iter().map(way).collect())
 }
 
-/// One slice of each way in each case; the turns of the load, of which there are both kinds in each
-/// slice with a load.
+/// One slice of each way in each case; returns the turns of the load, of which each slice with a load has
+/// both kinds.
 fn one_round(
     ways: &mut [Way],
     round: usize,
@@ -227,7 +226,7 @@ fn part(splits: &[Split], of: impl Fn(&Split) -> u64) -> Value {
     json!({ "p50": us(500), "p90": us(900), "p99": us(990), "worst": us(1000) })
 }
 
-/// The value that `permille` thousandths are not above, in microseconds.
+/// The value that `permille` thousandths do not exceed, in microseconds.
 fn at(sorted_ns: &[u64], permille: usize) -> f64 {
     let index = (sorted_ns.len() * permille)
         .div_ceil(1000)

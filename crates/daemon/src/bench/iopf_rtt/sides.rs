@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ways a device's page request goes: each has a tenant, a device, and whoever handles
-//! faults.
+//! The ways of a device's page request: each has a tenant, a device, and a fault handler.
 //!
-//! A device is the bench's own thread, which stands for hardware: it keeps its CPU while it
-//! waits, so that what is measured is the way of the request and not how a device sleeps.
+//! A device is the bench's own thread, which represents hardware: it keeps its CPU while it waits, so that
+//! the way of the request is measured and not how a device sleeps.
 
 use std::{
     sync::{
@@ -40,14 +39,14 @@ use super::memory::{Tenant, failed, in_file, stamp};
 
 /// Longest wait for an answer.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
-/// One way across PCIe, as far as the model of ATS and PRI goes: VPRI 2.1 gives both ways of a
-/// translation request as about a microsecond.
+/// One crossing of PCIe in the model of ATS and PRI: VPRI 2.1 gives both directions of a translation
+/// request as about a microsecond.
 pub(super) const CROSSING: Duration = Duration::from_nanos(500);
 
 /// The parts of one round trip, in nanoseconds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct Split {
-    /// From the device's seeing that the page is absent until its handling begins.
+    /// From the device's detection that the page is absent until its handling begins.
     pub(super) pre_ns: u64,
     /// Handling.
     pub(super) handling_ns: u64,
@@ -63,7 +62,7 @@ impl Split {
 
 /// A way to be measured.
 pub(super) trait Side {
-    /// Whose pages are to be hidden or evicted.
+    /// The tenant whose pages are hidden or evicted.
     fn tenant(&mut self) -> &mut Tenant;
 
     /// A DMA to `page`, which is absent.
@@ -76,7 +75,7 @@ pub(super) fn now_ns() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// Whether the page has what it should.
+/// Whether the page has the expected content.
 pub(super) fn check(memory: &SharedMapping, page: PageNo) -> Result<(), String> {
     let words = memory.atomic_u64s(page.byte_offset(), 1);
     match words.and_then(|words| words.first()) {
@@ -130,12 +129,12 @@ impl Drop for Served {
     }
 }
 
-/// Who takes a software DPU's requests from its queue.
+/// The consumer of a software DPU's requests.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RequestServer {
     /// The service.
     Service,
-    /// The engine itself, which has nothing else to do.
+    /// The engine itself, which is idle.
     Engine,
 }
 
@@ -188,7 +187,7 @@ impl Side for InProcess {
         let (assist, taker) = (&self.assist, self.taker);
         let mut first = true;
         self.engine.fault(page, |end| {
-            // Once: what the engine cannot serve itself goes to the service.
+            // Once: requests that the engine cannot serve itself go to the service.
             if std::mem::take(&mut first) {
                 match taker {
                     RequestServer::Service => end.kick(),
@@ -212,7 +211,7 @@ impl Engine {
         }
     }
 
-    /// Faults on `page`; calls `wait` after the request was put in, and then over and over.
+    /// Faults on `page`; calls `wait` after the request was queued, and then repeatedly.
     pub(super) fn fault(
         &mut self,
         page: PageNo,
@@ -265,12 +264,12 @@ fn demand(id: RequestId, domain: DomainId, page: PageNo, sent_ns: u64) -> PageRe
     }
 }
 
-/// Who handles the groups that the IOMMU's interrupt thread has taken.
+/// The handler of the groups that the IOMMU's interrupt thread has received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Bottom {
     /// The service.
     Service,
-    /// A work queue as Linux has it: a thread of the ordinary class, wherever there is room.
+    /// A work queue as in Linux: a thread of the ordinary class, on any CPU.
     WorkQueue,
 }
 
@@ -283,15 +282,15 @@ pub(super) struct AtsPri {
     device: DeviceModel,
 }
 
-/// Kept for their ends.
+/// Kept until the side is dropped.
 #[expect(dead_code, reason = "dropped, and so ended, with the side")]
 enum Handlers {
     Service(Served),
     WorkQueue(WorkQueue),
 }
 
-/// The source of the model. A page group response has a code and nothing else, so the times of
-/// the handling are noted where it is sent.
+/// The source of the model. A page group response has only a code, so the times of the handling are
+/// recorded where it is sent.
 struct TimedPriSource {
     source: Arc<PriSource>,
     waited_ns: AtomicU64,
@@ -468,7 +467,7 @@ fn answer(request: &PageRequest, began_ns: u64, outcome: FaultOutcome) -> PageRe
     }
 }
 
-/// Sleeps until `bell` rings, unless there is something to do; at most a second.
+/// Sleeps until `bell` rings, unless there is work; at most a second.
 pub(super) fn sleep(bell: &Doorbell, is_something: &dyn Fn() -> bool) {
     bell.arm();
     if !is_something() {

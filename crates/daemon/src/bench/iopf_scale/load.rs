@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! When tenants fault, and how long each fault takes as the device sees it.
+//! When tenants fault, and how long each fault takes, seen from the device.
 
 use std::{
     collections::BTreeMap,
@@ -9,14 +9,14 @@ use std::{
 use super::rig::{Broken, Rig, now_ns, time_left};
 use crate::bench::random::SplitMix;
 
-/// How faults of several tenants fall together.
+/// The relation of several tenants' faults in time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Arrivals {
     /// All tenants fault at the same instants, evenly spaced.
     Aligned,
-    /// Each tenant for itself, at exponentially distributed intervals.
+    /// Each tenant independently, at exponentially distributed intervals.
     Poisson,
-    /// Each tenant for itself, [`BURST`] at a time.
+    /// Each tenant independently, [`BURST`] at a time.
     Bursts,
 }
 
@@ -25,7 +25,7 @@ const BURST: u32 = 10;
 /// Longest wait for the last answers.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A fault that is to come.
+/// A scheduled fault.
 #[derive(Clone, Copy, PartialEq, PartialOrd, Debug)]
 pub(super) struct Fault {
     pub(super) at: Duration,
@@ -37,14 +37,14 @@ pub(super) struct Fault {
 pub(super) struct Load {
     /// In the order of time.
     pub(super) faults: Vec<Fault>,
-    /// How long each is held.
+    /// Hold time of each.
     pub(super) hold_us: u32,
-    /// Beside them.
+    /// Further load beside them.
     pub(super) storm: Option<Storm>,
 }
 
-/// What a tenant does that hurts others where it can: as many faults at once as a device may have
-/// outstanding, each answered at once, over and over.
+/// A load of one tenant that may hurt others: as many faults at once as a device may have outstanding, each
+/// answered at once, over and over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Storm {
     pub(super) tenant: usize,
@@ -91,14 +91,14 @@ pub(super) fn faults(
 struct Running<'a> {
     rig: &'a Rig,
     load: &'a Load,
-    /// What was sent when, by number, which grows; those of the storm are only counted.
+    /// Requests by number, in the order of sending, with their times; those of the storm are only counted.
     sent: BTreeMap<u64, (u64, Instant)>,
     storming: u64,
     next_id: u64,
     latencies_ns: Vec<u64>,
 }
 
-/// Does what `load` says; gives back how long each of its faults took, the storm's left out.
+/// Runs `load`; returns how long each of its faults took, without the storm's.
 pub(super) fn run(rig: &Rig, load: &Load) -> Result<Vec<u64>, Broken> {
     let mut running = Running {
         rig,
@@ -140,7 +140,7 @@ pub(super) fn run(rig: &Rig, load: &Load) -> Result<Vec<u64>, Broken> {
     Ok(running.latencies_ns)
 }
 
-/// How long a wave may take before somebody looks.
+/// Time that a wave may take before it is checked.
 const STORM_LASTS: Duration = Duration::from_millis(1);
 
 /// Numbers of the storm's requests have this bit.
@@ -154,7 +154,7 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// The next wave, if the last one is answered.
+    /// Sends the next wave, if the last one is answered.
     fn storm(&mut self, storm: Storm) -> Result<(), Broken> {
         if self.storming == 0 {
             for id in 0..storm.faults {
@@ -165,8 +165,8 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Until `wake`, or an answer. Before the oldest fault can be answered nobody need be woken: else
-    /// each answer to the storm would cost the device's CPU more than its fault.
+    /// Sleeps until `wake`, or an answer. Before the oldest fault can be answered there is no need to wake:
+    /// else each answer to the storm would cost the device's CPU more than its fault.
     fn sleep(&self, wake: Instant) -> Result<(), Broken> {
         let hold = Duration::from_micros(self.load.hold_us.into());
         let oldest = self.sent.first_key_value();

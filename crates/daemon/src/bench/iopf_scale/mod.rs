@@ -1,29 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench iopf-scale`: page faults of many tenants at a time (VPRI 7.2, figure 15), and of one while
-//! another storms.
+//! `bench iopf-scale`: page faults of many tenants at a time (VPRI 7.2, figure 15), and of one tenant
+//! during a fault storm of another.
 //!
-//! Tenants have a vCPU on a CPU of its own each, and fault ten times a second.
-//! The handler of a fault *waits* 5 ms, as for a slow tier, and does not
-//! compute; so the few CPUs of this machine can stand for those of all tenants
-//! (`cpus_for_tenants` tells how many did), and a wait that is kept waiting
-//! shows. All are virtual functions of one DPU: one page fault queue.
+//! Each tenant has a vCPU on its own CPU, and faults ten times a second. The handler of a fault *waits* 5
+//! ms, as for a slow tier, and does not compute; so the few CPUs of this machine can represent those of all
+//! tenants (`cpus_for_tenants` has their number), and queueing behind a wait is visible. All are virtual
+//! functions of one DPU: one page fault queue.
 //!
-//! | way | who handles |
+//! | way | handled by |
 //! |---|---|
 //! | serialized | one worker for all, in the order of arrival (figure 15a) |
 //! | affined | a worker of the tenant, on the CPU of its interrupts (figure 15b) |
 //!
-//! A latency is from the device's sending to its taking of the answer. The ratios
-//! are of means with all tenants faulting at the same instants, the hardest case
-//! for one worker; independent arrivals and bursts are beside them. Ways and
-//! numbers of tenants take turns.
+//! A latency is from the device's request until it receives the answer. The ratios are of means with all
+//! tenants faulting at the same instants, the hardest case for one worker; independent arrivals and bursts
+//! are reported beside them. Ways and numbers of tenants take turns.
 //!
-//! *Isolation*: tenant A's vCPU, the dispatcher and the device share one CPU,
-//! tenant B has another; both vCPUs compute all the time. B's p99.9 while A
-//! keeps as many faults outstanding as a device may have, many thousands a second, over
-//! B's p99.9 while A is quiet: the median of pairs, quiet and storm first in turn.
-//! B's worker must preempt its vCPU each time: `preempt_us`. Most of a latency is the hold, the same
-//! in both halves, which pulls the ratio towards 1; `…_less_hold` is of what is left without it.
+//! *Isolation*: tenant A's vCPU, the dispatcher and the device share one CPU, tenant B has another; both
+//! vCPUs compute all the time. The ratio is B's p99.9 while A keeps as many faults outstanding as a device
+//! may have, many thousands a second, over B's p99.9 while A is quiet: the median of pairs, quiet and storm
+//! first in turn. B's worker must preempt its vCPU each time: `preempt_us`. Most of a latency is the hold,
+//! the same in both halves, which pulls the ratio towards 1; `…_less_hold` is the ratio without it.
 
 mod load;
 mod rig;
@@ -55,10 +52,10 @@ const ARRIVALS: [(&str, Arrivals); 3] = [
     ("poisson", Arrivals::Poisson),
     ("bursts", Arrivals::Bursts),
 ];
-/// What a device may have outstanding.
+/// Most requests that a device may have outstanding.
 const OUTSTANDING_MAX: u64 = 128;
 
-/// How much to measure.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct IopfScaleOptions {
     /// How long the handler of a fault waits.
@@ -194,7 +191,7 @@ enum Storms {
     No,
 }
 
-/// B's latencies, on CPU `b` of its own; all else is on `a`.
+/// B's latencies, on its own CPU `b`; all else is on `a`.
 fn isolation(
     options: &IopfScaleOptions,
     storms: Storms,
@@ -404,7 +401,7 @@ mod tests {
             "isolation_p999",
             "isolation_p999_less_hold",
         ] {
-            // How large it is, runs this short do not say.
+            // Runs this short give no meaningful value.
             assert!(report.ratios[ratio].as_f64().unwrap() > 0.0, "{ratio}");
         }
         let aligned = &report.figures["aligned_affined_ms"];

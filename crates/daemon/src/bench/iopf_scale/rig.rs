@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The service under test, tenants whose memory is all there, and the DPU's end of their page fault
+//! The service under test, tenants whose memory is all present, and the DPU's end of their page fault
 //! queue.
 //!
-//! The fault's work is the injected wait; the rest is what every fault has:
-//! queue, dispatcher, worker, gate, look at the page, grant, answer.
+//! The fault's work is the injected wait; the rest is common to every fault: queue, dispatcher, worker,
+//! gate, check of the page, grant, answer.
 
 use std::{
     sync::Arc,
@@ -30,11 +30,11 @@ use rustix::{
     time::{ClockId, clock_gettime},
 };
 
-/// Requests that the queue has room for: more than all tenants have at a time.
+/// Capacity of the queue: more than all tenants have outstanding.
 const QUEUE_ENTRIES: usize = 4_096;
 /// Pages of a tenant: which of them faults makes no difference.
 const PAGES: u64 = SECTION_PAGES;
-/// Priority of the device, which no thread of the host keeps from its work.
+/// Priority of the device, which no thread of the host may delay.
 const DEVICE_PRIORITY: u8 = 3;
 
 pub(super) type Broken = Box<dyn std::error::Error + Send + Sync>;
@@ -76,7 +76,7 @@ impl Rig {
         })
     }
 
-    /// Sends one request of a tenant, held for so long.
+    /// Sends one request of a tenant, held for `hold_us`.
     pub(super) fn send(&self, id: u64, tenant: usize, hold_us: u32) -> Result<u64, Broken> {
         let (domain, _) = &self.tenants[tenant];
         let from = (DPU, QueueId(0));
@@ -91,7 +91,7 @@ impl Rig {
         Ok(sent_ns)
     }
 
-    /// Tells the service that requests were sent.
+    /// Notifies the service of requests.
     pub(super) fn kick(&self) {
         self.device.kick();
     }
@@ -101,7 +101,7 @@ impl Rig {
         self.device.next().map(|response| response.id.0)
     }
 
-    /// Sleeps until something is answered, or for so long.
+    /// Sleeps until an answer comes, or at most `time`.
     pub(super) fn sleep(&self, time: Duration) -> Result<(), Broken> {
         self.bell.arm();
         if !self.device.has_response() {
@@ -115,7 +115,7 @@ impl Rig {
         Ok(self.bell.disarm()?)
     }
 
-    /// What a tenant's requests took to preempt its CPU, in nanoseconds.
+    /// Time to preempt the CPU for a tenant's requests, in nanoseconds.
     pub(super) fn preempt_ns(&self, tenant: usize) -> hdrhistogram::Histogram<u64> {
         let (_, tenant) = &self.tenants[tenant];
         tenant.account().preempt.histogram_ns()
@@ -129,7 +129,7 @@ impl Rig {
     }
 }
 
-/// Runs `work` on a thread that is the device: on `cpus`, before every other.
+/// Runs `work` on a thread that acts as the device: on `cpus`, with priority over every other.
 pub(super) fn as_device<R: Send>(cpus: &[usize], work: impl FnOnce() -> R + Send) -> R {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -150,7 +150,7 @@ pub(super) fn as_device<R: Send>(cpus: &[usize], work: impl FnOnce() -> R + Send
     })
 }
 
-/// A vCPU that computes, on a CPU of its own, until it is dropped.
+/// A vCPU that computes, on its own CPU, until it is dropped.
 pub(super) struct BusyVcpu {
     stop: Arc<std::sync::atomic::AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -194,7 +194,7 @@ pub(super) fn now_ns() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// Sleeps until `at`, by the device's doorbell or not.
+/// Time until `at`.
 pub(super) fn time_left(at: Instant) -> Duration {
     at.saturating_duration_since(Instant::now())
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What look-ups, and slower ones, cost a disk.
+//! The cost of look-ups, and of slower ones, for a disk.
 
 use super::{NAME, PaBitmapBenchOptions, failed, rounded, to_f64};
 use crate::bench::{
@@ -14,9 +14,9 @@ use crate::bench::{
 use serde_json::json;
 use std::path::Path;
 
-/// By how much look-ups are slowed down.
+/// Delay added to look-ups.
 const EXTRA_NS: &str = "100";
-/// The sides' turns in an alternation: each is before each other as often as after it.
+/// The sides' turns in an alternation: each precedes each other as often as it follows it.
 const TURNS: [[usize; 3]; 4] = [
     [ON, OFF, SLOWED],
     [SLOWED, OFF, ON],
@@ -41,7 +41,7 @@ const CELLS: [(Direction, u16); 4] = [
     (Direction::Write, 32),
 ];
 
-/// What each side did in one cell, by alternation.
+/// The results of each side in one cell, by alternation.
 #[derive(Default)]
 struct Cell {
     samples: [Vec<Sample>; 3],
@@ -50,7 +50,7 @@ struct Cell {
     lookup_samples: u64,
 }
 
-/// Measures, and puts what was found into `report`.
+/// Measures, and adds the results to `report`.
 ///
 /// # Errors
 /// [`BenchError`].
@@ -63,7 +63,7 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
     let at = SideCpus::choose();
     let mut sides = start(dir.path(), &image, at).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
-    // The first alternation warms all up.
+    // The first alternation warms up all.
     for alternation in 0..=options.alternations {
         eprintln!(
             "bench {NAME}: disk, {alternation} of {}",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Look-ups hot and cold, beside dependent loads of an array of the same size.
+//! Look-ups hot and cold, beside dependent loads from an array of the same size.
 
 use super::{PaBitmapBenchOptions, Random, Times, median, rig::Rig, rounded, to_f64};
 use crate::bench::BenchReport;
@@ -16,7 +16,7 @@ const HOT_LOG2: u32 = 16;
 /// Pages of a word.
 const PAGES_PER_WORD: u64 = 32;
 
-/// Measures look-ups, and puts them into `report`.
+/// Measures look-ups, and adds them to `report`.
 pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchReport) {
     let bitmap = rig.window.domain().attributes().bitmap();
     let array = Array::new(rig.pages_log2);
@@ -27,7 +27,7 @@ pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchRepo
     let (mut ratios, mut overlapped_ns) = (Vec::new(), Vec::new());
     for round in 0..=options.rounds {
         let seed = round as u64 + 1;
-        // Either is first as often as the other.
+        // Each is first as often as the other.
         let (ours_ns, theirs_ns) = if round % 2 == 0 {
             let ours_ns = chain(seed, steps, cold, ours);
             (ours_ns, chain(seed, steps, cold, theirs))
@@ -35,7 +35,7 @@ pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchRepo
             let theirs_ns = chain(seed, steps, cold, theirs);
             (chain(seed, steps, cold, ours), theirs_ns)
         };
-        // Nothing of the last look-up decides which is next: what the processor overlaps.
+        // The next page does not depend on the last look-up, so the processor can overlap them.
         let free_ns = chain(seed, steps, cold, |page| {
             black_box(ours(page));
             0
@@ -69,7 +69,7 @@ pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchRepo
     report.ratios.insert("cold_over_dram".into(), over.into());
 }
 
-/// The peer: an array as large as the words of the bitmap, whose place is known without a look.
+/// The peer: an array as large as the words of the bitmap, at a known address.
 struct Array(Vec<u64>);
 
 impl Array {
@@ -86,7 +86,7 @@ impl Array {
     }
 }
 
-/// Time of a look, in nanoseconds, where each decides which page is next.
+/// Time of a look-up, in nanoseconds, where each determines the next page.
 fn chain(seed: u64, steps: u32, pages_log2: u32, look: impl Fn(u64) -> u64) -> f64 {
     let mut random = Random(seed);
     let mut found = 0;
@@ -99,7 +99,7 @@ fn chain(seed: u64, steps: u32, pages_log2: u32, look: impl Fn(u64) -> u64) -> f
     per_step(time, steps)
 }
 
-/// Times of single looks. The clock's own is taken off; it waits for loads to end, as the chain does.
+/// Times of single look-ups, less the clock's own; the clock waits for loads to end, as the chain does.
 fn single(steps: u32, pages_log2: u32, look: impl Fn(u64) -> u64) -> Times {
     let mut empty = Times::default();
     for _ in 0..steps {
@@ -128,8 +128,8 @@ fn with_mean(mean_ns: f64, times: &Times) -> Value {
     })
 }
 
-/// Time of a lease with its look-up and its return, in nanoseconds, as an engine takes them: one
-/// after the other, of pages that do not depend on one another.
+/// Time of a lease with its look-up and its return, in nanoseconds, as in an engine: one after the other,
+/// of pages that do not depend on one another.
 fn leases(rig: &Rig, steps: u32, pages_log2: u32) -> f64 {
     let port = match EnginePort::new(rig.window.clone(), 0, LookUp::On) {
         Ok(port) => port,
@@ -137,7 +137,7 @@ fn leases(rig: &Rig, steps: u32, pages_log2: u32) -> f64 {
     };
     let mut random = Random(4);
     let mut time = Duration::MAX;
-    // The first pass makes the counters, and is not the shortest.
+    // The first pass creates the counters, and is not the shortest.
     for _ in 0..3 {
         let began = Instant::now();
         for _ in 0..steps {

@@ -1,31 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench pa-bitmap`: what looking pages up and changing them costs (VPRI 7.1, table 2).
+//! `pagetide bench pa-bitmap`: the cost of look-ups and updates (VPRI 7.1, table 2).
 //!
-//! **Look-ups** ([`lookup`]) in the bitmap of a space of 1 TiB, every GiB of which
-//! has its words: 64 MiB, more than caches hold. *Cold* ones are of random pages,
-//! *hot* ones of pages whose words fit the first cache. Which page is next depends
-//! on what was found, so no look-up begins before the last has ended; the peer,
-//! `dram`, does the same in a plain array of the same size, which is one load each.
+//! **Look-ups** ([`lookup`]) in the bitmap of a space of 1 TiB, every GiB of which has its words: 64 MiB,
+//! more than caches hold. *Cold* ones are of random pages, *hot* ones of pages whose words fit the first
+//! cache. The next page depends on the result, so no look-up begins before the last has ended; the peer,
+//! `dram`, does the same in a plain array of the same size, with one load each.
 //!
-//! **Updates** ([`update`]) by one thread, while an engine on another CPU does DMA
-//! under leases all the time: bits cleared and the heavy fence passed, from where
-//! no further DMA begins. What remains, waiting for DMA that is under way, is
-//! `lease_wait_us` for sections without any and `lease_wait_engine_us` for those
-//! that the engine works on. The paper's update crosses PCIe; ours interrupts the
-//! engines' CPUs. An update is bits and fence: `bits_2mib_us` are a section's bits
-//! alone, `membarrier_us` is what asking engines saves, both taken in turns with the updates.
+//! **Updates** ([`update`]) by one thread, while an engine on another CPU does DMA under leases all the
+//! time: bits cleared and the heavy fence passed, after which no further DMA begins. The rest, waiting for
+//! DMA under way, is `lease_wait_us` for sections without any and `lease_wait_engine_us` for those that the
+//! engine works on. The paper's update crosses PCIe; ours interrupts the engines' CPUs. An update is bits
+//! and fence: `bits_2mib_us` are a section's bits alone, `membarrier_us` is what asking engines saves, both
+//! measured in turns with the updates.
 //!
-//! **A disk** ([`disk`]): our vhost-user-blk three times over one image, with
-//! look-ups, without, and with look-ups that take 100 ns more each (a request of
-//! 4 KiB does two: its buffer, and its header with its status). They take turns.
+//! **A disk** ([`disk`]): our vhost-user-blk three times over one image, with look-ups, without, and with
+//! look-ups that take 100 ns more each (a request of 4 KiB does two: its buffer, and its header with its
+//! status). They take turns.
 //!
 //! ```text
 //!   alternation = for each cell of (read | write) × (1 | 32 deep):  N F S S F N F S N N S F  (oN, oFf, Slowed)
 //!   lookup_plus_100ns_over_off = IOPS of S / IOPS of F; geometric mean over the cells of an alternation
 //! ```
-//! `p99` of single operations is over all of them. Their `mean`, `p50` and `p99_undisturbed` are
-//! those of the median one of 20 parts of the measurement, so that a moment in which the
-//! machine was busy with other work does not decide. `_low95` is the lower end of the two-sided 95% interval of its mean over
+//! `p99` of single operations is over all of them. Their `mean`, `p50` and `p99_undisturbed` are those of
+//! the median one of 20 parts of the measurement, so that a moment in which the machine was busy with other
+//! work does not dominate. `_low95` is the lower end of the two-sided 95% interval of its mean over
 //! alternations, by Student's distribution.
 
 mod disk;
@@ -41,10 +39,10 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 const NAME: &str = "pa-bitmap";
-/// Parts of a sequence of single times that are looked at one by one.
+/// Parts of a sequence of single times that are evaluated separately.
 const PARTS: usize = 20;
 
-/// How much to measure.
+/// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PaBitmapBenchOptions {
     /// log2 of the pages of the space, from 18 (a GiB) on.
@@ -55,7 +53,7 @@ pub struct PaBitmapBenchOptions {
     pub look_ups: u32,
     /// Updates of each size.
     pub updates: u32,
-    /// Alternations on the disk; none of them if 0.
+    /// Alternations on the disk; 0 skips the disk.
     pub alternations: usize,
     /// Length of a slice on the disk.
     pub slice: Duration,
@@ -124,19 +122,19 @@ impl Times {
             .push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
-    /// What `of` finds in each of [`PARTS`] parts, one after the other in time: the one in the
-    /// middle. What disturbed the machine for a while is in a few of them.
+    /// The median of `of` over [`PARTS`] consecutive parts. A temporary disturbance of the machine is in
+    /// only a few of them.
     fn middle(&self, of: impl Fn(&[u64]) -> f64) -> f64 {
         let parts = self.0.chunks(self.0.len().div_ceil(PARTS).max(1));
         median(parts.map(of))
     }
 
-    /// The value that `permille` thousandths are not above, in the part in the middle.
+    /// The value that `permille` thousandths do not exceed, in the middle part.
     fn at(&self, permille: usize) -> f64 {
         self.middle(|part| least_at(part, permille))
     }
 
-    /// The value that `permille` thousandths of all are not above.
+    /// The value that `permille` thousandths of all do not exceed.
     fn at_of_all(&self, permille: usize) -> f64 {
         least_at(&self.0, permille)
     }
@@ -156,7 +154,7 @@ impl Times {
     }
 }
 
-/// The least of `times` that `permille` thousandths are not above.
+/// The least of `times` that `permille` thousandths do not exceed.
 fn least_at(times: &[u64], permille: usize) -> f64 {
     let mut sorted = times.to_vec();
     sorted.sort_unstable();

@@ -24,15 +24,15 @@ pub enum RigError {
 
 /// The file and its domain.
 pub struct Rig {
-    /// The whole file, as its one engine has it.
+    /// The whole file, as its only engine maps it.
     pub window: Arc<RamWindow>,
     /// log2 of its pages.
     pub pages_log2: u32,
 }
 
 impl Rig {
-    /// A domain of 2 to the power of `pages_log2` pages. What may be done with them changes from one
-    /// word of the bitmap to the next, by chance, so that nobody can guess what a look-up finds.
+    /// A domain of 2 to the power of `pages_log2` pages. Their permissions change randomly from one word of
+    /// the bitmap to the next, so that the processor cannot predict a look-up.
     ///
     /// # Errors
     /// [`RigError`].

@@ -19,7 +19,7 @@ use std::{
     time::Instant,
 };
 
-/// Sections that the engine works on, the first ones. They get memory (16 MiB), so few.
+/// Sections that the engine works on, the first ones. They need memory (16 MiB), so there are few.
 const ENGINE_SECTIONS: u64 = 8;
 /// Pages of a GiB.
 const GIB_PAGES: u64 = 512 * SECTION_PAGES;
@@ -44,7 +44,7 @@ pub enum UpdateError {
     Panic,
 }
 
-/// Measures updates, and puts them into `report`.
+/// Measures updates, and adds them to `report`.
 ///
 /// # Errors
 /// [`UpdateError`].
@@ -88,7 +88,7 @@ struct Engine {
 }
 
 impl Engine {
-    /// Does something, and counts the DMA a second that was done meanwhile.
+    /// Runs `something`, and returns the DMA rate meanwhile.
     fn during<T>(&self, something: impl FnOnce() -> T) -> (T, f64) {
         let before = self.dmas.load(Ordering::Relaxed);
         let began = Instant::now();
@@ -129,7 +129,7 @@ impl Engine {
     }
 }
 
-/// What was measured.
+/// The measurements.
 #[derive(Default)]
 struct Updates {
     page: Times,
@@ -155,7 +155,7 @@ impl Updates {
             updates.one(attributes, page);
             updates.one(attributes, section);
             updates.parts(attributes, section)?;
-            // The engine's own, one update in ten: it is to work most of the time.
+            // The engine's own sections only in one update in ten: it must work most of the time.
             if i % 10 == 0 {
                 let own = FileSection(u64::from(i / 10) % ENGINE_SECTIONS).all_pages();
                 let restriction = attributes.begin_unmap(&[own]);
@@ -168,8 +168,8 @@ impl Updates {
         Ok(updates)
     }
 
-    /// What an update of `section` is made of, one after the other. Nobody else leases
-    /// the section, so nothing relies on this fence.
+    /// The parts of an update of `section`, one after the other. No other thread leases the section, so
+    /// nothing relies on this fence.
     fn parts(
         &mut self,
         attributes: &PageAttributes,
@@ -232,7 +232,7 @@ fn timed_wait(restriction: Restriction<'_>) -> (Vec<Busy>, std::time::Duration) 
     (busy, began.elapsed())
 }
 
-/// What GiBs cost that are, or are not yet, told of by one state.
+/// The cost for whole GiBs with a common state, and without one yet.
 fn of_whole_gibs(options: &PaBitmapBenchOptions, report: &mut BenchReport) {
     let pages = 1 << options.pages_log2;
     let bitmap = PaBitmap::new(pages, Attribute::ReadWrite);

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench real-size`: what taking over, squeezing and letting go of large VMs takes, and
-//! whether it grows with the VM and not faster.
+//! `pagetide bench real-size`: the cost of taking over, squeezing and detaching large VMs, and whether it
+//! grows no faster than the VM.
 //!
-//! For each size a dense stand-in ([`super::busy`]) with one vCPU, an eighth of its RAM hot, goes
-//! through two kinds of rounds:
+//! For each size a dense stand-in ([`super::busy`]) with one vCPU, an eighth of its RAM hot, goes through
+//! two kinds of rounds:
 //!
 //! ```text
-//!   watched   attach ─ scan ─ squeeze to half ─ detach       somebody asks for the VM all the time
-//!   timed     attach ─ detach                                with nothing away; several times
+//!   watched   attach ─ scan ─ squeeze to half ─ detach       a thread polls the VM all the time
+//!   timed     attach ─ detach                                with nothing absent; several times
 //!             attach ─ squeeze to half ─ kill ─ recover ─ detach ─ verify every byte
 //! ```
-//! Asking costs the daemon time, so nothing else is taken from the watched round.
+//! Polling costs the daemon time, so nothing else is measured in the watched round.
 //!
 //! | figure | from, to |
 //! |---|---|
@@ -19,13 +19,13 @@
 //! | `squeeze_s` | the limit being set, the VM being within it |
 //! | `evict_mib_per_s` | from the first evicted page to the last; CPU time of the daemon per page over all of the squeeze |
 //! | `recover_s` | the start of the second daemon, its first answer: by then faults are served |
-//! | `detach_half_mib_per_s` | the same as `detach_s` with half of the RAM away |
-//! | `daemon_mib_per_gib` | anonymous memory of the daemon, and of the pool what is not stored pages, per GiB of RAM |
-//! | `attached_cpu_share` | CPU time of the daemon over time while nothing is asked of it |
+//! | `detach_half_mib_per_s` | the same as `detach_s` with half of the RAM absent |
+//! | `daemon_mib_per_gib` | anonymous memory of the daemon, plus the pool without stored pages, per GiB of RAM |
+//! | `attached_cpu_share` | CPU time of the daemon over elapsed time, without requests |
 //!
-//! Figures are by size: `gib_16`, or `mib_512`. Where memory is short a smaller stand-in is taken; the
-//! key is that of the size taken, and `smaller` says why. `ratios` compare the largest with the smallest, and
-//! have the names of 16 GiB over 1 only if it was these.
+//! Figures are by size: `gib_16`, or `mib_512`. Where memory is short a smaller stand-in is used; the key
+//! is that of the size used, and `smaller` gives the reason. `ratios` compare the largest with the
+//! smallest, and have the names of 16 GiB over 1 only if it was these.
 
 mod rounds;
 mod watch;
@@ -41,9 +41,9 @@ use rounds::{Sized, measure};
 use serde_json::{Map, Value, json};
 
 const NAME: &str = "real-size";
-/// Sizes of RAM unless told otherwise.
+/// Default sizes of RAM.
 const RAM_BYTES: [u64; 3] = [1 << 30, 4 << 30, 16 << 30];
-/// Rounds of attach and detach unless told otherwise.
+/// Default rounds of attach and detach.
 const ROUNDS: u64 = 3;
 
 fn failed(reason: String) -> BenchError {

@@ -25,18 +25,19 @@ use std::{
 
 /// vCPUs of a stand-in: the daemon has other CPUs, where there are any.
 const VCPUS: u32 = 1;
-/// What is hot, in thousandths.
+/// Hot share of the RAM, in thousandths.
 const HOT: &str = "part:125";
-/// How long a VM is left alone to be scanned. A scan of the daemon's is due after five seconds.
+/// How long a VM gets to be scanned, without other requests. A scan of the daemon is due after five
+/// seconds.
 const SCAN_TIME: Duration = Duration::from_secs(8);
-/// How long the vCPU is looked at without a daemon.
+/// How long the vCPU is observed without a daemon.
 const QUIET_TIME: Duration = Duration::from_secs(2);
-/// Between two looks at how far a squeeze is.
+/// Between two polls of a squeeze's progress.
 const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
-/// Of a limit, what a VM may be above it and be within it, in thousandths.
+/// Tolerance above a limit within which a VM counts as within it, in thousandths.
 const WITHIN_PERMILLE: u64 = 10;
 
-/// What was measured of one size. Names as in the report.
+/// The measurements of one size. Names as in the report.
 #[derive(Clone, PartialEq, Default, Debug)]
 pub(super) struct Sized {
     pub fill_s: f64,
@@ -58,7 +59,7 @@ pub(super) struct Sized {
     pub show: BTreeMap<&'static str, Seen>,
 }
 
-/// Goes through all rounds with `bytes` of RAM.
+/// Runs all rounds with `bytes` of RAM.
 pub(super) fn measure(
     bytes: u64,
     rounds: u64,
@@ -75,7 +76,7 @@ pub(super) fn measure(
     };
     let state_dir = in_memory.path().join("daemon");
     let settings = flags(settings);
-    // Dropped from the last to the first: the daemon lets go before the guest ends.
+    // Dropped in reverse order: the daemon detaches before the guest ends.
     let guest = BusyGuest::start(on_disk.path(), &options)?;
     let daemon = Daemon::start_for(&state_dir, &settings, bytes)?;
     let mut bench = Rounds {
@@ -110,7 +111,7 @@ pub(super) fn measure(
     Ok(bench.sized)
 }
 
-/// What a run holds. Fields are dropped in this order.
+/// The resources of a run. Fields are dropped in this order.
 struct Rounds {
     daemon: Daemon,
     guest: BusyGuest,
@@ -144,7 +145,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// What the daemon takes for a VM of which nothing is wanted.
+    /// The daemon's CPU time for a VM without requests.
     fn leave_alone(&mut self) -> Result<(), String> {
         let (begun, before) = (Instant::now(), self.daemon.cpu_ns()?);
         std::thread::sleep(SCAN_TIME);
@@ -153,7 +154,7 @@ impl Rounds {
         Ok(())
     }
 
-    /// Has the limit be half of the RAM, and waits until the VM is within it.
+    /// Sets the limit to half of the RAM, and waits until the VM is within it.
     fn squeeze(&mut self) -> Result<(), String> {
         let before = self.daemon.vm()?;
         let (begun, cpu_ns) = (Instant::now(), self.daemon.cpu_ns()?);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who asks for the VM all the time, and how long the answers take.
+//! A thread that polls the VM all the time, and the time of the answers.
 
 use crate::{
     bench::daemon::{Daemon, VM},
@@ -17,10 +17,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between an answer and the next question.
+/// Between an answer and the next request.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// What was seen in one phase.
+/// The results of one phase.
 #[derive(Clone, Copy, PartialEq, Default, Debug)]
 pub(super) struct Seen {
     /// The longest answer.
@@ -35,14 +35,14 @@ struct Shared {
     ends: AtomicBool,
 }
 
-/// A thread that asks.
+/// A polling thread.
 pub(super) struct Watch {
     shared: Arc<Shared>,
     thread: JoinHandle<Result<BTreeMap<&'static str, Seen>, String>>,
 }
 
 impl Watch {
-    /// Begins to ask `daemon`.
+    /// Starts to poll `daemon`.
     pub(super) fn start(daemon: &Daemon) -> Self {
         let shared = Arc::new(Shared::default());
         let (client, told) = (daemon.client(), Arc::clone(&shared));
@@ -52,7 +52,7 @@ impl Watch {
         }
     }
 
-    /// From now on it is the phase `name`.
+    /// Starts the phase `name`.
     pub(super) fn phase(&self, name: &'static str) {
         *self
             .shared
@@ -61,7 +61,7 @@ impl Watch {
             .unwrap_or_else(PoisonError::into_inner) = name;
     }
 
-    /// Ends; returns what was seen in each phase.
+    /// Ends; returns the results of each phase.
     pub(super) fn end(self) -> Result<BTreeMap<&'static str, Seen>, String> {
         self.shared.ends.store(true, Relaxed);
         self.thread
@@ -71,9 +71,9 @@ impl Watch {
 }
 
 fn watch(client: &Client, shared: &Shared) -> Result<BTreeMap<&'static str, Seen>, String> {
-    // What is asked for is the daemon's time, not that of a client without a CPU.
+    // The daemon's time is measured, not that of a client without a CPU.
     if let Err(error) = cpu::set_urgency(Urgency::Eager) {
-        eprintln!("bench real-size: who asks may wait for a CPU, too: {error}");
+        eprintln!("bench real-size: polls may wait for a CPU, too: {error}");
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -85,7 +85,7 @@ fn watch(client: &Client, shared: &Shared) -> Result<BTreeMap<&'static str, Seen
         let begun = Instant::now();
         let path = vm_path(VM);
         match runtime.block_on(client.ask::<serde_json::Value>(Method::GET, &path)) {
-            // Before the attach has begun there is no VM, and that is an answer, too.
+            // Before the attach there is no VM, and that is an answer, too.
             Ok(_) | Err(ClientError::Refused(_)) => {}
             Err(error) => return Err(error.to_string()),
         }

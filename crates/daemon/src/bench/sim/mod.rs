@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `bench sim`: translation requests a second that the performance model gets
-//! through on one core, reading the trace included, prefetches not counted.
+//! `bench sim`: translation requests a second that the performance model processes on one core, reading the
+//! trace included, prefetches not counted.
 //!
-//! Flavour hypersio, table IV of HyperTRIO, iperf3 in round robin. Each run is a
-//! process of its own, so that its peak memory is its own, and the numbers of
-//! tenants and both configurations take turns, so that a slow minute of the
-//! machine falls on all of them.
+//! Flavour hypersio, table IV of HyperTRIO, iperf3 in round robin. Each run is a separate process with its
+//! own peak memory, and the numbers of tenants and both configurations take turns, so that a slow minute of
+//! the machine affects all of them.
 
 pub mod part;
 
@@ -18,7 +17,7 @@ use serde_json::{Map, json};
 use super::{BenchError, BenchReport};
 use part::RunFigures;
 
-/// Numbers of tenants; the first is also the base that memory is compared with.
+/// Numbers of tenants; the first is also the base of the memory comparison.
 const TENANTS: [u32; 6] = [4, 16, 64, 256, 1024, 4096];
 /// Packets of each trace: 1.2 million requests, half a second's work.
 const PACKETS: u64 = 400_000;
@@ -119,7 +118,7 @@ fn write_trace(directory: &Path, tenants: u32) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// Runs one configuration in a process of its own.
+/// Runs one configuration in its own process.
 fn run_apart(directory: &Path, config: &str, tenants: u32) -> Result<RunFigures, BenchError> {
     let program = std::env::current_exe().map_err(failed)?;
     let output = Command::new(program)

@@ -9,7 +9,7 @@ use pagetide_sim::{Config, SimError, TraceInput};
 use pagetide_trace::HypersioReader;
 use serde::{Deserialize, Serialize};
 
-/// What a run tells its bench.
+/// The figures that a run reports to its bench.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct RunFigures {
     /// Translation requests of the trace.
@@ -41,7 +41,7 @@ pub fn trace_path(directory: &Path, tenants: u32) -> PathBuf {
 /// Runs `preset` over `trace`.
 ///
 /// # Errors
-/// If the trace cannot be read or the system does not tell the memory used.
+/// If the trace cannot be read or the system does not report the memory used.
 pub fn run(preset: &str, trace: &Path) -> Result<RunFigures, String> {
     let config = match preset {
         "base" => Config::base(Flavour::Hypersio),

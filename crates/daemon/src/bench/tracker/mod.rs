@@ -1,34 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide bench tracker`: does the daemon find out what is cold, how soon, and is it right?
+//! `pagetide bench tracker`: whether, how soon and how correctly the daemon detects cold memory.
 //!
-//! Of each stand-in ([`super::busy`]) it is known which part is cold, for nobody ever touches it; its vCPU touches
-//! the others all the time, each page several times a second.
+//! The cold part of each stand-in ([`super::busy`]) is known, since it is never touched; its vCPU touches
+//! the other pages all the time, each several times a second.
 //!
 //! | row | cold |
 //! |---|---|
-//! | `section_10`, `_50`, `_90` | so many of a hundred sections, here and there |
-//! | `page_10`, `_50`, `_90` | so many of a hundred pages, here and there: hardly a section is cold |
-//! | `moving_10`, `_50`, `_90` | so many of a hundred sections, in one piece; what is hot moves by a section in ten seconds |
+//! | `section_10`, `_50`, `_90` | this percentage of sections, scattered |
+//! | `page_10`, `_50`, `_90` | this percentage of pages, scattered: hardly a section is cold |
+//! | `moving_10`, `_50`, `_90` | this percentage of sections, contiguous; the hot part moves by one in ten seconds |
 //! | `one_page_of_512` | all but one page of each section: the worst case of a tracker that samples |
 //!
-//! For each the VM is attached without a limit and left alone until the sets of `vm show` have nine in ten of
-//! the cold sections in `cold`, but not for longer than `--seconds`; where no section is cold, for [`PAGES_WAIT`].
-//! Then as much is reclaimed as is cold, and the stand-in says which pages are in memory.
+//! For each row the VM is attached without a limit. The bench waits until the sets of `vm show` have nine
+//! in ten of the cold sections in `cold`, but not for longer than `--seconds`; where no section is cold,
+//! for [`PAGES_WAIT`]. Then it reclaims as much as is cold, and the stand-in reports which pages are in
+//! memory.
 //!
 //! | figure of a row | |
 //! |---|---|
-//! | `cold_found_share` | sections in `cold` over those that are cold, at most 1; none where none is |
+//! | `cold_found_share` | sections in `cold` over cold sections, at most 1; absent where none is cold |
 //! | `found_s` | time until that was 0.9 |
-//! | `cold_evicted_share` | of the cold pages, those that the reclaim has taken |
+//! | `cold_evicted_share` | share of the cold pages that the reclaim has evicted |
 //! | `refaults` | faults of the vCPU on absent pages from the reclaim until ten seconds after it |
 //! | `refaults_share` | the same over the evicted pages |
 //!
-//! `figures.cold_found_share` is the worst of the rows by section. Sets are counted, not named: that it is the
-//! right sections that are found, `refaults` tells.
+//! `figures.cold_found_share` is the worst of the rows by section. The sets only have counts; `refaults`
+//! shows whether the right sections were found.
 //!
-//! The peer is a daemon of the same program with the settings of `--peer-setting`: one that unmaps everything at
-//! each look, where the program has such a tracker. `ratios.refaults_over_full_unmapping` compares the sums over
-//! all rows; one in a thousand of the evicted pages is added to both, so that a handful against none is no ratio.
+//! The peer is a daemon of the same program with the settings of `--peer-setting`: one that unmaps
+//! everything at each scan, where the program has such a tracker. `ratios.refaults_over_full_unmapping`
+//! compares the sums over all rows; one in a thousand of the evicted pages is added to both, so that a
+//! handful against zero does not dominate.
 
 use super::{
     BenchError, BenchReport,
@@ -53,19 +55,19 @@ use std::{
 };
 
 const NAME: &str = "tracker";
-/// RAM unless told otherwise.
+/// Default RAM.
 const RAM_BYTES: u64 = 2 << 30;
-/// Longest search for cold sections, in seconds, unless told otherwise.
+/// Default of the longest search for cold sections, in seconds.
 const SEARCH_SECONDS: u64 = 300;
-/// Time for knowledge about pages, where no section is cold.
+/// Time to learn about pages, where no section is cold.
 const PAGES_WAIT: Duration = Duration::from_secs(30);
-/// Between two looks at the sets.
+/// Between two polls of the sets.
 const LOOK: Duration = Duration::from_millis(250);
-/// What ends a search.
+/// The share that ends a search.
 const FOUND_SHARE: f64 = 0.9;
 /// How long after a reclaim faults are counted.
 const REFAULT_TIME: Duration = Duration::from_secs(10);
-/// Name of the set of `vm show` that is meant.
+/// Name of the set of `vm show` that is compared.
 const COLD_SET: &str = "cold";
 /// How fast hot parts move.
 const SECTIONS_A_MINUTE: u32 = 6;
@@ -123,7 +125,7 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// What was seen of a row.
+/// The result of a row.
 #[derive(Clone, PartialEq, Default, Debug)]
 struct Found {
     cold_sections: u64,
@@ -219,7 +221,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,
     };
-    // Dropped from the last to the first: the daemon lets go before the guest ends.
+    // Dropped in reverse order: the daemon detaches before the guest ends.
     let mut guest = BusyGuest::start(on_disk.path(), &options)?;
     let state_dir = in_memory.path().join("daemon");
     let daemon = Daemon::start_for(&state_dir, &flags(plan.settings), plan.ram_bytes)?;
@@ -238,7 +240,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
     Ok(found)
 }
 
-/// Attaches, and waits until what is cold is known.
+/// Attaches, and waits until the cold part is known.
 fn search(guest: &mut BusyGuest, daemon: &Daemon, plan: &Plan<'_>) -> Result<Found, String> {
     let vm = daemon.attach(guest.pid(), None)?;
     if let Some(bar) = vm.eviction_blockers.first() {

@@ -110,7 +110,7 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
     }
 }
 
-/// A device's transfer of a whole page, which has arrived in a bounce buffer in its own buffer: the page is overwritten, or
+/// A device's transfer of a whole page, which has arrived in its own buffer: the page is overwritten, or
 /// else written under a lease.
 fn overwrite_as_device(model: &Model, space: &PagedMemory) -> FaultOutcome {
     let done = space.overwrite(&fault(DeviceId(1)), &[BOUNCED; 4096], &|| true);

@@ -16,7 +16,7 @@
 //! backwards in the traces examined of each format; a trace where they do is refused, since it is a mixture
 //! of several or broken.
 //!
-//! *Sectors of `hp-srt`* are as large as the header says (`sectorsize`, 256 bytes there). Readers that
+//! *Sectors of `hp-srt`* have the size in the header (`sectorsize`, 256 bytes there). Readers that
 //! assume 512 get addresses past the end of the disk.
 //!
 //! *Bytes of `block-ids`* come in either order, and the file does not record which. Read the wrong way,
