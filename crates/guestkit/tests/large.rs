@@ -32,10 +32,15 @@ struct Scene {
 impl Scene {
     /// With these settings of the daemon; `None` where it cannot be tried, after saying why.
     fn set(settings: &[&str]) -> Option<Self> {
+        Self::of(HOT_PERMILLE, settings)
+    }
+
+    /// The same with a guest that uses so much of its RAM, in thousandths.
+    fn of(hot_permille: u64, settings: &[&str]) -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let binary = Product::to_take_over()?;
         let folder = RunFolder::new().expect("a folder on /dev/shm");
-        let guest = Dense::start(folder.path(), RAM_BYTES, 1, HOT_PERMILLE).expect("a stand-in");
+        let guest = Dense::start(folder.path(), RAM_BYTES, 1, hot_permille).expect("a stand-in");
         let (state, log) = (folder.path().join("state"), folder.path().join("log"));
         let settings = settings.iter().map(|word| (*word).to_owned()).collect();
         let product = Product::start_in(Role::DaemonWith(settings), &binary, &state, &log);
@@ -104,6 +109,22 @@ fn first_reclaim_of_a_vm_that_was_only_watched_takes_what_is_cold() {
     // An eighth is hot. Of victims by chance every fourth page would be it, and come back at once.
     let came_back = number(&vm, "vcpu_faults") - number(&before, "vcpu_faults");
     assert!(came_back < pages / 2 / 20, "{came_back} faults: {vm}");
+}
+
+#[test]
+fn first_limit_of_a_busy_vm_takes_what_is_cold_although_nobody_knew() {
+    let hot_permille = 750;
+    let Some(scene) = Scene::of(hot_permille, &[]) else {
+        return;
+    };
+    let hot_bytes = RAM_BYTES / 1000 * hot_permille;
+    let limit = hot_bytes + (RAM_BYTES - hot_bytes) / 2;
+    scene.product.limit(VM, limit).expect("limit");
+    let vm = scene.until("a squeezed VM", |vm| number(vm, "resident_bytes") <= limit);
+    // What goes by guess comes back, and something else goes for it: eight times as much did.
+    let needed = (RAM_BYTES - limit) / PAGE_BYTES;
+    assert!(number(&vm, "evicted_pages") < 2 * needed, "{vm}");
+    assert!(number(&vm, "vcpu_faults") < needed / 4, "{vm}");
 }
 
 #[test]

@@ -115,10 +115,7 @@ impl Ordered {
             let mut heard = [PollFd::new(self.answers.get_ref(), PollFlags::IN)];
             let ready = rustix::io::retry_on_intr(|| poll(&mut heard, Some(&deadline)));
             if ready.map_err(|error| format!("cannot read from the guest: {error}"))? == 0 {
-                return Err(format!(
-                    "the guest is silent for {} s",
-                    wait.as_secs()
-                ));
+                return Err(format!("the guest is silent for {} s", wait.as_secs()));
             }
         }
         Ok(self.line()?.trim().to_owned())

@@ -44,6 +44,8 @@ const HAZARDS_HOLD: Duration = Duration::from_millis(100);
 const HELPER_PAGES_MIN: u64 = 8 << 10;
 /// Pause between the two initial sweeps: in this time a guest uses what it needs.
 const LEARNING_REST: Duration = Duration::from_millis(250);
+/// Longest time that eviction waits for these sweeps: fills may be waiting for room meanwhile.
+const LEARNING_MAX: Duration = Duration::from_secs(30);
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
 const SUSPENSION: Duration = Duration::from_secs(5);
 
@@ -72,6 +74,7 @@ pub(super) struct Rounds {
     synced_at: Option<Instant>,
     reserved_at: Option<Instant>,
     suspended_at: Option<Instant>,
+    learning_since: Option<Instant>,
 }
 
 impl Rounds {
@@ -95,6 +98,7 @@ impl Rounds {
             synced_at: None,
             reserved_at: None,
             suspended_at: None,
+            learning_since: None,
         }
     }
 
@@ -232,7 +236,8 @@ impl Rounds {
         }
         let (vm, started) = (Arc::clone(&self.vm), self.started);
         let clock = || started.elapsed();
-        let go_on = || !vm.limit.is_stopped();
+        let began = *self.learning_since.get_or_insert_with(Instant::now);
+        let go_on = || !vm.limit.is_stopped() && began.elapsed() < LEARNING_MAX;
         while self.reclaimer.knows_nothing() && go_on() {
             if let Err(error) = self.reclaimer.sweep(clock, go_on) {
                 return self.suspend(format!("accesses cannot be told: {error}"));
