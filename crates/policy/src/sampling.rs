@@ -28,7 +28,7 @@
 //!
 //! A sweep continues while both have credit. It never takes longer than [`SWEEP_MAX`], whatever the
 //! accounts hold, so that each section is sampled once in ten minutes and the first limit finds the
-//! cold ones; and while there is no limit it takes [`SWEEP_IDLE`].
+//! cold ones; and while there is no limit it takes [`SWEEP_IDLE`], after a few faster ones at the start.
 //!
 //! Hot sections cost most and reveal least, so they are sampled only in every [`HOT_SWEEPS`]th
 //! sweep, and count as touched in the others.
@@ -46,7 +46,12 @@ use std::{collections::HashMap, time::Duration};
 pub const SAMPLE_PAGES: usize = 8;
 /// A sweep takes at least this long while cold sections are wanted.
 pub const SWEEP_WANTED: Duration = crate::marks::SCAN_ROUND;
-/// The same while they are not.
+/// The same after an attach, until [`SWEEPS_TO_KNOW`] sweeps have been made, so that cold memory is known
+/// within five minutes.
+pub const SWEEP_FIRST: Duration = Duration::from_secs(50);
+/// After so many sweeps a section that was not touched has drifted to the coldest set.
+pub const SWEEPS_TO_KNOW: u64 = 5;
+/// The same as long as cold sections are not wanted.
 pub const SWEEP_IDLE: Duration = Duration::from_secs(240);
 /// No sweep takes longer, except for the time between two calls.
 pub const SWEEP_MAX: Duration = Duration::from_secs(400);
@@ -254,6 +259,8 @@ impl Sampler {
 pub enum Want {
     /// It is not needed yet.
     Little,
+    /// It is not needed yet, and little is known.
+    First,
     /// There is a limit.
     Much,
     /// Memory is short.
@@ -336,13 +343,14 @@ impl Pace {
         let used = nanos(cpu.saturating_sub(cpu_then));
         let factor = match want {
             Want::Pressed => PRESSED_FACTOR,
-            Want::Little | Want::Much => 1,
+            Want::Little | Want::First | Want::Much => 1,
         };
         self.guest
             .earn(self.share_of(used.max(passed / ASLEEP_PARTS)));
         self.own.earn(self.share_of(passed) * factor);
         let period = match want {
             Want::Little => SWEEP_IDLE,
+            Want::First => SWEEP_FIRST,
             Want::Much | Want::Pressed => SWEEP_WANTED,
         };
         let wanted = portion(&mut self.wanted_left, (of, passed), period);
@@ -512,6 +520,8 @@ mod tests {
         let mut pace = Pace::new(COST_PPM);
         run(&mut pace, 1, 1, (1, 1), Want::Little);
         let looked = run(&mut pace, 240, 1, (1, 1), Want::Little);
+        assert!((8191..=8193).contains(&looked), "{looked}");
+        let looked = run(&mut pace, 50, 1, (1, 1), Want::First);
         assert!((8191..=8193).contains(&looked), "{looked}");
         let looked = run(&mut pace, 50, 1, (1, 1), Want::Much);
         assert!((81_000..=82_000).contains(&looked), "{looked}");

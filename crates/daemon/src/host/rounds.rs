@@ -18,7 +18,7 @@ use super::{
 };
 use pagetide_addr::SECTION_PAGES;
 use pagetide_policy::{
-    sampling::Want,
+    sampling::{SWEEPS_TO_KNOW, Want},
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
 };
 use pagetide_swap::{
@@ -204,6 +204,7 @@ impl Rounds {
         let want = match () {
             () if self.vm.limit.is_below_low_mark() => Want::Pressed,
             () if self.vm.limit.is_set() => Want::Much,
+            () if self.reclaimer.heat().sweeps < SWEEPS_TO_KNOW => Want::First,
             () => Want::Little,
         };
         // If the VMM has ended, another thread handles that.
