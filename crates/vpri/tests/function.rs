@@ -160,7 +160,7 @@ fn tester_without_a_function_says_so() {
         disk: None,
     };
     let error = check::run(&options, &mut |_| ()).unwrap_err();
-    assert!(error.to_string().contains("nobody listens"), "{error}");
+    assert!(error.to_string().contains("no process listens"), "{error}");
 }
 
 #[test]
