@@ -4,7 +4,7 @@
 #![no_main]
 
 #[expect(dead_code, reason = "a target runs one of the functions")]
-#[path = "../../crates/vpri/tests/wire_fuzz/bodies.rs"]
+#[path = "../../crates/vpri-function/tests/wire_fuzz/bodies.rs"]
 mod bodies;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| bodies::config(bytes));

@@ -2,22 +2,18 @@
 //! The command line: what may be written, not what it does.
 
 use pagetide_dpu::WEIGHT_DEFAULT;
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 
-use crate::bench::SizeOptions;
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
-use crate::replay::args::ReplayArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
-use crate::sim::args::SimCommand;
-use crate::size::ByteSize;
-use crate::trace::args::TraceCommand;
-use crate::vpri::VpriCommand;
+use pagetide_report::size::ByteSize;
 
 /// Memory for running virtual machines whose devices live in user space.
 ///
@@ -48,23 +44,22 @@ pub enum Command {
     /// Say what taking over a VM would save, without taking it over
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
-    Bench(BenchArgs),
+    #[command(disable_help_flag = true)]
+    Bench(LabArgs),
     /// Say what policies for the protection of DMA would have done on traces
-    Replay(Box<ReplayArgs>),
+    #[command(disable_help_flag = true)]
+    Replay(LabArgs),
     /// Simulate the translation of I/O addresses for many tenants
-    #[command(subcommand)]
-    Sim(SimCommand),
+    #[command(disable_help_flag = true)]
+    Sim(LabArgs),
     /// Make, build, convert and look at traces of I/O address translation and of DMA
-    #[command(subcommand)]
-    Trace(TraceCommand),
+    #[command(disable_help_flag = true)]
+    Trace(LabArgs),
     /// Try implementations of the VPRI function
-    #[command(subcommand)]
-    Vpri(VpriCommand),
+    #[command(disable_help_flag = true)]
+    Vpri(LabArgs),
     /// Print the OpenAPI document of the HTTP API
     Openapi,
-    /// A process that a bench starts for itself
-    #[command(subcommand, hide = true)]
-    BenchPart(BenchPart),
 }
 
 /// Where the daemon is, and how to print its answer.
@@ -217,7 +212,7 @@ pub enum Limit {
 }
 
 impl std::str::FromStr for Limit {
-    type Err = crate::size::SizeError;
+    type Err = pagetide_report::size::SizeError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         if text == "none" {
@@ -460,135 +455,12 @@ fn minutes(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Arguments of `bench`.
-#[derive(Args, Debug)]
-pub struct BenchArgs {
-    /// What to measure
-    pub name: BenchName,
-    /// Print one JSON object
-    #[arg(long)]
-    pub json: bool,
-    /// Of the benches of large VMs.
-    #[command(flatten)]
-    pub sizes: SizeOptions,
-}
-
-/// Processes that benches start for themselves.
-#[derive(Subcommand, Debug)]
-pub enum BenchPart {
-    /// Our back end of `bench blk`
-    BlkBackend {
-        /// Socket to listen on
-        #[arg(long)]
-        socket: PathBuf,
-        /// Image to serve
-        #[arg(long)]
-        image: PathBuf,
-        /// Directory for the engine's lock
-        #[arg(long)]
-        state_dir: PathBuf,
-        /// Longest time the engine polls before it sleeps, in microseconds
-        #[arg(long, default_value_t = 60)]
-        poll_us: u64,
-        /// Queues of the device
-        #[arg(long, default_value_t = 1)]
-        queues: u16,
-        /// Whether the engine looks pages up before each DMA
-        #[arg(long, value_enum, default_value_t = crate::bench::blk::backend::LookUpMode::On)]
-        look_up: crate::bench::blk::backend::LookUpMode,
-        /// Time each look-up takes more, in nanoseconds
-        #[arg(long, default_value_t = 0)]
-        look_up_extra_ns: u64,
-    },
-    /// Our back end of `bench head-of-line`
-    HeadOfLineBackend(crate::bench::head_of_line::backend::BackendOptions),
-    /// The client of `bench head-of-line`
-    HeadOfLineFrontend {
-        /// Socket of A's disk
-        #[arg(long)]
-        socket_a: PathBuf,
-        /// Socket of B's disk
-        #[arg(long)]
-        socket_b: PathBuf,
-    },
-    /// What `bench head-of-line` asks how late threads wake
-    HeadOfLineWakes,
-    /// The guest of `bench fault` and `fault-parallel`
-    FaultGuest {
-        /// Pages of its memory
-        #[arg(long)]
-        pages: u64,
-        /// CPU of its vCPU
-        #[arg(long)]
-        cpu: usize,
-    },
-    /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
-    BusyGuest(crate::bench::busy::guest::BusyGuestOptions),
-    /// The device of `bench iopf-rtt` that is in another process
-    IopfRttDevice {
-        /// Socket of its VPRI function
-        #[arg(long)]
-        socket: PathBuf,
-        /// CPU it stays on
-        #[arg(long)]
-        cpu: usize,
-    },
-    /// One run of `bench sim`
-    SimRun {
-        /// Configuration of table IV
-        #[arg(long)]
-        preset: String,
-        /// Trace in the authors' format
-        #[arg(long)]
-        trace: PathBuf,
-    },
-    /// The front end of `bench blk`
-    BlkFrontend {
-        /// Socket of the back end
-        #[arg(long)]
-        socket: PathBuf,
-    },
-}
-
-/// Benches by name.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
-pub enum BenchName {
-    /// What the access log and a DMA protector cost a disk, switched on and off in turns
-    AccessLog,
-    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of made-up guests
-    Adp,
-    /// The disk of a squeezed guest with a DMA protector and without, in turns
-    AdpLive,
-    /// Time to get an evicted page back, by CPU and by device, beside kernel zram
-    Fault,
-    /// Faults of 1 to 8 threads at a time beside kernel zram, and beside a fault that is held
-    FaultParallel,
-    /// What a hostile tenant takes from a steady one on the same engine, beside one of its own
-    Fairness,
-    /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
-    Blk,
-    /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
-    GmemAsync,
-    /// Allocations and frees a second of virtual addresses, beside three other allocators
-    GmemVa,
-    /// What page faults do to the throughput and the tail of a disk, pause against out of order
-    IopfImpact,
-    /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
-    PaBitmap,
-    /// What one tenant's page faults do to another's requests on the same engine
-    HeadOfLine,
-    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
-    IopfRtt,
-    /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
-    IopfScale,
-    /// Translation requests a second that the performance model gets through
-    Sim,
-    /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they
-    RealSize,
-    /// Throughput of a busy guest attached over released, in turns, with and without a limit
-    GuestCost,
-    /// How much of what is cold is known to be, how soon, and what an eviction by that knowledge costs
-    Tracker,
+/// A command of `pagetide-lab`, as it was written.
+#[derive(Args, Clone, PartialEq, Eq, Debug)]
+pub struct LabArgs {
+    /// What follows the command; `--help` lists it
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub arguments: Vec<OsString>,
 }
 
 #[cfg(test)]
@@ -610,7 +482,6 @@ mod tests {
             vec!["pagetide", "attach", "--pid", "1", "--limit", "50%"],
             vec!["pagetide", "vm", "limit", "a", "much"],
             vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
-            vec!["pagetide", "bench", "nothing"],
             vec!["pagetide", "run", "--engines", "0"],
             vec!["pagetide", "iopf", "inject", "--device", "d", "--rate", "1"],
             vec![

@@ -17,6 +17,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
+use pagetide_report::outcome::CommandError;
+
 use crate::control::ControlError;
 
 /// How long a daemon may take to answer a query. It takes milliseconds, and perhaps seconds on a very
@@ -72,6 +74,15 @@ pub enum ClientError {
     /// The daemon refused the request.
     #[error(transparent)]
     Refused(#[from] ControlError),
+}
+
+impl From<ClientError> for CommandError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused(error) => error.into(),
+            other => CommandError::failed(other),
+        }
+    }
 }
 
 /// A daemon, by its socket.

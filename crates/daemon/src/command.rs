@@ -12,26 +12,22 @@ use crate::api::{
     self, AttachBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody, VmList,
     WeightBody,
 };
-use crate::bench;
 use crate::cli::{
-    AttachArgs, BenchArgs, BenchPart, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs,
-    IopfCommand, Limit, LogCommand, LogStartArgs, VmCommand,
+    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs, IopfCommand, Limit,
+    LogCommand, LogStartArgs, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
 use crate::estimate;
 use crate::injection::{InjectionReport, InjectionRequest};
+use crate::lab;
 use crate::letting_go;
 use crate::name::check_name;
-use crate::outcome::{CommandError, print, print_report};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
-use crate::replay;
 use crate::run;
-use crate::sim;
 use crate::slo::SloList;
-use crate::text::Text;
-use crate::trace;
-use crate::vpri;
+use pagetide_report::outcome::{CommandError, print, print_report};
+use pagetide_report::text::Text;
 
 /// Executes the command line.
 pub fn execute(cli: Cli) -> Result<(), CommandError> {
@@ -45,13 +41,12 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         },
         Command::Iopf(command) => iopf(command),
         Command::Estimate(args) => estimate::run(&args),
-        Command::Bench(args) => run_bench(&args),
-        Command::Replay(args) => replay::execute(&args),
-        Command::Sim(command) => sim::execute(command),
-        Command::Trace(command) => trace::execute(command),
-        Command::Vpri(command) => vpri::execute(command),
+        Command::Bench(args) => lab::become_it("bench", &args),
+        Command::Replay(args) => lab::become_it("replay", &args),
+        Command::Sim(args) => lab::become_it("sim", &args),
+        Command::Trace(args) => lab::become_it("trace", &args),
+        Command::Vpri(args) => lab::become_it("vpri", &args),
         Command::Openapi => print(&api::openapi()),
-        Command::BenchPart(part) => bench_part(part),
     }
 }
 
@@ -373,59 +368,4 @@ fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
 fn absolute(path: &Path) -> Result<std::path::PathBuf, CommandError> {
     std::path::absolute(path)
         .map_err(|error| CommandError::refused(format!("'{}' is no path: {error}", path.display())))
-}
-
-fn run_bench(args: &BenchArgs) -> Result<(), CommandError> {
-    args.sizes.check(args.name).map_err(CommandError::refused)?;
-    let report = bench::run(args.name, &args.sizes).map_err(CommandError::failed)?;
-    print_report(&report, args.json.into())
-}
-
-fn bench_part(part: BenchPart) -> Result<(), CommandError> {
-    match part {
-        BenchPart::BlkBackend {
-            socket,
-            image,
-            state_dir,
-            poll_us,
-            queues,
-            look_up,
-            look_up_extra_ns,
-        } => {
-            let options = bench::blk::backend::BackendOptions {
-                socket,
-                image,
-                state_dir,
-                poll_max: std::time::Duration::from_micros(poll_us),
-                queue_count: queues,
-                look_up: look_up.with_extra(std::time::Duration::from_nanos(look_up_extra_ns)),
-            };
-            bench::blk::backend::serve(options).map_err(CommandError::failed)
-        }
-        BenchPart::HeadOfLineBackend(options) => {
-            bench::head_of_line::backend::serve(&options).map_err(CommandError::failed)
-        }
-        BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
-            bench::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
-        }
-        BenchPart::HeadOfLineWakes => {
-            bench::head_of_line::wakes::serve().map_err(CommandError::failed)
-        }
-        BenchPart::FaultGuest { pages, cpu } => {
-            bench::fault::guest::run(pages, cpu).map_err(CommandError::failed)
-        }
-        BenchPart::BusyGuest(options) => {
-            bench::busy::guest::run(&options).map_err(CommandError::failed)
-        }
-        BenchPart::IopfRttDevice { socket, cpu } => {
-            bench::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)
-        }
-        BenchPart::SimRun { preset, trace } => {
-            let figures = bench::sim::part::run(&preset, &trace).map_err(CommandError::failed)?;
-            print(&serde_json::to_string(&figures).map_err(CommandError::failed)?)
-        }
-        BenchPart::BlkFrontend { socket } => {
-            bench::blk::frontend::serve(&socket).map_err(CommandError::failed)
-        }
-    }
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::slo::latency;
-use crate::text::Text;
+use pagetide_report::text::Text;
 
 /// Default duration of an injection.
 pub const DEFAULT_SECONDS: u64 = 10;

@@ -8,10 +8,9 @@
 use crate::{
     client::{Client, vm_path},
     control::{DetachReport, VmReport},
-    outcome::CommandError,
-    progress::Progress,
 };
 use hyper::Method;
+use pagetide_report::{outcome::CommandError, progress::Progress};
 use std::{path::Path, time::Duration};
 use tokio::signal::unix::{SignalKind, signal};
 

@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The program `pagetide`: command line, configuration, HTTP API, metrics, and
-//! the composition of the other crates into a running daemon.
+//! What the program `pagetide` does: command line, configuration, HTTP API, metrics, and the composition of
+//! the other crates into a running daemon.
 //!
 //! [`control`] is the seam: every request of a user or a program is a method of one trait, and the
 //! report types there are its answers. On one side stand [`api`], [`metrics`] and the clients in
 //! [`command`]; on the other side [`host`], which assembles VMs and tiers, [`dpu`], which holds the
 //! devices, and [`protection`], which keeps memory that devices touch from being evicted.
 //!
-//! *Invariant:* only `host`, `dpu`, `protection`, `bench`, `estimate`, `replay`, `sim`, `trace` and
-//! `vpri` depend on other crates of the workspace.
+//! *Invariant:* only `host`, `dpu`, `protection` and `estimate` depend on the crates that do the work.
 
 pub mod api;
-pub mod bench;
 pub mod cli;
 pub mod client;
 pub mod command;
@@ -23,20 +21,14 @@ pub mod figure;
 pub mod files;
 pub mod host;
 pub mod injection;
+mod lab;
 mod letting_go;
 pub mod metrics;
 pub mod name;
-pub mod outcome;
 pub mod percent;
-pub mod progress;
 pub mod protection;
-pub mod replay;
 pub mod run;
 pub mod settings;
-pub mod sim;
-pub mod size;
 pub mod slo;
 pub mod state_dir;
 pub mod text;
-pub mod trace;
-pub mod vpri;

@@ -19,9 +19,9 @@ use crate::control::{Control, ControlError};
 use crate::dpu::process::start_dpu;
 use crate::files;
 use crate::host::start_control;
-use crate::outcome::{CommandError, print};
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::state_dir::StateDir;
+use pagetide_report::outcome::{CommandError, print};
 
 /// How long requests still under way at the end may take. All work is done by then; this only waits for
 /// a client that does not read its answer.

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::figure::report;
-use crate::size::readable;
-use crate::text::{Text, table};
+use pagetide_report::size::readable;
+use pagetide_report::text::{Text, table};
 
 /// Slow requests of one cause.
 #[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]

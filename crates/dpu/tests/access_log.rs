@@ -5,10 +5,7 @@ mod support;
 
 use pagetide_addr::Access;
 use pagetide_dpu::Writes;
-use pagetide_vpri::{
-    AccessLog, AccessSource, Logging,
-    wire::{LogRecord, Service},
-};
+use pagetide_vpri::{AccessLog, AccessSource, LogRecord, Logging, Service};
 use std::sync::Arc;
 use support::*;
 

@@ -26,7 +26,7 @@
 //! (acquire) before it writes the slot again. Slots are atomic words, so even a mistake
 //! here could only tear a record.
 
-use crate::wire::{LogRecord, RECORD_BYTES};
+use crate::record::{LogRecord, WORDS};
 use std::sync::{
     Arc, Mutex, PoisonError,
     atomic::{AtomicBool, AtomicU64, Ordering},
@@ -34,9 +34,8 @@ use std::sync::{
 
 /// Records of one engine that may wait: 256 KiB of them.
 pub const RECORDS_MAX: usize = 8192;
-const WORDS: usize = RECORD_BYTES / 8;
 const MASK: u64 = RECORDS_MAX as u64 - 1;
-const _: () = assert!(RECORDS_MAX.is_power_of_two() && WORDS * 8 == RECORD_BYTES);
+const _: () = assert!(RECORDS_MAX.is_power_of_two());
 
 /// Whether records of accesses are written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -116,10 +115,7 @@ impl Ring {
         let count = waiting.min(most as u64);
         for position in head..head.wrapping_add(count) {
             let words = self.slot(position).map(load).unwrap_or_default();
-            match LogRecord::decode(&bytes_of(words)) {
-                Ok(record) => visit(record),
-                Err(error) => debug_assert!(false, "a record of our own: {error}"),
-            }
+            visit(LogRecord::from_words(words));
         }
         // Pairs with the load of the pen: the slots may be written again.
         let next = head.wrapping_add(count);
@@ -130,24 +126,6 @@ impl Ring {
 
 fn load(slot: &[AtomicU64; WORDS]) -> [u64; WORDS] {
     std::array::from_fn(|at| slot[at].load(Ordering::Relaxed))
-}
-
-fn bytes_of(words: [u64; WORDS]) -> [u8; RECORD_BYTES] {
-    let mut bytes = [0; RECORD_BYTES];
-    for (part, word) in bytes.chunks_exact_mut(8).zip(words) {
-        part.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
-}
-
-fn words_of(bytes: [u8; RECORD_BYTES]) -> [u64; WORDS] {
-    let mut words = [0; WORDS];
-    for (word, part) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        let mut own = [0; 8];
-        own.copy_from_slice(part);
-        *word = u64::from_le_bytes(own);
-    }
-    words
 }
 
 /// See the module.
@@ -314,7 +292,7 @@ impl AccessPen {
             ring.lost.0.store(lost, Ordering::Relaxed);
             return Logged::Lost;
         };
-        for (word, value) in slot.iter().zip(words_of(record.encode())) {
+        for (word, value) in slot.iter().zip(record.to_words()) {
             word.store(value, Ordering::Relaxed);
         }
         self.tail = self.tail.wrapping_add(1);
@@ -335,7 +313,7 @@ impl Drop for AccessPen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::Service;
+    use crate::record::Service;
     use pagetide_addr::{Access, DeviceId, DomainId};
 
     fn record(address: u64) -> LogRecord {

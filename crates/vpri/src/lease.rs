@@ -134,7 +134,7 @@ impl PageAttributes {
     /// Only the thread of that engine may call this and [`Self::release`]: each counter has one
     /// writer. [`EnginePort`](crate::domain::EnginePort) ensures it.
     #[inline]
-    pub(crate) fn lease(&self, engine: usize, range: FileRange, access: Access) -> Option<Lease> {
+    pub fn lease(&self, engine: usize, range: FileRange, access: Access) -> Option<Lease> {
         self.lease_past(engine, range, access, light_fence)
     }
 
@@ -200,7 +200,7 @@ impl PageAttributes {
 
     /// Returns a lease.
     #[inline]
-    pub(crate) fn release(&self, engine: usize, lease: Lease) {
+    pub fn release(&self, engine: usize, lease: Lease) {
         self.add(engine, &lease, u32::MAX);
     }
 
@@ -251,7 +251,8 @@ impl PageAttributes {
     }
 
     /// The sections of `ranges` on which any engine holds a lease, ascending, each once.
-    pub(crate) fn leased_in(&self, ranges: &[FileRange]) -> Vec<FileSection> {
+    #[must_use]
+    pub fn leased_in(&self, ranges: &[FileRange]) -> Vec<FileSection> {
         let mut leased = Vec::new();
         for (gib, part) in ranges.iter().flat_map(|range| by_gib(*range)) {
             for counters in self.leases.iter().filter_map(|row| row.get(gib)) {

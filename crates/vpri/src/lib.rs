@@ -12,21 +12,16 @@ pub mod bitmap;
 #[cfg(not(loom))]
 pub mod bounce;
 #[cfg(not(loom))]
-pub mod check;
-#[cfg(not(loom))]
 pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
-#[cfg(not(loom))]
-pub mod driver;
-#[cfg(not(loom))]
-pub mod function;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod mmu;
-pub mod pri;
 #[cfg(not(loom))]
 pub mod queue;
+#[cfg(not(loom))]
+pub mod record;
 #[cfg(not(loom))]
 pub mod service;
 #[cfg(not(loom))]
@@ -35,8 +30,6 @@ pub mod source;
 pub mod space;
 mod sparse;
 mod sync;
-#[cfg(not(loom))]
-pub mod wire;
 
 #[cfg(not(loom))]
 pub use access_log::{AccessLog, AccessPen, AccessSource, Logged, Logging};
@@ -49,13 +42,13 @@ pub use delay::Delay;
 pub use domain::{
     DmaDomain, DomainError, DomainTable, EnginePort, LookUp, MappingWatch, RamWindow,
 };
-#[cfg(not(loom))]
-pub use driver::{Driver, DriverCounts, DriverError};
 pub use lease::{Busy, Lease, PageAttributes, Restriction};
 #[cfg(not(loom))]
 pub use mmu::DmaMmu;
 #[cfg(not(loom))]
 pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, HostPresence, QueueFull, fault_queue};
+#[cfg(not(loom))]
+pub use record::{LogRecord, Service};
 #[cfg(not(loom))]
 pub use service::{
     Account, DPU, FaultService, FaultSourceId, Handling, Latencies, Preempt, ServiceConfig,

@@ -2,25 +2,30 @@
 //! Which crate may use which: nothing depends upwards.
 //!
 //! ```text
-//!            daemon ────────────┐
-//!      ┌───────┼──────┐         │
-//!     dpu      │     vmm       sim     guestkit ─► guest
-//!      │       │      │         │      (the product's command line only)
-//!     vpri    swap    │       trace
-//!      └───┬───┴──────┤         │
-//!         gmem       sys        │
-//!           └── addr ─┴─────────┘
+//!                      pagetide: two programs
+//!                 ┌───────────┴──────────┐
+//!              daemon ◄───────┐         lab
+//!     ┌──────────┼──────┬──── │ ─────────┴─────────┐
+//!    dpu   vpri-function│     └ bench ──┐     conformance ─► dpu, vpri-function
+//!     └────┬─────┘     vmm             sim
+//!        vpri    swap   │    ats-pri    │      guestkit ─► guest
+//!          │      │     │       │     trace    (the product's command line only)
+//!          └───┬──┴─────┤     vpri      │
+//!             gmem     sys              │
+//!               └── addr ┴──────────────┘
 //! ```
-//! and `capi`, on `gmem` alone, and `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names
-//! direct neighbours below; their own dependencies are allowed too.
+//! and `report` below `daemon` and `lab`, `capi` on `gmem` alone, `trace` below `daemon` for its access log, and
+//! `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names direct neighbours below; their own
+//! dependencies are allowed too. What the daemon reaches here is what a process has that runs as root.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 15] = [
+const BELOW: [(&str, &[&str]); 22] = [
     ("pagetide-addr", &[]),
+    ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
     ("pagetide-gmem", &["pagetide-addr"]),
     ("pagetide-policy", &["pagetide-addr"]),
@@ -30,24 +35,38 @@ const BELOW: [(&str, &[&str]); 15] = [
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
+    ("pagetide-vpri-function", &["pagetide-vpri"]),
     ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
     (
         "pagetide-vmm",
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
     ),
     (
-        "pagetide",
+        "pagetide-daemon",
         &[
             "pagetide-dpu",
-            "pagetide-sim",
+            "pagetide-report",
             "pagetide-swap",
+            "pagetide-trace",
             "pagetide-vmm",
+            "pagetide-vpri-function",
         ],
     ),
-    ("pagetide-guest", &[]),
-    ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
     ("pagetide-trace", &["pagetide-addr"]),
     ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
+    ("pagetide-ats-pri", &["pagetide-vpri"]),
+    (
+        "pagetide-conformance",
+        &["pagetide-vpri-function", "pagetide-dpu"],
+    ),
+    (
+        "pagetide-bench",
+        &["pagetide-ats-pri", "pagetide-daemon", "pagetide-sim"],
+    ),
+    ("pagetide-lab", &["pagetide-bench", "pagetide-conformance"]),
+    ("pagetide", &["pagetide-daemon", "pagetide-lab"]),
+    ("pagetide-guest", &[]),
+    ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
     ("xtask", &[]),
 ];
 

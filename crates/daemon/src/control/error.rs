@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ControlError`]: why something that was asked of the daemon is not done.
 
+use pagetide_report::outcome::CommandError;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -59,4 +60,33 @@ pub enum ErrorKind {
     Refused,
     /// It was tried and did not work.
     Failed,
+}
+
+impl From<ControlError> for CommandError {
+    fn from(error: ControlError) -> Self {
+        match error.kind {
+            ErrorKind::WrongUse | ErrorKind::NotFound | ErrorKind::Refused => {
+                CommandError::Refused(error.message)
+            }
+            ErrorKind::Failed => CommandError::Failed(error.message),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_failures_of_the_daemon_end_with_status_1() {
+        for (error, refused) in [
+            (ControlError::wrong_use("x"), true),
+            (ControlError::not_found("x"), true),
+            (ControlError::refused("x"), true),
+            (ControlError::failed("x"), false),
+        ] {
+            let ended = CommandError::from(error);
+            assert_eq!(ended == CommandError::Refused("x".into()), refused);
+        }
+    }
 }

@@ -26,10 +26,8 @@ use crate::{
     settings::DpuSettings,
     slo::SloList,
 };
-use pagetide_vpri::{
-    DomainTable, FaultAssist,
-    function::{FunctionParts, FunctionServer},
-};
+use pagetide_vpri::{DomainTable, FaultAssist};
+use pagetide_vpri_function::function::{FunctionParts, FunctionServer};
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},

@@ -24,9 +24,9 @@ use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_vmm::layout::RamLayout;
 
 use crate::cli::EstimateArgs;
-use crate::outcome::{CommandError, print_report};
 use content::{Chooser, Contents, READ_PAGES};
 use heat::{Cold, Heat, ratio};
+use pagetide_report::outcome::{CommandError, print_report};
 use watch::Watch;
 
 pub use report::{ColdReport, EstimateReport};

@@ -3,8 +3,8 @@
 
 use serde::Serialize;
 
-use crate::size::readable;
-use crate::text::{Text, fields, table};
+use pagetide_report::size::readable;
+use pagetide_report::text::{Text, fields, table};
 
 /// An estimate of what taking over a VM would save.
 #[derive(Clone, PartialEq, Debug, Serialize)]

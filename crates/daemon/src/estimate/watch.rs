@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::content::Chooser;
 use super::heat::Seen;
-use crate::outcome::CommandError;
+use pagetide_report::outcome::CommandError;
 
 /// Command name of a daemon that has a VM attached.
 const DAEMON: &str = "pagetide";

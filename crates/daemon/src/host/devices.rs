@@ -18,9 +18,10 @@ use crate::{
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_vpri::{
-    AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, Driver, FaultAssist, FaultService,
+    AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, FaultAssist, FaultService,
     Handling, HostEnd, IoSpaces, Preempt, ServiceConfig, ServiceThread,
 };
+use pagetide_vpri_function::Driver;
 use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},

@@ -4,8 +4,9 @@
 //!
 //! While VMs are evicted, [`pagetide_swap::room`] ensures that the cgroup's limit is not reached.
 
-use crate::{control::ControlError, size::readable};
+use crate::control::ControlError;
 use pagetide_addr::PAGE_BYTES;
+use pagetide_report::size::readable;
 use pagetide_swap::{Room, cgroup::Level, room::margin_bytes};
 use std::path::Path;
 

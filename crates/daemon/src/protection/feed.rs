@@ -20,10 +20,7 @@ use crate::control::ControlError;
 use pagetide_addr::{DeviceId, DomainId};
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_trace::{AccessRecord, Service as RecordedService};
-use pagetide_vpri::{
-    AccessSource, Logging,
-    wire::{LogRecord, Service},
-};
+use pagetide_vpri::{AccessSource, LogRecord, Logging, Service};
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
     panic::{AssertUnwindSafe, catch_unwind},
@@ -57,9 +54,9 @@ struct FedVm {
 }
 
 /// Configuration of a feed.
-pub(crate) struct FeedConfig {
+pub struct FeedConfig {
     /// Most records per second while nothing is recorded.
-    pub(crate) rate: u32,
+    pub rate: u32,
 }
 
 struct State {
@@ -83,7 +80,7 @@ struct Shared {
 }
 
 /// See the module.
-pub(crate) struct Feed {
+pub struct Feed {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Held while a recording begins or ends, which may wait for a writer's thread.
@@ -95,10 +92,7 @@ impl Feed {
     ///
     /// # Errors
     /// An error message: no thread.
-    pub(crate) fn start(
-        source: Arc<dyn AccessSource>,
-        config: &FeedConfig,
-    ) -> Result<Self, ControlError> {
+    pub fn start(source: Arc<dyn AccessSource>, config: &FeedConfig) -> Result<Self, ControlError> {
         let shared = Arc::new(Shared {
             source,
             rate: config.rate,
@@ -133,7 +127,7 @@ impl Feed {
     }
 
     /// From now on `protection` receives the accesses of its VM.
-    pub(crate) fn add(&self, name: &str, protection: &Arc<VmProtection>) {
+    pub fn add(&self, name: &str, protection: &Arc<VmProtection>) {
         self.change(|vms| {
             vms.push(FedVm {
                 name: name.into(),
@@ -143,7 +137,7 @@ impl Feed {
     }
 
     /// `protection` receives nothing any more.
-    pub(crate) fn remove(&self, protection: &Arc<VmProtection>) {
+    pub fn remove(&self, protection: &Arc<VmProtection>) {
         self.change(|vms| vms.retain(|fed| !Arc::ptr_eq(&fed.protection, protection)));
     }
 
@@ -170,7 +164,7 @@ impl Feed {
     }
 
     /// Records of memory that belongs to no attached VM.
-    pub(crate) fn foreign_records(&self) -> u64 {
+    pub fn foreign_records(&self) -> u64 {
         self.shared.foreign.load(Relaxed)
     }
 

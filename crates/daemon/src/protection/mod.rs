@@ -24,14 +24,14 @@
 //! names; the total that all devices protect is bounded. Protected sections are merely not chosen: a
 //! page that must go for another reason (a detach, an unplug) goes.
 
-pub(crate) mod feed;
+pub mod feed;
 #[cfg(test)]
 mod live_tests;
 mod log_dir;
 mod minute;
 mod recently;
 pub mod recording;
-pub(crate) mod vm;
+pub mod vm;
 
 use pagetide_policy::protect::{PolicyChoice, PolicyError};
 use rustix::time::{ClockId, clock_gettime};

@@ -10,8 +10,9 @@
 //! at a time uses a directory ([`super::log_dir`]).
 
 use super::{log_dir::LogDir, now};
-use crate::{control::ControlError, text::Text};
+use crate::control::ControlError;
 use pagetide_addr::DeviceId;
+use pagetide_report::text::Text;
 use pagetide_trace::{
     AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, LoggedDevice,
     RotatingLog, TraceError,

@@ -19,7 +19,7 @@ use pagetide_policy::protect::{
     Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
 };
 use pagetide_swap::Limit;
-use pagetide_vpri::{DPU, DmaMmu, Tenant, wire::LogRecord};
+use pagetide_vpri::{DPU, DmaMmu, LogRecord, Tenant};
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
@@ -50,14 +50,14 @@ const FAULT_PAGES: u64 = 16;
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
 
 /// Parts of a VM that report faults and prefetch pages. Absent in a benchmark.
-pub(crate) struct VmHandles {
+pub struct VmHandles {
     pub(crate) space: Arc<AddressSpace>,
     pub(crate) limit: Arc<Limit>,
     pub(crate) tenant: Arc<Tenant>,
 }
 
 /// See the module.
-pub(crate) struct VmProtection {
+pub struct VmProtection {
     mmu: Arc<DmaMmu>,
     handles: Option<VmHandles>,
     protected: Arc<ProtectedSections>,
@@ -104,33 +104,43 @@ struct PrefetchOrder {
 }
 
 /// One device's share of a [`ProtectionReport`].
-pub(crate) struct DeviceProtection {
-    pub(crate) device: DeviceId,
-    pub(crate) records: u64,
-    pub(crate) policy: PolicyReport,
+pub struct DeviceProtection {
+    /// The device.
+    pub device: DeviceId,
+    /// Records of its accesses so far.
+    pub records: u64,
+    /// What its policy says.
+    pub policy: PolicyReport,
 }
 
 /// State and counters of a VM's protection.
-pub(crate) struct ProtectionReport {
+pub struct ProtectionReport {
     /// The policy, in text form.
-    pub(crate) policy: String,
-    pub(crate) protected_sections: u64,
+    pub policy: String,
+    /// Sections that are protected now.
+    pub protected_sections: u64,
     /// Since the start, including devices and policies that no longer exist.
-    pub(crate) dropped_sections: u64,
+    pub dropped_sections: u64,
     /// Pages evicted although they were protected.
-    pub(crate) evicted_pages: u64,
-    pub(crate) devices: Vec<DeviceProtection>,
-    pub(crate) taken_records: u64,
-    pub(crate) refused_records: u64,
-    pub(crate) brought_pages: u64,
-    pub(crate) faults_a_minute: u64,
-    pub(crate) faults: u64,
+    pub evicted_pages: u64,
+    /// By device.
+    pub devices: Vec<DeviceProtection>,
+    /// Records of accesses that were used.
+    pub taken_records: u64,
+    /// Records that named memory that is not the VM's, or a device too many.
+    pub refused_records: u64,
+    /// Pages prefetched for devices.
+    pub brought_pages: u64,
+    /// I/O page faults of the last whole minute.
+    pub faults_a_minute: u64,
+    /// I/O page faults in all.
+    pub faults: u64,
 }
 
 impl VmProtection {
     /// The protection of a VM whose DMA domains are those of `mmu` and whose RAM is `ram`. Nothing is
     /// protected yet.
-    pub(crate) fn new(
+    pub fn new(
         choice: &PolicyChoice,
         mmu: Arc<DmaMmu>,
         ram: Vec<PageRange>,
@@ -199,7 +209,7 @@ impl VmProtection {
     }
 
     /// RAM was plugged or unplugged: it is `ram` now.
-    pub(crate) fn ram_changed(&self, ram: Vec<PageRange>) {
+    pub fn ram_changed(&self, ram: Vec<PageRange>) {
         *self.ram.lock().unwrap_or_else(PoisonError::into_inner) = Some(ram);
     }
 
@@ -317,7 +327,7 @@ impl VmProtection {
     }
 
     /// A snapshot of the state.
-    pub(crate) fn report(&self) -> ProtectionReport {
+    pub fn report(&self) -> ProtectionReport {
         let inner = self.lock();
         let device = |(device, policy)| DeviceProtection {
             device,
@@ -592,7 +602,7 @@ mod tests {
     use super::*;
     use pagetide_addr::Access;
     use pagetide_sys::memory_file::GuestFile;
-    use pagetide_vpri::{DomainTable, IoSpace, wire::Service};
+    use pagetide_vpri::{DomainTable, IoSpace, Service};
 
     const SECTIONS: u64 = 8;
     const NOW: Duration = Duration::from_secs(1000);

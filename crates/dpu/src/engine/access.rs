@@ -13,10 +13,7 @@ use crate::{
     shared::add,
 };
 use pagetide_addr::Access;
-use pagetide_vpri::{
-    Logged,
-    wire::{LogRecord, Service},
-};
+use pagetide_vpri::{LogRecord, Logged, Service};
 
 impl Io {
     /// Reports the data of one transfer; adjacent pieces are reported as one.

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Memory and time of policies that track all they may, without a disk.
+
+use crate::figures::to_f64;
+use pagetide_addr::{Access, SectionNo};
+use pagetide_policy::protect::{
+    PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adaptive::AdaptiveParams, adp::AdpParams,
+};
+use std::time::{Duration, Instant};
+
+/// Sections of a VM of 64 GiB, the largest of the paper's.
+const VM_SECTIONS: u64 = 32 * 1024;
+/// Touches of each of the two rounds over such a VM.
+const TOUCHES: u64 = 500_000;
+
+/// A policy that tracks all it may.
+pub(super) struct FullPolicy {
+    pub(super) report: PolicyReport,
+    /// Mean time of one touch.
+    pub(super) touch_ns: f64,
+}
+
+/// The cost of each learning policy in a VM of 64 GiB all of which one device touches at random.
+pub(super) fn full() -> [(&'static str, FullPolicy); 2] {
+    [
+        ("adp", PolicyChoice::Adp(AdpParams::default())),
+        (
+            "adaptive",
+            PolicyChoice::Adaptive(AdaptiveParams::default()),
+        ),
+    ]
+    .map(|(name, choice)| (name, fill(&choice)))
+}
+
+fn fill(choice: &PolicyChoice) -> FullPolicy {
+    let mut policy = choice.policy(VM_SECTIONS);
+    let mut changes = Vec::new();
+    let (mut state, mut micros) = (1_u64, 0_u64);
+    let mut touch_all = |policy: &mut dyn ProtectionPolicy| {
+        for _ in 0..TOUCHES {
+            micros += 1;
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            changes.clear();
+            let touch = Touch {
+                section: SectionNo((state >> 33) % VM_SECTIONS),
+                at: Duration::from_micros(micros),
+                access: Access::Write,
+                bytes: 4096,
+            };
+            policy.touched(touch, &mut changes);
+        }
+    };
+    // Once to fill it.
+    touch_all(policy.as_mut());
+    let began = Instant::now();
+    touch_all(policy.as_mut());
+    FullPolicy {
+        touch_ns: began.elapsed().as_secs_f64() * 1e9 / to_f64(TOUCHES),
+        report: policy.report(),
+    }
+}

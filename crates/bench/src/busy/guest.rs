@@ -1,0 +1,499 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The stand-in's process: vCPUs that never pause, and orders.
+//!
+//! A vCPU takes one hot page after the other: it checks three of four, and writes the fourth. It reads the
+//! clock once in [`BATCH`] pages: the longest time between two such reads is an upper bound of the guest's
+//! stalls.
+//!
+//! The first wrong page ends the work: each answer from then on is that failure.
+
+use super::{
+    pattern::{HotPages, Pattern},
+    ram::{HugePages, Ram, WrongPage},
+};
+use crate::{orders::say, random::SplitMix};
+use pagetide_addr::{PageNo, SECTION_BYTES, SECTION_PAGES, to_usize};
+use pagetide_sys::cpu;
+use serde::{Deserialize, Serialize};
+use std::{
+    io::BufRead as _,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+/// Pages between two reads of the clock: some ten microseconds.
+const BATCH: u64 = 64;
+/// Longest wait for a vCPU to pause: it may wait for a page.
+const REST_WAIT: Duration = Duration::from_secs(60);
+
+/// The stand-in to be started.
+#[derive(clap::Args, Clone, PartialEq, Eq, Debug)]
+pub struct BusyGuestOptions {
+    /// RAM in MiB; a multiple of 2
+    #[arg(long)]
+    pub ram_mib: u64,
+    /// vCPUs
+    #[arg(long, default_value_t = 1)]
+    pub vcpus: u32,
+    /// What they touch: part:N, moving:N:M, sections:N, pages:N or one-page, N in thousandths
+    #[arg(long, default_value = "part:125")]
+    pub pattern: Pattern,
+    /// Whether to ask for huge pages
+    #[arg(long, value_enum, default_value_t = HugePages::NotAdvised)]
+    pub huge_pages: HugePages,
+}
+
+/// An order of the bench to the stand-in.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Order {
+    /// Report the vCPUs' work since the last such order.
+    Count,
+    /// Pause the vCPUs.
+    Pause,
+    /// Resume them.
+    Resume,
+    /// Move a hot piece.
+    Move {
+        /// By this many sections.
+        sections: u64,
+    },
+    /// Read one word of each page from the first to the last, on one thread.
+    TouchAll,
+    /// Check some pages at random, all their bytes.
+    VerifySome {
+        /// How many.
+        pages: u64,
+        /// Of the choice.
+        seed: u64,
+    },
+    /// Check all bytes of all pages.
+    VerifyAll,
+    /// Report which pages are in memory.
+    Presence,
+}
+
+/// An answer of the stand-in.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Answer {
+    /// The RAM is filled and the vCPUs run.
+    Ready {
+        /// How long filling took.
+        fill_ns: u64,
+    },
+    /// See [`Counted`].
+    Counted(Counted),
+    /// See [`Presence`].
+    Presence(Presence),
+    /// Done, with the time; all content read was right.
+    Done {
+        /// In nanoseconds.
+        ns: u64,
+    },
+    /// It failed.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// The work of the vCPUs in an interval.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct Counted {
+    /// Pages read or written.
+    pub operations: u64,
+    /// Length of the interval in nanoseconds.
+    pub ns: u64,
+    /// Longest time that one of them needed for a few dozen pages, in nanoseconds.
+    pub longest_gap_ns: u64,
+    /// Page faults that the kernel counted for the process.
+    pub faults: u64,
+}
+
+/// Which pages are in memory.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct Presence {
+    /// Hot pages.
+    pub hot_pages: u64,
+    /// Hot pages that are in memory.
+    pub hot_present_pages: u64,
+    /// Cold pages.
+    pub cold_pages: u64,
+    /// Cold pages that are in memory.
+    pub cold_present_pages: u64,
+    /// Sections without hot pages.
+    pub cold_sections: u64,
+}
+
+impl BusyGuestOptions {
+    /// Sections of the RAM.
+    ///
+    /// # Errors
+    /// A message if there are none, or if the numbers are not valid.
+    fn sections(&self) -> Result<u64, String> {
+        let bytes = self.ram_mib.checked_mul(1 << 20);
+        match bytes {
+            Some(bytes) if bytes > 0 && bytes % SECTION_BYTES == 0 && bytes < 1 << 44 => {
+                Ok(bytes / SECTION_BYTES)
+            }
+            _ => Err(format!(
+                "{} MiB is no RAM: give a multiple of 2 below 16 TiB",
+                self.ram_mib
+            )),
+        }
+    }
+}
+
+/// Runs the stand-in until the end of input.
+///
+/// # Errors
+/// A message.
+pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
+    let sections = options.sections()?;
+    let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages)
+        .map_err(|error| error.to_string())?;
+    let begun = Instant::now();
+    let cpus = cpu::affinity().map_err(|error| error.to_string())?;
+    ram.fill(cpus.len());
+    let fill_ns = ns_of(begun.elapsed());
+    let guest = Arc::new(Guest {
+        hot: HotPages::new(options.pattern, sections),
+        ram,
+        vcpus: (0..options.vcpus).map(|_| Vcpu::default()).collect(),
+        pausing: AtomicBool::new(false),
+        rest: Mutex::new(Rest::default()),
+        changed: Condvar::new(),
+        wrong: OnceLock::new(),
+        threads: cpus.len(),
+    });
+    for number in 0..guest.vcpus.len() {
+        let guest = Arc::clone(&guest);
+        // Neighbours in number are on different CPUs, the first on the last: a host's own work prefers the
+        // lowest numbers.
+        let cpu = cpus[cpus.len() - 1 - number % cpus.len()];
+        std::thread::Builder::new()
+            .name(format!("CPU {number}/KVM"))
+            .spawn(move || guest.run_vcpu(number, cpu))
+            .map_err(|error| format!("no thread for a vCPU: {error}"))?;
+    }
+    if let Some(time) = options.pattern.stays_for() {
+        let guest = Arc::clone(&guest);
+        std::thread::spawn(move || {
+            loop {
+                std::thread::sleep(time);
+                guest.hot.advance(1);
+            }
+        });
+    }
+    say(&Answer::Ready { fill_ns })?;
+    guest.serve()
+}
+
+/// One vCPU's counters, in their own cache line.
+#[derive(Default)]
+#[repr(align(128))]
+struct Vcpu {
+    operations: AtomicU64,
+    longest_gap_ns: AtomicU64,
+}
+
+#[derive(Default)]
+struct Rest {
+    wanted: bool,
+    resting: usize,
+}
+
+struct Guest {
+    ram: Ram,
+    hot: HotPages,
+    vcpus: Vec<Vcpu>,
+    /// A copy of `rest.wanted` that can be read without the lock.
+    pausing: AtomicBool,
+    rest: Mutex<Rest>,
+    changed: Condvar,
+    wrong: OnceLock<WrongPage>,
+    threads: usize,
+}
+
+fn ns_of(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn faults() -> Result<u64, String> {
+    faults_of("/proc/self/stat")
+}
+
+/// Page faults so far of the process whose `stat` file is `path`.
+pub(super) fn faults_of(path: &str) -> Result<u64, String> {
+    let stat = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
+    // Fields after the name, which is in parentheses: state is the third, minor faults are the
+    // tenth, major ones the twelfth.
+    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+    let field = |number: usize| -> Option<u64> { fields.split(' ').nth(number - 3)?.parse().ok() };
+    field(10)
+        .zip(field(12))
+        .map(|(minor, major)| minor + major)
+        .ok_or_else(|| format!("{path} is not understood: {stat}"))
+}
+
+impl Guest {
+    fn lock(&self) -> MutexGuard<'_, Rest> {
+        // Its content is set completely or not at all.
+        self.rest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run_vcpu(&self, number: usize, cpu: usize) {
+        if let Err(error) = cpu::set_affinity(&[cpu]) {
+            eprintln!("stand-in: vCPU {number} goes where the kernel likes: {error}");
+        }
+        let account = &self.vcpus[number];
+        let mut random = SplitMix(number as u64 + 1);
+        let mut looked = Instant::now();
+        while self.wrong.get().is_none() {
+            for _ in 0..BATCH {
+                let bits = random.next();
+                let page = self.hot.pick(bits);
+                // Bits that do not choose the page.
+                if bits >> 16 & 3 == 0 {
+                    self.ram.write(page);
+                } else if let Err(wrong) = self.ram.check_stamps(page) {
+                    self.found(wrong);
+                    return;
+                }
+            }
+            account.operations.fetch_add(BATCH, Relaxed);
+            let now = Instant::now();
+            account
+                .longest_gap_ns
+                .fetch_max(ns_of(now - looked), Relaxed);
+            looked = now;
+            if self.pausing.load(Relaxed) {
+                self.rest();
+                looked = Instant::now();
+            }
+        }
+    }
+
+    fn found(&self, wrong: WrongPage) {
+        eprintln!("stand-in {}: {wrong}", std::process::id());
+        // Another one may have been found first.
+        if self.wrong.set(wrong).is_err() {
+            eprintln!(
+                "stand-in {}: more than one page is wrong",
+                std::process::id()
+            );
+        }
+    }
+
+    fn rest(&self) {
+        let mut rest = self.lock();
+        rest.resting += 1;
+        self.changed.notify_all();
+        while rest.wanted {
+            rest = self
+                .changed
+                .wait(rest)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        rest.resting -= 1;
+    }
+
+    fn pause(&self) -> Result<(), String> {
+        let mut rest = self.lock();
+        rest.wanted = true;
+        self.pausing.store(true, Relaxed);
+        let all = self.vcpus.len();
+        let outcome = self
+            .changed
+            .wait_timeout_while(rest, REST_WAIT, |rest| rest.resting < all);
+        let (rest, waited) = outcome.unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() {
+            return Err(format!(
+                "{} of {all} vCPUs rest after {} s; the others wait for a page",
+                rest.resting,
+                REST_WAIT.as_secs()
+            ));
+        }
+        Ok(())
+    }
+
+    fn resume(&self) {
+        self.lock().wanted = false;
+        self.pausing.store(false, Relaxed);
+        self.changed.notify_all();
+    }
+
+    fn serve(&self) -> Result<(), String> {
+        let mut before = (Instant::now(), 0, faults()?);
+        for line in std::io::stdin().lock().lines() {
+            let line = line.map_err(|error| error.to_string())?;
+            let order: Order = serde_json::from_str(&line).map_err(|error| error.to_string())?;
+            let answer = match order {
+                Order::Count => self.count(&mut before).map(Answer::Counted),
+                other => self.obey(&other),
+            };
+            let answer = match (self.wrong.get(), answer) {
+                (None, Ok(answer)) => answer,
+                (None, Err(reason)) => Answer::Failed { reason },
+                (Some(wrong), _) => Answer::Failed {
+                    reason: wrong.to_string(),
+                },
+            };
+            say(&answer)?;
+        }
+        Ok(())
+    }
+
+    fn count(&self, before: &mut (Instant, u64, u64)) -> Result<Counted, String> {
+        let operations = |vcpu: &Vcpu| vcpu.operations.load(Relaxed);
+        let now = (
+            Instant::now(),
+            self.vcpus.iter().map(operations).sum(),
+            faults()?,
+        );
+        let gaps = self.vcpus.iter().map(|v| v.longest_gap_ns.swap(0, Relaxed));
+        let counted = Counted {
+            operations: now.1 - before.1,
+            ns: ns_of(now.0 - before.0),
+            longest_gap_ns: gaps.max().unwrap_or(0),
+            faults: now.2 - before.2,
+        };
+        *before = now;
+        Ok(counted)
+    }
+
+    fn obey(&self, order: &Order) -> Result<Answer, String> {
+        let begun = Instant::now();
+        let wrong = |wrong: WrongPage| wrong.to_string();
+        match order {
+            Order::Count => return Err("counting is done by its own function".into()),
+            Order::Presence => return self.presence().map(Answer::Presence),
+            Order::Pause => self.pause()?,
+            Order::Resume => self.resume(),
+            Order::Move { sections } => self.hot.advance(*sections),
+            Order::TouchAll => (0..self.ram.pages())
+                .try_for_each(|page| self.ram.check_stamps(PageNo(page)))
+                .map_err(wrong)?,
+            Order::VerifySome { pages, seed } => {
+                let mut random = SplitMix(*seed);
+                (0..*pages)
+                    .try_for_each(|_| self.ram.check(PageNo(random.below(self.ram.pages()))))
+                    .map_err(wrong)?;
+            }
+            Order::VerifyAll => self.ram.check_all(self.threads).map_err(wrong)?,
+        }
+        Ok(Answer::Done {
+            ns: ns_of(begun.elapsed()),
+        })
+    }
+
+    fn presence(&self) -> Result<Presence, String> {
+        let runs = self.ram.present().map_err(|error| error.to_string())?;
+        let mut runs = runs.into_iter().peekable();
+        let mut found = Presence::default();
+        for first in (0..self.ram.pages()).step_by(to_usize(SECTION_PAGES)) {
+            let mut hot_here = 0;
+            for page in first..first + SECTION_PAGES {
+                while runs.peek().is_some_and(|run| run.end <= page) {
+                    runs.next();
+                }
+                let is_present = runs.peek().is_some_and(|run| run.contains(&page));
+                if self.hot.is_hot(PageNo(page)) {
+                    hot_here += 1;
+                    found.hot_present_pages += u64::from(is_present);
+                } else {
+                    found.cold_present_pages += u64::from(is_present);
+                }
+            }
+            found.hot_pages += hot_here;
+            found.cold_pages += SECTION_PAGES - hot_here;
+            found.cold_sections += u64::from(hot_here == 0);
+        }
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guest(pattern: &str) -> Arc<Guest> {
+        let sections = 4;
+        let ram = Ram::new(sections * SECTION_PAGES, HugePages::NotAdvised).unwrap();
+        ram.fill(2);
+        Arc::new(Guest {
+            hot: HotPages::new(pattern.parse().unwrap(), sections),
+            ram,
+            vcpus: vec![Vcpu::default(), Vcpu::default()],
+            pausing: AtomicBool::new(false),
+            rest: Mutex::default(),
+            changed: Condvar::new(),
+            wrong: OnceLock::new(),
+            threads: 2,
+        })
+    }
+
+    #[test]
+    fn vcpus_that_rest_count_nothing_and_all_they_wrote_is_right() {
+        let guest = guest("part:500");
+        for number in 0..2 {
+            let guest = Arc::clone(&guest);
+            std::thread::spawn(move || guest.run_vcpu(number, 0));
+        }
+        let operations = |vcpu: &Vcpu| vcpu.operations.load(Relaxed);
+        while guest.vcpus.iter().any(|vcpu| operations(vcpu) == 0) {
+            std::thread::yield_now();
+        }
+        guest.pause().unwrap();
+        let mut before = (Instant::now(), 0, 0);
+        assert!(guest.count(&mut before).unwrap().operations >= 2 * BATCH);
+        guest.obey(&Order::VerifyAll).unwrap();
+        assert_eq!(guest.count(&mut before).unwrap().operations, 0);
+        guest.resume();
+        while guest.count(&mut before).unwrap().operations == 0 {
+            std::thread::yield_now();
+        }
+        guest.pause().unwrap();
+        guest.obey(&Order::TouchAll).unwrap();
+        guest
+            .obey(&Order::VerifySome { pages: 9, seed: 1 })
+            .unwrap();
+    }
+
+    #[test]
+    fn presence_tells_hot_from_cold() {
+        let guest = guest("part:500");
+        let found = guest.presence().unwrap();
+        let half = 2 * SECTION_PAGES;
+        let all = Presence {
+            hot_pages: half,
+            hot_present_pages: half,
+            cold_pages: half,
+            cold_present_pages: half,
+            cold_sections: 2,
+        };
+        assert_eq!(found, all);
+        assert_eq!(
+            super::Guest::presence(&self::guest("one-page"))
+                .unwrap()
+                .cold_sections,
+            0
+        );
+    }
+
+    #[test]
+    fn ram_that_is_none_is_refused() {
+        let options = |ram_mib| BusyGuestOptions {
+            ram_mib,
+            vcpus: 1,
+            pattern: Pattern::OnePage,
+            huge_pages: HugePages::NotAdvised,
+        };
+        assert_eq!(options(64).sections(), Ok(32));
+        for mib in [0, 3, u64::MAX, 1 << 30] {
+            options(mib).sections().unwrap_err();
+        }
+    }
+}

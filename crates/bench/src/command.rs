@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line of `pagetide bench`, and of the processes that benches start for themselves.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+use pagetide_report::outcome::{CommandError, print, print_report};
+
+use crate::{SizeOptions, name::BenchName, run};
+
+/// Arguments of `bench`.
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    /// What to measure
+    pub name: BenchName,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Of the benches of large VMs.
+    #[command(flatten)]
+    pub sizes: SizeOptions,
+}
+
+/// Processes that benches start for themselves.
+#[derive(Subcommand, Debug)]
+pub enum BenchPart {
+    /// Our back end of `bench blk`
+    BlkBackend {
+        /// Socket to listen on
+        #[arg(long)]
+        socket: PathBuf,
+        /// Image to serve
+        #[arg(long)]
+        image: PathBuf,
+        /// Directory for the engine's lock
+        #[arg(long)]
+        state_dir: PathBuf,
+        /// Longest time the engine polls before it sleeps, in microseconds
+        #[arg(long, default_value_t = 60)]
+        poll_us: u64,
+        /// Queues of the device
+        #[arg(long, default_value_t = 1)]
+        queues: u16,
+        /// Whether the engine looks pages up before each DMA
+        #[arg(long, value_enum, default_value_t = crate::blk::backend::LookUpMode::On)]
+        look_up: crate::blk::backend::LookUpMode,
+        /// Time each look-up takes more, in nanoseconds
+        #[arg(long, default_value_t = 0)]
+        look_up_extra_ns: u64,
+    },
+    /// Our back end of `bench head-of-line`
+    HeadOfLineBackend(crate::head_of_line::backend::BackendOptions),
+    /// The client of `bench head-of-line`
+    HeadOfLineFrontend {
+        /// Socket of A's disk
+        #[arg(long)]
+        socket_a: PathBuf,
+        /// Socket of B's disk
+        #[arg(long)]
+        socket_b: PathBuf,
+    },
+    /// What `bench head-of-line` asks how late threads wake
+    HeadOfLineWakes,
+    /// The guest of `bench fault` and `fault-parallel`
+    FaultGuest {
+        /// Pages of its memory
+        #[arg(long)]
+        pages: u64,
+        /// CPU of its vCPU
+        #[arg(long)]
+        cpu: usize,
+    },
+    /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
+    BusyGuest(crate::busy::guest::BusyGuestOptions),
+    /// The device of `bench iopf-rtt` that is in another process
+    IopfRttDevice {
+        /// Socket of its VPRI function
+        #[arg(long)]
+        socket: PathBuf,
+        /// CPU it stays on
+        #[arg(long)]
+        cpu: usize,
+    },
+    /// One run of `bench sim`
+    SimRun {
+        /// Configuration of table IV
+        #[arg(long)]
+        preset: String,
+        /// Trace in the authors' format
+        #[arg(long)]
+        trace: PathBuf,
+    },
+    /// The front end of `bench blk`
+    BlkFrontend {
+        /// Socket of the back end
+        #[arg(long)]
+        socket: PathBuf,
+    },
+}
+
+/// Runs a bench and prints its report.
+///
+/// # Errors
+/// If the options are not for it, or it gave no result.
+pub fn execute(args: &BenchArgs) -> Result<(), CommandError> {
+    args.sizes.check(args.name).map_err(CommandError::refused)?;
+    let report = run(args.name, &args.sizes).map_err(CommandError::failed)?;
+    print_report(&report, args.json.into())
+}
+
+/// Is such a process until it ends.
+///
+/// # Errors
+/// If it failed.
+pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
+    match part {
+        BenchPart::BlkBackend {
+            socket,
+            image,
+            state_dir,
+            poll_us,
+            queues,
+            look_up,
+            look_up_extra_ns,
+        } => {
+            let options = crate::blk::backend::BackendOptions {
+                socket,
+                image,
+                state_dir,
+                poll_max: std::time::Duration::from_micros(poll_us),
+                queue_count: queues,
+                look_up: look_up.with_extra(std::time::Duration::from_nanos(look_up_extra_ns)),
+            };
+            crate::blk::backend::serve(options).map_err(CommandError::failed)
+        }
+        BenchPart::HeadOfLineBackend(options) => {
+            crate::head_of_line::backend::serve(&options).map_err(CommandError::failed)
+        }
+        BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
+            crate::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
+        }
+        BenchPart::HeadOfLineWakes => {
+            crate::head_of_line::wakes::serve().map_err(CommandError::failed)
+        }
+        BenchPart::FaultGuest { pages, cpu } => {
+            crate::fault::guest::run(pages, cpu).map_err(CommandError::failed)
+        }
+        BenchPart::BusyGuest(options) => {
+            crate::busy::guest::run(&options).map_err(CommandError::failed)
+        }
+        BenchPart::IopfRttDevice { socket, cpu } => {
+            crate::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)
+        }
+        BenchPart::SimRun { preset, trace } => {
+            let figures = crate::sim::part::run(&preset, &trace).map_err(CommandError::failed)?;
+            print(&serde_json::to_string(&figures).map_err(CommandError::failed)?)
+        }
+        BenchPart::BlkFrontend { socket } => {
+            crate::blk::frontend::serve(&socket).map_err(CommandError::failed)
+        }
+    }
+}

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The guest as the bench controls it, and requests to daemons beyond those that all benches make.
+
+use super::guest::{Answer, Order};
+use crate::{
+    daemon::Daemon,
+    orders::{Ordered, vmm_program},
+};
+use hyper::Method;
+use pagetide_addr::Hva;
+use pagetide_daemon::{
+    client::device_path,
+    control::{BlkRequest, DeviceReport, OnFault, VmReport},
+};
+use pagetide_sys::process::ProcessFd;
+use std::{path::Path, process::Command};
+
+/// Tries of a whole eviction: the first may find pages in use.
+const RECLAIMS_MAX: u32 = 20;
+
+/// The guest.
+pub(crate) struct Guest {
+    process: Ordered,
+    address: Hva,
+    bytes: u64,
+}
+
+impl Guest {
+    /// Starts it with `pages` filled pages, its vCPU on `cpu`. `dir` takes its program.
+    pub(crate) fn start(dir: &Path, pages: u64, cpu: usize) -> Result<Self, String> {
+        let mut command = Command::new(vmm_program(dir)?);
+        command.args(["bench-part", "fault-guest"]).args([
+            "--pages",
+            &pages.to_string(),
+            "--cpu",
+            &cpu.to_string(),
+        ]);
+        let mut process = Ordered::start(&mut command)?;
+        match process.answer()? {
+            Answer::Ready { address } => Ok(Self {
+                process,
+                address: Hva(address),
+                bytes: pages * pagetide_addr::PAGE_BYTES,
+            }),
+            other => Err(format!("the guest began with {other:?}")),
+        }
+    }
+
+    /// Its process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Makes it execute `order`.
+    pub(crate) fn obey(&mut self, order: &Order) -> Result<Answer, String> {
+        self.begin(order)?;
+        self.answer()
+    }
+
+    /// Makes it start `order`.
+    pub(crate) fn begin(&mut self, order: &Order) -> Result<(), String> {
+        self.process.order(order)
+    }
+
+    /// Waits for its next answer.
+    pub(crate) fn answer(&mut self) -> Result<Answer, String> {
+        match self.process.answer()? {
+            Answer::Failed { reason } => Err(format!("the guest: {reason}")),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Makes it execute `order`, which is timed.
+    pub(crate) fn time(&mut self, order: &Order) -> Result<Vec<u32>, String> {
+        match self.obey(order)? {
+            Answer::Took { ns } => Ok(ns),
+            other => Err(format!("the guest answered {other:?} to {order:?}")),
+        }
+    }
+
+    /// Makes the kernel swap its memory out.
+    pub(crate) fn page_out(&self) -> Result<(), String> {
+        let process = ProcessFd::open(self.pid()).map_err(|error| error.to_string())?;
+        process
+            .page_out(&[(self.address, self.bytes)])
+            .map(|_advised| ())
+            .map_err(|error| error.to_string())
+    }
+}
+
+/// Evicts all of the guest; returns its figures then, with every page stored.
+pub(crate) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String> {
+    for _ in 0..RECLAIMS_MAX {
+        daemon.reclaim(None)?;
+        let vm = daemon.vm()?;
+        if vm.lz4_pages == pages && vm.resident_bytes == 0 {
+            return Ok(vm);
+        }
+    }
+    let vm = daemon.vm()?;
+    Err(daemon.with_log(format!(
+        "of {pages} pages {} are stored by lz4 and {} are still present after {RECLAIMS_MAX} reclaims{}",
+        vm.lz4_pages,
+        vm.resident_bytes / pagetide_addr::PAGE_BYTES,
+        vm.eviction_blockers.first().map_or_else(String::new, |bar| format!(" ({bar})")),
+    )))
+}
+
+/// Adds a block device.
+pub(crate) fn add_blk(daemon: &Daemon, socket: &Path, image: &Path) -> Result<(), String> {
+    let body = BlkRequest {
+        socket: socket.to_owned(),
+        image: image.to_owned(),
+        queues: 1,
+        read_only: false,
+        weight: pagetide_dpu::WEIGHT_DEFAULT,
+        lookup: true,
+        serial: None,
+        on_fault: OnFault::OutOfOrder,
+        require_sealed: false,
+        allow_ram: Vec::new(),
+        ram_max_bytes: pagetide_dpu::RAM_BYTES_MAX,
+        shared: true,
+        raw: true,
+        owner: None,
+        group: None,
+        mode: None,
+    };
+    daemon
+        .send::<_, DeviceReport>("/v1/devices", &body)
+        .map(|_| ())
+}
+
+/// Removes a block device.
+pub(crate) fn remove_blk(daemon: &Daemon, socket: &Path) -> Result<(), String> {
+    let path = device_path(&socket.to_string_lossy());
+    daemon
+        .ask::<serde_json::Value>(Method::DELETE, &path)
+        .map(|_| ())
+}

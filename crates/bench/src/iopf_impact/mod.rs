@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `pagetide bench iopf-impact`: the effect of faults on the throughput and the tail of a disk (VPRI 3.2
+//! and 3.3, figures 4 and 6, block half).
+//!
+//! ```text
+//!   client ──rings──► engine ──image in memory──► client      closed loop of random reads
+//!                       │ injected: 0, 1 or 10 a second
+//!                       └► page request ──► the host's service, which holds it for 5 ms ──► resumed
+//! ```
+//! All is in this process: the engine on one CPU, the polling client on another, and the service on any (it
+//! sleeps while it holds). Two devices serve the same image, one that *pauses* its queue on a fault (as
+//! VPRI does) and one that continues *out of order*.
+//!
+//! The paper does not give the depth of its queue. Here it is 32, less for large blocks, so that at most 8
+//! MiB are in flight: 8 for 1 MiB, 4 for 2 MiB.
+//!
+//! A round is all sizes, both devices, each without faults, with 1 and with 10 a second, one after the
+//! other in alternating order. Ratios are over the same device's slice of the same round without faults,
+//! and the median of the rounds; latencies are of all rounds together. The bench ends with the cost of the
+//! account of service levels: reads of 4 KiB with and without it, in turn.
+
+mod load;
+
+use super::{
+    BenchError, BenchReport,
+    figures::{median, rounded},
+};
+use load::{Client, Disk, Slice, depth};
+use pagetide_addr::DeviceId;
+use pagetide_dpu::{
+    Accounting, BlkConfig, DirectIo, Dpu, DpuConfig, OnFault, SocketAccess, Writes,
+    inject::Injection,
+};
+use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
+use serde_json::{Map, Value, json};
+use std::{
+    fmt::Display,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+const NAME: &str = "iopf-impact";
+/// Bytes of the image, all in memory.
+const IMAGE_BYTES: u64 = 64 << 20;
+/// How long the host holds a fault.
+const HOLD: Duration = Duration::from_millis(5);
+/// Modes by their names in the report.
+const MODES: [(&str, OnFault); 2] = [
+    ("pause", OnFault::Pause),
+    ("out_of_order", OnFault::OutOfOrder),
+];
+/// Faults a second, by their names in the report.
+const RATES: [(&str, Option<f64>); 3] = [
+    ("quiet", None),
+    ("1_per_s", Some(1.0)),
+    ("10_per_s", Some(10.0)),
+];
+
+fn failed(reason: impl Display) -> BenchError {
+    BenchError::Failed {
+        name: NAME,
+        reason: reason.to_string(),
+    }
+}
+
+/// The extent of a measurement.
+#[derive(Debug, Clone)]
+pub struct IopfImpactOptions {
+    /// Rounds of all.
+    pub rounds: usize,
+    /// Block sizes.
+    pub blocks: Vec<u64>,
+    /// Length of a slice without faults and of one with 10 a second.
+    pub slice: Duration,
+    /// Length of a slice with one fault a second; the fault comes when it has lasted a second.
+    pub slice_of_one: Duration,
+    /// Pairs of slices with and without the account.
+    pub account_pairs: usize,
+}
+
+impl Default for IopfImpactOptions {
+    /// Some 115 seconds.
+    fn default() -> Self {
+        Self {
+            rounds: 5,
+            blocks: [4, 16, 64, 256, 1024, 2048].map(|kib| kib << 10).into(),
+            slice: Duration::from_millis(410),
+            slice_of_one: Duration::from_millis(1020),
+            account_pairs: 15,
+        }
+    }
+}
+
+/// Engine, devices and service.
+struct Rig {
+    // Dropped in this order: engines first, so that every request gets its response.
+    dpu: Dpu,
+    service: Option<ServiceThread>,
+    sockets: Vec<(PathBuf, DeviceId)>,
+    client_cpu: usize,
+    _dir: tempfile::TempDir,
+}
+
+impl Rig {
+    fn start() -> Result<Self, BenchError> {
+        let dir = tempfile::Builder::new()
+            .prefix("pagetide-bench-impact-")
+            .tempdir_in("/dev/shm")
+            .map_err(failed)?;
+        let image = dir.path().join("image");
+        // Written, since reads of a hole come from one page that is in every cache.
+        let written: Vec<u8> = (0_u8..251).cycle().take(1 << 20).collect();
+        std::fs::write(
+            &image,
+            written.repeat(usize::try_from(IMAGE_BYTES >> 20).unwrap_or(1)),
+        )
+        .map_err(failed)?;
+        let cpus = pagetide_sys::cpu::affinity().map_err(failed)?;
+        let engine_cpu = cpus.last().copied().unwrap_or(0);
+        let client_cpu = cpus.first().copied().unwrap_or(engine_cpu);
+        let mut config = DpuConfig::new(dir.path().to_owned());
+        config.cpus = vec![engine_cpu];
+        let bell = Arc::new(Doorbell::new().map_err(failed)?);
+        let domains = Arc::new(DomainTable::new(1));
+        let (dpu, hosts) = Dpu::start(&config, domains, &bell).map_err(failed)?;
+        let service = FaultService::new(hosts, bell);
+        let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
+        dpu.set_assist(&assist).map_err(failed)?;
+        let service = Some(service.start().map_err(failed)?);
+        let mut rig = Self {
+            dpu,
+            service,
+            sockets: Vec::new(),
+            client_cpu,
+            _dir: dir,
+        };
+        for (name, on_fault) in MODES {
+            rig.add(name, &image, on_fault)?;
+        }
+        Ok(rig)
+    }
+
+    fn add(&mut self, name: &str, image: &Path, on_fault: OnFault) -> Result<(), BenchError> {
+        let socket = image.with_file_name(name);
+        let id = self.dpu.add_blk(BlkConfig {
+            socket: socket.clone(),
+            image: image.to_owned(),
+            queue_count: 1,
+            writes: Writes::Refused,
+            look_up: LookUp::On,
+            serial: name.to_owned(),
+            direct_io: DirectIo::Off,
+            on_fault,
+            ram: pagetide_dpu::RamPolicy::default(),
+            image_use: crate::SHARED_IMAGE,
+            access: SocketAccess::default(),
+        });
+        self.sockets.push((socket, id.map_err(failed)?));
+        Ok(())
+    }
+
+    /// A slice of the load, at a rate of injected faults.
+    fn slice(
+        &self,
+        (client, id): (&mut Client<'_>, DeviceId),
+        block_bytes: u64,
+        rate: Option<f64>,
+        time: Duration,
+    ) -> Result<Slice, BenchError> {
+        if let Some(rate) = rate {
+            let injection = Injection {
+                rate,
+                latency: HOLD,
+                burst: 1,
+                seconds: 60,
+            };
+            self.dpu.inject(id, injection).map_err(failed)?;
+        }
+        let slice = client.run(block_bytes, time).map_err(failed);
+        self.dpu.stop_injection(id).map_err(failed)?;
+        slice
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.dpu.shut_down();
+        if let Some(service) = self.service.take() {
+            service.stop();
+        }
+    }
+}
+
+/// All slices of a size, a mode and a rate.
+#[derive(Debug, Default)]
+struct Cell {
+    slices: Vec<Slice>,
+}
+
+impl Cell {
+    fn whole(&self) -> Slice {
+        self.slices.iter().fold(Slice::new(), |mut whole, slice| {
+            whole.add(slice);
+            whole
+        })
+    }
+}
+
+/// Cells of a size and a mode, by rate.
+#[derive(Debug, Default)]
+struct Row([Cell; RATES.len()]);
+
+impl Row {
+    /// Median over the rounds of a figure with faults over the same without.
+    fn ratio(&self, rate: usize, figure: impl Fn(&Slice) -> f64) -> f64 {
+        let [quiet, ..] = &self.0;
+        let pairs = self.0[rate].slices.iter().zip(&quiet.slices);
+        median(pairs.map(|(with, without)| figure(with) / figure(without)))
+    }
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(options: &IopfImpactOptions) -> Result<BenchReport, BenchError> {
+    let rig = Rig::start()?;
+    let cpus = pagetide_sys::cpu::affinity().map_err(failed)?;
+    pagetide_sys::cpu::set_affinity(&[rig.client_cpu]).map_err(failed)?;
+    let measured = measure(&rig, options);
+    pagetide_sys::cpu::set_affinity(&cpus).map_err(failed)?;
+    let (rows, account) = measured?;
+    let mut report = BenchReport::new(NAME);
+    for (block, row) in options.blocks.iter().zip(&rows) {
+        describe(&mut report, *block, row);
+    }
+    describe_rest(&mut report, &account);
+    Ok(report)
+}
+
+/// Rows by block size and mode, and ratios of throughput with the account over that without.
+type Measured = (Vec<[Row; MODES.len()]>, Vec<f64>);
+
+fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchError> {
+    let mut disks = Vec::new();
+    for (socket, _) in &rig.sockets {
+        disks.push(Disk::connect(socket).map_err(failed)?);
+    }
+    let mut clients = Vec::new();
+    for (disk, (_, id)) in disks.iter_mut().zip(&rig.sockets) {
+        clients.push((disk.client().map_err(failed)?, *id));
+    }
+    let mut rows: Vec<[Row; MODES.len()]> = Vec::new();
+    rows.resize_with(options.blocks.len(), Default::default);
+    for round in 0..options.rounds {
+        for (block, row) in options.blocks.iter().zip(&mut rows) {
+            for ((client, id), row) in clients.iter_mut().zip(row) {
+                for turn in 0..RATES.len() {
+                    // In alternating order.
+                    let at = (turn + round) % RATES.len();
+                    let time = match RATES[at].1 {
+                        Some(1.0) => options.slice_of_one,
+                        _ => options.slice,
+                    };
+                    let slice = rig.slice((client, *id), *block, RATES[at].1, time)?;
+                    row.0[at].slices.push(slice);
+                }
+            }
+        }
+        tracing::info!(round = round + 1, of = options.rounds, "bench {NAME}");
+    }
+    let account = match clients.last_mut() {
+        Some((client, id)) => cost_of_account(rig, (client, *id), options)?,
+        None => Vec::new(),
+    };
+    Ok((rows, account))
+}
+
+fn cost_of_account(
+    rig: &Rig,
+    (client, id): (&mut Client<'_>, DeviceId),
+    options: &IopfImpactOptions,
+) -> Result<Vec<f64>, BenchError> {
+    let slice = options.slice.min(Duration::from_millis(100));
+    let mut ratios = Vec::new();
+    for pair in 0..options.account_pairs {
+        let mut iops = [0.0; 2];
+        for turn in 0..4 {
+            let on = (turn / 2 + turn + pair) % 2;
+            let accounting = [Accounting::Off, Accounting::On][on];
+            rig.dpu.set_accounting(id, accounting).map_err(failed)?;
+            iops[on] += client.run(4096, slice).map_err(failed)?.iops();
+        }
+        ratios.push(iops[1] / iops[0]);
+    }
+    rig.dpu.set_accounting(id, Accounting::On).map_err(failed)?;
+    Ok(ratios)
+}
+
+fn size_name(block: u64) -> String {
+    match block >> 20 {
+        0 => format!("{}k", block >> 10),
+        mib => format!("{mib}m"),
+    }
+}
+
+fn describe(report: &mut BenchReport, block: u64, row: &[Row; MODES.len()]) {
+    let size = size_name(block);
+    let mut figures = Map::new();
+    figures.insert("depth".into(), depth(block).into());
+    for ((mode, _), row) in MODES.iter().zip(row) {
+        for (at, (rate, _)) in RATES.iter().enumerate() {
+            let whole = row.0[at].whole();
+            figures.insert(format!("{mode}_{rate}"), cell_figures(&whole, block));
+            if at == 0 {
+                continue;
+            }
+            let ratios = [
+                ("throughput", row.ratio(at, Slice::iops)),
+                ("p999", row.ratio(at, |slice| slice.quantile_us(0.999))),
+                ("p9999", row.ratio(at, |slice| slice.quantile_us(0.9999))),
+            ];
+            for (figure, ratio) in ratios {
+                let name = format!("{size}_{mode}_{rate}_{figure}_over_quiet");
+                report.ratios.insert(name, rounded(ratio).into());
+            }
+        }
+    }
+    report.figures.insert(size, figures.into());
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "a block is far below 2^53 bytes"
+)]
+fn cell_figures(whole: &Slice, block: u64) -> Value {
+    json!({
+        "iops": whole.iops().round(),
+        "mib_per_s": (whole.iops() * block as f64 / f64::from(1 << 20)).round(),
+        "p999_us": rounded(whole.quantile_us(0.999)),
+        "p9999_us": rounded(whole.quantile_us(0.9999)),
+        "requests": whole.latency_ns.len(),
+    })
+}
+
+fn describe_rest(report: &mut BenchReport, account: &[f64]) {
+    let figures = &mut report.figures;
+    figures.insert("hold_us".into(), json!(HOLD.as_micros()));
+    figures.insert("account_pairs".into(), account.len().into());
+    let on_over_off = median(account.iter().copied());
+    report.ratios.insert(
+        "account_on_over_off_iops".into(),
+        rounded(on_over_off).into(),
+    );
+    let peers = &mut report.peers;
+    for (name, said) in [
+        (
+            "paper_p999_over_quiet_10_per_s",
+            "2 to 11 times, at all block sizes (pause; figure 6)",
+        ),
+        (
+            "paper_p999_over_quiet_1_per_s",
+            "to be seen at 2 MiB only (pause; figure 6)",
+        ),
+        (
+            "paper_p9999_over_quiet",
+            "to be seen at all block sizes and both rates (pause; figure 6)",
+        ),
+        (
+            "paper_throughput",
+            "falls linearly with the rate and the latency of faults (pause; 3.2, figure 4)",
+        ),
+    ] {
+        peers.insert(name.into(), said.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_of_a_tiny_run_has_every_cell_its_ratios_and_the_paper_beside() {
+        let report = run(&IopfImpactOptions {
+            rounds: 1,
+            blocks: vec![4096, 2 << 20],
+            slice: Duration::from_millis(30),
+            slice_of_one: Duration::from_millis(30),
+            account_pairs: 1,
+        })
+        .unwrap();
+        for size in ["4k", "2m"] {
+            for mode in ["pause", "out_of_order"] {
+                for rate in ["quiet", "1_per_s", "10_per_s"] {
+                    let cell = &report.figures[size][format!("{mode}_{rate}")];
+                    assert!(cell["requests"].as_u64() > Some(0), "{size} {mode} {rate}");
+                    assert!(cell["p9999_us"].as_f64() >= cell["p999_us"].as_f64());
+                }
+                let ratio = format!("{size}_{mode}_10_per_s_p999_over_quiet");
+                assert!(report.ratios[&ratio].is_number(), "{ratio}");
+            }
+        }
+        assert_eq!(report.figures["2m"]["depth"], 4);
+        assert!(report.ratios["account_on_over_off_iops"].is_number());
+        assert!(report.peers.keys().all(|name| name.starts_with("paper_")));
+    }
+
+    #[test]
+    fn median_is_the_middle_one() {
+        assert!((median([3.0, 1.0, 2.0].into_iter()) - 2.0).abs() < 1e-9);
+        assert!(median(std::iter::empty()).is_nan());
+    }
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The benches by name.
+
+use clap::ValueEnum;
+
+/// Benches by name.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+pub enum BenchName {
+    /// What the access log and a DMA protector cost a disk, switched on and off in turns
+    AccessLog,
+    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of made-up guests
+    Adp,
+    /// The disk of a squeezed guest with a DMA protector and without, in turns
+    AdpLive,
+    /// Time to get an evicted page back, by CPU and by device, beside kernel zram
+    Fault,
+    /// Faults of 1 to 8 threads at a time beside kernel zram, and beside a fault that is held
+    FaultParallel,
+    /// What a hostile tenant takes from a steady one on the same engine, beside one of its own
+    Fairness,
+    /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
+    Blk,
+    /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
+    GmemAsync,
+    /// Allocations and frees a second of virtual addresses, beside three other allocators
+    GmemVa,
+    /// What page faults do to the throughput and the tail of a disk, pause against out of order
+    IopfImpact,
+    /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
+    PaBitmap,
+    /// What one tenant's page faults do to another's requests on the same engine
+    HeadOfLine,
+    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
+    IopfRtt,
+    /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
+    IopfScale,
+    /// Translation requests a second that the performance model gets through
+    Sim,
+    /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they
+    RealSize,
+    /// Throughput of a busy guest attached over released, in turns, with and without a limit
+    GuestCost,
+    /// How much of what is cold is known to be, how soon, and what an eviction by that knowledge costs
+    Tracker,
+}

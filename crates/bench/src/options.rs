@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Options of benches: how much is measured, for those whose full size takes hours or a large machine.
+
+use super::memory::RAM_BYTES_MIN;
+use crate::name::BenchName;
+use clap::{Args, ValueEnum as _};
+use pagetide_report::size::ByteSize;
+use std::{str::FromStr, time::Duration};
+
+/// Longest slice or search: an hour.
+const SECONDS_MAX: u64 = 3600;
+/// More alternations than anybody waits for.
+const ROUNDS_MAX: u64 = 10_000;
+
+/// Of real-size, guest-cost and tracker, the rounds also of fault and fault-parallel; others take none.
+#[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
+pub struct SizeOptions {
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker)
+    #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
+    pub ram: Vec<ByteSize>,
+    /// Alternations of each cell (guest-cost: 30), rounds (real-size: 3, fault: 6, fault-parallel: 8)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
+    pub pairs: Option<u64>,
+    /// Length of a slice (guest-cost: 5), longest search for cold pages (tracker: 300)
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
+    pub seconds: Option<u64>,
+    /// Only cells whose names contain this (guest-cost, tracker)
+    #[arg(long, value_name = "TEXT")]
+    pub only: Option<String>,
+    /// Setting of the daemon, as in its file; may be given again
+    #[arg(long = "setting", value_name = "NAME=VALUE")]
+    pub settings: Vec<GivenSetting>,
+    /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
+    #[arg(long = "peer-setting", value_name = "NAME=VALUE")]
+    pub peer_settings: Vec<GivenSetting>,
+}
+
+/// A setting for a daemon that a bench starts.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct GivenSetting {
+    name: String,
+    value: String,
+}
+
+impl FromStr for GivenSetting {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((name, value)) if !name.is_empty() && !name.starts_with('-') => Ok(Self {
+                name: name.to_owned(),
+                value: value.to_owned(),
+            }),
+            _ => Err(format!("'{text}' is not NAME=VALUE")),
+        }
+    }
+}
+
+/// The settings as flags of `pagetide run`.
+pub(super) fn flags(settings: &[GivenSetting]) -> Vec<String> {
+    let flag = |setting: &GivenSetting| format!("--{}={}", setting.name, setting.value);
+    settings.iter().map(flag).collect()
+}
+
+impl SizeOptions {
+    /// Fails with a sentence if the bench `name` has no use for one that was given.
+    ///
+    /// # Errors
+    /// The sentence.
+    pub fn check(&self, name: BenchName) -> Result<(), String> {
+        let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
+        let sized = tracker || cost || name == BenchName::RealSize;
+        let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
+        let given = [
+            ("--ram", !self.ram.is_empty(), sized),
+            ("--setting", !self.settings.is_empty(), sized),
+            ("--pairs", self.pairs.is_some(), faults || sized && !tracker),
+            ("--seconds", self.seconds.is_some(), tracker || cost),
+            ("--only", self.only.is_some(), tracker || cost),
+            ("--peer-setting", !self.peer_settings.is_empty(), tracker),
+        ];
+        let bench = name.to_possible_value();
+        let bench = bench.as_ref().map_or("", |value| value.get_name());
+        for (flag, is_given, is_taken) in given {
+            if is_given && !is_taken {
+                return Err(format!("bench {bench} has no {flag}"));
+            }
+        }
+        if !sized || name == BenchName::RealSize || self.ram.len() < 2 {
+            let least = ByteSize(RAM_BYTES_MIN);
+            return match self.ram.iter().find(|ram| ram.0 < RAM_BYTES_MIN) {
+                Some(ram) => Err(format!(
+                    "{ram} is less than {least}, of which half is the least limit of a VM"
+                )),
+                None => Ok(()),
+            };
+        }
+        Err(format!("bench {bench} takes one size of RAM"))
+    }
+
+    /// The one size of RAM, or `default_bytes`.
+    pub(super) fn ram_bytes(&self, default_bytes: u64) -> u64 {
+        self.ram.first().map_or(default_bytes, |ram| ram.0)
+    }
+
+    /// The time given, or so many seconds.
+    pub(super) fn time(&self, default_seconds: u64) -> Duration {
+        Duration::from_secs(self.seconds.unwrap_or(default_seconds))
+    }
+
+    /// True if the cell `name` is to be measured.
+    pub(super) fn includes(&self, name: &str) -> bool {
+        self.only.as_ref().is_none_or(|text| name.contains(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_that_a_bench_has_not_are_refused() {
+        let options = SizeOptions {
+            pairs: Some(3),
+            ..SizeOptions::default()
+        };
+        assert_eq!(options.check(BenchName::GuestCost), Ok(()));
+        assert_eq!(options.check(BenchName::RealSize), Ok(()));
+        let error = options.check(BenchName::Tracker).unwrap_err();
+        assert_eq!(error, "bench tracker has no --pairs");
+        assert_eq!(options.check(BenchName::Fault), Ok(()));
+        options.check(BenchName::Blk).unwrap_err();
+        let none = SizeOptions::default();
+        assert_eq!(none.check(BenchName::Fault), Ok(()));
+    }
+
+    #[test]
+    fn sizes_are_for_one_bench_many_and_for_none_too_small() {
+        let of = |sizes: &[u64]| SizeOptions {
+            ram: sizes.iter().map(|mib| ByteSize(mib << 20)).collect(),
+            ..SizeOptions::default()
+        };
+        assert_eq!(of(&[64, 128]).check(BenchName::RealSize), Ok(()));
+        of(&[64, 128]).check(BenchName::Tracker).unwrap_err();
+        of(&[64, 16]).check(BenchName::RealSize).unwrap_err();
+        assert_eq!(of(&[64]).ram_bytes(1), 64 << 20);
+    }
+
+    #[test]
+    fn settings_are_flags_of_the_daemon() {
+        let settings = ["a-b=c=d", "e="].map(|text| text.parse().unwrap());
+        assert_eq!(flags(&settings), ["--a-b=c=d", "--e="]);
+        for wrong in ["", "a", "=b", "--a=b"] {
+            wrong.parse::<GivenSetting>().unwrap_err();
+        }
+    }
+}

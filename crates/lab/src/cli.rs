@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The command line.
+
+use clap::{Parser, Subcommand};
+use pagetide_bench::command::{self as bench, BenchArgs, BenchPart};
+use pagetide_report::outcome::CommandError;
+
+use crate::replay::{self, args::ReplayArgs};
+use crate::sim::{self, args::SimCommand};
+use crate::trace::{self, args::TraceCommand};
+use crate::vpri::{self, VpriCommand};
+
+/// Benches, simulator, traces and conformance tests of Pagetide.
+///
+/// Exit status: 0 done, 1 failed, 2 wrong use or refused.
+#[derive(Parser, Debug)]
+// Users write `pagetide bench`, so that is what its messages show.
+#[command(
+    name = "pagetide",
+    bin_name = "pagetide",
+    version,
+    max_term_width = 100
+)]
+pub struct LabCli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: LabCommand,
+}
+
+/// Commands.
+#[derive(Subcommand, Debug)]
+pub enum LabCommand {
+    /// Measure, beside a peer in the same run
+    Bench(BenchArgs),
+    /// Say what policies for the protection of DMA would have done on traces
+    Replay(Box<ReplayArgs>),
+    /// Simulate the translation of I/O addresses for many tenants
+    #[command(subcommand)]
+    Sim(SimCommand),
+    /// Make, build, convert and look at traces of I/O address translation and of DMA
+    #[command(subcommand)]
+    Trace(TraceCommand),
+    /// Try implementations of the VPRI function
+    #[command(subcommand)]
+    Vpri(VpriCommand),
+    /// A process that a bench starts for itself
+    #[command(subcommand, hide = true)]
+    BenchPart(BenchPart),
+}
+
+/// Executes the command line.
+///
+/// # Errors
+/// Of the command.
+pub fn execute(cli: LabCli) -> Result<(), CommandError> {
+    match cli.command {
+        LabCommand::Bench(args) => bench::execute(&args),
+        LabCommand::Replay(args) => replay::execute(&args),
+        LabCommand::Sim(command) => sim::execute(command),
+        LabCommand::Trace(command) => trace::execute(command),
+        LabCommand::Vpri(command) => vpri::execute(command),
+        LabCommand::BenchPart(part) => bench::execute_part(part),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn command_line_definition_is_sound() {
+        LabCli::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_use_ends_with_status_2() {
+        for line in [vec!["pagetide"], vec!["pagetide", "bench", "nothing"]] {
+            let error = LabCli::try_parse_from(&line).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The function's own memory: its driver provides it for rings, messages and bounce buffers.
+//!
+//! It is memory of the driver's process and may change at any time. All access is by
+//! copies, and every value is read only once. A file that could be shrunk, which
+//! would kill this process, is refused.
+
+use pagetide_addr::PAGE_BYTES;
+use pagetide_sys::{
+    guest_ram::{RamFile, RamFileError, RamFileKind, Sealed},
+    mapping::SharedMapping,
+};
+use pagetide_vpri::bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError};
+use rustix::fs::fstat;
+use std::{fs::File, os::fd::AsFd, sync::Arc};
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
+
+/// Why the driver's memory is refused.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MemoryError {
+    /// It could be shrunk while in use.
+    #[error(
+        "memory of the function must be a memfd of ordinary pages that can be sealed against shrinking"
+    )]
+    NotSealed,
+    /// It is not memory.
+    #[error(transparent)]
+    File(#[from] RamFileError),
+    /// It does not lie in its file, or cannot be mapped.
+    #[error("{bytes} bytes at offset {offset} of its file cannot be mapped: {source}")]
+    Map {
+        bytes: u64,
+        offset: u64,
+        source: vm_memory::mmap::MmapRegionError,
+    },
+    /// Its addresses wrap, or overlap others.
+    #[error("{bytes} bytes at address {address:#x} wrap around or overlap other memory")]
+    Address { bytes: u64, address: u64 },
+    /// A bounce area that does not lie in one region.
+    #[error("no memory has all of the {slots} bounce buffers at address {address:#x}")]
+    Bounce { address: u64, slots: u64 },
+    /// The bounce area is invalid.
+    #[error(transparent)]
+    Area(#[from] BounceError),
+    /// Its file cannot be mapped for bounce buffers.
+    #[error(transparent)]
+    Mapping(#[from] pagetide_sys::mapping::MappingError),
+}
+
+/// A memory region as a driver describes it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RegionShape {
+    /// The address of its first byte in descriptors.
+    pub address: u64,
+    /// The address of its first byte in messages that set up rings.
+    pub frontend: u64,
+    pub bytes: u64,
+    pub offset: u64,
+}
+
+#[derive(Debug)]
+struct Region {
+    shape: RegionShape,
+    file: Arc<File>,
+}
+
+/// All memory of one driver.
+#[derive(Debug, Default)]
+pub(super) struct FunctionMemory {
+    regions: Vec<Region>,
+    mapped: GuestMemoryMmap,
+}
+
+impl FunctionMemory {
+    /// Maps `regions`.
+    pub fn new(
+        regions: impl IntoIterator<Item = (RegionShape, File)>,
+    ) -> Result<Self, MemoryError> {
+        let mut memory = Self::default();
+        for (shape, file) in regions {
+            let ram = RamFile::of(file.as_fd())?;
+            if ram.kind != RamFileKind::Memfd || ram.sealed == Sealed::No {
+                return Err(MemoryError::NotSealed);
+            }
+            let RegionShape {
+                address,
+                bytes,
+                offset,
+                ..
+            } = shape;
+            let wraps = || MemoryError::Address { bytes, address };
+            let len = usize::try_from(bytes).map_err(|_| wraps())?;
+            let file = Arc::new(file);
+            let place = FileOffset::from_arc(Arc::clone(&file), offset);
+            let region = MmapRegion::from_file(place, len).map_err(|source| MemoryError::Map {
+                bytes,
+                offset,
+                source,
+            })?;
+            let region = GuestRegionMmap::new(region, GuestAddress(address)).ok_or_else(wraps)?;
+            shape.frontend.checked_add(bytes).ok_or_else(wraps)?;
+            let more = memory.mapped.insert_region(Arc::new(region));
+            memory.mapped = more.map_err(|_| wraps())?;
+            memory.regions.push(Region { shape, file });
+        }
+        Ok(memory)
+    }
+
+    /// The memory as the rings use it.
+    pub fn mapped(&self) -> &GuestMemoryMmap {
+        &self.mapped
+    }
+
+    /// The address in descriptors of `bytes` bytes that the front end has at `frontend`.
+    pub fn translate(&self, frontend: u64, bytes: u64) -> Option<GuestAddress> {
+        self.regions.iter().find_map(|Region { shape, .. }| {
+            let into = frontend.checked_sub(shape.frontend)?;
+            let fits = into.checked_add(bytes)? <= shape.bytes;
+            fits.then_some(GuestAddress(shape.address + into))
+        })
+    }
+
+    /// Bounce areas for `engines`, side by side in `slots` slots at `address`; the first slot has
+    /// number `first`.
+    pub fn bounce(
+        &self,
+        (address, slots): (u64, u64),
+        first: u32,
+        engines: u32,
+    ) -> Result<Vec<Arc<BounceArea>>, MemoryError> {
+        let nowhere = || MemoryError::Bounce { address, slots };
+        let bytes = slots.checked_mul(PAGE_BYTES).ok_or_else(nowhere)?;
+        let count = u32::try_from(slots)
+            .ok()
+            .filter(|slots| *slots <= BOUNCE_BUFFERS_MAX);
+        let each = count.ok_or_else(nowhere)? / engines.max(1);
+        let offset = |Region { shape, .. }: &Region| {
+            let into = address.checked_sub(shape.address)?;
+            let fits = into.checked_add(bytes)? <= shape.bytes;
+            fits.then_some(shape.offset + into)
+        };
+        let mut found = self.regions.iter();
+        let region = found.find_map(|region| Some((region, offset(region)?)));
+        let (region, offset) = region.ok_or_else(nowhere)?;
+        // The current length of the file: sealed, it cannot shrink.
+        let len = fstat(&region.file).map_or(0, |stat| u64::try_from(stat.st_size).unwrap_or(0));
+        let mapping = Arc::new(SharedMapping::new(region.file.as_fd(), len)?);
+        (0..engines)
+            .map(|engine| {
+                let at = offset + u64::from(engine) * u64::from(each) * PAGE_BYTES;
+                let slots = (first.saturating_add(engine * each), each);
+                Ok(Arc::new(BounceArea::over(Arc::clone(&mapping), at, slots)?))
+            })
+            .collect()
+    }
+}
