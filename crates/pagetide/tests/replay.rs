@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::process::{Command, Output};
 
+use pagetide_access_log::{AccessLogMeta, AccessLogWriter, AccessRecord, LoggedDevice, Service};
 use pagetide_addr::{Access, DeviceId, DomainId};
-use pagetide_trace::{AccessLogMeta, AccessLogWriter, AccessRecord, LoggedDevice, Service};
 use serde_json::Value;
 
 /// Runs `pagetide replay` in `dir`: status, stdout, stderr.

@@ -325,9 +325,9 @@ fn what_a_trace_cannot_be_made_of_is_told_with_a_way_out() {
 }
 
 /// A device writes a page to a section of 2 MiB; device 1 is a NIC.
-fn dma(seconds: u64, device: u32, space: u32, section: u64) -> pagetide_trace::AccessRecord {
+fn dma(seconds: u64, device: u32, space: u32, section: u64) -> pagetide_access_log::AccessRecord {
+    use pagetide_access_log::{AccessRecord, Service};
     use pagetide_addr::{Access, DeviceId, DomainId};
-    use pagetide_trace::{AccessRecord, Service};
     AccessRecord {
         time_ns: seconds * 1_000_000_000,
         device: DeviceId(device),
@@ -346,8 +346,8 @@ fn dma(seconds: u64, device: u32, space: u32, section: u64) -> pagetide_trace::A
 /// An access log of a VM of 64 MiB: a NIC that keeps to 2 sections, a disk that
 /// comes back to some of its 8 after longer.
 fn access_log(path: &Path) {
+    use pagetide_access_log::{AccessLogMeta, AccessLogWriter, LoggedDevice, Service};
     use pagetide_addr::DeviceId;
-    use pagetide_trace::{AccessLogMeta, AccessLogWriter, LoggedDevice, Service};
     let mut meta = AccessLogMeta::new("web", 64 << 20, 1);
     for (id, name, service) in [(1, "nic", Service::Network), (2, "disk", Service::Block)] {
         meta.enter(LoggedDevice {
@@ -498,7 +498,7 @@ fn trace_from_a_pipe_is_refused_whole_and_nothing_of_it_is_analyzed() {
 
 #[test]
 fn log_of_more_files_than_a_process_may_have_open_is_analyzed() {
-    use pagetide_trace::{AccessLogMeta, AccessLogWriter};
+    use pagetide_access_log::{AccessLogMeta, AccessLogWriter};
     let dir = tempfile::tempdir().unwrap();
     for sequence in 1..=80 {
         let meta = AccessLogMeta {
@@ -524,7 +524,7 @@ fn log_of_more_files_than_a_process_may_have_open_is_analyzed() {
 
 #[test]
 fn sections_of_two_spaces_are_told_apart_in_a_log() {
-    use pagetide_trace::{AccessLogMeta, AccessLogWriter};
+    use pagetide_access_log::{AccessLogMeta, AccessLogWriter};
     let dir = tempfile::tempdir().unwrap();
     let meta = AccessLogMeta::new("web", 64 << 20, 1);
     let mut writer = AccessLogWriter::create(&dir.path().join("a"), meta).unwrap();

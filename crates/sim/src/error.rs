@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Why a run gives no result.
 
-use pagetide_trace::TraceError;
+use pagetide_access_log::TraceError;
 
 /// Why a run gives no result.
 #[derive(Debug, thiserror::Error)]

@@ -3,6 +3,7 @@
 //! answer from any thread and in any order of runs, requests and bytes conserved
 //! for random configurations and traces, and a defined answer at every edge.
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::Iova;
 use pagetide_sim::config::{
     CacheConfig, Completion, Config, Flavour, HistoryLength, PartitionBy, Predictor,
@@ -13,7 +14,7 @@ use pagetide_sim::{
 };
 use pagetide_trace::{
     Event, EventKind, EventSource, Events, HyperSpec, HyperTrace, IOVA_BITS, IommuDomain, Order,
-    PageSize, SourceId, TenantShape, TraceError, Workload,
+    PageSize, SourceId, TenantShape, Workload,
 };
 use proptest::prelude::*;
 use proptest::sample::select;

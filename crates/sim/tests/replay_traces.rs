@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! VMs that are made from files, and what is said of files that are odd.
 
+use pagetide_access_log::{AccessLogMeta, AccessLogWriter, AccessRecord};
 use pagetide_addr::{Access, DeviceId, DomainId};
 use pagetide_sim::replay::{Guest, ReplayError, Service, Through, TraceOptions, survey};
-use pagetide_trace::{AccessLogMeta, AccessLogWriter, AccessRecord, BlockOptions};
+use pagetide_trace::BlockOptions;
 use std::{
     fs,
     path::{Path, PathBuf},

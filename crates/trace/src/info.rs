@@ -7,11 +7,11 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, SourceId};
 use crate::open::{FormatChoice, OpenTrace, TraceFormat, open_trace};
 use crate::parquet::kind_name;
 use crate::stream::{BATCH_EVENTS, EventSink, EventSource};
+use pagetide_access_log::TraceError;
 
 /// Distinct pages that are counted: some 100 MB. The paper's largest trace has 72,000.
 const DISTINCT_PAGES_MAX: usize = 1 << 21;

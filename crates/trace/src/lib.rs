@@ -3,7 +3,6 @@
 //! of any number of tenants (HyperTRIO IV); and traces of DMA to guest memory (VPRI 4.2, 5.3).
 
 mod access;
-mod error;
 mod event;
 mod hypersio;
 mod hypertrace;
@@ -11,7 +10,6 @@ mod info;
 mod open;
 mod params;
 mod parquet;
-mod partial;
 mod qemu;
 mod stream;
 mod tenant;
@@ -25,12 +23,6 @@ pub use access::analysis::{
 pub use access::block::{
     BlockAbout, BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, open_block_trace,
 };
-pub use access::log::{
-    AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, LOG_FILE_BYTES_MIN, LOG_FILES_MAX,
-    LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, RotatingLog,
-};
-pub use access::{AccessRecord, Service};
-pub use error::TraceError;
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
 pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};
 pub use hypertrace::{
@@ -40,10 +32,9 @@ pub use hypertrace::{
     SourceRule, build,
 };
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
-pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_regular, open_trace};
+pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
-pub use partial::PartialFile;
 pub use qemu::QemuLogReader;
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{

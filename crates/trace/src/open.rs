@@ -2,17 +2,16 @@
 //! Opens a trace of any format. The content determines the format; the name may be anything.
 
 use std::fmt;
-use std::fs::{self, File};
-use std::io::{ErrorKind, Read};
+use std::io::Read;
 use std::path::Path;
 use std::str::FromStr;
 
-use crate::error::TraceError;
 use crate::hypersio::{HypersioLogReader, HypersioReader, LogSources, is_record};
 use crate::parquet::{ParquetReader, TraceMeta};
 use crate::qemu::QemuLogReader;
 use crate::stream::EventSource;
 use crate::text::find;
+use pagetide_access_log::{TraceError, open_regular};
 
 /// Bytes of a file that are read to detect its format: the first events of a log may come after pages of
 /// messages from a guest's firmware and kernel.
@@ -171,32 +170,6 @@ pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
             TraceFormat::ALL.map(TraceFormat::name).join(", ")
         ),
     })
-}
-
-/// Opens the file at `path` for more than one pass: a pipe's content can be read only once, and a device
-/// may never end.
-///
-/// # Errors
-/// If there is none, or it is no regular file.
-pub fn open_regular(path: &Path) -> Result<File, TraceError> {
-    let io = |source| TraceError::Io {
-        path: path.to_owned(),
-        source,
-    };
-    // Checked before the open, since opening a pipe waits for its other end.
-    let kind = fs::metadata(path).map_err(io)?.file_type();
-    if kind.is_dir() {
-        return Err(io(ErrorKind::IsADirectory.into()));
-    }
-    if !kind.is_file() {
-        return Err(TraceError::File {
-            path: path.to_owned(),
-            reason: "is a pipe or a device, and has to be read more than once; \
-                     copy it into a file first"
-                .to_owned(),
-        });
-    }
-    File::open(path).map_err(io)
 }
 
 fn head(path: &Path) -> Result<Vec<u8>, TraceError> {

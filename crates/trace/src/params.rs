@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::TraceError;
 use crate::hypertrace::{HyperSpec, Input, Order, SourceRule};
-use crate::partial::PartialFile;
 use crate::tenant::{Stagger, TenantShape, ThirdPage, Workload};
+use pagetide_access_log::PartialFile;
+use pagetide_access_log::TraceError;
 
 /// Suffix of the name of a trace in the authors' format.
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";

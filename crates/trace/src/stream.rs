@@ -2,8 +2,8 @@
 //! Traces as streams: events are read and written in batches, so that a trace of any length passes through
 //! a bounded buffer.
 
-use crate::error::TraceError;
 use crate::event::Event;
+use pagetide_access_log::TraceError;
 
 /// Most events in a batch; large enough that the cost of a call is negligible.
 pub const BATCH_EVENTS: usize = 4096;

@@ -7,7 +7,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use crate::error::TraceError;
+use pagetide_access_log::TraceError;
 
 /// Longest line that is read: the events' lines are below 200 bytes, and other lines of a log (messages of
 /// a guest's firmware, say) are far shorter than this.

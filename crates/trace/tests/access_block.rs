@@ -6,9 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::Access;
 use pagetide_trace::{
-    BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, TraceError, open_block_trace,
+    BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, open_block_trace,
 };
 
 /// A request as the tests write it: time, disk, byte, bytes, what it does.

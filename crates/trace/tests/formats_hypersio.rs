@@ -4,10 +4,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::Iova;
 use pagetide_trace::{
     Event, EventKind, EventSink, EventSource, HypersioLogReader, HypersioReader, HypersioWriter,
-    IommuDomain, LogSources, PageSize, SourceId, TraceError,
+    IommuDomain, LogSources, PageSize, SourceId,
 };
 use proptest::prelude::*;
 

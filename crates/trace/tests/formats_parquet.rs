@@ -3,10 +3,11 @@
 
 use std::path::Path;
 
+use pagetide_access_log::{AccessLogMeta, AccessLogReader, AccessLogWriter, TraceError};
 use pagetide_addr::Iova;
 use pagetide_trace::{
-    Event, EventKind, EventSink, EventSource, IommuDomain, PageSize, ParquetReader, ParquetWriter,
-    ROW_GROUP_EVENTS, SourceId, TraceAccess, TraceError, TraceMeta,
+    Event, EventKind, EventSink, EventSource, FormatChoice, IommuDomain, PageSize, ParquetReader,
+    ParquetWriter, ROW_GROUP_EVENTS, SourceId, TraceAccess, TraceMeta, open_trace,
 };
 use proptest::prelude::*;
 
@@ -191,6 +192,22 @@ fn time_that_runs_backwards_is_refused_with_the_record() {
 }
 
 /// Traces that our writer would not write, made with the `parquet` crate itself.
+#[test]
+fn other_parquet_file_is_no_access_log_and_an_access_log_is_no_other_trace() {
+    let dir = tempfile::tempdir().unwrap();
+    let (log, trace) = (dir.path().join("log"), dir.path().join("trace"));
+    let meta = AccessLogMeta::new("vm", 1 << 30, 0);
+    AccessLogWriter::create(&log, meta)
+        .unwrap()
+        .finish()
+        .unwrap();
+    write(&trace, &[]).unwrap();
+    let error = AccessLogReader::open(&trace).err().unwrap().to_string();
+    assert!(error.contains("pagetide-trace"), "{error}");
+    let error = open_trace(&log, FormatChoice::Detect).err().unwrap();
+    assert!(error.to_string().contains("pagetide-access-log"), "{error}");
+}
+
 mod foreign {
     use std::sync::Arc;
 

@@ -3,9 +3,10 @@
 
 use std::path::Path;
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::Iova;
 use pagetide_trace::{
-    Event, EventKind, EventSource, IommuDomain, PageSize, QemuLogReader, SourceId, TraceError,
+    Event, EventKind, EventSource, IommuDomain, PageSize, QemuLogReader, SourceId,
 };
 use proptest::prelude::*;
 

@@ -14,7 +14,7 @@
 //!             gmem     sys              │
 //!               └── addr ┴──────────────┘
 //! ```
-//! and `report` below `daemon` and `lab`, `capi` on `gmem` alone, `trace` below `daemon` for its access log, and
+//! and `report` below `daemon` and `lab`, `capi` on `gmem` alone, `access-log` below `daemon` and `trace`, and
 //! `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names direct neighbours below; their own
 //! dependencies are allowed too. What the daemon reaches here is what a process has that runs as root.
 
@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 22] = [
+const BELOW: [(&str, &[&str]); 23] = [
     ("pagetide-addr", &[]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
@@ -44,15 +44,16 @@ const BELOW: [(&str, &[&str]); 22] = [
     (
         "pagetide-daemon",
         &[
+            "pagetide-access-log",
             "pagetide-dpu",
             "pagetide-report",
             "pagetide-swap",
-            "pagetide-trace",
             "pagetide-vmm",
             "pagetide-vpri-function",
         ],
     ),
-    ("pagetide-trace", &["pagetide-addr"]),
+    ("pagetide-access-log", &["pagetide-addr"]),
+    ("pagetide-trace", &["pagetide-access-log"]),
     ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
     ("pagetide-ats-pri", &["pagetide-vpri"]),
     (

@@ -17,9 +17,9 @@ use super::{
     vm::{Believed, VmProtection},
 };
 use crate::control::ControlError;
+use pagetide_access_log::{AccessRecord, Service as RecordedService};
 use pagetide_addr::{DeviceId, DomainId};
 use pagetide_policy::protect::PolicyChoice;
-use pagetide_trace::{AccessRecord, Service as RecordedService};
 use pagetide_vpri::{AccessSource, LogRecord, Logging, Service};
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -591,9 +591,9 @@ fn as_recorded(believed: Believed, record: &LogRecord) -> AccessRecord {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_access_log::AccessLogReader;
     use pagetide_addr::{Access, PAGE_BYTES, PageRange, SectionNo};
     use pagetide_sys::memory_file::GuestFile;
-    use pagetide_trace::AccessLogReader;
     use pagetide_vpri::{DmaMmu, DomainTable, IoSpace};
     use std::sync::atomic::AtomicBool;
 

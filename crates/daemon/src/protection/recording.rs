@@ -11,12 +11,12 @@
 
 use super::{log_dir::LogDir, now};
 use crate::control::ControlError;
-use pagetide_addr::DeviceId;
-use pagetide_report::text::Text;
-use pagetide_trace::{
+use pagetide_access_log::{
     AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, LoggedDevice,
     RotatingLog, TraceError,
 };
+use pagetide_addr::DeviceId;
+use pagetide_report::text::Text;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, HashSet, btree_map::Entry},

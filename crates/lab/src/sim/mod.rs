@@ -12,12 +12,12 @@ use std::num::NonZeroUsize;
 use std::path::Path;
 use std::sync::Mutex;
 
+use pagetide_access_log::TraceError;
 use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
 use pagetide_sim::{SimError, findings};
-use pagetide_trace::TraceError;
 
 use args::{SimCommand, StudyArgs, SweepArgs, VerifyArgs};
 use pagetide_report::outcome::{CommandError, Form, print_report, print_with};

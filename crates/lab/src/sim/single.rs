@@ -5,9 +5,9 @@ use std::io::{BufWriter, Write as _};
 use std::path::Path;
 use std::time::Instant;
 
+use pagetide_access_log::PartialFile;
 use pagetide_sim::study::{Point, Traces, check_output};
 use pagetide_sim::{Outcome, StepRecord};
-use pagetide_trace::PartialFile;
 
 use super::args::SimRunArgs;
 use super::report::RunReport;

@@ -11,11 +11,12 @@ use std::io::Read as _;
 use std::path::Path;
 use std::time::Duration;
 
+use pagetide_access_log::{AccessLog, LoggedDevice, Service, TraceError, open_regular};
 use pagetide_addr::{DeviceId, DomainId, SectionNo};
 use pagetide_sim::replay::{Actor, Guest, ReplayError, Through, TraceOptions, TracedVm, survey};
 use pagetide_trace::{
-    AccessAnalysis, AccessLog, Analysis, AnalysisError, AnalysisParams, BlockOptions, LoggedDevice,
-    SectionTouch, Service, TraceError, open_block_trace, open_regular,
+    AccessAnalysis, Analysis, AnalysisError, AnalysisParams, BlockOptions, SectionTouch,
+    open_block_trace,
 };
 
 use super::analyze_plot::plot;

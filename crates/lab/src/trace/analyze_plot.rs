@@ -8,7 +8,8 @@ use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use pagetide_trace::{AccessAnalysis, PartialFile, Service, TraceError};
+use pagetide_access_log::{PartialFile, Service, TraceError};
+use pagetide_trace::AccessAnalysis;
 
 use super::analyze_report::{Addresses, AnalyzeReport, TraceAnalysis, of_memory, range};
 use super::analyze_svg::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};

@@ -3,9 +3,10 @@
 
 use std::path::PathBuf;
 
+use pagetide_access_log::Service;
 use pagetide_sim::replay::{OriginKind, VmOrigin};
 use pagetide_trace::{
-    AccessAnalysis, BlockAbout, ByteOrder, DeviceAnalysis, Locality, Service, ServiceAnalysis,
+    AccessAnalysis, BlockAbout, ByteOrder, DeviceAnalysis, Locality, ServiceAnalysis,
 };
 use serde::Serialize;
 

@@ -14,11 +14,12 @@ mod report;
 use std::path::Path;
 use std::time::Instant;
 
+use pagetide_access_log::{PartialFile, TraceError};
 use pagetide_sim::study::Recipe;
 use pagetide_trace::{
     Event, EventSink, EventSource, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input,
-    MAX_TENANTS, ParquetWriter, PartialFile, SourceRule, TraceError, TraceMeta, TraceParams, build,
-    convert, info, open, open_trace,
+    MAX_TENANTS, ParquetWriter, SourceRule, TraceMeta, TraceParams, build, convert, info, open,
+    open_trace,
 };
 use serde_json::{Value, json};
 

@@ -44,7 +44,7 @@ pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<AccessAnalysis, R
 mod tests {
     use super::super::{Load, paper_fleet};
     use super::*;
-    use pagetide_trace::Service;
+    use pagetide_access_log::Service;
 
     /// The statistics of figure 10, from some storage-intensive guests of 12 GiB.
     #[test]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Why a replay gives no result.
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::DomainId;
-use pagetide_trace::TraceError;
 use std::{
     path::{Path, PathBuf},
     time::Duration,

@@ -5,8 +5,8 @@ use super::{
     AccessStream, Actor, ReplayAccess, ReplayError, TraceOptions,
     traces::{check_span, stretched},
 };
+use pagetide_access_log::{AccessLog, AccessRecord};
 use pagetide_addr::{DomainId, SectionNo};
-use pagetide_trace::{AccessLog, AccessRecord};
 use std::collections::{BTreeSet, VecDeque};
 
 /// Most address spaces of a log that an error names: a file may have any number.

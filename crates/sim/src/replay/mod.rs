@@ -65,7 +65,7 @@ pub use steady_load::SteadyLoad;
 pub use summary::{DeviceSummary, ServiceSummary, Summary};
 pub use traces::{Guest, OriginKind, Through, TraceOptions, TracedVm, VmOrigin, survey};
 
-pub use pagetide_trace::Service;
+pub use pagetide_access_log::Service;
 
 /// Accesses in memory.
 impl<I: Iterator<Item = ReplayAccess> + Send> AccessStream for I {

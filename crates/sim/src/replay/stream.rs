@@ -2,8 +2,8 @@
 //! [`AccessStream`]: accesses in the order of their time, which a replay is fed with.
 
 use super::error::ReplayError;
+use pagetide_access_log::Service;
 use pagetide_addr::{Access, DeviceId, SectionNo};
-use pagetide_trace::Service;
 use std::time::Duration;
 
 /// The origin of an access.

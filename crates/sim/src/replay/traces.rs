@@ -19,10 +19,9 @@ use super::{
     GuestPageCache, NicRing, PageCacheParams, ReplayError, TimedRequest, footprint::Footprint,
     log_stream::LogStream, machine::SECTIONS_MAX, spread, working_set,
 };
+use pagetide_access_log::{AccessLog, open_regular};
 use pagetide_addr::{Access, DeviceId, DomainId, PAGE_BYTES, SectionNo};
-use pagetide_trace::{
-    AccessLog, BlockAbout, BlockOptions, BlockRequest, BlockTrace, open_block_trace, open_regular,
-};
+use pagetide_trace::{BlockAbout, BlockOptions, BlockRequest, BlockTrace, open_block_trace};
 use rustc_hash::FxHashSet;
 use serde::Serialize;
 use std::{

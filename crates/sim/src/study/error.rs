@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use pagetide_trace::TraceError;
+use pagetide_access_log::TraceError;
 
 use crate::error::SimError;
 

@@ -14,7 +14,7 @@
 use std::io::Read;
 use std::path::Path;
 
-use pagetide_trace::{TraceError, open_regular};
+use pagetide_access_log::{TraceError, open_regular};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};

@@ -21,7 +21,7 @@ use std::io::BufWriter;
 use std::path::Path;
 use std::sync::Arc;
 
-use pagetide_trace::PartialFile;
+use pagetide_access_log::PartialFile;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::Result as ParquetResult;

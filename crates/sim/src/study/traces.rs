@@ -9,8 +9,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use pagetide_access_log::TraceError;
 use pagetide_trace::{
-    EventSource, FormatChoice, HyperSpec, HyperTrace, Input, ParquetReader, Recordings, TraceError,
+    EventSource, FormatChoice, HyperSpec, HyperTrace, Input, ParquetReader, Recordings,
     TraceFormat, detect,
 };
 use serde_json::{Value, json};

@@ -16,7 +16,8 @@ mod row;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pagetide_trace::{Event, EventSource, Events, HypersioReader, TraceError};
+use pagetide_access_log::TraceError;
+use pagetide_trace::{Event, EventSource, Events, HypersioReader};
 
 use crate::config::Replacement;
 use crate::error::SimError;

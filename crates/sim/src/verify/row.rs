@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use pagetide_trace::{TraceError, TraceParams};
+use pagetide_access_log::TraceError;
+use pagetide_trace::TraceParams;
 use serde_json::Value;
 
 use crate::config::{CacheConfig, Completion, Config, Flavour, PartitionBy, Replacement};

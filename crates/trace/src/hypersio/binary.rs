@@ -7,9 +7,9 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use super::{RECORD_BYTES, complaint, event_of, is_sound};
-use crate::error::TraceError;
 use crate::event::Event;
 use crate::stream::{BATCH_EVENTS, EventSource};
+use pagetide_access_log::TraceError;
 
 /// Reads translation requests from the authors' binary trace.
 ///

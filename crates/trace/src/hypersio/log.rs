@@ -27,10 +27,10 @@ use std::path::Path;
 use pagetide_addr::Iova;
 
 use super::size_of_mask;
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
 use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::text::{Lines, Radix, Shape, fields, find, id16};
+use pagetide_access_log::TraceError;
 
 const HIT: Shape<5> = [
     ("sid", Radix::PrefixedHex),

@@ -11,11 +11,11 @@ use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use super::{NEVER, NEXT_AT, RECORD_BYTES, TYPE_TRANSLATE, field, mask_of};
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS};
 use crate::parquet::kind_name;
-use crate::partial::PartialFile;
 use crate::stream::{BATCH_EVENTS, EventSink};
+use pagetide_access_log::PartialFile;
+use pagetide_access_log::TraceError;
 
 /// Suffix of the file with the requests; the others have their own.
 const TRACE_SUFFIX: &str = "iotlb_trace.bin";

@@ -4,9 +4,9 @@
 use serde::Serialize;
 
 use super::HyperTrace;
-use crate::error::TraceError;
 use crate::event::EventKind;
 use crate::stream::{BATCH_EVENTS, EventSink, EventSource};
+use pagetide_access_log::TraceError;
 
 /// Progress of a build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -38,11 +38,11 @@ pub use spec::{
 };
 use turns::{Random, RoundRobin, Turns};
 
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, SourceId};
 use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::tenant::SyntheticTenant;
 use crate::tenant::dice::Dice;
+use pagetide_access_log::TraceError;
 
 /// First random stream that no tenant uses; tenants' numbers are below [`MAX_TENANTS`].
 const DICE_OF_LENGTHS: u64 = 1 << 40;

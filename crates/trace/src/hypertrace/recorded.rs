@@ -25,9 +25,9 @@ use std::sync::Arc;
 
 use pagetide_addr::Iova;
 
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, PageSize, SourceId, TraceAccess};
 use crate::stream::{BATCH_EVENTS, EventSource};
+use pagetide_access_log::TraceError;
 
 const RECORD_BYTES: usize = 24;
 /// Records of a chunk: 3 KiB, so that a thousand readers take 3 MiB.

@@ -6,10 +6,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::TraceError;
 use crate::event::SourceId;
 use crate::parquet::{REQUESTS_PER_PACKET, TraceMeta};
 use crate::tenant::{TenantShape, Workload};
+use pagetide_access_log::TraceError;
 
 /// Most tenants of a hyper-trace: five hundred times the paper's, and as many domains as the simulator
 /// supports.

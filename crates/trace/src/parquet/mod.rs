@@ -29,15 +29,8 @@
 //! reader needs a page of each column. Columns are found by name and may be nullable even where the table
 //! does not require it, so a file rewritten by another tool can still be read; other columns are ignored.
 //!
-//! # Hostile files
-//! The `parquet` crate is careful but large. All calls into it go through `contain::contained`, which turns
-//! a panic into an error, and its pages pass `contain::CheckedPages`, which stops those that would make it
-//! reserve memory out of proportion to the file. `footer` first checks that the schema is not nested so
-//! deep that the crate would overflow the stack.
+//! Hostile files are stopped by [`pagetide_access_log::columns`].
 
-pub(crate) mod column;
-mod contain;
-mod footer;
 mod reader;
 mod writer;
 

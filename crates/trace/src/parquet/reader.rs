@@ -13,14 +13,14 @@ use pagetide_addr::Iova;
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::column::{Column, open_file, pairs};
 use super::{
     ACCESSES, FORMAT, FORMAT_KEY, KINDS, ORIGIN_KEY, PACKET_KEY, TraceMeta, VERSION, VERSION_KEY,
     decoded,
 };
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
 use crate::stream::{BATCH_EVENTS, EventSource};
+use pagetide_access_log::TraceError;
+use pagetide_access_log::columns::{Column, open_file, pairs};
 
 /// Reads events from a Parquet trace of this project.
 pub struct ParquetReader {

@@ -18,15 +18,15 @@ use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use parquet::schema::types::ColumnPath;
 
-use super::column::{write_column, write_error};
 use super::{
     ACCESSES, ACCESSES_KEY, FORMAT, FORMAT_KEY, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA,
     TraceMeta, VERSION, VERSION_KEY, access_code, codes_json, kind_code,
 };
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IOVA_BITS};
-use crate::partial::PartialFile;
 use crate::stream::EventSink;
+use pagetide_access_log::PartialFile;
+use pagetide_access_log::TraceError;
+use pagetide_access_log::columns::{write_column, write_error};
 
 /// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and the overhead of a row
 /// group (dictionaries, metadata) is below one percent.

@@ -57,11 +57,11 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, PageSize, SourceId};
 use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::text::Lines;
 use line::Said;
+use pagetide_access_log::TraceError;
 
 /// Reads requests, invalidations and sources that join from a log of stock QEMU.
 #[derive(Debug)]

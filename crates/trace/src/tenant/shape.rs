@@ -4,8 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::TraceError;
 use crate::event::{IOVA_BITS, PageSize, TraceAccess};
+use pagetide_access_log::TraceError;
 
 /// Where the data pages end if no first address is given: 32 pages of 2 MiB then
 /// lie from `0xbc000000` on (IV-D).

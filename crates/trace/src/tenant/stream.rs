@@ -7,8 +7,8 @@ use pagetide_addr::Iova;
 
 use super::dice::Dice;
 use super::shape::{Layout, PageChoice, RunLengths, Span, Stagger, TenantShape, ThirdPage, Unmap};
-use crate::error::TraceError;
 use crate::event::{Event, EventKind, IommuDomain, SourceId, TraceAccess};
+use pagetide_access_log::TraceError;
 
 /// Picoseconds of a second: the unit of a tenant's clock, since a packet's share of a second is seldom
 /// whole nanoseconds.

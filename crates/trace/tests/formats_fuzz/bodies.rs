@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use pagetide_addr::SectionNo;
 
+use pagetide_access_log::{AccessLog, TraceError};
 use pagetide_trace::{
-    AccessLog, Analysis, AnalysisParams, BATCH_EVENTS, BlockFormat, BlockOptions, BlockTrace,
-    Event, EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader, IOVA_BITS,
-    LogSources, ParquetReader, QemuLogReader, SectionTouch, TraceError, info, open_trace,
+    Analysis, AnalysisParams, BATCH_EVENTS, BlockFormat, BlockOptions, BlockTrace, Event,
+    EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader, IOVA_BITS, LogSources,
+    ParquetReader, QemuLogReader, SectionTouch, info, open_trace,
 };
 
 const NAME: &str = "a_trace";

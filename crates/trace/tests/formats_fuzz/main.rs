@@ -5,10 +5,11 @@ mod bodies;
 
 use std::sync::LazyLock;
 
+use pagetide_access_log::{AccessLogMeta, AccessLogWriter, AccessRecord, Service};
 use pagetide_addr::{Access, DeviceId, DomainId, Iova};
 use pagetide_trace::{
-    AccessLogMeta, AccessLogWriter, AccessRecord, Event, EventKind, EventSink, HypersioWriter,
-    IommuDomain, PageSize, ParquetWriter, Service, SourceId, TraceMeta,
+    Event, EventKind, EventSink, HypersioWriter, IommuDomain, PageSize, ParquetWriter, SourceId,
+    TraceMeta,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;

@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
+use pagetide_access_log::TraceError;
 use pagetide_addr::Iova;
 use pagetide_trace::{
     Event, EventKind, EventSource, Events, HyperSpec, HyperTrace, Input, IommuDomain, Lengths,
-    Order, PageSize, RecordedInput, Recordings, Reuse, SourceId, TraceAccess, TraceError,
+    Order, PageSize, RecordedInput, Recordings, Reuse, SourceId, TraceAccess,
 };
 
 use crate::support::{all, spec, try_all};

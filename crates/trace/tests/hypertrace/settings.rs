@@ -3,10 +3,11 @@
 
 use std::collections::BTreeSet;
 
+use pagetide_access_log::TraceError;
 use pagetide_trace::{
     End, EventKind, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input, Lengths,
-    Membership, Order, RecordedInput, SourceId, SourceRule, TenantShape, TraceAccess, TraceError,
-    TraceParams, Workload, build, open,
+    Membership, Order, RecordedInput, SourceId, SourceRule, TenantShape, TraceAccess, TraceParams,
+    Workload, build, open,
 };
 
 use crate::support::{all, packet_tenants, requests, spec, try_all};

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reading a trace whole, and a hash that says whether it is still the same.
 
-use pagetide_trace::{
-    Event, EventKind, EventSource, HyperSpec, HyperTrace, TenantShape, TraceError, Workload,
-};
+use pagetide_access_log::TraceError;
+use pagetide_trace::{Event, EventKind, EventSource, HyperSpec, HyperTrace, TenantShape, Workload};
 
 /// All of `source`.
 pub fn try_all(source: &mut dyn EventSource) -> Result<Vec<Event>, TraceError> {

@@ -32,7 +32,7 @@ use std::time::Duration;
 
 use pagetide_addr::{DeviceId, DomainId, SECTION_BYTES, SectionNo};
 
-use super::Service;
+use pagetide_access_log::Service;
 use report::{count_row, reuse_row};
 
 /// Most pairs of device and section: at 2 MiB that is 7 TiB of memory touched by one device.

@@ -10,7 +10,7 @@ use pagetide_addr::DeviceId;
 use serde::Serialize;
 
 use super::{AnalysisParams, GrowthCurve};
-use crate::access::Service;
+use pagetide_access_log::Service;
 
 /// First access count of each row; the last has no end. The paper's limits are among them: more than twice,
 /// fewer than 10, fewer than 50.

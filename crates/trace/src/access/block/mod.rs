@@ -43,9 +43,9 @@ use std::fmt;
 use std::io::{Cursor, Read};
 use std::path::{Path, PathBuf};
 
-use crate::error::TraceError;
-use crate::open::open_regular;
 use detect::{compression, detect, head_of};
+use pagetide_access_log::TraceError;
+use pagetide_access_log::open_regular;
 
 /// Assumptions about a trace, to be reported with the results.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]

@@ -7,8 +7,8 @@ use pagetide_addr::Access;
 
 use super::binary::{SECTOR_BYTES, offset};
 use super::{BlockRequest, Decoder, Input, Wrong};
-use crate::error::TraceError;
 use crate::text::Lines;
+use pagetide_access_log::TraceError;
 
 /// Fields of a line, by their names in messages.
 const FIELDS: [&str; 5] = ["time", "disk", "sector", "sectors", "operation"];

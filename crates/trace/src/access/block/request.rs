@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A request of a block trace, and what a decoder of one format is.
 
-use crate::error::TraceError;
+use pagetide_access_log::TraceError;
 use pagetide_addr::Access;
 use std::fmt;
 use std::io::Read;

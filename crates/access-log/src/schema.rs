@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How an access log is laid out in Parquet: keys, columns and codes.
 
-use super::Service;
+use crate::record::Service;
 use pagetide_addr::{Access, DeviceId, SECTION_BYTES};
 
-pub(crate) const FORMAT_KEY: &str = "pagetide.format";
+/// Key of the metadata that names the format of a file.
+pub const FORMAT_KEY: &str = "pagetide.format";
 
-pub(crate) const FORMAT: &str = "pagetide-access-log";
+/// Its value for an access log.
+pub const FORMAT: &str = "pagetide-access-log";
 
 pub(super) const VERSION_KEY: &str = "pagetide.version";
 

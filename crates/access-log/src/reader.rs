@@ -9,14 +9,16 @@ use pagetide_addr::{DeviceId, DomainId};
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{
+use crate::columns::{Column, open_file, pairs};
+use crate::error::TraceError;
+use crate::record::AccessRecord;
+use crate::regular::open_regular;
+use crate::schema::{
     AccessLogMeta, FORMAT, FORMAT_KEY, LOG_KEY, VERSION, VERSION_KEY, access_of, service_of,
 };
-use crate::access::AccessRecord;
-use crate::error::TraceError;
-use crate::open::open_regular;
-use crate::parquet::column::{Column, open_file, pairs};
-use crate::stream::BATCH_EVENTS;
+
+/// Most rows read at a time.
+const BATCH_ROWS: usize = 4096;
 
 /// Reads records from one file of an access log.
 pub struct AccessLogReader {
@@ -99,7 +101,7 @@ impl AccessLogReader {
         &self.path
     }
 
-    /// Appends the next records to `batch`, at most [`BATCH_EVENTS`]; none means the end.
+    /// Appends the next records to `batch`, at most [`BATCH_ROWS`]; none means the end.
     ///
     /// # Errors
     /// If the file is broken there; records before the break were returned, and there are none after it.
@@ -174,7 +176,7 @@ impl AccessLogReader {
         }
         let rows = usize::try_from(self.rows_left)
             .unwrap_or(usize::MAX)
-            .min(BATCH_EVENTS);
+            .min(BATCH_ROWS);
         self.columns.read(rows)?;
         self.rows_left -= rows as u64;
         Ok(rows)

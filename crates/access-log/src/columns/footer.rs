@@ -150,7 +150,10 @@ mod tests {
         let length = u32::try_from(footer.len()).unwrap().to_le_bytes();
         let bytes = [b"PAR1", footer.as_slice(), &length, b"PAR1"].concat();
         std::fs::write(&path, bytes).unwrap();
-        let error = crate::ParquetReader::open(&path).unwrap_err().to_string();
+        let error = crate::AccessLogReader::open(&path)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("1000000 elements"), "{error}");
     }
 }

@@ -21,8 +21,7 @@
 //! | `pagetide.log` | JSON of [`AccessLogMeta`]: VM, memory, devices, records that were lost |
 //!
 //! The metadata is written when the file is completed, since only then the losses are known. Columns are
-//! found by name and others are ignored, as in the traces of translation, and hostile files are handled the
-//! same way.
+//! found by name and others are ignored, as in the traces of translation.
 //!
 //! # Order
 //! Several engines write one log, each reading the clock itself, so records may come slightly out of order.
@@ -34,13 +33,18 @@
 //! metadata. Files of one log have the same VM and start; their sequence numbers give their order. The
 //! oldest files are removed.
 
+pub mod columns;
+mod error;
+mod partial;
+mod record;
+mod regular;
 mod schema;
 
-pub use schema::{AccessLogMeta, LoggedDevice};
-pub(crate) use schema::{FORMAT, FORMAT_KEY};
-use schema::{
-    LOG_KEY, SCHEMA, VERSION, VERSION_KEY, access_code, access_of, service_code, service_of,
-};
+pub use error::TraceError;
+pub use partial::PartialFile;
+pub use record::{AccessRecord, Service};
+pub use regular::open_regular;
+pub use schema::{AccessLogMeta, FORMAT, FORMAT_KEY, LoggedDevice};
 
 mod reader;
 mod rotate;
@@ -52,11 +56,10 @@ pub use rotate::{LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, RotatingLog};
 pub use sequence::AccessLog;
 pub use writer::{AccessLogWriter, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS};
 
-use super::Service;
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schema::{access_code, access_of, service_code, service_of};
     use pagetide_addr::Access;
 
     #[test]

@@ -5,9 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::writer::check;
-use super::{AccessLogMeta, AccessLogWriter};
-use crate::access::AccessRecord;
 use crate::error::TraceError;
+use crate::record::AccessRecord;
+use crate::schema::AccessLogMeta;
+use crate::writer::AccessLogWriter;
 
 /// Records after which the size of the file is checked.
 const LOOK_RECORDS: usize = 1024;

@@ -6,12 +6,12 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
-use pagetide_addr::{Access, DeviceId, DomainId};
-use pagetide_trace::{
+use pagetide_access_log::{
     AccessLog, AccessLogMeta, AccessLogReader, AccessLogWriter, AccessRecord, LOG_FILE_BYTES_MIN,
-    LOG_FILES_MAX, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, ParquetWriter,
-    RotatingLog, Service, TraceError, TraceMeta, open_trace,
+    LOG_FILES_MAX, LOG_GROUP_RECORDS, LOG_SLACK_RECORDS, LogLimits, LoggedDevice, RotatingLog,
+    Service, TraceError,
 };
+use pagetide_addr::{Access, DeviceId, DomainId};
 
 fn record(i: u64) -> AccessRecord {
     let network = i.is_multiple_of(3);
@@ -152,19 +152,6 @@ fn log_that_is_cut_off_anywhere_is_an_error_that_names_it() {
         let error = read(std::slice::from_ref(&path)).unwrap_err().to_string();
         assert!(error.contains("cut-log"), "{error}");
     }
-}
-
-#[test]
-fn other_parquet_file_is_no_access_log_and_an_access_log_is_no_other_trace() {
-    let dir = tempfile::tempdir().unwrap();
-    let (log, trace) = (dir.path().join("log"), dir.path().join("trace"));
-    write(&log, meta(), &[record(0)]);
-    let writer = Box::new(ParquetWriter::create(&trace, &TraceMeta::default()).unwrap());
-    pagetide_trace::EventSink::finish(writer).unwrap();
-    let error = read(&[trace]).unwrap_err().to_string();
-    assert!(error.contains("pagetide-trace"), "{error}");
-    let error = open_trace(&log, pagetide_trace::FormatChoice::Detect).unwrap_err();
-    assert!(error.to_string().contains("pagetide-access-log"), "{error}");
 }
 
 fn rotating(dir: &Path, max_files: u32) -> RotatingLog {

@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::{AccessLogMeta, AccessLogReader};
-use crate::access::AccessRecord;
 use crate::error::TraceError;
+use crate::reader::AccessLogReader;
+use crate::record::AccessRecord;
+use crate::schema::AccessLogMeta;
 
 /// One file of a log, closed: a log may have more files than a process may have open.
 #[derive(Debug)]

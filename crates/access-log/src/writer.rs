@@ -16,14 +16,14 @@ use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use parquet::schema::types::ColumnPath;
 
-use super::{
+use crate::columns::{write_column, write_error};
+use crate::error::TraceError;
+use crate::partial::PartialFile;
+use crate::record::AccessRecord;
+use crate::schema::{
     AccessLogMeta, FORMAT, FORMAT_KEY, LOG_KEY, SCHEMA, VERSION, VERSION_KEY, access_code,
     service_code,
 };
-use crate::access::AccessRecord;
-use crate::error::TraceError;
-use crate::parquet::column::{write_column, write_error};
-use crate::partial::PartialFile;
 
 /// Records of a row group: at 36 bytes each the writer gathers some 2 MB.
 pub const LOG_GROUP_RECORDS: usize = 1 << 16;

@@ -3,7 +3,15 @@
 //! formats use this module.
 //!
 //! All calls into the `parquet` crate that look at a file's bytes go through
-//! [`contained`]: see the module above on hostile files.
+//! `contain::contained`.
+//!
+//! # Hostile files
+//! The `parquet` crate is careful but large. `contain::contained` turns a panic into an error, and pages pass
+//! `contain::CheckedPages`, which stops those that would make it reserve memory out of proportion to the file.
+//! `footer` first checks that the schema is not nested so deep that the crate would overflow the stack.
+
+mod contain;
+mod footer;
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,18 +24,17 @@ use parquet::errors::{ParquetError, Result as ParquetResult};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::file::writer::SerializedRowGroupWriter;
 
-use super::contain::{CheckedPages, contained};
-use super::footer;
 use crate::error::TraceError;
+use contain::{CheckedPages, contained};
 
 /// Opens `input` as a Parquet file, after a check of its footer.
-pub(crate) fn open_file(mut input: File) -> Result<SerializedFileReader<File>, String> {
+pub fn open_file(mut input: File) -> Result<SerializedFileReader<File>, String> {
     footer::check(&mut input)?;
     contained(|| SerializedFileReader::new(input))
 }
 
 /// The file's key-value metadata.
-pub(crate) fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
+pub fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
     file.metadata()
         .file_metadata()
         .key_value_metadata()
@@ -38,7 +45,7 @@ pub(crate) fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
 }
 
 /// One column: where it is, and its part of the batch.
-pub(crate) struct Column<T: DataType> {
+pub struct Column<T: DataType> {
     name: &'static str,
     index: usize,
     /// Whether rows may be null, by the schema.
@@ -55,10 +62,7 @@ where
     T::T: Copy,
 {
     /// Looks for the top-level column `name` and checks its type.
-    pub(crate) fn find(
-        file: &SerializedFileReader<File>,
-        name: &'static str,
-    ) -> Result<Self, String> {
+    pub fn find(file: &SerializedFileReader<File>, name: &'static str) -> Result<Self, String> {
         let schema = file.metadata().file_metadata().schema_descr();
         let index = schema
             .columns()
@@ -84,7 +88,8 @@ where
         })
     }
 
-    pub(crate) fn open(
+    /// Goes to the row group `group`.
+    pub fn open(
         &mut self,
         file: &SerializedFileReader<File>,
         group: usize,
@@ -109,7 +114,7 @@ where
     }
 
     /// Reads the values of the next `rows` rows, all of them or none.
-    pub(crate) fn read(&mut self, rows: usize) -> Result<(), String> {
+    pub fn read(&mut self, rows: usize) -> Result<(), String> {
         self.values.clear();
         self.levels.clear();
         self.next = 0;
@@ -133,7 +138,7 @@ where
     }
 
     /// Value of row `row` of the batch; rows must be requested in order.
-    pub(crate) fn optional(&mut self, row: usize) -> Option<T::T> {
+    pub fn optional(&mut self, row: usize) -> Option<T::T> {
         let present = self
             .levels
             .get(row)
@@ -146,7 +151,8 @@ where
         value
     }
 
-    pub(crate) fn required(&mut self, row: usize) -> Result<T::T, String> {
+    /// The value of row `row` of the batch, which must not be null.
+    pub fn required(&mut self, row: usize) -> Result<T::T, String> {
         self.optional(row)
             .ok_or_else(|| format!("column `{}` is null", self.name))
     }
@@ -157,7 +163,7 @@ where
 }
 
 /// Writes the next column of a row group.
-pub(crate) fn write_column<T: DataType>(
+pub fn write_column<T: DataType>(
     group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
     values: &[T::T],
     levels: Option<&[i16]>,
@@ -172,7 +178,7 @@ pub(crate) fn write_column<T: DataType>(
 }
 
 /// The crate wraps the system's error; this extracts it, since a full disk is no fault of the trace.
-pub(crate) fn write_error(path: &Path, error: ParquetError) -> TraceError {
+pub fn write_error(path: &Path, error: ParquetError) -> TraceError {
     let refused = |reason: &dyn std::fmt::Display| TraceError::File {
         path: path.to_owned(),
         reason: format!("cannot be written: {reason}"),
