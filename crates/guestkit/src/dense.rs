@@ -2,7 +2,7 @@
 //! A VMM of real size, taken over, squeezed and detached: what a large VM notices of it.
 //!
 //! A guest of some GiB takes minutes to fill its memory. The stand-in of the product's benches
-//! (`pagetide bench-part busy-guest`) does it in seconds: all of its RAM is filled, and its vCPU
+//! (`pagetide-lab bench-part busy-guest`) does it in seconds: all of its RAM is filled, and its vCPU
 //! never pauses and checks what it reads. Here it is taken over once, as a user would do it:
 //!
 //! ```text
@@ -241,7 +241,7 @@ impl Dense {
         vcpus: u32,
         hot_permille: u64,
     ) -> Result<Self, DenseError> {
-        let built = Product::binary()?;
+        let built = Product::lab_binary()?;
         let own = OwnFolder::new(folder)?;
         let program =
             StandIn::program(&built, &own.0).map_err(|source| file_error(&own.0, source))?;

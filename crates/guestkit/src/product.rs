@@ -93,6 +93,18 @@ impl Product {
         }
     }
 
+    /// The program of its benches, which lies beside that binary.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn lab_binary() -> Result<PathBuf, ProductError> {
+        let path = Self::binary()?.with_file_name("pagetide-lab");
+        match fs::metadata(&path) {
+            Ok(_) => Ok(path),
+            Err(source) => Err(ProductError::File { path, source }),
+        }
+    }
+
     /// [`Product::binary`] where a VMM can be taken over; `None` where not, after printing why.
     #[must_use]
     pub fn to_take_over() -> Option<PathBuf> {

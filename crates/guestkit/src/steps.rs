@@ -110,6 +110,14 @@ pub fn limit_to_half(stage: &Stage, guest: &Guest) -> u64 {
 /// It does not become so.
 pub fn squeeze(stage: &Stage, guest: &Guest) -> u64 {
     stage.product.attach(guest.pid(), VM).expect("attach");
+    squeeze_attached(stage, guest)
+}
+
+/// The same with a VM that is attached.
+///
+/// # Panics
+/// It does not become so.
+pub fn squeeze_attached(stage: &Stage, guest: &Guest) -> u64 {
     let limit = limit_to_half(stage, guest);
     let ceiling = Report::ceiling_bytes(limit);
     let below = || Ok(guest.resident_bytes().is_ok_and(|bytes| bytes <= ceiling));

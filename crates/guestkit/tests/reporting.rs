@@ -7,8 +7,8 @@ use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::qemu::{Disk, GuestSpec};
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
-    DISK_BYTES, PATIENCE, VM, let_go, limit_to_half, number, small, sound_end, squeeze, take_turn,
-    with_disk, work, working_guest,
+    DISK_BYTES, PATIENCE, VM, let_go, number, small, sound_end, squeeze, squeeze_attached,
+    take_turn, with_disk, work, working_guest,
 };
 use serde_json::Value;
 
@@ -71,7 +71,7 @@ fn memory_given_up_leaves_and_its_stored_copies_go_when_it_is_used_again() {
     look_at_all(&mut guest);
 
     // Stored pages: their copies stay until the guest uses the pages again.
-    limit_to_half(&stage, &guest);
+    squeeze_attached(&stage, &guest);
     resize(&mut guest, Command::Give, MEMORY_BYTES / 2);
     let lifted = stage.product.client(["vm", "limit", VM, "none"]);
     lifted
