@@ -7,16 +7,13 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
-use parquet::basic::{Compression, Encoding};
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::Result as ParquetResult;
 use parquet::file::metadata::KeyValue;
-use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use parquet::schema::types::ColumnPath;
 
-use crate::columns::{write_column, write_error};
+use crate::columns::{properties, write_column, write_error};
 use crate::error::TraceError;
 use crate::partial::PartialFile;
 use crate::record::AccessRecord;
@@ -62,12 +59,16 @@ impl AccessLogWriter {
                 path: path.to_owned(),
                 source,
             })?;
+        let pairs = vec![
+            (FORMAT_KEY, FORMAT.to_owned()),
+            (VERSION_KEY, VERSION.to_owned()),
+        ];
         let writer = parse_message_type(SCHEMA)
             .and_then(|schema| {
                 SerializedFileWriter::new(
                     BufWriter::with_capacity(1 << 18, file),
                     Arc::new(schema),
-                    Arc::new(properties()),
+                    Arc::new(properties(LOG_GROUP_RECORDS, pairs)),
                 )
             })
             .map_err(|error| write_error(path, error))?;
@@ -204,26 +205,6 @@ pub(super) fn check(record: &AccessRecord) -> Result<(), String> {
         return Err(format!("time {time_ns} ns is past 2^63"));
     }
     Ok(())
-}
-
-/// Times are stored as differences; everything else repeats itself.
-fn properties() -> WriterProperties {
-    let pairs = [(FORMAT_KEY, FORMAT), (VERSION_KEY, VERSION)];
-    let time = ColumnPath::from("time_ns");
-    WriterProperties::builder()
-        .set_compression(Compression::LZ4_RAW)
-        .set_statistics_enabled(EnabledStatistics::Chunk)
-        .set_column_dictionary_enabled(time.clone(), false)
-        .set_column_encoding(time, Encoding::DELTA_BINARY_PACKED)
-        .set_max_row_group_row_count(Some(LOG_GROUP_RECORDS))
-        .set_created_by(concat!("pagetide ", env!("CARGO_PKG_VERSION")).to_owned())
-        .set_key_value_metadata(Some(
-            pairs
-                .into_iter()
-                .map(|(key, value)| KeyValue::new(key.to_owned(), value.to_owned()))
-                .collect(),
-        ))
-        .build()
 }
 
 fn write_group(

@@ -58,6 +58,7 @@ mod sync;
 pub mod table;
 #[cfg(all(test, not(loom)))]
 mod tests;
+#[cfg_attr(loom, expect(dead_code, reason = "the models use a part of it"))]
 pub mod tlb;
 
 #[cfg(not(loom))]

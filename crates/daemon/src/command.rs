@@ -41,11 +41,11 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         },
         Command::Iopf(command) => iopf(command),
         Command::Estimate(args) => estimate::run(&args),
-        Command::Bench(args) => lab::become_it("bench", &args),
-        Command::Replay(args) => lab::become_it("replay", &args),
-        Command::Sim(args) => lab::become_it("sim", &args),
-        Command::Trace(args) => lab::become_it("trace", &args),
-        Command::Vpri(args) => lab::become_it("vpri", &args),
+        Command::Bench(args) => lab::exec("bench", &args),
+        Command::Replay(args) => lab::exec("replay", &args),
+        Command::Sim(args) => lab::exec("sim", &args),
+        Command::Trace(args) => lab::exec("trace", &args),
+        Command::Vpri(args) => lab::exec("vpri", &args),
         Command::Openapi => print(&api::openapi()),
     }
 }

@@ -18,11 +18,15 @@ use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
 
+use parquet::basic::{Compression, Encoding};
 use parquet::column::reader::{ColumnReaderImpl, get_column_reader, get_typed_column_reader};
 use parquet::data_type::DataType;
 use parquet::errors::{ParquetError, Result as ParquetResult};
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::file::writer::SerializedRowGroupWriter;
+use parquet::schema::types::ColumnPath;
 
 use crate::error::TraceError;
 use contain::{CheckedPages, contained};
@@ -160,6 +164,26 @@ where
     fn complaint(&self, reason: &str) -> String {
         format!("column `{}`: {reason}", self.name)
     }
+}
+
+/// How our files are written: times are stored as differences; all other columns have many repeated values,
+/// so they use dictionaries, and where one grows too large the crate falls back to plain values. `pairs` is
+/// the key-value metadata.
+#[must_use]
+pub fn properties(group_rows: usize, pairs: Vec<(&str, String)>) -> WriterProperties {
+    let time = ColumnPath::from("time_ns");
+    let pairs = pairs
+        .into_iter()
+        .map(|(key, value)| KeyValue::new(key.to_owned(), value));
+    WriterProperties::builder()
+        .set_compression(Compression::LZ4_RAW)
+        .set_statistics_enabled(EnabledStatistics::Chunk)
+        .set_column_dictionary_enabled(time.clone(), false)
+        .set_column_encoding(time, Encoding::DELTA_BINARY_PACKED)
+        .set_max_row_group_row_count(Some(group_rows))
+        .set_created_by(concat!("pagetide ", env!("CARGO_PKG_VERSION")).to_owned())
+        .set_key_value_metadata(Some(pairs.collect()))
+        .build()
 }
 
 /// Writes the next column of a row group.

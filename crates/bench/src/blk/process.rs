@@ -99,7 +99,7 @@ impl Part {
     /// This program with a hidden command.
     pub fn ourselves(arguments: &[&str], cpu: usize) -> Result<Self, PartError> {
         let program = std::env::current_exe().map_err(|source| PartError::Start {
-            program: "pagetide".into(),
+            program: "pagetide-lab".into(),
             source,
         })?;
         Self::start(&program.to_string_lossy(), arguments, cpu)

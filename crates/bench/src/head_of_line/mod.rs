@@ -84,7 +84,7 @@ impl Class {
             Self::Ordinary => Part::ourselves(arguments, cpu),
             Self::RealTime => {
                 let program = std::env::current_exe().map_err(|source| PartError::Start {
-                    program: "pagetide".into(),
+                    program: "pagetide-lab".into(),
                     source,
                 })?;
                 let program = program.to_string_lossy();

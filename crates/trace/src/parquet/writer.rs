@@ -9,14 +9,10 @@ use std::io::BufWriter;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use parquet::basic::{Compression, Encoding};
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::Result as ParquetResult;
-use parquet::file::metadata::KeyValue;
-use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use parquet::schema::types::ColumnPath;
 
 use super::{
     ACCESSES, ACCESSES_KEY, FORMAT, FORMAT_KEY, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA,
@@ -24,9 +20,8 @@ use super::{
 };
 use crate::event::{Event, EventKind, IOVA_BITS};
 use crate::stream::EventSink;
-use pagetide_access_log::PartialFile;
-use pagetide_access_log::TraceError;
-use pagetide_access_log::columns::{write_column, write_error};
+use pagetide_access_log::columns::{properties, write_column, write_error};
+use pagetide_access_log::{PartialFile, TraceError};
 
 /// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and the overhead of a row
 /// group (dictionaries, metadata) is below one percent.
@@ -73,7 +68,7 @@ impl ParquetWriter {
                 SerializedFileWriter::new(
                     BufWriter::with_capacity(1 << 20, file),
                     Arc::new(schema),
-                    Arc::new(properties(meta)),
+                    Arc::new(properties(ROW_GROUP_EVENTS, pairs(meta))),
                 )
             })
             .map_err(|error| write_error(path, error))?;
@@ -174,32 +169,16 @@ impl std::fmt::Debug for ParquetWriter {
     }
 }
 
-/// Times are stored as differences. All other columns have many repeated values, so they use dictionaries;
-/// where one grows too large the crate falls back to plain values.
-fn properties(meta: &TraceMeta) -> WriterProperties {
-    let pairs = [
+/// The metadata of a file, as pairs of key and value.
+fn pairs(meta: &TraceMeta) -> Vec<(&'static str, String)> {
+    vec![
         (FORMAT_KEY, FORMAT.to_owned()),
         (VERSION_KEY, VERSION.to_owned()),
         (PACKET_KEY, meta.requests_per_packet.to_string()),
         (ORIGIN_KEY, meta.origin.to_string()),
         (KINDS_KEY, codes_json(&KINDS)),
         (ACCESSES_KEY, codes_json(&ACCESSES)),
-    ];
-    let time = ColumnPath::from("time_ns");
-    WriterProperties::builder()
-        .set_compression(Compression::LZ4_RAW)
-        .set_statistics_enabled(EnabledStatistics::Chunk)
-        .set_column_dictionary_enabled(time.clone(), false)
-        .set_column_encoding(time, Encoding::DELTA_BINARY_PACKED)
-        .set_max_row_group_row_count(Some(ROW_GROUP_EVENTS))
-        .set_created_by(concat!("pagetide ", env!("CARGO_PKG_VERSION")).to_owned())
-        .set_key_value_metadata(Some(
-            pairs
-                .into_iter()
-                .map(|(key, value)| KeyValue::new(key.to_owned(), value))
-                .collect(),
-        ))
-        .build()
+    ]
 }
 
 impl Rows {
@@ -267,7 +246,7 @@ mod tests {
     #[test]
     fn full_disk_is_an_error_of_the_system_and_says_what_to_do() {
         let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
-        let properties = Arc::new(properties(&TraceMeta::default()));
+        let properties = Arc::new(properties(ROW_GROUP_EVENTS, pairs(&TraceMeta::default())));
         let written = SerializedFileWriter::new(Full, schema, properties)
             .and_then(|mut writer| writer.finish().map(drop));
         let error = write_error(Path::new("a"), written.unwrap_err());
