@@ -21,17 +21,17 @@ pub type gm_va_t = u64;
 /// A physical address: of the host's memory, or of a device's own.
 pub type gm_pa_t = u64;
 
-/// A virtual address space: what is allocated in it, who is attached to it, and what is mapped.
+/// A virtual address space: its allocated regions, its attached devices, and its mappings.
 ///
-/// A handle. It is not an address and never followed: a handle that was never given out is answered
-/// with GM_RET_INVALID_HANDLE, one whose object was destroyed with GM_RET_DESTROYED. That holds for
-/// all four kinds of handles. They may be compared, copied, and used by any thread at any time.
+/// A handle. A handle is not an address and is never dereferenced: a handle that was never issued
+/// returns GM_RET_INVALID_HANDLE, one whose object was destroyed returns GM_RET_DESTROYED. This holds
+/// for all four kinds of handles. They may be compared, copied, and used by any thread at any time.
 #[repr(C)]
 pub struct gm_as_t {
     _opaque: [u8; 0],
 }
 
-/// A device: whoever uses address spaces, with the operations of its MMU. A handle.
+/// A device: a user of address spaces, with the operations of its MMU. A handle.
 #[repr(C)]
 pub struct gm_dev_t {
     _opaque: [u8; 0],
@@ -39,67 +39,69 @@ pub struct gm_dev_t {
 
 /// An allocated range of virtual addresses of one address space. A handle.
 ///
-/// A region has one handle as long as it lives: two handles are equal if the regions are the same.
+/// A region has one handle for its whole life: two handles are equal if they refer to the same region.
 #[repr(C)]
 pub struct gm_region_t {
     _opaque: [u8; 0],
 }
 
-/// Mappings of one address space that are unmapped together. A handle.
+/// A set of mappings of one address space that are unmapped together. A handle.
 #[repr(C)]
 pub struct gm_mapping_set_t {
     _opaque: [u8; 0],
 }
 
-/// What became of a call. Unless the function says otherwise, a call that failed has changed nothing.
-/// gm_ret_string() has a sentence for each, gm_last_error() one with the numbers of the case.
+/// The result of a call. Unless stated otherwise, a call that fails has changed nothing.
+/// gm_ret_string() describes each code; gm_last_error() describes the last failure, with its addresses
+/// and numbers.
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct gm_ret_t(pub u32);
 
-/// It is done.
+/// Success.
 pub const GM_RET_OK: gm_ret_t = gm_ret_t(0);
-/// A handle that was never given out, or NULL, or of another kind.
+/// The handle was never issued, is NULL, or is of another kind.
 pub const GM_RET_INVALID_HANDLE: gm_ret_t = gm_ret_t(1);
 /// The space, device, region or mapping set was destroyed.
 pub const GM_RET_DESTROYED: gm_ret_t = gm_ret_t(2);
-/// An argument makes no sense: a NULL where there must be something, an unknown flag, a range that is
-/// empty or not of whole pages.
+/// An argument is invalid: NULL where a value is required, an unknown flag, a range that is empty or
+/// not a multiple of the page size.
 pub const GM_RET_INVALID_ARGUMENT: gm_ret_t = gm_ret_t(3);
 /// No free range of addresses satisfies the request.
 pub const GM_RET_NO_ADDRESSES: gm_ret_t = gm_ret_t(4);
 /// No physical memory is free, or none is registered.
 pub const GM_RET_NO_MEMORY: gm_ret_t = gm_ret_t(5);
-/// The address is in no allocated region.
+/// The address is not in an allocated region.
 pub const GM_RET_NOT_ALLOCATED: gm_ret_t = gm_ret_t(6);
-/// The device is attached to the space already (a CPU: another CPU is).
+/// The device is already attached to the space (for a CPU: another CPU is attached).
 pub const GM_RET_ALREADY_ATTACHED: gm_ret_t = gm_ret_t(7);
 /// The device is not attached to the space.
 pub const GM_RET_NOT_ATTACHED: gm_ret_t = gm_ret_t(8);
-/// The device is active in no space.
+/// The device is not active in any space.
 pub const GM_RET_NOT_ACTIVE: gm_ret_t = gm_ret_t(9);
-/// Something else still uses it.
+/// The object is still in use.
 pub const GM_RET_IN_USE: gm_ret_t = gm_ret_t(10);
-/// The region is mapped already.
+/// The region is already mapped.
 pub const GM_RET_ALREADY_MAPPED: gm_ret_t = gm_ret_t(11);
 /// The region is not mapped.
 pub const GM_RET_NOT_MAPPED: gm_ret_t = gm_ret_t(12);
 /// The region, or its mapping, does not allow the access.
 pub const GM_RET_DENIED: gm_ret_t = gm_ret_t(13);
-/// The device cannot recover from a fault: wire what it may use (gm_region_map).
+/// The device cannot recover from a fault: it needs wired mappings (gm_region_map).
 pub const GM_RET_CANNOT_RECOVER: gm_ret_t = gm_ret_t(14);
-/// This space, device or region, or this version, cannot do that.
+/// This space, device, region or library version does not support the operation.
 pub const GM_RET_UNSUPPORTED: gm_ret_t = gm_ret_t(15);
-/// A driver answered GM_MMU_BUSY and did not stop: try again.
+/// A driver kept returning GM_MMU_BUSY: try again.
 pub const GM_RET_BUSY: gm_ret_t = gm_ret_t(16);
-/// An operation of a driver failed: gm_last_error() has the driver's code.
+/// An operation of a driver failed; gm_last_error() has the driver's code.
 pub const GM_RET_DEVICE: gm_ret_t = gm_ret_t(17);
-/// The function was called from within an operation of a driver, where it would wait for itself.
+/// The function was called from within an operation of a driver, where it would deadlock.
 pub const GM_RET_IN_DRIVER: gm_ret_t = gm_ret_t(18);
-/// A mistake of this library. What the call was to do may be half done.
+/// A bug in this library. The operation may be incomplete.
 pub const GM_RET_INTERNAL: gm_ret_t = gm_ret_t(19);
 
-/// Types of access to a virtual address, to be combined. GM_PROT_WRITE includes GM_PROT_READ.
+/// Types of access to a virtual address; the flags may be combined. GM_PROT_WRITE includes
+/// GM_PROT_READ.
 pub type gm_prot_t = u32;
 
 /// No access.
@@ -112,76 +114,76 @@ pub const GM_PROT_WRITE: gm_prot_t = 2;
 /// How addresses are allocated; the flags may be combined.
 pub type gm_as_alloc_t = u32;
 
-/// Some range that fits, found in constant time.
+/// Any range that fits, found in constant time.
 pub const GM_AS_ALLOC_DEFAULT: gm_as_alloc_t = 0;
 /// The lowest range that fits.
 pub const GM_AS_ALLOC_FIRST_FIT: gm_as_alloc_t = 1;
-/// An unused page is kept on both sides of each region, to trap what runs over its ends.
+/// An unmapped guard page is kept on both sides of each region, to catch overruns.
 pub const GM_AS_ALLOC_GUARDED: gm_as_alloc_t = 2;
-/// Small regions that are freed are kept, by size, for the next request.
+/// Small freed regions are cached by size for later allocations.
 pub const GM_AS_ALLOC_CACHED: gm_as_alloc_t = 4;
 
-/// Whose page table a device uses.
+/// Which page table a device uses.
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct gm_mmu_mode_t(pub u32);
 
-/// One that attached devices of the same format share, if both can recover from faults or neither can; a
-/// coherent one is made if there is none.
+/// A table shared with attached devices of the same format, provided that all or none of them can
+/// recover from faults; a coherent table is created if there is none.
 pub const GM_MMU_MODE_SHARED: gm_mmu_mode_t = gm_mmu_mode_t(0);
-/// One of its own, which is kept coherent with the others.
+/// A table of its own, which is kept coherent with the others.
 pub const GM_MMU_MODE_COHERENT: gm_mmu_mode_t = gm_mmu_mode_t(1);
 
-/// What a device is capable of; the flags may be combined.
+/// Capabilities of a device; the flags may be combined.
 pub type gm_dev_cap_t = u32;
 
-/// Nothing of the following.
+/// No capabilities.
 pub const GM_DEV_CAP_NONE: gm_dev_cap_t = 0;
-/// An access that causes a translation fault waits and is repeated. A device without this gets wired
-/// mappings only.
+/// An access that causes a translation fault waits and is retried. Devices without this capability get
+/// wired mappings only.
 pub const GM_DEV_CAP_RECOVERS: gm_dev_cap_t = 1;
 
-/// What a fault makes of a page's other mappings, and where the page is placed.
+/// How a fault treats other mappings of the page, and where the page is placed.
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct gm_region_placement_t(pub u32);
 
-/// One mapping in the whole space: others are destroyed first, and the page moves to the memory of the
-/// device that faulted, if it has some. The default.
+/// One mapping in the whole space: other mappings are removed first, and the page migrates to the
+/// memory of the faulting device, if that has memory. The default.
 pub const GM_REGION_UNIQUE: gm_region_placement_t = gm_region_placement_t(0);
-/// The page stays where it is, and whoever faults on it maps it there.
+/// The page stays where it is; each device that faults on it maps it there.
 pub const GM_REGION_REMOTE_ACCESS: gm_region_placement_t = gm_region_placement_t(1);
-/// As GM_REGION_UNIQUE, and the pages that follow are brought along without being waited for.
+/// As GM_REGION_UNIQUE; the pages that follow are prefetched asynchronously.
 pub const GM_REGION_PREFETCH: gm_region_placement_t = gm_region_placement_t(2);
 
-/// What is behind a region: see gm_region_state(). (Ours.)
+/// What backs a region: see gm_region_state(). (Extension.)
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct gm_region_state_t(pub u32);
 
-/// Nothing: never mapped, or unmapped.
+/// Nothing: the region was never mapped, or was unmapped.
 pub const GM_REGION_NOTHING: gm_region_state_t = gm_region_state_t(0);
-/// Pages of the caller's (gm_region_map).
+/// Pages supplied by the caller (gm_region_map).
 pub const GM_REGION_WIRED: gm_region_state_t = gm_region_state_t(1);
-/// Pages that faults have brought.
+/// Pages allocated by faults.
 pub const GM_REGION_DEMAND: gm_region_state_t = gm_region_state_t(2);
-/// Pages of a virtual machine's memory. No space that is made by this header has such.
+/// Pages of a virtual machine's memory. Spaces created through this header have none.
 pub const GM_REGION_PAGED: gm_region_state_t = gm_region_state_t(3);
-/// It is being unmapped at this moment; or a device failed in an unmap and may reach it still, and it
-/// must be unmapped again.
+/// The region is being unmapped; or a device failed during an unmap and may still have access, and the
+/// region must be unmapped again.
 pub const GM_REGION_LEAVING: gm_region_state_t = gm_region_state_t(4);
 
-/// Flags of gm_region_map, gm_region_unmap and gm_mapping_set_unmap; the page size of a mapping is
-/// added with GM_MAP_PAGE_SIZE.
+/// Flags of gm_region_map, gm_region_unmap and gm_mapping_set_unmap; GM_MAP_PAGE_SIZE adds the page
+/// size of a mapping.
 pub type gm_flags_t = c_int;
 
-/// The call returns at once; see gm_region_unmap for what follows.
+/// The call returns at once; see gm_region_unmap().
 pub const GM_ASYNC: gm_flags_t = 1;
 
-/// A page table, as the driver that made it names it.
+/// A page table, as identified by the driver that created it.
 pub type gm_table_t = *mut c_void;
 
-/// A range of virtual addresses, in whole pages.
+/// A range of virtual addresses; whole pages.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct gm_range_t {
@@ -191,7 +193,7 @@ pub struct gm_range_t {
     pub size: gm_va_t,
 }
 
-/// A mapping: frames that follow one another, at addresses that follow one another.
+/// A mapping of consecutive addresses to consecutive frames.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct gm_mapping_t {
@@ -205,51 +207,53 @@ pub struct gm_mapping_t {
     pub prot: gm_prot_t,
 }
 
-/// Takes the mapping for the space to which the device is being attached. Given to `inherit` of
-/// gm_mmu_t, to be called as often as there are mappings, with the `list` that came with it.
+/// Adds a mapping to the space to which the device is being attached. Passed to `inherit` of gm_mmu_t,
+/// which calls it once per mapping with the `list` it was given.
 pub type gm_inherit_fn =
     Option<unsafe extern "C" fn(list: *mut c_void, mapping: *const gm_mapping_t)>;
 
-/// An answer of `unmap` and `protect` of gm_mmu_t: an access is under way; the space asks again for
-/// some milliseconds. No code of a driver's own may have this value.
+/// A result of `unmap` and `protect` of gm_mmu_t: an access is in flight; the space retries for some
+/// milliseconds. No driver-defined code may have this value.
 pub const GM_MMU_BUSY: c_int = 0x7fff_ffff;
 
-/// The operations of one kind of MMU, and what it can do.
+/// The operations and capabilities of one kind of MMU.
 ///
-/// Zero it, set `struct_size` to sizeof(gm_mmu_t), and fill in what there is: `map` and `unmap` there
-/// must be, all else may be NULL. gm_dev_create() takes a copy.
+/// Zero it, set `struct_size` to sizeof(gm_mmu_t), and fill in the operations: `map` and `unmap` are
+/// required, all others may be NULL. gm_dev_create() copies it.
 ///
-/// The operations get the `mmu_data` of the device first. They return 0, or a code of the driver's
-/// own, of which gm_last_error() tells. They are called by any thread, by several at once for different
+/// Each operation gets the device's `mmu_data` as its first argument. It returns 0, or a driver-defined
+/// code, which gm_last_error() reports. Operations are called by any thread, concurrently for different
 /// pages, and with locks of the address space held: they must not call functions of this header (which
-/// answer GM_RET_IN_DRIVER), and must not wait for a thread that does. No exception may leave them.
+/// return GM_RET_IN_DRIVER) and must not wait for a thread that does. They must not throw exceptions.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct gm_mmu_t {
     /// sizeof(gm_mmu_t), so that later versions can add to it.
     pub struct_size: usize,
-    /// Page sizes it can map: bit n stands for pages of 2^n bytes. 4 KiB always is among them.
+    /// Supported page sizes: bit n stands for pages of 2^n bytes. 4 KiB is always supported.
     pub page_sizes: u64,
-    /// Format of its page tables. Devices with the same one can share a table, and are given the tables
-    /// of one another (by `activate`, without which a device shares none). 0: nobody else can use them. Not 0xffffffff, which is that of gm_mmu_CPU.
+    /// Format of its page tables. Devices with the same format can share tables and are given each
+    /// other's tables (by `activate`; a device without it shares none). 0: the tables are private.
+    /// 0xffffffff is reserved for gm_mmu_CPU.
     pub format: u32,
     /// Must be 0.
     pub reserved: u32,
-    /// Makes an empty page table, another for each space. NULL: there is just one, which is called NULL.
-    /// To be attached to more than one space at a time a device needs this, `activate` and `deactivate`;
-    /// a table that another space has is not taken (GM_RET_UNSUPPORTED of gm_as_attach()).
+    /// Creates an empty page table; called once per space. NULL: there is a single table, which is
+    /// called NULL. A device needs this, `activate` and `deactivate` to be attached to more than one
+    /// space at a time; a table that another space uses is refused (GM_RET_UNSUPPORTED of
+    /// gm_as_attach()).
     pub table_create:
         Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: *mut gm_table_t) -> c_int>,
-    /// Nobody uses the table any more.
+    /// Destroys a table that is no longer used.
     pub table_destroy: Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: gm_table_t)>,
-    /// From now on the device translates by the table, with an empty TLB.
+    /// Makes the device translate by the table, starting with an empty TLB.
     pub activate: Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: gm_table_t) -> c_int>,
-    /// From now on the device translates by nothing; no access by the table is under way any more.
+    /// Makes the device translate by no table. When it returns, no access through the table is in
+    /// flight.
     pub deactivate: Option<unsafe extern "C" fn(mmu_data: *mut c_void, table: gm_table_t) -> c_int>,
-    /// Enters translations of `size` bytes to frames that follow one another from `pa` on, by pages of
-    /// `page_size` bytes. What is translated already gets the new frame and access instead; if that only
-    /// allows more, no `invalidate` follows, so a device that faults must drop its TLB's entry of the
-    /// page before it tries again.
+    /// Maps `size` bytes to consecutive frames from `pa` on, in pages of `page_size` bytes. Existing
+    /// translations are replaced; if the new one only allows more, no `invalidate` follows, so a device
+    /// that faults must drop its TLB entry of the page before it retries.
     pub map: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,
@@ -261,7 +265,7 @@ pub struct gm_mmu_t {
             prot: gm_prot_t,
         ) -> c_int,
     >,
-    /// Removes translations. Some of the pages may have none. May answer GM_MMU_BUSY.
+    /// Removes translations. Some of the pages may have none. May return GM_MMU_BUSY.
     pub unmap: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,
@@ -270,8 +274,8 @@ pub struct gm_mmu_t {
             size: gm_va_t,
         ) -> c_int,
     >,
-    /// Leaves translations no more access than `prot`. Some of the pages may have none. May answer
-    /// GM_MMU_BUSY. NULL: they are removed, and given again when the device faults.
+    /// Reduces translations to at most the access `prot`. Some of the pages may have none. May return
+    /// GM_MMU_BUSY. NULL: translations are removed instead, and mapped again when the device faults.
     pub protect: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,
@@ -281,9 +285,9 @@ pub struct gm_mmu_t {
             prot: gm_prot_t,
         ) -> c_int,
     >,
-    /// Forgets what TLBs of this device hold of the table for the ranges, which are ascending and apart.
-    /// When it returns 0, no access by a translation that is no longer in the table is under way or can
-    /// begin. NULL: the device has no TLB.
+    /// Invalidates this device's TLB entries of the table for the ranges, which are ascending and
+    /// disjoint. When it returns 0, no access through a translation that was removed from the table is
+    /// in flight or can begin. NULL: the device has no TLB.
     pub invalidate: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,
@@ -292,12 +296,11 @@ pub struct gm_mmu_t {
             count: usize,
         ) -> c_int,
     >,
-    /// Fills memory that is registered with the device with zeros. Needed for
-    /// gm_dev_register_physmem().
+    /// Zeroes memory that is registered with the device. Required for gm_dev_register_physmem().
     pub prepare:
         Option<unsafe extern "C" fn(mmu_data: *mut c_void, pa: gm_pa_t, size: gm_va_t) -> c_int>,
-    /// Copies between two places, one of them in memory that is registered with the device, the other
-    /// perhaps in another device's or the host's. Needed for gm_dev_register_physmem().
+    /// Copies between two places, of which at least one is memory registered with the device; the other
+    /// may belong to another device or the host. Required for gm_dev_register_physmem().
     pub copy: Option<
         unsafe extern "C" fn(
             mmu_data: *mut c_void,
@@ -306,20 +309,20 @@ pub struct gm_mmu_t {
             size: gm_va_t,
         ) -> c_int,
     >,
-    /// Tells, by calling `add`, of the mappings that exist already, 2^20 at most; they become wired
-    /// regions of the space the device is attached to.
+    /// Reports existing mappings, at most 2^20, by calling `add`; they become wired regions of the
+    /// space to which the device is attached.
     pub inherit: Option<
         unsafe extern "C" fn(mmu_data: *mut c_void, add: gm_inherit_fn, list: *mut c_void) -> c_int,
     >,
 }
 
-/// What `mmu_data` is for gm_mmu_CPU: mappings of a virtual address space of the host, which a gm_as_t
-/// inherits as wired regions when the CPU is attached to it. gm_dev_create() takes a copy.
+/// The `mmu_data` of gm_mmu_CPU: mappings of a virtual address space of the host, which a gm_as_t
+/// inherits as wired regions when the CPU is attached to it. gm_dev_create() copies it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct gm_cpu_space_t {
     /// The mappings; NULL if there are none.
     pub mappings: *const gm_mapping_t,
-    /// How many: 2^20 at most.
+    /// Their number: at most 2^20.
     pub count: usize,
 }

@@ -108,7 +108,7 @@ const PAPERS: [&str; 17] = [
 ];
 
 #[test]
-fn what_is_not_the_papers_says_that_it_is_ours_and_the_papers_does_not() {
+fn what_is_not_the_papers_says_that_it_is_extension_and_the_papers_does_not() {
     for part in PARTS {
         let file: syn::File = syn::parse_str(&source(&format!("interface/{}.rs", part.0))).unwrap();
         for item in &file.items {
@@ -123,8 +123,8 @@ fn what_is_not_the_papers_says_that_it_is_ours_and_the_papers_does_not() {
             if ["gm_mmu_cpu", "gm_dev_cpu"].contains(&name.as_str()) {
                 continue;
             }
-            let is_ours = render::documentation(&function.attrs).contains("(Ours.)");
-            assert_eq!(is_ours, !PAPERS.contains(&name.as_str()), "{name}");
+            let is_extension = render::documentation(&function.attrs).contains("(Extension.)");
+            assert_eq!(is_extension, !PAPERS.contains(&name.as_str()), "{name}");
         }
     }
 }

@@ -189,7 +189,7 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Bring every page back, then let go of the VM; Ctrl-C stops it, and the VM is served as before
+    /// Swap in all pages of the VM, then release it; Ctrl-C stops this, and the VM is served as before
     Detach {
         /// Name of the VM
         name: String,

@@ -220,7 +220,7 @@ pub enum VmState {
     Attached,
     /// Its faults are served, but nothing is evicted; `eviction_blockers` says why.
     ServingOnly,
-    /// Its pages are being brought back before it is let go.
+    /// Its pages are being swapped in before it is released.
     Detaching,
     /// Stopped, because going on could hand out wrong bytes.
     Stopped,
@@ -344,11 +344,11 @@ report! {
         heard_accesses: u64 => counter,
         /// Records of the access log that were not believed: outside the VM's memory, or of too many devices.
         refused_accesses: u64 => counter,
-        /// Pages brought back because a policy expected a device to ask for them.
+        /// Pages prefetched because a policy expected a device to access them.
         prefetched_pages: u64 => counter,
         /// What is protected of each device.
         protected_devices: Vec<DeviceProtectionReport> => skip,
-        /// Pages brought back with a faulting neighbour.
+        /// Pages swapped in along with a faulting neighbour.
         readahead_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
         discarded_pages: u64 => counter,
@@ -460,7 +460,7 @@ report! {
         injected_iopfs: u64 => counter,
         /// Page requests sent ahead of need, for requests that stood behind one that waited.
         prefaults: u64 => counter,
-        /// Absent pages that reads covered whole: their old content was dropped, not brought back.
+        /// Absent pages that reads covered whole: their old content was dropped, not swapped in.
         overwritten_pages: u64 => counter,
         /// Requests failed because their pages did not come in time (`iopf-timeout-ms`).
         timed_out_requests: u64 => counter,
@@ -498,10 +498,10 @@ pub struct ReclaimReport {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum DetachEnd {
-    /// It was let go, and runs on.
+    /// It was released, and continues to run.
     #[default]
     LetGo,
-    /// The process of its VMM ended before it was let go. Nothing is kept for it any more.
+    /// The process of its VMM ended before it was released. Nothing is kept for it any more.
     VmmEnded,
 }
 
@@ -515,7 +515,7 @@ pub struct DetachReport {
     /// How it ended.
     #[serde(default)]
     pub end: DetachEnd,
-    /// Pages brought back.
+    /// Pages swapped in.
     pub filled_pages: u64,
     /// RAM of the VM that is present afterwards.
     pub resident_bytes: u64,

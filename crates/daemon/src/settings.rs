@@ -88,6 +88,8 @@ pub enum TrackerChoice {
     Unmap,
     /// By the kernel's idle page tracking.
     Idle,
+    /// All pages are unmapped at each scan: for comparison.
+    Whole,
 }
 
 /// Form of the log on stderr.
@@ -250,7 +252,7 @@ settings! {
     neighbours: u32 = "16",
     /// Threads that evict from one VM at a time, at most 16; 0 for a quarter of the CPUs, four at most
     evict_threads: u32 = "0",
-    /// How it is learnt which memory is hot: unmap (pages are unmapped, and it is seen which come back), idle (the kernel's idle page tracking, which it must have), or auto for the cheapest that the kernel has
+    /// How it is learnt which memory is hot: unmap (pages are unmapped, and it is seen which come back), idle (the kernel's idle page tracking, which it must have), whole (all pages are unmapped at each scan, which slows a busy guest down; for comparison), or auto for the cheapest that the kernel has
     tracker: TrackerChoice = "auto",
     /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",

@@ -97,7 +97,7 @@ impl Text for DetachReport {
             );
         }
         format!(
-            "{}: detached from process {} in {:.1} s, {} pages brought back, {} resident\n",
+            "{}: detached from process {} in {:.1} s, {} pages swapped in, {} resident\n",
             self.name,
             self.pid,
             self.seconds,
@@ -193,7 +193,7 @@ mod tests {
         };
         assert_eq!(
             report.text(),
-            "web: detached from process 4711 in 1.2 s, 5 pages brought back, 8.0 KiB resident\n"
+            "web: detached from process 4711 in 1.2 s, 5 pages swapped in, 8.0 KiB resident\n"
         );
         let ended = DetachReport {
             end: DetachEnd::VmmEnded,

@@ -46,9 +46,9 @@ use std::{collections::HashMap, time::Duration};
 pub const SAMPLE_PAGES: usize = 8;
 /// A sweep takes at least this long while cold sections are wanted.
 pub const SWEEP_WANTED: Duration = crate::marks::SCAN_ROUND;
-/// The same after an attach, until [`SWEEPS_TO_KNOW`] sweeps have been made, so that cold memory is known
-/// within five minutes.
-pub const SWEEP_FIRST: Duration = Duration::from_secs(50);
+/// The same after an attach, until [`SWEEPS_TO_KNOW`] sweeps have been made: cold memory is known within a
+/// minute where the cost allows it. The cost bounds sweeps of large or busy VMs to a slower pace.
+pub const SWEEP_FIRST: Duration = Duration::from_secs(10);
 /// After so many sweeps a section that was not touched has drifted to the coldest set.
 pub const SWEEPS_TO_KNOW: u64 = 5;
 /// The same as long as cold sections are not wanted.
@@ -521,7 +521,7 @@ mod tests {
         run(&mut pace, 1, 1, (1, 1), Want::Little);
         let looked = run(&mut pace, 240, 1, (1, 1), Want::Little);
         assert!((8191..=8193).contains(&looked), "{looked}");
-        let looked = run(&mut pace, 50, 1, (1, 1), Want::First);
+        let looked = run(&mut pace, 10, 1, (1, 1), Want::First);
         assert!((8191..=8193).contains(&looked), "{looked}");
         let looked = run(&mut pace, 50, 1, (1, 1), Want::Much);
         assert!((81_000..=82_000).contains(&looked), "{looked}");

@@ -16,6 +16,8 @@ mod huge;
 pub mod idle;
 mod ranges;
 mod unmap;
+mod whole;
 
 pub use idle::IdlePages;
 pub use unmap::{UnmapAndLook, refault_cost};
+pub use whole::WholeSections;

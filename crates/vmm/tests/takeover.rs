@@ -30,7 +30,7 @@ use pagetide_vmm::takeover::{
     TakeOverError, TakenOver, abandon, find_inside, let_go, resume, take_over, watch,
 };
 use pagetide_vmm::tracker::{
-    AccessTracker, DmaLook, IdlePages, Look, NoDma, UnmapAndLook, refault_cost,
+    AccessTracker, DmaLook, IdlePages, Look, NoDma, UnmapAndLook, WholeSections, refault_cost,
 };
 use qemu::{Qemu, RAM_MIB, can_run};
 use std::collections::HashMap;
@@ -705,6 +705,36 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     // And the content is what it was.
     vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
     assert!(!refault_cost().unwrap().is_zero());
+}
+
+#[test]
+fn sample_of_whole_sections_misses_no_page_and_unmaps_all() {
+    if !can_run() {
+        return;
+    }
+    let mut vm = attach(Qemu::with_shared_ram(&[]));
+    vm.qemu.ask(r#"{"execute":"stop"}"#);
+    let sampled = UnmapAndLook::new(&vm.vmm, live(&vm.layout), Arc::new(NoDma)).unwrap();
+    let tracker = WholeSections::new(sampled);
+    vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
+    let section = SectionNo(16);
+    // Whatever page is asked about.
+    let look = Look {
+        section,
+        asked: PageSet::EMPTY,
+        next: PageSet::EMPTY,
+    };
+    let sampled = tracker.sample(&[look]).unwrap();
+    assert_eq!(sampled.touched[0].cpu.len(), 512);
+    assert_eq!(sampled.unmapped_pages, 512);
+    // Some pages linger in per-CPU batches of the kernel.
+    assert!(tracker.is_mapped(section).unwrap().len() < 128);
+    let used = section.all_pages().start.run(64);
+    vm.qemu.guest_memory(used.start.byte_offset(), used.bytes());
+    let touched = tracker.sample(&[look]).unwrap().touched[0].cpu;
+    let used = PageSet::of_range(section, used);
+    assert_eq!(touched.intersection(&used), used);
+    assert!(touched.len() < 64 + 128, "{touched:?}");
 }
 
 #[test]

@@ -105,12 +105,12 @@ fn cpu_of(device: &Dev) -> Result<&Arc<Cpu>, Failure> {
     }
 }
 
-/// From now on the physical addresses from `pa` to before `pa + size` are the bytes from `memory` on, for
-/// this CPU. It reaches nothing else, so what it is to reach of a device's memory must be shown, too. The
-/// memory must be good until gm_cpu_remove_window(). (Ours.)
+/// Makes the physical addresses from `pa` to before `pa + size` accessible to this CPU as the bytes
+/// from `memory` on. A CPU can access no other memory, so windows onto device memory must be added,
+/// too. The memory must stay valid until gm_cpu_remove_window(). (Extension.)
 ///
-/// Fails with GM_RET_INVALID_ARGUMENT (also if part of it is shown already), GM_RET_UNSUPPORTED (the
-/// device is not a CPU).
+/// Fails with GM_RET_INVALID_ARGUMENT (also if the range overlaps another window), GM_RET_UNSUPPORTED
+/// (the device is not a CPU).
 ///
 /// # Safety
 /// `memory` must have `size` bytes that may be read and written by any thread until the window is removed.
@@ -124,7 +124,8 @@ pub unsafe extern "C" fn gm_cpu_add_window(
     call(|| cpu_of(Dev::of_c(cpu)?.as_ref())?.add_window(Pa(pa), size, memory.cast()))
 }
 
-/// Removes the window that begins at `pa`. With GM_RET_OK its memory is not touched any more. (Ours.)
+/// Removes the window that begins at `pa`. After GM_RET_OK its memory is no longer accessed.
+/// (Extension.)
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (the device is not a CPU).
 ///
@@ -135,12 +136,12 @@ pub unsafe extern "C" fn gm_cpu_remove_window(cpu: *mut gm_dev_t, pa: gm_pa_t) -
     call(|| cpu_of(Dev::of_c(cpu)?.as_ref())?.remove_window(Pa(pa)))
 }
 
-/// Copies `size` bytes at `va` of the space in which the CPU is active to `buffer`, as the CPU would read
-/// them: faults are served on the way. What lies in one page is copied as a whole, with no write by this
-/// CPU in between; several pages are not. (Ours.)
+/// Reads `size` bytes at `va`, in the space in which the CPU is active, to `buffer`; faults are served
+/// on the way. The part within one page is atomic with respect to writes by this CPU; an access to
+/// several pages is not. (Extension.)
 ///
-/// Fails as gm_dev_fault(), and with GM_RET_DEVICE if no window shows a page; the pages before that one
-/// were copied then.
+/// Fails as gm_dev_fault(), and with GM_RET_DEVICE if a page is in no window; the pages before it have
+/// been copied then.
 ///
 /// # Safety
 /// `buffer` must have room for `size` bytes.
@@ -160,8 +161,7 @@ pub unsafe extern "C" fn gm_cpu_read(
     })
 }
 
-/// Copies `size` bytes from `buffer` to `va` of the space in which the CPU is active, as the CPU would
-/// write them. (Ours.)
+/// Writes `size` bytes from `buffer` to `va`, in the space in which the CPU is active. (Extension.)
 ///
 /// Fails as gm_cpu_read().
 ///

@@ -15,12 +15,12 @@ use gmem::Device;
 use pagetide_addr::{DeviceId, Pa, Va};
 use std::{ffi::c_void, sync::Arc};
 
-/// Creates a device with the operations of `mmu`, which are given `mmu_data`, and the capabilities
-/// `cap`: a combination of GM_DEV_CAP_ flags. Virtual functions of a device are devices of their own.
+/// Creates a device with the operations of `mmu`, which are passed `mmu_data`, and the capabilities
+/// `cap`: a combination of GM_DEV_CAP_ flags. Virtual functions are devices of their own.
 ///
-/// `mmu` is copied. `mmu_data` must be good until gm_dev_destroy() has returned GM_RET_OK. With
-/// gm_mmu_CPU it is NULL, or a gm_cpu_space_t, which is copied. Whether `mmu` is gm_mmu_CPU is told by its
-/// address, so a copy of it is refused, and so is its format (0xffffffff) in another.
+/// `mmu` is copied. `mmu_data` must stay valid until gm_dev_destroy() has returned GM_RET_OK. With
+/// gm_mmu_CPU it is NULL or a gm_cpu_space_t, which is copied. gm_mmu_CPU is recognized by its address:
+/// copies of it are refused, and so is its format (0xffffffff) in any other gm_mmu_t.
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (operations of a later version).
 ///
@@ -79,8 +79,8 @@ unsafe fn mappings_of<'a>(space: *const gm_cpu_space_t) -> Result<&'a [gm_mappin
     }
 }
 
-/// Destroys the device, which must be attached nowhere; no page may lie in its memory, and no other
-/// device share a page table of its making. Its operations are not called again then.
+/// Destroys the device. It must not be attached, its memory must hold no pages, and no other device may
+/// share a page table that it created. Its operations are not called afterwards.
 ///
 /// Fails with GM_RET_IN_USE, GM_RET_UNSUPPORTED (gm_dev_CPU).
 ///
@@ -99,10 +99,10 @@ pub unsafe extern "C" fn gm_dev_destroy(dev: *mut gm_dev_t) -> gm_ret_t {
     })
 }
 
-/// Activates the device in the virtual address space, to which it is attached; it is active nowhere else
-/// then.
+/// Makes the device active in the virtual address space, to which it must be attached, instead of the
+/// one in which it was active.
 ///
-/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE, and is then active nowhere or where it was.
+/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE, after which it is active nowhere or where it was.
 ///
 /// # Safety
 /// None beyond the handles'.
@@ -116,10 +116,11 @@ pub unsafe extern "C" fn gm_dev_switch(dev: *mut gm_dev_t, r#as: *mut gm_as_t) -
     })
 }
 
-/// Detaches the device from the virtual address space. Its page table is destroyed, unless others share
-/// it. Pages that lie in its memory stay there.
+/// Detaches the device from the virtual address space. Its page table is destroyed unless others share
+/// it. Pages in its memory stay there.
 ///
-/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE if it would not let go: it is then attached still.
+/// Fails with GM_RET_NOT_ATTACHED; GM_RET_DEVICE if the device could not release its mappings: it then
+/// remains attached.
 ///
 /// # Safety
 /// None beyond the handles'.
@@ -133,13 +134,13 @@ pub unsafe extern "C" fn gm_dev_detach(dev: *mut gm_dev_t, r#as: *mut gm_as_t) -
     })
 }
 
-/// Serves an address translation fault of the device at `addr`, which wanted `access`: GM_PROT_READ or
-/// GM_PROT_WRITE. GM_RET_OK says that the device should repeat the access. It is not promised that the
-/// mapping still is there then, as others may have faulted meanwhile. Before it does, it must drop what
-/// its TLB holds of the page: a translation that only allows more than before comes without `invalidate`.
+/// Serves an address translation fault of the device at `addr` for the access `access`: GM_PROT_READ or
+/// GM_PROT_WRITE. After GM_RET_OK the device should retry the access. The mapping may be gone again by
+/// then, as others may have faulted. Before it retries, the device must drop its TLB entry of the page:
+/// a translation that only allows more than before comes without `invalidate`.
 ///
 /// Fails with GM_RET_NOT_ACTIVE, GM_RET_CANNOT_RECOVER, GM_RET_NOT_ALLOCATED, GM_RET_DENIED,
-/// GM_RET_NOT_MAPPED (the region is being unmapped, or has to be unmapped again after a failure),
+/// GM_RET_NOT_MAPPED (the region is being unmapped, or must be unmapped again after a failure),
 /// GM_RET_NO_MEMORY, GM_RET_BUSY, GM_RET_DEVICE.
 ///
 /// # Safety
@@ -159,12 +160,12 @@ pub unsafe extern "C" fn gm_dev_fault(
     })
 }
 
-/// Registers memory of the device, from `begin` to before `end`, in whole frames of 4 KiB: pages that
-/// it faults on are placed there (gm_region_set_policy). Memory that is registered with the CPU is the
-/// host's, where pages of devices without memory are placed; windows must show it (gm_cpu_add_window).
-/// gm_dev_unregister_physmem() and gm_dev_destroy() give it back.
+/// Registers memory of the device, from `begin` to before `end`, in whole frames of 4 KiB: pages on
+/// which it faults are placed there (gm_region_set_policy). Memory registered with the CPU is host
+/// memory, where pages of devices without memory are placed; it must be in a window
+/// (gm_cpu_add_window). gm_dev_unregister_physmem() and gm_dev_destroy() release it.
 ///
-/// Fails with GM_RET_INVALID_ARGUMENT (also if part of it is registered already), GM_RET_UNSUPPORTED
+/// Fails with GM_RET_INVALID_ARGUMENT (also if part of it is already registered), GM_RET_UNSUPPORTED
 /// (the driver has no `prepare` or no `copy`).
 ///
 /// # Safety
@@ -183,10 +184,10 @@ pub unsafe extern "C" fn gm_dev_register_physmem(
     })
 }
 
-/// Takes memory back that was registered with the device, as the range that was registered; it must hold
-/// no page. (Ours.)
+/// Releases memory that was registered with the device, by the same range; it must hold no pages.
+/// (Extension.)
 ///
-/// Fails with GM_RET_INVALID_ARGUMENT if just that was not registered, GM_RET_IN_USE.
+/// Fails with GM_RET_INVALID_ARGUMENT if this range was not registered, GM_RET_IN_USE.
 ///
 /// # Safety
 /// None beyond the handle's.
@@ -203,7 +204,7 @@ pub unsafe extern "C" fn gm_dev_unregister_physmem(
     })
 }
 
-/// Tells how many bytes of the device's registered memory hold pages. (Ours.)
+/// Returns how many bytes of the device's registered memory hold pages. (Extension.)
 ///
 /// # Safety
 /// `bytes` must be NULL or a place for a number.

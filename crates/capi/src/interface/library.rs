@@ -4,21 +4,22 @@
 use crate::{failure, types::gm_ret_t};
 use std::ffi::c_char;
 
-/// A sentence for a code; also for a number that is none. It is never freed. (Ours.)
+/// Describes a code, valid or not, in a sentence. It must not be freed. (Extension.)
 #[unsafe(no_mangle)]
 pub extern "C" fn gm_ret_string(ret: gm_ret_t) -> *const c_char {
     failure::sentence(ret).as_ptr()
 }
 
-/// A sentence about the last call of this thread that failed, with the numbers of the case; "" if none
-/// did. Devices have numbers there, in the order they were created in. It is good until the thread's next
-/// call that fails. (Ours.)
+/// Describes the last failed call of this thread, with its addresses and numbers; "" if none failed.
+/// Devices are numbered in the order of their creation. Valid until the thread's next call that fails.
+/// (Extension.)
 #[unsafe(no_mangle)]
 pub extern "C" fn gm_last_error() -> *const c_char {
     failure::last()
 }
 
-/// The version of the library: major << 16 | minor << 8 | patch, as GM_VERSION is the header's. (Ours.)
+/// The version of the library: major << 16 | minor << 8 | patch; GM_VERSION is the version of the
+/// header. (Extension.)
 #[unsafe(no_mangle)]
 pub extern "C" fn gm_version() -> u32 {
     crate::types::GM_VERSION

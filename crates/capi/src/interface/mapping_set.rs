@@ -10,7 +10,7 @@ use crate::{
 };
 use std::ffi::{c_int, c_void};
 
-/// Creates an empty set of mappings of the virtual address space. (Ours.)
+/// Creates an empty set of mappings of the virtual address space. (Extension.)
 ///
 /// # Safety
 /// `new_set` must be NULL or a place for a handle.
@@ -26,7 +26,7 @@ pub unsafe extern "C" fn gm_mapping_set_create(
     })
 }
 
-/// Destroys the set. Mappings that are in it stay mapped, and are in no set then. (Ours.)
+/// Destroys the set. Its mappings stay mapped, and are then in no set. (Extension.)
 ///
 /// # Safety
 /// None beyond the handle's.
@@ -39,16 +39,17 @@ pub unsafe extern "C" fn gm_mapping_set_destroy(set: *mut gm_mapping_set_t) -> g
     })
 }
 
-/// Unmaps all mappings of the set, with one invalidation a device, as gm_region_unmap() does for one.
-/// Completion is told when all of them are gone.
+/// Unmaps all mappings of the set, with one invalidation per device, as gm_region_unmap() does for one.
+/// Completion is signalled when all of them are unmapped.
 ///
-/// It takes its turn behind all that was queued in the space before, without GM_ASYNC, too, and waits for
-/// it: what is in the set when its turn comes is unmapped, mappings that were queued before it included,
-/// and mappings of which somebody else unmaps the region at that moment are waited for. A mapping that
-/// ended on its own, and whose region was mapped anew since, is not in the set and stays.
+/// The operation is queued behind all operations queued in the space before it, even without GM_ASYNC,
+/// and waits for them. It unmaps what is in the set when it runs, including mappings that were queued
+/// before it, and waits for mappings whose region another caller is unmapping at that moment. A mapping
+/// that was unmapped individually, and whose region was mapped again since, is not in the set and
+/// stays.
 ///
-/// Fails with the first failure of one of them, or GM_RET_IN_USE if that failure was of somebody else's
-/// unmap; all are tried, and those that failed are in the set still.
+/// Returns the first failure, or GM_RET_IN_USE if that was a failure of another caller's unmap; all are
+/// attempted, and those that failed remain in the set.
 ///
 /// # Safety
 /// As gm_region_unmap().

@@ -36,16 +36,16 @@ unsafe fn frames_of_c(pages: *const gm_pa_t, count: u64) -> Result<Vec<Pa>, Fail
 }
 
 /// Creates a wired mapping from the region to physical pages, in the page tables of all devices of the
-/// space, those that are attached later included. `prot` says what it allows.
+/// space, including those attached later, with the access `prot`.
 ///
-/// `pages` has one address for each page of the region, of the page size that `flags` says: 4 KiB, or
+/// `pages` has one address for each page of the region, of the page size in `flags`: 4 KiB, or
 /// GM_MAP_PAGE_SIZE(log2 of it). It is copied. (In the paper these are pointers to `struct vm_page`,
-/// which a user of this library does not have.) If `set` is not NULL, the mapping joins it. With
+/// which users of this library do not have.) If `set` is not NULL, the mapping is added to it. With
 /// GM_ASYNC in `flags` the call returns at once: see gm_region_unmap().
 ///
 /// Fails with GM_RET_ALREADY_MAPPED, GM_RET_INVALID_ARGUMENT, GM_RET_UNSUPPORTED (a device cannot map
-/// pages of that size), GM_RET_DENIED (see gm_region_protect), GM_RET_DEVICE. If a device would not take
-/// back what it had got, the region must be unmapped before it is used again.
+/// pages of that size), GM_RET_DENIED (see gm_region_protect), GM_RET_DEVICE. If a device failed to
+/// roll back a partial mapping, the region must be unmapped before it is used again.
 ///
 /// # Safety
 /// `pages` must be NULL or as long as said; the callback as gm_region_unmap() says.
@@ -91,25 +91,26 @@ pub unsafe extern "C" fn gm_region_map(
     })
 }
 
-/// Unmaps the region, be it wired or mapped by faults. It stays allocated; pages that faults brought are
-/// freed. With GM_RET_OK no device can reach it any more.
+/// Unmaps the region, whether wired or mapped by faults. It stays allocated; pages allocated by faults
+/// are freed. After GM_RET_OK no device can access it.
 ///
-/// With GM_ASYNC in `flags` the call returns at once, and the operation is carried out in the order of
-/// the calls, many unmaps with one invalidation a device. `async_callback`, if not NULL, is called with
-/// `callback_arg` when the operation is complete, which for an unmap is after the invalidation and never
-/// before; any thread may be the one that calls it, and it may call functions of this header. A function
-/// without a result cannot tell of a failure, so it is called after success only: a failure is told by
-/// gm_as_synchronize(), gm_region_state() tells which region it was, and the region then is as after a
-/// failure without GM_ASYNC. Other calls that change the region wait for what was queued before them.
+/// With GM_ASYNC in `flags` the call returns at once. Operations run in the order of the calls, many
+/// unmaps with one invalidation per device. `async_callback`, if not NULL, is called with
+/// `callback_arg` when the operation is complete, which for an unmap is after the invalidation and
+/// never before; any thread may call it, and it may call functions of this header. It has no parameter
+/// for a result, so it is called only after success: gm_as_synchronize() returns a failure,
+/// gm_region_state() shows which region failed, and that region is then as after a failure without
+/// GM_ASYNC. Other calls that change the region wait for operations queued before them.
 ///
-/// Callbacks run on the space's own thread, or on any thread that does the waiting work itself: a call of
-/// gm_region_map(), gm_region_unmap(), gm_region_dealloc(), gm_region_protect(), gm_mapping_set_unmap(),
-/// gm_as_synchronize(), gm_as_attach(), gm_as_destroy(), gm_dev_detach(), gm_dev_fault(), gm_cpu_read() or
-/// gm_cpu_write() may run callbacks of other operations before it returns. So call them with no lock held
-/// that a callback takes.
+/// Callbacks run on the space's own thread, or on any thread that waits for operations: a call of
+/// gm_region_map(), gm_region_unmap(), gm_region_dealloc(), gm_region_protect(),
+/// gm_mapping_set_unmap(), gm_as_synchronize(), gm_as_attach(), gm_as_destroy(), gm_dev_detach(),
+/// gm_dev_fault(), gm_cpu_read() or gm_cpu_write() may run callbacks of other operations before it
+/// returns. So do not call them with a lock held that a callback takes.
 ///
-/// Fails with GM_RET_NOT_MAPPED; GM_RET_BUSY or GM_RET_DEVICE, after which a device may reach it still:
-/// nothing was freed, and the region can do nothing but be unmapped again.
+/// Fails with GM_RET_NOT_MAPPED; GM_RET_BUSY or GM_RET_DEVICE, after which a device may still have
+/// access: nothing was freed, and the only operation that the region then allows is to be unmapped
+/// again.
 ///
 /// # Safety
 /// Function and argument must be good until the operation is complete.
@@ -130,10 +131,10 @@ pub unsafe extern "C" fn gm_region_unmap(
     })
 }
 
-/// Frees the region; it is unmapped before if need be. Its addresses may be allocated again, and its
-/// handle is of nothing.
+/// Frees the region, after unmapping it if necessary. Its addresses may be allocated again, and its
+/// handle is destroyed.
 ///
-/// Fails with GM_RET_BUSY or GM_RET_DEVICE, as gm_region_unmap(): the region is allocated still.
+/// Fails with GM_RET_BUSY or GM_RET_DEVICE, as gm_region_unmap(): the region is still allocated.
 ///
 /// # Safety
 /// None beyond the handle's.
@@ -147,9 +148,9 @@ pub unsafe extern "C" fn gm_region_dealloc(region: *mut gm_region_t) -> gm_ret_t
     })
 }
 
-/// Sets what a fault makes of the region's pages. `dev` says in whose memory a page is placed that is
-/// faulted on; NULL: in that of the faulting device, or of the host if it has none. The default is NULL
-/// and GM_REGION_UNIQUE.
+/// Sets the placement policy of the region's pages. `dev` is the device in whose memory a page is
+/// placed when it faults; NULL: the faulting device, or the host if that has no memory. The default is
+/// NULL and GM_REGION_UNIQUE.
 ///
 /// Fails with GM_RET_NOT_ATTACHED if `dev` is not attached to the region's space.
 ///
@@ -184,12 +185,12 @@ pub unsafe extern "C" fn gm_region_set_policy(
     })
 }
 
-/// Says what may be done with the region from now on, as mprotect() does for a process; GM_PROT_NONE lets
-/// every fault be denied. With GM_RET_OK no device has more access than that. A new region allows
-/// everything. (Ours.)
+/// Sets the access that the region allows, as mprotect() does for a process; with GM_PROT_NONE every
+/// fault is denied. After GM_RET_OK no device has more access than that. A new region allows
+/// everything. (Extension.)
 ///
-/// Fails with GM_RET_INVALID_ARGUMENT; GM_RET_BUSY or GM_RET_DEVICE, after which a device may keep what
-/// access it had: protect it again.
+/// Fails with GM_RET_INVALID_ARGUMENT; GM_RET_BUSY or GM_RET_DEVICE, after which a device may still
+/// have its former access: call it again.
 ///
 /// # Safety
 /// None beyond the handle's.
@@ -208,7 +209,7 @@ pub unsafe extern "C" fn gm_region_protect(region: *mut gm_region_t, prot: gm_pr
     })
 }
 
-/// Tells where the region begins. (Ours.)
+/// Returns the first address of the region. (Extension.)
 ///
 /// # Safety
 /// `begin` must be NULL or a place for an address.
@@ -224,7 +225,7 @@ pub unsafe extern "C" fn gm_region_begin(
     })
 }
 
-/// Tells where the region ends: the first address behind it. (Ours.)
+/// Returns the first address after the region. (Extension.)
 ///
 /// # Safety
 /// `end` must be NULL or a place for an address.
@@ -240,7 +241,7 @@ pub unsafe extern "C" fn gm_region_end(region: *const gm_region_t, end: *mut gm_
     })
 }
 
-/// Tells how long the region is, in bytes. (Ours.)
+/// Returns the size of the region in bytes. (Extension.)
 ///
 /// # Safety
 /// `size` must be NULL or a place for a number.
@@ -256,9 +257,9 @@ pub unsafe extern "C" fn gm_region_size(
     })
 }
 
-/// Tells what is behind the region at this moment; what is queued for it is not waited for. After
-/// gm_as_synchronize() has told of a failure, a region whose mapping failed is GM_REGION_NOTHING, and one
-/// that a device would not let go is GM_REGION_LEAVING. (Ours.)
+/// Returns what backs the region now; it does not wait for queued operations. After gm_as_synchronize()
+/// has returned a failure, a region whose mapping failed is GM_REGION_NOTHING, and one that a device
+/// could not release is GM_REGION_LEAVING. (Extension.)
 ///
 /// # Safety
 /// `state` must be NULL or a place for a state.
@@ -280,7 +281,7 @@ pub unsafe extern "C" fn gm_region_state(
     })
 }
 
-/// Tells which virtual address space the region is of. (Ours.)
+/// Returns the virtual address space of the region. (Extension.)
 ///
 /// # Safety
 /// `out_as` must be NULL or a place for a handle.

@@ -40,8 +40,8 @@ fn policy_of_c(policy: gm_as_alloc_t) -> Result<AllocPolicy, Failure> {
     })
 }
 
-/// Creates a virtual address space of the addresses from `begin` to before `end`, which begin and end
-/// pages of 4 KiB. Addresses are allocated as `policy` says: a combination of GM_AS_ALLOC_ flags.
+/// Creates a virtual address space of the addresses from `begin` to before `end`, both multiples of 4
+/// KiB. Addresses are allocated by `policy`: a combination of GM_AS_ALLOC_ flags.
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT.
 ///
@@ -62,9 +62,9 @@ pub unsafe extern "C" fn gm_as_create(
     })
 }
 
-/// Destroys the virtual address space, which must have neither regions nor attached devices, and its
-/// mapping sets. Asynchronous operations are complete and their callbacks have returned when this
-/// returns (but one from within which it is called).
+/// Destroys the virtual address space, which must have no regions and no attached devices, and its
+/// mapping sets. When it returns, asynchronous operations are complete and their callbacks have
+/// returned (except a callback from which it was called).
 ///
 /// Fails with GM_RET_IN_USE.
 ///
@@ -75,15 +75,16 @@ pub unsafe extern "C" fn gm_as_destroy(r#as: *mut gm_as_t) -> gm_ret_t {
     call(|| Space::of_c(r#as)?.end())
 }
 
-/// Attaches the device to the virtual address space, to use a page table of the kind that `mode` says.
-/// The space's wired mappings are entered in it; mappings that the device has already (`inherit` of
-/// gm_mmu_t) become wired regions of the space. A device can be attached to many spaces and is active
-/// in one at a time: if `activate` is true, it is active here and nowhere else any more.
+/// Attaches the device to the virtual address space, with a page table as `mode` says. The space's
+/// wired mappings are entered in it; mappings that the device already has (`inherit` of gm_mmu_t)
+/// become wired regions of the space. A device can be attached to many spaces and is active in at most
+/// one: if `activate` is true, it becomes active in this one.
 ///
-/// Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping lies where a region is),
-/// GM_RET_INVALID_ARGUMENT (an inherited mapping is not of whole pages), GM_RET_UNSUPPORTED (the page size
-/// of a wired mapping; more than 64 page tables; a second space for a driver that has one table:
-/// `table_create` of gm_mmu_t), GM_RET_DEVICE. The device is then not attached, and active where it was.
+/// Fails with GM_RET_ALREADY_ATTACHED, GM_RET_NO_ADDRESSES (an inherited mapping overlaps a region),
+/// GM_RET_INVALID_ARGUMENT (an inherited mapping is not a multiple of the page size),
+/// GM_RET_UNSUPPORTED (the page size of a wired mapping; more than 64 page tables; a second space for a
+/// driver with a single table: `table_create` of gm_mmu_t), GM_RET_DEVICE. The device is then not
+/// attached, and active where it was.
 ///
 /// # Safety
 /// `activate` must be a bool of C.
@@ -126,11 +127,12 @@ fn why_not_attached(device: &Dev, error: GmError) -> Failure {
     }
 }
 
-/// Allocates a region of `size` bytes, rounded up to whole pages of 4 KiB.
+/// Allocates a region of `size` bytes, rounded up to a multiple of 4 KiB.
 ///
-/// It begins at `hint` if that is not 0 and free there; else above it, if there is room; else anywhere.
-/// It begins at a multiple of `align` and does not lie across a multiple of `no_cross`, which are powers
-/// of two, or 0 for no such wish. `max_va` is the last address it may hold, 0 for any.
+/// It begins at `hint` if that is not 0 and the range is free; else above it if possible; else
+/// anywhere. It begins at a multiple of `align` and does not cross a multiple of `no_cross`; both are
+/// powers of two, or 0 for no constraint. `max_va` is the highest address that it may contain, 0 for
+/// any.
 ///
 /// Fails with GM_RET_INVALID_ARGUMENT, GM_RET_NO_ADDRESSES.
 ///
@@ -174,8 +176,8 @@ fn publish(space: &Arc<Space>, region: &Region) -> Result<*mut gm_region_t, Fail
     }
 }
 
-/// Searches the virtual address space for the allocated region that contains `addr`. A region that was
-/// inherited gets its handle by this.
+/// Finds the allocated region of the virtual address space that contains `addr`. An inherited region
+/// gets its handle by this call.
 ///
 /// Fails with GM_RET_NOT_ALLOCATED.
 ///
@@ -202,12 +204,12 @@ pub unsafe extern "C" fn gm_as_lookup(
     })
 }
 
-/// Waits until all asynchronous operations that were queued before are complete and their callbacks have
-/// returned. (Within a callback it does not wait for callbacks.)
+/// Waits until all asynchronous operations that were queued before are complete and their callbacks
+/// have returned. (Called from a callback, it does not wait for callbacks.)
 ///
-/// Fails with the first failure of an asynchronous operation since the last call of this function, which
-/// is told once. All operations are complete then, too; gm_region_state() tells of which regions a device
-/// would not let go.
+/// Returns the first failure of an asynchronous operation since the last call of this function; each
+/// failure is returned once. Even then all operations are complete; gm_region_state() shows which
+/// regions a device could not release.
 ///
 /// # Safety
 /// None beyond the handle's.

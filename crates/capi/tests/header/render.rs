@@ -22,7 +22,7 @@ const BEGIN: &str = r#"/* SPDX-License-Identifier: Apache-2.0 */
  *
  * Functions return GM_RET_OK or why not, and may be called by any thread, several
  * at once. Where a result is given back through a pointer, it is written with
- * GM_RET_OK only. What is not in the paper is marked (Ours.).
+ * GM_RET_OK only. What is not in the paper is marked (Extension.).
  *
  * Two rules that no compiler checks. Hold no lock that a callback takes while calling
  * a function here, as it may run callbacks of operations that were queued before

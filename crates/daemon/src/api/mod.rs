@@ -212,7 +212,7 @@ async fn set_limit(
     Ok(Json(report))
 }
 
-/// Bring every page back, then let go of the VM.
+/// Swap in all pages of the VM, then release it.
 #[utoipa::path(delete, path = "/v1/vms/{name}", params(("name" = String, Path)), responses(
     (status = 200, body = DetachReport),
     (status = 404, body = ControlError),

@@ -85,8 +85,8 @@ impl DeviceList {
         };
         serde_json::from_slice(&bytes).map_err(|error| {
             ControlError::refused(format!(
-                "{} cannot be read ({error}): it was written by another version of pagetide, or is damaged; nothing was \
-                 taken up. Start the version that wrote it, or remove the file and add the devices again",
+                "{} cannot be read ({error}): it was written by another version of pagetide, or is damaged; no device was \
+                 restored. Start the version that wrote it, or remove the file and add the devices again",
                 path.display()
             ))
         })

@@ -11,7 +11,7 @@ use pagetide_swap::{AccessTracker, HeatCost, Sampled, Touched, reclaim::TrackerE
 use pagetide_sys::{page_idle::IdleBitmap, pagemap::PagemapWay};
 use pagetide_vmm::layout::LiveLayout;
 use pagetide_vmm::process::VmmProcess;
-use pagetide_vmm::tracker::{DmaLook, IdlePages, UnmapAndLook, idle};
+use pagetide_vmm::tracker::{DmaLook, IdlePages, UnmapAndLook, WholeSections, idle};
 use pagetide_vpri::DmaMmu;
 use std::{sync::Arc, time::Duration};
 
@@ -20,6 +20,7 @@ use std::{sync::Arc, time::Duration};
 pub(super) enum Way {
     Unmap,
     Idle,
+    Whole,
 }
 
 impl Way {
@@ -43,6 +44,7 @@ impl Way {
         match self {
             Self::Unmap => "unmap-and-look, sampled",
             Self::Idle => "idle page tracking, sampled",
+            Self::Whole => "unmap-and-look at whole sections",
         }
     }
 
@@ -58,6 +60,7 @@ impl Way {
         Ok(match self {
             Self::Unmap => TrackerAdapter(Box::new(whole)),
             Self::Idle => TrackerAdapter(Box::new(IdlePages::new(whole, IdleBitmap::open()?)?)),
+            Self::Whole => TrackerAdapter(Box::new(WholeSections::new(whole))),
         })
     }
 }
@@ -69,6 +72,7 @@ fn decide(
 ) -> Result<(Way, String), ControlError> {
     match choice {
         TrackerChoice::Unmap => Ok((Way::Unmap, "it is set".to_owned())),
+        TrackerChoice::Whole => Ok((Way::Whole, "it is set, for comparison".to_owned())),
         TrackerChoice::Idle => match idle() {
             Ok(()) => Ok((Way::Idle, "it is set".to_owned())),
             Err(reason) => Err(failed(format!(
@@ -109,7 +113,7 @@ pub(super) struct TrackerAdapter(Box<dyn pagetide_vmm::tracker::AccessTracker>);
 /// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
 pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
     let measured = match way {
-        Way::Unmap => pagetide_vmm::tracker::refault_cost(),
+        Way::Unmap | Way::Whole => pagetide_vmm::tracker::refault_cost(),
         // Samples unmap nothing.
         Way::Idle => Ok(Duration::ZERO),
     };
@@ -160,6 +164,10 @@ mod tests {
         let unmap = Some((Way::Unmap, false));
         assert_eq!(way(TrackerChoice::Unmap, &there).ok(), unmap);
         assert_eq!(way(TrackerChoice::Unmap, &absent).ok(), unmap);
+        assert_eq!(
+            way(TrackerChoice::Whole, &absent).ok(),
+            Some((Way::Whole, false))
+        );
         assert_eq!(
             way(TrackerChoice::Idle, &there).ok(),
             Some((Way::Idle, false))

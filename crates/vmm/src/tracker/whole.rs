@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`WholeSections`]: a sample unmaps all pages of a section, and misses nothing.
+//!
+//! This is what sampling is measured against: it knows each page that was used since the last look,
+//! and each page that is in use costs the guest a small fault per look, two thirds of a busy guest's
+//! speed. It is a setting for comparison, not for use.
+
+use super::unmap::UnmapAndLook;
+use super::{AccessTracker, Look, Sampled, Touched, TrackerError};
+use pagetide_addr::{PageSet, SectionNo};
+use std::time::Instant;
+
+/// Its name.
+pub const NAME: &str = "unmap-and-look at whole sections";
+
+/// See the module.
+pub struct WholeSections(UnmapAndLook);
+
+impl WholeSections {
+    /// Looks at the VM of `whole`.
+    #[must_use]
+    pub const fn new(whole: UnmapAndLook) -> Self {
+        Self(whole)
+    }
+}
+
+impl AccessTracker for WholeSections {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        self.0.look_many(sections)
+    }
+
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        self.0.take_out(sections)
+    }
+
+    fn sample(&self, samples: &[Look]) -> Result<Sampled, TrackerError> {
+        let sections: Vec<SectionNo> = samples.iter().map(|sample| sample.section).collect();
+        let begun = Instant::now();
+        let touched = self.0.look_many(&sections)?;
+        // What was mapped is unmapped now, and comes back by a fault each if it is in use.
+        let unmapped_pages = touched.iter().map(|section| section.cpu.len()).sum();
+        Ok(Sampled {
+            touched,
+            unmapped_pages,
+            unmapping: begun.elapsed(),
+        })
+    }
+
+    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+        self.0.is_mapped(section)
+    }
+}
