@@ -220,6 +220,7 @@ const fn index(page: FilePage, level: u32) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
     use std::collections::BTreeMap;
 
     fn range(start: u64, end: u64) -> FileRange {
@@ -249,13 +250,8 @@ mod tests {
         const PAGES: u64 = 2000;
         let table = IoPageTable::default();
         let mut naive: BTreeMap<u64, Access> = BTreeMap::new();
-        let mut state = 7_u64;
-        let mut random = |below: u64| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state % below
-        };
+        let mut generator = SplitMix64::new(7);
+        let mut random = |below: u64| generator.below(below);
         for _ in 0..500 {
             let start = random(PAGES);
             let part = range(start, (start + random(700)).min(PAGES));

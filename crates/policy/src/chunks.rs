@@ -118,12 +118,12 @@ impl Chunks {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
     use std::collections::BTreeMap;
 
     #[test]
     fn chunks_are_found_where_they_were_put_near_and_far_and_places_are_used_again() {
-        let mut random = Random::new(5);
+        let mut random = SplitMix64::new(5);
         let mut chunks = Chunks::default();
         let mut model: BTreeMap<u64, usize> = BTreeMap::new();
         for _ in 0..4_000 {

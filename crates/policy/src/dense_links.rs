@@ -152,7 +152,7 @@ impl<T: Copy + Default> DenseLinks<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
     use std::iter::successors;
 
     /// Lists as vectors of sections with their values.
@@ -161,7 +161,7 @@ mod tests {
     #[test]
     fn lists_equal_vectors_over_random_changes_near_and_far() {
         for seed in 0..20 {
-            let mut random = Random::new(seed);
+            let mut random = SplitMix64::new(seed);
             let mut links = DenseLinks::default();
             let mut lists: [List; 3] = Default::default();
             let mut model = Model::default();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     fn change_one(
-        random: &mut Random,
+        random: &mut SplitMix64,
         step: u64,
         links: &mut DenseLinks<u64>,
         lists: &mut [List; 3],

@@ -18,7 +18,6 @@ mod dense_links;
 mod links;
 pub mod marks;
 pub mod protect;
-mod random;
 pub mod sampling;
 mod section_set;
 pub mod sets;

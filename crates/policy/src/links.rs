@@ -150,7 +150,7 @@ fn hash(section: SectionNo) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
 
     /// Lists as vectors of sections with their values.
     type Model = [Vec<(u64, u64)>; 3];
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn lists_equal_vectors_over_random_changes() {
         for seed in 0..20 {
-            let mut random = Random::new(seed);
+            let mut random = SplitMix64::new(seed);
             let mut links = Links::default();
             let mut lists: [List; 3] = Default::default();
             let mut model = Model::default();
@@ -170,7 +170,7 @@ mod tests {
     }
 
     fn change_one(
-        random: &mut Random,
+        random: &mut SplitMix64,
         step: u64,
         links: &mut Links<u64>,
         lists: &mut [List; 3],

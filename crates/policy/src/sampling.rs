@@ -35,11 +35,9 @@
 //!
 //! Times are durations since any fixed moment; nothing here is a clock or does I/O.
 
-use crate::{
-    random::Random,
-    sets::{HotColdSets, Level},
-};
-use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo};
+use crate::sets::{HotColdSets, Level};
+use pagetide_addr::{PageNo, PageSet, SECTION_PAGES, SectionNo, to_usize};
+use pagetide_random::SplitMix64;
 use std::{collections::HashMap, time::Duration};
 
 /// Pages of a section that are watched from one sweep to the next.
@@ -79,13 +77,13 @@ struct Sample {
 
 impl Sample {
     /// Up to [`SAMPLE_PAGES`] of the pages of `section` that are `present`.
-    fn choose(section: SectionNo, present: &PageSet, random: &mut Random) -> Self {
+    fn choose(section: SectionNo, present: &PageSet, random: &mut SplitMix64) -> Self {
         let mut sample = Self::default();
         let wanted = present.len().min(SAMPLE_PAGES as u64);
         while u64::from(sample.count) < wanted {
             // Few pages are found faster by counting than by random draws.
             let page = if present.len() < SECTION_PAGES / 16 {
-                let nth = random.index(present.len());
+                let nth = random.index(to_usize(present.len()));
                 present.pages(section).nth(nth)
             } else {
                 let at = section.0 * SECTION_PAGES + random.below(SECTION_PAGES);
@@ -159,7 +157,7 @@ pub struct Sampled {
 /// One sweep after another over the sections of a VM.
 #[derive(Debug)]
 pub struct Sampler {
-    random: Random,
+    random: SplitMix64,
     chosen: HashMap<SectionNo, Sample>,
     /// The sections still to be sampled in this sweep, the next one last.
     left: Vec<SectionNo>,
@@ -181,7 +179,7 @@ impl Sampler {
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self {
-            random: Random::new(seed),
+            random: SplitMix64::new(seed),
             chosen: HashMap::new(),
             left: Vec::new(),
             touched: Vec::new(),
@@ -403,7 +401,7 @@ mod tests {
     #[test]
     fn sample_is_of_pages_that_are_there_each_as_often_as_any_other() {
         let section = SectionNo(3);
-        let mut random = Random::new(1);
+        let mut random = SplitMix64::new(1);
         for present in [
             set(section, 0..512),
             set(section, (0..512).step_by(3)),

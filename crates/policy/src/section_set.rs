@@ -89,12 +89,12 @@ impl SectionSet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
     use std::collections::BTreeSet;
 
     #[test]
     fn set_equals_a_tree_over_random_changes_near_and_far() {
-        let mut random = Random::new(11);
+        let mut random = SplitMix64::new(11);
         let (mut set, mut model) = (SectionSet::default(), BTreeSet::new());
         for _ in 0..20_000 {
             let section = SectionNo([0, 1 << 40][random.index(2)] + random.below(300));

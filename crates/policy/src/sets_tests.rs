@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The sets against a model that visits every section at every scan.
 
-use crate::{
-    random::Random,
-    sets::{Drift, HotColdSets, LEVELS, Level},
-};
+use crate::sets::{Drift, HotColdSets, LEVELS, Level};
 use pagetide_addr::SectionNo;
+use pagetide_random::SplitMix64;
 use std::collections::{BTreeMap, BTreeSet};
 
 fn numbers(sections: impl Iterator<Item = SectionNo>) -> Vec<u64> {
@@ -214,10 +212,10 @@ fn assert_same(sets: &HotColdSets, model: &Visited, context: &str) {
 fn sets_equal_those_that_visit_every_section_over_random_scans() {
     const SECTIONS: u64 = 40;
     for seed in 0..40 {
-        let mut random = Random::new(seed);
+        let mut random = SplitMix64::new(seed);
         let mut sets = HotColdSets::default();
         let mut model = Visited::default();
-        let some = |random: &mut Random, one_in: u64| -> BTreeSet<u64> {
+        let some = |random: &mut SplitMix64, one_in: u64| -> BTreeSet<u64> {
             (0..SECTIONS)
                 .filter(|_| random.below(one_in) == 0)
                 .collect()

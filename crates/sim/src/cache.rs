@@ -398,14 +398,14 @@ fn way_of_least_used(entries: &[Entry], set: usize, ties: &mut Ties) -> usize {
             let mut tied = bits.fold(0_u64, |all, (way, entry)| {
                 all | u64::from(entry.mark == least) << way
             });
-            for _ in 0..random.choose(tied.count_ones() as usize) {
+            for _ in 0..random.index(tied.count_ones() as usize) {
                 tied &= tied - 1;
             }
             tied.trailing_zeros() as usize
         }
         Ties::Random(random) => {
             let tied = || (0..entries.len()).filter(|way| entries[*way].mark == least);
-            let chosen = random.choose(tied().count());
+            let chosen = random.index(tied().count());
             tied().nth(chosen).unwrap_or(0)
         }
         Ties::Program(program) => {

@@ -146,7 +146,7 @@ impl ContextCache {
         let tied = || (0..self.resident.len()).filter(is_least);
         match &mut self.ties {
             Ties::Random(random) => {
-                let chosen = random.choose(tied().count());
+                let chosen = random.index(tied().count());
                 tied().nth(chosen).unwrap_or(0)
             }
             Ties::Program(program) => {

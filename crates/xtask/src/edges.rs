@@ -14,21 +14,23 @@
 //!             gmem     sys              │
 //!               └── addr ┴──────────────┘
 //! ```
-//! and `report` below `daemon` and `lab`, `capi` on `gmem` alone, `access-log` below `daemon` and `trace`, and
-//! `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names direct neighbours below; their own
-//! dependencies are allowed too. What the daemon reaches here is what a process has that runs as root.
+//! and `report` below `daemon` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
+//! `access-log` below `daemon` and `trace`, and `policy`, on `addr` and `random`, below `swap`, `vmm` and
+//! `sim`. The table names direct neighbours below; their own dependencies are allowed too. What the daemon
+//! reaches here is what a process has that runs as root.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 23] = [
+const BELOW: [(&str, &[&str]); 24] = [
     ("pagetide-addr", &[]),
+    ("pagetide-random", &[]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
-    ("pagetide-gmem", &["pagetide-addr"]),
-    ("pagetide-policy", &["pagetide-addr"]),
+    ("pagetide-gmem", &["pagetide-addr", "pagetide-random"]),
+    ("pagetide-policy", &["pagetide-addr", "pagetide-random"]),
     ("pagetide-capi", &["pagetide-gmem"]),
     (
         "pagetide-swap",
@@ -53,7 +55,10 @@ const BELOW: [(&str, &[&str]); 23] = [
         ],
     ),
     ("pagetide-access-log", &["pagetide-addr"]),
-    ("pagetide-trace", &["pagetide-access-log"]),
+    (
+        "pagetide-trace",
+        &["pagetide-access-log", "pagetide-random"],
+    ),
     ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
     ("pagetide-ats-pri", &["pagetide-vpri"]),
     (

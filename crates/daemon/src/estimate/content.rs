@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Content of sampled pages: packed as the product would store them, then discarded.
 
-use pagetide_addr::{PageNo, to_usize};
+use pagetide_addr::PageNo;
+use pagetide_random::SplitMix64;
 use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
 
 use super::heat::ratio;
@@ -11,35 +12,14 @@ const SLOT_BYTES: u64 = 64;
 /// Pages read of each kind: a share of one half is then accurate to about 2% (95%, 1/sqrt(n)).
 pub const READ_PAGES: usize = 2_500;
 
-/// A random source for choosing samples: SplitMix64, small and good enough for this.
-#[derive(Debug)]
-pub struct Chooser(u64);
-
-impl Chooser {
-    /// From a seed.
-    #[must_use]
-    pub const fn new(seed: u64) -> Self {
-        Self(seed)
+/// Moves `count` random items to the front and truncates the rest.
+pub fn choose<T>(random: &mut SplitMix64, items: &mut Vec<T>, count: usize) {
+    let count = count.min(items.len());
+    for at in 0..count {
+        let chosen = at + random.index(items.len() - at);
+        items.swap(at, chosen);
     }
-
-    /// A number below `bound`, which must not be 0.
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % bound
-    }
-
-    /// Moves `count` random items to the front and truncates the rest.
-    pub fn choose<T>(&mut self, items: &mut Vec<T>, count: usize) {
-        let count = count.min(items.len());
-        for at in 0..count {
-            let left = (items.len() - at) as u64;
-            items.swap(at, at + to_usize(self.below(left)));
-        }
-        items.truncate(count);
-    }
+    items.truncate(count);
 }
 
 /// Statistics of the pages read so far.
@@ -108,8 +88,8 @@ mod tests {
     #[test]
     fn pages_are_told_apart_by_what_they_hold() {
         let mut contents = Contents::default();
-        let mut chooser = Chooser::new(1);
-        let noise: [u8; PAGE] = std::array::from_fn(|_| chooser.below(256).to_le_bytes()[0]);
+        let mut random = SplitMix64::new(1);
+        let noise: [u8; PAGE] = std::array::from_fn(|_| random.below(256).to_le_bytes()[0]);
         contents.take(PageNo(0), &[0; PAGE]);
         contents.take(PageNo(1), &[7; PAGE]);
         contents.take(PageNo(2), &noise);
@@ -124,11 +104,11 @@ mod tests {
 
     #[test]
     fn choice_is_without_repetition_and_leaves_nobody_out() {
-        let mut chooser = Chooser::new(9);
+        let mut random = SplitMix64::new(9);
         let mut hits = [0_u32; 20];
         for _ in 0..2_000 {
             let mut items: Vec<usize> = (0..20).collect();
-            chooser.choose(&mut items, 5);
+            choose(&mut random, &mut items, 5);
             items.sort_unstable();
             items.dedup();
             assert_eq!(items.len(), 5);
@@ -142,7 +122,7 @@ mod tests {
     #[test]
     fn choice_of_more_than_there_is_takes_all() {
         let mut items = vec![1, 2, 3];
-        Chooser::new(3).choose(&mut items, 10);
+        choose(&mut SplitMix64::new(3), &mut items, 10);
         items.sort_unstable();
         assert_eq!(items, [1, 2, 3]);
     }

@@ -24,8 +24,9 @@ use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_vmm::layout::RamLayout;
 
 use crate::cli::EstimateArgs;
-use content::{Chooser, Contents, READ_PAGES};
+use content::{Contents, READ_PAGES, choose};
 use heat::{Cold, Heat, ratio};
+use pagetide_random::SplitMix64;
 use pagetide_report::outcome::{CommandError, print_report};
 use watch::Watch;
 
@@ -98,15 +99,15 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
             blockers.push(blocker);
         }
     }
-    let mut chooser = Chooser::new(at_ms(start.elapsed()) ^ u64::from(args.pid) << 32);
+    let mut random = SplitMix64::new(at_ms(start.elapsed()) ^ u64::from(args.pid) << 32);
     let layout = watch.layout();
-    let all = read(layout, heat.cold_pages(0), &mut chooser)?;
+    let all = read(layout, heat.cold_pages(0), &mut random)?;
     let resident_bytes = layout.allocated_bytes().map_err(CommandError::failed)?;
     let watched_share = ratio(heat.resident_pages() * PAGE_BYTES, resident_bytes).min(1.0);
     let mut cold = Vec::new();
     for found in heat.cold() {
         let pages = heat.cold_pages(found.threshold_ms);
-        let contents = read(layout, pages, &mut chooser)?;
+        let contents = read(layout, pages, &mut random)?;
         cold.push(cold_report(
             &found,
             &contents,
@@ -153,9 +154,9 @@ fn progress(at: Duration, end: Duration, heat: &Heat) {
 fn read(
     layout: &RamLayout,
     mut pages: Vec<PageNo>,
-    chooser: &mut Chooser,
+    random: &mut SplitMix64,
 ) -> Result<Contents, CommandError> {
-    chooser.choose(&mut pages, READ_PAGES);
+    choose(random, &mut pages, READ_PAGES);
     let mut contents = Contents::default();
     let mut buffer = [0; pagetide_swap::tier::PAGE];
     for page in pages {

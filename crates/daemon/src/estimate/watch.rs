@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pagetide_addr::{PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_random::SplitMix64;
 use pagetide_vmm::hazards::{self, EvictionBlocker, OtherProcess};
 use pagetide_vmm::layout::{LiveLayout, RamLayout};
 use pagetide_vmm::process::VmmProcess;
@@ -12,7 +13,6 @@ use pagetide_vmm::tracker::{AccessTracker, NoDma, TrackerError, UnmapAndLook};
 use pagetide_vmm::{Refusal, swap, takeover};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::content::Chooser;
 use super::heat::Seen;
 use pagetide_report::outcome::CommandError;
 
@@ -55,7 +55,7 @@ impl Watch {
         let tracker = UnmapAndLook::new(&vmm, live, Arc::new(NoDma)).map_err(tracked)?;
         let count = SectionNo::count_for(layout.page_count());
         Ok(Self {
-            sections: choose_sections(count, most, &mut Chooser::new(u64::from(pid))),
+            sections: choose_sections(count, most, &mut SplitMix64::new(u64::from(pid))),
             vmm,
             layout,
             tracker,
@@ -209,14 +209,14 @@ fn tracked(error: TrackerError) -> CommandError {
 }
 
 /// One random section from each of `most` equal parts of `count`; all if there are no more than `most`.
-fn choose_sections(count: u64, most: u64, chooser: &mut Chooser) -> Vec<SectionNo> {
+fn choose_sections(count: u64, most: u64, random: &mut SplitMix64) -> Vec<SectionNo> {
     if count <= most {
         return (0..count).map(SectionNo).collect();
     }
     (0..most)
         .map(|part| {
             let (start, end) = (part * count / most, (part + 1) * count / most);
-            SectionNo(start + chooser.below(end - start))
+            SectionNo(start + random.below(end - start))
         })
         .collect()
 }
@@ -227,9 +227,9 @@ mod tests {
 
     #[test]
     fn sections_are_chosen_one_in_each_part_without_repetition() {
-        let mut chooser = Chooser::new(5);
+        let mut random = SplitMix64::new(5);
         for (count, most) in [(0, 4), (3, 4), (4, 4), (5, 4), (1_000, 256), (257, 256)] {
-            let chosen = choose_sections(count, most, &mut chooser);
+            let chosen = choose_sections(count, most, &mut random);
             assert_eq!(chosen.len() as u64, count.min(most));
             assert!(chosen.windows(2).all(|pair| pair[0] < pair[1]), "{count}");
             assert!(chosen.iter().all(|section| section.0 < count));

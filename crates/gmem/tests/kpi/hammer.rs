@@ -12,13 +12,14 @@
 //! filled or copied while a device reaches it. Runs are bounded by operations.
 
 use crate::kit::{
-    Actor, Build, Dice, Machine, OWN_FRAMES, Stopped, end, other_space_of, own_frames, region_of,
+    Actor, Build, Machine, OWN_FRAMES, Stopped, end, other_space_of, own_frames, region_of,
     space_of,
 };
 use pagetide_addr::{Access, PAGE_SHIFT};
 use pagetide_gmem::{
     AddressSpace, GmError, MapOptions, Mode, Placement, Protection, Region, RegionRequest,
 };
+use pagetide_random::SplitMix64;
 use std::{
     collections::HashMap,
     sync::{Arc, Barrier, Mutex},
@@ -103,7 +104,7 @@ fn accessed<T>(result: Result<(T, u32), Stopped>) -> Option<T> {
 struct Worker<'a> {
     arena: &'a Arena,
     number: u64,
-    dice: Dice,
+    random: SplitMix64,
     /// What it wrote last to its word of a stable page.
     written: HashMap<u64, u64>,
     sequence: u64,
@@ -116,12 +117,12 @@ impl Worker<'_> {
     }
 
     fn index(&mut self, count: u64) -> usize {
-        usize::try_from(self.dice.below(count)).unwrap()
+        usize::try_from(self.random.below(count)).unwrap()
     }
 
     /// Its word of some page of a region.
     fn own_word(&mut self, region: &Region) -> u64 {
-        let page = self.dice.below(region.pages().len());
+        let page = self.random.below(region.pages().len());
         region.start().0 + (page << PAGE_SHIFT) + self.number * 8
     }
 
@@ -131,7 +132,7 @@ impl Worker<'_> {
     }
 
     fn step(&mut self) {
-        match self.dice.below(40) {
+        match self.random.below(40) {
             0..14 => self.write_stable(),
             14..20 => self.read_stable(),
             20..26 => self.use_volatile(),
@@ -191,7 +192,7 @@ impl Worker<'_> {
 
     fn unmap(&mut self) {
         let region = self.volatile();
-        if self.dice.below(2) == 0 {
+        if self.random.below(2) == 0 {
             expect(region.unmap());
         } else {
             expect(region.unmap_later(None));
@@ -205,7 +206,7 @@ impl Worker<'_> {
         let options = MapOptions::new(Access::Write);
         let frames = own_frames(first, VOLATILE_PAGES);
         assert!(frames[0].0 >= OWN_FRAMES);
-        if self.dice.below(2) == 0 {
+        if self.random.below(2) == 0 {
             expect(region.map(&frames, &options));
         } else {
             expect(region.map_later(frames, options, None));
@@ -223,13 +224,13 @@ impl Worker<'_> {
     }
 
     fn set_policy(&mut self) {
-        let placement = match self.dice.below(3) {
+        let placement = match self.random.below(3) {
             0 => Placement::Unique,
             1 => Placement::RemoteAccess,
             _ => Placement::Prefetch,
         };
         let actor = self.actor();
-        let home = (self.dice.below(2) == 0).then_some(&actor.device);
+        let home = (self.random.below(2) == 0).then_some(&actor.device);
         expect(self.arena.stable.set_policy(placement, home));
     }
 
@@ -260,7 +261,7 @@ impl Worker<'_> {
         let actor = self.arena.actors[1 + self.index(4)].clone();
         let space = &self.arena.spaces[0];
         expect(actor.device.detach(space));
-        let mode = if self.dice.below(2) == 0 {
+        let mode = if self.random.below(2) == 0 {
             Mode::Shared
         } else {
             Mode::Coherent
@@ -296,7 +297,7 @@ fn hammer(seed: u64) {
                     let mut worker = Worker {
                         arena,
                         number,
-                        dice: Dice::new(seed * THREADS + number),
+                        random: SplitMix64::new(seed * THREADS + number),
                         written: HashMap::new(),
                         sequence: 0,
                     };

@@ -6,14 +6,15 @@
 //! callback forbids its pages, and from then on each step is looked at.
 
 use crate::kit::{
-    Actor, Dice, Event, Failing, Machine, Op, attach_all, end, own_frames, refused, region_of,
-    space_of, wire,
+    Actor, Event, Failing, Machine, Op, attach_all, end, own_frames, refused, region_of, space_of,
+    wire,
 };
 use pagetide_addr::Access;
 use pagetide_gmem::{
     AddressSpace, Callback, GmError, MapOptions, Mapped, Mode, Region, RegionRequest,
     space::QUEUED_MAX,
 };
+use pagetide_random::SplitMix64;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
@@ -504,21 +505,21 @@ const UNDER_WAY: u64 = 2;
 fn random_queues_never_leave_a_page_reachable_after_its_callback() {
     for seed in 0..40 {
         let (machine, space, actors) = setting();
-        let mut dice = Dice::new(seed);
+        let mut random = SplitMix64::new(seed);
         let regions: Vec<_> = (0..6)
-            .map(|_| region_of(&space, 1 + dice.below(6)))
+            .map(|_| region_of(&space, 1 + random.below(6)))
             .collect();
         let stands: Vec<_> = (0..6).map(|_| Arc::new(AtomicU64::new(NOTHING))).collect();
         for region in &regions {
             machine.forbid(region.pages());
         }
         for _ in 0..200 {
-            let at = usize::try_from(dice.below(6)).unwrap();
+            let at = usize::try_from(random.below(6)).unwrap();
             let (region, stand) = (&regions[at], Arc::clone(&stands[at]));
-            match (dice.below(8), stand.load(SeqCst)) {
+            match (random.below(8), stand.load(SeqCst)) {
                 (0, _) => space.synchronize().unwrap(),
                 (1, WIRED) => {
-                    let actor = &actors[usize::from(dice.below(2) == 0)];
+                    let actor = &actors[usize::from(random.below(2) == 0)];
                     actor.fill(region.pages(), seed);
                 }
                 (_, NOTHING) => {

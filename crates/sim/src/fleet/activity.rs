@@ -5,7 +5,7 @@
 //!   busy ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▇▇▇…     80 % of the time
 //! ```
 
-use super::chance::{Chance, whole};
+use super::random::{LoadRandom, whole};
 
 /// Mean length of a quiet time, in seconds; each is between a fifth of that and nine fifths.
 const QUIET_MEAN_S: f64 = 300.0;
@@ -22,7 +22,7 @@ pub(super) enum Pace {
 /// Alternating busy and quiet times of one part of a guest.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
-    chance: Chance,
+    random: LoadRandom,
     intensity: f64,
     pace: Pace,
     until_s: u64,
@@ -30,16 +30,16 @@ pub(super) struct Activity {
 
 impl Activity {
     /// Busy for the share `intensity` of the time, and at first.
-    pub(super) fn new(chance: Chance, intensity: f64) -> Self {
+    pub(super) fn new(random: LoadRandom, intensity: f64) -> Self {
         let mut activity = Self {
-            chance,
+            random,
             intensity,
             pace: Pace::Busy,
             until_s: 0,
         };
         // It may have started some time ago.
         let length_s = activity.length_s();
-        activity.until_s = activity.chance.between(length_s / 4, length_s).max(1);
+        activity.until_s = activity.random.between(length_s / 4, length_s).max(1);
         activity
     }
 
@@ -56,7 +56,7 @@ impl Activity {
     }
 
     fn length_s(&mut self) -> u64 {
-        let spread = 0.2 + 1.6 * self.chance.unit();
+        let spread = 0.2 + 1.6 * self.random.unit();
         let quiet = QUIET_MEAN_S * spread;
         let idle = (1.0 - self.intensity).max(0.01);
         let length = match self.pace {
@@ -73,7 +73,7 @@ pub(super) fn busy_share(mut activity: Activity, end_s: u64) -> f64 {
     let busy = (0..end_s)
         .filter(|second| activity.pace(*second) == Pace::Busy)
         .count();
-    super::chance::number(busy as u64) / super::chance::number(end_s)
+    super::random::number(busy as u64) / super::random::number(end_s)
 }
 
 #[cfg(test)]
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn activity_over_days_is_busy_for_the_share_it_was_told() {
-        let activity = Activity::new(Chance::new(1, 2), 0.8);
+        let activity = Activity::new(LoadRandom::new(1, 2), 0.8);
         let share = busy_share(activity, 20 * 86_400);
         assert!((0.78..0.82).contains(&share), "{share}");
     }

@@ -3,7 +3,7 @@
 
 use super::{
     activity::Pace,
-    chance::{Chance, number, whole},
+    random::{LoadRandom, number, whole},
     sink::{CPU_TOLD_S, Sink, Who},
 };
 use pagetide_addr::{Access, SECTION_BYTES};
@@ -20,7 +20,7 @@ const SWEEP_S: (u64, u64) = (270, 390);
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Cpu {
-    chance: Chance,
+    random: LoadRandom,
     /// Memory of processes; the working set comes first.
     memory: Vec<u64>,
     working: u64,
@@ -32,11 +32,11 @@ pub(super) struct Cpu {
 
 impl Cpu {
     /// Processes have `memory`, of which `working` sections are in use.
-    pub(super) fn new(mut chance: Chance, memory: Vec<u64>, working: u64) -> Self {
+    pub(super) fn new(mut random: LoadRandom, memory: Vec<u64>, working: u64) -> Self {
         let working = working.min(memory.len() as u64);
-        let sweep_s = chance.between(SWEEP_S.0, SWEEP_S.1);
+        let sweep_s = random.between(SWEEP_S.0, SWEEP_S.1);
         Self {
-            chance,
+            random,
             memory,
             working,
             sweep_s,
@@ -81,12 +81,12 @@ impl Cpu {
     fn drift(&mut self) {
         let rest = self.memory.len() as u64 - self.working;
         let rate = number(self.working) * DRIFT_PER_HOUR / 3_600.0;
-        for _ in 0..self.chance.count(rate) {
+        for _ in 0..self.random.count(rate) {
             if self.working == 0 || rest == 0 {
                 return;
             }
-            let left = usize::try_from(self.chance.below(self.working)).unwrap_or(0);
-            let came = usize::try_from(self.working + self.chance.below(rest)).unwrap_or(0);
+            let left = usize::try_from(self.random.below(self.working)).unwrap_or(0);
+            let came = usize::try_from(self.working + self.random.below(rest)).unwrap_or(0);
             self.memory.swap(left, came);
         }
     }

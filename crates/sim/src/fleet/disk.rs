@@ -17,7 +17,7 @@
 
 use super::{
     activity::Pace,
-    chance::{Chance, number, whole},
+    random::{LoadRandom, number, whole},
     sink::{Sink, Who},
 };
 use pagetide_addr::Access;
@@ -75,12 +75,12 @@ impl Free {
         self.slots.push(slot);
     }
 
-    fn take(&mut self, chance: &mut Chance) -> Option<u32> {
+    fn take(&mut self, random: &mut LoadRandom) -> Option<u32> {
         let next = self.last.wrapping_add(1) as usize;
         let beside = self.at.get(next).copied().filter(|at| *at != NOWHERE);
         let at = match beside {
-            Some(at) if chance.unit() < RUN_GOES_ON => at as usize,
-            _ => usize::try_from(chance.below(self.len())).unwrap_or(0),
+            Some(at) if random.unit() < RUN_GOES_ON => at as usize,
+            _ => usize::try_from(random.below(self.len())).unwrap_or(0),
         };
         if at >= self.slots.len() {
             return None;
@@ -131,7 +131,7 @@ struct Slot {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Disk {
-    chance: Chance,
+    random: LoadRandom,
     load: DiskLoad,
     /// Sections of the cache, in the order of memory; the journal's come after them.
     sections: Vec<u64>,
@@ -154,7 +154,7 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    pub(super) fn new(chance: Chance, mut sections: Vec<u64>, load: DiskLoad) -> Self {
+    pub(super) fn new(random: LoadRandom, mut sections: Vec<u64>, load: DiskLoad) -> Self {
         let kept = whole(number(sections.len() as u64) * (1.0 - load.journal));
         let journal = sections.split_off(usize::try_from(kept).unwrap_or(0));
         let slots = sections.len() as u64 * CHUNKS_PER_SECTION;
@@ -169,7 +169,7 @@ impl Disk {
             queued: false,
         };
         Self {
-            chance,
+            random,
             load,
             sections,
             journal,
@@ -213,7 +213,7 @@ impl Disk {
     /// Runs of chunks; rank by rank files are less popular.
     fn read_files(&mut self, chunks: f64, sink: &mut Sink) {
         const RUN: u64 = 8;
-        for _ in 0..self.chance.count(chunks / number(RUN)) {
+        for _ in 0..self.random.count(chunks / number(RUN)) {
             let extents = (self.popular_chunks / RUN).max(1);
             let rank = self.popular(extents, self.load.skew);
             for chunk in rank * RUN..(rank + 1) * RUN {
@@ -223,13 +223,13 @@ impl Disk {
     }
 
     fn popular(&mut self, of: u64, skew: f64) -> u64 {
-        let unit = self.chance.unit().powf(skew);
+        let unit = self.random.unit().powf(skew);
         whole(number(of).powf(unit) - 1.0).min(of - 1)
     }
 
     fn scan(&mut self, chunks: f64, sink: &mut Sink) {
         let span = self.temporary_from - self.popular_chunks;
-        for _ in 0..self.chance.count(chunks) {
+        for _ in 0..self.random.count(chunks) {
             let chunk = self.popular_chunks + self.scan_next % span;
             self.scan_next += 1;
             self.read(chunk, sink);
@@ -241,7 +241,7 @@ impl Disk {
         let runs = (set.min(self.popular_chunks) / REWRITE_RUN).max(1);
         // Spread over the popular files, so that rewritten chunks lie apart.
         let step = (self.popular_chunks / runs).max(REWRITE_RUN);
-        for _ in 0..self.chance.count(chunks / number(REWRITE_RUN)) {
+        for _ in 0..self.random.count(chunks / number(REWRITE_RUN)) {
             let rank = self.popular(runs, self.load.rewrite_skew);
             let first = rank * step % self.popular_chunks;
             for chunk in first..(first + REWRITE_RUN).min(self.popular_chunks) {
@@ -253,7 +253,7 @@ impl Disk {
     fn use_temporary_files(&mut self, chunks: f64, sink: &mut Sink) {
         const FILE: u64 = 32;
         let span = (self.slots.len() as u64 / FILE).max(1);
-        for _ in 0..self.chance.count(chunks / number(FILE)) {
+        for _ in 0..self.random.count(chunks / number(FILE)) {
             let first = self.temporary_from + self.temporary_next % span * FILE;
             self.temporary_next += 1;
             if first + FILE > self.place.len() as u64 {
@@ -262,7 +262,7 @@ impl Disk {
             for chunk in first..first + FILE {
                 self.write(chunk, sink);
             }
-            let lives_s = whole(20.0 + 400.0 * self.chance.exponential());
+            let lives_s = whole(20.0 + 400.0 * self.random.exponential());
             let first = u32::try_from(first).unwrap_or(0);
             let file = u32::try_from(FILE).unwrap_or(0);
             self.temporary
@@ -343,7 +343,7 @@ impl Disk {
     /// A free slot for `chunk`.
     fn take(&mut self, chunk: u64) -> Option<usize> {
         let place = self.place.get_mut(index_of(chunk))?;
-        let slot = self.free.take(&mut self.chance)?;
+        let slot = self.free.take(&mut self.random)?;
         *place = slot;
         // There are fewer chunks than places can be numbered.
         let chunk = u32::try_from(chunk).unwrap_or(NOWHERE);

@@ -3,10 +3,10 @@
 
 use super::{
     activity::{Activity, Pace},
-    chance::{Chance, number, whole},
     cpu::Cpu,
     disk::{Disk, DiskLoad},
     nic::Nic,
+    random::{LoadRandom, number, whole},
     sink::{GuestTouch, Sink},
 };
 
@@ -37,13 +37,13 @@ const GIB_SECTIONS: u64 = (1 << 30) / pagetide_addr::SECTION_BYTES;
 /// The 14 VMs of 7.3: 8 to 64 GiB, 4 of them network-intensive and 10 storage-intensive.
 #[must_use]
 pub fn paper_fleet(seed: u64) -> Vec<GuestRecipe> {
-    let mut chance = Chance::new(seed, 0);
+    let mut random = LoadRandom::new(seed, 0);
     (0..14)
         .map(|vm| GuestRecipe {
-            sections: chance.between(8, 65) * GIB_SECTIONS,
+            sections: random.between(8, 65) * GIB_SECTIONS,
             load: if vm < 4 { Load::Network } else { Load::Storage },
             intensity: 0.8,
-            seed: chance.next(),
+            seed: random.next_u64(),
         })
         .collect()
 }
@@ -70,14 +70,14 @@ impl Guest {
     /// The guest of `recipe`, its page cache warm.
     #[must_use]
     pub fn new(recipe: &GuestRecipe) -> Self {
-        let mut chance = Chance::new(recipe.seed, 1);
+        let mut random = LoadRandom::new(recipe.seed, 1);
         let plan = plan(recipe.load);
         let count = |share: f64| whole(number(recipe.sections) * share);
-        let pool = count(0.02 + 0.03 * chance.unit());
-        let (processes, cache) = lay_out(&mut chance, recipe.sections, count(plan.cache));
-        let (pool, elsewhere, processes) = pool_of(&mut chance, processes, pool);
+        let pool = count(0.02 + 0.03 * random.unit());
+        let (processes, cache) = lay_out(&mut random, recipe.sections, count(plan.cache));
+        let (pool, elsewhere, processes) = pool_of(&mut random, processes, pool);
         let working = whole(number(processes.len() as u64) * plan.working);
-        let stream = |number| Chance::new(recipe.seed, number);
+        let stream = |number| LoadRandom::new(recipe.seed, number);
         let mut guest = Self {
             activities: [2, 6, 7].map(|number| Activity::new(stream(number), recipe.intensity)),
             cpu: Cpu::new(stream(3), processes, working),
@@ -161,13 +161,13 @@ fn plan(load: Load) -> Plan {
 
 /// Memory in stretches of 16 to 64 MiB that went to processes or to the page cache as each requested it: so
 /// neither is contiguous.
-fn lay_out(chance: &mut Chance, sections: u64, cache: u64) -> (Vec<u64>, Vec<u64>) {
+fn lay_out(random: &mut LoadRandom, sections: u64, cache: u64) -> (Vec<u64>, Vec<u64>) {
     let (mut processes, mut cached) = (Vec::new(), Vec::new());
     let mut next = 0;
     while next < sections {
-        let end = (next + chance.between(8, 33)).min(sections);
+        let end = (next + random.between(8, 33)).min(sections);
         let left = cache.saturating_sub(cached.len() as u64);
-        if chance.below(sections - next) < left {
+        if random.below(sections - next) < left {
             cached.extend((next..end).take(usize::try_from(left).unwrap_or(0)));
             processes.extend(next + (end - next).min(left)..end);
         } else {
@@ -179,18 +179,22 @@ fn lay_out(chance: &mut Chance, sections: u64, cache: u64) -> (Vec<u64>, Vec<u64
 }
 
 /// The NIC's pool from `memory`: half of it contiguous, as when the driver started, the rest scattered.
-fn pool_of(chance: &mut Chance, mut memory: Vec<u64>, pool: u64) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
+fn pool_of(
+    random: &mut LoadRandom,
+    mut memory: Vec<u64>,
+    pool: u64,
+) -> (Vec<u64>, Vec<u64>, Vec<u64>) {
     let piece = usize::try_from(pool / 2).unwrap_or(0).min(memory.len());
     let mut taken: Vec<u64> = memory.drain(..piece).collect();
     while (taken.len() as u64) < pool && !memory.is_empty() {
-        let at = usize::try_from(chance.below(memory.len() as u64)).unwrap_or(0);
+        let at = usize::try_from(random.below(memory.len() as u64)).unwrap_or(0);
         taken.push(memory.swap_remove(at));
     }
     // Memory of the kernel that may later become a buffer.
     let spare = usize::try_from(pool / 4).unwrap_or(0).min(memory.len());
     let elsewhere = memory.split_off(memory.len() - spare);
     for at in (1..memory.len()).rev() {
-        let other = usize::try_from(chance.below(at as u64 + 1)).unwrap_or(0);
+        let other = usize::try_from(random.below(at as u64 + 1)).unwrap_or(0);
         memory.swap(at, other);
     }
     (taken, elsewhere, memory)

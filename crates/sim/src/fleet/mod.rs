@@ -2,11 +2,11 @@
 //! Synthetic guests: our counterpart of the paper's synthetic environment (VPRI 7.3).
 
 mod activity;
-mod chance;
 mod cpu;
 mod disk;
 mod guest;
 mod nic;
+mod random;
 mod round;
 mod sink;
 mod statistics;

@@ -9,7 +9,7 @@
 
 use super::{
     activity::Pace,
-    chance::{Chance, number},
+    random::{LoadRandom, number},
     sink::{Sink, Who},
 };
 use pagetide_addr::{Access, SECTION_BYTES};
@@ -24,7 +24,7 @@ const REPLACED_PER_HOUR: f64 = 0.02;
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Nic {
-    chance: Chance,
+    random: LoadRandom,
     /// Sections of the pool, in the order of the ring.
     pool: Vec<u64>,
     /// Memory that may replace one of them.
@@ -36,13 +36,13 @@ pub(super) struct Nic {
 
 impl Nic {
     pub(super) fn new(
-        chance: Chance,
+        random: LoadRandom,
         pool: Vec<u64>,
         elsewhere: Vec<u64>,
         packets_per_s: f64,
     ) -> Self {
         Self {
-            chance,
+            random,
             pool,
             elsewhere,
             packets_per_s,
@@ -58,13 +58,13 @@ impl Nic {
         self.replace();
         let rate = if pace == Pace::Busy {
             // Traffic is never even: some seconds have a multiple of others.
-            self.packets_per_s * self.chance.exponential().min(5.0)
+            self.packets_per_s * self.random.exponential().min(5.0)
         } else {
-            QUIET_PACKETS_PER_S * self.chance.exponential()
+            QUIET_PACKETS_PER_S * self.random.exponential()
         };
         let end = self.position + rate;
-        let first = super::chance::whole(self.position / BUFFERS_PER_SECTION);
-        let last = super::chance::whole(end / BUFFERS_PER_SECTION);
+        let first = super::random::whole(self.position / BUFFERS_PER_SECTION);
+        let last = super::random::whole(end / BUFFERS_PER_SECTION);
         let turn = self.pool.len() as u64;
         for step in first..=last.min(first + turn - 1) {
             let at = usize::try_from(step % turn).unwrap_or(0);
@@ -75,12 +75,12 @@ impl Nic {
 
     fn replace(&mut self) {
         let rate = number(self.pool.len() as u64) * REPLACED_PER_HOUR / 3_600.0;
-        for _ in 0..self.chance.count(rate) {
+        for _ in 0..self.random.count(rate) {
             if self.elsewhere.is_empty() {
                 return;
             }
-            let old = usize::try_from(self.chance.below(self.pool.len() as u64)).unwrap_or(0);
-            let new = usize::try_from(self.chance.below(self.elsewhere.len() as u64)).unwrap_or(0);
+            let old = usize::try_from(self.random.below(self.pool.len() as u64)).unwrap_or(0);
+            let new = usize::try_from(self.random.below(self.elsewhere.len() as u64)).unwrap_or(0);
             std::mem::swap(&mut self.pool[old], &mut self.elsewhere[new]);
         }
     }

@@ -23,6 +23,7 @@
 
 use super::{Actor, ReplayAccess, ReplayError, Service};
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use pagetide_random::SplitMix64;
 use rustc_hash::FxHashMap;
 use std::{collections::VecDeque, time::Duration};
 
@@ -197,13 +198,10 @@ impl Runs {
         };
         let pages = u32::try_from(pages).unwrap_or(u32::MAX);
         let mut places: Vec<u32> = (0..pages_max / pages).collect();
-        // Fisher and Yates, by SplitMix64 from a fixed seed: one answer on any machine.
-        let mut state = 0_u64;
+        // Fisher and Yates from a fixed seed: one answer on any machine, and for ever.
+        let mut random = SplitMix64::new(0);
         for last in (1..places.len()).rev() {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            let other = (mixed ^ (mixed >> 31)) % (last as u64 + 1);
+            let other = random.remainder(last as u64 + 1);
             places.swap(last, usize::try_from(other).unwrap_or(last));
         }
         Self { pages, places }

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The parameters of a point, and the results of its run, as flat columns.
+//! Nested values as flat columns: of the parameters of a point, and of the results of its run.
 
 use std::collections::{HashMap, HashSet};
 
 use serde::Serialize;
 use serde_json::{Map, Value};
-
-use super::Point;
-use super::traces::Trace;
 
 /// Every leaf of `value` under its name: parts joined by `joint`. Lists are leaves.
 pub(super) fn flatten(prefix: &str, joint: char, value: &Value, into: &mut Vec<(String, Value)>) {
@@ -31,19 +28,6 @@ pub(super) fn json<T: Serialize>(value: &T) -> Value {
         Ok(value) => value,
         Err(error) => unreachable!("plain data is always JSON: {error}"),
     }
-}
-
-/// Preset, configuration and trace of `point` under their names in a study.
-pub(super) fn parameters(point: &Point, trace: &Trace) -> Vec<(String, Value)> {
-    let mut row = vec![("preset".to_owned(), json(&point.preset))];
-    flatten("", '.', &json(&point.config), &mut row);
-    match trace {
-        Trace::File(path) => {
-            row.push(("trace.file".to_owned(), path.to_string_lossy().into()));
-        }
-        Trace::Made(spec) => flatten("trace", '.', &json(spec), &mut row),
-    }
-    row
 }
 
 /// Names that do not have the same value in each of `rows`.

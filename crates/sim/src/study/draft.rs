@@ -8,19 +8,17 @@ use pagetide_trace::{HyperSpec, TenantShape};
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
+use super::document::{assigned, parse_toml, read_toml, read_value};
 use super::error::StudyError;
 use super::expand::{expand, in_order_of, lay, put};
+use super::points::{Point, Preset, Study};
 use super::recipe::Recipe;
-use super::traces::Trace;
-use super::{Point, Preset, Study};
+use super::trace::Trace;
 use crate::config::{Config, Flavour};
 
 /// Most points of a study: at a second each 18 hours of computing, and some 600 MB for the table of
 /// results.
 pub const POINTS_MAX: usize = 1 << 16;
-
-/// Largest size of a study's file; one that a person wrote has some hundred bytes.
-const STUDY_BYTES_MAX: u64 = 1 << 20;
 
 /// Settings of a trace's recipe that are lists themselves.
 const LISTS: [&str; 2] = ["weights", "input.recorded.logs"];
@@ -184,50 +182,6 @@ impl Draft {
     }
 }
 
-/// Reads the TOML file at `path`.
-pub(super) fn read_toml(path: &Path) -> Result<Map<String, Value>, StudyError> {
-    use std::io::Read as _;
-    let mut text = String::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(STUDY_BYTES_MAX + 1).read_to_string(&mut text))
-        .map_err(|source| StudyError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
-    if text.len() as u64 > STUDY_BYTES_MAX {
-        return Err(StudyError::Syntax {
-            path: Some(path.to_owned()),
-            reason: "it is larger than a MiB".to_owned(),
-        });
-    }
-    parse_toml(&text, Some(path))
-}
-
-fn parse_toml(text: &str, file: Option<&Path>) -> Result<Map<String, Value>, StudyError> {
-    toml::from_str(text).map_err(|error| StudyError::Syntax {
-        path: file.map(Path::to_owned),
-        reason: error.to_string().trim_end().to_owned(),
-    })
-}
-
-/// `key.of.many.parts=value`: the value as TOML, or else as a plain string.
-///
-/// # Errors
-/// If there is no `=`, or nothing before it.
-pub(super) fn assigned(assignment: &str) -> Result<(Vec<String>, Value), StudyError> {
-    let wrong = || StudyError::key(assignment, "write key=value, such as devtlb.entries=64");
-    let (key, value) = assignment.split_once('=').ok_or_else(wrong)?;
-    let path: Vec<String> = key.split('.').map(|part| part.trim().to_owned()).collect();
-    if path.iter().any(String::is_empty) {
-        return Err(wrong());
-    }
-    let value = value.trim();
-    let parsed = toml::from_str::<Map<String, Value>>(&format!("value = {value}"))
-        .ok()
-        .and_then(|mut table| table.remove("value"));
-    Ok((path, parsed.unwrap_or_else(|| value.into())))
-}
-
 /// Keys of a trace in the order they are declared.
 fn trace_template() -> Value {
     let spec = HyperSpec::synthetic(TenantShape::default(), 1);
@@ -316,46 +270,5 @@ fn take<T: DeserializeOwned + Default>(
         Some(value) => {
             serde_json::from_value(value).map_err(|error| StudyError::key(key, error.to_string()))
         }
-    }
-}
-
-/// Reads a `T`, with the key in the error.
-pub(super) fn read_value<T: DeserializeOwned>(table: Map<String, Value>) -> Result<T, StudyError> {
-    serde_path_to_error::deserialize(Value::Object(table)).map_err(|error| {
-        let path = error.path().to_string();
-        let reason = error.inner().to_string();
-        match path.as_str() {
-            "." => StudyError::key("", reason),
-            _ => StudyError::key(path, reason),
-        }
-    })
-}
-
-impl Study {
-    /// The only point.
-    ///
-    /// # Errors
-    /// [`StudyError::Several`] if there are several.
-    pub fn single(&self) -> Result<&Point, StudyError> {
-        match self.points.as_slice() {
-            [point] => Ok(point),
-            points => Err(StudyError::Several {
-                points: points.len(),
-            }),
-        }
-    }
-
-    fn check(&self) -> Result<(), StudyError> {
-        for (number, point) in self.points.iter().enumerate() {
-            let heeded = point.config.check_heeded();
-            if let Err(error) = heeded.and_then(|()| point.config.check()) {
-                return Err(StudyError::Point {
-                    point: number,
-                    label: self.labels().swap_remove(number),
-                    source: Box::new(error),
-                });
-            }
-        }
-        Ok(())
     }
 }

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::columns;
 use super::error::StudyError;
 use super::identity::{Content, PointId};
 
@@ -128,7 +129,7 @@ impl Journal {
             id: id.clone(),
             run: run.clone(),
         };
-        let mut text = super::columns::json(&line).to_string();
+        let mut text = columns::json(&line).to_string();
         text.push('\n');
         self.file
             .write_all(text.as_bytes())

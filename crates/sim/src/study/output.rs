@@ -6,7 +6,8 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
 use super::error::StudyError;
-use super::{Study, Traces};
+use super::points::Study;
+use super::traces::Traces;
 
 /// Checks that `path` can be the name of a new file, or of a file to replace, and is no input of `study` or
 /// of a trace of it.

@@ -7,7 +7,7 @@ use pagetide_trace::{HyperSpec, Input, TenantShape};
 use serde_json::{Map, Value};
 
 use super::columns;
-use super::draft::{assigned, read_toml, read_value};
+use super::document::{assigned, read_toml, read_value};
 use super::error::StudyError;
 use super::expand::{lay, put};
 

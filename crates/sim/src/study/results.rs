@@ -31,16 +31,28 @@ use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 use serde_json::{Value, json};
 
+use super::columns;
 use super::error::StudyError;
-use super::sweep::SweepRow;
-use super::traces::{Trace, Traces};
-use super::{Study, columns};
+use super::identity::PointId;
+use super::journal::Run;
+use super::points::Study;
+use super::trace::Trace;
+use super::traces::Traces;
 
 /// The format name of results in their metadata.
 pub const RESULTS_FORMAT: &str = "pagetide-sim-results";
 
 /// The only column that is a time.
 const STARTED: &str = "started_at";
+
+/// One row of the results.
+#[derive(Clone, PartialEq, Debug)]
+pub struct SweepRow {
+    /// Identity of the point.
+    pub id: PointId,
+    /// Its run.
+    pub run: Run,
+}
 
 /// Writes one row a point to `path`, under a temporary name until the file is complete.
 pub(super) fn write_results(

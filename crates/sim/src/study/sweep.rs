@@ -15,13 +15,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
+use super::columns;
 use super::error::StudyError;
 use super::identity::PointId;
 use super::journal::{Build, Journal, Run};
 use super::output::check_output;
-use super::results::write_results;
+use super::points::Study;
+use super::results::{SweepRow, write_results};
 use super::traces::Traces;
-use super::{Study, columns};
 use crate::error::SimError;
 
 /// The settings of a sweep.
@@ -67,15 +68,6 @@ pub struct SweepSummary {
     pub requests: u64,
     /// How long that took.
     pub elapsed_seconds: f64,
-}
-
-/// One row of the results.
-#[derive(Clone, PartialEq, Debug)]
-pub struct SweepRow {
-    /// Identity of the point.
-    pub id: PointId,
-    /// Its run.
-    pub run: Run,
 }
 
 /// A finished sweep.

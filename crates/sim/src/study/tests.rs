@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::expand::expand;
 use super::*;
-use crate::config::Replacement;
+use crate::config::{Config, Flavour, Replacement};
 
 /// Eight points over two small traces.
 const SMALL: &str = r#"

@@ -8,6 +8,8 @@ mod small_lfu;
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use pagetide_random::SplitMix64;
+
 pub(crate) use program::{ProgramRand, ProgramTies};
 pub(crate) use small_lfu::{SMALL_WAYS, SmallLfu};
 
@@ -24,7 +26,7 @@ pub(crate) enum TieBreak {
 #[derive(Debug)]
 pub(crate) enum Ties {
     /// At random.
-    Random(SplitMix),
+    Random(SplitMix64),
     /// As the authors' program does.
     Program(ProgramTies),
 }
@@ -33,28 +35,8 @@ impl Ties {
     /// Ties of a cache of `sets` sets.
     pub(crate) fn new(rule: &TieBreak, sets: usize) -> Self {
         match rule {
-            TieBreak::Seed(seed) => Self::Random(SplitMix(*seed)),
+            TieBreak::Seed(seed) => Self::Random(SplitMix64::new(*seed)),
             TieBreak::Program(rand) => Self::Program(ProgramTies::new(rand, sets)),
         }
-    }
-}
-
-/// SplitMix64, chosen because it is a dozen operations and identical on every machine; its quality matters
-/// little for a choice among a few ways.
-#[derive(Debug)]
-pub(crate) struct SplitMix(u64);
-
-impl SplitMix {
-    /// A number below `count`.
-    #[inline]
-    pub(crate) fn choose(&mut self, count: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        #[expect(clippy::cast_possible_truncation, reason = "less than `count`")]
-        let chosen = ((u128::from(z) * count as u128) >> 64) as usize;
-        chosen
     }
 }

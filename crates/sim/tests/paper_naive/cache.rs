@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Caches of the naive model: a vector of vectors, searched from the front.
 
+use pagetide_random::SplitMix64;
 use pagetide_sim::CacheCounts;
 use pagetide_sim::config::{CacheConfig, PartitionBy, Replacement};
 
@@ -8,20 +9,6 @@ use crate::model::Page;
 
 /// Domain and first address: what an entry is known by.
 pub type Key = (u32, u64);
-
-/// The generator that ties are broken with: SplitMix64 from the seed.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, count: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^= mixed >> 31;
-        usize::try_from(u128::from(mixed) * count as u128 / (1 << 64)).unwrap()
-    }
-}
 
 struct Entry {
     key: Key,
@@ -37,7 +24,7 @@ pub struct Cache {
     shift: u32,
     sets: Vec<Vec<Entry>>,
     clock: u64,
-    random: Random,
+    random: SplitMix64,
     new_goes_last: bool,
     pub counts: CacheCounts,
 }
@@ -50,7 +37,7 @@ impl Cache {
             shift,
             sets: (0..sets).map(|_| Vec::new()).collect(),
             clock: 0,
-            random: Random(seed),
+            random: SplitMix64::new(seed),
             new_goes_last: false,
             counts: CacheCounts::default(),
         }
@@ -158,7 +145,7 @@ impl Cache {
             Replacement::Lfu => {
                 let least = entries.iter().map(|entry| entry.uses).min().unwrap();
                 let tied: Vec<usize> = all.filter(|at| entries[*at].uses == least).collect();
-                tied[self.random.below(tied.len())]
+                tied[self.random.index(tied.len())]
             }
         }
     }

@@ -41,12 +41,12 @@ use turns::{Random, RoundRobin, Turns};
 use crate::event::{Event, EventKind, IommuDomain, SourceId};
 use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::tenant::SyntheticTenant;
-use crate::tenant::dice::Dice;
+use crate::tenant::random_stream::RandomStream;
 use pagetide_access_log::TraceError;
 
 /// First random stream that no tenant uses; tenants' numbers are below [`MAX_TENANTS`].
-const DICE_OF_LENGTHS: u64 = 1 << 40;
-const DICE_OF_TURNS: u64 = DICE_OF_LENGTHS + 1;
+const STREAM_OF_LENGTHS: u64 = 1 << 40;
+const STREAM_OF_TURNS: u64 = STREAM_OF_LENGTHS + 1;
 
 /// Opens a log of any format.
 pub type OpenLog<'a> = dyn FnMut(&Path) -> Result<Box<dyn EventSource>, TraceError> + 'a;
@@ -228,7 +228,10 @@ impl HyperTrace {
         let weights = (0..spec.tenants).map(|tenant| spec.weight(tenant));
         let turns = match spec.order {
             Order::Rr => Turns::RoundRobin(RoundRobin::new(weights)),
-            Order::Rand => Turns::Random(Random::new(Dice::new(spec.seed, DICE_OF_TURNS), weights)),
+            Order::Rand => Turns::Random(Random::new(
+                RandomStream::new(spec.seed, STREAM_OF_TURNS),
+                weights,
+            )),
             Order::Time => {
                 let mut heap = BinaryHeap::new();
                 for (tenant, seat) in (0..).zip(&mut seats) {
@@ -435,12 +438,12 @@ fn drawn_lengths(spec: &HyperSpec) -> Option<Vec<u64>> {
         min_packets,
         max_packets,
     } = spec.lengths?;
-    let mut dice = Dice::new(spec.seed, DICE_OF_LENGTHS);
+    let mut random = RandomStream::new(spec.seed, STREAM_OF_LENGTHS);
     let mut lengths: Vec<u64> = (0..spec.tenants)
-        .map(|_| min_packets + dice.below_u64((max_packets - min_packets).saturating_add(1)))
+        .map(|_| min_packets + random.below_u64((max_packets - min_packets).saturating_add(1)))
         .collect();
-    let shortest = dice.below(spec.tenants) as usize;
-    let step = 1 + dice.below(spec.tenants - 1) as usize;
+    let shortest = random.below(spec.tenants) as usize;
+    let step = 1 + random.below(spec.tenants - 1) as usize;
     let longest = (shortest + step) % lengths.len();
     lengths[longest] = max_packets;
     lengths[shortest] = min_packets;

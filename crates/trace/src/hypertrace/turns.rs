@@ -8,7 +8,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::tenant::dice::Dice;
+use crate::tenant::random_stream::RandomStream;
 
 /// Tenants that have packets left, and which of them is next.
 #[derive(Debug)]
@@ -151,7 +151,7 @@ fn largest(places: &[Place]) -> u32 {
 /// RAND.
 #[derive(Debug)]
 pub(super) struct Random {
-    dice: Dice,
+    random: RandomStream,
     alive: Vec<(u32, u32)>,
     /// Where each of `alive` ends on the line of weights; empty if all are equal.
     ends: Vec<u64>,
@@ -161,9 +161,9 @@ pub(super) struct Random {
 
 impl Random {
     /// Tenants 0, 1, … of the given weights, each at least 1.
-    pub(super) fn new(dice: Dice, weights: impl Iterator<Item = u32>) -> Self {
+    pub(super) fn new(random: RandomStream, weights: impl Iterator<Item = u32>) -> Self {
         let mut turns = Self {
-            dice,
+            random,
             alive: (0..).zip(weights).collect(),
             ends: Vec::new(),
             last: 0,
@@ -175,11 +175,11 @@ impl Random {
     fn next(&mut self) -> Option<u32> {
         self.last = match self.ends.last() {
             Some(&end) => {
-                let point = self.dice.below_u64(end);
+                let point = self.random.below_u64(end);
                 self.ends.partition_point(|&end| end <= point)
             }
             #[expect(clippy::cast_possible_truncation, reason = "numbered by u32")]
-            None => self.dice.below(self.alive.len() as u32) as usize,
+            None => self.random.below(self.alive.len() as u32) as usize,
         };
         self.alive.get(self.last).map(|&(tenant, _)| tenant)
     }
@@ -233,14 +233,14 @@ mod tests {
 
     #[test]
     fn random_with_weights_gives_turns_in_proportion() {
-        let mut turns = Random::new(Dice::new(1, 0), [9, 1].into_iter());
+        let mut turns = Random::new(RandomStream::new(1, 0), [9, 1].into_iter());
         let light = (0..10_000).filter(|_| turns.next() == Some(1)).count();
         assert!((900..1100).contains(&light), "{light}");
     }
 
     #[test]
     fn random_with_all_removed_ends() {
-        let mut turns = Random::new(Dice::new(1, 0), [1, 1, 5].into_iter());
+        let mut turns = Random::new(RandomStream::new(1, 0), [1, 1, 5].into_iter());
         let mut seen = Vec::new();
         while let Some(tenant) = turns.next() {
             turns.remove(tenant);

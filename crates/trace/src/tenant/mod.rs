@@ -20,7 +20,7 @@
 //! [`Workload::Seq`] is the literal reading. A tenant's stream is a function of the recipe, the seed and
 //! the tenant's number alone, computed in integers, so that it is the same everywhere.
 
-pub(crate) mod dice;
+pub(crate) mod random_stream;
 mod shape;
 mod stream;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use pagetide_addr::Iova;
 
-use super::dice::Dice;
+use super::random_stream::RandomStream;
 use super::shape::{Layout, PageChoice, RunLengths, Span, Stagger, TenantShape, ThirdPage, Unmap};
 use crate::event::{Event, EventKind, IommuDomain, SourceId, TraceAccess};
 use pagetide_access_log::TraceError;
@@ -18,7 +18,7 @@ const PS_PER_SECOND: u64 = 1_000_000_000_000;
 #[derive(Clone, Debug)]
 pub struct SyntheticTenant {
     layout: Arc<Layout>,
-    dice: Dice,
+    random: RandomStream,
     source: SourceId,
     domain: IommuDomain,
     init_left: u64,
@@ -61,10 +61,10 @@ impl SyntheticTenant {
 
     /// As [`SyntheticTenant::new`], of a layout that many tenants share.
     pub(crate) fn of(layout: Arc<Layout>, seed: u64, tenant: u32, init_packets: u64) -> Self {
-        let mut dice = Dice::new(seed, u64::from(tenant));
+        let mut random = RandomStream::new(seed, u64::from(tenant));
         let (uses, run) = (layout.shape.uses_per_page, layout.run_packets);
         let (head, into) = match layout.shape.stagger {
-            Stagger::Random => (dice.below(layout.data.pages), dice.below(uses)),
+            Stagger::Random => (random.below(layout.data.pages), random.below(uses)),
             Stagger::None => (0, 0),
         };
         let packet = u64::from(head) * u64::from(uses) + u64::from(into);
@@ -75,10 +75,10 @@ impl SyntheticTenant {
         );
         let slot = match layout.choice {
             PageChoice::Cyclic => turn,
-            PageChoice::Random => dice.below(layout.live_pages),
+            PageChoice::Random => random.below(layout.live_pages),
         };
         let mut tenant = Self {
-            dice,
+            random,
             source: SourceId(tenant),
             domain: IommuDomain(tenant),
             init_left: if layout.init.pages == 0 {
@@ -174,12 +174,12 @@ impl SyntheticTenant {
                 self.run_left == 0
             }
             // A run that ends with equal probability after each packet is geometric.
-            RunLengths::Geometric => self.dice.once_in(layout.run_packets),
+            RunLengths::Geometric => self.random.once_in(layout.run_packets),
         };
         if ends {
             self.run_left = layout.run_packets;
             self.slot = match layout.choice {
-                PageChoice::Random => self.dice.below(layout.live_pages),
+                PageChoice::Random => self.random.below(layout.live_pages),
                 PageChoice::Cyclic if self.slot + 1 == layout.live_pages => 0,
                 PageChoice::Cyclic => self.slot + 1,
             };
@@ -215,11 +215,11 @@ impl SyntheticTenant {
         };
         let due_ps = match self.layout.shape.stagger {
             Stagger::Random => self
-                .dice
+                .random
                 .below_u64(PS_PER_SECOND / timing.packets_per_second),
             Stagger::None => 0,
         };
-        let late_ns = self.dice.below_u64(timing.jitter_ns);
+        let late_ns = self.random.below_u64(timing.jitter_ns);
         self.clock = Some(Clock {
             due_ps,
             next_ns: (due_ps / 1000).saturating_add(late_ns),
@@ -233,7 +233,7 @@ impl SyntheticTenant {
         clock.due_ps = clock
             .due_ps
             .saturating_add(PS_PER_SECOND / timing.packets_per_second);
-        let late_ns = self.dice.below_u64(timing.jitter_ns);
+        let late_ns = self.random.below_u64(timing.jitter_ns);
         clock.next_ns = clock
             .next_ns
             .max((clock.due_ps / 1000).saturating_add(late_ns));

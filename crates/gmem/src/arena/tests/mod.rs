@@ -21,25 +21,3 @@ fn arena(fit: Fit, quantum: u64, cached_quanta_max: u32, (first, last): (u64, u6
     arena.check().unwrap();
     arena
 }
-
-/// Pseudo-random numbers from a seed (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Below `limit`.
-    fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    fn below_usize(&mut self, limit: usize) -> usize {
-        usize::try_from(self.below(limit as u64)).unwrap()
-    }
-}

@@ -2,14 +2,14 @@
 //! Random calls with every constraint, each checked against the naive twin.
 
 use super::super::{Constraints, Fit};
-use super::Random;
 use super::naive::Twins;
+use pagetide_random::SplitMix64;
 
 /// Integers of the arenas: few, so that they are full most of the time, but enough for chunks of three
 /// sizes.
 const INTEGERS: u64 = 576;
 
-fn constraints(random: &mut Random, base: u64, quantum: u64) -> Constraints {
+fn constraints(random: &mut SplitMix64, base: u64, quantum: u64) -> Constraints {
     let mut c = Constraints::default();
     if random.below(2) == 0 {
         c.align = quantum << random.below(5);
@@ -33,7 +33,7 @@ fn constraints(random: &mut Random, base: u64, quantum: u64) -> Constraints {
 /// 55 of 100 calls allocate (a quarter of them unconstrained), the rest free: the loop of NetBSD's
 /// test.
 fn run(seed: u64, fit: Fit, cached: u32, (base, quantum): (u64, u64)) {
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     let last = base + (INTEGERS - 1);
     let middle = base + INTEGERS / 2;
     // Two spans with a hole, two adjacent ones, or one.
@@ -62,7 +62,7 @@ fn run(seed: u64, fit: Fit, cached: u32, (base, quantum): (u64, u64)) {
             55..57 => twins.arena.reap(),
             _ => {
                 if !twins.naive.live.is_empty() {
-                    let index = random.below_usize(twins.naive.live.len());
+                    let index = random.index(twins.naive.live.len());
                     twins.free(index);
                 }
             }

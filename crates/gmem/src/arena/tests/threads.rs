@@ -2,10 +2,11 @@
 //! Several threads on one arena that is nearly full; a map of owners detects an integer that two
 //! threads have.
 
+use pagetide_random::SplitMix64;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::super::{Constraints, Fit};
-use super::{Random, arena};
+use super::arena;
 
 const QUANTA: u64 = 4096;
 const BASE: u64 = 0x10_000;
@@ -28,7 +29,7 @@ impl Owners {
 }
 
 fn hammer(arena: &super::Arena, owners: &Owners, thread: u32) {
-    let mut random = Random(u64::from(thread));
+    let mut random = SplitMix64::new(u64::from(thread));
     let mut live: Vec<(u64, u64)> = Vec::new();
     for _ in 0..20_000 {
         let quanta_max = if random.below(8) == 0 { 40 } else { 6 };
@@ -50,7 +51,7 @@ fn hammer(arena: &super::Arena, owners: &Owners, thread: u32) {
             }
             _ => {
                 if !live.is_empty() {
-                    let (start, size) = live.swap_remove(random.below_usize(live.len()));
+                    let (start, size) = live.swap_remove(random.index(live.len()));
                     owners.change(start, size, thread, 0);
                     arena.free(start, size).unwrap();
                 }

@@ -488,19 +488,3 @@ pub fn end(machine: &Machine, space: &Arc<AddressSpace>, actors: &[&Actor]) {
     machine.assert_unreachable(space.pages());
     machine.assert_sound();
 }
-
-/// Random numbers from a seed (xorshift).
-pub struct Dice(u64);
-
-impl Dice {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) % limit
-    }
-}

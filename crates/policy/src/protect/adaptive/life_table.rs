@@ -215,19 +215,19 @@ pub(super) fn interval_of(age_s: u64) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
 
     /// The last interval that is reached, and that in which it is touched.
     type Life = (usize, Option<usize>);
 
     /// A share in thousandths, always below one.
-    fn share(random: &mut Random) -> f64 {
+    fn share(random: &mut SplitMix64) -> f64 {
         seconds(random.below(900)) / 1_000.0
     }
 
     #[test]
     fn rate_equals_the_best_of_cohorts_given_up_at_each_age() {
-        let mut random = Random::new(7);
+        let mut random = SplitMix64::new(7);
         for _ in 0..50 {
             let touched: [f64; INTERVALS] = std::array::from_fn(|_| share(&mut random));
             let from = random.index(24);
@@ -248,7 +248,7 @@ mod tests {
 
     #[test]
     fn share_touched_within_a_time_equals_that_of_a_cohort_followed_interval_by_interval() {
-        let mut random = Random::new(8);
+        let mut random = SplitMix64::new(8);
         for _ in 0..200 {
             let touched: [f64; INTERVALS] = std::array::from_fn(|_| share(&mut random));
             let (from, within_s) = (random.index(20), random.below(3_000));
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn touched_shares_equal_counts_and_belief_over_random_lives() {
-        let mut random = Random::new(9);
+        let mut random = SplitMix64::new(9);
         let mut table = LifeTable::new();
         let mut lives: Vec<Life> = Vec::new();
         for _ in 0..500 {

@@ -153,14 +153,14 @@ fn hash(section: SectionNo) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::random::Random;
+    use pagetide_random::SplitMix64;
 
     /// When it began, its section and kind; none once it has ended.
     type Model = Vec<(Duration, u64, Option<Kind>)>;
 
     #[test]
     fn entries_equal_a_vector_over_random_changes_while_numbers_and_times_come_round() {
-        let mut random = Random::new(3);
+        let mut random = SplitMix64::new(3);
         let mut pending = Pending {
             first: u32::MAX - 500,
             ..Pending::default()

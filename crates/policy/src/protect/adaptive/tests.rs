@@ -3,8 +3,8 @@
 
 use super::trial::Mode;
 use super::*;
-use crate::random::Random;
 use pagetide_addr::{Access, SectionNo};
+use pagetide_random::SplitMix64;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A VM of one device, and its evictor: a section is evicted when it was not touched for `reach_s`.
@@ -177,7 +177,7 @@ impl Vm {
 #[test]
 fn random_touches_and_fates_keep_the_caps_and_never_contradict_themselves() {
     for seed in 0..6 {
-        let mut random = Random::new(seed);
+        let mut random = SplitMix64::new(seed);
         let mut vm = Vm::new(400, 200);
         for now in 0..6_000 {
             for _ in 0..random.below(4) {

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The protector of a VM against its devices' policies, each on its own.
 
-use crate::{
-    protect::{
-        Change, Fate, PolicyChoice, ProtectedSections, ProtectionPolicy, Protector, Touch,
-        together_max,
-    },
-    random::Random,
+use crate::protect::{
+    Change, Fate, PolicyChoice, ProtectedSections, ProtectionPolicy, Protector, Touch, together_max,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, SectionNo};
+use pagetide_random::SplitMix64;
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -79,7 +76,7 @@ fn vm_protects_what_any_of_its_devices_does() {
     ];
     let choices = choices.map(|choice| choice.parse::<PolicyChoice>().expect("a policy"));
     for (seed, choice) in (0..20).zip(choices.iter().cycle()) {
-        let mut random = Random::new(seed);
+        let mut random = SplitMix64::new(seed);
         let mut protector = Protector::new(choice, VM_SECTIONS);
         let protected = Arc::clone(protector.protected());
         let mut devices: BTreeMap<DeviceId, Alone> = BTreeMap::new();
@@ -102,7 +99,7 @@ fn vm_protects_what_any_of_its_devices_does() {
                     }
                 }
                 2..=5 => {
-                    let fate = FATES[random.index(FATES.len() as u64)];
+                    let fate = FATES[random.index(FATES.len())];
                     protector.fate(SectionNo(section), fate, now);
                     for alone in devices.values_mut() {
                         alone.tell(|policy, changes| {

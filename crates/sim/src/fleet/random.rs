@@ -1,40 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Random numbers that are the same on any machine.
+//! Random numbers of loads, the same on any machine.
 
-/// `SplitMix64` (Steele, Lea and Flood, 2014): small, seeded, good enough for loads.
+use pagetide_random::SplitMix64;
+
+/// What loads are drawn from.
 #[derive(Clone, Debug)]
-pub(super) struct Chance(u64);
+pub(super) struct LoadRandom(SplitMix64);
 
-impl Chance {
+impl LoadRandom {
     /// A separate stream for each pair of `seed` and `stream`.
-    pub(super) fn new(seed: u64, stream: u64) -> Self {
-        let mut chance = Self(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17));
-        chance.next();
-        chance
+    pub(super) const fn new(seed: u64, stream: u64) -> Self {
+        Self(SplitMix64::stream(seed, stream))
     }
 
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+    /// 64 bits.
+    pub(super) const fn next_u64(&mut self) -> u64 {
+        self.0.next_u64()
     }
 
     /// Below `end`; 0 if `end` is 0.
-    pub(super) fn below(&mut self, end: u64) -> u64 {
-        let wide = u128::from(self.next()) * u128::from(end);
-        u64::try_from(wide >> 64).unwrap_or(0)
+    pub(super) const fn below(&mut self, end: u64) -> u64 {
+        self.0.below(end)
     }
 
     /// From `start` to below `end`.
-    pub(super) fn between(&mut self, start: u64, end: u64) -> u64 {
-        start + self.below(end.saturating_sub(start))
+    pub(super) const fn between(&mut self, start: u64, end: u64) -> u64 {
+        self.0.between(start, end)
     }
 
-    /// From 0 to below 1, in steps of 2^-32.
+    /// From 0 to below 1, in steps of 2^-32: finer ones would change the guests whose figures are published.
     pub(super) fn unit(&mut self) -> f64 {
-        let high = u32::try_from(self.next() >> 32).unwrap_or(0);
+        let high = u32::try_from(self.0.next_u64() >> 32).unwrap_or(0);
         f64::from(high) / 4_294_967_296.0
     }
 

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A study with every list expanded: its traces, and its points over them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::columns::{flatten, json, plain, varying};
+use super::error::StudyError;
+use super::trace::Trace;
+use crate::config::{Config, Flavour};
+
+/// The configuration that a study's parameters modify.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preset {
+    /// Table IV, *Base*.
+    #[default]
+    Base,
+    /// Table IV, *HyperTRIO*.
+    Hypertrio,
+}
+
+impl Preset {
+    /// Its configuration by the rules of `flavour`.
+    #[must_use]
+    pub fn config(self, flavour: Flavour) -> Config {
+        match self {
+            Self::Base => Config::base(flavour),
+            Self::Hypertrio => Config::hypertrio(flavour),
+        }
+    }
+}
+
+/// One run of a study.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Point {
+    /// The preset of the configuration.
+    pub preset: Preset,
+    /// The configuration.
+    pub config: Config,
+    /// The trace's place in [`Study::traces`].
+    pub trace: usize,
+}
+
+impl Point {
+    /// Preset, configuration and `trace`, which is its own, under their names in a study.
+    fn parameters(&self, trace: &Trace) -> Vec<(String, Value)> {
+        let mut row = vec![("preset".to_owned(), json(&self.preset))];
+        flatten("", '.', &json(&self.config), &mut row);
+        match trace {
+            Trace::File(path) => {
+                row.push(("trace.file".to_owned(), path.to_string_lossy().into()));
+            }
+            Trace::Made(spec) => flatten("trace", '.', &json(spec), &mut row),
+        }
+        row
+    }
+}
+
+/// A study with every list expanded.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Study {
+    /// The distinct traces, in the order of the study.
+    pub traces: Vec<Trace>,
+    /// The runs, in the order of the study: by trace, then by configuration.
+    pub points: Vec<Point>,
+    /// The study as it was written, for the record.
+    pub source: Value,
+    /// The file that it was read from.
+    pub file: Option<PathBuf>,
+}
+
+impl Study {
+    /// For each point, its value in each list of the study and the properties of its trace that differ from
+    /// the others', as `name=value`; empty for a study of one point.
+    #[must_use]
+    pub fn labels(&self) -> Vec<String> {
+        let flat: Vec<Vec<(String, Value)>> = self
+            .points
+            .iter()
+            .map(|point| point.parameters(&self.traces[point.trace]))
+            .collect();
+        // The name of a preset or a flavour implies the values that follow from it.
+        let mut names = varying(&flat);
+        names.retain(|name| {
+            let pointer = format!("/{}", name.replace('.', "/"));
+            let listed = self.source.pointer(&pointer).is_some_and(Value::is_array);
+            listed || name.starts_with("trace.")
+        });
+        flat.iter()
+            .map(|row| {
+                let parts: Vec<String> = row
+                    .iter()
+                    .filter(|(name, _)| names.contains(name.as_str()))
+                    .map(|(name, value)| format!("{name}={}", plain(value)))
+                    .collect();
+                parts.join(" ")
+            })
+            .collect()
+    }
+
+    /// The only point.
+    ///
+    /// # Errors
+    /// [`StudyError::Several`] if there are several.
+    pub fn single(&self) -> Result<&Point, StudyError> {
+        match self.points.as_slice() {
+            [point] => Ok(point),
+            points => Err(StudyError::Several {
+                points: points.len(),
+            }),
+        }
+    }
+
+    /// Checks every configuration.
+    ///
+    /// # Errors
+    /// The first point whose configuration is impossible or says what has no effect.
+    pub(super) fn check(&self) -> Result<(), StudyError> {
+        for (number, point) in self.points.iter().enumerate() {
+            let heeded = point.config.check_heeded();
+            if let Err(error) = heeded.and_then(|()| point.config.check()) {
+                return Err(StudyError::Point {
+                    point: number,
+                    label: self.labels().swap_remove(number),
+                    source: Box::new(error),
+                });
+            }
+        }
+        Ok(())
+    }
+}
