@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 23] = [
+const BELOW: [(&str, &[&str]); 24] = [
     ("pagetide-addr", &[]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
@@ -68,6 +68,7 @@ const BELOW: [(&str, &[&str]); 23] = [
     ("pagetide", &["pagetide-daemon", "pagetide-lab"]),
     ("pagetide-guest", &[]),
     ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
+    ("pagetide-examples", &["pagetide-gmem", "pagetide-vpri"]),
     ("xtask", &[]),
 ];
 
