@@ -16,6 +16,23 @@
 //! ```
 //!
 //! All ranges are half-open.
+//!
+//! ```
+//! use pagetide_addr::{Gpa, PageNo, SECTION_PAGES};
+//!
+//! assert_eq!(Gpa(0x1000).checked_add(0x1000), Some(Gpa(0x2000)));
+//! assert_eq!(Gpa(u64::MAX).checked_add(1), None);
+//!
+//! let run = PageNo(SECTION_PAGES - 1).run(2);
+//! assert_eq!(run.bytes(), 8192);
+//! assert_eq!(run.sections().count(), 2);
+//! ```
+//! A page of a file is not taken for one of an address space:
+//! ```compile_fail,E0308
+//! use pagetide_addr::{FilePage, PageNo};
+//!
+//! let page: PageNo = FilePage(3);
+//! ```
 
 mod id;
 mod message;

@@ -31,6 +31,27 @@
 //! wired.
 //! *Invariant:* whatever a guest writes into its rings, or a front end into its messages, at worst
 //! its own device stops.
+//!
+//! ```no_run
+//! use pagetide_dpu::{BlkConfig, Dpu, DpuConfig};
+//! use pagetide_vpri::{DomainTable, Doorbell, FaultService};
+//! use std::{error::Error, sync::Arc};
+//!
+//! fn serve(disk: BlkConfig) -> Result<(), Box<dyn Error>> {
+//!     let domains = Arc::new(DomainTable::new(1));
+//!     let bell = Arc::new(Doorbell::new()?);
+//!     let (dpu, queues) = Dpu::start(&DpuConfig::new("/run/dpu".into()), domains, &bell)?;
+//!     // Whoever owns the VMs' memory answers the page requests.
+//!     let service = FaultService::new(queues, bell);
+//!     let serving = service.start()?;
+//!     let device = dpu.add_blk(disk)?;
+//!     // Front ends connect to the disk's socket, until:
+//!     dpu.remove(device)?;
+//!     dpu.shut_down();
+//!     serving.stop();
+//!     Ok(())
+//! }
+//! ```
 
 mod alias;
 pub mod blk;

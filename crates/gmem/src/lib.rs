@@ -15,6 +15,21 @@
 //! uses them unchanged.
 //!
 //! Reading order: [`space`], [`region`], [`device`], [`arena`]; then [`paging`].
+//!
+//! ```
+//! use pagetide_addr::Va;
+//! use pagetide_gmem::{AddressSpace, AllocPolicy, GmError, Mapped, RegionRequest};
+//!
+//! let space = AddressSpace::create(Va(0x10_0000), Va(0x20_0000), AllocPolicy::default())?;
+//! let region = space.alloc(&RegionRequest::of_bytes(12_000))?;
+//! assert_eq!(region.len_bytes(), 3 * 4096);
+//! assert_eq!(space.lookup(region.start())?.pages(), region.pages());
+//! assert_eq!(region.mapped(), Mapped::Nothing, "before the first fault");
+//! region.dealloc()?;
+//! assert!(space.lookup(region.start()).is_err());
+//! # Ok::<(), GmError>(())
+//! ```
+//! With devices: `examples/rust/src/gmem_device.rs`.
 
 pub mod arena;
 pub mod device;

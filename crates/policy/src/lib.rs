@@ -10,6 +10,19 @@
 //! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
 //!   eviction.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
+//!
+//! ```
+//! use pagetide_addr::SectionNo;
+//! use pagetide_policy::sets::{Drift, HotColdSets, Level};
+//!
+//! let mut sets = HotColdSets::new(2);
+//! for _scan in 0..3 {
+//!     sets.scanned([SectionNo(1)], Drift::OneSet);
+//! }
+//! assert_eq!(sets.level(SectionNo(0)), Some(Level::Cold));
+//! assert_eq!(sets.level(SectionNo(1)), Some(Level::Hot));
+//! assert_eq!(sets.coldest_first().next(), Some(SectionNo(0)));
+//! ```
 
 pub mod candidates;
 mod cells;

@@ -12,6 +12,22 @@
 //! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
 //!   `pagetide-policy` decides; [`reserve`]: sections ready for a fill that needs room at once;
 //!   [`heat`]: what is known of hot and cold, and its cost.
+//!
+//! ```
+//! use pagetide_addr::PageNo;
+//! use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
+//!
+//! let (mut packer, seed) = (Packer::default(), Seed(0x5eed));
+//! assert!(packer.pack(seed, PageNo(1), &[0; PAGE]).is_none(), "zeros take no room");
+//!
+//! let page = [7; PAGE];
+//! let stored = packer.pack(seed, PageNo(1), &page).expect("not zeros").to_vec();
+//! assert!(stored.len() < PAGE / 10);
+//! let mut back = [0; PAGE];
+//! assert_eq!(unpack(seed, PageNo(1), &stored, &mut back), Ok(()));
+//! assert_eq!(back, page);
+//! assert!(unpack(seed, PageNo(2), &stored, &mut back).is_err(), "another page's");
+//! ```
 
 pub mod cgroup;
 pub mod direct;

@@ -23,6 +23,17 @@
 //! 3. [`hazards`]: what else touches the RAM; what blocks eviction now.
 //! 4. [`takeover`]: the userfaultfd.
 //! 5. [`reader`], [`servers`], [`place`], [`tracker`]: serving it.
+//!
+//! ```
+//! use pagetide_vmm::{Refusal, layout::RamLayout, process::VmmProcess};
+//!
+//! fn ram_bytes(pid: u32) -> Result<u64, Refusal> {
+//!     let vmm = VmmProcess::open(pid)?;
+//!     Ok(RamLayout::of_process(&vmm)?.len_bytes())
+//! }
+//! // This process is no VMM: the refusal says so.
+//! assert!(ram_bytes(std::process::id()).is_err());
+//! ```
 
 pub mod hazards;
 pub mod layout;

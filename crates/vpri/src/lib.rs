@@ -5,6 +5,22 @@
 //! while a DMA is under way. [`domain`] ties both to a file of guest RAM. [`queue`]
 //! carries page requests to the host and responses back. [`access_log`] reports to the
 //! host what devices have touched.
+//!
+//! ```
+//! use pagetide_addr::{Access, FilePage};
+//! use pagetide_vpri::{Attribute, PageAttributes};
+//!
+//! let pages = PageAttributes::new(1024, 1, Attribute::ReadWrite);
+//! let page = FilePage(3).single();
+//! let lease = pages.lease(0, page, Access::Write).expect("it is mapped");
+//! // The host may not evict the page yet: a DMA is under way.
+//! assert!(!pages.unmap_ranges(&[page]).is_empty());
+//! pages.release(0, lease);
+//! assert!(pages.unmap_ranges(&[page]).is_empty());
+//! // Now the device must send a page request.
+//! assert!(pages.lease(0, page, Access::Read).is_none());
+//! ```
+//! A device with its host: `examples/rust/src/faulting_device.rs`.
 
 #[cfg(not(loom))]
 pub mod access_log;

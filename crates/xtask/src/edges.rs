@@ -73,6 +73,7 @@ const BELOW: [(&str, &[&str]); 24] = [
     ("pagetide", &["pagetide-daemon", "pagetide-lab"]),
     ("pagetide-guest", &[]),
     ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
+    ("pagetide-examples", &["pagetide-gmem", "pagetide-vpri"]),
     ("xtask", &[]),
 ];
 

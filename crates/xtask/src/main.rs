@@ -7,6 +7,7 @@
 mod circles;
 mod edges;
 mod licences;
+mod origins;
 mod source;
 
 use std::fs;
@@ -114,9 +115,11 @@ fn tidy() -> Result<Vec<String>, TidyError> {
     }
     let metadata = metadata(&root)?;
     findings.extend(edges::check(&edges::workspace(&metadata)));
-    let allowed =
-        licences::allowed(&read(&root.join("deny.toml"))?).map_err(TidyError::DenyList)?;
+    let deny = read(&root.join("deny.toml"))?;
+    let allowed = licences::allowed(&deny).map_err(TidyError::DenyList)?;
     findings.extend(licences::check(&metadata, &allowed));
+    let rules = origins::Rules::read(&deny).map_err(TidyError::DenyList)?;
+    findings.extend(origins::check(&metadata, &rules));
     Ok(findings)
 }
 
@@ -130,7 +133,9 @@ fn root() -> PathBuf {
 /// All our Rust files, in order: the result of tidy must not depend on what is committed.
 fn rust_files(root: &Path) -> Result<Vec<PathBuf>, TidyError> {
     let mut files = Vec::new();
-    let mut folders = vec![root.join("crates"), root.join("guest")];
+    let mut folders = ["crates", "examples", "guest"]
+        .map(|name| root.join(name))
+        .to_vec();
     while let Some(folder) = folders.pop() {
         let entries = fs::read_dir(&folder).map_err(|source| read_error(&folder, source))?;
         for entry in entries {

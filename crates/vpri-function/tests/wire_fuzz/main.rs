@@ -2,6 +2,8 @@
 //! The fuzz targets' functions over random bytes and damaged messages, with the stable compiler.
 
 mod bodies;
+#[path = "../../../trace/tests/formats_fuzz/seeds.rs"]
+mod seeds;
 
 use pagetide_addr::{
     Access, DeviceId, DomainId, FileKey, FilePage, PageRequest, PageResponse, QueueId, RequestId,
@@ -85,6 +87,35 @@ fn damaged(good: Vec<Vec<u8>>) -> impl Strategy<Value = Vec<u8>> {
         }),
         1 => prop::collection::vec(any::<u8>(), 0..150),
     ]
+}
+
+/// What a device and its drivers may do, as numbers that [`bodies::session`] reads.
+fn session() -> Vec<u8> {
+    (0..400_u32)
+        .map(|i| i.wrapping_mul(0x9e37_79b9).to_le_bytes()[3])
+        .collect()
+}
+
+#[test]
+fn seeds_of_every_target_are_read() {
+    let reply = Reply::from(Status::OK).encode();
+    let targets: &[seeds::Target] = &[
+        ("vpri_event", bodies::event, events()),
+        (
+            "vpri_request",
+            bodies::request,
+            vec![encode_request(&request()).to_vec()],
+        ),
+        (
+            "vpri_reply",
+            bodies::reply,
+            vec![reply, vec![0; STATUS_BYTES + MASK_BYTES]],
+        ),
+        ("vpri_config", bodies::config, vec![config().to_vec()]),
+        ("vpri_record", bodies::record, vec![vec![0; RECORD_BYTES]]),
+        ("vpri_session", bodies::session, vec![session()]),
+    ];
+    seeds::check(targets);
 }
 
 proptest! {
