@@ -24,7 +24,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 24] = [
+const BELOW: [(&str, &[&str]); 25] = [
     ("pagetide-addr", &[]),
     ("pagetide-random", &[]),
     ("pagetide-report", &[]),
