@@ -237,15 +237,15 @@ fn encoded(event: &Event<'_>) -> Vec<u8> {
 }
 
 /// Sends `bytes`, which must be refused with `code`.
-fn refused(tester: &mut Tester, bytes: &[u8], (code, what): (Code, &str)) -> Result<u32, Ended> {
+fn refused(tester: &mut Tester, bytes: &[u8], code: Code, what: &str) -> Result<u32, Ended> {
     let reply = tester.probe()?.say(bytes, STATUS_BYTES)?;
     let reply = Reply::decode(&reply).map_err(|error| Ended::Failed(format!("{what}: {error}")))?;
     expect(reply, code, what).map(|reply| reply.status.detail)
 }
 
 /// Sends `bytes`, whose first invalid field is at `at`.
-fn refused_at(tester: &mut Tester, bytes: &[u8], (at, what): (u32, &str)) -> Checked {
-    let detail = refused(tester, bytes, (Code::Invalid, what))?;
+fn refused_at(tester: &mut Tester, bytes: &[u8], at: u32, what: &str) -> Checked {
+    let detail = refused(tester, bytes, Code::Invalid, what)?;
     ensure(
         || detail == at,
         || format!("{what}: detail is {detail}, and the field is at {at}"),
@@ -267,7 +267,7 @@ fn reserved_fields(tester: &mut Tester) -> Checked {
                 *byte |= 0x80;
             }
             let what = format!("{opcode:?} with {what} set");
-            refused_at(tester, &bytes, (field, &what))?;
+            refused_at(tester, &bytes, field, &what)?;
         }
         if !matches!(opcode, Opcode::Create | Opcode::Bar | Opcode::Bounce) {
             let mut bytes = encoded(&event);
@@ -275,7 +275,7 @@ fn reserved_fields(tester: &mut Tester) -> Checked {
                 *byte = 1;
             }
             let what = format!("{opcode:?} with an argument");
-            refused_at(tester, &bytes, (16, &what))?;
+            refused_at(tester, &bytes, 16, &what)?;
         }
     }
     Ok(())
@@ -289,18 +289,18 @@ fn lengths(tester: &mut Tester) -> Checked {
         let bytes = encoded(&event);
         let what = format!("{opcode:?} with a byte too many");
         let longer = [&bytes[..], &[0]].concat();
-        refused(tester, &longer, (Code::Invalid, &what))?;
+        refused(tester, &longer, Code::Invalid, &what)?;
         for len in [1, HEADER_BYTES - 1, bytes.len() - 1] {
             let what = format!("{opcode:?} of {len} bytes instead of {}", bytes.len());
             let shorter = bytes.get(..len).unwrap_or(&bytes);
-            refused(tester, shorter, (Code::Invalid, &what))?;
+            refused(tester, shorter, Code::Invalid, &what)?;
         }
         let mut count = bytes.clone();
         if let Some(field) = count.get_mut(8..12) {
             field.copy_from_slice(&u32::MAX.to_le_bytes());
         }
         let what = format!("{opcode:?} that says to have 2^32 - 1 elements");
-        refused(tester, &count, (Code::Invalid, &what))?;
+        refused(tester, &count, Code::Invalid, &what)?;
     }
     Ok(())
 }
@@ -310,7 +310,7 @@ fn unknown_opcodes(tester: &mut Tester) -> Checked {
         let mut bytes = vec![0; HEADER_BYTES];
         bytes[..2].copy_from_slice(&number.to_le_bytes());
         let what = format!("operation {number}");
-        refused(tester, &bytes, (Code::Unsupported, &what))?;
+        refused(tester, &bytes, Code::Unsupported, &what)?;
     }
     Ok(())
 }
@@ -366,13 +366,13 @@ fn bad_ranges(tester: &mut Tester) -> Checked {
             bytes.truncate(HEADER_BYTES + RANGE_BYTES);
             bytes.extend(bad);
             let what = format!("{opcode:?} of {what}");
-            refused(tester, &bytes, (Code::Invalid, &what))?;
+            refused(tester, &bytes, Code::Invalid, &what)?;
         }
         if opcode != Opcode::Invalidate {
             let mut none = good[..HEADER_BYTES].to_vec();
             none[8..12].fill(0);
             let what = format!("{opcode:?} of no range");
-            refused(tester, &none, (Code::Invalid, &what))?;
+            refused(tester, &none, Code::Invalid, &what)?;
         }
     }
     let mut create = encoded(&Event::Create {
@@ -380,12 +380,12 @@ fn bad_ranges(tester: &mut Tester) -> Checked {
         page_count: PAGES,
     });
     create[HEADER_BYTES] = 1;
-    refused(tester, &create, (Code::Invalid, "CREATE from page 1 on"))?;
+    refused(tester, &create, Code::Invalid, "CREATE from page 1 on")?;
     create[HEADER_BYTES] = 0;
     create[HEADER_BYTES + 8..].fill(0);
-    refused(tester, &create, (Code::Invalid, "CREATE of no pages"))?;
+    refused(tester, &create, Code::Invalid, "CREATE of no pages")?;
     create[HEADER_BYTES + 8..].fill(0xff);
-    refused(tester, &create, (Code::Invalid, "CREATE of 2^64 - 1 pages")).map(|_| ())
+    refused(tester, &create, Code::Invalid, "CREATE of 2^64 - 1 pages").map(|_| ())
 }
 
 fn most_ranges(tester: &mut Tester) -> Checked {
@@ -545,7 +545,7 @@ fn respond_unknown(tester: &mut Tester) -> Checked {
     });
     none.truncate(HEADER_BYTES);
     none[8..12].fill(0);
-    refused(tester, &none, (Code::Invalid, "RESPOND of no answer")).map(|_| ())
+    refused(tester, &none, Code::Invalid, "RESPOND of no answer").map(|_| ())
 }
 
 fn bounce_bounds(tester: &mut Tester) -> Checked {

@@ -86,7 +86,7 @@ fn encode_all<R: Report>(encoder: &mut DescriptorEncoder, reports: &[R]) -> fmt:
             metric_type(figure),
         )?;
         for (label, reading) in readings {
-            encode_one(&mut metric, label, (figure.kind, reading))?;
+            encode_one(&mut metric, label, figure.kind, reading)?;
         }
     }
     Ok(())
@@ -122,7 +122,8 @@ fn encode_accounts(encoder: &mut DescriptorEncoder, accounts: &SloList) -> fmt::
 fn encode_one(
     metric: &mut MetricEncoder,
     label: (&str, &str),
-    (kind, reading): (FigureKind, Reading),
+    kind: FigureKind,
+    reading: Reading,
 ) -> fmt::Result {
     let labels = [label];
     if let Reading::Sets(sets) = reading {

@@ -126,7 +126,7 @@ impl Product {
     /// # Errors
     /// It cannot be started or does not answer.
     pub fn start(binary: &Path, state_dir: &Path, log: &Path) -> Result<Self, ProductError> {
-        Self::start_by(None, Role::Daemon, binary, (state_dir, log))
+        Self::start_by(None, Role::Daemon, binary, state_dir, log)
     }
 
     /// As [`Product::start`], in another role.
@@ -139,7 +139,7 @@ impl Product {
         state_dir: &Path,
         log: &Path,
     ) -> Result<Self, ProductError> {
-        Self::start_by(None, role, binary, (state_dir, log))
+        Self::start_by(None, role, binary, state_dir, log)
     }
 
     /// As [`Product::start`], with the daemon running as `user` from its first instruction.
@@ -152,14 +152,15 @@ impl Product {
         state_dir: &Path,
         log: &Path,
     ) -> Result<Self, ProductError> {
-        Self::start_by(Some(user), Role::Daemon, binary, (state_dir, log))
+        Self::start_by(Some(user), Role::Daemon, binary, state_dir, log)
     }
 
     fn start_by(
         user: Option<User>,
         role: Role,
         binary: &Path,
-        (state_dir, log): (&Path, &Path),
+        state_dir: &Path,
+        log: &Path,
     ) -> Result<Self, ProductError> {
         fs::create_dir_all(state_dir).map_err(|source| file_error(state_dir, source))?;
         if let Some(user) = user {

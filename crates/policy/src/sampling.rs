@@ -351,8 +351,8 @@ impl Pace {
             Want::First => SWEEP_FIRST,
             Want::Much | Want::Pressed => SWEEP_WANTED,
         };
-        let wanted = portion(&mut self.wanted_left, (of, passed), period);
-        let owed = portion(&mut self.owed_left, (of, passed), SWEEP_MAX);
+        let wanted = portion(&mut self.wanted_left, of, passed, period);
+        let owed = portion(&mut self.owed_left, of, passed, SWEEP_MAX);
         // At the first call nothing is known and both accounts are full.
         let wanted = if passed == 0 { of } else { wanted };
         let affordable = self.guest.sections().min(self.own.sections());
@@ -371,7 +371,7 @@ impl Pace {
 }
 
 /// The part of `of` sections that is due after `passed_ns` if all are due after `period`.
-fn portion(left: &mut u128, (of, passed_ns): (u64, u64), period: Duration) -> u64 {
+fn portion(left: &mut u128, of: u64, passed_ns: u64, period: Duration) -> u64 {
     let period = period.as_nanos().max(1);
     let whole = u128::from(of) * period;
     let due = (*left + u128::from(of) * u128::from(passed_ns)).min(whole);

@@ -3,6 +3,7 @@
 //! predictor. The pipeline between them ([`crate::machine`]) is common.
 
 use crate::config::{Completion, Config, PrefetchConfig};
+use crate::link::Link;
 use crate::outcome::AllCounts;
 use crate::request::{Page, Request, Tag};
 use crate::ties::TieBreak;
@@ -25,8 +26,8 @@ pub(crate) trait Flavour {
         TieBreak::Seed(config.seed)
     }
 
-    /// Length of the link's slot for a packet, as a fraction of nanoseconds.
-    fn slot(config: &Config) -> (u64, u64);
+    /// The link, with the length of its slot for a packet as a fraction of nanoseconds.
+    fn link(config: &Config) -> Link;
 }
 
 /// Requests waiting for a stage, each from the time that it is ready.

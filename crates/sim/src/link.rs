@@ -18,7 +18,7 @@ pub(crate) struct Link {
 
 impl Link {
     /// A link whose first slot is at time 0.
-    pub(crate) const fn new((numerator, denominator): (u64, u64)) -> Self {
+    pub(crate) const fn new(numerator: u64, denominator: u64) -> Self {
         Self {
             numerator,
             denominator,
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn slots_of_a_fractional_length_keep_the_rate_in_the_long_run() {
-        let mut link = Link::new((1542 * 8, 200));
+        let mut link = Link::new(1542 * 8, 200);
         for _ in 0..200 {
             link.take();
         }
@@ -88,8 +88,8 @@ mod tests {
     fn leaping_over_many_slots_ends_where_single_steps_do() {
         for (numerator, denominator) in [(61, 1), (1542 * 8, 200), (64 * 8, 511), (3, 2)] {
             for now_ns in [0, 1, 60, 61, 62, 1_000, 123_456] {
-                let mut leaping = Link::new((numerator, denominator));
-                let mut stepping = Link::new((numerator, denominator));
+                let mut leaping = Link::new(numerator, denominator);
+                let mut stepping = Link::new(numerator, denominator);
                 let mut steps = 0;
                 while stepping.next_ns() <= now_ns {
                     stepping.take();
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn skipping_counts_the_slots_that_go_by() {
-        let mut link = Link::new((61, 1));
+        let mut link = Link::new(61, 1);
         assert_eq!(link.skip_to(0), 1);
         assert_eq!(link.skip_to(60), 0);
         assert_eq!(link.skip_to(200), 3);

@@ -154,7 +154,7 @@ pub unsafe extern "C" fn gm_cpu_read(
 ) -> gm_ret_t {
     let buffer: *mut u8 = buffer.cast();
     call(|| {
-        go_through(cpu, va, (buffer, size), Access::Read, |mmu, part| {
+        go_through(cpu, va, buffer, size, Access::Read, |mmu, part| {
             // SAFETY: the part lies within the buffer, for which the caller is responsible.
             unsafe { mmu.copy_out(part.va, buffer.wrapping_add(part.offset), part.bytes) }
         })
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn gm_cpu_write(
 ) -> gm_ret_t {
     let buffer: *const u8 = buffer.cast();
     call(|| {
-        go_through(cpu, va, (buffer, size), Access::Write, |mmu, part| {
+        go_through(cpu, va, buffer, size, Access::Write, |mmu, part| {
             // SAFETY: the part lies within the buffer, for which the caller is responsible.
             unsafe { mmu.copy_in(part.va, buffer.wrapping_add(part.offset), part.bytes) }
         })
@@ -194,7 +194,8 @@ struct Part {
 fn go_through(
     cpu: *const gm_dev_t,
     va: gm_va_t,
-    (buffer, size): (*const u8, usize),
+    buffer: *const u8,
+    size: usize,
     access: Access,
     copy: impl Fn(&Cpu, &Part) -> Result<(), Stopped>,
 ) -> Result<(), Failure> {

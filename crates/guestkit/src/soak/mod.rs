@@ -113,10 +113,10 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     caller.attach_with_limit(&board);
     let began = Instant::now();
     let starvation = Starvation::default();
-    disturb(options, stand, &board, (&caller, &starvation))?;
+    disturb(options, stand, &board, &caller, &starvation)?;
     let elapsed = began.elapsed();
     say("deaths and calls are over: the guest stays squeezed a while, is detached, and verifies");
-    let last = let_go_and_verify(stand, (&board, &caller))?;
+    let last = release_and_verify(stand, &board, &caller)?;
     let left = left(stand)?;
     let mut report = stand.report(options, elapsed);
     report.take_board(&board);
@@ -137,7 +137,8 @@ fn disturb(
     options: &Options,
     stand: &mut Stand,
     board: &Board,
-    (caller, starvation): (&Caller, &Starvation),
+    caller: &Caller,
+    starvation: &Starvation,
 ) -> Result<(), SoakError> {
     let length = Duration::from_secs_f64(options.minutes * 60.0);
     let attackers = tenants::attackers(stand, options)?;
@@ -176,9 +177,10 @@ fn until(
     Ok(())
 }
 
-fn let_go_and_verify(
+fn release_and_verify(
     stand: &mut Stand,
-    (board, caller): (&Board, &Caller),
+    board: &Board,
+    caller: &Caller,
 ) -> Result<SoakProgress, SoakError> {
     caller.attach_with_limit(board);
     // The daemon that is checked for leaks must itself have evicted, served and detached.

@@ -112,9 +112,9 @@ impl Disk {
     fn read_into(&mut self, buffer: u64) -> Result<(), Wrong> {
         self.put(HEADER, &[0; 16])?;
         self.put(STATUS, &[0xff])?;
-        self.describe(0, (HEADER, 16), (NEXT, 1))?;
-        self.describe(1, (buffer, 4096), (NEXT | WRITE, 2))?;
-        self.describe(2, (STATUS, 1), (WRITE, 0))?;
+        self.describe(0, HEADER, 16, NEXT, 1)?;
+        self.describe(1, buffer, 4096, NEXT | WRITE, 2)?;
+        self.describe(2, STATUS, 1, WRITE, 0)?;
         let slot = u64::from(self.asked % QUEUE_SIZE);
         self.put(AVAIL + 4 + 2 * slot, &0_u16.to_le_bytes())?;
         self.asked = self.asked.wrapping_add(1);
@@ -128,12 +128,7 @@ impl Disk {
         Ok(())
     }
 
-    fn describe(
-        &self,
-        index: u64,
-        (at, len): (u64, u32),
-        (flags, next): (u16, u16),
-    ) -> Result<(), Wrong> {
+    fn describe(&self, index: u64, at: u64, len: u32, flags: u16, next: u16) -> Result<(), Wrong> {
         let fields = [
             &(GPA + self.base + at).to_le_bytes()[..],
             &len.to_le_bytes(),

@@ -136,17 +136,17 @@ impl Liar {
     pub fn tell(&mut self, lie: Lie) {
         let (head, index) = match lie {
             Lie::NoStatus => {
-                self.descriptor(0, BUFFER, 16, (0, 0));
+                self.descriptor(0, BUFFER, 16, 0, 0);
                 (0, 1)
             }
             Lie::HeadBeyond => (999, 1),
             Lie::Loop => {
-                self.descriptor(0, BUFFER, 16, (NEXT, 0));
+                self.descriptor(0, BUFFER, 16, NEXT, 0);
                 (0, 1)
             }
             Lie::OutsideMemory => {
-                self.descriptor(0, BUFFER, 16, (NEXT, 1));
-                self.descriptor(1, RAM_BYTES, 4096, (WRITE, 0));
+                self.descriptor(0, BUFFER, 16, NEXT, 1);
+                self.descriptor(1, RAM_BYTES, 4096, WRITE, 0);
                 (0, 1)
             }
             Lie::IndexTooFar => (0, 1000),
@@ -174,9 +174,9 @@ impl Liar {
         self.put(BUFFER, &[0; 8]);
         self.put(BUFFER + 8, &(page * SECTORS_PER_PAGE).to_le_bytes());
         self.put(BUFFER + 16, &[0xff]);
-        self.descriptor(0, BUFFER, 16, (NEXT, 1));
-        self.descriptor(1, MORE + at, PAGE, (NEXT | WRITE, 2));
-        self.descriptor(2, BUFFER + 16, 1, (WRITE, 0));
+        self.descriptor(0, BUFFER, 16, NEXT, 1);
+        self.descriptor(1, MORE + at, PAGE, NEXT | WRITE, 2);
+        self.descriptor(2, BUFFER + 16, 1, WRITE, 0);
         let slot = u64::from(self.asked % QUEUE_SIZE);
         self.put(AVAIL + 4 + 2 * slot, &[0, 0]);
         self.asked += 1;
@@ -199,7 +199,7 @@ impl Liar {
         bytes
     }
 
-    fn descriptor(&self, index: u64, at: u64, len: u32, (flags, next): (u16, u16)) {
+    fn descriptor(&self, index: u64, at: u64, len: u32, flags: u16, next: u16) {
         let fields = [
             &(GPA + at).to_le_bytes()[..],
             &len.to_le_bytes(),

@@ -24,6 +24,7 @@ use std::rc::Rc;
 
 use crate::config::Config;
 use crate::flavour::{Flavour, StageQueue};
+use crate::link::Link;
 use crate::ties::{ProgramRand, TieBreak};
 
 pub(crate) use heap::{ProgramFifo, ProgramHeap};
@@ -47,7 +48,7 @@ impl<Q: StageQueue> Flavour for Hypersio<Q> {
         }
     }
 
-    fn slot(config: &Config) -> (u64, u64) {
-        (config.link.packet_bytes * 8 / config.link.gbps, 1)
+    fn link(config: &Config) -> Link {
+        Link::new(config.link.packet_bytes * 8 / config.link.gbps, 1)
     }
 }

@@ -107,7 +107,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         Self {
             config,
             observer,
-            link: Link::new(F::slot(config)),
+            link: F::link(config),
             input: Input {
                 source,
                 next_uses,

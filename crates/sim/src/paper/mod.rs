@@ -25,6 +25,7 @@ mod walk;
 
 use crate::config::Config;
 use crate::flavour::Flavour;
+use crate::link::Link;
 
 /// The paper's text.
 #[derive(Debug)]
@@ -37,7 +38,7 @@ impl Flavour for Paper {
     const ONE_A_NANOSECOND: bool = false;
     const HIT_ENDS_EARLY_NS: u64 = 0;
 
-    fn slot(config: &Config) -> (u64, u64) {
-        (config.link.packet_bytes * 8, config.link.gbps)
+    fn link(config: &Config) -> Link {
+        Link::new(config.link.packet_bytes * 8, config.link.gbps)
     }
 }

@@ -273,19 +273,19 @@ fn single() -> Vec<Attack> {
         Attack::new("avail-head-beyond", &STOPPED, |t| head(t, 128)),
         Attack::new("avail-head-highest", &STOPPED, |t| head(t, u16::MAX)),
         Attack::new("chain-that-loops", &STOPPED, |t| {
-            raw(t, (GPA + DATA, 16, NEXT, 0))
+            raw(t, GPA + DATA, 16, NEXT, 0)
         }),
         Attack::new("chain-that-loops-empty", &STOPPED, |t| {
-            raw(t, (GPA + DATA, 0, NEXT, 0))
+            raw(t, GPA + DATA, 0, NEXT, 0)
         }),
         Attack::new("chain-next-beyond", &STOPPED, |t| {
-            raw(t, (GPA + DATA, 16, NEXT, 128))
+            raw(t, GPA + DATA, 16, NEXT, 128)
         }),
         Attack::new("chain-unknown-flags", &ANY, |t| {
-            raw(t, (GPA + DATA, 16, 0xfff8, 0))
+            raw(t, GPA + DATA, 16, 0xfff8, 0)
         }),
         Attack::new("table-without-the-feature", &STOPPED, |t| {
-            raw(t, (GPA + DATA, 48, TABLE, 0))
+            raw(t, GPA + DATA, 48, TABLE, 0)
         }),
         Attack::new("one-head-many-times", &EITHER, one_head),
         Attack::new("event-index-noise", &SERVED, event_noise),
@@ -341,7 +341,7 @@ fn indirect(target: &Target, (pointer, parts): &Table) -> Result<Held, Failure> 
     offered(front)
 }
 
-fn raw(target: &Target, (gpa, len, flags, next): (u64, u32, u16, u16)) -> Result<Held, Failure> {
+fn raw(target: &Target, gpa: u64, len: u32, flags: u16, next: u16) -> Result<Held, Failure> {
     let front = start(target, 0)?;
     front.describe(
         0,
