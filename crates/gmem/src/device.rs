@@ -15,7 +15,6 @@ use crate::{
     error::GmError,
     frames::{Frame, FramePool, PhysicalMemory},
     mmu::{Mmu, MmuLimits, OnAbsent, TableId},
-    space::AddressSpace,
     sync::{Arc, Mutex, RwLock, lock, own, share},
 };
 use pagetide_addr::{Access, DeviceId, Pa, Va};
@@ -27,31 +26,43 @@ use std::sync::{
 /// Lower numbers are chosen by callers of [`Device::with_id`].
 const FIRST_NUMBER: u32 = 1 << 16;
 
+/// An address space, as a device that is attached to it sees it.
+pub(crate) trait Home: Send + Sync {
+    /// Serves a fault of the device; see [`Device::fault`].
+    fn fault_at(&self, device: &Arc<Device>, addr: Va, access: Access) -> Result<(), GmError>;
+
+    /// From now on the device translates by its table here.
+    fn activate_here(&self, device: &Device) -> Result<(), GmError>;
+
+    /// From now on it does not.
+    fn deactivate_here(&self, device: &Device) -> Result<(), GmError>;
+}
+
 /// Where a device is attached. One lock guards it: a device moves between spaces as a whole.
 #[derive(Default)]
 pub(crate) struct DeviceState {
     /// The spaces it is attached to.
     pub(crate) attached: Vec<Place>,
     /// The one it is active in.
-    pub(crate) active: Option<Weak<AddressSpace>>,
+    pub(crate) active: Option<Weak<dyn Home>>,
     pub(crate) destroyed: bool,
 }
 
 /// A space that a device is attached to.
 pub(crate) struct Place {
-    pub(crate) space: Weak<AddressSpace>,
+    pub(crate) space: Weak<dyn Home>,
     /// The table that was made for it there, unless it shares another device's.
     pub(crate) own_table: Option<TableId>,
 }
 
 impl DeviceState {
-    pub(crate) fn is_attached(&self, space: &AddressSpace) -> bool {
+    pub(crate) fn is_attached(&self, space: &dyn Home) -> bool {
         self.attached
             .iter()
             .any(|known| is_same(&known.space, space))
     }
 
-    pub(crate) fn is_active(&self, space: &AddressSpace) -> bool {
+    pub(crate) fn is_active(&self, space: &dyn Home) -> bool {
         self.active
             .as_ref()
             .is_some_and(|known| is_same(known, space))
@@ -65,7 +76,7 @@ impl DeviceState {
     }
 
     /// It is no longer attached to `space`.
-    pub(crate) fn forget(&mut self, space: &AddressSpace) {
+    pub(crate) fn forget(&mut self, space: &dyn Home) {
         self.attached.retain(|known| !is_same(&known.space, space));
         if self.is_active(space) {
             self.active = None;
@@ -74,8 +85,8 @@ impl DeviceState {
 }
 
 /// True if `known` is `space`.
-fn is_same(known: &Weak<AddressSpace>, space: &AddressSpace) -> bool {
-    std::ptr::eq(known.as_ptr(), space)
+fn is_same(known: &Weak<dyn Home>, space: &dyn Home) -> bool {
+    std::ptr::addr_eq(known.as_ptr(), std::ptr::from_ref(space))
 }
 
 /// See the module.
@@ -231,25 +242,6 @@ impl Device {
             .iter()
             .map(|pool| pool.used_bytes())
             .sum()
-    }
-
-    /// Activates the device in `space`, to which it is attached; it is deactivated elsewhere.
-    ///
-    /// # Errors
-    /// [`GmError::NotAttached`]; [`GmError::Device`], after which it is active nowhere or where it was.
-    #[doc(alias = "gm_dev_switch")]
-    pub fn switch(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
-        space.activate(self)
-    }
-
-    /// Detaches the device from `space`; its page table is destroyed, unless others share it.
-    ///
-    /// # Errors
-    /// [`GmError::NotAttached`]; [`GmError::Device`] if it failed to deactivate: it is then still
-    /// attached.
-    #[doc(alias = "gm_dev_detach")]
-    pub fn detach(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
-        space.detach(self)
     }
 
     /// True if the device is active in a space now.

@@ -14,7 +14,8 @@
 //! The names of the paper's interface are searchable aliases (`gm_as_create`, …); the C interface
 //! uses them unchanged.
 //!
-//! Reading order: [`space`], [`region`], [`device`], [`arena`]; then [`paging`].
+//! Reading order, bottom up: [`mmu`], [`device`], `attachments`; [`arena`], [`frames`]; [`paging`];
+//! [`region`], [`space`], [`set`].
 //!
 //! ```
 //! use pagetide_addr::Va;
@@ -32,6 +33,7 @@
 //! With devices: `examples/rust/src/gmem_device.rs`.
 
 pub mod arena;
+mod attachments;
 pub mod device;
 pub mod error;
 pub mod frames;
@@ -50,10 +52,10 @@ pub use mmu::{
     TableFormat, TableId,
 };
 pub use paging::{
-    Admission, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault, FaultOutcome,
-    GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom, Overwritten, PageState,
-    PageTable, PageWord, PagedMemory, Place, PlaceError, Reply, StoreError, Unlimited,
-    VolatileWords, WordArray, neighbours::Neighbours, recovery,
+    Admission, Cause, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault,
+    FaultOutcome, GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom,
+    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Readahead, Reply,
+    Served, StoreError, Unlimited, VolatileWords, Wait, WordArray, recovery,
 };
 pub use region::{MapOptions, Mapped, Placement, Protection, Region};
 pub use set::MappingSet;

@@ -7,9 +7,8 @@
 
 use crate::{
     error::GmError,
-    region::RegionCore,
-    space::{AddressSpace, Callback, Leaver},
-    sync::{Arc, Mutex, lock},
+    space::{AddressSpace, Callback, SetCore},
+    sync::Arc,
 };
 
 /// Mappings that a driver unmaps together; clones are the same set.
@@ -20,73 +19,13 @@ pub struct MappingSet {
     core: Arc<SetCore>,
 }
 
-/// The mappings of a set: a region, and which of its mappings.
-pub(crate) struct SetCore(Mutex<Vec<(Arc<RegionCore>, u64)>>);
-
-impl SetCore {
-    /// Takes all mappings out of the set. Only the queue calls this, one call at a time, so no
-    /// other unmap finds the set empty while its mappings are being removed.
-    pub(crate) fn take(&self) -> Vec<Leaver> {
-        let all = std::mem::take(&mut *lock(&self.0));
-        let leaver = |(region, mapping)| Leaver {
-            region,
-            mapping: Some(mapping),
-        };
-        all.into_iter().map(leaver).collect()
-    }
-
-    /// Handles the result for one of its mappings. Waits for one that another thread is unmapping
-    /// at this moment; a mapping that failed to unmap is still in the set.
-    pub(crate) fn settle(
-        &self,
-        leaver: &Leaver,
-        result: Result<(), GmError>,
-    ) -> Result<(), GmError> {
-        let (Err(error), Some(mapping)) = (&result, leaver.mapping) else {
-            return result;
-        };
-        while leaver.region.is_leaving() {
-            crate::sync::yield_now();
-        }
-        if leaver.region.is_mapped_as(mapping) {
-            let error = match error {
-                // It failed for the thread that came first.
-                GmError::NotMapped { .. } => GmError::InUse {
-                    by: "a device that failed another unmap of it",
-                },
-                other => other.clone(),
-            };
-            self.add(&leaver.region, mapping);
-            return Err(error);
-        }
-        // It was unmapped on its own.
-        Ok(())
-    }
-
-    /// Puts back a mapping that may not have been removed.
-    pub(crate) fn keep(&self, region: &Arc<RegionCore>, mapping: u64) {
-        if region.may_be_mapped_as(mapping) {
-            self.add(region, mapping);
-        }
-    }
-
-    pub(crate) fn add(&self, region: &Arc<RegionCore>, serial: u64) {
-        let mut all = lock(&self.0);
-        // Mappings that ended on their own are pruned when the list would grow.
-        if all.len() == all.capacity() {
-            all.retain(|(known, serial)| known.may_be_mapped_as(*serial));
-        }
-        all.push((Arc::clone(region), serial));
-    }
-}
-
 impl MappingSet {
     /// An empty set of mappings in `space`.
     #[must_use]
     pub fn new(space: &Arc<AddressSpace>) -> Self {
         Self {
             space: Arc::clone(space),
-            core: Arc::new(SetCore(Mutex::new(Vec::new()))),
+            core: Arc::new(SetCore::new()),
         }
     }
 
@@ -101,10 +40,7 @@ impl MappingSet {
     /// Number of its mappings.
     #[must_use]
     pub fn mapping_count(&self) -> usize {
-        let all = lock(&self.core.0);
-        all.iter()
-            .filter(|(region, serial)| region.is_mapped_as(*serial))
-            .count()
+        self.core.mapping_count()
     }
 
     /// Unmaps all mappings of the set, with one invalidation per device, after all operations

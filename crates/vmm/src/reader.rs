@@ -208,15 +208,16 @@ impl FaultReader {
         userfaultfd: Arc<Userfaultfd>,
         layout: Arc<LiveLayout>,
         sink: Arc<dyn FaultSink>,
-        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
+        config: ReaderConfig,
+        cpus: &Arc<ServerCpus>,
     ) -> Result<Self, ReaderError> {
         let kernel = |operation| move |source| ReaderError::Kernel { operation, source };
         interrupt::allow().map_err(kernel("sigaction"))?;
-        set_waiting(&userfaultfd, config.poll_us == 0).map_err(kernel("fcntl"))?;
+        set_reads(&userfaultfd, Reads::of(config.poll_us)).map_err(kernel("fcntl"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| kernel("eventfd")(e.into()))?;
         let stop = Arc::new(stop);
-        let servers = Self::start_servers(vmm.pid(), &sink, (config, cpus), &stop)
+        let servers = Self::start_servers(vmm.pid(), &sink, config, cpus, &stop)
             .map_err(kernel("starting a thread"))?;
         let counters = Arc::new(ReaderCounters::default());
         let told = Arc::new(WatchState::default());
@@ -279,7 +280,8 @@ impl FaultReader {
     fn start_servers(
         pid: u32,
         sink: &Arc<dyn FaultSink>,
-        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
+        config: ReaderConfig,
+        cpus: &Arc<ServerCpus>,
         stop: &Arc<OwnedFd>,
     ) -> io::Result<Arc<FaultServers>> {
         let stop = Arc::clone(stop);
@@ -334,14 +336,31 @@ impl Drop for FaultReader {
     }
 }
 
+/// What `read` does while there is no fault.
+#[derive(Clone, Copy)]
+enum Reads {
+    Block,
+    Poll,
+}
+
+impl Reads {
+    /// A reader that polls for `poll_us` before it sleeps must not sleep in `read`.
+    fn of(poll_us: u64) -> Self {
+        if poll_us == 0 {
+            Self::Block
+        } else {
+            Self::Poll
+        }
+    }
+}
+
 /// Makes `read` blocking or non-blocking. The flag belongs to the userfaultfd, not to our
 /// descriptor, so a predecessor may have left it either way.
-fn set_waiting(userfaultfd: &Userfaultfd, waiting: impl Into<bool>) -> io::Result<()> {
+fn set_reads(userfaultfd: &Userfaultfd, reads: Reads) -> io::Result<()> {
     let flags = fcntl_getfl(userfaultfd.as_fd())? & !OFlags::NONBLOCK;
-    let nonblock = if waiting.into() {
-        OFlags::empty()
-    } else {
-        OFlags::NONBLOCK
+    let nonblock = match reads {
+        Reads::Block => OFlags::empty(),
+        Reads::Poll => OFlags::NONBLOCK,
     };
     fcntl_setfl(userfaultfd.as_fd(), flags | nonblock)?;
     Ok(())
@@ -629,7 +648,8 @@ mod tests {
             Arc::clone(&userfaultfd),
             layout,
             Arc::new(Panics(told, place)),
-            (ReaderConfig::default(), &Arc::default()),
+            ReaderConfig::default(),
+            &Arc::default(),
         )
         .unwrap();
         std::thread::scope(|scope| {
@@ -686,7 +706,8 @@ mod tests {
             Arc::clone(&userfaultfd),
             Arc::new(LiveLayout::new(RamLayout::default())),
             Arc::new(NoFaults),
-            (ReaderConfig::default(), &Arc::default()),
+            ReaderConfig::default(),
+            &Arc::default(),
         )
         .unwrap();
         // If it were only woken, it would fault for ever.

@@ -13,9 +13,9 @@ use crate::fault::{
 };
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, Va};
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Fault, FaultOutcome,
-    Incidents, MemoryParts, Mode, PageState, PageTable, PagedMemory, PlaceError, RegionRequest,
-    StoreError, Unlimited, VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Cause, Content, ContentStore, Device, Fault,
+    FaultOutcome, Incidents, MemoryParts, Mode, PageState, PageTable, PagedMemory, PlaceError,
+    RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
 use pagetide_swap::{Evictor, Pool, PoolStore};
 use pagetide_sys::uffd::Userfaultfd;
@@ -73,9 +73,9 @@ impl HeldRig {
         });
         let (space, memory) = space_of(&userfaultfd, &layout, held, pages)?;
         let sink = Arc::new(Sink(space));
-        let served = (ReaderConfig::default(), &Arc::default());
+        let (config, cpus) = (ReaderConfig::default(), Arc::default());
         let (watched, known) = (Arc::clone(&userfaultfd), Arc::clone(&layout));
-        let reader = FaultReader::start(&vmm, watched, known, sink, served).map_err(said)?;
+        let reader = FaultReader::start(&vmm, watched, known, sink, config, &cpus).map_err(said)?;
         let turn = evict(&memory, &store).and_then(|()| {
             let last = memory.table().word(PageNo(pages - 1)).state();
             timed(guest, order, (&hold, last))
@@ -184,7 +184,7 @@ fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
                 tracing::debug!("the bench has given up");
             }
         };
-        memory.fault(&fault, Some(Box::new(told)));
+        memory.fault(&Cause::Fault(fault), Wait::Reply(Box::new(told)));
         match outcomes.recv() {
             Ok(FaultOutcome::Present) => {}
             other => return Err(format!("{page} cannot be filled: {other:?}")),
@@ -196,24 +196,24 @@ fn bring_back(memory: &PagedMemory, pages: u64) -> Result<(), String> {
 /// Serves faults as a daemon does.
 struct Sink(Arc<AddressSpace>);
 
-fn of_vcpu(fault: VcpuFault) -> Fault {
-    Fault {
+fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
+    Cause::Fault(Fault {
         device: DeviceId::VCPUS,
         pages: fault.page.single(),
         access: fault.access,
-    }
+    })
 }
 
 impl FaultSink for Sink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
-        match self.0.fault_without_waiting(&of_vcpu(fault)) {
-            Some(_outcome) => Served::Yes,
+        match self.0.fault(&of_vcpu(fault), Wait::Never) {
+            Some(_served) => Served::Yes,
             None => Served::WouldWait,
         }
     }
 
     fn fault(&self, fault: VcpuFault) {
-        self.0.fault(&of_vcpu(fault), None);
+        self.0.fault(&of_vcpu(fault), Wait::Here);
     }
 
     fn served(&self, _fault: VcpuFault) -> Option<PageRange> {

@@ -11,9 +11,9 @@ use std::{
 
 use pagetide_addr::{FileKey, FilePage, FilePageSet, PAGE_BYTES, PageNo, PageRange, PageSet, Va};
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Fault, FaultOutcome,
-    Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError,
-    RegionRequest, StoreError, Unlimited, VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Cause, Content, ContentStore, Device, Fault,
+    FaultOutcome, Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place,
+    PlaceError, RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
 use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
 use pagetide_sys::{
@@ -265,9 +265,12 @@ impl Tenant {
         fault: &Fault,
         reply: impl FnOnce(FaultOutcome) + Send + 'static,
     ) {
-        match space.fault_without_waiting(fault) {
-            Some(outcome) => reply(outcome),
-            None => space.fault(fault, Some(Box::new(reply))),
+        let cause = Cause::Fault(*fault);
+        match space.fault(&cause, Wait::Never) {
+            Some(served) => reply(served.outcome),
+            None => {
+                space.fault(&cause, Wait::Reply(Box::new(reply)));
+            }
         }
     }
 }

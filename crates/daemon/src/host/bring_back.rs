@@ -7,7 +7,7 @@ use super::{
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
-use pagetide_gmem::{Fault, FaultOutcome, PageState};
+use pagetide_gmem::{Cause, Fault, FaultOutcome, PageState, Wait};
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
 use std::{
@@ -147,7 +147,9 @@ impl Vm {
                 tracing::debug!("the caller of the detach has left");
             }
         });
-        self.core.space.fault(&fault, Some(told));
+        self.core
+            .space
+            .fault(&Cause::Fault(fault), Wait::Reply(told));
         match outcome.recv_timeout(FILL_TIMEOUT) {
             Ok(FaultOutcome::Present) => Ok(()),
             Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),

@@ -56,7 +56,7 @@ use super::{
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, FileKey, PageRange};
-use pagetide_gmem::{AddressSpace, Fault, Mmu, Place};
+use pagetide_gmem::{AddressSpace, Cause, Fault, Mmu, Place, Wait};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -463,7 +463,7 @@ pub(super) fn fill_wired(space: &AddressSpace, mmu: &DmaMmu, pages: PageRange) {
                 pages: page.single(),
                 access: Access::Write,
             };
-            space.fault(&fault, None);
+            space.fault(&Cause::Fault(fault), Wait::Here);
         }
     }
 }

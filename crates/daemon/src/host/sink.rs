@@ -3,7 +3,9 @@
 
 use super::janitor::JanitorBell;
 use pagetide_addr::{DeviceId, PageNo, PageRange};
-use pagetide_gmem::{AddressSpace, Fault, Incidents, Neighbours, PlaceError, StoreError};
+use pagetide_gmem::{
+    AddressSpace, Cause, Fault, Incidents, PlaceError, Readahead, StoreError, Wait,
+};
 use pagetide_swap::{Counter, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
@@ -38,19 +40,19 @@ impl VmSink {
     }
 }
 
-fn of_vcpu(fault: VcpuFault) -> Fault {
-    Fault {
+fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
+    Cause::Fault(Fault {
         device: DeviceId::VCPUS,
         pages: fault.page.single(),
         access: fault.access,
-    }
+    })
 }
 
 impl FaultSink for VmSink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
         // Incidents report outcomes that matter; the vCPU sees the outcome when it retries.
-        match self.space.fault_without_waiting(&of_vcpu(fault)) {
-            Some(_outcome) => {
+        match self.space.fault(&of_vcpu(fault), Wait::Never) {
+            Some(_served) => {
                 self.count(fault);
                 Served::Yes
             }
@@ -59,16 +61,16 @@ impl FaultSink for VmSink {
     }
 
     fn fault(&self, fault: VcpuFault) {
-        self.space.fault(&of_vcpu(fault), None);
+        self.space.fault(&of_vcpu(fault), Wait::Here);
         self.count(fault);
     }
 
     fn served(&self, fault: VcpuFault) -> Option<PageRange> {
         let memory = self.space.memory()?;
-        match memory.neighbours_of(fault.page)? {
-            Neighbours::Around(pages) => Some(pages),
-            next @ Neighbours::Next(_) => {
-                memory.bring_along(next);
+        match memory.readahead_after(fault.page)? {
+            Readahead::Around(pages) => Some(pages),
+            next @ Readahead::Next(_) => {
+                memory.fault(&Cause::Readahead(next), Wait::Never);
                 None
             }
         }
@@ -76,7 +78,8 @@ impl FaultSink for VmSink {
 
     fn bring_along(&self, pages: PageRange) {
         if let Some(memory) = self.space.memory() {
-            memory.bring_along(Neighbours::Around(pages));
+            let around = Cause::Readahead(Readahead::Around(pages));
+            memory.fault(&around, Wait::Never);
         }
     }
 

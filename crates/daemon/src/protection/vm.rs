@@ -12,7 +12,7 @@
 
 use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{AddressSpace, Fault, PageState};
+use pagetide_gmem::{AddressSpace, Cause, Fault, PageState, Wait};
 #[cfg(test)]
 use pagetide_policy::protect::ProtectionPolicy;
 use pagetide_policy::protect::{
@@ -567,12 +567,12 @@ impl VmHandles {
                 }
                 let end = start.plus(FAULT_PAGES).min(run.end);
                 let part = PageRange::new(start, end);
-                let fault = Fault {
+                let cause = Cause::Fault(Fault {
                     device: DPU,
                     pages: part,
                     access: pagetide_addr::Access::Write,
-                };
-                if self.space.fault_without_waiting(&fault).is_none() {
+                });
+                if self.space.fault(&cause, Wait::Never).is_none() {
                     return Brought {
                         pages,
                         is_some_left: false,

@@ -1,13 +1,81 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks the invariants of all segments.
+//! For tests: walks and compares all structures of an arena, with every lock held.
 
+use super::{
+    Arena,
+    caches::{Shape, Stock},
+    free_index::{Kind, Seg},
+    segments::Segments,
+};
+use crate::sync::lock;
 use std::collections::BTreeSet;
 
-use super::ArenaError;
-use super::segments::{Kind, Seg, Segments};
+fn broken<T>(what: String) -> Result<T, String> {
+    Err(what)
+}
 
-fn broken<T>(what: String) -> Result<T, ArenaError> {
-    Err(ArenaError::Broken { what })
+impl Arena {
+    /// The first contradiction, if there is one: a bug in the arena, or the result of wrong frees.
+    pub(super) fn check(&self) -> Result<(), String> {
+        self.caches.look(|magazines| {
+            let stock = lock(&self.stock);
+            stock.check()?;
+            stock.check_cached(magazines.iter().flat_map(|(class, starts)| {
+                let size_less = self.piece_less(*class);
+                starts.iter().map(move |&start| (start, size_less))
+            }))
+        })
+    }
+}
+
+impl Stock {
+    fn check(&self) -> Result<(), String> {
+        let chunks = self.segments.check(&|seg| self.is_chunk(seg))?;
+        let counted = (chunks, self.idle_bytes);
+        if self.count_chunks() != counted {
+            return broken(format!("chunks and idle bytes should be {counted:?}"));
+        }
+        Ok(())
+    }
+
+    /// Whether `seg` is a valid chunk.
+    fn is_chunk(&self, seg: Seg) -> bool {
+        let segment = &self.segments.slab[seg.at()];
+        let Some(chunk) = self.chunks.get(&segment.first) else {
+            return false;
+        };
+        let shape = Shape::new(chunk.class, self.segments.quantum);
+        let partial = self.partial.get(&chunk.class);
+        let listed = partial.is_some_and(|partial| partial.contains(&segment.first));
+        chunk.seg == seg
+            && segment.length_less() == shape.chunk_bytes - 1
+            && listed == (chunk.idle != 0)
+            && chunk.idle & !shape.all() == 0
+            && chunk.idle != shape.all()
+    }
+
+    /// Number of chunks and their idle bytes, counted.
+    fn count_chunks(&self) -> (usize, u128) {
+        let idle = self.chunks.values().map(|chunk| {
+            let shape = Shape::new(chunk.class, self.segments.quantum);
+            let in_use = u64::from((shape.all() & !chunk.idle).count_ones());
+            u128::from(shape.chunk_bytes - in_use * shape.piece_bytes)
+        });
+        (self.chunks.len(), idle.sum())
+    }
+
+    /// Each cached piece is allocated with its size, and is in one magazine.
+    fn check_cached(&self, pieces: impl Iterator<Item = (u64, u64)>) -> Result<(), String> {
+        let mut seen = BTreeSet::new();
+        for (start, size_less) in pieces {
+            if !seen.insert(start) {
+                return broken(format!("{start:#x} is in two magazines"));
+            }
+            self.allocated_as(start, size_less)
+                .or_else(|error| broken(format!("in a magazine: {error}")))?;
+        }
+        Ok(())
+    }
 }
 
 /// Counts of a walk over all spans.
@@ -22,8 +90,9 @@ struct Tally {
 }
 
 impl Segments {
-    /// Checks rings, coalescing, hash, guards, counts and the index of free segments.
-    pub(super) fn check(&self) -> Result<(), ArenaError> {
+    /// Checks rings, coalescing, hash, guards, counts and the index of free segments; returns how
+    /// many chunks there are.
+    fn check(&self, is_chunk: &dyn Fn(Seg) -> bool) -> Result<usize, String> {
         let mut tally = Tally::default();
         let mut end_before: Option<u64> = None;
         for (&first, &border) in &self.spans {
@@ -35,7 +104,7 @@ impl Segments {
                 return broken(format!("the span at {first:#x} touches the one below it"));
             }
             end_before = Some(span.last);
-            self.check_span(border, &mut tally)?;
+            self.check_span(border, &mut tally, is_chunk)?;
         }
         if tally.allocated != self.chained || tally.guarded != self.guards.len() {
             return broken(format!(
@@ -52,14 +121,16 @@ impl Segments {
                 tally.total_bytes, tally.allocated_bytes, self.total_bytes, self.allocated_bytes
             ));
         }
-        let counted = (tally.chunks, self.chunks.idle_bytes);
-        if self.count_chunks() != counted {
-            return broken(format!("chunks and idle bytes should be {counted:?}"));
-        }
-        self.check_free_index(tally.free)
+        self.free.check(&self.slab, tally.free)?;
+        Ok(tally.chunks)
     }
 
-    fn check_span(&self, border: Seg, tally: &mut Tally) -> Result<(), ArenaError> {
+    fn check_span(
+        &self,
+        border: Seg,
+        tally: &mut Tally,
+        is_chunk: &dyn Fn(Seg) -> bool,
+    ) -> Result<(), String> {
         let span = &self.slab[border.at()];
         let (mut before, mut seg) = (border, span.after);
         let mut expected = Some(span.first);
@@ -79,7 +150,7 @@ impl Segments {
                 Kind::Chunk => {
                     tally.chunks += 1;
                     tally.allocated_bytes += bytes;
-                    if !self.is_chunk(seg) {
+                    if !is_chunk(seg) {
                         return broken(format!("{segment:?} contradicts its chunk"));
                     }
                 }
@@ -102,41 +173,5 @@ impl Segments {
             return broken(format!("the span {span:?} ends with {before:?}"));
         }
         Ok(())
-    }
-
-    /// Each cached piece is allocated with its size, and is in one magazine.
-    pub(super) fn check_cached(
-        &self,
-        pieces: impl Iterator<Item = (u64, u64)>,
-    ) -> Result<(), ArenaError> {
-        let mut seen = BTreeSet::new();
-        for (start, size_less) in pieces {
-            if !seen.insert(start) {
-                return broken(format!("{start:#x} is in two magazines"));
-            }
-            self.allocated_as(start, size_less)
-                .or_else(|error| broken(format!("in a magazine: {error}")))?;
-        }
-        Ok(())
-    }
-
-    /// Whether `start` is allocated with this size.
-    pub(super) fn allocated_as(&self, start: u64, size_less: u64) -> Result<(), ArenaError> {
-        let single = || {
-            let seg = self.find(start)?;
-            Some(self.slab[seg.at()].length_less() - 2 * self.guard(seg))
-        };
-        let length_less = self
-            .piece_in_use(start)
-            .or_else(single)
-            .ok_or(ArenaError::NotAllocated { start })?;
-        if length_less == size_less {
-            return Ok(());
-        }
-        Err(ArenaError::WrongSize {
-            start,
-            size: size_less + 1,
-            allocated: length_less + 1,
-        })
     }
 }

@@ -1,20 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The index of free segments, by length or by address.
-//!
-//! **Instant fit** keeps a list for each power of two: list `c` has the segments of 2^c to
-//! 2^(c+1)-1 integers, and a bit says whether it is empty. A request of `n` begins with the lists
-//! in which every segment fits, those from `n` rounded up: the lowest bit that is set, constant
-//! time. Only if there is no certain place (or the constraints exclude the certain ones) are all
-//! other lists searched that may hold one, so a failure always means that there is none.
-//!
-//! **First fit** keeps a treap by address that records in each node the longest segment below it
-//! ([`AddressTree`]).
+//! Segments, and the index of those that are free: lists by length, or a treap by address. See
+//! 'Segments' and 'Free segments' in [`super`].
 
-use super::ArenaError;
-use super::address_tree::AddressTree;
-use super::request::Request;
-use super::segments::{Seg, Segment};
-use super::{Fit, Segments};
+use super::request::{Fit, Request};
+
+/// Index of a segment in the slab, or one of the marks below.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) struct Seg(pub(super) u32);
+
+impl Seg {
+    pub(super) const NONE: Self = Self(u32::MAX);
+    pub(super) const ALLOCATED: Self = Self(u32::MAX - 1);
+    pub(super) const CACHED: Self = Self(u32::MAX - 2);
+    pub(super) const GUARDED: Self = Self(u32::MAX - 3);
+    pub(super) const BORDER: Self = Self(u32::MAX - 4);
+    pub(super) const VACANT: Self = Self(u32::MAX - 5);
+    pub(super) const CHUNK: Self = Self(u32::MAX - 6);
+
+    #[inline]
+    pub(super) fn at(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// A run of integers. 32 bytes, aligned to 32: a segment never lies in two cache lines.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(32))]
+pub(super) struct Segment {
+    pub first: u64,
+    /// The last integer, inclusive: a span may end at the top of `u64`.
+    pub last: u64,
+    pub before: Seg,
+    pub after: Seg,
+    /// In a free segment the previous of its list; else a mark for the kind.
+    pub prev: Seg,
+    /// In a free segment the next of its list, in an allocated one of its hash chain.
+    pub next: Seg,
+}
+
+const _: () = assert!(size_of::<Segment>() == 32);
+
+/// What a segment is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    Free,
+    /// Given to a caller.
+    Allocated,
+    /// Given to a caller, with guards inside.
+    Guarded,
+    /// A single piece given to the caches, wherever it is now.
+    Cached,
+    /// Many pieces given to the caches.
+    Chunk,
+    Border,
+    Vacant,
+}
+
+impl Segment {
+    #[inline]
+    pub(super) fn kind(&self) -> Kind {
+        match self.prev {
+            Seg::ALLOCATED => Kind::Allocated,
+            Seg::CACHED => Kind::Cached,
+            Seg::CHUNK => Kind::Chunk,
+            Seg::GUARDED => Kind::Guarded,
+            Seg::BORDER => Kind::Border,
+            Seg::VACANT => Kind::Vacant,
+            _ => Kind::Free,
+        }
+    }
+
+    #[inline]
+    pub(super) fn length_less(&self) -> u64 {
+        self.last - self.first
+    }
+}
 
 /// Lists: the last has 2^63 and more.
 const CLASSES: usize = 64;
@@ -236,38 +296,257 @@ fn mask_from(from: usize) -> u64 {
     if from < CLASSES { u64::MAX << from } else { 0 }
 }
 
-impl Segments {
+#[derive(Clone, Copy)]
+struct Node {
+    left: Seg,
+    right: Seg,
+    priority: u32,
+    /// Longest of the segments at and below this node, less one.
+    longest_less: u64,
+}
+
+/// The tree.
+pub(super) struct AddressTree {
+    root: Seg,
+    nodes: Vec<Node>,
+    random: u32,
+}
+
+const LEAF: Node = Node {
+    left: Seg::NONE,
+    right: Seg::NONE,
+    priority: 0,
+    longest_less: 0,
+};
+
+impl AddressTree {
+    pub(super) fn new() -> Self {
+        Self {
+            root: Seg::NONE,
+            nodes: Vec::new(),
+            random: 0x9E37_79B9,
+        }
+    }
+
+    /// The lowest place for `request`.
+    pub(super) fn find(&self, slab: &[Segment], request: &Request) -> Option<(Seg, u64)> {
+        let mut from = request.min.saturating_sub(request.guard);
+        loop {
+            let seg = self.lowest(slab, self.root, request.total_less, from)?;
+            let segment = &slab[seg.at()];
+            if segment.first > request.last {
+                return None;
+            }
+            if let Some(start) = request.place(segment.first, segment.last) {
+                return Some((seg, start));
+            }
+            from = segment.last.checked_add(1)?;
+        }
+    }
+
+    /// The lowest segment of this length or more.
+    pub(super) fn lowest_of(&self, slab: &[Segment], length_less: u64) -> Option<Seg> {
+        self.lowest(slab, self.root, length_less, 0)
+    }
+
+    pub(super) fn longest_less(&self) -> Option<u64> {
+        (self.root != Seg::NONE).then(|| self.nodes[self.root.at()].longest_less)
+    }
+
+    pub(super) fn insert(&mut self, slab: &[Segment], seg: Seg) {
+        if self.nodes.len() < slab.len() {
+            self.nodes.resize(slab.len(), LEAF);
+        }
+        self.nodes[seg.at()] = Node {
+            priority: self.draw(),
+            longest_less: slab[seg.at()].length_less(),
+            ..LEAF
+        };
+        let (below, above) = self.split(slab, self.root, slab[seg.at()].first);
+        let below = self.merge(slab, below, seg);
+        self.root = self.merge(slab, below, above);
+    }
+
+    pub(super) fn remove(&mut self, slab: &[Segment], seg: Seg) {
+        self.root = self.removed(slab, self.root, seg);
+    }
+
+    /// Updates the tree after the ends of `seg` changed.
+    pub(super) fn refresh(&mut self, slab: &[Segment], seg: Seg) {
+        self.refreshed(slab, self.root, seg);
+    }
+
+    /// Counts the nodes, or reports what is wrong.
+    #[cfg(test)]
+    pub(super) fn check(&self, slab: &[Segment]) -> Result<usize, String> {
+        let mut stack = vec![(self.root, 0, u64::MAX)];
+        let mut count = 0;
+        while let Some((seg, low, high)) = stack.pop() {
+            if seg == Seg::NONE {
+                continue;
+            }
+            let (node, segment) = (self.nodes[seg.at()], &slab[seg.at()]);
+            let children = [node.left, node.right].into_iter();
+            let below = children.filter(|&child| child != Seg::NONE);
+            let longest = below.clone().map(|c| self.nodes[c.at()].longest_less).max();
+            let longest = longest.unwrap_or(0).max(segment.length_less());
+            if longest != node.longest_less {
+                return Err(format!("longest below {segment:?} is {longest} less one"));
+            }
+            if segment.first < low || segment.last > high {
+                return Err(format!("{segment:?} is out of the tree's order"));
+            }
+            if below
+                .clone()
+                .any(|c| self.nodes[c.at()].priority > node.priority)
+            {
+                return Err(format!("{segment:?} is above a higher priority"));
+            }
+            stack.push((node.left, low, segment.first));
+            stack.push((node.right, segment.last, high));
+            count += 1;
+            if count > slab.len() {
+                return Err("the tree has a circle".to_owned());
+            }
+        }
+        Ok(count)
+    }
+
+    /// The lowest segment at or below `at` that is long enough and does not end before `from`.
+    fn lowest(&self, slab: &[Segment], at: Seg, length_less: u64, from: u64) -> Option<Seg> {
+        if at == Seg::NONE || self.nodes[at.at()].longest_less < length_less {
+            return None;
+        }
+        let (node, segment) = (self.nodes[at.at()], &slab[at.at()]);
+        if segment.last < from {
+            return self.lowest(slab, node.right, length_less, from);
+        }
+        if let Some(found) = self.lowest(slab, node.left, length_less, from) {
+            return Some(found);
+        }
+        if segment.length_less() >= length_less {
+            return Some(at);
+        }
+        self.lowest(slab, node.right, length_less, from)
+    }
+
+    /// Splits into the nodes before the address and the rest.
+    fn split(&mut self, slab: &[Segment], at: Seg, address: u64) -> (Seg, Seg) {
+        if at == Seg::NONE {
+            return (Seg::NONE, Seg::NONE);
+        }
+        let Node { left, right, .. } = self.nodes[at.at()];
+        if slab[at.at()].first < address {
+            let (below, above) = self.split(slab, right, address);
+            self.nodes[at.at()].right = below;
+            self.update(slab, at);
+            (at, above)
+        } else {
+            let (below, above) = self.split(slab, left, address);
+            self.nodes[at.at()].left = above;
+            self.update(slab, at);
+            (below, at)
+        }
+    }
+
+    /// Joins two trees; all of `below` lies before all of `above`.
+    fn merge(&mut self, slab: &[Segment], below: Seg, above: Seg) -> Seg {
+        if below == Seg::NONE {
+            return above;
+        }
+        if above == Seg::NONE {
+            return below;
+        }
+        let (lower, upper) = (self.nodes[below.at()], self.nodes[above.at()]);
+        if lower.priority > upper.priority {
+            self.nodes[below.at()].right = self.merge(slab, lower.right, above);
+            self.update(slab, below);
+            below
+        } else {
+            self.nodes[above.at()].left = self.merge(slab, below, upper.left);
+            self.update(slab, above);
+            above
+        }
+    }
+
+    fn removed(&mut self, slab: &[Segment], at: Seg, seg: Seg) -> Seg {
+        if at == Seg::NONE {
+            return at;
+        }
+        let Node { left, right, .. } = self.nodes[at.at()];
+        if at == seg {
+            return self.merge(slab, left, right);
+        }
+        if slab[seg.at()].first < slab[at.at()].first {
+            self.nodes[at.at()].left = self.removed(slab, left, seg);
+        } else {
+            self.nodes[at.at()].right = self.removed(slab, right, seg);
+        }
+        self.update(slab, at);
+        at
+    }
+
+    fn refreshed(&mut self, slab: &[Segment], at: Seg, seg: Seg) {
+        if at == Seg::NONE {
+            return;
+        }
+        let Node { left, right, .. } = self.nodes[at.at()];
+        if at != seg {
+            let lower = slab[seg.at()].first < slab[at.at()].first;
+            self.refreshed(slab, if lower { left } else { right }, seg);
+        }
+        self.update(slab, at);
+    }
+
+    fn update(&mut self, slab: &[Segment], at: Seg) {
+        let Node { left, right, .. } = self.nodes[at.at()];
+        let mut longest = slab[at.at()].length_less();
+        for child in [left, right] {
+            if child != Seg::NONE {
+                longest = longest.max(self.nodes[child.at()].longest_less);
+            }
+        }
+        self.nodes[at.at()].longest_less = longest;
+    }
+
+    /// Xorshift (Marsaglia).
+    fn draw(&mut self) -> u32 {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 17;
+        self.random ^= self.random << 5;
+        self.random
+    }
+}
+
+#[cfg(test)]
+impl FreeIndex {
     /// Compares the index with the actual free segments: `expected` of them.
-    pub(super) fn check_free_index(&self, expected: usize) -> Result<(), ArenaError> {
-        let wrong = |what: String| Err(ArenaError::Broken { what });
-        let indexed = match &self.free {
-            FreeIndex::Tree(tree) => match tree.check(&self.slab) {
-                Ok(count) => count,
-                Err(what) => return wrong(what),
-            },
-            FreeIndex::Lists(lists) => {
+    pub(super) fn check(&self, slab: &[Segment], expected: usize) -> Result<(), String> {
+        let indexed = match self {
+            Self::Tree(tree) => tree.check(slab)?,
+            Self::Lists(lists) => {
                 let mut count = 0;
                 for at in 0..CLASSES {
                     let mut before = Seg::NONE;
-                    for seg in lists.list(&self.slab, at) {
-                        let segment = &self.slab[seg.at()];
+                    for seg in lists.list(slab, at) {
+                        let segment = &slab[seg.at()];
                         if segment.prev != before || class(segment.length_less()) != at {
-                            return wrong(format!("list {at} is wrong at {segment:?}"));
+                            return Err(format!("list {at} is wrong at {segment:?}"));
                         }
                         (before, count) = (seg, count + 1);
                         if count > expected {
-                            return wrong(format!("list {at} holds more than there is"));
+                            return Err(format!("list {at} holds more than there is"));
                         }
                     }
                     if (lists.filled >> at & 1 == 1) != (before != Seg::NONE) {
-                        return wrong(format!("bit {at} differs from its list"));
+                        return Err(format!("bit {at} differs from its list"));
                     }
                 }
                 count
             }
         };
         if indexed != expected {
-            return wrong(format!("{indexed} segments indexed, {expected} free"));
+            return Err(format!("{indexed} segments indexed, {expected} free"));
         }
         Ok(())
     }

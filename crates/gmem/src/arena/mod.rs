@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An allocator of integers (GMEM 5.1; after vmem: Bonwick & Adams, "Magazines
-//! and Vmem", 2001): virtual addresses, I/O virtual addresses, physical memory
-//! of a device.
+//! An allocator of integers (GMEM 5.1; after vmem: Bonwick & Adams, "Magazines and Vmem", 2001):
+//! virtual addresses, I/O virtual addresses, physical memory of a device.
 //!
 //! Addresses are plain `u64` here, since an arena hands out integers of any kind and has no address
 //! space of its own; the owner of an arena gives the numbers their type.
@@ -14,8 +13,79 @@
 //! # Idea
 //! [`Arena::alloc_with`] supports every constraint of vmem and takes from the segments under one
 //! lock: *instant fit* in constant time, or *first fit* in O(log n). [`Arena::alloc`] serves small
-//! sizes from magazines of the calling thread (module `magazines`). In the common case that does
-//! not touch the segments, so its cost does not depend on how much is allocated.
+//! sizes from magazines of the calling thread. In the common case that does not touch the segments,
+//! so its cost does not depend on how much is allocated.
+//!
+//! ```text
+//!   Arena            mod.rs         the interface, and when the caches are emptied
+//!   Caches, Stock    caches.rs      magazines, depot; chunks, cut into small pieces
+//!   Segments         segments.rs    taken, freed, coalesced
+//!   FreeIndex        free_index.rs  one segment; lists by length, or a treap by address
+//!   Request          request.rs     constraints; where a request fits in one free segment
+//! ```
+//!
+//! # Requests
+//! Lengths are stored as length less one, because an arena may hold all 2^64 integers. Where a
+//! request fits in one free segment is pure arithmetic that handles every constraint, so all ways of
+//! searching give the same kinds of places.
+//!
+//! # Segments
+//! A segment is 32 bytes in a slab and refers to others by index. It is in up to two orders:
+//!
+//! - **By address**, `before` and `after`, for coalescing. The segments of one span form a ring that
+//!   is closed by a *border*, a segment that is neither free nor allocated. So the ends of a span
+//!   need no special case, and no free segment has a free neighbour.
+//! - **By kind**: a free one is in the index of free segments, an allocated one in a hash chain by
+//!   its start. Both use `prev` and `next`; `prev` also tells the two apart.
+//!
+//! A guarded allocation keeps its guards inside its own segment, so that nothing else can lie
+//! there. Their width is in a separate map, since few allocations have guards.
+//!
+//! The slab, the hash table and the map do not shrink: their size follows the most segments ever in
+//! use, 32 bytes a segment and 4 to 8 a bucket.
+//!
+//! # Free segments
+//! **Instant fit** keeps a list for each power of two: list `c` has the segments of 2^c to
+//! 2^(c+1)-1 integers, and a bit says whether it is empty. A request of `n` begins with the lists in
+//! which every segment fits, those from `n` rounded up: the lowest bit that is set, constant time.
+//! Only if there is no certain place (or the constraints exclude the certain ones) are all other
+//! lists searched that may hold one, so a failure always means that there is none.
+//!
+//! **First fit** keeps a treap: a search tree by address and a heap by a random priority (from a
+//! fixed seed: the sequence of calls determines the shape). Each node records the longest segment
+//! below it, so the lowest segment that is long enough is found in O(log n) expected steps. Nodes
+//! are in an array parallel to the slab, under the same indexes.
+//!
+//! # Magazines
+//! Most calls touch neither the segments nor data of another thread (Bonwick & Adams, section 3).
+//! Threads are spread over *stripes*, each with a lock that is rarely contended. For each size (1,
+//! 2, … quanta) a stripe has two *magazines* of up to 63 starts (fewer for large pieces), loaded and
+//! previous, as in the paper: with two of them, a thread that alternates between free and alloc at
+//! the edge of a magazine does not exchange one each time. Full magazines are exchanged with the
+//! *depot*, under one lock for all stripes. A depot that has enough returns a magazine's pieces to
+//! the segments.
+//!
+//! ```text
+//!  stripe (lock)            depot (lock)               chunks and segments (lock)
+//!   size 1: loaded prev ─────► full, full, …  ──over──►
+//!   size 2: loaded prev ◄─────                ◄─empty── a few at a time
+//! ```
+//! A thread takes one stripe, or all of them: a thread that finds no place must examine every
+//! magazine at one moment, else it would miss pieces freed meanwhile into a magazine already
+//! examined. A thread that ends leaves its pieces in its stripe, where its successor, or a thread
+//! that empties the caches, finds them.
+//!
+//! # Chunks
+//! With a segment for each small piece there would be as many segments as allocations. With a
+//! million of them every access to a segment misses the CPU's caches and its TLB, for large
+//! allocations too. So small pieces are cut from *chunks*, one segment for up to 64 pieces of one
+//! size (vmem's quantum caches import slabs in the same way). Chunks are powers of two in size and
+//! aligned to it: a piece and its size determine its chunk. A bit for each piece tells whether it is
+//! idle, that is, neither with a caller nor in a magazine.
+//!
+//! Chunks must not hide free space. Before an allocation would fail, and at `reap`, each chunk is
+//! *dissolved*: idle pieces become free segments, the others segments of their own, which are freed
+//! one by one. If no chunk certainly fits, single pieces are taken to begin with.
 //!
 //! # Guarantees
 //! - Every call is atomic: on an error nothing has changed.
@@ -42,14 +112,13 @@
 //! If frees cannot be trusted, set `cached_quanta_max` to 0: then every wrong free is an error.
 //!
 //! # Locks
-//! Stripes by number, then the depot, then the segments. To the rest of the program all are leaf
+//! Stripes by number, then the depot, then the chunks and segments. To the rest of the program all are leaf
 //! locks, and no callback runs under them.
 
-mod address_tree;
+mod caches;
+#[cfg(test)]
 mod check;
-mod chunks;
 mod free_index;
-mod magazines;
 #[cfg(all(test, loom))]
 mod model;
 mod request;
@@ -57,201 +126,20 @@ mod segments;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+pub use caches::CACHED_QUANTA_LIMIT;
+pub use request::{ArenaError, ArenaSettings, ArenaUsage, Constraints, Fit};
 
+use crate::sync::{AtomicU64, Mutex, Ordering, lock};
+use caches::{Caches, PieceSource, Stock};
 use free_index::FreeIndex;
-pub use magazines::CACHED_QUANTA_LIMIT;
-use magazines::{Caches, PieceSource};
 use request::{Request, size_less};
 use segments::{Owner, Segments};
-
-/// How an arena finds places.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Fit {
-    /// Any place that certainly fits, in constant time. [`Arena::alloc_at`] and constraints on
-    /// `min` and `last` may have to examine many free segments.
-    #[default]
-    Instant,
-    /// The lowest address that fits, in O(log n); in O(k log n) if k free segments are long enough
-    /// but excluded by an alignment or a boundary. With caches, small pieces come in the order of
-    /// the magazines instead.
-    First,
-}
-
-/// How an arena is set up.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ArenaSettings {
-    /// The unit; a power of two.
-    pub quantum: u64,
-    /// How places are found.
-    pub fit: Fit,
-    /// Largest size served by the caches, in quanta; 0: no caches. Capped at [`CACHED_QUANTA_LIMIT`].
-    pub cached_quanta_max: u32,
-}
-
-impl Default for ArenaSettings {
-    /// Pages, instant fit, caches up to 512 pages: sizes up to a huge page.
-    fn default() -> Self {
-        Self {
-            quantum: 4096,
-            fit: Fit::Instant,
-            cached_quanta_max: 512,
-        }
-    }
-}
-
-/// Constraints on an allocation. The default has none.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Constraints {
-    /// The start is `phase` above a multiple of this; a power of two. Below the quantum means the quantum.
-    pub align: u64,
-    /// See `align`; below it, a multiple of the quantum.
-    pub phase: u64,
-    /// The allocation does not include both `n * no_cross - 1` and `n * no_cross`; a power of two.
-    /// 0: it may cross anything.
-    pub no_cross: u64,
-    /// Lowest start.
-    pub min: u64,
-    /// Last integer that the allocation may include.
-    pub last: u64,
-    /// Bytes on each side that no other allocation may use. They are taken from the arena too, so a
-    /// guarded allocation does not lie at the end of a span; the constraints above do not apply to
-    /// them.
-    pub guard: u64,
-}
-
-impl Default for Constraints {
-    fn default() -> Self {
-        Self {
-            align: 1,
-            phase: 0,
-            no_cross: 0,
-            min: 0,
-            last: u64::MAX,
-            guard: 0,
-        }
-    }
-}
-
-/// Why a call failed.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum ArenaError {
-    /// No place satisfies the request.
-    #[error("no free place for {size:#x} under these constraints")]
-    Full {
-        /// Size asked, rounded up.
-        size: u64,
-    },
-    /// Part of the wanted range is allocated, or outside the arena.
-    #[error("{size:#x} at {start:#x} are not free")]
-    Taken {
-        /// Start wanted.
-        start: u64,
-        /// Size wanted, rounded up.
-        size: u64,
-    },
-    /// An invalid size.
-    #[error(
-        "a size of {size:#x} cannot be, it must be above 0 and fit 64 bits in units of {quantum:#x}"
-    )]
-    Size {
-        /// Size given.
-        size: u64,
-        /// The arena's unit.
-        quantum: u64,
-    },
-    /// A start that is not a multiple of the quantum.
-    #[error("{address:#x} is not a multiple of the unit {quantum:#x}")]
-    Unaligned {
-        /// Start given.
-        address: u64,
-        /// The arena's unit.
-        quantum: u64,
-    },
-    /// Constraints that contradict themselves.
-    #[error("constraints cannot be met by any place: {what}")]
-    Constraints {
-        /// Which.
-        what: &'static str,
-    },
-    /// A range that cannot be added.
-    #[error("{first:#x}..={last:#x} is not a range of whole units of {quantum:#x}")]
-    Span {
-        /// First integer.
-        first: u64,
-        /// Last integer.
-        last: u64,
-        /// The arena's unit.
-        quantum: u64,
-    },
-    /// Part of the range is already in the arena.
-    #[error("some of {first:#x}..={last:#x} is in the arena already")]
-    Overlap {
-        /// First integer.
-        first: u64,
-        /// Last integer.
-        last: u64,
-    },
-    /// A free of a start at which no allocation begins.
-    #[error("nothing that is allocated begins at {start:#x}")]
-    NotAllocated {
-        /// Start given.
-        start: u64,
-    },
-    /// A free with a size other than that of the allocation.
-    #[error("{allocated:#x} are allocated at {start:#x}, not {size:#x}")]
-    WrongSize {
-        /// Start given.
-        start: u64,
-        /// Size given, rounded up.
-        size: u64,
-        /// Size of the allocation.
-        allocated: u64,
-    },
-    /// Passed to `free_direct` but allocated by `alloc` in a cached size.
-    #[error("{start:#x} belongs to the caches: give it to free, not to free_direct")]
-    OfTheCaches {
-        /// Start given.
-        start: u64,
-    },
-    /// No more segments can be indexed.
-    #[error("the arena has {max} segments already: free some")]
-    Segments {
-        /// Most there can be.
-        max: usize,
-    },
-    /// Found by [`Arena::check`]: a bug in this module, or the result of wrong frees.
-    #[error("the arena is inconsistent: {what}")]
-    Broken {
-        /// What was found.
-        what: String,
-    },
-}
-
-/// Usage. Byte counts saturate at `u64::MAX`.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct ArenaUsage {
-    /// Neither allocated nor cached.
-    pub free_bytes: u64,
-    /// Held by callers, guards included.
-    pub allocated_bytes: u64,
-    /// Cached in magazines and chunks.
-    pub cached_bytes: u64,
-    /// Longest free segment.
-    pub largest_free_bytes: u64,
-    /// Allocated segments; a chunk of the caches, up to 64 pieces, is one.
-    pub allocated_segments: u64,
-    /// Spans; adjacent ones count as one.
-    pub spans: u64,
-    /// Starts returned by the caches that were not theirs: wrong frees of cached sizes.
-    pub foreign_frees: u64,
-}
 
 /// An allocator of integers; see the module.
 #[doc(alias = "vmem_create")]
 pub struct Arena {
     quantum: u64,
-    segments: Mutex<Segments>,
+    stock: Mutex<Stock>,
     caches: Caches,
     foreign_frees: AtomicU64,
     /// Whether each free of a cached size is checked against the segments.
@@ -274,17 +162,14 @@ impl Arena {
         let classes = settings.cached_quanta_max.min(CACHED_QUANTA_LIMIT);
         Self {
             quantum,
-            segments: Mutex::new(Segments::new(quantum, FreeIndex::new(settings.fit))),
+            stock: Mutex::new(Stock::new(Segments::new(
+                quantum,
+                FreeIndex::new(settings.fit),
+            ))),
             caches: Caches::new(classes as usize, stripes),
             foreign_frees: AtomicU64::new(0),
             doubts_frees: cfg!(debug_assertions),
         }
-    }
-
-    /// The unit.
-    #[must_use]
-    pub fn quantum(&self) -> u64 {
-        self.quantum
     }
 
     /// Adds the integers `first..=last`; `last` may be `u64::MAX`.
@@ -294,7 +179,7 @@ impl Arena {
     /// present.
     #[doc(alias = "vmem_add")]
     pub fn add(&self, first: u64, last: u64) -> Result<(), ArenaError> {
-        lock(&self.segments).add(first, last)
+        lock(&self.stock).segments.add(first, last)
     }
 
     /// Allocates `size` anywhere, from the caches if it is small.
@@ -360,13 +245,13 @@ impl Arena {
     pub fn free_direct(&self, start: u64, size: u64) -> Result<(), ArenaError> {
         let size_less = size_less(size, self.quantum)?;
         self.aligned(start)?;
-        lock(&self.segments).free(start, size_less, Owner::Caller)
+        lock(&self.stock).free(start, size_less)
     }
 
     /// Returns all cached pieces to the segments. Runs automatically before an allocation fails.
     #[doc(alias = "vmem_qcache_reap")]
     pub fn reap(&self) {
-        let dissolve = || lock(&self.segments).dissolve_chunks();
+        let dissolve = || lock(&self.stock).dissolve_chunks();
         self.caches.drain(&self.source(), dissolve);
     }
 
@@ -381,33 +266,19 @@ impl Arena {
                     u128::from(self.piece_less(*class) + 1) * starts.len() as u128
                 })
                 .sum();
-            let segments = lock(&self.segments);
-            let cached = cached + segments.chunks.idle_bytes;
+            let stock = lock(&self.stock);
+            let segments = &stock.segments;
+            let cached = cached + stock.idle_bytes;
             let longest_less = segments.free.longest_less(&segments.slab);
             ArenaUsage {
                 free_bytes: bytes(segments.total_bytes - segments.allocated_bytes),
                 allocated_bytes: bytes(segments.allocated_bytes.saturating_sub(cached)),
                 cached_bytes: bytes(cached),
                 largest_free_bytes: longest_less.map_or(0, |less| less.saturating_add(1)),
-                allocated_segments: (segments.chained + segments.count_chunks().0) as u64,
+                allocated_segments: (segments.chained + stock.chunk_count()) as u64,
                 spans: segments.spans.len() as u64,
                 foreign_frees: self.foreign_frees.load(Ordering::Relaxed),
             }
-        })
-    }
-
-    /// Walks and compares all structures: for tests, O(n) with every lock held.
-    ///
-    /// # Errors
-    /// [`ArenaError::Broken`] with the first contradiction.
-    pub fn check(&self) -> Result<(), ArenaError> {
-        self.caches.look(|magazines| {
-            let segments = lock(&self.segments);
-            segments.check()?;
-            segments.check_cached(magazines.iter().flat_map(|(class, starts)| {
-                let size_less = self.piece_less(*class);
-                starts.iter().map(move |&start| (start, size_less))
-            }))
         })
     }
 
@@ -439,13 +310,13 @@ impl Arena {
 
     /// Takes from the segments; if there is no place, retries with all caches emptied and locked.
     fn alloc_from_segments(&self, request: &Request, owner: Owner) -> Result<u64, ArenaError> {
-        let first = lock(&self.segments).alloc(request, owner);
+        let first = lock(&self.stock).segments.alloc(request, owner);
         match first {
             Err(ArenaError::Full { .. }) if self.caches.classes() > 0 => {
                 let again = || {
-                    let mut segments = lock(&self.segments);
-                    segments.dissolve_chunks();
-                    segments.alloc(request, owner)
+                    let mut stock = lock(&self.stock);
+                    stock.dissolve_chunks();
+                    stock.segments.alloc(request, owner)
                 };
                 self.caches.drain(&self.source(), again)
             }
@@ -461,7 +332,7 @@ impl Arena {
         if self.caches.holds(class, start) {
             return Err(ArenaError::NotAllocated { start });
         }
-        lock(&self.segments).allocated_as(start, self.piece_less(class))
+        lock(&self.stock).allocated_as(start, self.piece_less(class))
     }
 
     #[inline]
@@ -509,13 +380,13 @@ struct SegmentSource<'a>(&'a Arena);
 
 impl PieceSource for SegmentSource<'_> {
     fn take(&self, class: usize, count: usize, pieces: &mut Vec<u64>) {
-        lock(&self.0.segments).take_pieces(class, count, pieces);
+        lock(&self.0.stock).take_pieces(class, count, pieces);
     }
 
     fn give_back(&self, class: usize, pieces: &[u64]) {
-        let mut segments = lock(&self.0.segments);
+        let mut stock = lock(&self.0.stock);
         for &start in pieces {
-            if segments.give_back_piece(class, start).is_err() {
+            if stock.give_back_piece(class, start).is_err() {
                 self.0.foreign_frees.fetch_add(1, Ordering::Relaxed);
             }
         }

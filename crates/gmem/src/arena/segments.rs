@@ -1,108 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Segments of an arena: every integer of it belongs to one, free or allocated.
-//!
-//! A segment is 32 bytes in a slab and refers to others by index. It is in up to two orders:
-//!
-//! - **By address**, `before` and `after`, for coalescing. The segments of one span (a contiguous
-//!   run of added integers) form a ring that is closed by a *border*, a segment that is neither
-//!   free nor allocated. So the ends of a span need no special case, and no free segment has a free
-//!   neighbour.
-//! - **By kind**: a free one is in the index of free segments ([`FreeIndex`]), an allocated one in
-//!   a hash chain by its start. Both use `prev` and `next`; `prev` also tells the two apart.
-//!
-//! A guarded allocation keeps its guards inside its own segment, so that nothing else can lie
-//! there. Their width is in a separate map, since few allocations have guards.
-//!
-//! The slab, the hash table and the map do not shrink: their size follows the most segments ever in
-//! use, 32 bytes a segment and 4 to 8 a bucket.
+//! All segments of an arena: taken, freed and coalesced. See 'Segments' in [`super`].
 
+use super::{
+    free_index::{FreeIndex, Kind, Seg, Segment},
+    request::{ArenaError, Request},
+};
 use std::collections::BTreeMap;
-
-use super::ArenaError;
-use super::chunks::Chunks;
-use super::free_index::FreeIndex;
-use super::request::Request;
-
-/// Index of a segment in the slab, or one of the marks below.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Seg(pub(super) u32);
-
-impl Seg {
-    pub(super) const NONE: Self = Self(u32::MAX);
-    const ALLOCATED: Self = Self(u32::MAX - 1);
-    const CACHED: Self = Self(u32::MAX - 2);
-    const GUARDED: Self = Self(u32::MAX - 3);
-    const BORDER: Self = Self(u32::MAX - 4);
-    const VACANT: Self = Self(u32::MAX - 5);
-    const CHUNK: Self = Self(u32::MAX - 6);
-
-    #[inline]
-    pub(super) fn at(self) -> usize {
-        self.0 as usize
-    }
-}
 
 /// Most segments of an arena that indexes can name. An allocation that would exceed it fails.
 pub(super) const SEGMENTS_MAX: usize = (u32::MAX - 7) as usize;
-
-/// A run of integers. 32 bytes, aligned to 32: a segment never lies in two cache lines.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(32))]
-pub(super) struct Segment {
-    pub first: u64,
-    /// The last integer, inclusive: a span may end at the top of `u64`.
-    pub last: u64,
-    pub before: Seg,
-    pub after: Seg,
-    /// In a free segment the previous of its list; else a mark for the kind.
-    pub prev: Seg,
-    /// In a free segment the next of its list, in an allocated one of its hash chain.
-    pub next: Seg,
-}
-
-const _: () = assert!(size_of::<Segment>() == 32);
-
-/// What a segment is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
-    Free,
-    /// Given to a caller.
-    Allocated,
-    /// Given to a caller, with guards inside.
-    Guarded,
-    /// A single piece given to the caches, wherever it is now.
-    Cached,
-    /// Many pieces given to the caches.
-    Chunk,
-    Border,
-    Vacant,
-}
 
 /// For whom a piece is taken.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Owner {
     Caller,
     Caches,
-}
-
-impl Segment {
-    #[inline]
-    pub(super) fn kind(&self) -> Kind {
-        match self.prev {
-            Seg::ALLOCATED => Kind::Allocated,
-            Seg::CACHED => Kind::Cached,
-            Seg::CHUNK => Kind::Chunk,
-            Seg::GUARDED => Kind::Guarded,
-            Seg::BORDER => Kind::Border,
-            Seg::VACANT => Kind::Vacant,
-            _ => Kind::Free,
-        }
-    }
-
-    #[inline]
-    pub(super) fn length_less(&self) -> u64 {
-        self.last - self.first
-    }
 }
 
 /// The segments of one arena. Not synchronized: the arena has a lock around it.
@@ -115,7 +27,6 @@ pub(super) struct Segments {
     buckets: Vec<Seg>,
     pub(super) chained: usize,
     pub(super) guards: BTreeMap<Seg, u64>,
-    pub(super) chunks: Chunks,
     /// Borders by the first integer of their span.
     pub(super) spans: BTreeMap<u64, Seg>,
     pub(super) total_bytes: u128,
@@ -135,7 +46,6 @@ impl Segments {
             buckets: vec![Seg::NONE; BUCKETS_MIN],
             chained: 0,
             guards: BTreeMap::new(),
-            chunks: Chunks::default(),
             spans: BTreeMap::new(),
             total_bytes: 0,
             allocated_bytes: 0,
@@ -171,10 +81,7 @@ impl Segments {
     /// Frees the segment that begins at `start`; `by` must be the owner that took it.
     pub(super) fn free(&mut self, start: u64, size_less: u64, by: Owner) -> Result<(), ArenaError> {
         let Some(seg) = self.find(start) else {
-            return Err(match self.piece_in_use(start) {
-                Some(_) => ArenaError::OfTheCaches { start },
-                None => ArenaError::NotAllocated { start },
-            });
+            return Err(ArenaError::NotAllocated { start });
         };
         let segment = self.slab[seg.at()];
         let guard = self.guard(seg);
@@ -292,6 +199,12 @@ impl Segments {
         } else {
             0
         }
+    }
+
+    /// Size less one of what is allocated at `start` as a segment, guards left out.
+    pub(super) fn allocated_less(&self, start: u64) -> Option<u64> {
+        let seg = self.find(start)?;
+        Some(self.slab[seg.at()].length_less() - 2 * self.guard(seg))
     }
 
     /// The allocated segment that begins (behind its guard) at `start`.

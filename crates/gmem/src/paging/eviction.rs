@@ -250,6 +250,7 @@ impl EvictionRound<'_> {
     /// # Errors
     /// [`PlaceError`].
     pub fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        assert_eq!(into.len() as u64, pages.bytes(), "room for {pages:?}");
         self.space.place.read(pages, into)
     }
 
@@ -264,6 +265,8 @@ impl EvictionRound<'_> {
         let mut going = PageSet::EMPTY;
         let under_way = self.is_under_way();
         for (page, content) in batch {
+            // A candidate is known by its place in the section alone.
+            assert_eq!(page.section(), self.section, "{page} is not of the round");
             let present = PageWord::new(PageState::Present);
             let still = under_way
                 && state.cancel(*page)
@@ -297,7 +300,8 @@ impl EvictionRound<'_> {
         for page in run.iter() {
             let word = self.space.table.word(page);
             let done = self.space.table.change(page, word, Event::Punched);
-            debug_assert!(done.is_some(), "{page} changed under an exclusive lock");
+            // Its content is only in the store now: a word that does not say so loses it.
+            assert!(done.is_some(), "{page} changed under an exclusive lock");
             evicted.insert(page);
         }
     }

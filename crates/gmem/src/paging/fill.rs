@@ -16,16 +16,16 @@ use super::{
     memory::{PagedMemory, Resolved},
     place::{Installed, PlaceError},
     store::StoreError,
+    table::Section,
     word::{Content, Event, PageState, PageWord},
 };
-use crate::sync::try_share;
 use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, to_usize};
 use std::sync::atomic::Ordering::Relaxed;
 
 const ZERO_PAGE: [u8; 4096] = [0; 4096];
 
 /// Most pages filled in one go, under one hold of the section's lock.
-pub(crate) const FILL_PAGES_MAX: u64 = 16;
+pub(super) const FILL_PAGES_MAX: u64 = 16;
 
 /// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, whose initial content is arbitrary.
 #[cfg(not(loom))]
@@ -42,43 +42,27 @@ fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
     work(&mut vec![0; to_usize(FILL_PAGES_MAX * PAGE_BYTES)])
 }
+
 impl PagedMemory {
-    /// Fills the stored pages at the start of `run`. It lies in one section, whose lock is held
-    /// shared.
-    pub(super) fn fill(&self, run: PageRange) -> Resolved {
+    /// Fills the stored pages at the start of `run` with their content. It lies in one section,
+    /// whose lock is held shared. Returns as [`Self::install`] does.
+    pub(super) fn fill(&self, run: PageRange) -> (PageRange, Resolved) {
         with_buffer(|buffer| {
             let (claimed, problem) = self.claim_and_load(run, buffer);
             if claimed.is_empty() {
-                return match problem {
+                let resolved = match problem {
                     Some(error) => self.content_unavailable(run.start, &error),
                     None => Resolved::BeingFilled,
                 };
+                return (claimed, resolved);
             }
             let bytes = &buffer[..to_usize(claimed.bytes())];
             let (installed, resolved) = self.install(claimed, bytes);
             self.counters
                 .filled_pages
                 .fetch_add(installed.len(), Relaxed);
-            resolved
+            (installed, resolved)
         })
-    }
-
-    /// Fills up to `FILL_PAGES_MAX` stored pages of `run` as readahead; returns how many.
-    pub(crate) fn fill_neighbours(&self, run: PageRange) -> u64 {
-        let Some(section) = self.table.section(run.start.section()) else {
-            return 0;
-        };
-        // Nothing waits for readahead, so readahead waits for nothing.
-        let Some(_shared) = try_share(&section.lock) else {
-            return 0;
-        };
-        if section.is_leaving() {
-            return 0;
-        }
-        match self.fill(run) {
-            Resolved::UpTo(end) => end.since(run.start),
-            Resolved::BeingFilled | Resolved::Failed(_) => 0,
-        }
     }
 
     /// Claims stored pages from the start of `run` and loads their content into `buffer`. Stops at
@@ -140,13 +124,22 @@ impl PagedMemory {
     /// Installs claimed pages, whose content is in `bytes`. Returns which pages now hold it, and
     /// how far that takes the caller.
     pub(super) fn install(&self, claimed: PageRange, bytes: &[u8]) -> (PageRange, Resolved) {
+        // Bytes of another page in this place would be silent damage.
+        assert_eq!(
+            bytes.len() as u64,
+            claimed.bytes(),
+            "content of {claimed:?}"
+        );
         let installed = if claimed.len() == 1 {
             self.install_claimed(claimed.start, bytes)
         } else {
             self.place.install_run(claimed, bytes)
         };
         let (done, error) = match installed {
-            Ok(pages) => (claimed.start.plus(pages), None),
+            Ok(pages) => {
+                assert!(pages <= claimed.len(), "{pages} installed of {claimed:?}");
+                (claimed.start.plus(pages), None)
+            }
             Err(error) => (claimed.start, Some(error)),
         };
         let installed = PageRange::new(claimed.start, done);
@@ -200,6 +193,37 @@ impl PagedMemory {
         Ok(u64::from(installed == Installed::Installed))
     }
 
+    /// Handles a hole under a word that says present: the guest gave the page up (balloon, free
+    /// page reporting) and now uses it again, from zeros or from what a device has written. The
+    /// result carries what `install` returned.
+    pub(super) fn refill_discarded(
+        &self,
+        section: &Section,
+        page: PageNo,
+        install: impl FnOnce() -> Result<Installed, PlaceError>,
+    ) -> (Option<Installed>, Resolved) {
+        let present = PageWord::new(PageState::Present);
+        if self.table.change(page, present, Event::FoundHole).is_none() {
+            return (None, Resolved::BeingFilled);
+        }
+        section.cancel(page);
+        self.counters.discarded_pages.fetch_add(1, Relaxed);
+        let discarding = PageWord::new(PageState::Discarding);
+        match install() {
+            // Already present: the guest was faster through another fault on this very page.
+            Ok(installed) => {
+                self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
+                self.wake(page.single());
+                self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
+                (Some(installed), Resolved::UpTo(page.next()))
+            }
+            Err(error) => {
+                self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
+                (None, self.failed(page, &error))
+            }
+        }
+    }
+
     fn finish_installed(&self, pages: PageRange) {
         self.grant_to(pages, |id| id != DeviceId::VCPUS);
         for page in pages.iter() {
@@ -224,7 +248,8 @@ impl PagedMemory {
         outcome: FaultOutcome,
     ) {
         let before = self.table.change(page, claimed, event);
-        debug_assert!(
+        // Whoever claims a page is alone in ending the fill.
+        assert!(
             before.is_some(),
             "{page} left its fill while it was claimed"
         );

@@ -38,6 +38,7 @@
 use super::{
     memory::PagedMemory,
     place::PlaceError,
+    table::Section,
     word::{Event, PageState, Presence},
     words::NoRoom,
 };
@@ -191,7 +192,7 @@ impl PagedMemory {
     pub fn make_room_for(&self, pages: PageRange) -> Result<(), GrowthError> {
         self.check_region(pages)?;
         for (section, part) in pages.by_section() {
-            let leaving = |state: &super::table::Section| state.is_leaving();
+            let leaving = |state: &Section| state.is_leaving();
             if self.table.section(section).is_some_and(leaving) {
                 return Err(GrowthError::Leaving { section });
             }

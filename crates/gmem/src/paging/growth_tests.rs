@@ -7,6 +7,7 @@ use crate::{
     Mode, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted,
     StoreError, TableId, VolatileWords, WordArray, recovery,
 };
+use crate::{Cause, Readahead, Wait};
 use pagetide_addr::{
     Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Tier, Va,
 };
@@ -220,14 +221,13 @@ fn fault(memory: &PagedMemory, pages: PageRange) -> FaultOutcome {
         pages,
         access: Access::Write,
     };
-    let quick = memory.fault_without_waiting(&fault);
+    let cause = Cause::Fault(fault);
+    let quick = memory.fault(&cause, Wait::Never);
     let (tell, told) = std::sync::mpsc::channel();
-    memory.fault(
-        &fault,
-        Some(Box::new(move |outcome| tell.send(outcome).unwrap())),
-    );
+    let reply = Box::new(move |outcome| tell.send(outcome).unwrap());
+    assert_eq!(memory.fault(&cause, Wait::Reply(reply)), None);
     let outcome = told.recv().unwrap();
-    assert!(quick.is_none_or(|quick| quick == outcome));
+    assert!(quick.is_none_or(|quick| quick.outcome == outcome));
     outcome
 }
 
@@ -364,10 +364,9 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
     }
     assert_eq!(state(&memory, 9), PageState::Present);
     assert_eq!(fault(&memory, region(0, 9)), FaultOutcome::OutOfRange);
-    assert_eq!(
-        memory.bring_along(crate::Neighbours::Next(PageNo(9).single())),
-        0
-    );
+    let ahead = Cause::Readahead(Readahead::Next(PageNo(9).single()));
+    let served = memory.fault(&ahead, Wait::Never).unwrap();
+    assert_eq!(served.installed, 0);
     memory.grant_present(DEVICE).unwrap();
     assert!(fake.with(|vm| vm.granted.is_empty()));
     let again = memory.allocate(region(0, 1024));

@@ -1,38 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`PagedMemory`]: the memory that CPU and devices share, and its single fault entry point.
-//!
-//! A vCPU fault and a device fault are the same event with a different waiter (GMEM 3; VPRI 5.2).
-//! [`PagedMemory::fault`] is the only code that makes an absent page present. The first fault on a
-//! page fills it, later ones join. How a waiter is released depends on where it sleeps: a vCPU
-//! sleeps in the kernel and is woken by the install itself; a device gets a callback.
+//! [`PagedMemory`]: the memory that CPU and devices share, and what all that acts on it needs.
 //!
 //! Outside an eviction round every attached device may use every present page. An install grants
 //! the page to all of them, so a device faults only on pages that are really absent.
+//!
+//! Pages become present in [`super::serve`] and absent in [`super::eviction`]; they join and leave
+//! the memory in [`super::growth`]. Here are the parts that those act on, and the small steps that
+//! several of them take.
 
 use super::{
-    fill::FILL_PAGES_MAX,
-    neighbours::{self, Neighbours},
-    place::{Installed, Place, PlaceError},
+    fault::{FaultOutcome, MemoryCounters},
+    place::{Place, PlaceError},
     store::{Admission, ContentStore, Incidents},
     table::{PageTable, Section},
-    waiters::{Pending, Reply, Waiters},
-    word::{Event, PageState, PageWord},
+    waiters::Waiters,
+    word::PageState,
 };
 use crate::{
+    attachments::Attachments,
     error::GmError,
     mmu::Backing,
-    paging::fault::{Fault, FaultOutcome, MemoryCounters},
-    space::attachments::Attachments,
-    sync::{Arc, share, try_share},
+    sync::{Arc, share},
 };
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo};
-use std::sync::atomic::Ordering::Relaxed;
-
-/// Most absent pages that a call which must not wait fills: at some microseconds each, more would
-/// delay others behind this one.
-pub(super) const AT_ONCE_PAGES_MAX: u64 = 64;
-/// How often one fault may retry the same page without progress.
-pub(super) const STILL_MAX: u32 = 64;
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo, Tier};
 
 /// What an address space is made of.
 pub struct MemoryParts {
@@ -52,15 +42,15 @@ pub struct MemoryParts {
 
 /// See the module.
 pub struct PagedMemory {
-    pub(crate) table: PageTable,
-    pub(crate) place: Arc<dyn Place>,
-    pub(crate) store: Arc<dyn ContentStore>,
-    pub(crate) incidents: Arc<dyn Incidents>,
-    pub(crate) admission: Arc<dyn Admission>,
+    pub(super) table: PageTable,
+    pub(super) place: Arc<dyn Place>,
+    pub(super) store: Arc<dyn ContentStore>,
+    pub(super) incidents: Arc<dyn Incidents>,
+    pub(super) admission: Arc<dyn Admission>,
     pub(super) waiters: Waiters,
     devices: Arc<Attachments>,
-    pub(crate) counters: MemoryCounters,
-    pub(crate) neighbours_max: u32,
+    pub(super) counters: MemoryCounters,
+    pub(super) neighbours_max: u32,
 }
 
 /// Result of handling one page under its section's lock.
@@ -107,81 +97,28 @@ impl PagedMemory {
         &self.counters
     }
 
-    /// Makes `fault.pages` present and grants them, or reports why it cannot. This wakes a vCPU
-    /// that waits in the kernel. `reply`, if given, is called exactly once, possibly by another
-    /// thread, possibly before this returns. May evict other pages first (the limit).
-    #[doc(alias = "gm_dev_fault")]
-    pub fn fault(&self, fault: &Fault, reply: Option<Reply>) {
-        let pending = reply.map(Pending::new);
-        let outcome = self.serve(fault, pending.as_ref());
-        if let Some(pending) = pending {
-            pending.settle(outcome);
-        }
-    }
-
-    /// Returns the pages around `page` worth reading ahead after a vCPU's fault on it was served
-    /// (see [`super::neighbours`]). Call it once per fault.
+    /// The tier that `pages` would be filled from if they faulted now: the slowest of them counts.
+    /// A page that the guest discarded counts as present.
     #[must_use]
-    pub fn neighbours_of(&self, page: PageNo) -> Option<Neighbours> {
-        neighbours::of(self, page)
-    }
-
-    /// Fills those of `neighbours` that are stored, at hand and have room; returns how many.
-    pub fn bring_along(&self, neighbours: Neighbours) -> u64 {
-        neighbours::bring(self, neighbours)
-    }
-
-    /// Serves a fault if that needs neither an eviction, nor content that is not at hand, nor
-    /// another thread. Otherwise returns `None`, and the caller must call [`Self::fault`]. If a
-    /// vCPU's page is already being filled, that counts as served: the kernel wakes the vCPU with
-    /// the fill.
-    #[must_use]
-    pub fn fault_without_waiting(&self, fault: &Fault) -> Option<FaultOutcome> {
-        if !self.table.contains(fault.pages) {
-            return Some(FaultOutcome::OutOfRange);
+    pub fn tier_of(&self, pages: PageRange) -> Tier {
+        if !self.table.contains(pages) {
+            return Tier::Unknown;
         }
-        let absent = self.absent_at_hand(fault.pages)?;
-        if absent > AT_ONCE_PAGES_MAX || (absent > 0 && !self.admission.try_admit(absent)) {
-            return None;
-        }
-        let outcome = self.serve_at_once(fault);
-        if outcome.is_none() {
-            // The caller's next attempt takes room again for what is still absent.
-            self.admission
-                .give_back(absent.min(self.absent_pages(fault.pages)));
-        }
-        outcome
-    }
-
-    fn serve_at_once(&self, fault: &Fault) -> Option<FaultOutcome> {
-        let mut page = fault.pages.start;
-        let mut still = 0;
-        while page < fault.pages.end {
-            let Some(section) = self.table.section(page.section()) else {
-                return Some(FaultOutcome::OutOfRange);
-            };
-            let shared = try_share(&section.lock)?;
-            let resolved = self.resolve(section, page, fault);
-            drop(shared);
-            match resolved {
-                Resolved::UpTo(next) if next > page => (page, still) = (next, 0),
-                Resolved::UpTo(_) => {
-                    still += 1;
-                    if still > STILL_MAX {
-                        return Some(self.without_progress(page));
-                    }
+        let tier = |page| match self.table.word(page).state() {
+            PageState::Present | PageState::Unallocated => Tier::Present,
+            PageState::Discarding => Tier::Zero,
+            PageState::Stored(content)
+            | PageState::Filling(content)
+            | PageState::Evicting(content) => {
+                if content.is_zero() {
+                    Tier::Zero
+                } else {
+                    self.store.tier(content)
                 }
-                Resolved::BeingFilled if fault.device == DeviceId::VCPUS => {
-                    if self.table.mark_waited(page) {
-                        self.counters.joined_faults.fetch_add(1, Relaxed);
-                        (page, still) = (page.next(), 0);
-                    }
-                }
-                Resolved::BeingFilled => return None,
-                Resolved::Failed(outcome) => return Some(outcome),
             }
-        }
-        Some(FaultOutcome::Present)
+            PageState::Poisoned => Tier::Unknown,
+        };
+        pages.iter().map(tier).max().unwrap_or_default()
     }
 
     /// Grants all present pages to a device that has just been attached.
@@ -232,175 +169,6 @@ impl PagedMemory {
         GmError::Lost { va }
     }
 
-    fn serve(&self, fault: &Fault, pending: Option<&Arc<Pending>>) -> FaultOutcome {
-        if !self.table.contains(fault.pages) {
-            return FaultOutcome::OutOfRange;
-        }
-        let absent = self.absent_pages(fault.pages);
-        if absent > 0 {
-            self.admission.admit(absent);
-        }
-        let mut page = fault.pages.start;
-        let mut still = 0;
-        while page < fault.pages.end {
-            let Some(section) = self.table.section(page.section()) else {
-                return FaultOutcome::OutOfRange;
-            };
-            let resolved = {
-                let _shared = share(&section.lock);
-                self.resolve(section, page, fault)
-            };
-            page = match resolved {
-                Resolved::UpTo(next) if next > page => {
-                    still = 0;
-                    next
-                }
-                Resolved::UpTo(_) if still == STILL_MAX => return self.without_progress(page),
-                Resolved::UpTo(_) => {
-                    still += 1;
-                    page
-                }
-                Resolved::BeingFilled => {
-                    let joined = match pending {
-                        Some(pending) => self.waiters.join(&self.table, page, pending),
-                        None => self.table.mark_waited(page),
-                    };
-                    if joined {
-                        self.counters.joined_faults.fetch_add(1, Relaxed);
-                        page.next()
-                    } else {
-                        page
-                    }
-                }
-                Resolved::Failed(outcome) => return outcome,
-            };
-        }
-        FaultOutcome::Present
-    }
-
-    pub(super) fn absent_pages(&self, pages: PageRange) -> u64 {
-        let is_stored =
-            |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
-        pages.iter().filter(is_stored).count() as u64
-    }
-
-    /// How many of `pages` are absent; `None` if the content of one is not at hand.
-    pub(super) fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
-        let mut absent = 0;
-        for page in pages.iter() {
-            if let PageState::Stored(content) = self.table.word(page).state() {
-                if !content.is_zero() && !self.store.is_at_hand(content) {
-                    return None;
-                }
-                absent += 1;
-            }
-        }
-        Some(absent)
-    }
-
-    /// Checks `page`. If it is absent, fills it and the pages that follow in the fault's range. The
-    /// section's lock is held shared.
-    fn resolve(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
-        if section.is_leaving() {
-            return Resolved::Failed(FaultOutcome::OutOfRange);
-        }
-        let word = self.table.word(page);
-        match word.state() {
-            PageState::Present => self.resolve_present(section, page, fault),
-            PageState::Stored(_) => {
-                let end = fault
-                    .pages
-                    .end
-                    .min(self.table.pages_of(page.section()).end)
-                    .min(page.plus(FILL_PAGES_MAX));
-                self.fill(PageRange::new(page, end))
-            }
-            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
-            PageState::Evicting(_) => self.settle_evicting(page, word),
-            PageState::Poisoned => {
-                self.poison_for_kernel(page);
-                Resolved::Failed(FaultOutcome::Lost)
-            }
-            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
-        }
-    }
-
-    /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
-    /// would neither punch nor let us query.
-    pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
-        let event = match self.place.is_present(page) {
-            Ok(true) => Event::StillPresent,
-            Ok(false) => Event::Punched,
-            Err(error) => return self.failed(page, &error),
-        };
-        let changed = self.table.change(page, word, event);
-        if let (Some(_), Event::StillPresent, PageState::Evicting(content)) =
-            (changed, event, word.state())
-            && !content.is_zero()
-        {
-            self.store.free(content);
-        }
-        // The next turn of the caller's loop handles the new state.
-        Resolved::UpTo(page)
-    }
-
-    fn resolve_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
-        match self.place.is_present(page) {
-            Ok(true) => self.found_present(section, page, fault),
-            Ok(false) => {
-                let zeros = || self.place.install_zero(page);
-                self.refill_discarded(section, page, zeros).1
-            }
-            Err(error) => self.failed(page, &error),
-        }
-    }
-
-    /// The faulting page is present: takes it out of the round and grants it.
-    pub(super) fn found_present(&self, section: &Section, page: PageNo, fault: &Fault) -> Resolved {
-        self.counters.present_faults.fetch_add(1, Relaxed);
-        let cancelled = section.cancel(page);
-        if cancelled {
-            self.counters.cancelled_pages.fetch_add(1, Relaxed);
-        }
-        // Out of the round: the page has its write access back.
-        if cancelled || fault.device == DeviceId::VCPUS {
-            self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
-        }
-        self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-        Resolved::UpTo(page.next())
-    }
-
-    /// Handles a hole under a word that says present: the guest gave the page up (balloon, free
-    /// page reporting) and now uses it again, from zeros or from what a device has written. The
-    /// result carries what `install` returned.
-    pub(super) fn refill_discarded(
-        &self,
-        section: &Section,
-        page: PageNo,
-        install: impl FnOnce() -> Result<Installed, PlaceError>,
-    ) -> (Option<Installed>, Resolved) {
-        let present = PageWord::new(PageState::Present);
-        if self.table.change(page, present, Event::FoundHole).is_none() {
-            return (None, Resolved::BeingFilled);
-        }
-        section.cancel(page);
-        self.counters.discarded_pages.fetch_add(1, Relaxed);
-        let discarding = PageWord::new(PageState::Discarding);
-        match install() {
-            // Already present: the guest was faster through another fault on this very page.
-            Ok(installed) => {
-                self.finish(page, discarding, Event::Installed, FaultOutcome::Present);
-                self.wake(page.single());
-                self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
-                (Some(installed), Resolved::UpTo(page.next()))
-            }
-            Err(error) => {
-                self.finish(page, discarding, Event::InstallFailed, FaultOutcome::Lost);
-                (None, self.failed(page, &error))
-            }
-        }
-    }
-
     pub(super) fn poison_for_kernel(&self, page: PageNo) {
         match self.place.poison(page) {
             Ok(()) | Err(PlaceError::Gone) => {}
@@ -435,7 +203,7 @@ impl PagedMemory {
         Resolved::Failed(FaultOutcome::Lost)
     }
 
-    pub(crate) fn wake(&self, pages: PageRange) {
+    pub(super) fn wake(&self, pages: PageRange) {
         match self.place.wake(pages) {
             Ok(()) | Err(PlaceError::Gone) => {}
             Err(error) => self.incidents.fill_failed(pages.start, &error),
@@ -443,7 +211,7 @@ impl PagedMemory {
     }
 
     /// Grants present pages in the tables of the devices that `chosen` picks.
-    pub(crate) fn grant_to(&self, pages: PageRange, chosen: impl Fn(DeviceId) -> bool) {
+    pub(super) fn grant_to(&self, pages: PageRange, chosen: impl Fn(DeviceId) -> bool) {
         if pages.is_empty() {
             return;
         }

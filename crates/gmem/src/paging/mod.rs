@@ -2,12 +2,13 @@
 //! Memory whose pages may be swapped out: the RAM of a VM.
 //!
 //! Each page has one place, in the VM's file. It is either present there or stored ([`word`]).
-//! [`PagedMemory`] is the only code that makes an absent page present, and [`EvictionRound`] the
-//! only code that makes a present page absent. Both act for all devices of the address space that
-//! the memory belongs to.
+//! [`PagedMemory::fault`] is the only function that makes an absent page present, and
+//! [`EvictionRound`] the only code that makes a present page absent. Both act for all devices of the
+//! address space that the memory belongs to.
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
-//! [`memory`] (faults), `fill`, [`overwrite`], [`eviction`], [`growth`], [`recovery`].
+//! [`memory`] (the parts), `fill`, [`overwrite`], [`readahead`], [`serve`] (the one entry),
+//! [`eviction`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;
@@ -18,12 +19,13 @@ mod growth_tests;
 pub mod memory;
 #[cfg(all(test, loom))]
 mod model;
-pub mod neighbours;
 pub mod overwrite;
 #[cfg(all(test, not(loom)))]
 mod overwrite_tests;
 pub mod place;
+pub mod readahead;
 pub mod recovery;
+pub mod serve;
 pub mod store;
 pub mod table;
 pub mod waiters;
@@ -34,8 +36,10 @@ pub use eviction::{Committed, EvictionError, EvictionRound};
 pub use fault::{Fault, FaultOutcome, MemoryCounters};
 pub use growth::GrowthError;
 pub use memory::{MemoryParts, PagedMemory};
-pub use overwrite::Overwritten;
+pub use overwrite::Overwrite;
 pub use place::{Installed, Place, PlaceError};
+pub use readahead::Readahead;
+pub use serve::{Cause, Served, Wait};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
 pub use table::PageTable;
 pub use waiters::Reply;

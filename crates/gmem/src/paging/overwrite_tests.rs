@@ -2,10 +2,10 @@
 //! Overwrites, one thread at a time: a page is known by its first byte.
 
 use crate::{
-    Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
-    Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode,
-    Overwritten, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest,
-    Restrict, Restricted, StoreError, TableId, VolatileWords,
+    Activation, AddressSpace, Admission, AllocPolicy, Backing, Cause, Content, ContentStore,
+    Device, Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode,
+    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest,
+    Restrict, Restricted, Served, StoreError, TableId, VolatileWords, Wait,
 };
 use pagetide_addr::{
     Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo,
@@ -232,13 +232,28 @@ fn whole(first: u64, count: u64) -> (Fault, Vec<u8>) {
     (fault, vec![NEW; pages.iter().count() * 4096])
 }
 
-fn overwrite(space: &AddressSpace, first: u64, count: u64) -> Overwritten {
-    let (fault, bytes) = whole(first, count);
-    space.overwrite(&fault, &bytes, &|| true)
+fn request(
+    space: &AddressSpace,
+    fault: Fault,
+    content: &[u8],
+    still_wanted: &dyn Fn() -> bool,
+    wait: Wait,
+) -> Option<Served> {
+    let overwrite = Overwrite {
+        fault,
+        content,
+        still_wanted,
+    };
+    space.fault(&Cause::Overwrite(overwrite), wait)
 }
 
-fn installed(bits: u64) -> Overwritten {
-    Overwritten {
+fn overwrite(space: &AddressSpace, first: u64, count: u64) -> Served {
+    let (fault, bytes) = whole(first, count);
+    request(space, fault, &bytes, &|| true, Wait::Here).unwrap()
+}
+
+fn installed(bits: u64) -> Served {
+    Served {
         outcome: FaultOutcome::Present,
         installed: bits,
     }
@@ -304,7 +319,7 @@ fn page_whose_content_is_lost_is_refused_and_what_was_installed_before_it_is_tol
     let (fake, space) = setting();
     set(&space, 11, PageState::Poisoned);
     let done = overwrite(&space, 10, 3);
-    let expected = Overwritten {
+    let expected = Served {
         outcome: FaultOutcome::Lost,
         installed: 0b001,
     };
@@ -319,7 +334,7 @@ fn install_that_fails_half_way_leaves_the_rest_stored_with_its_old_content() {
     let (fake, space) = setting();
     fake.with(|vm| vm.installs_left = Some(2));
     let done = overwrite(&space, 0, 4);
-    let expected = Overwritten {
+    let expected = Served {
         outcome: FaultOutcome::Lost,
         installed: 0b0011,
     };
@@ -341,7 +356,7 @@ fn page_that_a_foreign_writer_made_present_keeps_its_stored_copy() {
     let (fake, space) = setting();
     fake.with(|vm| vm.present.insert(6, OLD));
     let done = overwrite(&space, 6, 1);
-    assert_eq!(done, Overwritten::nothing(FaultOutcome::Lost));
+    assert_eq!(done, Served::nothing(FaultOutcome::Lost));
     assert_eq!(state(&space, 6), PageState::Stored(content(6)));
     fake.with(|vm| {
         assert_eq!(vm.foreign_pages, [PageNo(6)]);
@@ -354,39 +369,36 @@ fn without_waiting_nothing_is_done_at_the_limit_or_while_the_section_is_owned() 
     let (fake, space) = setting();
     let (fault, bytes) = whole(SECTION_PAGES - 1, 2);
     fake.with(|vm| vm.is_full = true);
-    assert_eq!(
-        space.overwrite_without_waiting(&fault, &bytes, &|| true),
-        None
-    );
+    assert_eq!(request(&space, fault, &bytes, &|| true, Wait::Never), None);
     fake.with(|vm| vm.is_full = false);
     let table = space.memory().unwrap().table();
     let own = |number| table.made_section(SectionNo(number)).lock.write().unwrap();
     {
         let _first = own(0);
-        assert_eq!(
-            space.overwrite_without_waiting(&fault, &bytes, &|| true),
-            None
-        );
+        assert_eq!(request(&space, fault, &bytes, &|| true, Wait::Never), None);
         assert_eq!(fake.with(|vm| (vm.room_taken, vm.present.len())), (0, 0));
     }
     {
         let _second = own(1);
-        let done = space.overwrite_without_waiting(&fault, &bytes, &|| true);
+        let done = request(&space, fault, &bytes, &|| true, Wait::Never);
         assert_eq!(done, Some(installed(0b01)), "the rest is the device's");
     }
     assert_eq!(fake.with(|vm| vm.room_taken), 1);
-    let done = space.overwrite_without_waiting(&fault, &bytes, &|| true);
+    let done = request(&space, fault, &bytes, &|| true, Wait::Never);
     assert_eq!(done, Some(installed(0b10)));
 }
 
 #[test]
 fn what_is_no_sound_overwrite_is_refused() {
     let (fake, space) = setting();
-    let out_of_range = Overwritten::nothing(FaultOutcome::OutOfRange);
+    let out_of_range = Served::nothing(FaultOutcome::OutOfRange);
     assert_eq!(overwrite(&space, 0, OVERWRITE_PAGES_MAX + 1), out_of_range);
     assert_eq!(overwrite(&space, PAGES - 1, 2), out_of_range);
     let (fault, bytes) = whole(0, 2);
-    assert_eq!(space.overwrite(&fault, &bytes[1..], &|| true), out_of_range);
+    assert_eq!(
+        request(&space, fault, &bytes[1..], &|| true, Wait::Here).unwrap(),
+        out_of_range
+    );
     let all = overwrite(&space, 0, OVERWRITE_PAGES_MAX);
     assert_eq!(all, installed(u64::MAX));
     assert_eq!(fake.byte(OVERWRITE_PAGES_MAX), None);
@@ -401,9 +413,12 @@ fn device_that_gives_up_while_room_is_made_replaces_nothing_that_is_stored_by_th
         set(&space, 4, PageState::Stored(content(900)));
         fake.with(|vm| vm.room_taken == 0)
     };
-    let gone = Overwritten::nothing(FaultOutcome::Gone);
-    assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), gone);
-    let at_once = space.overwrite_without_waiting(&fault, &bytes, &still_wanted);
+    let gone = Served::nothing(FaultOutcome::Gone);
+    assert_eq!(
+        request(&space, fault, &bytes, &still_wanted, Wait::Here).unwrap(),
+        gone
+    );
+    let at_once = request(&space, fault, &bytes, &still_wanted, Wait::Never);
     assert_eq!(at_once, Some(gone), "it is over");
     assert_eq!(state(&space, 4), PageState::Stored(content(900)));
     assert_eq!(state(&space, 5), PageState::Stored(content(5)));
@@ -418,11 +433,14 @@ fn device_that_gives_up_half_way_is_told_what_was_installed_and_no_more_is() {
     let (fake, space) = setting();
     let (fault, bytes) = whole(SECTION_PAGES - 1, 2);
     let still_wanted = || fake.with(|vm| vm.present.is_empty());
-    let expected = Overwritten {
+    let expected = Served {
         outcome: FaultOutcome::Gone,
         installed: 0b01,
     };
-    assert_eq!(space.overwrite(&fault, &bytes, &still_wanted), expected);
+    assert_eq!(
+        request(&space, fault, &bytes, &still_wanted, Wait::Here).unwrap(),
+        expected
+    );
     let second = SECTION_PAGES;
     assert_eq!(state(&space, second), PageState::Stored(content(second)));
     assert_eq!(fake.with(|vm| vm.room_taken), 1);
@@ -433,7 +451,7 @@ fn hole_is_not_filled_for_a_device_that_has_given_up() {
     let (fake, space) = setting();
     set(&space, 5, PageState::Present);
     let (fault, bytes) = whole(5, 1);
-    let done = space.overwrite(&fault, &bytes, &|| false);
-    assert_eq!(done, Overwritten::nothing(FaultOutcome::Gone));
+    let done = request(&space, fault, &bytes, &|| false, Wait::Here).unwrap();
+    assert_eq!(done, Served::nothing(FaultOutcome::Gone));
     assert_eq!((fake.byte(5), state(&space, 5)), (None, PageState::Present));
 }

@@ -2,11 +2,8 @@
 //! [`ContentStore`] and [`Admission`]: what an address space needs from the keeper of its absent
 //! pages.
 
-use super::{
-    memory::PagedMemory,
-    word::{Content, PageState},
-};
-use pagetide_addr::{PageNo, PageRange, Tier};
+use super::{place::PlaceError, word::Content};
+use pagetide_addr::{PageNo, Tier};
 
 /// Why stored content cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -56,32 +53,6 @@ pub trait ContentStore: Send + Sync {
     }
 }
 
-impl PagedMemory {
-    /// The tier that `pages` would be filled from if they faulted now: the slowest of them counts.
-    /// A page that the guest discarded counts as present.
-    #[must_use]
-    pub fn tier_of(&self, pages: PageRange) -> Tier {
-        if !self.table.contains(pages) {
-            return Tier::Unknown;
-        }
-        let tier = |page| match self.table.word(page).state() {
-            PageState::Present | PageState::Unallocated => Tier::Present,
-            PageState::Discarding => Tier::Zero,
-            PageState::Stored(content)
-            | PageState::Filling(content)
-            | PageState::Evicting(content) => {
-                if content.is_zero() {
-                    Tier::Zero
-                } else {
-                    self.store.tier(content)
-                }
-            }
-            PageState::Poisoned => Tier::Unknown,
-        };
-        pages.iter().map(tier).max().unwrap_or_default()
-    }
-}
-
 /// Whether an address space may hold more pages: the limit, with watermarks as in Taiji 4.2.2.
 pub trait Admission: Send + Sync {
     /// Makes room for `pages` more pages, evicting others first if the limit requires it. May wait
@@ -127,7 +98,7 @@ pub trait Incidents: Send + Sync {
 
     /// The kernel cannot make accesses to `page`, whose content is lost, fail. The VM must stop
     /// before it waits for ever, or reads something else.
-    fn cannot_poison(&self, page: PageNo, why: &crate::PlaceError);
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError);
 
     /// A fill of `page` failed; its waiters were told to retry, or given up.
     fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error);

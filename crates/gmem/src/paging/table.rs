@@ -286,6 +286,7 @@ impl PageTable {
     /// section without pages is no longer leaving. The section's lock is held exclusively, or the
     /// table is not in use yet.
     pub(crate) fn set_pages(&self, section: SectionNo, pages: u64) {
+        assert!(pages <= SECTION_PAGES, "{pages} pages in a section");
         let state = self.made_section(section);
         // Release pairs with the Acquire in `word`: a reader that sees the page sees its word.
         let before = state.pages.swap(pages, Ordering::AcqRel);
@@ -414,7 +415,8 @@ impl PageTable {
         if is {
             section.stored.fetch_add(1, Ordering::Relaxed);
         } else {
-            section.stored.fetch_sub(1, Ordering::Relaxed);
+            let before = section.stored.fetch_sub(1, Ordering::Relaxed);
+            debug_assert!(before > 0, "{page} was not counted as stored");
         }
     }
 
@@ -444,7 +446,7 @@ impl PageTable {
     pub fn pages_in_state(
         &self,
         section: SectionNo,
-        wanted: impl Fn(crate::PageState) -> bool,
+        wanted: impl Fn(PageState) -> bool,
     ) -> PageSet {
         let mut set = PageSet::EMPTY;
         for page in self

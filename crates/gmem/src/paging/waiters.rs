@@ -16,11 +16,8 @@
 //! finds the entry. A joiner that comes after the swap sees that the page is no longer being
 //! installed, and checks it again.
 
-use super::table::PageTable;
-use crate::{
-    paging::fault::FaultOutcome,
-    sync::{Arc, Mutex},
-};
+use super::{fault::FaultOutcome, table::PageTable};
+use crate::sync::{Arc, Mutex};
 use pagetide_addr::PageNo;
 use std::collections::HashMap;
 
@@ -59,6 +56,8 @@ impl Pending {
     pub(crate) fn settle(&self, outcome: FaultOutcome) {
         let finished = {
             let mut state = crate::sync::lock(&self.state);
+            // A reply given twice would resume a device that still waits.
+            assert!(state.remaining > 0, "a fault was settled more than once");
             state.remaining -= 1;
             if outcome != FaultOutcome::Present {
                 state.outcome = outcome;

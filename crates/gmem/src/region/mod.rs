@@ -7,65 +7,18 @@
 pub(crate) mod state;
 
 pub(crate) use state::{
-    Content, DemandPage, Inner, Kind, Leaving, Origin, RegionCore, RegionState, Wired, Wiring,
+    Content, DemandPage, Inner, Kind, Leaver, Leaving, Origin, RegionCore, RegionState, Wired,
 };
+pub use state::{Placement, Protection};
 
 use crate::{
     device::Device,
     error::GmError,
     set::MappingSet,
-    space::{AddressSpace, Callback, Leaver, Operation, PendingRegion},
+    space::{AddressSpace, Callback, Operation, PendingRegion, Wiring},
     sync::Arc,
 };
-use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange, Va};
-
-/// How a fault treats a page's other mappings (GMEM 4.1, `gm_region_placement_t`; 7).
-#[doc(alias = "gm_region_placement_t")]
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Placement {
-    /// One mapping in the whole space: others are destroyed first, and the page moves to the memory
-    /// of the device that faulted, if it has any.
-    #[default]
-    Unique,
-    /// The page stays where it is, and is mapped by every device that faults on it.
-    RemoteAccess,
-    /// As [`Self::Unique`], and the pages that follow are prefetched, without a wait for them.
-    Prefetch,
-}
-
-/// The access that a region's pages allow.
-#[doc(alias = "gm_prot_t")]
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Protection {
-    /// Nothing: every fault is denied.
-    Nothing,
-    /// Reads.
-    ReadOnly,
-    /// Reads and writes.
-    #[default]
-    ReadWrite,
-}
-
-impl Protection {
-    /// The strongest access it allows.
-    #[must_use]
-    pub const fn strongest(self) -> Option<Access> {
-        match self {
-            Self::Nothing => None,
-            Self::ReadOnly => Some(Access::Read),
-            Self::ReadWrite => Some(Access::Write),
-        }
-    }
-
-    /// True if it allows `access`.
-    #[must_use]
-    pub const fn allows(self, access: Access) -> bool {
-        matches!(
-            (self, access),
-            (Self::ReadWrite, _) | (Self::ReadOnly, Access::Read)
-        )
-    }
-}
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, Pa, PageRange, Va};
 
 /// How a region is to be wired.
 #[derive(Clone, Debug)]
@@ -249,8 +202,12 @@ impl Region {
     /// faulting device's (the host's if it has none) unless `home` names one. Pages that lie
     /// elsewhere move at their next fault.
     ///
+    /// Each page of paged memory has one place, in the CPU's memory, and every device uses it
+    /// there: that is [`Placement::RemoteAccess`] at the CPU, and nothing else can be set.
+    ///
     /// # Errors
-    /// [`GmError::NotAttached`] if `home` is not attached to the space, [`GmError::Destroyed`].
+    /// [`GmError::NotAttached`] if `home` is not attached to the space, [`GmError::Unsupported`] for
+    /// another policy of paged memory, [`GmError::Destroyed`].
     #[doc(alias = "gm_region_set_policy")]
     pub fn set_policy(
         &self,
@@ -263,6 +220,14 @@ impl Region {
         let mut inner = self.core.lock();
         if matches!(inner.state, RegionState::Freed) {
             return Err(GmError::Destroyed);
+        }
+        if self.core.kind == Kind::Paged {
+            let at_cpu = home.is_none_or(|device| device.id() == DeviceId::VCPUS);
+            if placement != Placement::RemoteAccess || !at_cpu {
+                return Err(GmError::Unsupported {
+                    what: "a placement of paged memory other than remote access at the CPU, where its pages stay",
+                });
+            }
         }
         inner.placement = placement;
         inner.home = home.map(Arc::clone);

@@ -20,14 +20,12 @@
 //! use; nothing is freed and no address reused until an unmap succeeds. A region of paged memory (a
 //! VM's RAM) has none of these states: [`PagedMemory`](crate::PagedMemory) keeps its pages.
 
-use super::{Placement, Protection};
 use crate::{
+    attachments::{Table, TableMask},
     device::Device,
     error::GmError,
     frames::Frame,
     mmu::Backing,
-    set::SetCore,
-    space::attachments::{Table, TableMask},
     sync::{Arc, Mutex, MutexGuard, lock},
 };
 use pagetide_addr::{Access, Pa, PageNo, PageRange, Va};
@@ -36,12 +34,52 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// How a region is to be wired, as the space keeps it.
-#[derive(Clone)]
-pub(crate) struct Wiring {
-    pub(crate) access: Access,
-    pub(crate) page_bytes: u64,
-    pub(crate) set: Option<Arc<SetCore>>,
+/// How a fault treats a page's other mappings (GMEM 4.1, `gm_region_placement_t`; 7).
+#[doc(alias = "gm_region_placement_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Placement {
+    /// One mapping in the whole space: others are destroyed first, and the page moves to the memory
+    /// of the device that faulted, if it has any.
+    #[default]
+    Unique,
+    /// The page stays where it is, and is mapped by every device that faults on it.
+    RemoteAccess,
+    /// As [`Self::Unique`], and the pages that follow are prefetched, without a wait for them.
+    Prefetch,
+}
+
+/// The access that a region's pages allow.
+#[doc(alias = "gm_prot_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Protection {
+    /// Nothing: every fault is denied.
+    Nothing,
+    /// Reads.
+    ReadOnly,
+    /// Reads and writes.
+    #[default]
+    ReadWrite,
+}
+
+impl Protection {
+    /// The strongest access it allows.
+    #[must_use]
+    pub const fn strongest(self) -> Option<Access> {
+        match self {
+            Self::Nothing => None,
+            Self::ReadOnly => Some(Access::Read),
+            Self::ReadWrite => Some(Access::Write),
+        }
+    }
+
+    /// True if it allows `access`.
+    #[must_use]
+    pub const fn allows(self, access: Access) -> bool {
+        matches!(
+            (self, access),
+            (Self::ReadWrite, _) | (Self::ReadOnly, Access::Read)
+        )
+    }
 }
 
 /// Frames that a region is wired to.
@@ -169,7 +207,11 @@ impl RegionCore {
             inner: Mutex::new(Inner {
                 state: RegionState::Empty,
                 protection: Protection::default(),
-                placement: Placement::default(),
+                placement: match kind {
+                    Kind::Frames => Placement::default(),
+                    // Its pages have one place each, which every device uses.
+                    Kind::Paged => Placement::RemoteAccess,
+                },
                 home: None,
             }),
             queued: AtomicU64::new(0),
@@ -256,6 +298,12 @@ impl RegionState {
             _ => false,
         }
     }
+}
+
+/// A region to be unmapped; if a mapping is named, only while it has that mapping.
+pub(crate) struct Leaver {
+    pub(crate) region: Arc<RegionCore>,
+    pub(crate) mapping: Option<u64>,
 }
 
 /// A region that is being unmapped. If dropped without [`Self::finish`], as by a driver's panic, it

@@ -11,18 +11,18 @@
 //! to wait for one. All this happens with the list owned, so no mapping changes in between.
 
 use super::{
-    Activation, AddressSpace, Mode,
-    attachments::{Activity, Attachment, LastUse, List, Table},
-    mapping::allowed,
+    address_space::{Activation, AddressSpace},
+    wiring::{Wiring, allowed},
 };
 use crate::{
-    device::{Device, DeviceState, Place},
+    attachments::{Activity, Attachment, LastUse, List, Mode, Table},
+    device::{Device, DeviceState, Home, Place},
     error::GmError,
     mmu::{Inherited, Restrict},
-    region::{Content, Region, RegionState, Wiring},
+    region::{Content, Region, RegionState},
     sync::{Arc, lock},
 };
-use pagetide_addr::{PAGE_BYTES, PageRange};
+use pagetide_addr::{Access, PAGE_BYTES, PageRange, Va};
 use std::sync::Weak;
 
 impl AddressSpace {
@@ -86,6 +86,12 @@ impl AddressSpace {
         Ok(())
     }
 
+    /// This space, as its devices remember it.
+    fn as_home(self: &Arc<Self>) -> Weak<dyn Home> {
+        let space: Weak<Self> = Arc::downgrade(self);
+        space
+    }
+
     /// Puts the device on the list, inactive, with a table that has every wired mapping.
     fn join(
         self: &Arc<Self>,
@@ -122,7 +128,7 @@ impl AddressSpace {
             return Err(error);
         }
         standing.attached.push(Place {
-            space: Arc::downgrade(self),
+            space: self.as_home(),
             own_table: (made == LastUse::Yes).then(|| table.id()),
         });
         list.push(Attachment {
@@ -240,15 +246,15 @@ impl AddressSpace {
     }
 
     /// See [`Device::switch`].
-    pub(crate) fn activate(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+    fn activate_device(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
         // Dropped after the device's lock: the destructor of a space takes that lock.
         let elsewhere;
         let mut standing = lock(&device.standing);
-        if !standing.is_attached(self) {
+        if !standing.is_attached(&**self) {
             let device = device.id();
             return Err(GmError::NotAttached { device });
         }
-        if standing.is_active(self) {
+        if standing.is_active(&**self) {
             return Ok(());
         }
         elsewhere = deactivate_elsewhere(device, &mut standing)?;
@@ -260,11 +266,11 @@ impl AddressSpace {
         self: &Arc<Self>,
         device: &Device,
         standing: &mut DeviceState,
-        elsewhere: Option<&Arc<Self>>,
+        elsewhere: Option<&Arc<dyn Home>>,
     ) -> Result<(), GmError> {
         match self.activate_here(device) {
             Ok(()) => {
-                standing.active = Some(Arc::downgrade(self));
+                standing.active = Some(self.as_home());
                 Ok(())
             }
             Err(error) => {
@@ -272,6 +278,34 @@ impl AddressSpace {
                 Err(error)
             }
         }
+    }
+
+    /// See [`Device::detach`].
+    fn detach_device(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
+        // Before the device is locked: a callback that runs here may use it.
+        self.wait_for_changes();
+        let mut standing = lock(&device.standing);
+        if !standing.is_attached(&**self) {
+            let device = device.id();
+            return Err(GmError::NotAttached { device });
+        }
+        self.leave(device, &mut standing)
+    }
+
+    fn leave(&self, device: &Device, standing: &mut DeviceState) -> Result<(), GmError> {
+        let mut list = self.devices.own();
+        deactivate(&mut list, device)?;
+        if let Some((gone, LastUse::Yes)) = list.remove(device.id()) {
+            self.discard(&gone.table);
+        }
+        standing.forget(self);
+        Ok(())
+    }
+}
+
+impl Home for AddressSpace {
+    fn fault_at(&self, device: &Arc<Device>, addr: Va, access: Access) -> Result<(), GmError> {
+        self.fault_of_device(device, addr, access)
     }
 
     fn activate_here(&self, device: &Device) -> Result<(), GmError> {
@@ -290,27 +324,26 @@ impl AddressSpace {
         let mut list = self.devices.own();
         deactivate(&mut list, device)
     }
+}
 
-    /// See [`Device::detach`].
-    pub(crate) fn detach(self: &Arc<Self>, device: &Arc<Device>) -> Result<(), GmError> {
-        // Before the device is locked: a callback that runs here may use it.
-        self.wait_for_changes();
-        let mut standing = lock(&device.standing);
-        if !standing.is_attached(self) {
-            let device = device.id();
-            return Err(GmError::NotAttached { device });
-        }
-        self.leave(device, &mut standing)
+impl Device {
+    /// Activates the device in `space`, to which it is attached; it is deactivated elsewhere.
+    ///
+    /// # Errors
+    /// [`GmError::NotAttached`]; [`GmError::Device`], after which it is active nowhere or where it was.
+    #[doc(alias = "gm_dev_switch")]
+    pub fn switch(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
+        space.activate_device(self)
     }
 
-    fn leave(&self, device: &Device, standing: &mut DeviceState) -> Result<(), GmError> {
-        let mut list = self.devices.own();
-        deactivate(&mut list, device)?;
-        if let Some((gone, LastUse::Yes)) = list.remove(device.id()) {
-            self.discard(&gone.table);
-        }
-        standing.forget(self);
-        Ok(())
+    /// Detaches the device from `space`; its page table is destroyed, unless others share it.
+    ///
+    /// # Errors
+    /// [`GmError::NotAttached`]; [`GmError::Device`] if it failed to deactivate: it is then still
+    /// attached.
+    #[doc(alias = "gm_dev_detach")]
+    pub fn detach(self: &Arc<Self>, space: &Arc<AddressSpace>) -> Result<(), GmError> {
+        space.detach_device(self)
     }
 }
 
@@ -348,7 +381,7 @@ fn deactivate(list: &mut List, device: &Device) -> Result<(), GmError> {
 fn deactivate_elsewhere(
     device: &Device,
     standing: &mut DeviceState,
-) -> Result<Option<Arc<AddressSpace>>, GmError> {
+) -> Result<Option<Arc<dyn Home>>, GmError> {
     let active = standing.active.as_ref().and_then(Weak::upgrade);
     if let Some(space) = &active {
         space.deactivate_here(device)?;
@@ -358,7 +391,7 @@ fn deactivate_elsewhere(
 }
 
 /// After a failure: reactivates the device where it was, if possible.
-fn return_to(device: &Device, standing: &mut DeviceState, before: Option<&Arc<AddressSpace>>) {
+fn return_to(device: &Device, standing: &mut DeviceState, before: Option<&Arc<dyn Home>>) {
     if let Some(space) = before
         && space.activate_here(device).is_ok()
     {

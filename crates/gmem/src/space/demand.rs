@@ -14,17 +14,18 @@
 //! half way leaves the page where it was, with a bit for every table that may still map it.
 
 use super::{
-    AddressSpace, Answer, Operation, PendingRegion,
-    attachments::{Activity, Attachment, List, StillReached, TableMask},
-    mapping::allowed,
+    address_space::AddressSpace,
+    queue::{Answer, Operation, PendingRegion},
+    wiring::allowed,
 };
 use crate::{
+    attachments::{Activity, Attachment, List, StillReached, TableMask},
     device::Device,
     error::GmError,
     frames::Frame,
     mmu::{Backing, Restrict},
     paging::{Fault, FaultOutcome},
-    region::{Content, DemandPage, Inner, Kind, Placement, RegionCore, RegionState},
+    region::{Content, DemandPage, Inner, Placement, RegionCore, RegionState},
     sync::Arc,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, Va};
@@ -34,59 +35,24 @@ use std::collections::{BTreeMap, btree_map::Entry};
 pub(crate) const PREFETCH_PAGES: u64 = 15;
 
 impl AddressSpace {
-    /// See [`Device::fault`].
-    pub(crate) fn fault_at(
+    /// A device's fault at an address in a region of frames.
+    pub(super) fn fault_on_frame(
         &self,
+        core: &Arc<RegionCore>,
         device: &Arc<Device>,
         addr: Va,
         access: Access,
     ) -> Result<(), GmError> {
         let page = addr.page();
-        let Some(core) = self.region_over(page.single()) else {
-            return Err(GmError::NotAllocated { va: addr });
-        };
-        if core.kind == Kind::Paged {
-            return self.fault_on_paged(device, page, access);
-        }
         let placement = {
             let list = self.devices.share();
             let attached = may_fault(list.find_same(device), device.id(), addr)?;
-            serve(&list, attached, &core, page, access)?
+            serve(&list, attached, core, page, access)?
         };
         if placement == Placement::Prefetch {
-            self.queue_prefetch(&core, device, page);
+            self.queue_prefetch(core, device, page);
         }
         Ok(())
-    }
-
-    fn fault_on_paged(
-        &self,
-        device: &Arc<Device>,
-        page: PageNo,
-        access: Access,
-    ) -> Result<(), GmError> {
-        let list = self.devices.share();
-        may_fault(list.find_same(device), device.id(), page.va())?;
-        drop(list);
-        let (reply, outcome) = std::sync::mpsc::channel();
-        let fault = Fault {
-            device: device.id(),
-            pages: page.single(),
-            access,
-        };
-        let told = Box::new(move |outcome| {
-            // Sending fails only if the receiver below is gone, and it waits for just this.
-            let sent = reply.send(outcome);
-            debug_assert!(sent.is_ok(), "the receiver was dropped");
-        });
-        self.fault(&fault, Some(told));
-        match outcome.recv() {
-            Ok(FaultOutcome::Present) => Ok(()),
-            Ok(FaultOutcome::OutOfRange) => Err(GmError::NotAllocated { va: page.va() }),
-            Ok(FaultOutcome::Lost | FaultOutcome::Gone) | Err(_) => {
-                Err(GmError::Lost { va: page.va() })
-            }
-        }
     }
 
     /// Handles a fault on pages of a region of frames; the fault names its device by number.
@@ -161,7 +127,7 @@ impl AddressSpace {
 }
 
 /// The attachment of a device, if it may fault here.
-fn may_fault(
+pub(super) fn may_fault(
     attached: Option<&Attachment>,
     device: DeviceId,
     va: Va,

@@ -6,21 +6,18 @@
 //! host replicates).
 
 use super::{
-    AddressSpace,
-    attachments::{List, TableMask, coalesce},
+    address_space::AddressSpace,
+    wiring::{Wiring, allowed, check_mappable, require_page_size, runs_of},
 };
 use crate::{
+    attachments::{List, StillReached, TableMask, coalesce},
     error::GmError,
     mmu::Restrict,
-    region::{Content, Inner, Kind, Protection, RegionCore, RegionState, Wired, Wiring},
+    region::{Content, Inner, Kind, Protection, RegionCore, RegionState, Wired},
     sync::Arc,
 };
-use pagetide_addr::{Access, PAGE_BYTES, Pa, PageRange};
+use pagetide_addr::{Pa, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
-
-fn wrong(argument: &'static str, why: &'static str) -> GmError {
-    GmError::InvalidArgument { argument, why }
-}
 
 impl AddressSpace {
     /// See [`crate::Region::map`].
@@ -113,7 +110,7 @@ impl AddressSpace {
             Protection::Nothing => Restrict::NoAccess,
         };
         let taken = list.take_away(&ranges, tables, to);
-        taken.map_err(super::attachments::StillReached::error)?;
+        taken.map_err(StillReached::error)?;
         // From no access to reading: a device may have cached that there was none.
         regrant_wired(&list, &inner)?;
         if protection == Protection::ReadOnly {
@@ -140,44 +137,6 @@ fn regrant_wired(list: &List, inner: &Inner) -> Result<(), GmError> {
     Ok(())
 }
 
-/// The access that both allow.
-pub(super) fn allowed(protection: Protection, access: Access) -> Option<Access> {
-    match (protection.strongest(), access) {
-        (None, _) => None,
-        (Some(Access::Write), Access::Write) => Some(Access::Write),
-        _ => Some(Access::Read),
-    }
-}
-
-fn check_mappable(inner: &Inner, core: &RegionCore, access: Access) -> Result<(), GmError> {
-    let va = core.start();
-    match &inner.state {
-        RegionState::Empty => {}
-        RegionState::Freed => return Err(GmError::Destroyed),
-        RegionState::Mapped(_) | RegionState::Leaving | RegionState::Stuck(_) => {
-            return Err(GmError::AlreadyMapped { va });
-        }
-    }
-    if inner.protection.allows(access) {
-        Ok(())
-    } else {
-        Err(GmError::Denied { va, access })
-    }
-}
-
-pub(super) fn require_page_size(list: &List, page_bytes: u64) -> Result<(), GmError> {
-    let can = |known: &super::attachments::Attachment| {
-        known.device.limits().page_sizes.contains(page_bytes)
-    };
-    if list.iter().all(can) {
-        Ok(())
-    } else {
-        Err(GmError::Unsupported {
-            what: "pages of that size, by a device that is attached",
-        })
-    }
-}
-
 fn grant_everywhere(list: &List, state: &mut RegionState) -> Result<(), GmError> {
     if let RegionState::Stuck(Content::Wired(wired)) = state {
         for table in list.tables() {
@@ -198,78 +157,5 @@ fn take_back(list: &List, state: &mut RegionState) {
     let taken = list.take_away(&coalesce(ranges), content.tables(), Restrict::NoAccess);
     if taken.is_ok() {
         *state = RegionState::Empty;
-    }
-}
-
-/// Joins consecutive frames into runs, so that a table gets one call per run.
-fn runs_of(
-    pages: PageRange,
-    frames: &[Pa],
-    page_bytes: u64,
-) -> Result<Vec<(PageRange, Pa)>, GmError> {
-    if !page_bytes.is_power_of_two() || page_bytes < PAGE_BYTES {
-        return Err(wrong(
-            "page size",
-            "it must be a power of two from 4 KiB on",
-        ));
-    }
-    let pages_each = page_bytes / PAGE_BYTES;
-    if !pages.start.0.is_multiple_of(pages_each) || !pages.len().is_multiple_of(pages_each) {
-        return Err(wrong(
-            "page size",
-            "the region is not made of whole pages of it",
-        ));
-    }
-    if frames.len() as u64 != pages.len() / pages_each {
-        return Err(wrong(
-            "frames",
-            "there must be one for each page of the region",
-        ));
-    }
-    let mut runs: Vec<(PageRange, Pa)> = Vec::new();
-    for (number, frame) in (0_u64..).zip(frames) {
-        let start = pages.start.plus(number * pages_each);
-        let one = start.run(pages_each);
-        if !frame.0.is_multiple_of(page_bytes) || frame.checked_add(page_bytes).is_none() {
-            return Err(wrong("frames", "each must be aligned to the page size"));
-        }
-        match runs.last_mut() {
-            Some((run, first)) if first.checked_add(run.bytes()) == Some(*frame) => {
-                run.end = one.end;
-            }
-            _ => runs.push((one, *frame)),
-        }
-    }
-    Ok(runs)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use pagetide_addr::PageNo;
-
-    #[test]
-    fn frames_that_follow_one_another_are_one_run() {
-        let pages = PageRange::new(PageNo(16), PageNo(20));
-        let frames = [Pa(0x8000), Pa(0x9000), Pa(0x4000), Pa(0x5000)];
-        let runs = runs_of(pages, &frames, PAGE_BYTES).unwrap();
-        let range = |start, end| PageRange::new(PageNo(start), PageNo(end));
-        assert_eq!(
-            runs,
-            [(range(16, 18), Pa(0x8000)), (range(18, 20), Pa(0x4000))]
-        );
-    }
-
-    #[test]
-    fn frames_that_do_not_fit_the_region_are_refused() {
-        let pages = PageRange::new(PageNo(512), PageNo(1024));
-        let huge = 2 << 20;
-        assert!(runs_of(pages, &[Pa(huge)], huge).is_ok());
-        assert!(runs_of(pages, &[Pa(4096)], huge).is_err());
-        assert!(runs_of(pages, &[Pa(huge), Pa(2 * huge)], huge).is_err());
-        assert!(runs_of(pages, &[Pa(huge)], 4096).is_err());
-        assert!(runs_of(pages, &[Pa(huge)], 3000).is_err());
-        let off = PageRange::new(PageNo(513), PageNo(1025));
-        assert!(runs_of(off, &[Pa(huge)], huge).is_err());
     }
 }

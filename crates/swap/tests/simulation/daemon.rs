@@ -12,9 +12,9 @@ use crate::{
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SectionNo, Va};
 use pagetide_gmem::{
-    Activation, AddressSpace, Admission, AllocPolicy, Content, ContentStore, Device, EvictionError,
-    Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwritten, PageTable, PagedMemory,
-    StoreError, recovery::recover_words,
+    Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Device,
+    EvictionError, Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwrite, PageTable,
+    PagedMemory, Served, StoreError, Wait, recovery::recover_words,
 };
 use pagetide_policy::protect::{Protector, Touch};
 use pagetide_swap::{
@@ -341,11 +341,12 @@ impl Daemon {
             access: message.access,
         };
         let quick = self.life.world.lock().random.coin();
-        if !quick || self.space.fault_without_waiting(&fault).is_none() {
-            self.space.fault(&fault, None);
+        let cause = Cause::Fault(fault);
+        if !quick || self.space.fault(&cause, Wait::Never).is_none() {
+            self.space.fault(&cause, Wait::Here);
         }
-        if let Some(pages) = self.space.neighbours_of(message.page) {
-            self.space.bring_along(pages);
+        if let Some(pages) = self.space.readahead_after(message.page) {
+            self.space.fault(&Cause::Readahead(pages), Wait::Never);
         }
     }
 
@@ -364,32 +365,36 @@ impl Daemon {
         };
         let (life, id) = (self.life.clone(), asked.request);
         if let Some(written) = asked.overwrite {
-            let done = self.overwrite(&fault, written, quick);
+            let done = self.overwrite(fault, written, if quick { Wait::Never } else { Wait::Here });
             life.answer(ticket, id, |state| state.answer_overwrite(id, done));
             return;
         }
         let reply = move |outcome: FaultOutcome| {
             life.answer(ticket, id, |state| state.answer(id, outcome));
         };
-        match quick.then(|| self.space.fault_without_waiting(&fault)) {
-            Some(Some(outcome)) => reply(outcome),
-            Some(None) | None => self.space.fault(&fault, Some(Box::new(reply))),
+        let cause = Cause::Fault(fault);
+        let at_once = quick.then(|| self.space.fault(&cause, Wait::Never));
+        match at_once.flatten() {
+            Some(served) => reply(served.outcome),
+            None => {
+                self.space.fault(&cause, Wait::Reply(Box::new(reply)));
+            }
         }
     }
 
-    fn overwrite(&self, fault: &Fault, written: Stamps, quick: impl Into<bool>) -> Overwritten {
+    fn overwrite(&self, fault: Fault, written: Stamps, first: Wait) -> Served {
         let mut content = vec![0; fault.pages.iter().count() * PAGE];
         for page in content.chunks_exact_mut(PAGE) {
             written.render(page);
         }
-        let at_once = quick
-            .into()
-            .then(|| {
-                self.space
-                    .overwrite_without_waiting(fault, &content, &|| true)
-            })
-            .flatten();
-        at_once.unwrap_or_else(|| self.space.overwrite(fault, &content, &|| true))
+        let cause = Cause::Overwrite(Overwrite {
+            fault,
+            content: &content,
+            still_wanted: &|| true,
+        });
+        let served = self.space.fault(&cause, first);
+        let served = served.or_else(|| self.space.fault(&cause, Wait::Here));
+        served.expect("a call that may wait is over")
     }
 
     fn evict(&self, section: SectionNo, wanted: &PageSet, pages_max: u64) {

@@ -24,7 +24,7 @@ use crate::{
     state::State,
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo};
-use pagetide_gmem::{FaultOutcome, Overwritten, Restricted};
+use pagetide_gmem::{FaultOutcome, Restricted, Served};
 
 const REQUESTS_MAX: usize = 4;
 
@@ -297,7 +297,7 @@ impl State {
     }
 
     /// An overwrite is answered.
-    pub fn answer_overwrite(&mut self, id: u64, done: Overwritten) {
+    pub fn answer_overwrite(&mut self, id: u64, done: Served) {
         let Some(at) = self.requests.iter().position(|r| r.id == id) else {
             panic!("request {id} is answered but not there");
         };

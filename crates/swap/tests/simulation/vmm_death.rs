@@ -17,7 +17,7 @@ use crate::{
     state::{Frame, State},
 };
 use pagetide_addr::{Access, DeviceId, PageNo};
-use pagetide_gmem::{Fault, FaultOutcome};
+use pagetide_gmem::{Cause, Fault, FaultOutcome, Wait};
 use pagetide_swap::{Pool, reclaim::Reach};
 use std::sync::{Arc, mpsc};
 
@@ -143,7 +143,7 @@ impl Run {
         };
         let (reply, outcome) = mpsc::channel();
         let told = Box::new(move |outcome| reply.send(outcome).expect("somebody hears"));
-        daemon.space.fault(&fault, Some(told));
+        daemon.space.fault(&Cause::Fault(fault), Wait::Reply(told));
         let outcome = outcome.try_recv().expect("an answer, and at once");
         let damaged = self.world.lock().page(page).damaged;
         // Whoever asks learns that nobody is there; nothing comes to be taken for lost by it.

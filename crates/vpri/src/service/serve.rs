@@ -3,7 +3,7 @@
 
 use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::WorkerPlace};
 use pagetide_addr::{OVERWRITE_PAGES_MAX, PageRange, RequestKind, Tier};
-use pagetide_gmem::{Fault, FaultOutcome, Overwritten};
+use pagetide_gmem::{Cause, Fault, FaultOutcome, Overwrite, Served, Wait};
 use std::{sync::Arc, time::Duration};
 
 /// Pages of a prefault that are filled: as many as a fault serves that may not wait. More would delay
@@ -49,26 +49,14 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
     duty.set_tier(tier);
     match duty.request().kind {
         RequestKind::Demand | RequestKind::AliasFault => {
-            match tenant.space.fault_without_waiting(&fault) {
-                Some(outcome) => duty.answer(outcome),
+            match tenant.space.fault(&Cause::Fault(fault), Wait::Never) {
+                Some(served) => duty.answer(served.outcome),
                 None => return Err(duty),
             }
         }
         RequestKind::Prefault => duty.answer(prefault(tenant, fault)),
         RequestKind::Overwrite { slot } => {
-            let content = match read_bounced(&duty, slot, fault.pages) {
-                Ok(content) => content,
-                Err(outcome) => {
-                    duty.answer(outcome);
-                    return Ok(());
-                }
-            };
-            let still_wanted = || duty.source().still_wants(slot);
-            let space = &tenant.space;
-            match space.overwrite_without_waiting(&fault, &content, &still_wanted) {
-                Some(done) => answer_overwrite(duty, done),
-                None => return Err(duty),
-            }
+            return overwrite(tenant, duty, fault, slot, Wait::Never);
         }
     }
     Ok(())
@@ -81,18 +69,38 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
         return;
     };
     if let RequestKind::Overwrite { slot } = duty.request().kind {
-        match read_bounced(&duty, slot, fault.pages) {
-            Ok(content) => {
-                let still_wanted = || duty.source().still_wants(slot);
-                let done = tenant.space.overwrite(&fault, &content, &still_wanted);
-                answer_overwrite(duty, done);
-            }
-            Err(outcome) => duty.answer(outcome),
+        if let Err(duty) = overwrite(tenant, duty, fault, slot, Wait::Here) {
+            // A call that may wait is always over.
+            duty.answer(FaultOutcome::Lost);
         }
         return;
     }
     let reply = Box::new(move |outcome| duty.answer(outcome));
-    tenant.space.fault(&fault, Some(reply));
+    tenant.space.fault(&Cause::Fault(fault), Wait::Reply(reply));
+}
+
+/// Installs what the device has written; gives the duty back if that would take time that `wait`
+/// does not allow.
+fn overwrite(tenant: &Tenant, duty: Duty, fault: Fault, slot: u32, wait: Wait) -> Result<(), Duty> {
+    let content = match read_bounced(&duty, slot, fault.pages) {
+        Ok(content) => content,
+        Err(outcome) => {
+            duty.answer(outcome);
+            return Ok(());
+        }
+    };
+    let overwrite = Overwrite {
+        fault,
+        content: &content,
+        still_wanted: &|| duty.source().still_wants(slot),
+    };
+    match tenant.space.fault(&Cause::Overwrite(overwrite), wait) {
+        Some(Served { outcome, installed }) => {
+            duty.answer_overwrite(outcome, installed);
+            Ok(())
+        }
+        None => Err(duty),
+    }
 }
 
 /// Fills the first pages, if that is possible without waiting. No DMA waits for the others: the
@@ -104,11 +112,13 @@ fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
         pages: PageRange::new(start, end),
         ..fault
     };
-    let outcome = tenant.space.fault_without_waiting(&part);
-    outcome.unwrap_or_else(|| {
-        tenant.account.drop_prefault();
-        FaultOutcome::Present
-    })
+    match tenant.space.fault(&Cause::Fault(part), Wait::Never) {
+        Some(served) => served.outcome,
+        None => {
+            tenant.account.drop_prefault();
+            FaultOutcome::Present
+        }
+    }
 }
 
 /// The bytes that the device has written. A request whose slots do not hold all of it is invalid.
@@ -122,8 +132,4 @@ fn read_bounced(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, Fau
     } else {
         Err(FaultOutcome::OutOfRange)
     }
-}
-
-fn answer_overwrite(duty: Duty, done: Overwritten) {
-    duty.answer_overwrite(done.outcome, done.installed);
 }

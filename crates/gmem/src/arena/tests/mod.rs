@@ -11,13 +11,13 @@ mod wrong_frees;
 use super::{Arena, ArenaSettings, Fit};
 
 /// An arena over `first..=last`.
-fn arena(fit: Fit, quantum: u64, cached_quanta_max: u32, (first, last): (u64, u64)) -> Arena {
+fn arena(fit: Fit, quantum: u64, cached_quanta_max: u32, span: (u64, u64)) -> Arena {
     let arena = Arena::new(ArenaSettings {
         quantum,
         fit,
         cached_quanta_max,
     });
-    arena.add(first, last).unwrap();
+    arena.add(span.0, span.1).unwrap();
     arena.check().unwrap();
     arena
 }

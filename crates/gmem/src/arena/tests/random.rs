@@ -32,7 +32,7 @@ fn constraints(random: &mut SplitMix64, base: u64, quantum: u64) -> Constraints 
 
 /// 55 of 100 calls allocate (a quarter of them unconstrained), the rest free: the loop of NetBSD's
 /// test.
-fn run(seed: u64, fit: Fit, cached: u32, (base, quantum): (u64, u64)) {
+fn run(seed: u64, fit: Fit, cached: u32, base: u64, quantum: u64) {
     let mut random = SplitMix64::new(seed);
     let last = base + (INTEGERS - 1);
     let middle = base + INTEGERS / 2;
@@ -83,8 +83,8 @@ fn random_calls_give_what_the_model_gives() {
     for seed in 0..30 {
         for fit in [Fit::Instant, Fit::First] {
             for cached in [0, 3] {
-                for place in places {
-                    run(seed, fit, cached, place);
+                for (base, quantum) in places {
+                    run(seed, fit, cached, base, quantum);
                 }
             }
         }

@@ -12,10 +12,10 @@ mod kernel;
 use kernel::{Kernel, Model, space};
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Backing, Committed, Content, ContentStore, Device,
-    Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
-    Mode, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted,
-    StoreError, TableId, Unlimited, VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Backing, Cause, Committed, Content, ContentStore,
+    Device, Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError,
+    MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError,
+    Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo};
@@ -27,7 +27,7 @@ const NEW: u8 = 9;
 /// What a device writes that lets its transfers land in a buffer of its own.
 const BOUNCED: u8 = 5;
 
-fn fault(device: DeviceId) -> Fault {
+fn request(device: DeviceId) -> Fault {
     Fault {
         device,
         pages: PAGE.single(),
@@ -35,10 +35,14 @@ fn fault(device: DeviceId) -> Fault {
     }
 }
 
+fn fault(device: DeviceId) -> Cause<'static> {
+    Cause::Fault(request(device))
+}
+
 /// A vCPU's store: it faults until the page is there and writable.
 fn store_as_vcpu(model: &Model, space: &PagedMemory) {
     store_served_by(model, || {
-        space.fault(&fault(DeviceId::VCPUS), None);
+        space.fault(&fault(DeviceId::VCPUS), Wait::Here);
     });
 }
 
@@ -96,7 +100,7 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
     let reply = Box::new(move |outcome| {
         (told.lock().unwrap_or_else(PoisonError::into_inner)).push(outcome);
     });
-    space.fault(&fault(DeviceId(1)), Some(reply));
+    space.fault(&fault(DeviceId(1)), Wait::Reply(reply));
     loop {
         let answered = answers
             .lock()
@@ -113,7 +117,13 @@ fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
 /// A device's transfer of a whole page, which has arrived in its own buffer: the page is overwritten, or
 /// else written under a lease.
 fn overwrite_as_device(model: &Model, space: &PagedMemory) -> FaultOutcome {
-    let done = space.overwrite(&fault(DeviceId(1)), &[BOUNCED; 4096], &|| true);
+    let overwrite = Overwrite {
+        fault: request(DeviceId(1)),
+        content: &[BOUNCED; 4096],
+        still_wanted: &|| true,
+    };
+    let done = space.fault(&Cause::Overwrite(overwrite), Wait::Here);
+    let done = done.expect("a call that may wait is over");
     match (done.outcome, done.installed) {
         (FaultOutcome::Present, 0) => store_as_device_or_be_refused(model, space, BOUNCED),
         (outcome, _) => outcome,
@@ -126,7 +136,7 @@ fn load_as_vcpu(model: &Model, space: &PagedMemory) -> u8 {
         if let Some(seen) = model.with(|k| k.present) {
             return seen;
         }
-        space.fault(&fault(DeviceId::VCPUS), None);
+        space.fault(&fault(DeviceId::VCPUS), Wait::Here);
         loom::thread::yield_now();
     }
 }
@@ -236,7 +246,7 @@ fn loom_two_askers_fill_once_and_both_are_answered() {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || store_as_device(&model, &space))
         };
-        space.fault(&fault(DeviceId::VCPUS), None);
+        space.fault(&fault(DeviceId::VCPUS), Wait::Here);
         device.join().unwrap();
         assert_eq!(final_content(&model, &space), NEW);
         assert_eq!(model.with(|k| k.frees), 1);
@@ -322,11 +332,9 @@ fn loom_removal_under_an_eviction_frees_stored_content_once() {
 
 /// A vCPU's fault as its reader serves it, or whoever the reader hands it to because it would wait.
 fn serve_as_reader(space: &PagedMemory) {
-    if space
-        .fault_without_waiting(&fault(DeviceId::VCPUS))
-        .is_none()
-    {
-        space.fault(&fault(DeviceId::VCPUS), None);
+    let cause = fault(DeviceId::VCPUS);
+    if space.fault(&cause, Wait::Never).is_none() {
+        space.fault(&cause, Wait::Here);
     }
 }
 

@@ -3,7 +3,9 @@
 
 use crate::kit::{Actor, Build, Machine, Stopped, attach_all, end, space_of};
 use pagetide_addr::{Access, PAGE_SHIFT, PageNo, PageRange, to_usize};
-use pagetide_gmem::{AddressSpace, Fault, FaultOutcome, Placement, Region, RegionRequest};
+use pagetide_gmem::{
+    AddressSpace, Cause, Fault, FaultOutcome, Placement, Region, RegionRequest, Wait,
+};
 use std::sync::{Arc, mpsc};
 
 /// Pages of the buffers of most tests (4 MiB there; here enough for several faults to show).
@@ -155,14 +157,12 @@ impl Mirror {
         let (told, heard) = mpsc::channel();
         let reply = Box::new(move |outcome| told.send(outcome).unwrap());
         let device = self.actor.device.id();
-        self.space.fault(
-            &Fault {
-                device,
-                pages,
-                access,
-            },
-            Some(reply),
-        );
+        let fault = Fault {
+            device,
+            pages,
+            access,
+        };
+        (self.space).fault(&Cause::Fault(fault), Wait::Reply(reply));
         match heard.recv().unwrap() {
             FaultOutcome::Present => Ok(()),
             other => Err(other),

@@ -7,8 +7,8 @@ use crate::kit::{
 };
 use pagetide_addr::{Access, PageNo, PageRange, Va};
 use pagetide_gmem::{
-    Activation, AddressSpace, Fault, FaultOutcome, GmError, MapOptions, Mapped, Mode, Placement,
-    Protection,
+    Activation, AddressSpace, Cause, Fault, FaultOutcome, GmError, MapOptions, Mapped, Mode,
+    Placement, Protection, Served, Wait,
 };
 use std::sync::Arc;
 
@@ -308,14 +308,12 @@ fn the_one_door_answers_each_fault_once() {
     let ask = |pages, access, device| {
         let (told, heard) = std::sync::mpsc::channel();
         let reply = Box::new(move |outcome| told.send(outcome).unwrap());
-        space.fault(
-            &Fault {
-                device,
-                pages,
-                access,
-            },
-            Some(reply),
-        );
+        let fault = Fault {
+            device,
+            pages,
+            access,
+        };
+        assert_eq!(space.fault(&Cause::Fault(fault), Wait::Reply(reply)), None);
         let outcome = heard.recv().unwrap();
         assert!(heard.recv().is_err(), "answered once");
         outcome
@@ -341,14 +339,17 @@ fn the_one_door_answers_each_fault_once() {
     assert_ne!(refused, FaultOutcome::Present, "it is not active");
     assert_eq!(sleeper.count(Op::Grant), 0, "and it is granted nothing");
     sleeper.device.detach(&space).unwrap();
-    let fault = |pages| Fault {
-        device: id,
-        pages,
-        access: Access::Read,
+    let at_once = |pages| {
+        let fault = Fault {
+            device: id,
+            pages,
+            access: Access::Read,
+        };
+        space.fault(&Cause::Fault(fault), Wait::Never)
     };
-    assert_eq!(space.fault_without_waiting(&fault(region.pages())), None);
-    let outside = space.fault_without_waiting(&fault(beyond));
-    assert_eq!(outside, Some(FaultOutcome::OutOfRange));
+    assert_eq!(at_once(region.pages()), None);
+    let refused = Served::nothing(FaultOutcome::OutOfRange);
+    assert_eq!(at_once(beyond), Some(refused));
     assert!(space.memory().is_none());
     end(&machine, &space, &[&cpu, &gpu]);
 }
@@ -367,7 +368,8 @@ fn pages_behind_a_fault_at_the_one_door_are_prefetched() {
         pages: part(0, 2),
         access: Access::Write,
     };
-    space.fault(&fault, None);
+    let served = space.fault(&Cause::Fault(fault), Wait::Here);
+    assert_eq!(served, Some(Served::nothing(FaultOutcome::Present)));
     assert_eq!(
         gpu.device.used_memory_bytes(),
         2 << 12,

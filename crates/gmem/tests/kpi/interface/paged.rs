@@ -6,8 +6,8 @@ use pagetide_addr::{
     Access, PAGE_BYTES, PAGE_SHIFT, PageSet, SECTION_BYTES, SECTION_PAGES, Va, to_usize,
 };
 use pagetide_gmem::{
-    AddressSpace, AllocPolicy, GmError, MapOptions, Mapped, Mode, PageSizes, PageState, Protection,
-    Region, RegionRequest,
+    AddressSpace, AllocPolicy, GmError, MapOptions, Mapped, Mode, PageSizes, PageState, Placement,
+    Protection, Region, RegionRequest,
 };
 use std::sync::Arc;
 
@@ -200,6 +200,38 @@ fn fault_on_paged_memory_by_who_may_not_is_refused() {
     refused!(
         gpu.device.fault(region.start(), Access::Read),
         GmError::NotActive { .. }
+    );
+}
+
+#[test]
+fn placement_of_paged_memory_is_what_it_is_and_another_is_refused() {
+    let (machine, _ram, space) = setting();
+    let (cpu, gpu) = (machine.cpu(), machine.gpu());
+    attach_all(&space, &[&cpu, &gpu]);
+    let region = region_of_bytes(&space, 8 * PAGE_BYTES);
+    assert!(matches!(region.policy(), (Placement::RemoteAccess, None)));
+    for (placement, home) in [
+        (Placement::Unique, None),
+        (Placement::Prefetch, None),
+        (Placement::Unique, Some(&cpu.device)),
+        (Placement::RemoteAccess, Some(&gpu.device)),
+    ] {
+        let refusal = region.set_policy(placement, home).unwrap_err();
+        assert!(
+            matches!(refusal, GmError::Unsupported { what } if what.contains("paged memory")),
+            "{refusal}"
+        );
+        assert!(matches!(region.policy(), (Placement::RemoteAccess, None)));
+    }
+    let at_cpu = region.set_policy(Placement::RemoteAccess, Some(&cpu.device));
+    at_cpu.unwrap();
+    let (placement, home) = region.policy();
+    assert_eq!(placement, Placement::RemoteAccess);
+    assert!(home.is_some_and(|home| Arc::ptr_eq(&home, &cpu.device)));
+    region.dealloc().unwrap();
+    refused!(
+        region.set_policy(Placement::RemoteAccess, None),
+        GmError::Destroyed
     );
 }
 

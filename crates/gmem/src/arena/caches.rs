@@ -1,30 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Cached pieces of small sizes, so that most calls touch neither the segments nor data of another
-//! thread (Bonwick & Adams, section 3).
-//!
-//! Threads are spread over *stripes*, each with a lock that is rarely contended. For each size (1,
-//! 2, … quanta) a stripe has two *magazines* of up to 63 starts (fewer for large pieces), loaded
-//! and previous, as in the paper: with two of them, a thread that alternates between free and alloc
-//! at the edge of a magazine does not exchange one each time. Full magazines are exchanged with the
-//! *depot*, under one lock for all stripes. A depot that has enough returns a magazine's pieces to
-//! the segments.
-//!
-//! ```text
-//!  stripe (lock)            depot (lock)               segments (lock)
-//!   size 1: loaded prev ─────► full, full, …  ──over──►
-//!   size 2: loaded prev ◄─────                ◄─empty── a few at a time
-//! ```
-//!
-//! Locks are taken in this order: stripes by number, depot, segments. A thread takes one stripe, or
-//! all of them: a thread that finds no place must examine every magazine at one moment, else it
-//! would miss pieces freed meanwhile into a magazine already examined ([`Caches::drain`]).
-//!
-//! A thread that ends leaves its pieces in its stripe, where its successor or `drain` finds them.
+//! Small pieces: magazines and depot ([`Caches`]), and the chunks that they come from ([`Stock`]).
+//! See 'Magazines' and 'Chunks' in [`super`].
 
-use std::cell::Cell;
-use std::sync::atomic::AtomicUsize;
-
+use super::{
+    free_index::Seg,
+    request::{ArenaError, Request},
+    segments::{Owner, SEGMENTS_MAX, Segments},
+};
 use crate::sync::{Mutex, MutexGuard, lock};
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet},
+    sync::atomic::AtomicUsize,
+};
 
 /// Starts in a magazine of small pieces: 63 and their count fill eight cache lines.
 const ROUNDS_MAX: usize = if cfg!(loom) { 1 } else { 63 };
@@ -347,4 +335,256 @@ fn thread_number() -> usize {
         }
         own.get()
     })
+}
+
+/// Pieces of a chunk: the bits of a word.
+const PIECES_MAX: u64 = 64;
+
+/// Largest chunk in quanta.
+const CHUNK_QUANTA_MAX: u64 = 1024;
+
+/// Fewest pieces for which a chunk pays. Larger pieces are taken one by one: they are rarely many,
+/// and much space would be left at the end of a chunk.
+const PIECES_MIN: u64 = 8;
+
+/// One chunk.
+#[derive(Debug)]
+pub(super) struct Chunk {
+    pub seg: Seg,
+    pub class: usize,
+    /// Bit `i`: piece `i` is idle.
+    pub idle: u64,
+}
+
+/// The segments of an arena, and the chunks that the caches have of them. Not synchronized: the
+/// arena has a lock around it.
+pub(super) struct Stock {
+    pub segments: Segments,
+    /// By their first integer.
+    pub chunks: BTreeMap<u64, Chunk>,
+    /// For each class, the chunks with idle pieces; lower ones are used first, so that higher ones
+    /// empty.
+    pub partial: BTreeMap<usize, BTreeSet<u64>>,
+    /// Bytes of chunks that are in no piece in use.
+    pub idle_bytes: u128,
+}
+
+/// Geometry of the chunks of one class.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    class: usize,
+    pub piece_bytes: u64,
+    pub chunk_bytes: u64,
+}
+
+impl Shape {
+    pub(super) fn new(class: usize, quantum: u64) -> Self {
+        let quanta = class as u64 + 1;
+        let most = (quanta * PIECES_MAX).min(CHUNK_QUANTA_MAX);
+        Self {
+            class,
+            piece_bytes: quanta * quantum,
+            chunk_bytes: quantum << most.ilog2(),
+        }
+    }
+
+    /// 0 if a piece is larger than the largest chunk.
+    fn pieces(&self) -> u64 {
+        self.chunk_bytes / self.piece_bytes
+    }
+
+    /// Bits of all pieces.
+    pub(super) fn all(&self) -> u64 {
+        u64::MAX >> (PIECES_MAX - self.pieces())
+    }
+
+    fn base(&self, start: u64) -> u64 {
+        start & !(self.chunk_bytes - 1)
+    }
+}
+
+impl Chunk {
+    /// The bit of the piece that begins at `start`, if one does; `start` is within the chunk.
+    fn bit(&self, base: u64, start: u64, shape: &Shape) -> Option<u64> {
+        let offset = start - base;
+        let bit = 1_u64 << (offset / shape.piece_bytes);
+        offset
+            .is_multiple_of(shape.piece_bytes)
+            .then_some(bit & shape.all())
+            .filter(|&bit| bit != 0)
+    }
+}
+
+impl Stock {
+    pub(super) fn new(segments: Segments) -> Self {
+        Self {
+            segments,
+            chunks: BTreeMap::new(),
+            partial: BTreeMap::new(),
+            idle_bytes: 0,
+        }
+    }
+
+    /// Frees what a caller took from the segments.
+    pub(super) fn free(&mut self, start: u64, size_less: u64) -> Result<(), ArenaError> {
+        match self.segments.free(start, size_less, Owner::Caller) {
+            Err(ArenaError::NotAllocated { .. }) if self.piece_in_use(start).is_some() => {
+                Err(ArenaError::OfTheCaches { start })
+            }
+            other => other,
+        }
+    }
+
+    /// Whether `start` is allocated with this size.
+    pub(super) fn allocated_as(&self, start: u64, size_less: u64) -> Result<(), ArenaError> {
+        let length_less = self
+            .piece_in_use(start)
+            .or_else(|| self.segments.allocated_less(start))
+            .ok_or(ArenaError::NotAllocated { start })?;
+        if length_less == size_less {
+            return Ok(());
+        }
+        Err(ArenaError::WrongSize {
+            start,
+            size: size_less + 1,
+            allocated: length_less + 1,
+        })
+    }
+
+    /// Up to `count` pieces for the caches.
+    pub(super) fn take_pieces(&mut self, class: usize, count: usize, pieces: &mut Vec<u64>) {
+        let shape = Shape::new(class, self.segments.quantum);
+        let wanted = pieces.len() + count;
+        while pieces.len() < wanted {
+            let partial = self.partial.get(&class);
+            let Some(&base) = partial.and_then(BTreeSet::first) else {
+                if shape.pieces() >= PIECES_MIN && self.open_chunk(&shape) {
+                    continue;
+                }
+                let request = Request::plain(shape.piece_bytes - 1, self.segments.quantum);
+                match self.segments.alloc(&request, Owner::Caches) {
+                    Ok(start) => pieces.push(start),
+                    Err(_) => return, // the caller sees that there are fewer
+                }
+                continue;
+            };
+            self.take_from(base, &shape, wanted, pieces);
+        }
+    }
+
+    /// Takes back a piece from the caches.
+    pub(super) fn give_back_piece(&mut self, class: usize, start: u64) -> Result<(), ArenaError> {
+        let shape = Shape::new(class, self.segments.quantum);
+        let base = shape.base(start);
+        let chunk = self.chunks.get_mut(&base);
+        // A chunk of another class that begins there may be smaller and end before this piece.
+        let Some(chunk) = chunk.filter(|chunk| chunk.class == class) else {
+            return (self.segments).free(start, shape.piece_bytes - 1, Owner::Caches);
+        };
+        let bit = chunk.bit(base, start, &shape);
+        let bit = bit.filter(|bit| chunk.idle & bit == 0);
+        chunk.idle |= bit.ok_or(ArenaError::NotAllocated { start })?;
+        self.idle_bytes += u128::from(shape.piece_bytes);
+        let (seg, idle) = (chunk.seg, chunk.idle);
+        let partial = self.partial.entry(class).or_default();
+        if idle == shape.all() {
+            partial.remove(&base);
+            self.chunks.remove(&base);
+            self.idle_bytes -= u128::from(shape.chunk_bytes);
+            self.segments.free_chunk(seg);
+        } else {
+            partial.insert(base);
+        }
+        Ok(())
+    }
+
+    /// Turns every chunk into segments: then no free space is hidden.
+    pub(super) fn dissolve_chunks(&mut self) {
+        (self.partial, self.idle_bytes) = (BTreeMap::new(), 0);
+        for (base, chunk) in std::mem::take(&mut self.chunks) {
+            let shape = Shape::new(chunk.class, self.segments.quantum);
+            self.dissolve(base, &chunk, &shape);
+        }
+    }
+
+    /// Size less one of the piece in use that begins at `start`, if a chunk has one there.
+    pub(super) fn piece_in_use(&self, start: u64) -> Option<u64> {
+        let (&base, chunk) = self.chunks.range(..=start).next_back()?;
+        let shape = Shape::new(chunk.class, self.segments.quantum);
+        if start - base >= shape.chunk_bytes {
+            return None;
+        }
+        let bit = chunk.bit(base, start, &shape)?;
+        (chunk.idle & bit == 0).then_some(shape.piece_bytes - 1)
+    }
+
+    /// Number of chunks.
+    pub(super) fn chunk_count(&self) -> usize {
+        self.chunks.len()
+    }
+
+    /// Makes a new chunk of idle pieces, if there certainly is a place for one.
+    fn open_chunk(&mut self, shape: &Shape) -> bool {
+        let request = Request::aligned_chunk(shape.chunk_bytes, self.segments.quantum);
+        let Some((base, seg)) = self.segments.alloc_chunk(&request) else {
+            return false;
+        };
+        let chunk = Chunk {
+            seg,
+            class: shape.class,
+            idle: shape.all(),
+        };
+        self.chunks.insert(base, chunk);
+        let partial = self.partial.entry(shape.class).or_default();
+        partial.insert(base);
+        self.idle_bytes += u128::from(shape.chunk_bytes);
+        true
+    }
+
+    /// Takes idle pieces of one chunk, until `pieces` has `wanted`.
+    fn take_from(&mut self, base: u64, shape: &Shape, wanted: usize, pieces: &mut Vec<u64>) {
+        let Some(chunk) = self.chunks.get_mut(&base) else {
+            return;
+        };
+        while chunk.idle != 0 && pieces.len() < wanted {
+            let index = u64::from(chunk.idle.trailing_zeros());
+            chunk.idle &= chunk.idle - 1;
+            self.idle_bytes -= u128::from(shape.piece_bytes);
+            pieces.push(base + index * shape.piece_bytes);
+        }
+        if chunk.idle == 0
+            && let Some(partial) = self.partial.get_mut(&shape.class)
+        {
+            partial.remove(&base);
+        }
+    }
+
+    fn dissolve(&mut self, base: u64, chunk: &Chunk, shape: &Shape) {
+        let mut in_use = shape.all() & !chunk.idle;
+        let mut pieces = Vec::new();
+        while in_use != 0 {
+            let index = u64::from(in_use.trailing_zeros());
+            in_use &= in_use - 1;
+            pieces.push(base + index * shape.piece_bytes);
+        }
+        // A piece in use and the free run behind it, and one run before.
+        if self.segments.slab.len() + 2 * pieces.len() + 1 > SEGMENTS_MAX {
+            self.chunks.insert(
+                base,
+                Chunk {
+                    seg: chunk.seg,
+                    ..*chunk
+                },
+            );
+            if chunk.idle != 0 {
+                let partial = self.partial.entry(shape.class).or_default();
+                partial.insert(base);
+            }
+            let in_use = pieces.len() as u64 * shape.piece_bytes;
+            self.idle_bytes += u128::from(shape.chunk_bytes - in_use);
+            return;
+        }
+        self.segments
+            .split_chunk(chunk.seg, &pieces, shape.piece_bytes);
+    }
 }

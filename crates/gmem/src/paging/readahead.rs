@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Readahead: pages filled along with one that a vCPU faulted on.
+//! Readahead: which pages to fill along with one that a vCPU faulted on. [`super::serve`] fills them.
 //!
 //! A fault costs a vCPU two wake-ups besides the fill. A page installed before it is accessed costs
 //! only the fill, about half as much. So readahead pays if the page is used with a probability
@@ -25,7 +25,6 @@ use super::{
     fill::FILL_PAGES_MAX,
     memory::PagedMemory,
     table::{BLOCK_PAGES, Section},
-    word::PageState,
 };
 use pagetide_addr::{PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
@@ -33,35 +32,61 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Faults in a block which show that all of it is wanted.
 const DENSE_FAULTS: u64 = 4;
 
+/// Pages around a fault are claimed this many at a time: a fault on one of them meanwhile waits for
+/// the whole step.
+const AROUND_STEP: u64 = 4;
+
 /// Pages worth reading ahead, all of one section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Neighbours {
+pub enum Readahead {
     /// The next pages of a sequence: fill them at once, before the vCPU gets there.
     Next(PageRange),
     /// The pages around it, in any order: for a thread that has time.
     Around(PageRange),
 }
 
-/// Pages around a fault are claimed this many at a time: a fault on one of them meanwhile waits for
-/// the whole step.
-const AROUND_STEP: u64 = 4;
-
-/// Returns what is worth reading ahead after the fault on `page` was served; see the module.
-pub(crate) fn of(space: &PagedMemory, page: PageNo) -> Option<Neighbours> {
-    if space.neighbours_max == 0 {
-        return None;
+impl Readahead {
+    /// The pages.
+    #[must_use]
+    pub const fn pages(self) -> PageRange {
+        match self {
+            Self::Next(pages) | Self::Around(pages) => pages,
+        }
     }
-    let section = space.table.section(page.section())?;
-    let pages = space.table.pages_of(page.section());
-    let expected = section.next_expected.load(Relaxed) == page.0;
-    let window = next_window(section.window.load(Relaxed), expected, space.neighbours_max);
-    section.window.store(window, Relaxed);
-    let first = page.next();
-    let end = first.plus(u64::from(window)).min(pages.end);
-    section.next_expected.store(first.max(end).0, Relaxed);
-    match window {
-        0 => is_dense(section, page).then(|| Neighbours::Around(block_of(page, pages))),
-        _ => (first < end).then(|| Neighbours::Next(PageRange::new(first, end))),
+
+    /// Most of them that are claimed at a time.
+    pub(super) const fn step_pages(self) -> u64 {
+        match self {
+            Self::Next(_) => FILL_PAGES_MAX,
+            Self::Around(_) => AROUND_STEP,
+        }
+    }
+}
+
+impl PagedMemory {
+    /// Returns the pages around `page` worth reading ahead after a vCPU's fault on it was served;
+    /// see the module. Call it once per fault.
+    #[must_use]
+    pub fn readahead_after(&self, page: PageNo) -> Option<Readahead> {
+        if self.neighbours_max == 0 {
+            return None;
+        }
+        let section = self.table.section(page.section())?;
+        let pages = self.table.pages_of(page.section());
+        let sequence = if section.next_expected.load(Relaxed) == page.0 {
+            Sequence::Continues
+        } else {
+            Sequence::Ends
+        };
+        let window = next_window(section.window.load(Relaxed), sequence, self.neighbours_max);
+        section.window.store(window, Relaxed);
+        let first = page.next();
+        let end = first.plus(u64::from(window)).min(pages.end);
+        section.next_expected.store(first.max(end).0, Relaxed);
+        match window {
+            0 => is_dense(section, page).then(|| Readahead::Around(block_of(page, pages))),
+            _ => (first < end).then(|| Readahead::Next(PageRange::new(first, end))),
+        }
     }
 }
 
@@ -77,42 +102,18 @@ fn block_of(page: PageNo, pages: PageRange) -> PageRange {
     PageRange::new(start.min(end), end)
 }
 
-/// Fills the pages of `neighbours` that are stored and at hand, while there is room; returns how
-/// many.
-pub(crate) fn bring(space: &PagedMemory, neighbours: Neighbours) -> u64 {
-    let (range, step) = match neighbours {
-        Neighbours::Next(range) => (range, FILL_PAGES_MAX),
-        Neighbours::Around(range) => (range, AROUND_STEP),
-    };
-    let asked = space.absent_at_hand(range).unwrap_or(0);
-    let asked = asked.min(space.neighbours_max.into());
-    if asked == 0 || !space.admission.try_admit(asked) {
-        return 0;
-    }
-    let mut brought = 0;
-    let mut page = range.start;
-    while page < range.end && brought < asked {
-        let filled = match space.table.word(page).state() {
-            PageState::Stored(_) => {
-                let end = range.end.min(page.plus(step.min(asked - brought)));
-                space.fill_neighbours(PageRange::new(page, end))
-            }
-            _ => 0,
-        };
-        brought += filled;
-        page = page.plus(filled.max(1));
-    }
-    space.admission.give_back(asked - brought);
-    space.counters.readahead_pages.fetch_add(brought, Relaxed);
-    brought
+/// Whether a fault is the one that a sequential reader would cause next.
+#[derive(Clone, Copy)]
+enum Sequence {
+    Continues,
+    Ends,
 }
 
-fn next_window(window: u32, as_expected: impl Into<bool>, max: u32) -> u32 {
+fn next_window(window: u32, sequence: Sequence, max: u32) -> u32 {
     let limit = max.min(u32::try_from(FILL_PAGES_MAX).unwrap_or(u32::MAX));
-    if as_expected.into() {
-        (window * 2).clamp(1, limit)
-    } else {
-        0
+    match sequence {
+        Sequence::Continues => (window * 2).clamp(1, limit),
+        Sequence::Ends => 0,
     }
 }
 
@@ -122,11 +123,11 @@ mod tests {
 
     #[test]
     fn window_grows_while_faults_come_as_expected_and_falls_at_once() {
-        assert_eq!(next_window(0, true, 8), 1);
-        assert_eq!(next_window(4, true, 8), 8);
-        assert_eq!(next_window(8, true, 8), 8);
-        assert_eq!(next_window(8, true, 64), 16);
-        assert_eq!(next_window(8, false, 8), 0);
+        assert_eq!(next_window(0, Sequence::Continues, 8), 1);
+        assert_eq!(next_window(4, Sequence::Continues, 8), 8);
+        assert_eq!(next_window(8, Sequence::Continues, 8), 8);
+        assert_eq!(next_window(8, Sequence::Continues, 64), 16);
+        assert_eq!(next_window(8, Sequence::Ends, 8), 0);
     }
 
     #[test]

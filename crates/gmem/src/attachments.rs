@@ -9,7 +9,6 @@
 //! the table, then each active device that uses the table invalidates its cached translations. Only
 //! after both may a frame be freed or an address be reused (GMEM 5.3: strict security).
 
-use super::Mode;
 use crate::{
     device::Device,
     error::GmError,
@@ -18,8 +17,20 @@ use crate::{
 };
 use pagetide_addr::{Access, DeviceId, PageRange, PageSet, SectionNo};
 
+/// Whose page table a device uses (GMEM 3.2).
+#[doc(alias = "gm_mmu_mode_t")]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// A table that devices of the same format share, made if there is none.
+    Shared,
+    /// A table of its own, kept coherent with the others.
+    Coherent,
+}
+
 /// Most page tables of a space: one bit each in a [`TableMask`].
 pub const TABLES_MAX: u32 = 64;
+
+const _: () = assert!(TABLES_MAX == u64::BITS);
 
 /// How often a busy device is retried before the caller gets the error. Each attempt waits some
 /// microseconds by itself, so this takes some milliseconds.

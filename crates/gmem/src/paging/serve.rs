@@ -1,0 +1,519 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`PagedMemory::fault`]: the one function that makes absent pages present.
+//!
+//! # Idea
+//! A vCPU fault and a device fault are the same event with a different waiter (GMEM 3; VPRI 5.2).
+//! The first fault on a page fills it, later ones join. How a waiter is released depends on where
+//! it sleeps: a vCPU sleeps in the kernel and is woken by the install itself; a device gets a
+//! callback. A request says *why* pages are to be present ([`Cause`]) and *how* its caller waits for
+//! what takes time ([`Wait`]); one loop serves all of them:
+//!
+//! ```text
+//!   room      for the pages that are absent now: taken, made by evictions, or (Never) not had
+//!   page by page, its section's lock held shared:
+//!     Stored      claimed and installed, with the pages behind it (see `fill`)
+//!     Filling     another thread's: joined
+//!     Present     there: out of the round, granted.   A hole: filled anew
+//!   room      what was not needed is given back
+//! ```
+//!
+//! | cause | bytes | a page that is not stored | another thread fills it |
+//! |---|---|---|---|
+//! | fault | stored | granted | joined, or (a device, `Never`) the caller must come again |
+//! | overwrite | the device's ([`super::overwrite`]) | granted, left to the device | left to the device |
+//! | readahead | stored ([`super::readahead`]) | left alone | left alone |
+//!
+//! # What waits
+//! Three things may take time: room (an eviction), content that is not at hand (a disk), and the
+//! section's lock, which an eviction holds exclusively for some tens of microseconds. A caller that
+//! passes [`Wait::Never`] meets none of them: it gets `None` instead, and may have made some of the
+//! pages present. Readahead never waits, whatever it passes, for nothing waits for it.
+
+use super::{
+    fault::{Fault, FaultOutcome},
+    fill::FILL_PAGES_MAX,
+    memory::{PagedMemory, Resolved},
+    overwrite::Overwrite,
+    place::{Installed, PlaceError},
+    readahead::Readahead,
+    table::Section,
+    waiters::{Pending, Reply},
+    word::{Event, PageState, PageWord},
+};
+use crate::sync::{Arc, share, try_share};
+use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Most absent pages that a call which must not wait fills: at some microseconds each, more would
+/// delay others behind this one.
+const AT_ONCE_PAGES_MAX: u64 = 64;
+/// How often one request may retry the same page without progress.
+const STILL_MAX: u32 = 64;
+/// Pages that [`Served::installed`] has bits for.
+const TOLD_PAGES_MAX: u64 = u64::BITS as u64;
+
+const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
+const _: () = assert!(OVERWRITE_PAGES_MAX <= TOLD_PAGES_MAX);
+
+/// Why pages are to be present.
+#[derive(Clone, Copy, Debug)]
+pub enum Cause<'a> {
+    /// A vCPU or a device waits for them.
+    Fault(Fault),
+    /// A device has written them whole: those that are absent get its bytes.
+    Overwrite(Overwrite<'a>),
+    /// They will probably be used soon. Only those that are stored and at hand are filled, while
+    /// there is room.
+    Readahead(Readahead),
+}
+
+impl Cause<'_> {
+    /// The pages.
+    #[must_use]
+    pub const fn pages(&self) -> PageRange {
+        match self {
+            Self::Fault(fault) => fault.pages,
+            Self::Overwrite(overwrite) => overwrite.fault.pages,
+            Self::Readahead(readahead) => readahead.pages(),
+        }
+    }
+
+    const fn device(&self) -> DeviceId {
+        match self {
+            Self::Fault(fault) => fault.device,
+            Self::Overwrite(overwrite) => overwrite.fault.device,
+            Self::Readahead(_) => DeviceId::VCPUS,
+        }
+    }
+}
+
+/// How the caller of [`PagedMemory::fault`] waits for what takes time.
+pub enum Wait {
+    /// Not at all: for a thread that serves others besides.
+    Never,
+    /// In the call, for room and content. A page that another thread is filling counts as served:
+    /// the kernel wakes a vCPU with that fill.
+    Here,
+    /// As [`Self::Here`], but the outcome goes to the reply, once all pages are there, also those
+    /// that other threads are filling. It is called exactly once, possibly by another thread,
+    /// possibly before the call returns.
+    Reply(Reply),
+}
+
+impl Wait {
+    /// Hands over the result of a request that is over: to the reply, or else to the caller.
+    pub(crate) fn answer(self, served: Served) -> Option<Served> {
+        match self {
+            Self::Never | Self::Here => Some(served),
+            Self::Reply(reply) => {
+                reply(served.outcome);
+                None
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Wait {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Never => "Never",
+            Self::Here => "Here",
+            Self::Reply(_) => "Reply",
+        })
+    }
+}
+
+/// Result of a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use = "the device must write itself what was not installed"]
+pub struct Served {
+    /// `Present` if every page was handled; otherwise what stopped it. `installed` is valid either
+    /// way.
+    pub outcome: FaultOutcome,
+    /// Bit `k` set: page `k` of the request was absent, and this request made it present. Pages
+    /// from the 65th on have no bit. Of an overwrite, the other pages are unchanged: the device
+    /// takes leases, faults if necessary, and writes them.
+    pub installed: u64,
+}
+
+impl Served {
+    /// Nothing was installed.
+    pub const fn nothing(outcome: FaultOutcome) -> Self {
+        Self {
+            outcome,
+            installed: 0,
+        }
+    }
+}
+
+/// What a request does about a page that another thread is filling, and about a lock that is held.
+#[derive(Clone, Copy)]
+enum Joining<'a> {
+    /// Neither is waited for.
+    Never,
+    /// A vCPU is woken by the kernel.
+    InKernel,
+    /// The reply waits for the page.
+    Reply(&'a Arc<Pending>),
+}
+
+impl PagedMemory {
+    /// Makes the pages of `cause` present and grants them, or reports why it cannot. This wakes a
+    /// vCPU that waits in the kernel. May evict other pages first (the limit).
+    ///
+    /// Returns `None` if the request is not over: with [`Wait::Never`], ask again with another way
+    /// to wait; with [`Wait::Reply`], always, for the reply is told. An overwrite tells what it
+    /// installed by the returned value alone, so it is best not given a reply; without waiting, it
+    /// is over as soon as it has installed a page, and the rest is left to the device.
+    ///
+    /// An overwrite of more than [`OVERWRITE_PAGES_MAX`] pages, or whose content does not have
+    /// their length, is refused as [`FaultOutcome::OutOfRange`].
+    #[doc(alias = "gm_dev_fault")]
+    pub fn fault(&self, cause: &Cause<'_>, wait: Wait) -> Option<Served> {
+        match wait {
+            Wait::Never => self.serve(cause, Joining::Never),
+            Wait::Here => self.serve(cause, Joining::InKernel),
+            Wait::Reply(reply) => {
+                let pending = Pending::new(reply);
+                let served = self.serve(cause, Joining::Reply(&pending));
+                pending.settle(served.map_or(FaultOutcome::Present, |served| served.outcome));
+                None
+            }
+        }
+    }
+
+    fn serve(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<Served> {
+        let joining = match cause {
+            Cause::Readahead(_) => Joining::Never,
+            Cause::Fault(_) | Cause::Overwrite(_) => joining,
+        };
+        let is_sound = match cause {
+            Cause::Overwrite(overwrite) => overwrite.is_sound(),
+            Cause::Fault(_) | Cause::Readahead(_) => true,
+        };
+        if !is_sound || !self.table.contains(cause.pages()) {
+            return Some(Served::nothing(FaultOutcome::OutOfRange));
+        }
+        let mut work = Work {
+            memory: self,
+            cause,
+            joining,
+            page: cause.pages().start,
+            still: 0,
+            admitted: self.take_room(cause, joining)?,
+            filled: 0,
+            end: End::Open,
+            installed: 0,
+        };
+        while let Some(section) = work.next_section() {
+            let lock = match joining {
+                Joining::Never => try_share(&section.lock),
+                Joining::InKernel | Joining::Reply(_) => Some(share(&section.lock)),
+            };
+            let Some(shared) = lock else {
+                work.end = End::WouldWait;
+                break;
+            };
+            let resolved = work.resolve(section);
+            drop(shared);
+            work.advance(resolved);
+        }
+        work.finish()
+    }
+
+    /// Takes room for the pages of `cause` that are absent; returns for how many. `None` if that
+    /// would take time that the caller does not have.
+    fn take_room(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<u64> {
+        let pages = cause.pages();
+        let absent = match (cause, joining) {
+            (Cause::Readahead(_), _) => {
+                let absent = self.absent_at_hand(pages).unwrap_or(0);
+                let wanted = absent.min(self.neighbours_max.into());
+                let has_room = wanted > 0 && self.admission.try_admit(wanted);
+                return Some(if has_room { wanted } else { 0 });
+            }
+            // The device's bytes are at hand.
+            (Cause::Fault(_), Joining::Never) => self.absent_at_hand(pages)?,
+            (Cause::Fault(_) | Cause::Overwrite(_), _) => self.absent_pages(pages),
+        };
+        match joining {
+            _ if absent == 0 => Some(0),
+            Joining::Never => {
+                let few = absent <= AT_ONCE_PAGES_MAX;
+                (few && self.admission.try_admit(absent)).then_some(absent)
+            }
+            Joining::InKernel | Joining::Reply(_) => {
+                self.admission.admit(absent);
+                Some(absent)
+            }
+        }
+    }
+
+    fn absent_pages(&self, pages: PageRange) -> u64 {
+        let is_stored =
+            |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
+        pages.iter().filter(is_stored).count() as u64
+    }
+
+    /// How many of `pages` are absent; `None` if the content of one is not at hand.
+    fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
+        let mut absent = 0;
+        for page in pages.iter() {
+            if let PageState::Stored(content) = self.table.word(page).state() {
+                if !content.is_zero() && !self.store.is_at_hand(content) {
+                    return None;
+                }
+                absent += 1;
+            }
+        }
+        Some(absent)
+    }
+
+    /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
+    /// would neither punch nor let us query.
+    fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
+        let event = match self.place.is_present(page) {
+            Ok(true) => Event::StillPresent,
+            Ok(false) => Event::Punched,
+            Err(error) => return self.failed(page, &error),
+        };
+        let changed = self.table.change(page, word, event);
+        if let (Some(_), Event::StillPresent, PageState::Evicting(content)) =
+            (changed, event, word.state())
+            && !content.is_zero()
+        {
+            self.store.free(content);
+        }
+        // The next turn of the loop handles the new state.
+        Resolved::UpTo(page)
+    }
+
+    /// The faulting page is present: takes it out of the round and grants it.
+    fn found_present(&self, section: &Section, page: PageNo, device: DeviceId) -> Resolved {
+        self.counters.present_faults.fetch_add(1, Relaxed);
+        let cancelled = section.cancel(page);
+        if cancelled {
+            self.counters.cancelled_pages.fetch_add(1, Relaxed);
+        }
+        // Out of the round: the page has its write access back.
+        if cancelled || device == DeviceId::VCPUS {
+            self.grant_to(page.single(), |id| id == DeviceId::VCPUS);
+        }
+        self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
+        Resolved::UpTo(page.next())
+    }
+}
+
+/// Whether a request goes on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Open,
+    /// It would have to wait, and may not.
+    WouldWait,
+    Stopped(FaultOutcome),
+}
+
+/// A request under way.
+struct Work<'a> {
+    memory: &'a PagedMemory,
+    cause: &'a Cause<'a>,
+    joining: Joining<'a>,
+    /// The first page not yet handled.
+    page: PageNo,
+    /// How often that page was tried in vain.
+    still: u32,
+    /// Pages that room was taken for.
+    admitted: u64,
+    /// How many of the installed pages were stored before: these need room.
+    filled: u64,
+    end: End,
+    /// See [`Served`].
+    installed: u64,
+}
+
+impl<'a> Work<'a> {
+    /// The section of the next page, if one remains.
+    fn next_section(&mut self) -> Option<&'a Section> {
+        let is_over = self.page >= self.cause.pages().end
+            || self.end != End::Open
+            || (matches!(self.cause, Cause::Readahead(_)) && self.filled >= self.admitted);
+        if is_over {
+            return None;
+        }
+        let section = self.memory.table.section(self.page.section());
+        if section.is_none() {
+            self.end = End::Stopped(FaultOutcome::OutOfRange);
+        }
+        section
+    }
+
+    fn advance(&mut self, resolved: Resolved) {
+        match resolved {
+            Resolved::UpTo(next) if next > self.page => (self.page, self.still) = (next, 0),
+            Resolved::UpTo(_) if self.still == STILL_MAX => {
+                let outcome = self.memory.without_progress(self.page);
+                self.end = End::Stopped(outcome);
+            }
+            Resolved::UpTo(_) => self.still += 1,
+            Resolved::BeingFilled => self.join(),
+            Resolved::Failed(outcome) => self.end = End::Stopped(outcome),
+        }
+    }
+
+    /// Another thread is filling the page.
+    fn join(&mut self) {
+        let memory = self.memory;
+        let joined = match (self.cause, self.joining) {
+            // It will be present with its stored content; the device then writes its bytes itself.
+            (Cause::Overwrite(_) | Cause::Readahead(_), _) => {
+                (self.page, self.still) = (self.page.next(), 0);
+                return;
+            }
+            (Cause::Fault(_), Joining::Reply(pending)) => {
+                memory.waiters.join(&memory.table, self.page, pending)
+            }
+            (Cause::Fault(fault), Joining::Never) if fault.device != DeviceId::VCPUS => {
+                self.end = End::WouldWait;
+                return;
+            }
+            (Cause::Fault(_), Joining::Never | Joining::InKernel) => {
+                memory.table.mark_waited(self.page)
+            }
+        };
+        if joined {
+            memory.counters.joined_faults.fetch_add(1, Relaxed);
+            (self.page, self.still) = (self.page.next(), 0);
+        }
+    }
+
+    /// Checks the next page. If it is absent, fills it and the pages that follow. The section's
+    /// lock is held shared.
+    fn resolve(&mut self, section: &Section) -> Resolved {
+        if section.is_leaving() {
+            return Resolved::Failed(FaultOutcome::OutOfRange);
+        }
+        let (memory, page) = (self.memory, self.page);
+        let word = memory.table.word(page);
+        match word.state() {
+            PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
+            PageState::Stored(_) => self.fill_from(page),
+            _ if matches!(self.cause, Cause::Readahead(_)) => Resolved::UpTo(page.next()),
+            PageState::Present => match memory.place.is_present(page) {
+                Ok(true) => memory.found_present(section, page, self.cause.device()),
+                Ok(false) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
+                Ok(false) => self.fill_hole(section, page),
+                Err(error) => memory.failed(page, &error),
+            },
+            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
+            PageState::Evicting(_) => memory.settle_evicting(page, word),
+            PageState::Poisoned => {
+                memory.poison_for_kernel(page);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+        }
+    }
+
+    fn is_given_up(&self) -> bool {
+        match self.cause {
+            Cause::Overwrite(overwrite) => overwrite.is_given_up(),
+            Cause::Fault(_) | Cause::Readahead(_) => false,
+        }
+    }
+
+    /// Most pages that are claimed together.
+    fn step_pages(&self) -> u64 {
+        match self.cause {
+            Cause::Fault(_) | Cause::Overwrite(_) => FILL_PAGES_MAX,
+            Cause::Readahead(readahead) => readahead.step_pages().min(self.admitted - self.filled),
+        }
+    }
+
+    /// Fills the page, which is stored, and those behind it that are.
+    fn fill_from(&mut self, page: PageNo) -> Resolved {
+        let memory = self.memory;
+        let end = (self.cause.pages().end)
+            .min(memory.table.pages_of(page.section()).end)
+            .min(page.plus(self.step_pages()));
+        let run = PageRange::new(page, end);
+        let (installed, resolved) = match self.cause {
+            Cause::Fault(_) | Cause::Readahead(_) => memory.fill(run),
+            Cause::Overwrite(overwrite) => {
+                let claimed = memory.claim(run);
+                if claimed.is_empty() {
+                    // Another thread was faster: check the page again.
+                    return Resolved::UpTo(page);
+                }
+                memory.install(claimed, overwrite.bytes_of(claimed))
+            }
+        };
+        self.filled += installed.len();
+        self.note(installed);
+        resolved
+    }
+
+    /// The guest discarded the page: it starts with zeros, or with what a device has written since.
+    fn fill_hole(&mut self, section: &Section, page: PageNo) -> Resolved {
+        let memory = self.memory;
+        let Cause::Overwrite(overwrite) = self.cause else {
+            let zeros = || memory.place.install_zero(page);
+            return memory.refill_discarded(section, page, zeros).1;
+        };
+        let bytes = overwrite.bytes_of(page.single());
+        let install = || match memory.install_one(page, bytes)? {
+            0 => Ok::<_, PlaceError>(Installed::AlreadyThere),
+            _ => Ok(Installed::Installed),
+        };
+        let (installed, resolved) = memory.refill_discarded(section, page, install);
+        if installed == Some(Installed::Installed) {
+            self.note(page.single());
+        }
+        resolved
+    }
+
+    /// Counts pages that this request made present.
+    fn note(&mut self, installed: PageRange) {
+        let counters = &self.memory.counters;
+        match self.cause {
+            Cause::Fault(_) => {}
+            Cause::Overwrite(_) => {
+                (counters.overwritten_pages).fetch_add(installed.len(), Relaxed);
+            }
+            Cause::Readahead(_) => {
+                (counters.readahead_pages).fetch_add(installed.len(), Relaxed);
+            }
+        }
+        for page in installed.iter() {
+            let number = page.since(self.cause.pages().start);
+            if number < TOLD_PAGES_MAX {
+                self.installed |= 1 << number;
+            }
+        }
+    }
+
+    /// Ends the request. Gives back the room taken for pages that others made present meanwhile,
+    /// and counts room for pages that were evicted meanwhile.
+    fn finish(self) -> Option<Served> {
+        let pages = self.cause.pages();
+        debug_assert!(self.page <= pages.end && self.filled <= pages.len());
+        let admission = &self.memory.admission;
+        if self.admitted > self.filled {
+            admission.give_back(self.admitted - self.filled);
+        } else if self.filled > self.admitted {
+            admission.count_in(self.filled - self.admitted);
+        }
+        let served = |outcome| Served {
+            outcome,
+            installed: self.installed,
+        };
+        match (self.end, self.cause) {
+            (End::Open, _) => Some(served(FaultOutcome::Present)),
+            (End::Stopped(outcome), _) => Some(served(outcome)),
+            (End::WouldWait, Cause::Fault(_)) => None,
+            (End::WouldWait, Cause::Overwrite(_)) => {
+                (self.installed != 0).then(|| served(FaultOutcome::Present))
+            }
+            (End::WouldWait, Cause::Readahead(_)) => Some(served(FaultOutcome::Present)),
+        }
+    }
+}
