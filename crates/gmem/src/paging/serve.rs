@@ -14,7 +14,7 @@
 //!     Stored      claimed and installed, with the pages behind it (see `fill`)
 //!     Filling     another thread's: joined
 //!     Present     there: out of the round, granted.   A hole: filled anew
-//!   room      what was not needed is given back
+//!   room      what was not needed is given back (see `settle_room`)
 //! ```
 //!
 //! | cause | bytes | a page that is not stored | another thread fills it |
@@ -491,17 +491,10 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Ends the request. Gives back the room taken for pages that others made present meanwhile,
-    /// and counts room for pages that were evicted meanwhile.
+    /// Ends the request.
     fn finish(self) -> Option<Served> {
-        let pages = self.cause.pages();
-        debug_assert!(self.page <= pages.end && self.filled <= pages.len());
-        let admission = &self.memory.admission;
-        if self.admitted > self.filled {
-            admission.give_back(self.admitted - self.filled);
-        } else if self.filled > self.admitted {
-            admission.count_in(self.filled - self.admitted);
-        }
+        debug_assert!(self.page <= self.cause.pages().end, "{:?}", self.cause);
+        self.settle_room();
         let served = |outcome| Served {
             outcome,
             installed: self.installed,
@@ -514,6 +507,32 @@ impl<'a> Work<'a> {
                 (self.installed != 0).then(|| served(FaultOutcome::Present))
             }
             (End::WouldWait, Cause::Readahead(_)) => Some(served(FaultOutcome::Present)),
+        }
+    }
+
+    /// Gives back room that was taken and is not needed, and counts what is needed beyond it
+    /// because pages were evicted meanwhile.
+    ///
+    /// A fault that is over keeps the room of pages that others made present meanwhile. If a
+    /// correction of the limit, which looks at what is present, came in between, room given back
+    /// would be room twice, and the limit must never believe in more than is free. One that comes
+    /// again takes its room again.
+    fn settle_room(&self) {
+        let memory = self.memory;
+        match self.cause {
+            Cause::Fault(fault) => {
+                if self.end == End::WouldWait && self.admitted > 0 {
+                    let absent = memory.absent_pages(fault.pages);
+                    memory.admission.give_back(self.admitted.min(absent));
+                }
+            }
+            Cause::Overwrite(_) | Cause::Readahead(_) => {
+                if self.admitted > self.filled {
+                    memory.admission.give_back(self.admitted - self.filled);
+                } else if self.filled > self.admitted {
+                    memory.admission.count_in(self.filled - self.admitted);
+                }
+            }
         }
     }
 }

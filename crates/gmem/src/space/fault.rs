@@ -2,8 +2,8 @@
 //! [`AddressSpace::fault`]: where every fault of CPU and devices enters (GMEM 3).
 //!
 //! A page is in a region of paged memory, of frames, or in none. Of paged memory,
-//! [`PagedMemory::fault`](crate::PagedMemory::fault) makes it present; of frames, [`super::demand`]; outside all regions the
-//! fault is refused.
+//! [`PagedMemory::fault`](crate::PagedMemory::fault) makes it present; of frames, [`super::demand`].
+//! Outside all regions the fault is refused.
 
 use super::{address_space::AddressSpace, demand::may_fault};
 use crate::{

@@ -20,6 +20,7 @@ use crate::{
     region::{Leaver, Leaving},
     sync::{Arc, Mutex, Ordering, lock, wait},
 };
+
 impl AddressSpace {
     /// Queues an operation; returns a serial number above those of all operations queued by now.
     pub(crate) fn enqueue(&self, operation: Operation, answer: Answer) -> u64 {
