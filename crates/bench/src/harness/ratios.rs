@@ -1,30 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ratios of pairs, their geometric mean, and its lower bound.
 
+use super::figures::{mean, to_f64};
+
 /// Logarithms of the ratios of one cell's pairs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct PairedRatios(Vec<f64>);
+pub(crate) struct PairedRatios(Vec<f64>);
 
 /// A mean over cells with its lower bound.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Overall {
+pub(crate) struct Overall {
     /// Geometric mean.
-    pub mean: f64,
+    pub(crate) mean: f64,
     /// Lower end of the two-sided 95% interval: with 97.5% it is not lower.
-    pub low95: f64,
+    pub(crate) low95: f64,
 }
 
 impl PairedRatios {
     /// `None` if there is no pair, or a run without I/O.
-    pub fn new(ratios: impl Iterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn new(ratios: impl Iterator<Item = f64>) -> Option<Self> {
         let logs: Vec<f64> = ratios.map(f64::ln).collect();
         let usable = !logs.is_empty() && logs.iter().all(|l| l.is_finite());
         usable.then_some(Self(logs))
     }
 
     /// Geometric mean.
-    pub fn mean(&self) -> f64 {
+    pub(crate) fn mean(&self) -> f64 {
         mean(self.0.iter().copied()).exp()
+    }
+
+    /// Their mean with its bound; `None` as [`PairedRatios::new`].
+    pub(crate) fn bounds(ratios: impl Iterator<Item = f64>) -> Option<Overall> {
+        overall(&[Self::new(ratios)?])
     }
 
     /// Square of the standard error of the mean of the logarithms.
@@ -35,7 +42,7 @@ impl PairedRatios {
         }
         let mean = mean(self.0.iter().copied());
         let squares: f64 = self.0.iter().map(|l| (l - mean).powi(2)).sum();
-        let n = super::to_f64(n as u64);
+        let n = to_f64(n as u64);
         squares / (n - 1.0) / n
     }
 }
@@ -47,7 +54,7 @@ fn student(degrees: u64) -> f64 {
         return f64::INFINITY;
     }
     let z = 1.959_964_f64;
-    let n = super::to_f64(degrees);
+    let n = to_f64(degrees);
     let first = (z.powi(3) + z) / 4.0;
     let second = (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / 96.0;
     let third = (3.0 * z.powi(7) + 19.0 * z.powi(5) + 17.0 * z.powi(3) - 15.0 * z) / 384.0;
@@ -55,12 +62,11 @@ fn student(degrees: u64) -> f64 {
 }
 
 /// All cells have equal weight; the uncertainty comes only from the scatter within cells.
-#[must_use]
-pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
+pub(crate) fn overall(cells: &[PairedRatios]) -> Option<Overall> {
     if cells.is_empty() {
         return None;
     }
-    let count = super::to_f64(cells.len() as u64);
+    let count = to_f64(cells.len() as u64);
     let log = mean(cells.iter().map(|c| c.mean().ln()));
     let error = cells
         .iter()
@@ -73,17 +79,6 @@ pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
         mean: log.exp(),
         low95: (log - student(degrees.sum()) * error).exp(),
     })
-}
-
-/// Arithmetic mean; 0 without values.
-#[must_use]
-pub fn mean(values: impl Iterator<Item = f64>) -> f64 {
-    let (sum, count) = values.fold((0.0, 0_u64), |(s, n), v| (s + v, n + 1));
-    if count == 0 {
-        0.0
-    } else {
-        sum / super::to_f64(count)
-    }
 }
 
 #[cfg(test)]
