@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ratios of pairs, their geometric mean, and its lower bound.
+//! Ratios of pairs, their geometric mean, and its bounds.
 
 use super::figures::{mean, to_f64};
 
@@ -7,13 +7,15 @@ use super::figures::{mean, to_f64};
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct PairedRatios(Vec<f64>);
 
-/// A mean over cells with its lower bound.
+/// A mean over cells with its bounds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Overall {
     /// Geometric mean.
     pub(crate) mean: f64,
     /// Lower end of the two-sided 95% interval: with 97.5% it is not lower.
     pub(crate) low95: f64,
+    /// Upper end of it.
+    pub(crate) high95: f64,
 }
 
 impl PairedRatios {
@@ -29,7 +31,7 @@ impl PairedRatios {
         mean(self.0.iter().copied()).exp()
     }
 
-    /// Their mean with its bound; `None` as [`PairedRatios::new`].
+    /// Their mean with its bounds; `None` as [`PairedRatios::new`].
     pub(crate) fn bounds(ratios: impl Iterator<Item = f64>) -> Option<Overall> {
         overall(&[Self::new(ratios)?])
     }
@@ -75,9 +77,11 @@ pub(crate) fn overall(cells: &[PairedRatios]) -> Option<Overall> {
         .sqrt()
         / count;
     let degrees = cells.iter().map(|c| c.0.len().saturating_sub(1) as u64);
+    let reach = student(degrees.sum()) * error;
     Some(Overall {
         mean: log.exp(),
-        low95: (log - student(degrees.sum()) * error).exp(),
+        low95: (log - reach).exp(),
+        high95: (log + reach).exp(),
     })
 }
 
@@ -92,7 +96,9 @@ mod tests {
         assert!((all.mean - 2.0).abs() < 1e-9 && (all.low95 - 2.0).abs() < 1e-9);
         let odd = PairedRatios::new([1.0, 4.0, 1.0, 4.0].into_iter()).unwrap();
         assert!((odd.mean() - 2.0).abs() < 1e-9);
-        assert!(overall(&[odd]).unwrap().low95 < 1.0);
+        let bounds = overall(&[odd]).unwrap();
+        assert!(bounds.low95 < 1.0);
+        assert!((bounds.low95 * bounds.high95 - 4.0).abs() < 1e-9);
     }
 
     #[test]
