@@ -44,7 +44,7 @@ pub use error::TraceError;
 pub use partial::PartialFile;
 pub use record::{AccessRecord, Service};
 pub use regular::open_regular;
-pub use schema::{AccessLogMeta, FORMAT, FORMAT_KEY, LoggedDevice};
+pub use schema::{AccessLogMeta, FORMAT, LoggedDevice};
 
 mod reader;
 mod rotate;

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! How an access log is laid out in Parquet: keys, columns and codes.
 
+use crate::columns::Format;
 use crate::record::Service;
 use pagetide_addr::{Access, DeviceId, SECTION_BYTES};
 
-/// Key of the metadata that names the format of a file.
-pub const FORMAT_KEY: &str = "pagetide.format";
-
-/// Its value for an access log.
-pub const FORMAT: &str = "pagetide-access-log";
-
-pub(super) const VERSION_KEY: &str = "pagetide.version";
-
-pub(super) const VERSION: &str = "1";
+/// The format of access logs.
+pub const FORMAT: Format = Format {
+    name: "pagetide-access-log",
+    version: "1",
+    file: "an access log",
+    rows: "records",
+};
 
 pub(super) const LOG_KEY: &str = "pagetide.log";
 

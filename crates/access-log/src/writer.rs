@@ -5,22 +5,16 @@ use std::fs::{File, Permissions};
 use std::io::BufWriter;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::sync::Arc;
 
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::Result as ParquetResult;
-use parquet::file::metadata::KeyValue;
-use parquet::file::writer::SerializedFileWriter;
-use parquet::schema::parser::parse_message_type;
+use parquet::file::writer::SerializedRowGroupWriter;
 
-use crate::columns::{properties, write_column, write_error};
+use crate::columns::{RowWriter, properties, write_column};
 use crate::error::TraceError;
 use crate::partial::PartialFile;
 use crate::record::AccessRecord;
-use crate::schema::{
-    AccessLogMeta, FORMAT, FORMAT_KEY, LOG_KEY, SCHEMA, VERSION, VERSION_KEY, access_code,
-    service_code,
-};
+use crate::schema::{AccessLogMeta, FORMAT, LOG_KEY, SCHEMA, access_code, service_code};
 
 /// Records of a row group: at 36 bytes each the writer gathers some 2 MB.
 pub const LOG_GROUP_RECORDS: usize = 1 << 16;
@@ -35,8 +29,7 @@ const RECORD_BYTES_MAX: u64 = 40;
 
 /// Writes records to one file of an access log.
 pub struct AccessLogWriter {
-    partial: PartialFile,
-    writer: SerializedFileWriter<BufWriter<File>>,
+    writer: RowWriter,
     meta: AccessLogMeta,
     /// Records not written yet, in the order they came.
     waiting: Vec<AccessRecord>,
@@ -59,21 +52,9 @@ impl AccessLogWriter {
                 path: path.to_owned(),
                 source,
             })?;
-        let pairs = vec![
-            (FORMAT_KEY, FORMAT.to_owned()),
-            (VERSION_KEY, VERSION.to_owned()),
-        ];
-        let writer = parse_message_type(SCHEMA)
-            .and_then(|schema| {
-                SerializedFileWriter::new(
-                    BufWriter::with_capacity(1 << 18, file),
-                    Arc::new(schema),
-                    Arc::new(properties(LOG_GROUP_RECORDS, pairs)),
-                )
-            })
-            .map_err(|error| write_error(path, error))?;
+        let properties = properties(LOG_GROUP_RECORDS, FORMAT.pairs());
+        let writer = RowWriter::begin((partial, file), SCHEMA, properties)?;
         Ok(Self {
-            partial,
             writer,
             meta,
             waiting: Vec::new(),
@@ -100,7 +81,7 @@ impl AccessLogWriter {
 
     /// Largest size of the file, in bytes, except for its footer.
     pub(super) fn bytes_max(&self) -> u64 {
-        self.writer.bytes_written() as u64 + self.waiting.len() as u64 * RECORD_BYTES_MAX
+        self.writer.bytes_written() + self.waiting.len() as u64 * RECORD_BYTES_MAX
     }
 
     /// Writes `records`, perhaps later.
@@ -112,7 +93,7 @@ impl AccessLogWriter {
         for record in records {
             if let Err(reason) = check(record) {
                 return Err(TraceError::Record {
-                    path: self.partial.path().to_owned(),
+                    path: self.writer.path().to_owned(),
                     record: self.records(),
                     reason,
                 });
@@ -139,22 +120,12 @@ impl AccessLogWriter {
         while !self.waiting.is_empty() {
             self.flush(LOG_GROUP_RECORDS)?;
         }
-        let path = self.partial.path().to_owned();
         let log = serde_json::to_string(&self.meta).map_err(|error| TraceError::File {
-            path: path.clone(),
+            path: self.writer.path().to_owned(),
             reason: format!("its metadata cannot be written: {error}"),
         })?;
-        self.writer
-            .append_key_value_metadata(KeyValue::new(LOG_KEY.to_owned(), log));
-        let buffer = self
-            .writer
-            .into_inner()
-            .map_err(|error| write_error(&path, error))?;
-        let file = buffer.into_inner().map_err(|error| TraceError::Io {
-            path,
-            source: error.into_error(),
-        })?;
-        self.partial.complete(&file)?;
+        self.writer.add_pair(LOG_KEY, log);
+        self.writer.finish()?;
         Ok(self.last_time_ns)
     }
 
@@ -171,8 +142,7 @@ impl AccessLogWriter {
             }
             self.last_time_ns = row.time_ns;
         }
-        write_group(&mut self.writer, rows)
-            .map_err(|error| write_error(self.partial.path(), error))?;
+        self.writer.group(|group| write_rows(group, rows))?;
         self.done += count as u64;
         self.waiting.drain(..count);
         Ok(())
@@ -182,7 +152,7 @@ impl AccessLogWriter {
 impl std::fmt::Debug for AccessLogWriter {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AccessLogWriter")
-            .field("path", &self.partial.path())
+            .field("path", &self.writer.path())
             .field("records", &self.records())
             .finish_non_exhaustive()
     }
@@ -207,21 +177,19 @@ pub(super) fn check(record: &AccessRecord) -> Result<(), String> {
     Ok(())
 }
 
-fn write_group(
-    writer: &mut SerializedFileWriter<BufWriter<File>>,
+fn write_rows(
+    group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
     rows: &[AccessRecord],
 ) -> ParquetResult<()> {
     let wide = |of: fn(&AccessRecord) -> u64| -> Vec<i64> {
         rows.iter().map(|row| of(row).cast_signed()).collect()
     };
     let narrow = |of: fn(&AccessRecord) -> i32| -> Vec<i32> { rows.iter().map(of).collect() };
-    let mut group = writer.next_row_group()?;
-    write_column::<Int64Type>(&mut group, &wide(|row| row.time_ns), None)?;
-    write_column::<Int32Type>(&mut group, &narrow(|row| row.device.0.cast_signed()), None)?;
-    write_column::<Int32Type>(&mut group, &narrow(|row| row.space.0.cast_signed()), None)?;
-    write_column::<Int64Type>(&mut group, &wide(|row| row.address), None)?;
-    write_column::<Int32Type>(&mut group, &narrow(|row| row.len_bytes.cast_signed()), None)?;
-    write_column::<Int32Type>(&mut group, &narrow(|row| access_code(row.access)), None)?;
-    write_column::<Int32Type>(&mut group, &narrow(|row| service_code(row.service)), None)?;
-    group.close().map(drop)
+    write_column::<Int64Type>(group, &wide(|row| row.time_ns), None)?;
+    write_column::<Int32Type>(group, &narrow(|row| row.device.0.cast_signed()), None)?;
+    write_column::<Int32Type>(group, &narrow(|row| row.space.0.cast_signed()), None)?;
+    write_column::<Int64Type>(group, &wide(|row| row.address), None)?;
+    write_column::<Int32Type>(group, &narrow(|row| row.len_bytes.cast_signed()), None)?;
+    write_column::<Int32Type>(group, &narrow(|row| access_code(row.access)), None)?;
+    write_column::<Int32Type>(group, &narrow(|row| service_code(row.service)), None)
 }

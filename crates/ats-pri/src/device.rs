@@ -26,8 +26,7 @@ use super::{
     tlb::{DevTlb, DevTlbSize, Found, InUse, Kept, Ticket, TlbCounts},
 };
 use pagetide_addr::{Access, FilePage, FileRange, ResponseCode, to_usize};
-use pagetide_sys::mapping::SharedMapping;
-use rustix::time::{ClockId, clock_gettime};
+use pagetide_sys::{clock::now_ns, mapping::SharedMapping};
 use std::{
     sync::Arc,
     time::{Duration, Instant},
@@ -285,7 +284,9 @@ impl DeviceModel {
         };
         let page = absent.first().copied().unwrap_or(*last);
         let group = self.begin(messages(absent.len() as u64), page)?;
-        let sent_ns = monotonic_ns();
+        // Hardware has no such clock; the time goes as private data of the message, so that all sources are
+        // measured alike.
+        let sent_ns = now_ns();
         spin(self.iommu.crossing());
         for page in absent {
             let position = if page == last {
@@ -372,11 +373,4 @@ fn resumed(used: InUse, faults: u32, report: &mut DmaReport) -> InUse {
 
 fn messages(pages: u64) -> u32 {
     u32::try_from(pages).unwrap_or(u32::MAX)
-}
-
-/// The host's monotonic clock. Hardware has none; the time goes as private data of the message, so
-/// that all sources are measured alike.
-fn monotonic_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }

@@ -6,7 +6,11 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
-use crate::{SizeOptions, name::BenchName, run};
+use crate::{
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
+    fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
+    iopf_scale, name::BenchName, pa_bitmap, real_size, sim, tracker,
+};
 
 /// Arguments of `bench`.
 #[derive(Args, Debug)]
@@ -104,7 +108,8 @@ pub enum BenchPart {
 /// If the options are not for it, or it gave no result.
 pub fn execute(args: &BenchArgs) -> Result<(), CommandError> {
     args.sizes.check(args.name).map_err(CommandError::refused)?;
-    let report = run(args.name, &args.sizes).map_err(CommandError::failed)?;
+    let report = run(args.name, &args.sizes)
+        .map_err(|error| CommandError::failed(format!("bench {} {error}", args.name)))?;
     print_report(&report, args.json.into())
 }
 
@@ -158,5 +163,34 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::BlkFrontend { socket } => {
             crate::blk::frontend::serve(&socket).map_err(CommandError::failed)
         }
+    }
+}
+
+/// Runs the bench `name`; `sizes` must be for it ([`SizeOptions::check`]).
+///
+/// # Errors
+/// [`BenchError`].
+pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
+    match name {
+        BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
+        BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
+        BenchName::AdpLive => adp_live::run(),
+        BenchName::Fairness => fairness::run(&fairness::FairnessOptions::default()),
+        BenchName::Fault => fault::run(&fault::FaultBenchOptions::of_rounds(sizes.pairs)),
+        BenchName::FaultParallel => fault_parallel::run(
+            &fault_parallel::FaultParallelOptions::of_rounds(sizes.pairs),
+        ),
+        BenchName::Blk => blk::run(),
+        BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
+        BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
+        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
+        BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
+        BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
+        BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
+        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
+        BenchName::Sim => sim::run(),
+        BenchName::RealSize => real_size::run(sizes),
+        BenchName::GuestCost => guest_cost::run(sizes),
+        BenchName::Tracker => tracker::run(sizes),
     }
 }

@@ -43,3 +43,10 @@ pub enum BenchName {
     /// How much of what is cold is known to be, how soon, and what an eviction by that knowledge costs
     Tracker,
 }
+
+impl std::fmt::Display for BenchName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let value = self.to_possible_value();
+        f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+    }
+}

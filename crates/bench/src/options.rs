@@ -3,7 +3,7 @@
 
 use super::memory::RAM_BYTES_MIN;
 use crate::name::BenchName;
-use clap::{Args, ValueEnum as _};
+use clap::Args;
 use pagetide_report::size::ByteSize;
 use std::{str::FromStr, time::Duration};
 
@@ -79,11 +79,9 @@ impl SizeOptions {
             ("--only", self.only.is_some(), tracker || cost),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
-        let bench = name.to_possible_value();
-        let bench = bench.as_ref().map_or("", |value| value.get_name());
         for (flag, is_given, is_taken) in given {
             if is_given && !is_taken {
-                return Err(format!("bench {bench} has no {flag}"));
+                return Err(format!("bench {name} has no {flag}"));
             }
         }
         if !sized || name == BenchName::RealSize || self.ram.len() < 2 {
@@ -95,7 +93,7 @@ impl SizeOptions {
                 None => Ok(()),
             };
         }
-        Err(format!("bench {bench} takes one size of RAM"))
+        Err(format!("bench {name} takes one size of RAM"))
     }
 
     /// The one size of RAM, or `default_bytes`.

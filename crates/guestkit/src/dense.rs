@@ -9,7 +9,7 @@
 //!   fill ─► count ─► attach ─► count ─► limit = half ─► detach ─► verify each byte
 //!           before   time      attached MiB/s
 //! ```
-//! Where memory is short, the stand-in is smaller and the report gives the reason.
+//! Where memory is short, the stand-in takes less and the report gives the reason.
 
 use std::fs;
 use std::io::{self, Write};
@@ -30,10 +30,6 @@ use crate::stand_in::StandIn;
 
 /// RAM if there is room for it.
 const RAM_BYTES: u64 = 4 << 30;
-/// Least RAM: a smaller stand-in would show nothing.
-const RAM_BYTES_MIN: u64 = 64 << 20;
-/// Left free for other processes.
-const RESERVE_BYTES: u64 = 1 << 30;
 /// Share of its RAM that its vCPU touches, in thousandths.
 const HOT_PERMILLE: u64 = 125;
 /// Wait after a start or an attach, before counting.
@@ -49,14 +45,6 @@ const NAME: &str = "dense";
 /// The stand-in could not be taken over, squeezed or verified.
 #[derive(Debug, thiserror::Error)]
 pub enum DenseError {
-    /// There is no memory for it.
-    #[error("there is no memory for a dense stand-in of {least}: {free}")]
-    NoRoom {
-        /// The smallest.
-        least: String,
-        /// What is free.
-        free: String,
-    },
     /// A file or its process.
     #[error("{path}: {source}", path = path.display())]
     File {
@@ -128,8 +116,7 @@ pub fn run(
     folder: &Path,
     mut say: impl FnMut(&str),
 ) -> Result<DenseReport, DenseError> {
-    let room = Room::now()?;
-    let (ram_bytes, smaller) = room.fit(RAM_BYTES)?;
+    let (mut vmm, ram_bytes, smaller) = Dense::start_fitting(folder, RAM_BYTES, HOT_PERMILLE)?;
     let mut report = DenseReport {
         ram_bytes,
         smaller,
@@ -138,7 +125,6 @@ pub fn run(
     if let Some(why) = &report.smaller {
         say(&format!("memory is short, so the dense stand-in is {why}"));
     }
-    let mut vmm = Dense::start(folder, ram_bytes, 1, HOT_PERMILLE)?;
     say(&format!(
         "filled a stand-in for a VMM, with {} of RAM and a vCPU that never rests, as process {}",
         mib(ram_bytes),
@@ -241,6 +227,34 @@ impl Dense {
         vcpus: u32,
         hot_permille: u64,
     ) -> Result<Self, DenseError> {
+        let size = ["--ram-mib", &(ram_bytes >> 20).to_string()];
+        let started = Self::start_as(folder, &size, vcpus, hot_permille)?;
+        Ok(started.0)
+    }
+
+    /// The same with one vCPU and as much of `wanted_bytes` as there is memory for; with its RAM, and why
+    /// that is less.
+    fn start_fitting(
+        folder: &Path,
+        wanted_bytes: u64,
+        hot_permille: u64,
+    ) -> Result<(Self, u64, Option<String>), DenseError> {
+        let mib = (wanted_bytes >> 20).to_string();
+        let size = ["--ram-mib", &mib, "--size", "at-most"];
+        let (dense, ready) = Self::start_as(folder, &size, 1, hot_permille)?;
+        match ready["ram_bytes"].as_u64() {
+            Some(bytes) => Ok((dense, bytes, ready["smaller"].as_str().map(str::to_owned))),
+            None => Err(said("its RAM", &ready.to_string())),
+        }
+    }
+
+    /// With its answer when it is ready.
+    fn start_as(
+        folder: &Path,
+        size: &[&str],
+        vcpus: u32,
+        hot_permille: u64,
+    ) -> Result<(Self, Value), DenseError> {
         let built = Product::lab_binary()?;
         let own = OwnFolder::new(folder)?;
         let program =
@@ -248,7 +262,7 @@ impl Dense {
         let mut child = Command::new(&program)
             .args(["bench-part", "busy-guest"])
             .args(["--vcpus", &vcpus.to_string()])
-            .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
+            .args(size)
             .args(["--pattern", &format!("part:{hot_permille}")])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -264,8 +278,8 @@ impl Dense {
             answers: listen(answers),
             _own: own,
         };
-        dense.answer("its RAM", "Ready")?;
-        Ok(dense)
+        let ready = dense.answer("its RAM", "Ready")?;
+        Ok((dense, ready))
     }
 
     /// Its process.
@@ -324,101 +338,6 @@ fn answer_in(line: &str, wanted: &str) -> Option<Value> {
     }
 }
 
-/// How much memory is free for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Room {
-    free_bytes: u64,
-    shm_bytes: u64,
-}
-
-impl Room {
-    fn now() -> Result<Self, DenseError> {
-        let path = Path::new("/proc/meminfo");
-        let meminfo = fs::read_to_string(path).map_err(|source| file_error(path, source))?;
-        let available = available_bytes(&meminfo).unwrap_or(0);
-        let shm = Path::new("/dev/shm");
-        let stat = rustix::fs::statvfs(shm).map_err(|error| file_error(shm, error.into()))?;
-        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        Ok(Self {
-            free_bytes: available.min(free_in_groups(&groups)),
-            shm_bytes: stat.f_bavail * stat.f_frsize,
-        })
-    }
-
-    /// It needs its RAM, tables for it, pages in transit, and half of it in the store.
-    fn holds(self, ram_bytes: u64) -> bool {
-        ram_bytes + ram_bytes / 8 + RESERVE_BYTES <= self.free_bytes
-            && ram_bytes / 2 <= self.shm_bytes
-    }
-
-    /// `wanted_bytes`, or half of it until it fits, and why it is less.
-    fn fit(self, wanted_bytes: u64) -> Result<(u64, Option<String>), DenseError> {
-        let free = format!(
-            "{} are free, and {} on /dev/shm",
-            mib(self.free_bytes),
-            mib(self.shm_bytes)
-        );
-        let mut bytes = wanted_bytes;
-        while bytes >= RAM_BYTES_MIN {
-            if self.holds(bytes) {
-                let why = || format!("{} instead of {}: {free}", mib(bytes), mib(wanted_bytes));
-                return Ok((bytes, (bytes < wanted_bytes).then(why)));
-            }
-            bytes /= 2;
-        }
-        Err(DenseError::NoRoom {
-            least: mib(RAM_BYTES_MIN),
-            free,
-        })
-    }
-}
-
-fn available_bytes(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib = line.split_whitespace().next()?.parse::<u64>();
-    kib.map_or(None, |kib| Some(kib << 10))
-}
-
-/// The least free memory among the memory cgroups of this process, as `/proc/self/cgroup` names
-/// them.
-fn free_in_groups(groups: &str) -> u64 {
-    let mut least = u64::MAX;
-    for line in groups.lines() {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(group)) = (fields.next(), fields.next()) else {
-            continue;
-        };
-        let (root, limit, usage) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
-            names if names.split(',').any(|name| name == "memory") => (
-                "/sys/fs/cgroup/memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            ),
-            _ => continue,
-        };
-        for level in Path::new(group.trim_start_matches('/')).ancestors() {
-            let level = Path::new(root).join(level);
-            // `max`, and a level that is not visible from here, set no bound.
-            if let (Some(limit), Some(usage)) =
-                (number_in(&level.join(limit)), number_in(&level.join(usage)))
-            {
-                least = least.min(limit.saturating_sub(usage));
-            }
-        }
-    }
-    least
-}
-
-fn number_in(path: &Path) -> Option<u64> {
-    match fs::read_to_string(path) {
-        Ok(text) => text.trim().parse().ok(),
-        Err(_not_there) => None,
-    }
-}
-
 #[expect(clippy::cast_precision_loss, reason = "figures for people")]
 fn to_f64(number: u64) -> f64 {
     number as f64
@@ -442,44 +361,11 @@ fn file_error(path: &Path, source: io::Error) -> DenseError {
 mod tests {
     use super::*;
 
-    fn room(free_mib: u64, shm_mib: u64) -> Room {
-        Room {
-            free_bytes: free_mib << 20,
-            shm_bytes: shm_mib << 20,
-        }
-    }
-
-    #[test]
-    fn stand_in_is_halved_until_there_is_room_and_says_why() {
-        assert_eq!(room(8192, 8192).fit(RAM_BYTES).unwrap(), (RAM_BYTES, None));
-        let (bytes, why) = room(4096, 8192).fit(RAM_BYTES).unwrap();
-        assert_eq!(bytes, 2 << 30);
-        let why = why.unwrap();
-        assert!(
-            why.contains("2048.0 MiB instead of 4096.0 MiB: 4096.0 MiB are free"),
-            "{why}"
-        );
-        assert_eq!(room(8192, 600).fit(RAM_BYTES).unwrap().0, 1 << 30);
-        assert!(matches!(
-            room(1024, 8192).fit(RAM_BYTES),
-            Err(DenseError::NoRoom { .. })
-        ));
-    }
-
     #[test]
     fn answers_are_taken_by_their_names_alone() {
         let counted = answer_in(r#"{"Counted":{"operations":7}}"#, "Counted").unwrap();
         assert_eq!(counted["operations"], 7);
         assert_eq!(answer_in(r#"{"Failed":{"reason":"x"}}"#, "Counted"), None);
         assert_eq!(answer_in("Counted", "Counted"), None);
-    }
-
-    #[test]
-    fn group_without_a_bound_or_out_of_sight_bounds_nothing() {
-        assert_eq!(free_in_groups(""), u64::MAX);
-        assert_eq!(
-            free_in_groups("0::/no/such/group/at-all\n1:cpu:/x\n"),
-            free_in_groups("0::/\n")
-        );
     }
 }

@@ -26,6 +26,7 @@
 //! | [`lent`] | memory that a device of another process uses |
 //! | [`interrupt`] | getting a thread of ours out of a blocking call |
 //! | [`membarrier`] | a fence whose cost falls on one side |
+//! | [`clock`] | the host's monotonic clock as a number |
 //! | [`cpu`] | where this thread runs |
 //! | [`event`] | an eventfd for the vhost crates |
 //! | [`signal`] | an eventfd signalled without blocking |
@@ -35,6 +36,7 @@
 
 pub mod accounts;
 pub mod byte_lock;
+pub mod clock;
 pub mod cpu;
 pub mod event;
 pub mod guest_ram;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Columns of a Parquet file, read a batch at a time and written a row group at a time. All of our Parquet
-//! formats use this module.
+//! Columns of a Parquet file, read a batch at a time and written a row group at a time; `rows` puts them
+//! together to files. All of our Parquet formats use this module.
 //!
 //! All calls into the `parquet` crate that look at a file's bytes go through
 //! `contain::contained`.
@@ -12,6 +12,9 @@
 
 mod contain;
 mod footer;
+mod rows;
+
+pub use rows::{FORMAT_KEY, Format, RowReader, RowWriter, Rows, VERSION_KEY};
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -46,6 +49,26 @@ pub fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
         .flatten()
         .map(|pair| (pair.key.as_str(), pair.value.as_deref().unwrap_or_default()))
         .collect()
+}
+
+/// A column of any type.
+pub trait AnyColumn {
+    /// Goes to the row group `group`, which has `rows` rows.
+    ///
+    /// # Errors
+    /// If the file is broken there.
+    fn open(
+        &mut self,
+        file: &SerializedFileReader<File>,
+        group: usize,
+        rows: u64,
+    ) -> Result<(), String>;
+
+    /// Reads the values of the next `rows` rows, all of them or none.
+    ///
+    /// # Errors
+    /// If the file is broken there.
+    fn read(&mut self, rows: usize) -> Result<(), String>;
 }
 
 /// One column: where it is, and its part of the batch.
@@ -92,8 +115,36 @@ where
         })
     }
 
-    /// Goes to the row group `group`.
-    pub fn open(
+    /// Value of row `row` of the batch; rows must be requested in order.
+    pub fn optional(&mut self, row: usize) -> Option<T::T> {
+        let present = self
+            .levels
+            .get(row)
+            .is_none_or(|level| *level == self.max_level);
+        if !present {
+            return None;
+        }
+        let value = self.values.get(self.next).copied();
+        self.next += 1;
+        value
+    }
+
+    /// The value of row `row` of the batch, which must not be null.
+    pub fn required(&mut self, row: usize) -> Result<T::T, String> {
+        self.optional(row)
+            .ok_or_else(|| format!("column `{}` is null", self.name))
+    }
+
+    fn complaint(&self, reason: &str) -> String {
+        format!("column `{}`: {reason}", self.name)
+    }
+}
+
+impl<T: DataType> AnyColumn for Column<T>
+where
+    T::T: Copy,
+{
+    fn open(
         &mut self,
         file: &SerializedFileReader<File>,
         group: usize,
@@ -117,8 +168,7 @@ where
         Ok(())
     }
 
-    /// Reads the values of the next `rows` rows, all of them or none.
-    pub fn read(&mut self, rows: usize) -> Result<(), String> {
+    fn read(&mut self, rows: usize) -> Result<(), String> {
         self.values.clear();
         self.levels.clear();
         self.next = 0;
@@ -139,30 +189,6 @@ where
             self.levels.clear();
         }
         Ok(())
-    }
-
-    /// Value of row `row` of the batch; rows must be requested in order.
-    pub fn optional(&mut self, row: usize) -> Option<T::T> {
-        let present = self
-            .levels
-            .get(row)
-            .is_none_or(|level| *level == self.max_level);
-        if !present {
-            return None;
-        }
-        let value = self.values.get(self.next).copied();
-        self.next += 1;
-        value
-    }
-
-    /// The value of row `row` of the batch, which must not be null.
-    pub fn required(&mut self, row: usize) -> Result<T::T, String> {
-        self.optional(row)
-            .ok_or_else(|| format!("column `{}` is null", self.name))
-    }
-
-    fn complaint(&self, reason: &str) -> String {
-        format!("column `{}`: {reason}", self.name)
     }
 }
 

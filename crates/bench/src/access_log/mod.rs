@@ -30,15 +30,18 @@ mod others;
 mod policy;
 
 use super::{
-    BenchError, BenchReport,
     blk::{
         backend::{BackendReport, LogSwitch},
         frontend::{Buffers, Direction, Run},
         process::{PartError, SideCpus},
-        side::{ImageError, Sample, Side, make_image},
-        stats::{PairedRatios, mean, overall},
+        side::{Sample, Side, make_image},
     },
-    figures::{rounded, to_f64},
+    harness::{
+        figures::{mean, rounded, to_f64},
+        ratios::{Overall, PairedRatios},
+        report::{BenchError, BenchReport, failed},
+        rounds::{Round, WarmUp, progress, rounds},
+    },
 };
 use others::Others;
 use serde_json::json;
@@ -165,13 +168,12 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
         Side::start_ours(dir.path(), &image, &arguments, SideCpus::choose()).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
     let others = Others::begin(side.cpu_ns().map_err(failed)?);
-    for alternation in 0..=options.alternations {
-        eprintln!("bench {NAME}: {alternation} of {}", options.alternations);
+    for alternation in rounds(NAME, options.alternations, WarmUp::First) {
         for (cell, load) in cells.iter_mut().zip(CELLS) {
-            let run = load.run(options.slice, (alternation as u64) << 8 | 1 << 41);
+            let run = load.run(options.slice, alternation.seed() << 8 | 1 << 41);
             let turns = turns_of(alternation);
             let (on, off, heard) = alternate(&mut side, run, turns)?;
-            if alternation > 0 {
+            if alternation.counts {
                 cell.on.push(on);
                 cell.off.push(off);
                 cell.heard = cell.heard.and(heard);
@@ -195,7 +197,10 @@ pub fn run(options: &AccessLogBenchOptions) -> Result<BenchReport, BenchError> {
 /// Processes started from now on must not wait for others of this machine.
 fn come_first() {
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        eprintln!("bench {NAME}: others may disturb it, for it may not come before them: {error}");
+        progress(
+            NAME,
+            format_args!("others may disturb it, for it may not come before them: {error}"),
+        );
     }
 }
 
@@ -212,16 +217,13 @@ fn directory() -> Result<(TempDir, PathBuf), BenchError> {
         return Ok((dir, image));
     }
     let dir = made(&std::env::temp_dir())?;
-    let image = make_image(dir.path()).map_err(no_image)?;
+    let image = make_image(dir.path())?;
     Ok((dir, image))
 }
 
 /// The switch in the two turns of an alternation.
-const fn turns_of(alternation: usize) -> [LogSwitch; 2] {
-    match alternation % 2 {
-        0 => [LogSwitch::On, LogSwitch::Off],
-        _ => [LogSwitch::Off, LogSwitch::On],
-    }
+fn turns_of(alternation: Round) -> [LogSwitch; 2] {
+    alternation.turns([LogSwitch::On, LogSwitch::Off])
 }
 
 fn alternate(
@@ -308,9 +310,9 @@ impl Heard {
 
 impl Cell {
     /// IOPS with the log over those without, of each alternation.
-    fn ratios(&self) -> Option<PairedRatios> {
+    fn ratios(&self) -> Option<Overall> {
         let pairs = self.on.iter().zip(&self.off);
-        PairedRatios::new(pairs.map(|(on, off)| on.iops / off.iops))
+        PairedRatios::bounds(pairs.map(|(on, off)| on.iops / off.iops))
     }
 
     /// CPU time of a request with the log over that without.
@@ -332,7 +334,7 @@ fn describe(cells: &[Cell], report: &mut BenchReport) {
             report.figures.insert(format!("{name}_log_{state}"), figure);
         }
         let ratios = &mut report.ratios;
-        if let Some(overall) = cell.ratios().and_then(|ratios| overall(&[ratios])) {
+        if let Some(overall) = cell.ratios() {
             worst = worst.min(overall.mean);
             worst_low = worst_low.min(overall.low95);
             let name = format!("logging_on_over_off_{name}");
@@ -402,26 +404,10 @@ fn figures_of_policies(report: &mut BenchReport) {
     }
 }
 
-fn failed(error: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: error.to_string(),
-    }
-}
-
-fn no_image(error: ImageError) -> BenchError {
-    match error {
-        ImageError::Write { .. } => failed(error),
-        ImageError::Direct { .. } => BenchError::Unable {
-            name: NAME,
-            reason: error.to_string(),
-        },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::harness::rounds::silent_rounds;
 
     fn samples(iops: f64) -> Vec<Sample> {
         let sample = Sample {
@@ -435,9 +421,10 @@ mod tests {
     #[test]
     fn each_switch_is_first_as_often_as_the_other() {
         let alternations = AccessLogBenchOptions::default().alternations;
-        let first = (1..=alternations).filter(|it| turns_of(*it)[0] == LogSwitch::On);
+        let counted = || silent_rounds(alternations, WarmUp::First).filter(|it| it.counts);
+        let first = counted().filter(|it| turns_of(*it)[0] == LogSwitch::On);
         assert_eq!(first.count() * 2, alternations);
-        assert!((0..2).all(|it| turns_of(it)[0] != turns_of(it)[1]));
+        assert!(counted().all(|it| turns_of(it)[0] != turns_of(it)[1]));
     }
 
     #[test]

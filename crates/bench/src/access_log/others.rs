@@ -4,7 +4,7 @@
 //! Their CPU time is lost now to one side and now to the other, so ratios scatter. A reader who sees widely
 //! scattered ratios should know whether the machine was quiet.
 
-use crate::figures::to_f64;
+use crate::harness::figures::to_f64;
 use std::time::{Duration, Instant};
 
 /// Ticks of `/proc/stat` in a second, on all architectures that Linux has there.

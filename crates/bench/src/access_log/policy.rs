@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Memory and time of policies that track all they may, without a disk.
 
-use crate::figures::to_f64;
+use crate::harness::figures::to_f64;
 use pagetide_addr::{Access, SectionNo};
 use pagetide_policy::protect::{
     PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adaptive::AdaptiveParams, adp::AdpParams,
 };
+use pagetide_random::SplitMix64;
 use std::time::{Duration, Instant};
 
 /// Sections of a VM of 64 GiB, the largest of the paper's.
@@ -35,16 +36,13 @@ pub(super) fn full() -> [(&'static str, FullPolicy); 2] {
 fn fill(choice: &PolicyChoice) -> FullPolicy {
     let mut policy = choice.policy(VM_SECTIONS);
     let mut changes = Vec::new();
-    let (mut state, mut micros) = (1_u64, 0_u64);
+    let (mut random, mut micros) = (SplitMix64::new(1), 0_u64);
     let mut touch_all = |policy: &mut dyn ProtectionPolicy| {
         for _ in 0..TOUCHES {
             micros += 1;
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
             changes.clear();
             let touch = Touch {
-                section: SectionNo((state >> 33) % VM_SECTIONS),
+                section: SectionNo(random.below(VM_SECTIONS)),
                 at: Duration::from_micros(micros),
                 access: Access::Write,
                 bytes: 4096,

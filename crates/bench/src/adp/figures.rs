@@ -2,7 +2,7 @@
 //! The report of `bench adp`.
 
 use super::{AdpBenchOptions, Load, Outcome};
-use crate::BenchReport;
+use crate::harness::report::BenchReport;
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::replay::{Service, ServiceSummary, VmAccount};
 use pagetide_trace::{DeviceAnalysis, ServiceAnalysis};

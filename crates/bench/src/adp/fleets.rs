@@ -10,7 +10,11 @@
 //! The first two measure the replay alone. The third includes the generation of the load, but not the setup
 //! before the virtual time begins.
 
-use super::{AdpBenchOptions, BenchError, BenchReport, failed, threads};
+use super::{AdpBenchOptions, NAME, threads};
+use crate::harness::{
+    report::{BenchError, BenchReport, failed},
+    rounds::progress,
+};
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::{
     fleet::{GuestRecipe, GuestStream, PROLOGUE, paper_fleet},
@@ -34,7 +38,7 @@ pub(super) fn run(report: &mut BenchReport, options: &AdpBenchOptions) -> Result
     let adp = PolicyChoice::Adp(Default::default());
     let adaptive = PolicyChoice::Adaptive(Default::default());
     for (name, policy) in [("fleet", &adp), ("fleet_adaptive", &adaptive)] {
-        eprintln!("bench adp: a fleet under {policy}");
+        progress(NAME, format_args!("a fleet under {policy}"));
         let streams = (1..).map(|seed| {
             let load = SteadyLoad::new(options.fleet_sections, seed);
             Box::new(load) as Box<dyn AccessStream>
@@ -43,7 +47,7 @@ pub(super) fn run(report: &mut BenchReport, options: &AdpBenchOptions) -> Result
         let run = time(&mut fleet, Duration::ZERO, options.steady_seconds)?;
         report.figures.insert(name.into(), figures(options, &run));
     }
-    eprintln!("bench adp: a fleet of synthetic guests");
+    progress(NAME, "a fleet of synthetic guests");
     let kinds = paper_fleet(2);
     let guests = kinds.iter().cycle().zip(0..).map(|(guest, number)| {
         let recipe = GuestRecipe {

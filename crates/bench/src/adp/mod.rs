@@ -13,14 +13,19 @@
 mod figures;
 mod fleets;
 
-use super::{BenchError, BenchReport};
+use crate::harness::{
+    report::{BenchError, BenchReport, failed},
+    rounds::progress,
+};
 use pagetide_policy::protect::PolicyChoice;
 use pagetide_sim::{
     fleet::{GuestRecipe, Load, Round, paper_fleet, statistics},
-    replay::{ReplayError, Summary, VmAccount},
+    replay::{Summary, VmAccount},
 };
 use pagetide_trace::DeviceAnalysis;
 use std::{num::NonZeroUsize, time::Duration};
+
+const NAME: &str = "adp";
 
 /// The parameters of the bench.
 #[derive(Clone, PartialEq, Debug)]
@@ -70,8 +75,8 @@ struct Outcome {
 /// # Errors
 /// [`BenchError::Failed`] if the guests cannot be replayed.
 pub fn run(options: &AdpBenchOptions) -> Result<BenchReport, BenchError> {
-    let mut report = BenchReport::new("adp");
-    eprintln!("bench adp: the guests' statistics");
+    let mut report = BenchReport::new(NAME);
+    progress(NAME, "the guests' statistics");
     let guests = analyse(options)?;
     figures::guests(&mut report, options, &guests);
     let outcomes = rounds(options)?;
@@ -101,7 +106,10 @@ fn rounds(options: &AdpBenchOptions) -> Result<Vec<Outcome>, BenchError> {
     for overcommit in &options.overcommits {
         let begin = outcomes.len();
         for policy in PolicyChoice::all() {
-            eprintln!("bench adp: overcommit {overcommit}, policy {policy}");
+            progress(
+                NAME,
+                format_args!("overcommit {overcommit}, policy {policy}"),
+            );
             let accounts = round(options, &policy, *overcommit).run().map_err(failed)?;
             // The first policy is `none`.
             let base = outcomes.get(begin).map_or(&accounts, |base| &base.accounts);
@@ -130,13 +138,6 @@ fn round(options: &AdpBenchOptions, policy: &PolicyChoice, overcommit: f64) -> R
 
 fn threads() -> NonZeroUsize {
     std::thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
-}
-
-fn failed(error: ReplayError) -> BenchError {
-    BenchError::Failed {
-        name: "adp",
-        reason: error.to_string(),
-    }
 }
 
 #[cfg(test)]

@@ -15,8 +15,11 @@
 //! they were set.
 
 use super::{
-    BenchError, BenchReport,
-    blk::stats::{PairedRatios, mean, overall},
+    harness::{
+        figures::{mean, thousandths},
+        ratios::PairedRatios,
+        report::{BenchError, BenchReport, failed, unable},
+    },
     orders::kit_program,
 };
 use serde::Deserialize;
@@ -55,18 +58,14 @@ struct Found {
 /// # Errors
 /// [`BenchError`].
 pub fn run() -> Result<BenchReport, BenchError> {
-    let program =
-        kit_program(PROGRAM).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+    let program = kit_program(PROGRAM).map_err(unable)?;
     let output = Command::new(&program)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
         .map_err(failed)?;
     if output.status.code() == Some(UNABLE) {
-        return Err(BenchError::Unable {
-            name: NAME,
-            reason: String::from_utf8_lossy(&output.stdout).trim().to_owned(),
-        });
+        return Err(unable(String::from_utf8_lossy(&output.stdout).trim()));
     }
     if !output.status.success() {
         return Err(failed(format!("{PROGRAM} ended with {}", output.status)));
@@ -87,7 +86,6 @@ fn describe(found: Found, report: &mut BenchReport) {
     for (policy, turns) in &by_policy {
         let names = turns.first().map(|turn| turn.figures.keys());
         for name in names.into_iter().flatten() {
-            let rounded = |value: f64| json!((value * 1e3).round() / 1e3);
             let value = mean(
                 turns
                     .iter()
@@ -95,17 +93,19 @@ fn describe(found: Found, report: &mut BenchReport) {
                     .copied(),
             );
             let figures = report.figures.entry(*policy).or_insert_with(|| json!({}));
-            figures[name] = rounded(value);
+            figures[name] = thousandths(value);
             figures["turns"] = turns.len().into();
             if *policy != NONE
                 && let Some([low, mean, high]) = ratio(turns, &of_none, name)
             {
                 let name = format!("{policy}_over_{NONE}_{name}");
-                report.ratios.insert(format!("{name}_low95"), rounded(low));
                 report
                     .ratios
-                    .insert(format!("{name}_high95"), rounded(high));
-                report.ratios.insert(name, rounded(mean));
+                    .insert(format!("{name}_low95"), thousandths(low));
+                report
+                    .ratios
+                    .insert(format!("{name}_high95"), thousandths(high));
+                report.ratios.insert(name, thousandths(mean));
             }
         }
     }
@@ -121,22 +121,9 @@ fn describe(found: Found, report: &mut BenchReport) {
 /// Of the ratios of turn to turn: lower bound of the 95% interval, geometric mean, upper bound.
 fn ratio(turns: &[&Turn], of_none: &[&Turn], name: &str) -> Option<[f64; 3]> {
     let read = |turn: &Turn| turn.figures.get(name).copied().unwrap_or(0.0);
-    let pairs = || {
-        turns
-            .iter()
-            .zip(of_none)
-            .map(|(one, none)| (read(one), read(none)))
-    };
-    let ratios = overall(&[PairedRatios::new(pairs().map(|(one, none)| one / none))?])?;
-    let inverse = overall(&[PairedRatios::new(pairs().map(|(one, none)| none / one))?])?;
-    Some([ratios.low95, ratios.mean, 1.0 / inverse.low95])
-}
-
-fn failed(error: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: error.to_string(),
-    }
+    let pairs = turns.iter().zip(of_none);
+    let ratios = PairedRatios::bounds(pairs.map(|(one, none)| read(one) / read(none)))?;
+    Some([ratios.low95, ratios.mean, ratios.high95])
 }
 
 #[cfg(test)]

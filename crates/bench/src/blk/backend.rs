@@ -210,7 +210,7 @@ pub fn serve(options: BackendOptions) -> Result<(), BackendError> {
         direct_io: DirectIo::On,
         on_fault: OnFault::default(),
         ram: pagetide_dpu::RamPolicy::default(),
-        image_use: crate::SHARED_IMAGE,
+        image_use: crate::blk::side::SHARED_IMAGE,
         access: SocketAccess::default(),
     })?;
     for line in std::io::stdin().lock().lines() {

@@ -5,6 +5,8 @@
 //! it sleeps on the call descriptor, like a guest that uses interrupts.
 
 use pagetide_addr::SECTION_BYTES;
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::lent::{LentError, LentMemory};
 use rustix::event::{PollFd, PollFlags, poll};
 use serde::{Deserialize, Serialize};
@@ -155,7 +157,7 @@ pub fn serve(socket: &Path) -> Result<(), FrontendError> {
         queues,
         memory,
         blocks,
-        random: 0,
+        random: SplitMix64::new(0),
     };
     println_line("ready")?;
     for line in std::io::stdin().lock().lines() {
@@ -194,7 +196,7 @@ struct Driver<'a> {
     queues: Vec<VirtioBlkQueue<'a, u16>>,
     memory: LentMemory,
     blocks: u64,
-    random: u64,
+    random: SplitMix64,
 }
 
 impl Driver<'_> {
@@ -209,7 +211,7 @@ impl Driver<'_> {
                 present: self.queues.len(),
             });
         }
-        self.random = run.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        self.random = SplitMix64::new(run.seed);
         let kicks = (0..used).map(|queue| self.transport.get_submission_notifier(queue));
         let kicks: Vec<_> = kicks.collect();
         let calls = (0..used).map(|queue| self.transport.get_completion_fd(queue));
@@ -245,7 +247,7 @@ impl Driver<'_> {
                     self.submit(run, buffer)?;
                 }
             }
-            nanos = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+            nanos = clock::ns(began.elapsed());
             for (queue, kick) in self.queues.iter_mut().zip(&kicks) {
                 if queue.avail_notif_needed() {
                     kick.notify()?;
@@ -256,16 +258,11 @@ impl Driver<'_> {
     }
 
     fn submit(&mut self, run: Run, buffer: u16) -> Result<(), FrontendError> {
-        // xorshift64: cheap, and the same offsets for both back ends.
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
+        // The same offsets for both back ends.
+        let drawn = self.random.next_u64();
         let (block, at) = match run.buffers {
-            Buffers::Packed => (self.random % self.blocks, u64::from(buffer) * IO_BYTES),
-            Buffers::Spread => (
-                self.random % self.blocks.min(SPREAD_BLOCKS),
-                spread(self.random >> 32),
-            ),
+            Buffers::Packed => (drawn % self.blocks, u64::from(buffer) * IO_BYTES),
+            Buffers::Spread => (drawn % self.blocks.min(SPREAD_BLOCKS), spread(drawn >> 32)),
         };
         let offset = block * IO_BYTES;
         let bytes = self

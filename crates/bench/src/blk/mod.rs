@@ -18,14 +18,17 @@ pub mod backend;
 pub mod frontend;
 pub mod process;
 pub mod side;
-pub mod stats;
 
-use super::{BenchError, BenchReport, figures::to_f64};
+use super::harness::{
+    figures::{mean, to_f64},
+    ratios::{PairedRatios, overall},
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, progress, silent_rounds},
+};
 use frontend::{Buffers, Direction, Run};
 use process::SideCpus;
 use serde_json::{Value, json};
-use side::{ImageError, Sample, Side, Slice, make_image};
-use stats::{PairedRatios, mean};
+use side::{Sample, Side, Slice, make_image};
 use std::time::Duration;
 
 const NAME: &str = "blk";
@@ -42,23 +45,6 @@ const CELLS: [(Direction, u16); 4] = [
     (Direction::Write, 1),
     (Direction::Write, 32),
 ];
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
-    }
-}
-
-fn no_image(error: ImageError) -> BenchError {
-    match error {
-        ImageError::Write { .. } => failed(error),
-        ImageError::Direct { .. } => BenchError::Unable {
-            name: NAME,
-            reason: error.to_string(),
-        },
-    }
-}
 
 /// All pairs of a cell.
 #[derive(Debug)]
@@ -84,11 +70,14 @@ pub fn run() -> Result<BenchReport, BenchError> {
         .prefix("pagetide-bench-blk-")
         .tempdir()
         .map_err(failed)?;
-    let image = make_image(dir.path()).map_err(no_image)?;
+    let image = make_image(dir.path())?;
     let placement = SideCpus::choose();
-    eprintln!(
-        "bench blk: back ends on CPU {}, front end on CPU {}",
-        placement.backend, placement.frontend
+    progress(
+        NAME,
+        format_args!(
+            "back ends on CPU {}, front end on CPU {}",
+            placement.backend, placement.frontend
+        ),
     );
     let mut report = BenchReport::new(NAME);
     let mut ours = Side::start_ours(dir.path(), &image, &[], placement).map_err(failed)?;
@@ -97,7 +86,7 @@ pub fn run() -> Result<BenchReport, BenchError> {
         Ok(side) => Some(side),
         Err(error) => {
             report.peers.insert("qsd".into(), error.to_string().into());
-            eprintln!("bench blk: no peer: {error}");
+            progress(NAME, format_args!("no peer: {error}"));
             None
         }
     };
@@ -123,7 +112,7 @@ fn measure(
         lookup_ns: 0.0,
     };
     let before = ours.backend.report().map_err(failed)?;
-    for pair in 0..=PAIRS {
+    for pair in silent_rounds(PAIRS, WarmUp::First) {
         let (mut our_slices, mut their_slices) = (Slice::default(), Slice::default());
         for slice in 0..SLICES {
             let run = Run {
@@ -132,7 +121,7 @@ fn measure(
                 queues: 1,
                 buffers: Buffers::Packed,
                 time: SLICE_TIME,
-                seed: (pair as u64) << 8 | u64::from(slice) | 1 << 40,
+                seed: pair.seed() << 8 | u64::from(slice) | 1 << 40,
             };
             let ours_first = slice % 2 == 0;
             if ours_first {
@@ -145,6 +134,9 @@ fn measure(
                 our_slices.add(ours.slice(run).map_err(failed)?);
             }
         }
+        if !pair.counts {
+            continue;
+        }
         cell.ours.push(our_slices.sample());
         if theirs.is_some() {
             cell.theirs.push(their_slices.sample());
@@ -154,12 +146,7 @@ fn measure(
     let samples = after.lookup_samples - before.lookup_samples;
     cell.lookup_ns =
         to_f64(after.lookup_sampled_ns - before.lookup_sampled_ns) / to_f64(samples.max(1));
-    // The first pair warms up both.
-    cell.ours.remove(0);
-    if !cell.theirs.is_empty() {
-        cell.theirs.remove(0);
-    }
-    eprintln!("bench blk: {}", line(&cell));
+    progress(NAME, line(&cell));
     Ok(cell)
 }
 
@@ -225,7 +212,7 @@ fn describe(report: &mut BenchReport, cells: &[Cell], placement: SideCpus) {
         report.ratios.insert(name.into(), share.into());
     }
     let all: Vec<PairedRatios> = cells.iter().filter_map(ratios).collect();
-    if let Some(overall) = stats::overall(&all) {
+    if let Some(overall) = overall(&all) {
         let ratios = &mut report.ratios;
         for (cell, ratio) in cells.iter().zip(&all) {
             let name = format!("ours_over_qsd_iops_{}", cell.name);

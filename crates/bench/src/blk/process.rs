@@ -5,6 +5,7 @@ use super::{
     backend::{BackendReport, LogSwitch},
     frontend::{Run, RunResult},
 };
+use crate::harness::rounds::progress;
 use serde::de::DeserializeOwned;
 use std::{
     io::{self, BufRead as _, BufReader, Write as _},
@@ -157,10 +158,13 @@ impl Drop for Part {
         if self.program.contains("qemu")
             && let Err(error) = self.child.kill()
         {
-            eprintln!("bench blk: {} could not be ended: {error}", self.program);
+            progress(
+                "blk",
+                format_args!("{} could not be ended: {error}", self.program),
+            );
         }
         if let Err(error) = self.child.wait() {
-            eprintln!("bench blk: waiting for {}: {error}", self.program);
+            progress("blk", format_args!("waiting for {}: {error}", self.program));
         }
     }
 }

@@ -4,8 +4,12 @@
 use super::{
     frontend::{Run, RunResult},
     process::{Backend, Frontend, PartError, SideCpus},
-    to_f64,
 };
+use crate::harness::{
+    figures::to_f64,
+    report::{BenchError, failed, unable},
+};
+use pagetide_dpu::{Content, ImageUse, Sharing};
 use std::{
     io::Write as _,
     path::{Path, PathBuf},
@@ -13,6 +17,12 @@ use std::{
 
 /// Bytes of the image: far beyond any cache of the device, quickly written.
 const IMAGE_BYTES: u64 = 512 << 20;
+
+/// How benches use images, which belong to them: back ends under comparison serve the same one.
+pub(crate) const SHARED_IMAGE: ImageUse = ImageUse {
+    sharing: Sharing::Shared,
+    content: Content::Raw,
+};
 
 /// Why there is no image.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +43,15 @@ pub enum ImageError {
         /// The kernel's answer.
         source: std::io::Error,
     },
+}
+
+impl From<ImageError> for BenchError {
+    fn from(error: ImageError) -> Self {
+        match error {
+            ImageError::Write { .. } => failed(error),
+            ImageError::Direct { .. } => unable(error),
+        }
+    }
 }
 
 /// A back end with the front end that drives it.

@@ -11,6 +11,7 @@
 //! compress, and the others shrink to about half: each way of storing a page is used.
 
 use pagetide_addr::{PAGE_BYTES, PageNo};
+use pagetide_random::{GAMMA, mixed};
 
 /// Words of a page.
 pub const WORDS: usize = 512;
@@ -36,13 +37,6 @@ const fn kind(page: PageNo) -> Kind {
     }
 }
 
-/// The finalizer of SplitMix64: each bit of the result depends on each of `word`.
-const fn mixed(word: u64) -> u64 {
-    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
-}
-
 /// The stamps of one version of a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stamps {
@@ -59,7 +53,7 @@ impl Stamps {
         let base = if version == 0 && matches!(kind(page), Kind::Zero) {
             0
         } else {
-            mixed((page.0 << 32 | version as u64).wrapping_add(0x9e37_79b9_7f4a_7c15)) | 1
+            mixed((page.0 << 32 | version as u64).wrapping_add(GAMMA)) | 1
         };
         Self {
             version: version as u64,

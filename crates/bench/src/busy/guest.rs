@@ -11,8 +11,10 @@ use super::{
     pattern::{HotPages, Pattern},
     ram::{HugePages, Ram, WrongPage},
 };
-use crate::{orders::say, random::SplitMix};
+use crate::{memory::fitting, orders::say};
 use pagetide_addr::{PageNo, SECTION_BYTES, SECTION_PAGES, to_usize};
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::cpu;
 use serde::{Deserialize, Serialize};
 use std::{
@@ -38,12 +40,24 @@ pub struct BusyGuestOptions {
     /// vCPUs
     #[arg(long, default_value_t = 1)]
     pub vcpus: u32,
+    /// What to do where there is no memory for that much
+    #[arg(long, value_enum, default_value_t = RamSize::Exact)]
+    pub size: RamSize,
     /// What they touch: part:N, moving:N:M, sections:N, pages:N or one-page, N in thousandths
     #[arg(long, default_value = "part:125")]
     pub pattern: Pattern,
     /// Whether to ask for huge pages
     #[arg(long, value_enum, default_value_t = HugePages::NotAdvised)]
     pub huge_pages: HugePages,
+}
+
+/// What a size of RAM means.
+#[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RamSize {
+    /// That much, or none.
+    Exact,
+    /// Half of it, and half again, until there is memory for it.
+    AtMost,
 }
 
 /// An order of the bench to the stand-in.
@@ -82,6 +96,10 @@ pub enum Answer {
     Ready {
         /// How long filling took.
         fill_ns: u64,
+        /// The RAM.
+        ram_bytes: u64,
+        /// Why that is less than it should be.
+        smaller: Option<String>,
     },
     /// See [`Counted`].
     Counted(Counted),
@@ -128,16 +146,14 @@ pub struct Presence {
 }
 
 impl BusyGuestOptions {
-    /// Sections of the RAM.
+    /// The RAM asked for.
     ///
     /// # Errors
     /// A message if there are none, or if the numbers are not valid.
-    fn sections(&self) -> Result<u64, String> {
+    fn ram_bytes(&self) -> Result<u64, String> {
         let bytes = self.ram_mib.checked_mul(1 << 20);
         match bytes {
-            Some(bytes) if bytes > 0 && bytes % SECTION_BYTES == 0 && bytes < 1 << 44 => {
-                Ok(bytes / SECTION_BYTES)
-            }
+            Some(bytes) if bytes > 0 && bytes % SECTION_BYTES == 0 && bytes < 1 << 44 => Ok(bytes),
             _ => Err(format!(
                 "{} MiB is no RAM: give a multiple of 2 below 16 TiB",
                 self.ram_mib
@@ -151,13 +167,18 @@ impl BusyGuestOptions {
 /// # Errors
 /// A message.
 pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
-    let sections = options.sections()?;
+    let wanted_bytes = options.ram_bytes()?;
+    let (ram_bytes, smaller) = match options.size {
+        RamSize::Exact => (wanted_bytes, None),
+        RamSize::AtMost => fitting(wanted_bytes)?,
+    };
+    let sections = ram_bytes / SECTION_BYTES;
     let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages)
         .map_err(|error| error.to_string())?;
     let begun = Instant::now();
     let cpus = cpu::affinity().map_err(|error| error.to_string())?;
     ram.fill(cpus.len());
-    let fill_ns = ns_of(begun.elapsed());
+    let fill_ns = clock::ns(begun.elapsed());
     let guest = Arc::new(Guest {
         hot: HotPages::new(options.pattern, sections),
         ram,
@@ -187,7 +208,11 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
             }
         });
     }
-    say(&Answer::Ready { fill_ns })?;
+    say(&Answer::Ready {
+        fill_ns,
+        ram_bytes,
+        smaller,
+    })?;
     guest.serve()
 }
 
@@ -215,10 +240,6 @@ struct Guest {
     changed: Condvar,
     wrong: OnceLock<WrongPage>,
     threads: usize,
-}
-
-fn ns_of(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn faults() -> Result<u64, String> {
@@ -249,11 +270,11 @@ impl Guest {
             eprintln!("stand-in: vCPU {number} goes where the kernel likes: {error}");
         }
         let account = &self.vcpus[number];
-        let mut random = SplitMix(number as u64 + 1);
+        let mut random = SplitMix64::new(number as u64 + 1);
         let mut looked = Instant::now();
         while self.wrong.get().is_none() {
             for _ in 0..BATCH {
-                let bits = random.next();
+                let bits = random.next_u64();
                 let page = self.hot.pick(bits);
                 // Bits that do not choose the page.
                 if bits >> 16 & 3 == 0 {
@@ -267,7 +288,7 @@ impl Guest {
             let now = Instant::now();
             account
                 .longest_gap_ns
-                .fetch_max(ns_of(now - looked), Relaxed);
+                .fetch_max(clock::ns(now - looked), Relaxed);
             looked = now;
             if self.pausing.load(Relaxed) {
                 self.rest();
@@ -356,7 +377,7 @@ impl Guest {
         let gaps = self.vcpus.iter().map(|v| v.longest_gap_ns.swap(0, Relaxed));
         let counted = Counted {
             operations: now.1 - before.1,
-            ns: ns_of(now.0 - before.0),
+            ns: clock::ns(now.0 - before.0),
             longest_gap_ns: gaps.max().unwrap_or(0),
             faults: now.2 - before.2,
         };
@@ -377,7 +398,7 @@ impl Guest {
                 .try_for_each(|page| self.ram.check_stamps(PageNo(page)))
                 .map_err(wrong)?,
             Order::VerifySome { pages, seed } => {
-                let mut random = SplitMix(*seed);
+                let mut random = SplitMix64::new(*seed);
                 (0..*pages)
                     .try_for_each(|_| self.ram.check(PageNo(random.below(self.ram.pages()))))
                     .map_err(wrong)?;
@@ -385,7 +406,7 @@ impl Guest {
             Order::VerifyAll => self.ram.check_all(self.threads).map_err(wrong)?,
         }
         Ok(Answer::Done {
-            ns: ns_of(begun.elapsed()),
+            ns: clock::ns(begun.elapsed()),
         })
     }
 
@@ -487,13 +508,14 @@ mod tests {
     fn ram_that_is_none_is_refused() {
         let options = |ram_mib| BusyGuestOptions {
             ram_mib,
+            size: RamSize::Exact,
             vcpus: 1,
             pattern: Pattern::OnePage,
             huge_pages: HugePages::NotAdvised,
         };
-        assert_eq!(options(64).sections(), Ok(32));
+        assert_eq!(options(64).ram_bytes(), Ok(64 << 20));
         for mib in [0, 3, u64::MAX, 1 << 30] {
-            options(mib).sections().unwrap_err();
+            options(mib).ram_bytes().unwrap_err();
         }
     }
 }

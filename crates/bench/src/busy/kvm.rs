@@ -15,10 +15,11 @@
 
 use super::guest::{Counted, faults_of};
 use crate::{
-    figures::to_f64,
+    harness::figures::to_f64,
     orders::{Ordered, kit_program},
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_sys::clock;
 use std::{
     path::Path,
     process::Command,
@@ -117,7 +118,7 @@ impl KvmGuest {
 }
 
 fn between(before: &Reading, now: &Reading, gap_ticks: u64) -> Counted {
-    let ns = u64::try_from((now.at - before.at).as_nanos()).unwrap_or(u64::MAX);
+    let ns = clock::ns(now.at - before.at);
     let ticks = now.ticks.saturating_sub(before.ticks).max(1);
     let gap_ns = to_f64(gap_ticks) / to_f64(ticks) * to_f64(ns);
     Counted {

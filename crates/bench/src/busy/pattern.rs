@@ -12,8 +12,8 @@
 //! Shares are rounded to sections (pages to pages), and there is always a hot part. vCPUs choose all hot
 //! pages with equal probability.
 
-use super::super::random::SplitMix;
 use pagetide_addr::{PageNo, SECTION_PAGES, to_usize};
+use pagetide_random::SplitMix64;
 use serde::{Deserialize, Serialize};
 use std::{
     fmt,
@@ -169,7 +169,7 @@ impl HotPages {
                 Places::Pages(chosen(pages, share(pages, hot_permille)))
             }
             Pattern::OnePage => {
-                let mut random = SplitMix(SEED);
+                let mut random = SplitMix64::new(SEED);
                 let page = |section| section * SECTION_PAGES + random.below(SECTION_PAGES);
                 Places::Pages((0..sections).map(page).map(to_u32).collect())
             }
@@ -235,7 +235,7 @@ fn to_u32(number: u64) -> u32 {
 
 /// `count` of the numbers below `of`, ascending.
 fn chosen(of: u64, count: u64) -> Vec<u32> {
-    let mut random = SplitMix(SEED);
+    let mut random = SplitMix64::new(SEED);
     let mut missing = count;
     // Each number is chosen with the probability that makes the count exact at the end.
     (0..of)
@@ -261,8 +261,10 @@ mod tests {
     }
 
     fn picked(pages: &HotPages) -> BTreeSet<u64> {
-        let mut random = SplitMix(1);
-        (0..200_000).map(|_| pages.pick(random.next()).0).collect()
+        let mut random = SplitMix64::new(1);
+        (0..200_000)
+            .map(|_| pages.pick(random.next_u64()).0)
+            .collect()
     }
 
     #[test]

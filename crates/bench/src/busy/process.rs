@@ -29,7 +29,7 @@ impl BusyGuest {
             ]);
         let mut process = Ordered::start(&mut command)?;
         match process.answer()? {
-            Answer::Ready { fill_ns } => Ok(Self {
+            Answer::Ready { fill_ns, .. } => Ok(Self {
                 process,
                 fill: Duration::from_nanos(fill_ns),
             }),

@@ -25,26 +25,21 @@ mod load;
 mod rig;
 mod tenant;
 
-use super::{
-    BenchError, BenchReport,
-    figures::{at_permille, median, thousandths, to_f64},
+use super::harness::{
+    figures::{median, median_ratio, thousandths, to_f64},
+    latencies::Latencies,
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, progress, silent_rounds},
 };
 use load::Load;
 use rig::{Rig, TenantCpus};
 use serde_json::{Map, Value, json};
-use std::{fmt::Display, time::Duration};
+use std::time::Duration;
 use tenant::{Client, STEADY_DEPTH};
 
 const NAME: &str = "fairness";
 /// How long a hostile load goes on before the steady tenant is measured.
 const WARM_UP: Duration = Duration::from_millis(150);
-
-fn failed(reason: impl Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
-    }
-}
 
 /// The extent of a measurement.
 #[derive(Debug, Clone, Copy)]
@@ -105,8 +100,7 @@ impl Cell {
 
     /// Median over the rounds of a figure in one place over the same in another.
     fn ratio(&self, one: Place, other: Place, figure: impl Fn(&Slice) -> f64) -> f64 {
-        let rounds = self.of(one).iter().zip(self.of(other));
-        median(rounds.map(|(one, other)| figure(one) / figure(other)))
+        median_ratio(self.of(one), self.of(other), figure)
     }
 }
 
@@ -117,14 +111,17 @@ impl Cell {
 pub fn run(options: &FairnessOptions) -> Result<BenchReport, BenchError> {
     let cpus = pagetide_sys::cpu::affinity().map_err(failed)?;
     let placement = TenantCpus::choose(&cpus);
-    eprintln!(
-        "bench {NAME}: engines on CPU {}, clients on CPU {}",
-        placement.engines, placement.clients
+    progress(
+        NAME,
+        format_args!(
+            "engines on CPU {}, clients on CPU {}",
+            placement.engines, placement.clients
+        ),
     );
     // All threads of both tenants inherit it: among themselves they are equal, but other work on the
     // machine yields to them.
     if let Err(error) = rustix::process::nice(-20) {
-        eprintln!("bench {NAME}: its threads have no priority: {error}");
+        progress(NAME, format_args!("its threads have no priority: {error}"));
     }
     // Threads that the engines' crate starts for front ends inherit it.
     pagetide_sys::cpu::set_affinity(&[placement.clients]).map_err(failed)?;
@@ -160,17 +157,15 @@ fn measure(
     for load in Load::ALL {
         let hostile = Client::hostile(&rig, load).map_err(failed)?;
         let mut cell = Cell::default();
-        for round in 0..=options.rounds {
-            for at in 0..PLACES.len() {
-                let at = (at + round) % PLACES.len();
+        for round in silent_rounds(options.rounds, WarmUp::First) {
+            for at in round.rotated(PLACES.len()) {
                 let slice = one_slice(PLACES[at], &steady, &hostile, options.slice)?;
-                // The first round warms up code, caches and pages.
-                if round > 0 {
+                if round.counts {
                     cell.0[at].push(slice);
                 }
             }
         }
-        eprintln!("bench {NAME}: {}", line(load, &cell));
+        progress(NAME, line(load, &cell));
         cells.push((load, cell));
         drop(hostile);
     }
@@ -201,17 +196,16 @@ fn one_slice(
     std::thread::sleep(time);
     let done = hostile.done() - before;
     let took = began.elapsed().as_secs_f64();
-    let mut latencies_ns = match victim {
-        Some(victim) => victim.end().map_err(failed)?,
-        None => Vec::new(),
+    let latencies: Latencies = match victim {
+        Some(victim) => victim.end().map_err(failed)?.into_iter().collect(),
+        None => Latencies::default(),
     };
     if floods {
         hostile.end().map_err(failed)?;
     }
-    latencies_ns.sort_unstable();
-    let at = |permille| to_f64(at_permille(&latencies_ns, permille).unwrap_or(0)) / 1e3;
+    let at = |permille| to_f64(latencies.ns(permille)) / 1e3;
     Ok(Slice {
-        iops: to_f64(latencies_ns.len() as u64) / took,
+        iops: to_f64(latencies.count() as u64) / took,
         p50_us: at(500),
         p99_us: at(990),
         p999_us: at(999),

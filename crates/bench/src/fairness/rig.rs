@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Two engines on one CPU, their disks, and a host that answers page requests at once.
 
+use crate::harness::rounds::progress;
 use pagetide_addr::{PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, Writes};
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
@@ -155,7 +156,7 @@ impl Side {
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
-            image_use: crate::SHARED_IMAGE,
+            image_use: crate::blk::side::SHARED_IMAGE,
             access: pagetide_dpu::SocketAccess::default(),
         })?;
         Ok(())
@@ -170,7 +171,7 @@ impl Drop for Side {
         if let Some(host) = self.host.take()
             && host.join().is_err()
         {
-            eprintln!("bench fairness: the host's thread panicked");
+            progress("fairness", "the host's thread panicked");
         }
     }
 }
@@ -194,7 +195,7 @@ fn answer(ends: &[HostEnd], bell: &Doorbell, stop: &AtomicBool, faulting: &Fault
             false => poll(&mut [PollFd::new(bell, PollFlags::IN)], None),
         };
         if waited.is_err() || bell.disarm().is_err() {
-            eprintln!("bench fairness: waiting for page requests failed");
+            progress("fairness", "waiting for page requests failed");
             return;
         }
     }

@@ -8,8 +8,10 @@ use super::{
     load::Load,
     rig::{HOSTILE_QUEUES, IMAGE_BYTES, Rig},
 };
-use crate::random::SplitMix;
+use crate::harness::rounds::progress;
 use pagetide_addr::{FileKey, FilePage, PAGE_BYTES};
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::{
     cpu::{Urgency, set_urgency},
     lent::{LentError, LentMemory},
@@ -146,7 +148,7 @@ impl Client {
             if let Err(error) = work(&plan, &its, &gone, &tell)
                 && tell.send(Err(error)).is_err()
             {
-                eprintln!("bench fairness: a client's error comes too late");
+                progress("fairness", "a client's error comes too late");
             }
         })?;
         // It reports once that it is ready.
@@ -165,7 +167,7 @@ impl Client {
         if let Some(go) = &self.go
             && go.send(()).is_err()
         {
-            eprintln!("bench fairness: a client has ended");
+            progress("fairness", "a client has ended");
         }
     }
 
@@ -190,7 +192,7 @@ impl Drop for Client {
             .take()
             .is_some_and(|thread| thread.join().is_err())
         {
-            eprintln!("bench fairness: a client panicked");
+            progress("fairness", "a client panicked");
         }
     }
 }
@@ -204,7 +206,10 @@ fn work(
     if plan.load.is_none()
         && let Err(error) = set_urgency(Urgency::Preempting(PRIORITY))
     {
-        eprintln!("bench fairness: the steady client has no priority: {error}");
+        progress(
+            "fairness",
+            format_args!("the steady client has no priority: {error}"),
+        );
     }
     if plan.load == Some(Load::Connections) {
         tell.send(Ok(Vec::new()))?;
@@ -249,7 +254,7 @@ struct Disk<'a> {
     calls: Vec<Arc<EventFd>>,
     kicks: Vec<Box<dyn QueueNotifier>>,
     memory: LentMemory,
-    random: SplitMix,
+    random: SplitMix64,
     /// Memory whose pages are evicted before each request.
     domain: Option<Arc<DmaDomain>>,
 }
@@ -284,7 +289,7 @@ impl<'a> Disk<'a> {
             calls,
             kicks: kicks.collect(),
             memory,
-            random: SplitMix(7),
+            random: SplitMix64::new(7),
             domain: None,
         })
     }
@@ -365,7 +370,7 @@ impl<'a> Disk<'a> {
                     let since = &mut begun[usize::from(buffer)];
                     let took = last.saturating_duration_since(*since);
                     if load.is_none() {
-                        latencies_ns.push(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+                        latencies_ns.push(clock::ns(took));
                     }
                     errors += u64::from(ret != 0);
                     shared.done.fetch_add(unit, Ordering::Relaxed);

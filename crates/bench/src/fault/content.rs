@@ -5,7 +5,9 @@
 //! typical content of guests: code, strings, tables. Only pages that the lz4 tier accepts are used, since
 //! zero and uncompressed pages are filled in other, cheaper ways; kernel zram gets the same bytes.
 
-use pagetide_addr::{PageNo, to_usize};
+use crate::harness::figures::to_f64;
+use pagetide_addr::PageNo;
+use pagetide_random::{GAMMA, SplitMix64};
 use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
 
 /// Bytes of a page.
@@ -57,7 +59,7 @@ impl Content {
 
     /// Compressed size over size.
     pub(crate) fn lz4_ratio(&self) -> f64 {
-        super::samples::ratio(self.stored_bytes, self.models.len() as u64)
+        to_f64(self.stored_bytes) / to_f64(self.models.len() as u64)
     }
 
     /// Content of page `page`.
@@ -73,21 +75,13 @@ impl Content {
 
 /// First word of page `page`.
 pub(crate) const fn stamp(page: PageNo) -> u64 {
-    (page.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    (page.0 + 1).wrapping_mul(GAMMA)
 }
 
 /// A reproducible order of `pages` pages in which no page predicts the next.
 pub(crate) fn random_order(pages: u64, seed: u64) -> Vec<PageNo> {
     let mut order: Vec<PageNo> = (0..pages).map(PageNo).collect();
-    let mut state = stamp(PageNo(seed)) | 1;
-    for left in (1..pages).rev() {
-        // xorshift64*
-        state ^= state >> 12;
-        state ^= state << 25;
-        state ^= state >> 27;
-        let chosen = (state.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 11) % (left + 1);
-        order.swap(to_usize(left), to_usize(chosen));
-    }
+    SplitMix64::new(seed).shuffle(&mut order);
     order
 }
 

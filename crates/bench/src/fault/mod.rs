@@ -36,7 +36,6 @@ pub(super) mod content;
 mod floor;
 pub mod guest;
 pub(super) mod process;
-pub(super) mod samples;
 pub(super) mod touch;
 pub(super) mod zram;
 
@@ -44,17 +43,20 @@ use self::{
     content::Content,
     guest::{Answer, Order},
     process::{Guest, add_blk, evict_all, remove_blk},
-    samples::{Samples, ratio},
     touch::Pattern,
     zram::ZramSwap,
 };
 use super::{
-    BenchError, BenchReport,
     daemon::{Daemon, directory_in},
-    figures::rounded,
+    harness::{
+        figures::{rounded, to_f64},
+        latencies::LatenciesByRound,
+        report::{BenchError, BenchReport, failed, unable},
+        rounds::{Round, WarmUp, rounds},
+    },
     interrupt::Interrupted,
 };
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{PAGE_BYTES, to_usize};
 use serde_json::{Map, json};
 use std::path::{Path, PathBuf};
 
@@ -99,39 +101,33 @@ impl Default for FaultBenchOptions {
 /// [`BenchError`].
 pub fn run(options: &FaultBenchOptions) -> Result<BenchReport, BenchError> {
     let interrupted = Interrupted::listen().map_err(failed)?;
-    let mut bench =
-        Bench::prepare(*options).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
-    for round in 0..options.rounds {
+    let mut bench = Bench::prepare(*options).map_err(unable)?;
+    for round in rounds(NAME, to_usize(options.rounds), WarmUp::None) {
         bench.round(round, &interrupted).map_err(failed)?;
-        tracing::info!(round = round + 1, of = options.rounds, "bench fault");
     }
     bench.verify().map_err(failed)?;
     Ok(bench.report())
 }
 
-fn failed(reason: String) -> BenchError {
-    BenchError::Failed { name: NAME, reason }
-}
-
 /// All latencies.
 #[derive(Default)]
 struct Measured {
-    cpu: Samples,
-    random: Samples,
-    device: Samples,
-    device_present: Samples,
-    device_again: Samples,
-    zram: Samples,
-    copy: Samples,
-    round_trip: Samples,
-    sequential: Samples,
-    sequential_alone: Samples,
+    cpu: LatenciesByRound,
+    random: LatenciesByRound,
+    device: LatenciesByRound,
+    device_present: LatenciesByRound,
+    device_again: LatenciesByRound,
+    zram: LatenciesByRound,
+    copy: LatenciesByRound,
+    round_trip: LatenciesByRound,
+    sequential: LatenciesByRound,
+    sequential_alone: LatenciesByRound,
     faults: u64,
     reader_cpu_us: f64,
     daemon_cpu_ns: u64,
-    zram_sequential: Samples,
-    zipf: Samples,
-    zram_zipf: Samples,
+    zram_sequential: LatenciesByRound,
+    zipf: LatenciesByRound,
+    zram_zipf: LatenciesByRound,
     device_faults: u64,
     device_cpu_ns: u64,
     sequential_faults: u64,
@@ -189,8 +185,8 @@ impl Bench {
         })
     }
 
-    fn round(&mut self, round: u64, interrupted: &Interrupted) -> Result<(), String> {
-        let seed = round * 10;
+    fn round(&mut self, round: Round, interrupted: &Interrupted) -> Result<(), String> {
+        let seed = round.seed() * 10;
         let phases: [Phase; 4] = [
             Self::zram_phase,
             Self::product_phases,
@@ -349,12 +345,8 @@ impl Bench {
     fn report_figures(&self, figures: &mut Map<String, serde_json::Value>) {
         let measured = &self.measured;
         let again_us = measured.device_again.us(500);
-        let mean = |samples: &Samples| rounded(samples.mean_us());
-        #[expect(
-            clippy::cast_precision_loss,
-            reason = "counts and times far below 2^53"
-        )]
-        let each = |total: f64, count: u64| rounded(total / count.max(1) as f64);
+        let mean = |samples: &LatenciesByRound| rounded(samples.mean_us());
+        let each = |total: f64, count: u64| rounded(total / to_f64(count.max(1)));
         let values = [
             ("cpu_us", measured.cpu.report(0.0)),
             ("cpu_p90_us_by_round", json!(measured.cpu.us_by_round(900))),
@@ -365,7 +357,7 @@ impl Bench {
             ),
             (
                 "service_cpu_us_per_fault",
-                rounded(ratio(measured.daemon_cpu_ns, measured.faults) / 1e3).into(),
+                rounded(to_f64(measured.daemon_cpu_ns) / to_f64(measured.faults) / 1e3).into(),
             ),
             ("device_us", measured.device.report(again_us)),
             ("device_whole_us", measured.device.report(0.0)),
@@ -374,7 +366,8 @@ impl Bench {
             ("device_faults", measured.device_faults.into()),
             (
                 "service_cpu_us_per_device_fault",
-                rounded(ratio(measured.device_cpu_ns, measured.device_faults) / 1e3).into(),
+                rounded(to_f64(measured.device_cpu_ns) / to_f64(measured.device_faults) / 1e3)
+                    .into(),
             ),
             (
                 "sequential_us_per_page",

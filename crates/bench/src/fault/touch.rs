@@ -5,8 +5,9 @@ use super::{
     content::{PAGE, random_order, stamp},
     guest::ns_since,
 };
-use crate::random::SplitMix;
 use pagetide_addr::PageNo;
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::cpu;
 use serde::{Deserialize, Serialize};
 use std::{sync::Barrier, time::Instant};
@@ -47,7 +48,7 @@ fn zipf_order(pages: u64, seed: u64) -> Vec<PageNo> {
         sum += weight;
         below.push(sum);
     }
-    let mut random = SplitMix(seed);
+    let mut random = SplitMix64::new(seed);
     let mut is_met = vec![false; ranked.len()];
     let mut order = Vec::with_capacity(2 * ranked.len());
     for _ in 0..ranked.len() {
@@ -127,7 +128,7 @@ pub(super) fn together(
                     .map_err(|_| "a vCPU has panicked".to_owned())??,
             );
         }
-        let wall_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let wall_ns = clock::ns(begun.elapsed());
         Ok(Together { ns, wall_ns })
     })
 }

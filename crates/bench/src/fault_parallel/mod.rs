@@ -18,17 +18,21 @@ mod held;
 
 use self::held::HeldRig;
 use super::{
-    BenchError, BenchReport,
     daemon::{Daemon, directory_in},
     fault::{
         guest::{Answer, Beside, Order},
         process::{Guest, evict_all},
         zram::ZramSwap,
     },
-    figures::{at_permille, median, rounded, to_f64},
+    harness::{
+        figures::{median, median_ratio, rounded, to_f64},
+        latencies::Latencies,
+        report::{BenchError, BenchReport, failed, unable},
+        rounds::{Round, WarmUp, rounds},
+    },
     interrupt::Interrupted,
 };
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{PAGE_BYTES, to_usize};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 
@@ -68,8 +72,8 @@ impl Default for FaultParallelOptions {
 
 /// The times of one turn.
 pub(super) struct Turn {
-    /// Each page, sorted, in nanoseconds.
-    ns: Vec<u32>,
+    /// Of each page.
+    latencies: Latencies,
     wall_ns: u64,
 }
 
@@ -83,20 +87,20 @@ impl Turn {
     /// From an answer of the guest.
     pub(super) fn of(answer: Answer) -> Result<Self, String> {
         match answer {
-            Answer::TookTogether { mut ns, wall_ns } => {
-                ns.sort_unstable();
-                Ok(Self { ns, wall_ns })
-            }
+            Answer::TookTogether { ns, wall_ns } => Ok(Self {
+                latencies: ns.into_iter().collect(),
+                wall_ns,
+            }),
             other => Err(format!("the guest answered {other:?}")),
         }
     }
 
     fn us(&self, permille: usize) -> f64 {
-        at_permille(&self.ns, permille).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
+        self.latencies.us(permille)
     }
 
     fn pages_per_s(&self) -> f64 {
-        to_f64(self.ns.len() as u64) * 1e9 / to_f64(self.wall_ns.max(1))
+        to_f64(self.latencies.count() as u64) * 1e9 / to_f64(self.wall_ns.max(1))
     }
 }
 
@@ -115,22 +119,16 @@ struct Cell {
 /// [`BenchError`].
 pub fn run(options: &FaultParallelOptions) -> Result<BenchReport, BenchError> {
     let interrupted = Interrupted::listen().map_err(failed)?;
-    let unable = |reason| BenchError::Unable { name: NAME, reason };
     let mut bench = Bench::prepare(*options).map_err(unable)?;
     let mut cells = THREADS.map(|threads| (threads, Cell::default()));
-    for round in 0..options.rounds {
+    for round in rounds(NAME, to_usize(options.rounds), WarmUp::None) {
         for (threads, cell) in &mut cells {
             interrupted.check().map_err(failed)?;
             bench.turns(*threads, round, cell).map_err(failed)?;
         }
-        tracing::info!(round = round + 1, of = options.rounds, "bench {NAME}");
     }
     bench.guest.obey(&Order::Verify).map_err(failed)?;
     Ok(report(&cells, bench.zram.as_ref().err()))
-}
-
-fn failed(reason: String) -> BenchError {
-    BenchError::Failed { name: NAME, reason }
 }
 
 /// The resources of a run. Fields are dropped in this order: nothing is removed while it is in use.
@@ -160,10 +158,10 @@ impl Bench {
         })
     }
 
-    fn turns(&mut self, threads: u64, round: u64, cell: &mut Cell) -> Result<(), String> {
+    fn turns(&mut self, threads: u64, round: Round, cell: &mut Cell) -> Result<(), String> {
         let touch = |beside| Order::TouchTogether {
             threads,
-            seed: round,
+            seed: round.seed(),
             beside,
         };
         let alone = touch(Beside::Nothing);
@@ -177,12 +175,7 @@ impl Bench {
         evict_all(&self.daemon, self.options.pages)?;
         cell.ours.push(Turn::take(&mut self.guest, &alone)?);
         self.daemon.detach()?;
-        // The order alternates from round to round.
-        let mut both = [Beside::Nothing, Beside::LastPage];
-        if round % 2 == 1 {
-            both.reverse();
-        }
-        for beside in both {
+        for beside in round.turns([Beside::Nothing, Beside::LastPage]) {
             let turn = self.held.turn(&mut self.guest, &touch(beside))?;
             match beside {
                 Beside::Nothing => cell.quiet.push(turn),
@@ -209,20 +202,20 @@ fn report(cells: &[(u64, Cell)], no_zram: Option<&String>) -> BenchReport {
             .insert(key.clone(), Map::from_iter(ours).into());
         if no_zram.is_none() {
             report.peers.insert(key, figures_of(&cell.zram));
-            let rate = ratio(&cell.ours, &cell.zram, Turn::pages_per_s);
+            let rate = median_ratio(&cell.ours, &cell.zram, Turn::pages_per_s);
             report
                 .ratios
                 .insert(format!("rate_over_zram_{threads}"), rounded(rate).into());
-            let alone = ratio(&cell.quiet, &cell.zram, Turn::pages_per_s);
+            let alone = median_ratio(&cell.quiet, &cell.zram, Turn::pages_per_s);
             report
                 .ratios
                 .insert(format!("alone_over_zram_{threads}"), rounded(alone).into());
-            let p90 = ratio(&cell.ours, &cell.zram, |turn| turn.us(900));
+            let p90 = median_ratio(&cell.ours, &cell.zram, |turn| turn.us(900));
             report
                 .ratios
                 .insert(format!("p90_over_zram_{threads}"), rounded(p90).into());
         }
-        let beside = ratio(&cell.held, &cell.quiet, |turn| turn.us(990));
+        let beside = median_ratio(&cell.held, &cell.quiet, |turn| turn.us(990));
         let name = format!("p99_beside_held_over_quiet_{threads}");
         report.ratios.insert(name, rounded(beside).into());
         worst = worst.max(beside);
@@ -235,15 +228,6 @@ fn report(cells: &[(u64, Cell)], no_zram: Option<&String>) -> BenchReport {
         report.peers.insert("zram".into(), json!(reason));
     }
     report
-}
-
-/// The median over the rounds of the ratio of `figure` for one side to that for the other.
-fn ratio(ours: &[Turn], theirs: &[Turn], figure: impl Fn(&Turn) -> f64) -> f64 {
-    median(
-        ours.iter()
-            .zip(theirs)
-            .map(|(ours, theirs)| figure(ours) / figure(theirs)),
-    )
 }
 
 fn figures_of(turns: &[Turn]) -> Value {

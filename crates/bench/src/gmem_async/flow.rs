@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use pagetide_addr::{Access, PAGE_BYTES, PAGE_SHIFT, Pa, PageRange};
 use pagetide_gmem::{AddressSpace, Callback, GmError, MapOptions, Region, RegionRequest};
+use pagetide_random::SplitMix64;
 
 use super::iommu::Iommu;
 
@@ -122,7 +123,7 @@ impl Flow {
             let frames = (0..*pages).map(frame).collect();
             buffers.push(Buffer { region, frames });
         }
-        shuffle(&mut buffers, seed);
+        SplitMix64::new(seed).shuffle(&mut buffers);
         Ok(Self {
             space: Arc::clone(space),
             buffers,
@@ -240,16 +241,4 @@ impl Flow {
 
 fn ns_since(begun: Instant) -> u32 {
     u32::try_from(begun.elapsed().as_nanos()).unwrap_or(u32::MAX)
-}
-
-/// Fisher and Yates' shuffle by Marsaglia's xorshift.
-fn shuffle<T>(all: &mut [T], seed: u64) {
-    let mut state = seed | 1;
-    for left in (1..all.len()).rev() {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        let choice = state % (left as u64 + 1);
-        all.swap(left, usize::try_from(choice).unwrap_or(left));
-    }
 }

@@ -32,13 +32,15 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::{
-    BenchError, BenchReport,
+use super::harness::{
     figures::{median, thousandths},
+    latencies::Latencies,
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, rounds},
 };
 use flow::{BUFFERS, Broken, Way};
 use iommu::RANGE_NS;
-use rig::{Measured, Rig, Worker, percentile_us};
+use rig::{Measured, Rig, Worker};
 
 const NAME: &str = "gmem-async";
 /// Costs of an invalidation command, and their names in the report.
@@ -100,7 +102,7 @@ struct Waiting {
     command_ns: u64,
     name: &'static str,
     worker: Worker,
-    rounds: Vec<[Vec<u32>; 2]>,
+    rounds: Vec<[Latencies; 2]>,
 }
 
 /// Runs the bench.
@@ -125,10 +127,9 @@ pub fn run(options: &GmemAsyncBenchOptions) -> Result<BenchReport, BenchError> {
             rounds: Vec::new(),
         }));
     }
-    for round in 0..=options.rounds {
-        eprintln!("bench {NAME}: round {round} of {}", options.rounds);
+    for round in rounds(NAME, options.rounds, WarmUp::First) {
         one_round(&mut loads, &mut waits, options.slice).map_err(failed)?;
-        if round == 0 {
+        if !round.counts {
             loads.iter_mut().for_each(|load| load.rounds.clear());
             waits.iter_mut().for_each(|wait| wait.rounds.clear());
         }
@@ -200,7 +201,7 @@ fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
     }
     for wait in waits.iter().filter(|wait| wait.cost == DEFAULT_COST) {
         for percent in [50, 99] {
-            let [unmap, later] = wait.percentile_us(percent);
+            let [unmap, later] = wait.us(percent * 10);
             ratios.insert(
                 format!("{}_p{percent}", wait.name),
                 thousandths(later / unmap),
@@ -248,29 +249,21 @@ fn figure(loads: &[Load], (cost, way, flows): (&str, &str, usize), pick: Pick) -
 
 impl Waiting {
     /// Of `unmap`, and of `unmap_later` with `synchronize`: the median of the rounds' percentiles.
-    fn percentile_us(&self, percent: usize) -> [f64; 2] {
+    fn us(&self, permille: usize) -> [f64; 2] {
         [0, 1].map(|which: usize| {
             let rounds = self.rounds.iter();
-            median(rounds.map(|both| percentile_us(&both[which], percent)))
+            median(rounds.map(|both| both[which].us(permille)))
         })
     }
 
     fn latencies(&self) -> Value {
-        let ([unmap_p50, later_p50], [unmap_p99, later_p99]) =
-            (self.percentile_us(50), self.percentile_us(99));
+        let ([unmap_p50, later_p50], [unmap_p99, later_p99]) = (self.us(500), self.us(990));
         json!({
             "unmap_p50_us": thousandths(unmap_p50),
             "unmap_later_p50_us": thousandths(later_p50),
             "unmap_p99_us": thousandths(unmap_p99),
             "unmap_later_p99_us": thousandths(later_p99),
         })
-    }
-}
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
     }
 }
 

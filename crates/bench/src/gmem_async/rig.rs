@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pagetide_addr::{PAGE_BYTES, Va};
 use pagetide_gmem::{Activation, AddressSpace, AllocPolicy, Caching, Device, Mmu, Mode};
 
-use crate::figures::at_permille;
+use crate::harness::latencies::Latencies;
 
 use super::flow::{Broken, Flow, Way};
 use super::iommu::Iommu;
@@ -83,10 +83,9 @@ impl Rig {
             begun.elapsed().as_secs_f64(),
             pagetide_sys::cpu::process_time() - cpu,
         );
-        let mut latencies_ns = latencies_ns.concat();
-        latencies_ns.sort_unstable();
+        let latencies: Latencies = latencies_ns.concat().into_iter().collect();
         #[expect(clippy::cast_precision_loss, reason = "counts far below 2^53")]
-        let (unmaps, commands) = (latencies_ns.len() as f64, self.iommu.commands() as f64);
+        let (unmaps, commands) = (latencies.count() as f64, self.iommu.commands() as f64);
         if self.iommu.was_granted_too_early() {
             return Err(Broken::ToldTooEarly);
         }
@@ -94,18 +93,22 @@ impl Rig {
             unmaps_per_second: unmaps / seconds,
             cpu_us_per_unmap: cpu.as_secs_f64() * 1e6 / unmaps,
             invalidations_per_unmap: commands / unmaps,
-            latency_p50_us: percentile_us(&latencies_ns, 50),
-            latency_p99_us: percentile_us(&latencies_ns, 99),
+            latency_p50_us: latencies.us(500),
+            latency_p99_us: latencies.us(990),
         })
     }
 
     /// One flow unmaps and waits, for `slice`: latencies of `unmap`, and of `unmap_later` with
-    /// `synchronize`, in alternation; in nanoseconds, ascending.
-    pub(super) fn wait(mut self, worker: Worker, slice: Duration) -> Result<[Vec<u32>; 2], Broken> {
+    /// `synchronize`, in alternation.
+    pub(super) fn wait(
+        mut self,
+        worker: Worker,
+        slice: Duration,
+    ) -> Result<[Latencies; 2], Broken> {
         let Some(flow) = self.flows.first_mut() else {
-            return Ok([Vec::new(), Vec::new()]);
+            return Ok(Default::default());
         };
-        let mut times_ns = served(&self.space, worker, || {
+        let times_ns = served(&self.space, worker, || {
             let mut times_ns = [Vec::new(), Vec::new()];
             let begun = Instant::now();
             while begun.elapsed() < slice {
@@ -115,8 +118,7 @@ impl Rig {
             }
             Ok::<_, Broken>(times_ns)
         })?;
-        times_ns.iter_mut().for_each(|times| times.sort_unstable());
-        Ok(times_ns)
+        Ok(times_ns.map(|times| times.into_iter().collect()))
     }
 }
 
@@ -138,9 +140,4 @@ fn joined<T>(thread: ScopedJoinHandle<'_, T>) -> T {
         Ok(done) => done,
         Err(panic) => std::panic::resume_unwind(panic),
     }
-}
-
-/// The value that `percent` of `sorted_ns` do not exceed, in microseconds.
-pub(super) fn percentile_us(sorted_ns: &[u32], percent: usize) -> f64 {
-    at_permille(sorted_ns, percent * 10).map_or(f64::NAN, |ns| f64::from(ns) / 1e3)
 }

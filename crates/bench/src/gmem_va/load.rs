@@ -5,6 +5,8 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use pagetide_random::SplitMix64;
+
 /// Pages of the space: 2^48 bytes.
 pub(super) const SPACE_PAGES: u64 = 1 << 36;
 
@@ -55,7 +57,7 @@ pub(super) struct Load {
 /// The state of one thread.
 struct ThreadLoad {
     live: Vec<Region>,
-    random: Random,
+    random: SplitMix64,
     mix: Mix,
 }
 
@@ -72,9 +74,9 @@ impl Load {
             allocator,
         };
         for seed in 1..=threads {
-            let mut random = Random(0x9E37_79B9_7F4A_7C15_u64.wrapping_mul(seed as u64));
+            let mut random = SplitMix64::new(seed as u64);
             let regions = (0..live / threads).map(|_| {
-                let pages = random.pages(mix);
+                let pages = draw_pages(&mut random, mix);
                 let start = load.allocator.alloc(pages).ok_or(Refused("alloc"))?;
                 Ok((start, pages))
             });
@@ -141,12 +143,12 @@ impl ThreadLoad {
         let (begin, mut steps) = (Instant::now(), 0_u32);
         loop {
             for _ in 0..BATCH {
-                let index = self.random.below(self.live.len());
+                let index = self.random.index(self.live.len());
                 let (start, pages) = self.live[index];
                 if !allocator.free(start, pages) {
                     return Err(Refused("free"));
                 }
-                let pages = self.random.pages(self.mix);
+                let pages = draw_pages(&mut self.random, self.mix);
                 let start = allocator.alloc(pages).ok_or(Refused("alloc"))?;
                 self.live[index] = (start, pages);
             }
@@ -163,9 +165,9 @@ impl ThreadLoad {
     fn batch_apart(&mut self, allocator: &dyn Allocator) -> Result<Duration, Refused> {
         let mut regions: [(Region, u64); BATCH] = [((0, 0), 0); BATCH];
         for (victim, pages) in &mut regions {
-            let index = self.random.below(self.live.len());
+            let index = self.random.index(self.live.len());
             *victim = self.live.swap_remove(index);
-            *pages = self.random.pages(self.mix);
+            *pages = draw_pages(&mut self.random, self.mix);
         }
         let mut refused = false;
         let begin = Instant::now();
@@ -184,35 +186,16 @@ impl ThreadLoad {
     }
 }
 
-/// Xorshift (Marsaglia), multiplied.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    /// Below `limit`, without a division.
-    fn below(&mut self, limit: usize) -> usize {
-        let product = u128::from(self.next()) * limit as u128;
-        usize::try_from(product >> 64).unwrap_or(0)
-    }
-
-    /// A size from `mix`.
-    fn pages(&mut self, mix: Mix) -> u64 {
-        let mut drawn = self.below(1000) as u64;
-        for &(share, smallest, largest) in mix {
-            if drawn < share {
-                let span = usize::try_from(largest - smallest + 1).unwrap_or(1);
-                return smallest + self.below(span) as u64;
-            }
-            drawn -= share;
+/// A size from `mix`, in pages.
+fn draw_pages(random: &mut SplitMix64, mix: Mix) -> u64 {
+    let mut drawn = random.below(1000);
+    for &(share, smallest, largest) in mix {
+        if drawn < share {
+            return random.between(smallest, largest + 1);
         }
-        1
+        drawn -= share;
     }
+    1
 }
 
 #[cfg(test)]
@@ -223,8 +206,8 @@ mod tests {
     fn mix_adds_up_and_sizes_stay_within_it() {
         for (mix, largest) in [(MIXED, 4096), (SMALL, 32)] {
             assert_eq!(mix.iter().map(|(share, _, _)| share).sum::<u64>(), 1000);
-            let mut random = Random(1);
-            let sizes: Vec<u64> = (0..10_000).map(|_| random.pages(mix)).collect();
+            let mut random = SplitMix64::new(1);
+            let sizes: Vec<u64> = (0..10_000).map(|_| draw_pages(&mut random, mix)).collect();
             assert!(sizes.iter().all(|pages| (1..=largest).contains(pages)));
             let single = sizes.iter().filter(|&&pages| pages == 1).count();
             assert!((4_500..6_000).contains(&single), "{single}");

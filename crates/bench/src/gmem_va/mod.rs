@@ -43,9 +43,10 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::{
-    BenchError, BenchReport,
+use super::harness::{
     figures::{median, thousandths},
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, progress, rounds, silent_rounds},
 };
 use linux_like::LinuxLike;
 use load::{Allocator, Load, MIXED, Mix, SMALL, SPACE_PAGES};
@@ -177,7 +178,7 @@ impl Rates {
 
 /// Runs the bench.
 pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
-    eprintln!("bench {NAME}: filling");
+    progress(NAME, "filling");
     let mut all = Vec::new();
     for threads in THREADS {
         for (kind, make) in KINDS {
@@ -187,16 +188,15 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
             }
         }
     }
-    for round in 0..=options.rounds {
-        eprintln!("bench {NAME}: round {round} of {}", options.rounds);
+    for round in rounds(NAME, options.rounds, WarmUp::First) {
         for rates in &mut all {
             let per_second = rates.load.run(options.slice).map_err(failed)?;
-            if round > 0 {
+            if round.counts {
                 rates.per_second.push(per_second);
             }
         }
     }
-    eprintln!("bench {NAME}: a thousand and a million regions");
+    progress(NAME, "a thousand and a million regions");
     let times = few_and_many(options)?;
     Ok(report(&all, times))
 }
@@ -210,7 +210,7 @@ fn few_and_many(options: &GmemVaBenchOptions) -> Result<[f64; 2], BenchError> {
         load.step_apart(4 * live).map_err(failed)?;
         loads.push((load, Vec::new()));
     }
-    for _ in 0..options.rounds {
+    for _round in silent_rounds(options.rounds, WarmUp::None) {
         for (load, times) in &mut loads {
             times.push(load.operation_ns(options.slice).map_err(failed)?);
         }
@@ -278,13 +278,6 @@ fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
 fn by_threads(value: impl Fn(usize) -> Value) -> Value {
     let values = THREADS.map(|threads| (format!("threads_{threads}"), value(threads)));
     Map::from_iter(values).into()
-}
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
-    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 
 use crate::{
     busy::{
-        guest::{BusyGuestOptions, Counted, Order},
+        guest::{BusyGuestOptions, Counted, Order, RamSize},
         kvm::{self, KvmGuest},
         pattern::Pattern,
         process::{BusyGuest, huge_bytes},
@@ -11,7 +11,7 @@ use crate::{
         stock::{self, Load, StockGuest},
     },
     daemon::{Daemon, directory_in},
-    figures::to_f64,
+    harness::figures::to_f64,
     interrupt::Interrupted,
     options::{GivenSetting, flags},
 };
@@ -173,6 +173,7 @@ impl Cell {
     fn guest_options(&self, hot: Hot, ram_bytes: u64) -> BusyGuestOptions {
         BusyGuestOptions {
             ram_mib: ram_bytes >> 20,
+            size: RamSize::Exact,
             vcpus: hot.vcpus,
             pattern: Pattern::Part {
                 hot_permille: hot.hot_eighths * 125,

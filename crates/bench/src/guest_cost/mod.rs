@@ -32,19 +32,22 @@
 //! what a fault costs: then only a large loss is visible.
 //!
 //! Ratios are attached over released of one pair; a cell has their median, and the mean with its lower 95 %
-//! bound ([`overall`]). `ratios` has the worst bound of each kind.
+//! bound (`PairedRatios::bounds`). `ratios` has the worst bound of each kind.
 
 mod cell;
 
 use super::{
-    BenchError, BenchReport,
-    blk::stats::{PairedRatios, overall},
     busy::{
         kvm::KvmGuest,
         stock::{self, Load, StockGuest},
     },
     daemon::directory_in,
-    figures::{midpoint, thousandths},
+    harness::{
+        figures::{midpoint, thousandths},
+        ratios::PairedRatios,
+        report::{BenchError, BenchReport, failed, unable},
+        rounds::progress,
+    },
     interrupt::Interrupted,
     memory::{fitting, ram_key},
     options::SizeOptions,
@@ -62,10 +65,6 @@ const SLICE_SECONDS: u64 = 5;
 /// Shows whether shared memory may have huge pages.
 const SHMEM_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
-fn failed(reason: String) -> BenchError {
-    BenchError::Failed { name: NAME, reason }
-}
-
 /// All cells, those of one kind together.
 fn cells() -> Vec<Cell> {
     let of_kind = |kind: Kind| {
@@ -82,8 +81,7 @@ fn cells() -> Vec<Cell> {
 /// [`BenchError`].
 pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     let interrupted = Interrupted::listen().map_err(failed)?;
-    let (ram_bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES))
-        .map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+    let (ram_bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES)).map_err(unable)?;
     let plan = Plan {
         ram_bytes,
         pairs: options.pairs.unwrap_or(PAIRS),
@@ -116,7 +114,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         if lacking.is_some() {
             continue;
         }
-        eprintln!("bench {NAME}: {}", cell.name());
+        progress(NAME, cell.name());
         let pairs = cell::measure(cell, &plan, &interrupted).map_err(failed)?;
         measured.push((cell, pairs));
     }
@@ -175,7 +173,7 @@ fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
     let mut lows = Vec::new();
     for (cell, pairs) in measured {
         let ratios = || pairs.iter().map(Pair::ratio);
-        let of_cell = PairedRatios::new(ratios()).and_then(|ratios| overall(&[ratios]));
+        let of_cell = PairedRatios::bounds(ratios());
         let bounds = of_cell.map(|all| (all.mean, all.low95));
         let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
         let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));

@@ -9,6 +9,7 @@
 //! for B's answers, which a touching engine cannot give before the tier has run.
 
 use super::frontend::Pages;
+use crate::harness::rounds::progress;
 use clap::ValueEnum;
 use pagetide_addr::{FileKey, FilePage, PAGE_BYTES, PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, SocketAccess, Writes};
@@ -165,7 +166,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
             direct_io: DirectIo::Off,
             on_fault: OnFault::OutOfOrder,
             ram: pagetide_dpu::RamPolicy::default(),
-            image_use: crate::SHARED_IMAGE,
+            image_use: crate::blk::side::SHARED_IMAGE,
             access: SocketAccess::default(),
         })?;
     }
@@ -186,7 +187,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
             Order::Memory(name) => {
                 let taken = tier.take(name);
                 if let Err(reason) = &taken {
-                    eprintln!("bench head-of-line: {reason}");
+                    progress("head-of-line", reason);
                 }
                 say(&taken.is_ok())?;
             }
@@ -247,7 +248,10 @@ impl Tier {
         let thread = std::thread::Builder::new().name("tier".into());
         let spawned = thread.spawn(move || {
             if let Err(error) = cpu::set_urgency(Urgency::Preempting(PRIORITY)) {
-                eprintln!("bench head-of-line: the tier has no priority: {error}");
+                progress(
+                    "head-of-line",
+                    format_args!("the tier has no priority: {error}"),
+                );
             }
             serve();
         });
@@ -293,11 +297,14 @@ fn bring_parked(
         if !end.has_request()
             && let Err(error) = poll(&mut [PollFd::new(bell, PollFlags::IN)], None)
         {
-            eprintln!("bench head-of-line: waiting for page requests: {error}");
+            progress(
+                "head-of-line",
+                format_args!("waiting for page requests: {error}"),
+            );
             return;
         }
         if let Err(error) = bell.disarm() {
-            eprintln!("bench head-of-line: the doorbell: {error}");
+            progress("head-of-line", format_args!("the doorbell: {error}"));
             return;
         }
     }
@@ -324,11 +331,17 @@ fn bring_touched(userfaultfd: &Userfaultfd, hold: Duration, waited_for: &AtomicU
     loop {
         let mut polled = [PollFd::from_borrowed_fd(userfaultfd.as_fd(), PollFlags::IN)];
         if let Err(error) = poll(&mut polled, None) {
-            eprintln!("bench head-of-line: waiting for touched pages: {error}");
+            progress(
+                "head-of-line",
+                format_args!("waiting for touched pages: {error}"),
+            );
             return;
         }
         if let Err(error) = userfaultfd.read_faults(&mut faults) {
-            eprintln!("bench head-of-line: reading touched pages: {error}");
+            progress(
+                "head-of-line",
+                format_args!("reading touched pages: {error}"),
+            );
             return;
         }
         for fault in &faults {
@@ -339,10 +352,10 @@ fn bring_touched(userfaultfd: &Userfaultfd, hold: Duration, waited_for: &AtomicU
                 Ok(FillOutcome::Filled { .. }) => {}
                 Ok(_) => {
                     if let Err(error) = userfaultfd.wake(at, PAGE_BYTES) {
-                        eprintln!("bench head-of-line: waking the engine: {error}");
+                        progress("head-of-line", format_args!("waking the engine: {error}"));
                     }
                 }
-                Err(error) => eprintln!("bench head-of-line: bringing a page: {error}"),
+                Err(error) => progress("head-of-line", format_args!("bringing a page: {error}")),
             }
         }
     }

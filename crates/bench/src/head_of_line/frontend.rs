@@ -14,8 +14,10 @@
 //! and print `true`; `"go"` makes it run and print a [`RunResult`].
 
 use super::backend::MemoryName;
-use crate::{figures::at_permille, random::SplitMix};
+use crate::harness::{figures::to_f64, latencies::Latencies};
 use pagetide_addr::PAGE_BYTES;
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::lent::{LentError, LentMemory};
 use rustix::{
     fs::{FallocateFlags, fallocate, fstat},
@@ -207,7 +209,7 @@ enum Gaps {
     /// Always the same.
     Even(Duration),
     /// Evenly distributed from half of `mean` to one and a half.
-    Drawn { mean: Duration, random: SplitMix },
+    Drawn { mean: Duration, random: SplitMix64 },
 }
 
 impl Gaps {
@@ -334,7 +336,7 @@ impl<'a> Tenant<'a> {
         for done in self.queue.completions() {
             let due = self.due[usize::from(done.context)];
             let took = began.elapsed().saturating_sub(due);
-            let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+            let ns = clock::ns(took);
             self.latencies_ns.push(ns);
             self.errors += u64::from(done.ret != 0);
             self.in_flight -= 1;
@@ -354,7 +356,7 @@ fn both(a: &mut Tenant<'_>, b: &mut Tenant<'_>, run: Run) -> Result<RunResult, F
     let beat = |per_s: u32| Duration::from_secs(1) / per_s.max(1);
     let gaps_a = Gaps::Drawn {
         mean: beat(run.faults_per_s),
-        random: SplitMix(run.seed),
+        random: SplitMix64::new(run.seed),
     };
     let a_requests = gaps_a.requests_max(run.time);
     if a_requests > u64::from(A_PAGES) {
@@ -379,8 +381,8 @@ fn both(a: &mut Tenant<'_>, b: &mut Tenant<'_>, run: Run) -> Result<RunResult, F
         }
     }
     Ok(RunResult {
-        a: latency(&mut a.latencies_ns),
-        b: latency(&mut b.latencies_ns),
+        a: latency(std::mem::take(&mut a.latencies_ns)),
+        b: latency(std::mem::take(&mut b.latencies_ns)),
         errors: a.errors + b.errors,
     })
 }
@@ -393,12 +395,11 @@ fn sleep(time: Duration) {
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "times for people")]
-pub(super) fn latency(ns: &mut [u64]) -> Latency {
-    ns.sort_unstable();
-    let at = |permille| at_permille(ns, permille).unwrap_or(0) as f64 / 1e3;
+pub(super) fn latency(ns: Vec<u64>) -> Latency {
+    let times: Latencies = ns.into_iter().collect();
+    let at = |permille| to_f64(times.ns(permille)) / 1e3;
     Latency {
-        count: ns.len() as u64,
+        count: times.count() as u64,
         p50_us: at(500),
         p99_us: at(990),
         p999_us: at(999),
@@ -412,13 +413,13 @@ mod tests {
 
     #[test]
     fn percentile_is_the_least_that_enough_do_not_exceed() {
-        let mut ns: Vec<u64> = (1..=10_000).rev().map(|i| i * 1000).collect();
-        let found = latency(&mut ns);
+        let ns: Vec<u64> = (1..=10_000).rev().map(|i| i * 1000).collect();
+        let found = latency(ns);
         assert_eq!(found.count, 10_000);
         assert!((found.p50_us - 5000.0).abs() < 1e-6);
         assert!((found.p999_us - 9990.0).abs() < 1e-6);
         assert!((found.max_us - 10_000.0).abs() < 1e-6);
-        assert_eq!(latency(&mut []).count, 0);
+        assert_eq!(latency(Vec::new()).count, 0);
     }
 
     #[test]
@@ -426,7 +427,7 @@ mod tests {
         const BEAT_NS: u128 = 250_000;
         let (mean, time) = (Duration::from_millis(100), Duration::from_secs(4));
         let dues = |seed| {
-            let random = SplitMix(seed);
+            let random = SplitMix64::new(seed);
             let mut gaps = Gaps::Drawn { mean, random };
             let most = gaps.requests_max(time);
             let mut dues = vec![gaps.first()];

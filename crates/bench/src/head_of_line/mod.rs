@@ -37,9 +37,12 @@ pub mod frontend;
 pub mod wakes;
 
 use super::{
-    BenchError, BenchReport,
     blk::process::{Part, PartError, SideCpus},
-    figures::median,
+    harness::{
+        figures::{median, median_ratio},
+        report::{BenchError, BenchReport, failed},
+        rounds::{Round, WarmUp, progress, rounds},
+    },
 };
 use backend::{FaultMode, TierReport};
 use frontend::{Latency, Pages, Run, RunResult};
@@ -95,13 +98,6 @@ impl Class {
     }
 }
 
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
-    }
-}
-
 /// The extent of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadOfLineOptions {
@@ -148,9 +144,12 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
         .map_err(failed)?;
     let images = [make_image(dir.path(), "a")?, make_image(dir.path(), "b")?];
     let placement = SideCpus::choose();
-    eprintln!(
-        "bench {NAME}: engine on CPU {}, clients on CPU {}",
-        placement.backend, placement.frontend
+    progress(
+        NAME,
+        format_args!(
+            "engine on CPU {}, clients on CPU {}",
+            placement.backend, placement.frontend
+        ),
     );
     let class = Class::choose();
     let wakes = machine_wakes(class, placement)?;
@@ -177,7 +176,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
         // Warms code, caches and the schedule up.
         side.run(options, Pages::Present, (Duration::from_millis(300), 0))?;
     }
-    for pair in 0..options.pairs {
+    for pair in rounds(NAME, options.pairs, WarmUp::None) {
         for (side, cell) in sides.iter_mut().zip(&mut cells) {
             side.pair(options, pair, cell)?;
         }
@@ -295,15 +294,11 @@ impl Side {
     fn pair(
         &mut self,
         options: &HeadOfLineOptions,
-        number: usize,
+        pair: Round,
         cell: &mut Cell,
     ) -> Result<(), BenchError> {
-        let order = match number % 2 {
-            0 => [Pages::Present, Pages::Absent],
-            _ => [Pages::Absent, Pages::Present],
-        };
-        let seed = number as u64 + 1;
-        for pages in order {
+        let seed = pair.seed() + 1;
+        for pages in pair.turns([Pages::Present, Pages::Absent]) {
             let (result, tier) = self.run(options, pages, (options.time, seed))?;
             match pages {
                 Pages::Present => cell.present.push(result),
@@ -340,13 +335,16 @@ impl Side {
         if result.errors > 0 {
             return Err(failed(format!("{} requests failed", result.errors)));
         }
-        eprintln!(
-            "bench {NAME}: {} {}: B p99.9 {:.0} us, A {:.0} us, {} pages waited for",
-            self.mode.name(),
-            pages.name(),
-            result.b.p999_us,
-            result.a.p50_us,
-            tier.waited_for
+        progress(
+            NAME,
+            format_args!(
+                "{} {}: B p99.9 {:.0} us, A {:.0} us, {} pages waited for",
+                self.mode.name(),
+                pages.name(),
+                result.b.p999_us,
+                result.a.p50_us,
+                tier.waited_for
+            ),
         );
         Ok((result, tier))
     }
@@ -372,8 +370,7 @@ fn middle(runs: &[RunResult], of: impl Fn(&RunResult) -> f64) -> f64 {
 
 /// Median over the pairs of B's p99.9 with A's faults over that without.
 fn ratio(cell: &Cell) -> f64 {
-    let pairs = cell.absent.iter().zip(&cell.present);
-    median(pairs.map(|(a, p)| a.b.p999_us / p.b.p999_us))
+    median_ratio(&cell.absent, &cell.present, |run| run.b.p999_us)
 }
 
 fn tenant_b(runs: &[RunResult]) -> Value {

@@ -4,6 +4,7 @@
 //! that of B's requests, and reports how late it woke.
 
 use super::frontend::{FrontendError, Latency, latency, say};
+use pagetide_sys::clock;
 use rustix::thread::set_current_timer_slack;
 use std::{
     io::BufRead as _,
@@ -37,13 +38,13 @@ fn look(points: u32, beat: Duration) -> Latency {
     for _ in 0..points {
         std::thread::sleep(next.saturating_sub(began.elapsed()));
         let late = began.elapsed().saturating_sub(next);
-        late_ns.push(u64::try_from(late.as_nanos()).unwrap_or(u64::MAX));
+        late_ns.push(clock::ns(late));
         // Points that passed while it overslept do not count as wake-ups.
         while next <= began.elapsed() {
             next += beat;
         }
     }
-    latency(&mut late_ns)
+    latency(late_ns)
 }
 
 #[cfg(test)]

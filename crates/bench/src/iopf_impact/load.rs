@@ -6,6 +6,8 @@
 //! busy host would add their own tail.
 
 use hdrhistogram::Histogram;
+use pagetide_random::SplitMix64;
+use pagetide_sys::clock;
 use pagetide_sys::lent::{LentError, LentMemory};
 use std::{
     os::fd::{AsFd as _, AsRawFd as _},
@@ -143,7 +145,7 @@ impl Disk {
             queue,
             memory,
             disk_bytes: self.bytes,
-            random: 0x9e37_79b9_7f4a_7c15,
+            random: SplitMix64::new(0),
         })
     }
 }
@@ -154,7 +156,7 @@ pub struct Client<'a> {
     queue: VirtioBlkQueue<'a, u64>,
     memory: LentMemory,
     disk_bytes: u64,
-    random: u64,
+    random: SplitMix64,
 }
 
 impl Client<'_> {
@@ -186,7 +188,7 @@ impl Client<'_> {
                 failed += u64::from(ret != 0);
                 let slot = usize::try_from(buffer).unwrap_or(usize::MAX);
                 if let Some(begun_at) = begun_at.get_mut(slot) {
-                    let took_ns = u64::try_from((now - *begun_at).as_nanos()).unwrap_or(u64::MAX);
+                    let took_ns = clock::ns(now - *begun_at);
                     slice.latency_ns.saturating_record(took_ns.max(1));
                     *begun_at = now;
                 }
@@ -208,12 +210,8 @@ impl Client<'_> {
     }
 
     fn submit(&mut self, block_bytes: u64, buffer: u64) -> Result<(), LoadError> {
-        // xorshift64: cheap, and any offset will do.
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
         let blocks = (self.disk_bytes / block_bytes).max(1);
-        let offset = self.random % blocks * block_bytes;
+        let offset = self.random.below(blocks) * block_bytes;
         let bytes = self.memory.bytes_mut(buffer * block_bytes, block_bytes);
         let bytes = bytes.ok_or(LoadError::Fit(block_bytes))?;
         self.queue.read(offset, bytes, buffer)?;

@@ -21,9 +21,10 @@
 
 mod load;
 
-use super::{
-    BenchError, BenchReport,
-    figures::{median, rounded},
+use super::harness::{
+    figures::{median, median_ratio, rounded},
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, rounds, silent_rounds},
 };
 use load::{Client, Disk, Slice, depth};
 use pagetide_addr::DeviceId;
@@ -34,7 +35,6 @@ use pagetide_dpu::{
 use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp, ServiceThread};
 use serde_json::{Map, Value, json};
 use std::{
-    fmt::Display,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -56,13 +56,6 @@ const RATES: [(&str, Option<f64>); 3] = [
     ("1_per_s", Some(1.0)),
     ("10_per_s", Some(10.0)),
 ];
-
-fn failed(reason: impl Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
-    }
-}
 
 /// The extent of a measurement.
 #[derive(Debug, Clone)]
@@ -153,7 +146,7 @@ impl Rig {
             direct_io: DirectIo::Off,
             on_fault,
             ram: pagetide_dpu::RamPolicy::default(),
-            image_use: crate::SHARED_IMAGE,
+            image_use: crate::blk::side::SHARED_IMAGE,
             access: SocketAccess::default(),
         });
         self.sockets.push((socket, id.map_err(failed)?));
@@ -215,8 +208,7 @@ impl Row {
     /// Median over the rounds of a figure with faults over the same without.
     fn ratio(&self, rate: usize, figure: impl Fn(&Slice) -> f64) -> f64 {
         let [quiet, ..] = &self.0;
-        let pairs = self.0[rate].slices.iter().zip(&quiet.slices);
-        median(pairs.map(|(with, without)| figure(with) / figure(without)))
+        median_ratio(&self.0[rate].slices, &quiet.slices, figure)
     }
 }
 
@@ -253,12 +245,10 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
     }
     let mut rows: Vec<[Row; MODES.len()]> = Vec::new();
     rows.resize_with(options.blocks.len(), Default::default);
-    for round in 0..options.rounds {
+    for round in rounds(NAME, options.rounds, WarmUp::None) {
         for (block, row) in options.blocks.iter().zip(&mut rows) {
             for ((client, id), row) in clients.iter_mut().zip(row) {
-                for turn in 0..RATES.len() {
-                    // In alternating order.
-                    let at = (turn + round) % RATES.len();
+                for at in round.rotated(RATES.len()) {
                     let time = match RATES[at].1 {
                         Some(1.0) => options.slice_of_one,
                         _ => options.slice,
@@ -268,7 +258,6 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
                 }
             }
         }
-        tracing::info!(round = round + 1, of = options.rounds, "bench {NAME}");
     }
     let account = match clients.last_mut() {
         Some((client, id)) => cost_of_account(rig, (client, *id), options)?,
@@ -284,10 +273,10 @@ fn cost_of_account(
 ) -> Result<Vec<f64>, BenchError> {
     let slice = options.slice.min(Duration::from_millis(100));
     let mut ratios = Vec::new();
-    for pair in 0..options.account_pairs {
+    for pair in silent_rounds(options.account_pairs, WarmUp::None) {
         let mut iops = [0.0; 2];
         for turn in 0..4 {
-            let on = (turn / 2 + turn + pair) % 2;
+            let on = (turn / 2 + turn + pair.number) % 2;
             let accounting = [Accounting::Off, Accounting::On][on];
             rig.dpu.set_accounting(id, accounting).map_err(failed)?;
             iops[on] += client.run(4096, slice).map_err(failed)?.iops();
@@ -404,11 +393,5 @@ mod tests {
         assert_eq!(report.figures["2m"]["depth"], 4);
         assert!(report.ratios["account_on_over_off_iops"].is_number());
         assert!(report.peers.keys().all(|name| name.starts_with("paper_")));
-    }
-
-    #[test]
-    fn median_is_the_middle_one() {
-        assert!((median([3.0, 1.0, 2.0].into_iter()) - 2.0).abs() < 1e-9);
-        assert!(median(std::iter::empty()).is_nan());
     }
 }

@@ -15,6 +15,7 @@ use pagetide_gmem::{
     FaultOutcome, Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place,
     PlaceError, RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
+use pagetide_random::GAMMA;
 use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
 use pagetide_sys::{
     cpu::{self, Urgency},
@@ -35,7 +36,7 @@ pub(super) const fn in_file(page: PageNo) -> FilePage {
 
 /// First word of `page`.
 pub(super) const fn stamp(page: PageNo) -> u64 {
-    (page.0 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    (page.0 + 1).wrapping_mul(GAMMA)
 }
 
 /// Place and store in one: page `n` is stored as content `n + 1`.

@@ -45,7 +45,12 @@ use self::{
     memory::{PAGES, move_to, stand},
     sides::{AtsPri, Bottom, CROSSING, InProcess, RequestServer, Side, Split, cpus},
 };
-use super::{BenchError, BenchReport, figures::thousandths};
+use super::harness::{
+    figures::thousandths,
+    latencies::Latencies,
+    report::{BenchError, BenchReport, failed, unable},
+    rounds::{Round, WarmUp, rounds},
+};
 
 const NAME: &str = "iopf-rtt";
 /// Crossings of PCIe between *absent* and *usable* by ATS and PRI: request, response, and both ways
@@ -124,21 +129,18 @@ struct Way {
 /// # Errors
 /// [`BenchError`].
 pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
-    let unable = |reason| BenchError::Unable { name: NAME, reason };
-    let failed = |reason| BenchError::Failed { name: NAME, reason };
     let (device_cpu, host_cpu) = cpus().map_err(unable)?;
     // Threads started from here on stay on the host's CPU.
     move_to(host_cpu).map_err(failed)?;
     let measured = ways(options.across, (device_cpu, host_cpu)).and_then(|mut ways| {
         let mut turns = Turns::default();
-        for round in 0..options.rounds {
-            eprintln!("bench {NAME}: round {} of {}", round + 1, options.rounds);
+        for round in rounds(NAME, options.rounds, WarmUp::None) {
             turns += one_round(&mut ways, round, options, (device_cpu, host_cpu))?;
         }
         Ok(report(&ways, turns, options))
     });
     stand(device_cpu, Urgency::Ordinary).map_err(failed)?;
-    cpu::set_affinity(&[device_cpu, host_cpu]).map_err(|e| failed(e.to_string()))?;
+    cpu::set_affinity(&[device_cpu, host_cpu]).map_err(failed)?;
     measured.map_err(failed)
 }
 
@@ -173,7 +175,7 @@ fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Wa
 /// both kinds.
 fn one_round(
     ways: &mut [Way],
-    round: usize,
+    round: Round,
     options: &IopfRttBenchOptions,
     (device_cpu, host_cpu): (usize, usize),
 ) -> Result<Turns, String> {
@@ -185,11 +187,10 @@ fn one_round(
             Host::Busy => Some(Busy::start(host_cpu)?),
         };
         stand(device_cpu, DEVICE_URGENCY)?;
-        for turn in 0..ways.len() {
-            let number = (turn + round) % ways.len();
+        for number in round.rotated(ways.len()) {
             let way = &mut ways[number];
             for fault in 0..WARM_UP + options.faults {
-                let page = PageNo((fault * 37 + round) as u64 % PAGES);
+                let page = PageNo((fault * 37 + round.number) as u64 % PAGES);
                 let split = one_fault(&mut *way.side, page, handler, options.pause)
                     .map_err(|error| format!("{}: {error}", way.name))?;
                 if fault >= WARM_UP {
@@ -220,20 +221,8 @@ fn one_fault(
 
 /// Percentiles of one part, in microseconds.
 fn part(splits: &[Split], of: impl Fn(&Split) -> u64) -> Value {
-    let mut sorted: Vec<u64> = splits.iter().map(of).collect();
-    sorted.sort_unstable();
-    let us = |permille| thousandths(at(&sorted, permille));
-    json!({ "p50": us(500), "p90": us(900), "p99": us(990), "worst": us(1000) })
-}
-
-/// The value that `permille` thousandths do not exceed, in microseconds.
-fn at(sorted_ns: &[u64], permille: usize) -> f64 {
-    let index = (sorted_ns.len() * permille)
-        .div_ceil(1000)
-        .saturating_sub(1);
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^53 ns")]
-    let us = |ns: &u64| *ns as f64 / 1e3;
-    sorted_ns.get(index).map_or(f64::NAN, us)
+    let times: Latencies = splits.iter().map(of).collect();
+    times.report_us(&[("p50", 500), ("p90", 900), ("p99", 990), ("worst", 1000)])
 }
 
 fn total_us(ways: &[Way], name: &str, case: &str, permille: usize) -> f64 {
@@ -242,9 +231,8 @@ fn total_us(ways: &[Way], name: &str, case: &str, permille: usize) -> f64 {
     let (Some(case), Some(way)) = (case, way) else {
         return f64::NAN;
     };
-    let mut sorted: Vec<u64> = way.samples[case].iter().map(Split::total_ns).collect();
-    sorted.sort_unstable();
-    at(&sorted, permille)
+    let times: Latencies = way.samples[case].iter().map(Split::total_ns).collect();
+    times.us(permille)
 }
 
 fn report(ways: &[Way], turns: Turns, options: &IopfRttBenchOptions) -> BenchReport {

@@ -22,6 +22,7 @@ use pagetide_ats_pri::{
 };
 use pagetide_gmem::{Fault, FaultOutcome};
 use pagetide_sys::{
+    clock::now_ns,
     cpu::{self, Urgency},
     mapping::SharedMapping,
 };
@@ -29,10 +30,7 @@ use pagetide_vpri::{
     DPU, DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, FaultService, FaultSource,
     HostEnd, LookUp, RamWindow, ServiceThread, TenantCpus, fault_queue,
 };
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    time::{ClockId, clock_gettime},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::memory::{Tenant, failed, in_file, stamp};
 
@@ -66,12 +64,6 @@ pub(super) trait Side {
 
     /// A DMA to `page`, which is absent.
     fn fault(&mut self, page: PageNo) -> Result<Split, String>;
-}
-
-/// The host's monotonic clock.
-pub(super) fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 /// Whether the page has the expected content.

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! When tenants fault, and how long each fault takes, seen from the device.
 
+use pagetide_random::SplitMix64;
 use std::{
     collections::BTreeMap,
     time::{Duration, Instant},
 };
 
-use super::rig::{Broken, Rig, now_ns, time_left};
-use crate::random::SplitMix;
+use super::rig::{Broken, Rig, time_left};
+use pagetide_sys::clock::now_ns;
 
 /// The relation of several tenants' faults in time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,7 +61,7 @@ pub(super) fn faults(
     time: Duration,
 ) -> Vec<Fault> {
     let gap = Duration::from_secs(1) / per_second;
-    let mut random = SplitMix(0x0009_a6e7_1de0 + tenants as u64);
+    let mut random = SplitMix64::new(0x0009_a6e7_1de0 + tenants as u64);
     let mut faults = Vec::new();
     for tenant in 0..tenants {
         let mut at = match arrivals {

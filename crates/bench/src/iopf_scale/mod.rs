@@ -25,15 +25,18 @@
 mod load;
 mod rig;
 
+use pagetide_sys::clock;
 use std::time::Duration;
 
 use pagetide_sys::cpu;
 use pagetide_vpri::Handling;
 use serde_json::{Map, Value, json};
 
-use super::{
-    BenchError, BenchReport,
-    figures::{at_permille, median, thousandths},
+use super::harness::{
+    figures::{median, thousandths},
+    latencies::Latencies,
+    report::{BenchError, BenchReport, failed, unable},
+    rounds::{WarmUp, progress, rounds},
 };
 use load::{Arrivals, Fault, Load, Storm};
 use rig::{Broken, BusyVcpu, Rig};
@@ -99,8 +102,7 @@ struct Cell {
     way: &'static str,
     arrivals: &'static str,
     tenants: usize,
-    /// Ascending.
-    latencies_ns: Vec<u64>,
+    latencies: Latencies,
     preempt_us: Value,
 }
 
@@ -118,55 +120,51 @@ struct Half {
 pub fn run(options: &IopfScaleOptions) -> Result<BenchReport, BenchError> {
     let cpus = cpu::affinity().map_err(failed)?;
     let [first, .., last] = *cpus else {
-        return Err(BenchError::Unable {
-            name: NAME,
-            reason: "it needs two CPUs, so that a tenant has one of its own".to_owned(),
-        });
+        return Err(unable(
+            "it needs two CPUs, so that a tenant has one of its own",
+        ));
     };
     let mut cells = Vec::new();
     for (arrivals_name, arrivals) in ARRIVALS {
         for tenants in TENANTS {
-            eprintln!("bench {NAME}: {arrivals_name}, {tenants} tenants");
+            progress(NAME, format_args!("{arrivals_name}, {tenants} tenants"));
             for (way, handling) in WAYS {
                 let of_tenants: Vec<_> = cpus.iter().copied().cycle().take(tenants).collect();
                 let measured = scale(options, (handling, arrivals), &of_tenants, &cpus);
-                let (latencies_ns, preempt_us) = measured.map_err(failed)?;
+                let (latencies, preempt_us) = measured.map_err(failed)?;
                 cells.push(Cell {
                     way,
                     arrivals: arrivals_name,
                     tenants,
-                    latencies_ns,
+                    latencies,
                     preempt_us,
                 });
             }
         }
     }
     let mut pairs = Vec::new();
-    for pair in 0..options.pairs {
-        eprintln!(
-            "bench {NAME}: isolation, pair {} of {}",
-            pair + 1,
-            options.pairs
-        );
-        let half = |storms| isolation(options, storms, [first, last]).map_err(failed);
-        pairs.push(if pair % 2 == 0 {
-            let quiet = half(Storms::No)?;
-            [quiet, half(Storms::Yes)?]
-        } else {
-            let storm = half(Storms::Yes)?;
-            [half(Storms::No)?, storm]
-        });
+    progress(NAME, "isolation");
+    for pair in rounds(NAME, options.pairs, WarmUp::None) {
+        let (mut quiet, mut storm) = (None, None);
+        for storms in pair.turns([Storms::No, Storms::Yes]) {
+            let half = isolation(options, storms, [first, last]).map_err(failed)?;
+            match storms {
+                Storms::No => quiet = Some(half),
+                Storms::Yes => storm = Some(half),
+            }
+        }
+        pairs.extend(quiet.zip(storm).map(|(quiet, storm)| [quiet, storm]));
     }
     Ok(report(options, &cells, &pairs, cpus.len()))
 }
 
-/// Latencies, ascending, and what it took to preempt.
+/// Latencies, and what it took to preempt.
 fn scale(
     options: &IopfScaleOptions,
     (handling, arrivals): (Handling, Arrivals),
     of_tenants: &[usize],
     cpus: &[usize],
-) -> Result<(Vec<u64>, Value), Broken> {
+) -> Result<(Latencies, Value), Broken> {
     let rig = Rig::new(handling, of_tenants)?;
     let load = Load {
         faults: load::faults(
@@ -178,11 +176,10 @@ fn scale(
         hold_us: options.hold_us(),
         storm: None,
     };
-    let mut latencies_ns = rig::as_device(cpus, || load::run(&rig, &load))?;
-    latencies_ns.sort_unstable();
+    let latencies_ns = rig::as_device(cpus, || load::run(&rig, &load))?;
     let preempt_us = preempt_us(&rig, 0..of_tenants.len())?;
     rig.end();
-    Ok((latencies_ns, preempt_us))
+    Ok((latencies_ns.into_iter().collect(), preempt_us))
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -213,17 +210,17 @@ fn isolation(
         }),
     };
     // The dispatcher is started here, and so stays here.
-    let (mut latencies_ns, preempt_us) = rig::as_device(&[a], || {
+    let (latencies_ns, preempt_us) = rig::as_device(&[a], || {
         let rig = Rig::new(Handling::Affined, &[a, b])?;
         let latencies_ns = load::run(&rig, &load)?;
         let preempt_us = preempt_us(&rig, B..B + 1)?;
         rig.end();
         Ok::<_, Broken>((latencies_ns, preempt_us))
     })?;
-    latencies_ns.sort_unstable();
+    let latencies: Latencies = latencies_ns.into_iter().collect();
     Ok(Half {
-        p999_ns: at_permille(&latencies_ns, 999).unwrap_or(0),
-        p50_ns: at_permille(&latencies_ns, 500).unwrap_or(0),
+        p999_ns: latencies.ns(999),
+        p50_ns: latencies.ns(500),
         preempt_us,
     })
 }
@@ -333,7 +330,7 @@ fn p999_over_quiet(pairs: &[[Half; 2]], hold: Duration) -> f64 {
 
 impl Half {
     fn p999_less_ns(&self, hold: Duration) -> u64 {
-        let hold_ns = u64::try_from(hold.as_nanos()).unwrap_or(u64::MAX);
+        let hold_ns = clock::ns(hold);
         self.p999_ns.saturating_sub(hold_ns)
     }
 }
@@ -345,28 +342,18 @@ fn find<'a>(cells: &'a [Cell], (way, arrivals, tenants): (&str, &str, usize)) ->
 
 impl Cell {
     fn mean_ms(&self) -> f64 {
-        let sum = self.latencies_ns.iter().sum::<u64>();
-        sum as f64 / self.latencies_ns.len() as f64 / 1e6
+        self.latencies.mean_ns() / 1e6
     }
 
     fn figures(&self) -> Value {
-        let at_ms = |permille| {
-            thousandths(at_permille(&self.latencies_ns, permille).unwrap_or(0) as f64 / 1e6)
-        };
+        let at_ms = |permille| thousandths(self.latencies.ns(permille) as f64 / 1e6);
         json!({
             "mean": thousandths(self.mean_ms()),
             "p50": at_ms(500),
             "p99": at_ms(990),
-            "faults": self.latencies_ns.len(),
+            "faults": self.latencies.count(),
             "preempt_us": self.preempt_us,
         })
-    }
-}
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
     }
 }
 

@@ -5,6 +5,7 @@
 //! The fault's work is the injected wait; the rest is common to every fault: queue, dispatcher, worker,
 //! gate, check of the page, grant, answer.
 
+use crate::harness::rounds::progress;
 use std::{
     sync::Arc,
     thread::JoinHandle,
@@ -20,15 +21,12 @@ use pagetide_gmem::{
     MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
     Unlimited, VolatileWords,
 };
-use pagetide_sys::{cpu, memory_file::GuestFile};
+use pagetide_sys::{clock::now_ns, cpu, memory_file::GuestFile};
 use pagetide_vpri::{
     DPU, DeviceEnd, DmaDomain, DmaMmu, DomainTable, Doorbell, FaultService, Handling, IoSpace,
     ServiceConfig, ServiceThread, Tenant, TenantCpus, fault_queue,
 };
-use rustix::{
-    event::{PollFd, PollFlags, Timespec, poll},
-    time::{ClockId, clock_gettime},
-};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Capacity of the queue: more than all tenants have outstanding.
 const QUEUE_ENTRIES: usize = 4_096;
@@ -138,7 +136,7 @@ pub(super) fn as_device<R: Send>(cpus: &[usize], work: impl FnOnce() -> R + Send
                 cpu::set_urgency(cpu::Urgency::Preempting(DEVICE_PRIORITY)).map_err(Broken::from),
             ] {
                 if let Err(error) = done {
-                    eprintln!("bench iopf-scale: {error}");
+                    progress("iopf-scale", format_args!("{error}"));
                 }
             }
             work()
@@ -164,7 +162,7 @@ impl BusyVcpu {
             .name("vcpu".into())
             .spawn(move || {
                 if let Err(error) = cpu::set_affinity(&[cpu]) {
-                    eprintln!("bench iopf-scale: {error}");
+                    progress("iopf-scale", format_args!("{error}"));
                 }
                 while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
                     std::hint::spin_loop();
@@ -183,15 +181,9 @@ impl Drop for BusyVcpu {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
-            eprintln!("bench iopf-scale: a vCPU ended by a panic");
+            progress("iopf-scale", "a vCPU ended by a panic");
         }
     }
-}
-
-/// The host's monotonic clock, in nanoseconds.
-pub(super) fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 /// Time until `at`.
@@ -272,15 +264,15 @@ impl ContentStore for Resident {
 
 impl Incidents for Resident {
     fn foreign_page(&self, page: PageNo) {
-        eprintln!("bench iopf-scale: a foreign page in {page}");
+        progress("iopf-scale", format_args!("a foreign page in {page}"));
     }
     fn poisoned(&self, page: PageNo, why: &StoreError) {
-        eprintln!("bench iopf-scale: {page}: {why}");
+        progress("iopf-scale", format_args!("{page}: {why}"));
     }
     fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        eprintln!("bench iopf-scale: {page}: {why}");
+        progress("iopf-scale", format_args!("{page}: {why}"));
     }
     fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        eprintln!("bench iopf-scale: {page}: {why}");
+        progress("iopf-scale", format_args!("{page}: {why}"));
     }
 }

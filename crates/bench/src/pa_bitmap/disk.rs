@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The cost of look-ups, and of slower ones, for a disk.
 
-use super::{NAME, PaBitmapBenchOptions, failed, rounded, to_f64};
+use super::{NAME, PaBitmapBenchOptions};
 use crate::{
-    BenchError, BenchReport,
     blk::{
         frontend::{Buffers, Direction, Run},
         process::{PartError, SideCpus},
-        side::{ImageError, Sample, Side, Slice, make_image},
-        stats::{PairedRatios, mean, overall},
+        side::{Sample, Side, Slice, make_image},
+    },
+    harness::{
+        figures::{mean, rounded, to_f64},
+        ratios::PairedRatios,
+        report::{BenchError, BenchReport, failed},
+        rounds::{WarmUp, progress, rounds},
     },
 };
 use serde_json::json;
@@ -59,16 +63,12 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
         .prefix("pagetide-bench-pa-bitmap-")
         .tempdir()
         .map_err(failed)?;
-    let image = make_image(dir.path()).map_err(no_image)?;
+    let image = make_image(dir.path())?;
     let at = SideCpus::choose();
     let mut sides = start(dir.path(), &image, at).map_err(failed)?;
     let mut cells: [Cell; CELLS.len()] = Default::default();
-    // The first alternation warms up all.
-    for alternation in 0..=options.alternations {
-        eprintln!(
-            "bench {NAME}: disk, {alternation} of {}",
-            options.alternations
-        );
+    progress(NAME, "disk");
+    for alternation in rounds(NAME, options.alternations, WarmUp::First) {
         for (cell, (direction, depth)) in cells.iter_mut().zip(CELLS) {
             let run = Run {
                 direction,
@@ -76,10 +76,10 @@ pub fn measure(options: &PaBitmapBenchOptions, report: &mut BenchReport) -> Resu
                 queues: 1,
                 buffers: Buffers::Packed,
                 time: options.slice,
-                seed: (alternation as u64) << 8 | 1 << 40,
+                seed: alternation.seed() << 8 | 1 << 40,
             };
             let done = cell.alternate(&mut sides, run).map_err(failed)?;
-            if alternation > 0 {
+            if alternation.counts {
                 for (samples, sample) in cell.samples.iter_mut().zip(done) {
                     samples.push(sample);
                 }
@@ -168,9 +168,8 @@ fn describe(cells: &[Cell], report: &mut BenchReport) {
         (ON, "lookup_over_off"),
         (SLOWED, "lookup_plus_100ns_over_off"),
     ] {
-        if let Some(overall) = PairedRatios::new(of_alternations(cells, place).into_iter())
-            .and_then(|ratios| overall(&[ratios]))
-        {
+        let of_place = of_alternations(cells, place).into_iter();
+        if let Some(overall) = PairedRatios::bounds(of_place) {
             ratios.insert(name.into(), rounded(overall.mean).into());
             ratios.insert(format!("{name}_low95"), rounded(overall.low95).into());
         }
@@ -183,16 +182,6 @@ fn of_alternations(cells: &[Cell], place: usize) -> Vec<f64> {
     let count = by_cell.iter().map(Vec::len).min().unwrap_or(0);
     let ratio = |i: usize| mean(by_cell.iter().map(|ratios| ratios[i].ln())).exp();
     (0..count).map(ratio).collect()
-}
-
-fn no_image(error: ImageError) -> BenchError {
-    match error {
-        ImageError::Write { .. } => failed(error),
-        ImageError::Direct { .. } => BenchError::Unable {
-            name: NAME,
-            reason: error.to_string(),
-        },
-    }
 }
 
 #[cfg(test)]

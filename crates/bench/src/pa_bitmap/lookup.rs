@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Look-ups hot and cold, beside dependent loads from an array of the same size.
 
-use super::{PaBitmapBenchOptions, Random, Times, median, rig::Rig, rounded, to_f64};
-use crate::BenchReport;
+use super::{PaBitmapBenchOptions, Random, Times, rig::Rig};
+use crate::harness::{
+    figures::{median, rounded, to_f64},
+    report::BenchReport,
+    rounds::{WarmUp, silent_rounds},
+};
 use pagetide_addr::{Access, FilePage, to_usize};
+use pagetide_sys::clock;
 use pagetide_vpri::{EnginePort, LookUp};
 use serde_json::{Value, json};
 use std::{
@@ -16,6 +21,13 @@ const HOT_LOG2: u32 = 16;
 /// Pages of a word.
 const PAGES_PER_WORD: u64 = 32;
 
+/// What is looked up.
+#[derive(Clone, Copy)]
+enum Table {
+    Bitmap,
+    Array,
+}
+
 /// Measures look-ups, and adds them to `report`.
 pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchReport) {
     let bitmap = rig.window.domain().attributes().bitmap();
@@ -25,23 +37,22 @@ pub fn measure(rig: &Rig, options: &PaBitmapBenchOptions, report: &mut BenchRepo
     let (steps, cold) = (options.look_ups, rig.pages_log2);
     let (mut hot_ns, mut cold_ns, mut dram_ns) = (Vec::new(), Vec::new(), Vec::new());
     let (mut ratios, mut overlapped_ns) = (Vec::new(), Vec::new());
-    for round in 0..=options.rounds {
-        let seed = round as u64 + 1;
-        // Each is first as often as the other.
-        let (ours_ns, theirs_ns) = if round % 2 == 0 {
-            let ours_ns = chain(seed, steps, cold, ours);
-            (ours_ns, chain(seed, steps, cold, theirs))
-        } else {
-            let theirs_ns = chain(seed, steps, cold, theirs);
-            (chain(seed, steps, cold, ours), theirs_ns)
-        };
+    for round in silent_rounds(options.rounds, WarmUp::First) {
+        let seed = round.seed() + 1;
+        let (mut ours_ns, mut theirs_ns) = (f64::NAN, f64::NAN);
+        for side in round.turns([Table::Bitmap, Table::Array]) {
+            match side {
+                Table::Bitmap => ours_ns = chain(seed, steps, cold, ours),
+                Table::Array => theirs_ns = chain(seed, steps, cold, theirs),
+            }
+        }
         // The next page does not depend on the last look-up, so the processor can overlap them.
         let free_ns = chain(seed, steps, cold, |page| {
             black_box(ours(page));
             0
         });
         let warm_ns = chain(seed, steps, HOT_LOG2, ours);
-        if round > 0 || options.rounds == 0 {
+        if round.counts || options.rounds == 0 {
             hot_ns.push(warm_ns);
             cold_ns.push(ours_ns);
             dram_ns.push(theirs_ns);
@@ -113,7 +124,7 @@ fn single(steps: u32, pages_log2: u32, look: impl Fn(u64) -> u64) -> Times {
         let page = random.next(found, pages_log2);
         let began = Instant::now();
         found = black_box(look(page));
-        let ns = to_f64(u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
+        let ns = to_f64(clock::ns(began.elapsed()));
         times.add(Duration::from_secs_f64((ns - clock_ns).max(0.0) / 1e9));
     }
     times

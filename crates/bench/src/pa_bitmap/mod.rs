@@ -31,10 +31,13 @@ mod lookup;
 mod rig;
 mod update;
 
-use super::{
-    BenchError, BenchReport,
-    figures::{at_permille, median, rounded, to_f64},
+use super::harness::{
+    figures::{median, rounded, to_f64},
+    latencies::Latencies,
+    report::{BenchError, BenchReport, failed},
+    rounds::progress,
 };
+use pagetide_sys::clock;
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -80,9 +83,9 @@ impl Default for PaBitmapBenchOptions {
 pub fn run(options: &PaBitmapBenchOptions) -> Result<BenchReport, BenchError> {
     let mut report = BenchReport::new(NAME);
     let rig = rig::Rig::new(options.pages_log2).map_err(failed)?;
-    eprintln!("bench {NAME}: look-ups");
+    progress(NAME, "look-ups");
     lookup::measure(&rig, options, &mut report);
-    eprintln!("bench {NAME}: updates");
+    progress(NAME, "updates");
     update::measure(&rig, options, &mut report).map_err(failed)?;
     drop(rig);
     if options.alternations > 0 {
@@ -97,7 +100,8 @@ pub fn run(options: &PaBitmapBenchOptions) -> Result<BenchReport, BenchError> {
     Ok(report)
 }
 
-/// A sequence of pseudo-random numbers, each from the last.
+/// A sequence of pseudo-random numbers, each from the last. Not the common generator: here each number also
+/// depends on what was found, and this is one multiplication between two look-ups.
 #[derive(Clone, Copy, Debug)]
 struct Random(u64);
 
@@ -118,8 +122,7 @@ struct Times(Vec<u64>);
 
 impl Times {
     fn add(&mut self, time: Duration) {
-        self.0
-            .push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        self.0.push(clock::ns(time));
     }
 
     /// The median of `of` over [`PARTS`] consecutive parts. A temporary disturbance of the machine is in
@@ -156,15 +159,10 @@ impl Times {
 
 /// The least of `times` that `permille` thousandths do not exceed.
 fn least_at(times: &[u64], permille: usize) -> f64 {
-    let mut sorted = times.to_vec();
-    sorted.sort_unstable();
-    at_permille(&sorted, permille).map_or(f64::NAN, to_f64)
-}
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: NAME,
-        reason: reason.to_string(),
+    let sorted: Latencies = times.iter().copied().collect();
+    match sorted.count() {
+        0 => f64::NAN,
+        _ => to_f64(sorted.ns(permille)),
     }
 }
 

@@ -1,8 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Updates by the host while an engine does DMA all the time.
 
-use super::{NAME, PaBitmapBenchOptions, Random, Times, rig::Rig, rounded, to_f64};
-use crate::{BenchReport, blk::process::SideCpus};
+use super::{NAME, PaBitmapBenchOptions, Random, Times, rig::Rig};
+use crate::{
+    blk::process::SideCpus,
+    harness::{
+        figures::{rounded, to_f64},
+        report::BenchReport,
+        rounds::progress,
+    },
+};
 use pagetide_addr::{
     Access, FilePage, FileRange, FileSection, PAGE_BYTES, SECTION_PAGES, to_usize,
 };
@@ -219,9 +226,9 @@ impl Updates {
         let waits = to_f64(self.wait_engine.0.len().max(1) as u64);
         let busy = rounded(to_f64(self.engine_busy) / waits);
         figures.insert("lease_wait_engine_busy_share".into(), busy.into());
-        eprintln!(
-            "bench {NAME}: an update of 2 MiB takes {}",
-            self.section.report_us()
+        progress(
+            NAME,
+            format_args!("an update of 2 MiB takes {}", self.section.report_us()),
         );
     }
 }

@@ -31,8 +31,11 @@ mod rounds;
 mod watch;
 
 use super::{
-    BenchError, BenchReport,
-    figures::{median, thousandths},
+    harness::{
+        figures::{median, thousandths},
+        report::{BenchError, BenchReport, failed, unable},
+        rounds::progress,
+    },
     interrupt::Interrupted,
     memory::{fitting, ram_key},
     options::SizeOptions,
@@ -45,10 +48,6 @@ const NAME: &str = "real-size";
 const RAM_BYTES: [u64; 3] = [1 << 30, 4 << 30, 16 << 30];
 /// Default rounds of attach and detach.
 const ROUNDS: u64 = 3;
-
-fn failed(reason: String) -> BenchError {
-    BenchError::Failed { name: NAME, reason }
-}
 
 /// Runs the bench.
 ///
@@ -63,13 +62,12 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     let mut measured: Vec<(u64, Sized)> = Vec::new();
     let mut smaller = Vec::new();
     for wanted_bytes in wanted {
-        let (bytes, why) =
-            fitting(wanted_bytes).map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+        let (bytes, why) = fitting(wanted_bytes).map_err(unable)?;
         smaller.extend(why);
         if measured.iter().any(|(of, _)| *of == bytes) {
             continue;
         }
-        eprintln!("bench {NAME}: {}", ram_key(bytes));
+        progress(NAME, ram_key(bytes));
         let rounds = options.pairs.unwrap_or(ROUNDS);
         let of_size = measure(bytes, rounds, &options.settings, &interrupted).map_err(failed)?;
         measured.push((bytes, of_size));

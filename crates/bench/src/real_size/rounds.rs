@@ -4,12 +4,12 @@
 use super::watch::{Seen, Watch};
 use crate::{
     busy::{
-        guest::{BusyGuestOptions, Order},
+        guest::{BusyGuestOptions, Order, RamSize},
         process::BusyGuest,
         ram::HugePages,
     },
     daemon::{Daemon, directory_in},
-    figures::to_f64,
+    harness::figures::to_f64,
     interrupt::Interrupted,
     options::{GivenSetting, flags},
 };
@@ -68,6 +68,7 @@ pub(super) fn measure(
     let on_disk = directory_in(&std::env::temp_dir())?;
     let options = BusyGuestOptions {
         ram_mib: bytes >> 20,
+        size: RamSize::Exact,
         vcpus: VCPUS,
         pattern: HOT.parse().map_err(|error| format!("{error}"))?,
         huge_pages: HugePages::NotAdvised,

@@ -2,6 +2,7 @@
 //! A thread that polls the VM all the time, and the time of the answers.
 
 use crate::daemon::{Daemon, VM};
+use crate::harness::rounds::progress;
 use hyper::Method;
 use pagetide_daemon::client::{Client, ClientError, vm_path};
 use pagetide_sys::cpu::{self, Urgency};
@@ -71,7 +72,10 @@ impl Watch {
 fn watch(client: &Client, shared: &Shared) -> Result<BTreeMap<&'static str, Seen>, String> {
     // The daemon's time is measured, not that of a client without a CPU.
     if let Err(error) = cpu::set_urgency(Urgency::Eager) {
-        eprintln!("bench real-size: polls may wait for a CPU, too: {error}");
+        progress(
+            "real-size",
+            format_args!("polls may wait for a CPU, too: {error}"),
+        );
     }
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

@@ -14,9 +14,14 @@ use std::process::Command;
 use pagetide_trace::{HyperSpec, HyperTrace, HypersioWriter, TenantShape, Workload, build};
 use serde_json::{Map, json};
 
-use super::{BenchError, BenchReport};
+use super::harness::{
+    figures::median,
+    report::{BenchError, BenchReport, failed},
+    rounds::{WarmUp, progress, rounds},
+};
 use part::RunFigures;
 
+const NAME: &str = "sim";
 /// Numbers of tenants; the first is also the base of the memory comparison.
 const TENANTS: [u32; 6] = [4, 16, 64, 256, 1024, 4096];
 /// Packets of each trace: 1.2 million requests, half a second's work.
@@ -30,12 +35,11 @@ const CONFIGS: [&str; 2] = ["hypertrio", "base"];
 pub fn run() -> Result<BenchReport, BenchError> {
     let directory = tempfile::tempdir().map_err(failed)?;
     for tenants in TENANTS {
-        eprintln!("bench sim: making the trace of {tenants} tenants");
+        progress(NAME, format_args!("making the trace of {tenants} tenants"));
         write_trace(directory.path(), tenants)?;
     }
     let mut runs: Vec<(&str, u32, RunFigures)> = Vec::new();
-    for round in 1..=ROUNDS {
-        eprintln!("bench sim: round {round} of {ROUNDS}");
+    for _round in rounds(NAME, ROUNDS, WarmUp::None) {
         for tenants in TENANTS {
             for config in CONFIGS {
                 let figures = run_apart(directory.path(), config, tenants)?;
@@ -47,7 +51,7 @@ pub fn run() -> Result<BenchReport, BenchError> {
 }
 
 fn report(runs: &[(&str, u32, RunFigures)]) -> BenchReport {
-    let mut report = BenchReport::new("sim");
+    let mut report = BenchReport::new(NAME);
     let of = |config: &str, tenants: u32| -> Vec<RunFigures> {
         runs.iter()
             .filter(|(c, t, _)| *c == config && *t == tenants)
@@ -58,11 +62,13 @@ fn report(runs: &[(&str, u32, RunFigures)]) -> BenchReport {
         let (mut rates, mut slowest, mut bandwidth) = (Map::new(), Map::new(), Map::new());
         for tenants in TENANTS {
             let runs = of(config, tenants);
-            let mut own: Vec<f64> = runs.iter().map(RunFigures::requests_per_second).collect();
-            own.sort_by(f64::total_cmp);
+            let own = || runs.iter().map(RunFigures::requests_per_second);
             let key = format!("tenants_{tenants}");
-            rates.insert(key.clone(), own[own.len() / 2].round().into());
-            slowest.insert(key.clone(), own[0].round().into());
+            rates.insert(key.clone(), median(own()).round().into());
+            slowest.insert(
+                key.clone(),
+                own().fold(f64::INFINITY, f64::min).round().into(),
+            );
             bandwidth.insert(key, runs[0].gbps.into());
         }
         let name = |figure: &str| match config {
@@ -130,11 +136,4 @@ fn run_apart(directory: &Path, config: &str, tenants: u32) -> Result<RunFigures,
         return Err(failed(String::from_utf8_lossy(&output.stderr)));
     }
     serde_json::from_slice(&output.stdout).map_err(failed)
-}
-
-fn failed(reason: impl std::fmt::Display) -> BenchError {
-    BenchError::Failed {
-        name: "sim",
-        reason: reason.to_string(),
-    }
 }

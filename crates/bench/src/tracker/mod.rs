@@ -33,15 +33,18 @@
 //! handful against zero does not dominate.
 
 use super::{
-    BenchError, BenchReport,
     busy::{
-        guest::{BusyGuestOptions, Order},
+        guest::{BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
     },
     daemon::{Daemon, directory_in},
-    figures::{thousandths, to_f64},
+    harness::{
+        figures::{thousandths, to_f64},
+        report::{BenchError, BenchReport, failed, unable},
+        rounds::progress,
+    },
     interrupt::Interrupted,
     memory::{fitting, ram_key},
     options::{GivenSetting, SizeOptions, flags},
@@ -71,10 +74,6 @@ const REFAULT_TIME: Duration = Duration::from_secs(10);
 const COLD_SET: &str = "cold";
 /// How fast hot parts move.
 const SECTIONS_A_MINUTE: u32 = 6;
-
-fn failed(reason: String) -> BenchError {
-    BenchError::Failed { name: NAME, reason }
-}
 
 /// A kind of stand-in.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -180,8 +179,7 @@ struct Plan<'a> {
 /// [`BenchError`].
 pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     let interrupted = Interrupted::listen().map_err(failed)?;
-    let (ram_bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES))
-        .map_err(|reason| BenchError::Unable { name: NAME, reason })?;
+    let (ram_bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES)).map_err(unable)?;
     let plan = |settings| Plan {
         ram_bytes,
         search: options.time(SEARCH_SECONDS),
@@ -194,7 +192,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
             continue;
         }
         interrupted.check().map_err(failed)?;
-        eprintln!("bench {NAME}: {}", row.name());
+        progress(NAME, row.name());
         ours.push((row, measure(row, &plan(&options.settings)).map_err(failed)?));
         if has_peer {
             interrupted.check().map_err(failed)?;
@@ -217,6 +215,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
     let on_disk = directory_in(&std::env::temp_dir())?;
     let options = BusyGuestOptions {
         ram_mib: plan.ram_bytes >> 20,
+        size: RamSize::Exact,
         vcpus: 1,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,

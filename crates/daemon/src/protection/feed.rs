@@ -12,7 +12,6 @@
 //! even if the setting is not.
 
 use super::{
-    now,
     recording::{Batch, Recording, RecordingReport, RecordingRequest},
     vm::{Believed, VmProtection},
 };
@@ -20,6 +19,7 @@ use crate::control::ControlError;
 use pagetide_access_log::{AccessRecord, Service as RecordedService};
 use pagetide_addr::{DeviceId, DomainId};
 use pagetide_policy::protect::PolicyChoice;
+use pagetide_sys::clock::{self, now};
 use pagetide_vpri::{AccessSource, LogRecord, Logging, Service};
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -575,7 +575,7 @@ impl FeedThread {
 /// Converts a record: its address becomes relative to the VM's memory.
 fn as_recorded(believed: Believed, record: &LogRecord) -> AccessRecord {
     AccessRecord {
-        time_ns: u64::try_from(believed.at.as_nanos()).unwrap_or(u64::MAX),
+        time_ns: clock::ns(believed.at),
         device: record.device,
         space: DomainId(0),
         address: believed.address,

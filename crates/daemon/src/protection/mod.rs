@@ -34,9 +34,8 @@ pub mod recording;
 pub mod vm;
 
 use pagetide_policy::protect::{PolicyChoice, PolicyError};
-use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr, time::Duration};
+use std::{fmt, str::FromStr};
 
 /// A policy as a setting.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -58,11 +57,4 @@ impl fmt::Display for ProtectorChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.fmt(f)
     }
-}
-
-/// The current time, by the clock that devices stamp records with.
-pub(crate) fn now() -> Duration {
-    let now = clock_gettime(ClockId::Monotonic);
-    let nanos = u32::try_from(now.tv_nsec).unwrap_or(0);
-    Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), nanos)
 }

@@ -9,7 +9,7 @@
 //! rotated and the oldest are removed, so a forgotten recording cannot fill the disk. Only one recording
 //! at a time uses a directory ([`super::log_dir`]).
 
-use super::{log_dir::LogDir, now};
+use super::log_dir::LogDir;
 use crate::control::ControlError;
 use pagetide_access_log::{
     AccessLogMeta, AccessRecord, LOG_FILE_BYTES_MIN, LOG_FILES_MAX, LogLimits, LoggedDevice,
@@ -17,6 +17,7 @@ use pagetide_access_log::{
 };
 use pagetide_addr::DeviceId;
 use pagetide_report::text::Text;
+use pagetide_sys::clock::{self, now};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, HashSet, btree_map::Entry},
@@ -274,7 +275,7 @@ impl Recording {
             return;
         };
         // No record may predate the recording, whatever time a device writes.
-        let began_ns = u64::try_from(self.began_at.as_nanos()).unwrap_or(u64::MAX);
+        let began_ns = clock::ns(self.began_at);
         for record in &mut batch.records {
             record.time_ns = record.time_ns.max(began_ns);
         }

@@ -2,7 +2,7 @@
 //! Plots of the analysis, after VPRI Fig 9 to 11: footprints of all devices, footprint over time,
 //! sections and simulated faults by access count, reuse intervals.
 //!
-//! This module chooses the content of the plots; `analyze_svg` draws them.
+//! This module chooses the content of the plots; `analyze_chart` draws them.
 
 use std::fs;
 use std::io::Write as _;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use pagetide_access_log::{PartialFile, Service, TraceError};
 use pagetide_trace::AccessAnalysis;
 
+use super::analyze_chart::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 use super::analyze_report::{Addresses, AnalyzeReport, TraceAnalysis, of_memory, range};
-use super::analyze_svg::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 
 /// Draws the plots of a report into `dir`, which is created if necessary; returns the files.
 ///
@@ -40,21 +40,23 @@ pub fn plot(report: &AnalyzeReport, dir: &Path) -> Result<Vec<PathBuf>, TraceErr
         charts.push(("reuse", reuse(trace)));
         for (what, chart) in charts {
             let path = dir.join(format!("{stem}-{what}.svg"));
-            write(&path, &chart.svg())?;
+            write(&path, &chart)?;
             files.push(path);
         }
     }
     if report.traces.len() > 1 {
         let path = dir.join("footprints.svg");
-        write(&path, &footprints(report).svg())?;
+        write(&path, &footprints(report))?;
         files.push(path);
     }
     Ok(files)
 }
 
-fn write(path: &Path, svg: &str) -> Result<(), TraceError> {
+fn write(path: &Path, chart: &Chart) -> Result<(), TraceError> {
     let (partial, mut file) = PartialFile::create(path)?;
-    file.write_all(svg.as_bytes())
+    chart
+        .svg()
+        .and_then(|svg| file.write_all(svg.as_bytes()))
         .map_err(|source| partial.error(source))?;
     partial.complete(&file)
 }

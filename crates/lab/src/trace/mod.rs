@@ -5,9 +5,9 @@
 //! progress, and reports as text.
 
 mod analyze;
+mod analyze_chart;
 mod analyze_plot;
 mod analyze_report;
-mod analyze_svg;
 pub mod args;
 mod report;
 

@@ -22,6 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pagetide_access_log::PartialFile;
+use pagetide_access_log::columns::{FORMAT_KEY, VERSION_KEY, write_column};
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::Result as ParquetResult;
@@ -178,8 +179,8 @@ impl Table {
         let properties = WriterProperties::builder()
             .set_compression(Compression::LZ4_RAW)
             .set_key_value_metadata(Some(vec![
-                pair("pagetide.format", RESULTS_FORMAT.to_owned()),
-                pair("pagetide.version", "1".to_owned()),
+                pair(FORMAT_KEY, RESULTS_FORMAT.to_owned()),
+                pair(VERSION_KEY, "1".to_owned()),
                 pair("pagetide.study", study.to_string()),
             ]))
             .build();
@@ -262,12 +263,6 @@ impl Column {
             .iter()
             .map(|value| i16::from(!value.is_null()))
             .collect();
-        let Some(mut writer) = group.next_column()? else {
-            unreachable!("the schema has a field for each column");
-        };
-        writer
-            .typed::<T>()
-            .write_batch(&values, Some(&levels), None)?;
-        writer.close()
+        write_column::<T>(group, &values, Some(&levels))
     }
 }

@@ -40,6 +40,7 @@ pub use writer::{ParquetWriter, ROW_GROUP_EVENTS};
 use std::num::NonZeroU32;
 
 use crate::event::{EventKind, TraceAccess};
+use pagetide_access_log::columns::Format;
 
 /// Requests a packet of the devices in the paper (HyperTRIO IV-C).
 pub const REQUESTS_PER_PACKET: NonZeroU32 = NonZeroU32::new(3).unwrap();
@@ -62,10 +63,12 @@ impl Default for TraceMeta {
     }
 }
 
-const FORMAT_KEY: &str = "pagetide.format";
-const FORMAT: &str = "pagetide-trace";
-const VERSION_KEY: &str = "pagetide.version";
-const VERSION: &str = "1";
+const FORMAT: Format = Format {
+    name: "pagetide-trace",
+    version: "1",
+    file: "a trace",
+    rows: "events",
+};
 const PACKET_KEY: &str = "pagetide.requests_per_packet";
 const ORIGIN_KEY: &str = "pagetide.origin";
 const KINDS_KEY: &str = "pagetide.kinds";

@@ -6,21 +6,19 @@
 
 use std::fs::File;
 use std::io::BufWriter;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::Path;
 
 use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::Result as ParquetResult;
-use parquet::file::writer::SerializedFileWriter;
-use parquet::schema::parser::parse_message_type;
+use parquet::file::writer::SerializedRowGroupWriter;
 
 use super::{
-    ACCESSES, ACCESSES_KEY, FORMAT, FORMAT_KEY, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA,
-    TraceMeta, VERSION, VERSION_KEY, access_code, codes_json, kind_code,
+    ACCESSES, ACCESSES_KEY, FORMAT, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA, TraceMeta,
+    access_code, codes_json, kind_code,
 };
 use crate::event::{Event, EventKind, IOVA_BITS};
 use crate::stream::EventSink;
-use pagetide_access_log::columns::{properties, write_column, write_error};
+use pagetide_access_log::columns::{RowWriter, properties, write_column};
 use pagetide_access_log::{PartialFile, TraceError};
 
 /// Events of a row group: at 29 bytes an event the writer gathers some 8 MB, and the overhead of a row
@@ -32,8 +30,7 @@ pub const ROW_GROUP_EVENTS: usize = 1 << 18;
 /// Nothing exists at the path until [`EventSink::finish`]; a writer that is dropped before removes its
 /// temporary file.
 pub struct ParquetWriter {
-    partial: PartialFile,
-    writer: SerializedFileWriter<BufWriter<File>>,
+    writer: RowWriter,
     rows: Rows,
     /// Events written before those in `rows`.
     done: u64,
@@ -62,19 +59,9 @@ impl ParquetWriter {
     /// # Errors
     /// If no file can be created beside `path`.
     pub fn create(path: &Path, meta: &TraceMeta) -> Result<Self, TraceError> {
-        let (partial, file) = PartialFile::create(path)?;
-        let writer = parse_message_type(SCHEMA)
-            .and_then(|schema| {
-                SerializedFileWriter::new(
-                    BufWriter::with_capacity(1 << 20, file),
-                    Arc::new(schema),
-                    Arc::new(properties(ROW_GROUP_EVENTS, pairs(meta))),
-                )
-            })
-            .map_err(|error| write_error(path, error))?;
+        let properties = properties(ROW_GROUP_EVENTS, pairs(meta));
         Ok(Self {
-            partial,
-            writer,
+            writer: RowWriter::begin(PartialFile::create(path)?, SCHEMA, properties)?,
             rows: Rows::default(),
             done: 0,
             last_time_ns: 0,
@@ -82,7 +69,7 @@ impl ParquetWriter {
     }
 
     fn path(&self) -> &Path {
-        self.partial.path()
+        self.writer.path()
     }
 
     /// Checks for properties that the reader would refuse.
@@ -118,9 +105,7 @@ impl ParquetWriter {
         if self.rows.kind.is_empty() {
             return Ok(());
         }
-        self.rows
-            .write(&mut self.writer)
-            .map_err(|error| write_error(self.partial.path(), error))?;
+        self.writer.group(|group| self.rows.write(group))?;
         self.done += self.rows.kind.len() as u64;
         self.rows.clear();
         Ok(())
@@ -147,16 +132,7 @@ impl EventSink for ParquetWriter {
 
     fn finish(mut self: Box<Self>) -> Result<(), TraceError> {
         self.flush()?;
-        let path: PathBuf = self.path().to_owned();
-        let buffer = self
-            .writer
-            .into_inner()
-            .map_err(|error| write_error(&path, error))?;
-        let file = buffer.into_inner().map_err(|error| TraceError::Io {
-            path,
-            source: error.into_error(),
-        })?;
-        self.partial.complete(&file)
+        self.writer.finish()
     }
 }
 
@@ -171,14 +147,14 @@ impl std::fmt::Debug for ParquetWriter {
 
 /// The metadata of a file, as pairs of key and value.
 fn pairs(meta: &TraceMeta) -> Vec<(&'static str, String)> {
-    vec![
-        (FORMAT_KEY, FORMAT.to_owned()),
-        (VERSION_KEY, VERSION.to_owned()),
+    let mut pairs = FORMAT.pairs();
+    pairs.extend([
         (PACKET_KEY, meta.requests_per_packet.to_string()),
         (ORIGIN_KEY, meta.origin.to_string()),
         (KINDS_KEY, codes_json(&KINDS)),
         (ACCESSES_KEY, codes_json(&ACCESSES)),
-    ]
+    ]);
+    pairs
 }
 
 impl Rows {
@@ -197,16 +173,17 @@ impl Rows {
         self.kind.push(kind_code(event.kind));
     }
 
-    fn write(&self, writer: &mut SerializedFileWriter<BufWriter<File>>) -> ParquetResult<()> {
-        let mut group = writer.next_row_group()?;
-        write_column::<Int64Type>(&mut group, &self.time_ns, Some(&self.time_levels))?;
-        write_column::<Int32Type>(&mut group, &self.source, None)?;
-        write_column::<Int32Type>(&mut group, &self.domain, None)?;
-        write_column::<Int64Type>(&mut group, &self.iova, None)?;
-        write_column::<Int64Type>(&mut group, &self.page_size, Some(&self.page_size_levels))?;
-        write_column::<Int32Type>(&mut group, &self.access, None)?;
-        write_column::<Int32Type>(&mut group, &self.kind, None)?;
-        group.close().map(drop)
+    fn write(
+        &self,
+        group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
+    ) -> ParquetResult<()> {
+        write_column::<Int64Type>(group, &self.time_ns, Some(&self.time_levels))?;
+        write_column::<Int32Type>(group, &self.source, None)?;
+        write_column::<Int32Type>(group, &self.domain, None)?;
+        write_column::<Int64Type>(group, &self.iova, None)?;
+        write_column::<Int64Type>(group, &self.page_size, Some(&self.page_size_levels))?;
+        write_column::<Int32Type>(group, &self.access, None)?;
+        write_column::<Int32Type>(group, &self.kind, None)
     }
 
     fn clear(&mut self) {
@@ -226,7 +203,12 @@ impl Rows {
 mod tests {
     use std::io::{Error, ErrorKind, Write};
 
+    use std::sync::Arc;
+
+    use pagetide_access_log::columns::write_error;
     use parquet::errors::ParquetError;
+    use parquet::file::writer::SerializedFileWriter;
+    use parquet::schema::parser::parse_message_type;
 
     use super::*;
 

@@ -17,6 +17,7 @@ use crate::wire::{
     LogRecord, QUEUE_COUNT, RECORD_BYTES, REQUEST_BYTES, encode_record, encode_request, feature,
 };
 use pagetide_addr::{PageRequest, PageResponse, RequestKind};
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{
     access_log::AccessLog,
     bounce::BounceArea,
@@ -412,11 +413,4 @@ impl State {
         bytes.extend(waiting.iter().flat_map(encode_record));
         bytes
     }
-}
-
-/// Nanoseconds of the host's monotonic clock.
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }

@@ -9,7 +9,7 @@ use super::{Tenant, account::Took};
 use crate::source::FaultSource;
 use pagetide_addr::{PageRequest, PageResponse, ResponseCode, Tier};
 use pagetide_gmem::FaultOutcome;
-use rustix::time::{ClockId, clock_gettime};
+use pagetide_sys::clock::now_ns;
 use std::sync::Arc;
 
 /// See the module.
@@ -144,11 +144,4 @@ impl Drop for Duty {
             self.respond(ResponseCode::ResponseFailure, 0);
         }
     }
-}
-
-/// The host's monotonic clock, in nanoseconds: devices stamp their requests with it.
-pub(super) fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    let (seconds, nanos) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());
-    seconds * 1_000_000_000 + nanos
 }

@@ -20,13 +20,9 @@
 //! refuses, and a new one is made. It leaves nothing behind: a duty that a
 //! panic leaves in its queue is dropped and so answered.
 
-use super::{
-    FaultService, Preempt, Tenant,
-    duty::{Duty, now_ns},
-    serve,
-    tenant::WorkerSeed,
-};
+use super::{FaultService, Preempt, Tenant, duty::Duty, serve, tenant::WorkerSeed};
 use pagetide_addr::RequestKind;
+use pagetide_sys::clock::now_ns;
 use pagetide_sys::cpu::{self, Urgency};
 use std::{
     collections::VecDeque,

@@ -12,6 +12,7 @@ use pagetide_addr::{
     Access, FilePage, FileRange, PAGE_BYTES, PageNo, PageRequest, QueueId, RequestId, ResponseCode,
     Tier,
 };
+use pagetide_sys::clock::now_ns;
 use pagetide_sys::{cpu, memory_file::GuestFile};
 
 /// An hour: no test waits that long.
@@ -64,7 +65,7 @@ fn demand_is_served_on_the_interrupts_cpu_and_its_answer_tells_tier_and_times() 
         let page = cpu as u64;
         let request = PageRequest {
             vector: Some(3),
-            sent_ns: duty::now_ns() - 1_000_000,
+            sent_ns: now_ns() - 1_000_000,
             ..Device::demand(&vm, page)
         };
         rig.device.ask(request);

@@ -1,30 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ratios of pairs, their geometric mean, and its lower bound.
+//! Ratios of pairs, their geometric mean, and its bounds.
+
+use super::figures::{mean, to_f64};
 
 /// Logarithms of the ratios of one cell's pairs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct PairedRatios(Vec<f64>);
+pub(crate) struct PairedRatios(Vec<f64>);
 
-/// A mean over cells with its lower bound.
+/// A mean over cells with its bounds.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Overall {
+pub(crate) struct Overall {
     /// Geometric mean.
-    pub mean: f64,
+    pub(crate) mean: f64,
     /// Lower end of the two-sided 95% interval: with 97.5% it is not lower.
-    pub low95: f64,
+    pub(crate) low95: f64,
+    /// Upper end of it.
+    pub(crate) high95: f64,
 }
 
 impl PairedRatios {
     /// `None` if there is no pair, or a run without I/O.
-    pub fn new(ratios: impl Iterator<Item = f64>) -> Option<Self> {
+    pub(crate) fn new(ratios: impl Iterator<Item = f64>) -> Option<Self> {
         let logs: Vec<f64> = ratios.map(f64::ln).collect();
         let usable = !logs.is_empty() && logs.iter().all(|l| l.is_finite());
         usable.then_some(Self(logs))
     }
 
     /// Geometric mean.
-    pub fn mean(&self) -> f64 {
+    pub(crate) fn mean(&self) -> f64 {
         mean(self.0.iter().copied()).exp()
+    }
+
+    /// Their mean with its bounds; `None` as [`PairedRatios::new`].
+    pub(crate) fn bounds(ratios: impl Iterator<Item = f64>) -> Option<Overall> {
+        overall(&[Self::new(ratios)?])
     }
 
     /// Square of the standard error of the mean of the logarithms.
@@ -35,7 +44,7 @@ impl PairedRatios {
         }
         let mean = mean(self.0.iter().copied());
         let squares: f64 = self.0.iter().map(|l| (l - mean).powi(2)).sum();
-        let n = super::to_f64(n as u64);
+        let n = to_f64(n as u64);
         squares / (n - 1.0) / n
     }
 }
@@ -47,7 +56,7 @@ fn student(degrees: u64) -> f64 {
         return f64::INFINITY;
     }
     let z = 1.959_964_f64;
-    let n = super::to_f64(degrees);
+    let n = to_f64(degrees);
     let first = (z.powi(3) + z) / 4.0;
     let second = (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / 96.0;
     let third = (3.0 * z.powi(7) + 19.0 * z.powi(5) + 17.0 * z.powi(3) - 15.0 * z) / 384.0;
@@ -55,12 +64,11 @@ fn student(degrees: u64) -> f64 {
 }
 
 /// All cells have equal weight; the uncertainty comes only from the scatter within cells.
-#[must_use]
-pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
+pub(crate) fn overall(cells: &[PairedRatios]) -> Option<Overall> {
     if cells.is_empty() {
         return None;
     }
-    let count = super::to_f64(cells.len() as u64);
+    let count = to_f64(cells.len() as u64);
     let log = mean(cells.iter().map(|c| c.mean().ln()));
     let error = cells
         .iter()
@@ -69,21 +77,12 @@ pub fn overall(cells: &[PairedRatios]) -> Option<Overall> {
         .sqrt()
         / count;
     let degrees = cells.iter().map(|c| c.0.len().saturating_sub(1) as u64);
+    let reach = student(degrees.sum()) * error;
     Some(Overall {
         mean: log.exp(),
-        low95: (log - student(degrees.sum()) * error).exp(),
+        low95: (log - reach).exp(),
+        high95: (log + reach).exp(),
     })
-}
-
-/// Arithmetic mean; 0 without values.
-#[must_use]
-pub fn mean(values: impl Iterator<Item = f64>) -> f64 {
-    let (sum, count) = values.fold((0.0, 0_u64), |(s, n), v| (s + v, n + 1));
-    if count == 0 {
-        0.0
-    } else {
-        sum / super::to_f64(count)
-    }
 }
 
 #[cfg(test)]
@@ -97,7 +96,9 @@ mod tests {
         assert!((all.mean - 2.0).abs() < 1e-9 && (all.low95 - 2.0).abs() < 1e-9);
         let odd = PairedRatios::new([1.0, 4.0, 1.0, 4.0].into_iter()).unwrap();
         assert!((odd.mean() - 2.0).abs() < 1e-9);
-        assert!(overall(&[odd]).unwrap().low95 < 1.0);
+        let bounds = overall(&[odd]).unwrap();
+        assert!(bounds.low95 < 1.0);
+        assert!((bounds.low95 * bounds.high95 - 4.0).abs() < 1e-9);
     }
 
     #[test]
