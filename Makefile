@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a user or a contributor calls. Each target says what it does: `make help`.
 
-.PHONY: help demo soak test bench reproduce lint packages
+.PHONY: help demo soak test test-aarch64 fuzz bench reproduce lint deny packages
 
 help: ## This list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
 
 demo: packages ## Squeeze a running stock guest to half, kill the daemon once, verify every byte
 	cargo build --release --package pagetide --package pagetide-guestkit
@@ -15,6 +15,13 @@ soak: ## An hour of verified loads in a real guest, its daemon killed again and 
 
 test: packages ## Format, lints, rules, model checks, units, kernel tests and real guests
 	scripts/test
+
+test-aarch64: ## Build for AArch64, and the unit tests under qemu-user
+	scripts/install-packages gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
+	scripts/test-aarch64
+
+fuzz: packages ## Every fuzz target for a minute (FUZZ_FLAGS="--seconds 600 open" for ten minutes of one)
+	scripts/fuzz $(FUZZ_FLAGS)
 
 bench: packages ## The benches against their peers, in the same run
 	cargo build --release --package pagetide
@@ -32,6 +39,9 @@ lint: ## Format, clippy and the repository's own rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo xtask tidy
+
+deny: ## The crates that we build with: licences, sources, duplicates, known vulnerabilities
+	scripts/deny
 
 packages:
 	@scripts/install-packages

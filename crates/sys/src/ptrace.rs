@@ -16,7 +16,7 @@
 //!
 //! - The thread should be **blocked in a system call**. If none is, a running thread is taken,
 //!   unless it is in a restartable sequence (see [`borrow`]). The other threads run on.
-//! - An interrupted call leaves `ERESTART…` in `rax`. The kernel acts on it when the thread passes
+//! - An interrupted call leaves `ERESTART…` in `rax` (on x86-64; for AArch64 see `registers/aarch64.rs`). The kernel acts on it when the thread passes
 //!   its signal code, and only there. Both stops, by INTERRUPT and by the SIGTRAP of a single step,
 //!   are in that code (the one at the end of a traced call, `PTRACE_SYSCALL`, is not). So the kernel
 //!   still decides what restarts with which time-out, and what becomes `EINTR` because a handler
@@ -43,14 +43,12 @@ mod boost;
 mod borrow;
 mod error;
 mod raw;
+mod registers;
 mod run;
 mod threads;
 
 pub use error::PtraceError;
 pub use run::{Pace, PauseLimits, Ran, run_inside, run_inside_within};
-
-#[cfg(not(target_arch = "x86_64"))]
-compile_error!("taking a process over knows the registers of x86-64 only");
 
 #[cfg(test)]
 mod tests;

@@ -26,7 +26,8 @@
 
 use super::PtraceError;
 use super::boost::Boost;
-use super::raw::{Seized, USER_CS_64, detach, get_registers, rseq_area, seize};
+use super::raw::{Seized, detach, rseq_area, seize};
+use super::registers::Registers;
 use super::threads::{Reach, threads, tracer_of};
 use crate::process::ProcessFd;
 use std::collections::BTreeMap;
@@ -54,7 +55,7 @@ const RSEQ_CS_OFFSET: u64 = 8;
 pub(super) struct Borrowed {
     pub(super) thread: u32,
     pub(super) since: Instant,
-    pub(super) registers: libc::user_regs_struct,
+    pub(super) registers: Registers,
     pub(super) boost: Option<Boost>,
 }
 
@@ -163,13 +164,12 @@ fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Fou
         detach(thread)?;
         return Err(PtraceError::Gone { pid });
     }
-    let registers = get_registers(thread)?;
-    if registers.cs != USER_CS_64 {
+    let registers = Registers::of(thread)?;
+    if !registers.is_native() {
         detach(thread)?;
         return Err(PtraceError::WrongArchitecture { pid });
     }
-    let was_in_call = registers.orig_rax.cast_signed() >= 0;
-    if !was_in_call && !is_outside_of_rseq(memory, thread) {
+    if !registers.is_in_call() && !is_outside_of_rseq(memory, thread) {
         detach(thread)?;
         return Ok(None);
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Errors of running system calls inside a process.
 
+use super::registers::KIND;
 use crate::process::ProcessError;
 use rustix::io::Errno;
 use std::io;
@@ -87,7 +88,7 @@ pub enum PtraceError {
         source: io::Error,
     },
     /// We do not know the registers of this process.
-    #[error("process {pid} is not a 64-bit x86 process")]
+    #[error("process {pid} is not a 64-bit {KIND} process")]
     WrongArchitecture {
         /// Its pid.
         pid: u32,

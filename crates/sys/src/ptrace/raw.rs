@@ -8,9 +8,6 @@ use super::{
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Code segment of 64-bit user code.
-pub(super) const USER_CS_64: u64 = 0x33;
-
 /// A small signed argument as a register value.
 pub(super) const fn descriptor(number: i32) -> u64 {
     (number as i64).cast_unsigned()
@@ -200,43 +197,6 @@ pub(super) fn rseq_area(thread: u32) -> io::Result<Option<u64>> {
         return Err(io::Error::last_os_error());
     }
     Ok(Some(configuration[0]).filter(|area| *area != 0))
-}
-
-pub(super) fn get_registers(thread: u32) -> Result<libc::user_regs_struct, PtraceError> {
-    let mut registers = std::mem::MaybeUninit::<libc::user_regs_struct>::zeroed();
-    // SAFETY: GETREGS writes one user_regs_struct to the given address, a live local of that type.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_GETREGS,
-            thread.cast_signed(),
-            0,
-            registers.as_mut_ptr(),
-        )
-    };
-    if answer < 0 {
-        return Err(kernel("PTRACE_GETREGS", thread, io::Error::last_os_error()));
-    }
-    // SAFETY: zeroed to begin with, and the structure holds integers only.
-    Ok(unsafe { registers.assume_init() })
-}
-
-pub(super) fn set_registers(
-    thread: u32,
-    registers: &libc::user_regs_struct,
-) -> Result<(), PtraceError> {
-    // SAFETY: SETREGS reads one user_regs_struct from the given address, a live reference.
-    let answer = unsafe {
-        libc::ptrace(
-            libc::PTRACE_SETREGS,
-            thread.cast_signed(),
-            0,
-            std::ptr::from_ref(registers),
-        )
-    };
-    if answer < 0 {
-        return Err(kernel("PTRACE_SETREGS", thread, io::Error::last_os_error()));
-    }
-    Ok(())
 }
 
 /// Masks all signals except that of a single step (the kernel would reset its disposition if it

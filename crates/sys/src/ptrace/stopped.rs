@@ -5,9 +5,9 @@ use super::boost::Boost;
 use super::borrow::Borrowed;
 use super::error::{PtraceError, kernel, open_failed};
 use super::raw::{
-    Stop, Waited, descriptor, detach, get_registers, mask_signals, resume, set_registers,
-    set_signal_mask, wait_for,
+    Stop, Waited, descriptor, detach, mask_signals, resume, set_signal_mask, wait_for,
 };
+use super::registers::{Call, Registers};
 use super::threads::find_syscall_instruction;
 use crate::process::ProcessFd;
 use crate::uffd::new_request;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 /// with foreign registers, so the limit is generous.
 pub(super) const CALL_WAIT: Duration = Duration::from_secs(10);
 
-/// Bytes below the stack pointer that a leaf function may use.
+/// Bytes below the stack pointer that a leaf function may use: as many as on any kind of processor.
 pub(super) const RED_ZONE_BYTES: u64 = 128;
 
 pub(super) const SCRATCH_BYTES: u64 = 1024;
@@ -43,7 +43,7 @@ pub struct StoppedThread<'p> {
     pub(super) thread: u32,
     pub(super) memory: File,
     pub(super) syscall_address: u64,
-    pub(super) registers: libc::user_regs_struct,
+    pub(super) registers: Registers,
     pub(super) signal_mask: u64,
     pub(super) since: Instant,
     /// The longest allowed pause, if it is limited.
@@ -170,19 +170,12 @@ impl<'p> StoppedThread<'p> {
             arguments.len() <= 6,
             "a system call has at most six arguments"
         );
-        let argument = |i: usize| arguments.get(i).copied().unwrap_or(0);
-        let mut registers = self.registers;
-        registers.rip = self.syscall_address;
-        registers.rax = number.cast_unsigned();
-        // -1: "not in a system call", so the kernel does not try to restart the old one now.
-        registers.orig_rax = u64::MAX;
-        registers.rdi = argument(0);
-        registers.rsi = argument(1);
-        registers.rdx = argument(2);
-        registers.r10 = argument(3);
-        registers.r8 = argument(4);
-        registers.r9 = argument(5);
-        set_registers(self.thread, &registers)?;
+        let injected = Call {
+            instruction: self.syscall_address,
+            number,
+            arguments: std::array::from_fn(|nth| arguments.get(nth).copied().unwrap_or(0)),
+        };
+        self.registers.about_to(&injected).put(self.thread)?;
         self.at = At::Away;
         resume(libc::PTRACE_SINGLESTEP, self.thread, 0)?;
         match wait_for(self.thread, Stop::Step, CALL_WAIT)? {
@@ -198,7 +191,7 @@ impl<'p> StoppedThread<'p> {
                 });
             }
         }
-        let answer = get_registers(self.thread)?.rax.cast_signed();
+        let answer = Registers::of(self.thread)?.answer();
         match i32::try_from(-answer) {
             Ok(error @ 1..4096) => Err(PtraceError::Call {
                 call,
@@ -331,7 +324,7 @@ impl<'p> StoppedThread<'p> {
 
     /// Unused memory of the stopped thread's stack: 1 KiB.
     pub(super) fn scratch(&self) -> u64 {
-        (self.registers.rsp - RED_ZONE_BYTES - SCRATCH_BYTES) & !63
+        (self.registers.stack() - RED_ZONE_BYTES - SCRATCH_BYTES) & !63
     }
 
     pub(super) fn read_memory(&self, address: u64, into: &mut [u8]) -> Result<(), PtraceError> {
@@ -361,7 +354,7 @@ impl<'p> StoppedThread<'p> {
         if std::mem::replace(&mut self.at, At::Away) == At::Away {
             return Ok(());
         }
-        set_registers(self.thread, &self.registers)?;
+        self.registers.put(self.thread)?;
         set_signal_mask(self.thread, self.signal_mask)?;
         detach(self.thread)
     }

@@ -3,6 +3,7 @@
 //! `syscall` instruction.
 
 use super::error::{PtraceError, kernel, open_failed};
+use super::registers::{CLONES, EPOLLS, POLLS, syscall_instruction};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -92,14 +93,14 @@ pub(super) fn rank_of_blocked(line: &str) -> Rank {
     };
     match number {
         ..0 => Rank::Other,
-        libc::SYS_ppoll | libc::SYS_poll => Rank::Blocked(0),
+        poll if POLLS.contains(&poll) => Rank::Blocked(0),
         libc::SYS_futex | libc::SYS_clock_nanosleep | libc::SYS_nanosleep | libc::SYS_read => {
             Rank::Blocked(1)
         }
         // These do not stop until their child has continued.
-        libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => Rank::Never,
+        clone if CLONES.contains(&clone) => Rank::Never,
         // Returns EINTR instead of being restarted; KVM_RUN likewise.
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Rank::Blocked(3),
+        epoll if EPOLLS.contains(&epoll) => Rank::Blocked(3),
         libc::SYS_ioctl => Rank::Blocked(4),
         _ => Rank::Blocked(2),
     }
@@ -134,8 +135,7 @@ pub(super) fn find_syscall_instruction(pid: u32, memory: &File) -> Result<u64, P
     memory
         .read_exact_at(&mut code, start)
         .map_err(|e| kernel("reading the vDSO", pid, e))?;
-    code.windows(2)
-        .position(|bytes| bytes == [0x0f, 0x05])
+    syscall_instruction(&code)
         .map(|at| start + at as u64)
         .ok_or_else(not_found)
 }

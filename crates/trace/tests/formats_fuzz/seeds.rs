@@ -3,7 +3,7 @@
 //!
 //! They are kept in the repository: bytes that broke something are added there, and every test run reads all of
 //! them. The first ones are the tests' samples; after a change of a format,
-//! `PAGETIDE_WRITE_SEEDS=1 cargo test seeds_of_every_target` writes those anew.
+//! `UPDATE_SEEDS=1 cargo test seeds_of_every_target` writes those anew.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn check_one(target: &str, body: fn(&[u8]), samples: &[Vec<u8>]) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../fuzz/seeds")
         .join(target);
-    if std::env::var_os("PAGETIDE_WRITE_SEEDS").is_some() {
+    if std::env::var_os("UPDATE_SEEDS").is_some() {
         fs::create_dir_all(&folder).expect("a folder for seeds");
         for (number, sample) in samples.iter().enumerate() {
             fs::write(folder.join(format!("sample-{number}")), sample).expect("a seed");
