@@ -1,26 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The dispatcher takes requests from all sources and hands them on. This module also adds and
-//! removes sources.
+//! The dispatcher takes requests from all sources and hands them on.
 
 use super::{
     FaultService, Handling,
     duty::Duty,
-    worker::{self, Home, Patience},
+    worker::{Patience, start},
+    worker_place::Home,
 };
-use crate::source::FaultSource;
-use rustix::event::{PollFd, PollFlags, poll};
 use std::{
     io,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     thread::JoinHandle,
 };
-
-/// Most requests taken from one source before the others get their turn.
-const TAKEN_IN_A_ROW: usize = 16;
-
-/// Names a source of a service.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct FaultSourceId(u64);
 
 /// The threads of a service; ended by [`ServiceThread::stop`].
 pub struct ServiceThread {
@@ -37,7 +28,7 @@ impl FaultService {
     pub fn start(self: &Arc<Self>) -> io::Result<ServiceThread> {
         let serial = match self.config.handling {
             Handling::Affined => None,
-            Handling::Serialized => Some(worker::start(
+            Handling::Serialized => Some(start(
                 &self.serial,
                 Home::Anywhere,
                 Patience::Endless,
@@ -56,80 +47,20 @@ impl FaultService {
         })
     }
 
-    /// Adds a source, which rings the service's doorbell when it has a request.
-    pub fn add_source(&self, source: Arc<dyn FaultSource>) -> FaultSourceId {
-        let id = FaultSourceId(self.next_source.fetch_add(1, Ordering::Relaxed));
-        let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
-        sources.push((id, source));
-        drop(sources);
-        // A sleeping dispatcher has not armed the new source.
-        self.bell.ring_anyway();
-        id
-    }
-
-    /// Removes a source: when this returns, nothing more is taken from it. Requests already taken
-    /// are still answered to it. Must not be called by a method of the source, nor with a lock held
-    /// that those methods need.
-    pub fn remove_source(&self, id: FaultSourceId) {
-        let mut sources = self.sources.write().unwrap_or_else(PoisonError::into_inner);
-        let removed = sources.iter().position(|(known, _)| *known == id);
-        let removed = removed.map(|position| sources.swap_remove(position));
-        drop(sources);
-        drop(removed);
-    }
-
     fn dispatch(&self) {
         self.config.preempt.take_dispatcher();
         while !self.stopped.load(Ordering::Acquire) {
-            if !self.take_some_of_each() {
-                self.sleep();
+            if !self.sources.take_some_of_each(|duty| self.take_in(duty)) {
+                let is_over = || self.stopped.load(Ordering::Acquire);
+                self.sources.sleep(is_over);
             }
         }
-    }
-
-    /// False if no source has a request.
-    fn take_some_of_each(&self) -> bool {
-        let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        let mut taken = false;
-        for (_, source) in sources.iter() {
-            let next = || source.next();
-            for request in std::iter::from_fn(next).take(TAKEN_IN_A_ROW) {
-                taken = true;
-                self.take_in(Duty::new(request, source));
-            }
-        }
-        taken
     }
 
     /// Does what the dispatcher does, on the thread of a test.
     #[cfg(test)]
     pub(super) fn take_in_all(&self) {
-        while self.take_some_of_each() {}
-    }
-
-    fn sleep(&self) {
-        self.bell.arm();
-        if !self.has_request() && !self.stopped.load(Ordering::Acquire) {
-            let mut polled = [PollFd::new(&self.bell, PollFlags::IN)];
-            // EINTR: the queues are checked again anyway.
-            if let Err(error) = poll(&mut polled, None)
-                && error != rustix::io::Errno::INTR
-            {
-                tracing::error!(%error, "the I/O page fault service cannot sleep");
-            }
-        }
-        if let Err(error) = self.bell.disarm() {
-            tracing::error!(%error, "the I/O page fault service's doorbell is broken");
-        }
-        let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        sources.iter().for_each(|(_, source)| source.disarm());
-    }
-
-    fn has_request(&self) -> bool {
-        let sources = self.sources.read().unwrap_or_else(PoisonError::into_inner);
-        // Arm all sources, even if one already has a request.
-        let with_request = sources.iter().filter(|(_, source)| source.arm());
-        with_request.count() > 0
+        while self.sources.take_some_of_each(|duty| self.take_in(duty)) {}
     }
 }
 
@@ -138,9 +69,9 @@ impl ServiceThread {
     /// stay unanswered: stop the engines first.
     pub fn stop(self) {
         self.service.stopped.store(true, Ordering::Release);
-        self.service.bell.ring_anyway();
+        self.service.sources.wake();
         let mut panicked = self.dispatcher.join().is_err();
-        self.service.ending.end();
+        self.service.unclaimed.end_waits();
         self.service.serial.close();
         if let Some(serial) = self.serial {
             panicked |= serial.join().is_err();
