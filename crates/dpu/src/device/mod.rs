@@ -18,10 +18,7 @@ mod messages;
 mod session;
 
 use crate::{
-    engine::{
-        EngineShared,
-        command::{AddDevice, Command},
-    },
+    engine::command::{AddDevice, Command, EngineShared},
     mailbox::Ended,
     ram::RamPolicy,
     shared::{DeviceShared, Leaving},
