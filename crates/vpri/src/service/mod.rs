@@ -41,7 +41,6 @@
 //! that list or a gate, and must not call the service.
 
 mod account;
-mod dispatch;
 mod duty;
 mod later;
 mod pause;
@@ -54,12 +53,10 @@ mod tests;
 mod unclaimed;
 mod urgency;
 mod vm;
-mod work_queue;
 mod worker;
 mod worker_place;
 
 pub use account::{Account, Latencies};
-pub use dispatch::ServiceThread;
 pub use placement::{CpuLoad, TenantCpus, VcpuPlace};
 pub use sources::FaultSourceId;
 pub use tenant::Tenant;
@@ -73,8 +70,8 @@ use self::{
     serve::serve_at_once,
     sources::Sources,
     unclaimed::Unclaimed,
-    work_queue::{Order, Queue},
-    worker::WorkerSeed,
+    worker::{Order, Patience, Queue, WorkerSeed, start},
+    worker_place::Home,
 };
 use crate::{
     mmu::DmaMmu,
@@ -87,7 +84,11 @@ use pagetide_gmem::{AddressSpace, FaultOutcome};
 use std::{
     collections::HashMap,
     io,
-    sync::{Arc, PoisonError, RwLock, atomic::AtomicBool},
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -156,6 +157,48 @@ impl FaultService {
             service.add_source(Arc::clone(engine));
         }
         service
+    }
+
+    /// Starts the dispatcher.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn start(self: &Arc<Self>) -> io::Result<ServiceThread> {
+        let serial = match self.config.handling {
+            Handling::Affined => None,
+            Handling::Serialized => Some(start(
+                &self.serial,
+                Home::Anywhere,
+                Patience::Endless,
+                &self.seed(),
+            )?),
+        };
+        let service = Arc::clone(self);
+        let dispatcher = std::thread::Builder::new()
+            .name("pt-iopf".into())
+            .spawn(move || service.dispatch());
+        let dispatcher = dispatcher.inspect_err(|_| self.serial.close())?;
+        Ok(ServiceThread {
+            service: Arc::clone(self),
+            dispatcher,
+            serial,
+        })
+    }
+
+    fn dispatch(&self) {
+        self.config.preempt.take_dispatcher();
+        while !self.stopped.load(Ordering::Acquire) {
+            if !self.sources.take_some_of_each(|duty| self.take_in(duty)) {
+                let is_over = || self.stopped.load(Ordering::Acquire);
+                self.sources.sleep(is_over);
+            }
+        }
+    }
+
+    /// Does what the dispatcher does, on the thread of a test.
+    #[cfg(test)]
+    fn take_in_all(&self) {
+        while self.sources.take_some_of_each(|duty| self.take_in(duty)) {}
     }
 
     /// Adds a source, which rings the service's doorbell when it has a request.
@@ -323,6 +366,33 @@ impl FaultService {
             _ => duty,
         };
         self.hand_over(&tenant, duty);
+    }
+}
+
+/// The threads of a service; ended by [`ServiceThread::stop`].
+pub struct ServiceThread {
+    service: Arc<FaultService>,
+    dispatcher: JoinHandle<()>,
+    serial: Option<JoinHandle<()>>,
+}
+
+impl ServiceThread {
+    /// Ends the dispatcher, and the one worker of the serialized mode. Requests still in the queues
+    /// stay unanswered: stop the engines first.
+    pub fn stop(self) {
+        self.service.stopped.store(true, Ordering::Release);
+        self.service.sources.wake();
+        let mut panicked = self.dispatcher.join().is_err();
+        self.service.unclaimed.end_waits();
+        self.service.serial.close();
+        if let Some(serial) = self.serial {
+            panicked |= serial.join().is_err();
+        }
+        let later = self.service.later.end();
+        later.into_iter().for_each(Duty::abandon);
+        if panicked {
+            tracing::error!("the I/O page fault service ended by a panic");
+        }
     }
 }
 

@@ -6,8 +6,7 @@ use super::{
     duty::Duty,
     placement::{BusyTimes, CpuLoad, TenantCpus},
     vm::TenantVm,
-    work_queue::{Order, Queue},
-    worker::{Patience, WorkerSeed, start},
+    worker::{Order, Patience, Queue, WorkerSeed, start},
     worker_place::Home,
 };
 use crate::mmu::DmaMmu;
