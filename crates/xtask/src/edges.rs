@@ -14,7 +14,7 @@
 //!             gmem     sys              │
 //!               └── addr ┴──────────────┘
 //! ```
-//! and `report` below `daemon` and `lab`, `capi` on `gmem` alone, `access-log` below `daemon` and `trace`, and
+//! and `report` below `daemon` and `lab`, `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `capi` on `gmem` alone, `access-log` below `daemon` and `trace`, and
 //! `policy`, on `addr` alone, below `swap`, `vmm` and `sim`. The table names direct neighbours below; their own
 //! dependencies are allowed too. What the daemon reaches here is what a process has that runs as root.
 
@@ -23,7 +23,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 23] = [
+const BELOW: [(&str, &[&str]); 24] = [
     ("pagetide-addr", &[]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
@@ -35,8 +35,12 @@ const BELOW: [(&str, &[&str]); 23] = [
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
-    ("pagetide-vpri-function", &["pagetide-vpri"]),
-    ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
+    ("pagetide-vhost-backend", &["pagetide-sys"]),
+    (
+        "pagetide-vpri-function",
+        &["pagetide-vpri", "pagetide-vhost-backend"],
+    ),
+    ("pagetide-dpu", &["pagetide-vpri", "pagetide-vhost-backend"]),
     (
         "pagetide-vmm",
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
