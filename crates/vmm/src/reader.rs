@@ -208,15 +208,20 @@ impl FaultReader {
         userfaultfd: Arc<Userfaultfd>,
         layout: Arc<LiveLayout>,
         sink: Arc<dyn FaultSink>,
-        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
+        config: ReaderConfig,
+        cpus: &Arc<ServerCpus>,
     ) -> Result<Self, ReaderError> {
         let kernel = |operation| move |source| ReaderError::Kernel { operation, source };
         interrupt::allow().map_err(kernel("sigaction"))?;
-        set_waiting(&userfaultfd, config.poll_us == 0).map_err(kernel("fcntl"))?;
+        let mode = match config.poll_us {
+            0 => ReadMode::Waits,
+            _ => ReadMode::Returns,
+        };
+        set_read_mode(&userfaultfd, mode).map_err(kernel("fcntl"))?;
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| kernel("eventfd")(e.into()))?;
         let stop = Arc::new(stop);
-        let servers = Self::start_servers(vmm.pid(), &sink, (config, cpus), &stop)
+        let servers = Self::start_servers(vmm.pid(), &sink, config, cpus, &stop)
             .map_err(kernel("starting a thread"))?;
         let counters = Arc::new(ReaderCounters::default());
         let told = Arc::new(WatchState::default());
@@ -279,7 +284,8 @@ impl FaultReader {
     fn start_servers(
         pid: u32,
         sink: &Arc<dyn FaultSink>,
-        (config, cpus): (ReaderConfig, &Arc<ServerCpus>),
+        config: ReaderConfig,
+        cpus: &Arc<ServerCpus>,
         stop: &Arc<OwnedFd>,
     ) -> io::Result<Arc<FaultServers>> {
         let stop = Arc::clone(stop);
@@ -334,14 +340,20 @@ impl Drop for FaultReader {
     }
 }
 
-/// Makes `read` blocking or non-blocking. The flag belongs to the userfaultfd, not to our
-/// descriptor, so a predecessor may have left it either way.
-fn set_waiting(userfaultfd: &Userfaultfd, waiting: impl Into<bool>) -> io::Result<()> {
+/// What `read` does while there is no fault.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ReadMode {
+    Waits,
+    Returns,
+}
+
+/// Sets what `read` does. The flag belongs to the userfaultfd, not to our descriptor, so a
+/// predecessor may have left it either way.
+fn set_read_mode(userfaultfd: &Userfaultfd, mode: ReadMode) -> io::Result<()> {
     let flags = fcntl_getfl(userfaultfd.as_fd())? & !OFlags::NONBLOCK;
-    let nonblock = if waiting.into() {
-        OFlags::empty()
-    } else {
-        OFlags::NONBLOCK
+    let nonblock = match mode {
+        ReadMode::Waits => OFlags::empty(),
+        ReadMode::Returns => OFlags::NONBLOCK,
     };
     fcntl_setfl(userfaultfd.as_fd(), flags | nonblock)?;
     Ok(())
@@ -629,7 +641,8 @@ mod tests {
             Arc::clone(&userfaultfd),
             layout,
             Arc::new(Panics(told, place)),
-            (ReaderConfig::default(), &Arc::default()),
+            ReaderConfig::default(),
+            &Arc::default(),
         )
         .unwrap();
         std::thread::scope(|scope| {
@@ -686,7 +699,8 @@ mod tests {
             Arc::clone(&userfaultfd),
             Arc::new(LiveLayout::new(RamLayout::default())),
             Arc::new(NoFaults),
-            (ReaderConfig::default(), &Arc::default()),
+            ReaderConfig::default(),
+            &Arc::default(),
         )
         .unwrap();
         // If it were only woken, it would fault for ever.

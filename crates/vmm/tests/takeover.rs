@@ -223,7 +223,8 @@ fn start_reader(
         Arc::clone(userfaultfd),
         live(layout),
         Arc::<Store>::clone(store),
-        (ReaderConfig::default(), &Arc::default()),
+        ReaderConfig::default(),
+        &Arc::default(),
     )
     .unwrap()
 }

@@ -73,9 +73,9 @@ impl HeldRig {
         });
         let (space, memory) = space_of(&userfaultfd, &layout, held, pages)?;
         let sink = Arc::new(Sink(space));
-        let served = (ReaderConfig::default(), &Arc::default());
+        let (config, cpus) = (ReaderConfig::default(), Arc::default());
         let (watched, known) = (Arc::clone(&userfaultfd), Arc::clone(&layout));
-        let reader = FaultReader::start(&vmm, watched, known, sink, served).map_err(said)?;
+        let reader = FaultReader::start(&vmm, watched, known, sink, config, &cpus).map_err(said)?;
         let turn = evict(&memory, &store).and_then(|()| {
             let last = memory.table().word(PageNo(pages - 1)).state();
             timed(guest, order, (&hold, last))

@@ -221,8 +221,8 @@ impl Vm {
             ..ReaderConfig::default()
         };
         let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
-        let served = (config, &core.server_cpus);
-        let reader = FaultReader::start(&core.vmm, userfaultfd, layout, Arc::new(sink), served)
+        let (sink, cpus) = (Arc::new(sink), &core.server_cpus);
+        let reader = FaultReader::start(&core.vmm, userfaultfd, layout, sink, config, cpus)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
         let looks = Arc::new(tracker);

@@ -290,7 +290,8 @@ impl UnmapAndLook {
         &self,
         files: &Files,
         section: SectionNo,
-        (piece, mapped): (&Piece, &Mapped),
+        piece: &Piece,
+        mapped: &Mapped,
     ) -> Result<Kept, TrackerError> {
         if mapped.by == Translation::Huge {
             self.huge.is_well(section);
@@ -313,7 +314,7 @@ impl UnmapAndLook {
         let mapped = self.mapped(files, piece, Marks::Forget)?;
         let mut touched = mapped.touched;
         let way = files.ways[piece.file];
-        let kept = self.kept(files, sample.section, (piece, &mapped))?;
+        let kept = self.kept(files, sample.section, piece, &mapped)?;
         if kept == Kept::Small {
             // Other pages are unmapped already.
             let out = touched.cpu.intersection(&sample.next);
@@ -360,7 +361,7 @@ impl UnmapAndLook {
                     continue;
                 }
                 let way = files.ways[piece.file];
-                let of_kept = match self.kept(files, *section, (&piece, &mapped))? {
+                let of_kept = match self.kept(files, *section, &piece, &mapped)? {
                     Kept::Small => ranges.of(way),
                     Kept::Whole | Kept::MappedInPieces => ranges.of_huge(way),
                 };
@@ -381,7 +382,7 @@ impl UnmapAndLook {
             let mut is_used = false;
             for piece in &pieces {
                 let mapped = self.mapped(files, piece, Marks::Keep)?;
-                is_used |= self.kept(files, *section, (piece, &mapped))? != Kept::Small;
+                is_used |= self.kept(files, *section, piece, &mapped)? != Kept::Small;
             }
             if is_used {
                 self.huge.hold(*section);
