@@ -7,11 +7,11 @@ use crate::{
         request::SERIAL_BYTES,
     },
     device::{EngineGone, SocketError},
-    engine::queue::OnFault,
     inject::InjectionError,
     lock::LockError,
     ram::RamPolicy,
     ring::DEVICES_MAX,
+    shared::OnFault,
 };
 use pagetide_addr::DeviceId;
 use pagetide_sys::socket::SocketAccess;

@@ -8,8 +8,8 @@ use crate::{
     },
     config::BlkConfig,
     device::{Control, DeviceState, Endpoint},
-    engine::queue::OnFault,
     ram::RamPolicy,
+    shared::OnFault,
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_sys::guest_ram::Sealed;

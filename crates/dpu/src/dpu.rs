@@ -7,17 +7,18 @@ use crate::{
     config::{BlkConfig, DpuConfig, DpuError},
     device::{Control, Endpoint, EngineGone, Parts},
     devices::{BlkDevice, DeviceReport, Devices, Place},
-    engine::{Engine, EngineShared, Seed, command::Command, fair::WEIGHTS},
+    engine::{
+        Engine, Seed,
+        command::{Command, EngineShared},
+    },
     inject::{Injection, InjectionReport},
     lock,
     ring::DEVICES_MAX,
-    shared::DeviceShared,
-    slo::{
-        course::now_ns,
-        report::{Accounting, SloReport},
-    },
+    shared::{DeviceSetup, DeviceShared, WEIGHTS},
+    slo::report::{Accounting, SloReport},
 };
 use pagetide_addr::DeviceId;
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{
     AccessLog, BounceArea, DomainTable, Doorbell, FaultAssist, HostEnd, fault_queue,
 };
@@ -189,13 +190,14 @@ impl Dpu {
         };
         devices.next_id += 1;
         let id = DeviceId(devices.next_id);
-        let shared = Arc::new(DeviceShared::new(
+        let shared = Arc::new(DeviceShared::new(DeviceSetup {
             id,
             image,
             serial,
-            config.on_fault,
-            (self.engines.len(), self.iopf_timeout),
-        ));
+            on_fault: config.on_fault,
+            engine_count: self.engines.len(),
+            iopf_timeout: self.iopf_timeout,
+        }));
         let control = Arc::new(Control::new(Parts {
             slot,
             shared,

@@ -81,13 +81,11 @@ pub use config::{BlkConfig, DpuConfig, DpuError};
 pub use device::{DeviceState, EngineGone, SocketAccess, SocketError};
 pub use devices::DeviceReport;
 pub use dpu::{Dpu, check_weight};
-pub use engine::fair::{WEIGHT_DEFAULT, WEIGHTS};
-pub use engine::queue::OnFault;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
 pub use ram::{RAM_BYTES_MAX, RamAllowed, RamPolicy, Sealing};
 pub use regions::MemoryError;
-pub use shared::StopReason;
+pub use shared::{OnFault, StopReason, WEIGHT_DEFAULT, WEIGHTS};
 pub use slo::{
     report::{Accounting, SloReport, SloWindow},
     slow::{SlowCause, SlowRequest},

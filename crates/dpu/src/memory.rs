@@ -246,10 +246,11 @@ pub(crate) mod tests {
     use super::*;
     use crate::{
         MemoryError, RamPolicy,
-        regions::{Region, RegionShape, RegionTable},
+        regions::{Region, RegionTable},
     };
     use pagetide_addr::{FrontendVa, PAGE_BYTES};
     use pagetide_sys::{guest_ram::Sealed, memory_file::GuestFile};
+    use pagetide_vhost_backend::RegionShape;
     use pagetide_vpri::{DomainTable, LookUp};
     use std::{os::fd::AsFd, sync::Arc};
     use vm_memory::Bytes;

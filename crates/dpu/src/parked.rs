@@ -34,11 +34,12 @@
 //! request counts against its device's share: the number of requests that a host leaves unanswered
 //! must stay bounded.
 
-use crate::slo::course::{RequestTimeline, now_ns};
+use crate::slo::course::RequestTimeline;
 use pagetide_addr::{
     Access, DeviceId, DomainId, FileRange, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind, ResponseCode,
 };
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{QueueFull, queue::HostPresence};
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},

@@ -10,6 +10,7 @@ use crate::{
 };
 use pagetide_addr::{FileKey, FrontendVa, Gpa, PAGE_BYTES};
 use pagetide_sys::guest_ram::{RamFile, RamFileError, Sealed};
+use pagetide_vhost_backend::RegionShape;
 use pagetide_vpri::{DomainError, DomainTable, EnginePort, LookUp, RamWindow};
 use std::{os::fd::BorrowedFd, sync::Arc};
 
@@ -115,53 +116,42 @@ pub enum MemoryError {
     },
 }
 
-/// A region as described by a front end.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct RegionShape {
-    pub gpa: Gpa,
-    pub bytes: u64,
-    pub frontend: FrontendVa,
-    pub file_offset: u64,
-}
-
-impl RegionShape {
-    /// Checks that it is valid, and within a file of `file_bytes`.
-    fn check(&self, file_bytes: u64) -> Result<(), MemoryError> {
-        let Self {
-            gpa,
-            bytes,
-            frontend,
-            file_offset,
-        } = *self;
-        let aligned = gpa.is_page_aligned()
-            && frontend.is_page_aligned()
-            && file_offset.is_multiple_of(PAGE_BYTES);
-        if !aligned || bytes == 0 {
-            return Err(MemoryError::Misaligned {
-                gpa,
-                bytes,
-                frontend,
-                file_offset,
-            });
-        }
-        let wraps = gpa.checked_add(bytes).is_none() || frontend.checked_add(bytes).is_none();
-        let end = file_offset.checked_add(bytes);
-        let (Some(end), false) = (end, wraps) else {
-            return Err(MemoryError::Wraps { gpa, bytes });
-        };
-        if end > file_bytes {
-            return Err(MemoryError::BeyondFile { end, file_bytes });
-        }
-        Ok(())
-    }
-}
-
 /// One region of guest RAM.
 #[derive(Debug, Clone)]
 pub(crate) struct Region {
     pub shape: RegionShape,
     pub window: Arc<RamWindow>,
     pub sealed: Sealed,
+}
+
+/// Checks that a region is valid, and within a file of `file_bytes`.
+fn check(shape: RegionShape, file_bytes: u64) -> Result<(), MemoryError> {
+    let RegionShape {
+        gpa,
+        bytes,
+        frontend,
+        file_offset,
+    } = shape;
+    let aligned = gpa.is_page_aligned()
+        && frontend.is_page_aligned()
+        && file_offset.is_multiple_of(PAGE_BYTES);
+    if !aligned || bytes == 0 {
+        return Err(MemoryError::Misaligned {
+            gpa,
+            bytes,
+            frontend,
+            file_offset,
+        });
+    }
+    let wraps = gpa.checked_add(bytes).is_none() || frontend.checked_add(bytes).is_none();
+    let end = file_offset.checked_add(bytes);
+    let (Some(end), false) = (end, wraps) else {
+        return Err(MemoryError::Wraps { gpa, bytes });
+    };
+    if end > file_bytes {
+        return Err(MemoryError::BeyondFile { end, file_bytes });
+    }
+    Ok(())
 }
 
 impl Region {
@@ -175,7 +165,7 @@ impl Region {
         let ram = RamFile::of(file)?;
         policy.check(&ram)?;
         let domain = domains.open(ram.key, ram.bytes)?;
-        shape.check(domain.len_bytes())?;
+        check(shape, domain.len_bytes())?;
         let window = domain.map(file, &ram, shape.file_offset, shape.bytes)?;
         Ok(Self {
             shape,

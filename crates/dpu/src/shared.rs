@@ -10,11 +10,11 @@ use crate::{
         request::{Limits, RequestError, SERIAL_BYTES},
     },
     chain::ChainError,
-    engine::{fair::WEIGHT_DEFAULT, queue::OnFault},
     inject::Injector,
-    slo::{account::Account, course::now_ns, report::Accounting},
+    slo::{account::Account, report::Accounting},
 };
 use pagetide_addr::DeviceId;
+use pagetide_sys::clock::now_ns;
 use std::{
     sync::{
         Mutex, MutexGuard, PoisonError,
@@ -22,6 +22,22 @@ use std::{
     },
     time::Duration,
 };
+
+/// Weights that an operator may give.
+pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=1000;
+/// Default weight of a device.
+pub const WEIGHT_DEFAULT: u32 = 100;
+
+/// What a queue does while one of its chains waits for pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnFault {
+    /// It begins no later chain (VPRI 5.2): chains begin in ring order. Needed by a NIC's receive
+    /// ring, and by drivers that rely on their disk taking requests in order.
+    Pause,
+    /// It goes on with later chains, so that only the faulting chain is late.
+    #[default]
+    OutOfOrder,
+}
 
 /// Why a device stopped. It stays stopped until its front end connects again.
 #[derive(Debug, thiserror::Error)]
@@ -115,6 +131,19 @@ pub(crate) enum Leaving {
     No,
 }
 
+/// What a device is made of and does not change.
+#[derive(Debug)]
+pub(crate) struct DeviceSetup {
+    pub id: DeviceId,
+    pub image: Image,
+    pub serial: [u8; SERIAL_BYTES],
+    pub on_fault: OnFault,
+    /// Engines of the DPU; each has counters of its own.
+    pub engine_count: usize,
+    /// How long a chain waits for its pages before it fails; `None` means forever.
+    pub iopf_timeout: Option<Duration>,
+}
+
 /// A device as all its threads see it.
 #[derive(Debug)]
 pub(crate) struct DeviceShared {
@@ -136,23 +165,18 @@ pub(crate) struct DeviceShared {
 }
 
 impl DeviceShared {
-    pub fn new(
-        id: DeviceId,
-        image: Image,
-        serial: [u8; SERIAL_BYTES],
-        on_fault: OnFault,
-        (engine_count, iopf_timeout): (usize, Option<Duration>),
-    ) -> Self {
+    pub fn new(setup: DeviceSetup) -> Self {
+        let engine_count = setup.engine_count;
         Self {
-            id,
-            image,
-            serial,
-            on_fault,
+            id: setup.id,
+            image: setup.image,
+            serial: setup.serial,
+            on_fault: setup.on_fault,
             weight: AtomicU32::new(WEIGHT_DEFAULT),
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             account: Mutex::new(Account::new(engine_count, now_ns())),
             accounted: AtomicBool::new(true),
-            injector: Injector::new(iopf_timeout),
+            injector: Injector::new(setup.iopf_timeout),
             cut_bytes: AtomicU64::new(u64::MAX),
             stopped: AtomicBool::new(false),
             leaving: AtomicBool::new(false),

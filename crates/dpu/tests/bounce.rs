@@ -518,7 +518,7 @@ fn device_that_gets_another_area_completes_what_has_landed_in_the_old_one() {
     let file = pagetide_sys::memory_file::GuestFile::new_memfd("area", 8 * PAGE_BYTES).unwrap();
     let mapping =
         pagetide_sys::mapping::SharedMapping::new(std::os::fd::AsFd::as_fd(&file), 8 * PAGE_BYTES);
-    let area = BounceArea::over(Arc::new(mapping.unwrap()), 0, (64, 8)).unwrap();
+    let area = BounceArea::over(Arc::new(mapping.unwrap()), 0, 64, 8).unwrap();
     set.ends[0].set_bounce(Some(Arc::new(area)));
     set.serve(&out);
     let again = set.serve_next();

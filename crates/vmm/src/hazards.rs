@@ -122,7 +122,7 @@ pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout, ours: &[u32]) -> R
             other_name: other.name,
         });
     }
-    match swap::in_reach(pid, layout) {
+    match swap::in_reach(pid, layout.keys()) {
         Ok(None) => Ok(()),
         Ok(Some(reach)) => Err(Refusal::SwapInReach { pid, name, reach }),
         Err(e) => Err(Refusal::looking(pid, "find the cgroup", e)),
@@ -166,8 +166,8 @@ pub fn check(
             .into_iter()
             .map(|OtherProcess { pid, name }| EvictionBlocker::MappedByAnother { pid, name }),
     );
-    let reach =
-        swap::in_reach(pid, layout).map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
+    let reach = swap::in_reach(pid, layout.keys())
+        .map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
     bars.extend(reach.map(EvictionBlocker::Swap));
     vmm.still_runs()?;
     Ok(bars)

@@ -15,7 +15,7 @@
 //! Pages of a `noswap` tmpfs are unevictable, so the tracker must unmap them in another way: see
 //! [`crate::tracker`].
 
-use crate::layout::RamLayout;
+use pagetide_addr::FileKey;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -51,16 +51,16 @@ pub enum SwapReach {
     NoGroup,
 }
 
-/// How pages of `layout`, the RAM of process `pid`, could go to swap; `None` if they cannot.
+/// How pages of the files `ram`, the RAM of process `pid`, could go to swap; `None` if they cannot.
 ///
 /// # Errors
 /// The error of reading `/proc`.
-pub fn in_reach(pid: u32, layout: &RamLayout) -> io::Result<Option<SwapReach>> {
+pub fn in_reach(pid: u32, mut ram: impl Iterator<Item = FileKey>) -> io::Result<Option<SwapReach>> {
     if !is_on(&std::fs::read_to_string("/proc/swaps")?) {
         return Ok(None);
     }
     let never = file_systems_without_swap(pid)?;
-    if layout.files().iter().all(|f| never.contains(&f.key().dev)) {
+    if ram.all(|file| never.contains(&file.dev)) {
         return Ok(None);
     }
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;

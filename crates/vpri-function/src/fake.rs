@@ -214,13 +214,14 @@ impl Fake {
         dir: &Path,
         script: impl FnMut(&Event<'static>, u64) -> Answers + Send + 'static,
     ) -> Self {
-        Self::listen_as(dir, (FEATURES, good_config()), script)
+        Self::listen_as(dir, FEATURES, good_config(), script)
     }
 
     /// Like [`Self::listen`], with features and limits.
     pub fn listen_as(
         dir: &Path,
-        (features, config): (u64, Config),
+        features: u64,
+        config: Config,
         script: impl FnMut(&Event<'static>, u64) -> Answers + Send + 'static,
     ) -> Self {
         let socket = dir.join("vpri.sock");
@@ -274,7 +275,7 @@ impl Fake {
         let stream = Arc::clone(&self.stream);
         self.threads.push(std::thread::spawn(move || {
             while !stopped.load(Ordering::SeqCst) {
-                if !work_on_events(&mut lock(&backend), (&script, &seen), &stream) {
+                if !work_on_events(&mut lock(&backend), &script, &seen, &stream) {
                     std::thread::sleep(Duration::from_micros(50));
                 }
             }
@@ -334,7 +335,8 @@ impl Fake {
 /// Answers one event, if there is one.
 fn work_on_events(
     backend: &mut Backend,
-    (script, seen): (&Mutex<Box<Script>>, &Mutex<Vec<Event<'static>>>),
+    script: &Mutex<Box<Script>>,
+    seen: &Mutex<Vec<Event<'static>>>,
     stream: &Mutex<Option<UnixStream>>,
 ) -> bool {
     let Backend { memory, queues, .. } = backend;

@@ -84,7 +84,7 @@ impl BounceArea {
         let bytes = u64::from(count) * PAGE_BYTES;
         let file = GuestFile::new_memfd("pagetide-bounce", bytes)?;
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), bytes)?);
-        Self::over(mapping, 0, (0, count))
+        Self::over(mapping, 0, 0, count)
     }
 
     /// Slots in `mapping`, from byte `offset_bytes` on, which may be shared with another process.
@@ -95,7 +95,8 @@ impl BounceArea {
     pub fn over(
         mapping: Arc<SharedMapping>,
         offset_bytes: u64,
-        (first, count): (u32, u32),
+        first: u32,
+        count: u32,
     ) -> Result<Self, BounceError> {
         let slots = numbers(first, count)?;
         let end = offset_bytes.checked_add(u64::from(count) * PAGE_BYTES);
@@ -161,7 +162,7 @@ mod tests {
     fn slots_are_read_as_they_were_written_and_those_of_another_area_not_at_all() {
         let file = GuestFile::new_memfd("bounce", 8 * PAGE_BYTES).unwrap();
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), 8 * PAGE_BYTES).unwrap());
-        let area = BounceArea::over(mapping, 2 * PAGE_BYTES, (100, 4)).unwrap();
+        let area = BounceArea::over(mapping, 2 * PAGE_BYTES, 100, 4).unwrap();
         assert_eq!(area.slots(), 100..104);
         file.write_at(4 * PAGE_BYTES, &[7; 4096]).unwrap();
         let mut content = vec![1];
@@ -178,15 +179,15 @@ mod tests {
     fn area_that_does_not_lie_in_its_mapping_is_refused() {
         let file = GuestFile::new_memfd("bounce", 4 * PAGE_BYTES).unwrap();
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), 4 * PAGE_BYTES).unwrap());
-        let over = |offset, slots| BounceArea::over(mapping.clone(), offset, slots);
-        assert!(over(0, (0, 4)).is_ok());
-        assert!(over(0, (u32::MAX - 4, 4)).is_ok());
+        let over = |offset, first, count| BounceArea::over(mapping.clone(), offset, first, count);
+        assert!(over(0, 0, 4).is_ok());
+        assert!(over(0, u32::MAX - 4, 4).is_ok());
         for (offset, count) in [(0, 5), (1, 1), (PAGE_BYTES, 4), (u64::MAX - 4095, 1)] {
-            let refused = over(offset, (0, count));
+            let refused = over(offset, 0, count);
             assert!(matches!(refused, Err(BounceError::Misplaced { .. })));
         }
-        for slots in [(0, 0), (u32::MAX, 4), (0, BOUNCE_BUFFERS_MAX + 1)] {
-            let refused = over(0, slots);
+        for (first, count) in [(0, 0), (u32::MAX, 4), (0, BOUNCE_BUFFERS_MAX + 1)] {
+            let refused = over(0, first, count);
             assert!(matches!(refused, Err(BounceError::Count { .. })));
         }
         assert!(BounceArea::new(3).unwrap().bytes(0, 3).is_some());

@@ -314,7 +314,7 @@ impl DomainTable {
         if let Some(domain) = entries.known(key, bytes)? {
             return Ok(domain);
         }
-        Ok(entries.make(key, bytes, (self, Attribute::Unmapped)))
+        Ok(entries.make(key, bytes, self, Attribute::Unmapped))
     }
 
     /// Every domain there is.
@@ -346,7 +346,7 @@ impl DomainTable {
         let initial = entries.initial;
         match entries.known(key, bytes)? {
             Some(domain) => Ok(domain),
-            None => Ok(entries.make(key, bytes, (self, initial))),
+            None => Ok(entries.make(key, bytes, self, initial)),
         }
     }
 
@@ -429,7 +429,8 @@ impl Entries {
         &mut self,
         key: FileKey,
         bytes: u64,
-        (table, attribute): (&DomainTable, Attribute),
+        table: &DomainTable,
+        attribute: Attribute,
     ) -> Arc<DmaDomain> {
         let id = DomainId(self.next_id);
         self.next_id += 1;

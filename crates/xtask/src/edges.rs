@@ -15,16 +15,17 @@
 //!               └── addr ┴──────────────┘
 //! ```
 //! and `report` below `daemon` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
-//! `access-log` below `daemon` and `trace`, and `policy`, on `addr` and `random`, below `swap`, `vmm` and
-//! `sim`. The table names direct neighbours below; their own dependencies are allowed too. What the daemon
-//! reaches here is what a process has that runs as root.
+//! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, and
+//! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`. The table names direct neighbours below;
+//! their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
+//! root.
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 25] = [
+const BELOW: [(&str, &[&str]); 26] = [
     ("pagetide-addr", &[]),
     ("pagetide-random", &[]),
     ("pagetide-report", &[]),
@@ -37,8 +38,12 @@ const BELOW: [(&str, &[&str]); 25] = [
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
-    ("pagetide-vpri-function", &["pagetide-vpri"]),
-    ("pagetide-dpu", &["pagetide-vpri", "pagetide-sys"]),
+    ("pagetide-vhost-backend", &["pagetide-sys"]),
+    (
+        "pagetide-vpri-function",
+        &["pagetide-vpri", "pagetide-vhost-backend"],
+    ),
+    ("pagetide-dpu", &["pagetide-vpri", "pagetide-vhost-backend"]),
     (
         "pagetide-vmm",
         &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],

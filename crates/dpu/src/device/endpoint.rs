@@ -2,17 +2,20 @@
 //! The socket of a device and its two threads.
 //!
 //! # A front end that blocks its connection thread
-//! The front end sends descriptors of any kind, and closing one may wait for its owner: the last
-//! close of a file on a FUSE file system asks that file system's server. So only the connection
-//! thread closes descriptors that a front end has sent, and no thread waits for it without a limit.
+//! Only the connection thread closes descriptors that a front end has sent, which may wait for that
+//! front end (see [`pagetide_vhost_backend`]), and no thread waits for it without a limit.
 //! The listener itself ends the session of a front end that must go. A connection thread that has
 //! not ended [`STUCK_AFTER`] later is left alone. Its device accepts no other front end until it
 //! ends, so there is at most one such thread per device, and no other device is affected.
 
-use super::{Connection, Control, session::Session};
+use super::{
+    backend::BlkBackend,
+    control::{Control, Presence},
+};
 use crate::shared::Leaving;
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::{SocketAccess, SocketError};
+use pagetide_vhost_backend::{Connection, Served, SharedSession};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::{
     convert::Infallible,
@@ -22,13 +25,12 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::JoinHandle,
     time::Duration,
 };
-use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
 
 /// A listening device.
 pub(crate) struct Endpoint {
@@ -93,10 +95,10 @@ impl Drop for Endpoint {
 /// down. By then it only has to close descriptors.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
 
-/// A connection that is being served.
-struct Served {
+/// A front end that is being served.
+struct FrontEnd {
     stream: UnixStream,
-    session: Arc<Mutex<Session>>,
+    session: SharedSession<BlkBackend>,
     /// Carries no message; it disconnects when the thread ends.
     ended: Receiver<Infallible>,
     thread: JoinHandle<()>,
@@ -107,7 +109,7 @@ enum Tenancy {
     /// No front end.
     Nobody,
     /// A front end is there, or has hung up.
-    Served(Served),
+    Served(FrontEnd),
     /// A front end has gone, and its thread is stuck.
     Stuck(JoinHandle<()>),
 }
@@ -173,21 +175,21 @@ fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
     }
 }
 
-fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<Served> {
+fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<FrontEnd> {
     stream.set_nonblocking(false)?;
     let (copy, closing) = (stream.try_clone()?, stream.try_clone()?);
     let control = control.clone();
     control.shared.set_leaving(Leaving::No);
-    let session = Arc::new(Mutex::new(Session::new(control.clone())));
-    let its_session = session.clone();
+    let mut connection = Connection::new(stream, BlkBackend::new(control.clone()));
+    let session = connection.session().clone();
     let (end, ended) = channel();
     let thread = std::thread::Builder::new()
         .name(format!("blk-{}-conn", control.slot))
         .spawn(move || {
-            converse(&control, &its_session, stream, &closing);
+            converse(&control, &mut connection, &closing);
             drop(end);
         })?;
-    Ok(Served {
+    Ok(FrontEnd {
         stream: copy,
         session,
         ended,
@@ -195,54 +197,40 @@ fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<Served> {
     })
 }
 
-fn converse(
-    control: &Arc<Control>,
-    session: &Arc<Mutex<Session>>,
-    stream: UnixStream,
-    closing: &UnixStream,
-) {
+fn converse(control: &Control, connection: &mut Connection<BlkBackend>, closing: &UnixStream) {
     control.shared.forget_stop();
-    control.set_connection(Connection::There);
-    let mut messages = BackendReqHandler::from_stream(stream, session.clone());
+    control.set_presence(Presence::There);
+    let socket = control.socket.display();
     loop {
-        let handled = messages.handle_request();
-        // Not under the session's lock: closing may wait for the front end.
-        let discarded = lock(session).take_discarded();
-        drop(discarded);
-        match handled {
-            Ok(()) => {}
-            Err(VhostError::SocketRetry(_)) => {}
-            Err(VhostError::Disconnected | VhostError::SocketBroken(_)) => break,
-            Err(error) if lock(session).was_answered() => {
-                tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused");
+        match connection.serve_one() {
+            Served::Yes => {}
+            Served::Over => break,
+            Served::Refused(error) => {
+                tracing::warn!(%socket, %error, "the front end's message was refused");
             }
-            Err(VhostError::InactiveOperation(_)) if lock(session).lacks_handshake() => {
+            Served::NoHandshake => {
                 // Such a front end sends neither its features nor its memory again, so the device
                 // cannot continue.
                 tracing::error!(
-                    socket = %control.socket.display(),
+                    %socket,
                     "the front end goes on without a handshake, as QEMU before 9.1 does if its VM was paused \
                      when the daemon ended; hanging up. Its disk does not work any more: power the VM off and \
                      start it again"
                 );
                 break;
             }
-            Err(error) => {
-                tracing::warn!(socket = %control.socket.display(), %error, "the front end's message was refused; hanging up");
+            Served::Broken(error) => {
+                tracing::warn!(%socket, %error, "the front end's message was refused; hanging up");
                 break;
             }
         }
     }
     // Stop everything before the socket closes: a front end that sees the hang-up may rely on its
     // memory not being touched any more.
-    lock(session).end();
-    control.set_connection(Connection::Nobody);
+    connection.session().end();
+    control.set_presence(Presence::Nobody);
     // The listener has a duplicate of the descriptor, so dropping ours would not hang up.
     shut_down(closing);
-}
-
-fn lock(session: &Mutex<Session>) -> MutexGuard<'_, Session> {
-    session.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn shut_down(stream: &UnixStream) {
@@ -252,12 +240,12 @@ fn shut_down(stream: &UnixStream) {
 }
 
 /// Ends a session: after it returns, nothing of that session touches memory any more.
-fn hang_up(control: &Control, served: Served) -> Tenancy {
+fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
     shut_down(&served.stream);
     // First, because its thread may be waiting for a queue to drain, with the session locked.
     control.hurry();
-    lock(&served.session).end();
-    control.set_connection(Connection::Nobody);
+    served.session.end();
+    control.set_presence(Presence::Nobody);
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
         tracing::error!(
             socket = %control.socket.display(),

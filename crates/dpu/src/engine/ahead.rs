@@ -12,7 +12,8 @@
 //! of their own.
 
 use super::{
-    Device, Io,
+    device::Device,
+    io::Io,
     pages::{Located, absent_of, locate, wanted_of},
     queue::EngineQueue,
 };

@@ -2,25 +2,39 @@
 //! Beginning a leased chain: the last step before the kernel.
 
 use super::{
-    Device, Io,
-    bounce::{Bounce, Plan},
-    chain::{EmptyStage, Kind, Ready, Request, Served},
-    fair::{Load, Verdict},
-    finish::Answer,
+    answer::Answer,
+    bounce::plan::Plan,
+    device::Device,
+    fair::Load,
+    io::Io,
+    land::Bounce,
     queue::EngineQueue,
+    request::{EmptyStage, Kind, Request, Sample, empty_mode},
 };
 use crate::{
     blk::request::{
-        EmptyHow, Header, Limits, RangeKind, Status, Work, decide, range_work, read_range,
+        Frame, Header, Limits, RangeKind, Status, Work, decide, range_work, read_range,
         write_serial,
     },
     chain::Buffers,
-    memory::{DeviceMemory, Span},
+    memory::{DeviceMemory, LeaseSet, Span},
     ring::{Dma, Job, Operation, Step},
     shared::add,
+    slo::course::RequestTimeline,
 };
 use pagetide_addr::Access;
 use std::{io, rc::Rc};
+
+/// A chain whose pages are all leased.
+pub(crate) struct Ready {
+    pub head: u16,
+    pub frame: Frame,
+    pub leases: LeaseSet,
+    pub sample: Sample,
+    pub course: RequestTimeline,
+    /// Set if it is a read of which part goes to bounce buffers.
+    pub bounce: Option<Box<Bounce>>,
+}
 
 impl Io {
     /// Executes a leased chain's request, or begins it.
@@ -42,14 +56,19 @@ impl Io {
         if let Some(bounce) = ready.bounce.take() {
             let Bounce { plan, offset } = *bounce;
             let buffers = std::mem::take(&mut self.scratch.buffers);
-            self.log_accesses(device, memory, &buffers.writable, Access::Write);
+            self.reports
+                .log_accesses(device, memory, &buffers.writable, Access::Write);
             self.scratch.buffers = buffers;
             let task = Task {
                 kind: Kind::Read,
                 operation: Operation::Read,
                 offset,
             };
-            return self.start_task(device, queue, memory, (ready, task), Onto::Bounce(plan));
+            let transfer = Transfer {
+                task,
+                onto: Onto::Bounce(plan),
+            };
+            return self.start_task(device, queue, memory, ready, transfer);
         }
         let buffers = std::mem::take(&mut self.scratch.buffers);
         let task = task(device, memory, &ready, &buffers)
@@ -69,10 +88,14 @@ impl Io {
                     Kind::Write => (&buffers.readable[..], Access::Read),
                     Kind::Flush | Kind::Empty { .. } => (&[][..], Access::Read),
                 };
-                self.log_accesses(device, memory, spans, access);
-                return self
-                    .start_task(device, queue, memory, (ready, task), Onto::Guest(spans))
-                    .inspect(|()| self.scratch.buffers = buffers);
+                self.reports.log_accesses(device, memory, spans, access);
+                let transfer = Transfer {
+                    task,
+                    onto: Onto::Guest(spans),
+                };
+                let started = self.start_task(device, queue, memory, ready, transfer);
+                self.scratch.buffers = buffers;
+                return started;
             }
             Err(status) => status,
         };
@@ -95,7 +118,7 @@ impl Io {
     /// Releases what a chain holds whose request will not be done.
     fn forgo(&mut self, memory: &DeviceMemory, mut ready: Ready) {
         if let Some(bounce) = ready.bounce.take() {
-            self.bounces.abandon(&bounce.plan);
+            self.bounces.slots.give_up(bounce.plan.runs);
         }
         ready.leases.release(memory);
     }
@@ -112,7 +135,7 @@ impl Io {
             Operation::Write => buffers.readable.iter().map(|s| u64::from(s.len)).sum(),
             Operation::Allocate { bytes, .. } => bytes,
         };
-        match self.reaches(device, task.offset + bytes) {
+        match device.reaches(self.reports.now_ns, task.offset + bytes) {
             true => Ok(task),
             false => Err(Status::IoError),
         }
@@ -123,9 +146,10 @@ impl Io {
         device: &mut Device,
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
-        (ready, task): (Ready, Task),
-        onto: Onto<'_>,
+        ready: Ready,
+        transfer: Transfer<'_>,
     ) -> io::Result<()> {
+        let Transfer { task, onto } = transfer;
         let request = Request {
             key: queue.key,
             head: ready.head,
@@ -169,103 +193,9 @@ impl Io {
         job.request.data_bytes = u32::try_from(job.dma.left()).unwrap_or(u32::MAX);
         queue.in_flight += 1;
         self.fair.request_began(queue.key.device);
-        job.request.course.submit(self.now_ns);
-        add(&device.shared.counters[self.index].in_flight, 1);
+        job.request.course.submit(self.reports.now_ns);
+        add(&self.reports.counters(&device.shared).in_flight, 1);
         self.start(device, queue, job)
-    }
-
-    /// Gives a job's first step to the ring, or queues it for the tenant's turn.
-    fn start(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        job: Box<Job<Request>>,
-    ) -> io::Result<()> {
-        let slot = queue.key.device;
-        match job.request.kind {
-            Kind::Read | Kind::Write => {
-                if queue.steps.is_empty() && self.fair.may_step(slot) == Verdict::Go {
-                    return self.start_step(device, queue, job);
-                }
-                queue.steps.push_back(job);
-            }
-            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
-        }
-        Ok(())
-    }
-
-    /// Queues a job for its next step.
-    pub fn go_on(&self, device: &mut Device, job: Box<Job<Request>>) {
-        let key = job.request.key;
-        match job.request.kind {
-            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
-            Kind::Read | Kind::Write => match device.queues.get_mut(usize::from(key.queue)) {
-                Some(Some(queue)) if queue.key == key => queue.steps.push_back(job),
-                _ => debug_assert!(false, "a queue went away under its I/O"),
-            },
-        }
-    }
-
-    /// Begins waiting slow operations, as far as the tenant may; returns what stopped it.
-    pub fn start_slow(&mut self, device: &mut Device, slot: usize) -> io::Result<Served> {
-        let mut served = Served::Nothing;
-        while !device.slow.is_empty() {
-            match self.fair.may_begin_slow(slot) {
-                Verdict::Go => {}
-                Verdict::NextTurn => return Ok(Served::Spent),
-                Verdict::Full => return Ok(Served::Full),
-            }
-            if let Some(mut job) = device.slow.pop_front() {
-                job.request.step.file = device.buffered;
-                self.give(job, Load::Slow)?;
-                served = Served::InPart;
-            }
-        }
-        Ok(served)
-    }
-
-    /// Gives the next step of a transfer to the ring, with the descriptor that supports it.
-    pub fn start_step(
-        &mut self,
-        device: &Device,
-        queue: &mut EngineQueue,
-        mut job: Box<Job<Request>>,
-    ) -> io::Result<()> {
-        let image = &device.shared.image;
-        let block_bytes = u64::from(image.block_bytes);
-        job.request.step.file = match device.direct {
-            Some(direct)
-                if !job.request.retried
-                    && job.dma.is_aligned(image.memory_align.max(512))
-                    && job.dma.left().is_multiple_of(block_bytes)
-                    && job.request.step.offset.is_multiple_of(block_bytes) =>
-            {
-                direct
-            }
-            _ => device.buffered,
-        };
-        // Steps end at block boundaries of the disk, so that the next one can bypass the page
-        // cache, too.
-        let step_bytes = self.fair.step_bytes_max(queue.key.device);
-        let bytes = job.dma.cut(step_bytes.max(block_bytes));
-        queue.credit.spend(bytes);
-        self.give(job, Load::Data(bytes))
-    }
-
-    /// Gives a job's step to the ring.
-    pub fn give(&mut self, mut job: Box<Job<Request>>, load: Load) -> io::Result<()> {
-        job.request.load = load;
-        self.fair.step_began(job.request.key.device, load);
-        let step = job.request.step;
-        self.ring.start(job, step)?;
-        // An idle disk gets the first request at once, not when a whole batch is ready: so never
-        // let more wait than are under way. The batches double, so a deep queue still costs few
-        // system calls.
-        let waiting = self.ring.unsubmitted();
-        if 2 * waiting > self.ring.in_flight() {
-            self.ring.submit()?;
-        }
-        Ok(())
     }
 }
 
@@ -275,6 +205,12 @@ enum Onto<'a> {
     Guest(&'a [Span]),
     /// Guest memory and bounce buffers.
     Bounce(Plan),
+}
+
+/// A request's I/O, and the memory that it uses.
+struct Transfer<'a> {
+    task: Task,
+    onto: Onto<'a>,
 }
 
 /// The I/O of a request.
@@ -342,16 +278,4 @@ fn empty_task(
         },
         offset: range.offset,
     })
-}
-
-/// The mode of `fallocate` for a stage.
-pub(crate) fn empty_mode(how: EmptyHow, stage: EmptyStage) -> i32 {
-    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    match (how, stage) {
-        (EmptyHow::Zero, EmptyStage::Direct) => {
-            libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE
-        }
-        (_, EmptyStage::Direct | EmptyStage::Punch) => punch,
-        (_, EmptyStage::Allocate) => libc::FALLOC_FL_KEEP_SIZE,
-    }
 }

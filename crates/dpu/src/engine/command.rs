@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commands of control threads to an engine.
+//! Commands of control threads to an engine, and the part of an engine that those threads see.
 
-use super::queue::OnFault;
-use crate::{chain::Indirect, inflight::InflightQueue, memory::DeviceMemory, shared::DeviceShared};
+use crate::{
+    chain::Indirect,
+    inflight::InflightQueue,
+    mailbox::Mailbox,
+    memory::DeviceMemory,
+    shared::{DeviceShared, OnFault},
+};
 use pagetide_sys::signal::EventSignal;
-use pagetide_vpri::{AccessPen, FaultAssist};
+use pagetide_vpri::{AccessPen, Doorbell, FaultAssist};
 use std::{
     io,
     os::fd::OwnedFd,
-    sync::{Arc, mpsc::Sender},
+    sync::{Arc, atomic::AtomicU64, mpsc::Sender},
 };
 use virtio_queue::Queue;
 
@@ -109,4 +114,26 @@ pub(crate) struct QueueSetup {
     pub error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
     pub on_fault: OnFault,
+}
+
+/// The part of an engine that other threads see.
+pub(crate) struct EngineShared {
+    pub mailbox: Mailbox<Command>,
+    pub sleeps: AtomicU64,
+}
+
+impl EngineShared {
+    pub fn new(bell: Arc<Doorbell>) -> Self {
+        Self {
+            mailbox: Mailbox::new(bell),
+            sleeps: AtomicU64::new(0),
+        }
+    }
+}
+
+/// Answers a control thread, which may be gone.
+pub(super) fn answer<T>(reply: &Sender<T>, value: T) {
+    if reply.send(value).is_err() {
+        tracing::debug!("the sender no longer waits for this engine's answer");
+    }
 }

@@ -55,6 +55,8 @@
 //! it did. Costs are charged when work begins. That the page cache makes some transfers cheaper is
 //! not known here.
 
+use crate::shared::WEIGHT_DEFAULT;
+
 /// Cost of a chain besides its bytes. The CPU time of a small request would copy about so many
 /// bytes; a disk's cost per request, in bytes, is of the same order.
 pub(crate) const CHAIN_COST_BYTES: u64 = 16 << 10;
@@ -93,10 +95,6 @@ pub(crate) const RECENT_NS: u64 = 20_000_000;
 const SWEEP_NS: u64 = RECENT_NS / 8;
 /// What a queue of a tenant may begin before the tenant's next queue: 8 requests of 4 KiB.
 pub(crate) const QUEUE_COST_BYTES: u64 = 8 * (CHAIN_COST_BYTES + 4096);
-/// Weights that an operator may give.
-pub const WEIGHTS: std::ops::RangeInclusive<u32> = 1..=1000;
-/// Default weight of a device.
-pub const WEIGHT_DEFAULT: u32 = 100;
 
 const _: () = assert!(WINDOW_SHARED_BYTES >= STEP_SHARED_BYTES);
 const _: () = assert!(WINDOW_ALONE_BYTES >= 2 * STEP_ALONE_BYTES);

@@ -8,12 +8,13 @@
 //! If not, it waits for that page alone, which pauses no queue. None of its DMA has begun.
 
 use super::{
-    Device, EVENTS_PER_TURN, Engine, Io, Progress, bounce::Answered, chain::Origin,
-    queue::EngineQueue,
+    bounce::Answered,
+    io::Progress,
+    thread::{EVENTS_PER_TURN, Engine},
 };
 use crate::{
-    parked::{Ended, Resumed, Waiter},
-    shared::{add, sub},
+    parked::{Resumed, Waiter},
+    shared::add,
 };
 use pagetide_addr::{DeviceId, RequestKind};
 use pagetide_vpri::queue::HostPresence;
@@ -26,7 +27,7 @@ impl Engine {
     /// Takes page responses and resumes chains whose last response has come.
     pub(super) fn take_responses(&mut self, progress: &mut Progress) -> io::Result<()> {
         if self.device_end.has_response() {
-            self.io.look_at_clock();
+            self.io.reports.look_at_clock();
         }
         for _ in 0..EVENTS_PER_TURN {
             let Some(response) = self.device_end.next() else {
@@ -60,7 +61,7 @@ impl Engine {
         self.io.parked.tick(Instant::now(), host);
         while let Some(resumed) = self.io.parked.give_up() {
             progress.anything = true;
-            self.io.look_at_clock();
+            self.io.reports.look_at_clock();
             let device = self.devices.get(resumed.queue.device);
             if let Some(device) = device.and_then(Option::as_ref) {
                 tracing::warn!(
@@ -68,7 +69,7 @@ impl Engine {
                     queue = resumed.queue.queue,
                     "a page request was not answered in time: its request fails"
                 );
-                add(&device.shared.counters[self.io.index].timed_out, 1);
+                add(&self.io.reports.counters(&device.shared).timed_out, 1);
             }
             self.resume(resumed)?;
         }
@@ -106,11 +107,11 @@ impl Engine {
         if !self.io.parked.has_unsent() && !self.io.bounces.has_unsent() {
             return;
         }
-        let (end, devices, index) = (&self.device_end, &self.devices, self.io.index);
+        let (end, devices, reports) = (&self.device_end, &self.devices, &self.io.reports);
         let count_prefault = |id: DeviceId| {
             let mut devices = devices.iter().flatten();
             if let Some(device) = devices.find(|device| device.shared.id == id) {
-                add(&device.shared.counters[index].prefaults, 1);
+                add(&reports.counters(&device.shared).prefaults, 1);
             }
         };
         let overwrites = self.io.bounces.send(|request| end.submit(request));
@@ -124,51 +125,17 @@ impl Engine {
         if sent + overwrites == 0 {
             return;
         }
-        self.io.bounces.set_area(self.device_end.bounce());
-        progress.asked = true;
+        self.io.bounces.slots.set_area(self.device_end.bounce());
         progress.anything = true;
         // Completions of this turn have been signalled already; only I/O under way would have to
         // wait.
         let alone = self.io.ring.in_flight() == 0;
         let served = match &self.assist {
-            Some(assist) if alone => assist.assist(self.io.index),
+            Some(assist) if alone => assist.assist(self.io.reports.engine()),
             _ => false,
         };
         if !served {
             self.device_end.kick();
         }
-    }
-}
-
-impl Io {
-    /// Serves a chain that was parked.
-    pub fn serve_resumed(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        resumed: &Resumed,
-    ) -> io::Result<()> {
-        let Waiter::Chain(head) = resumed.waiter else {
-            return Ok(());
-        };
-        queue.count_resumed(resumed.purpose);
-        sub(&device.shared.counters[self.index].parked, 1);
-        let mut course = resumed.course;
-        let was_held = course.is_held();
-        let parked_ns = course.resume(self.now_ns);
-        if was_held {
-            let injector = &device.shared.injector;
-            match resumed.ended {
-                Ended::Present | Ended::Lost => injector.resumed(parked_ns),
-                Ended::TimedOut => injector.given_up(1),
-            }
-        }
-        let origin = Origin::Resumed {
-            purpose: resumed.purpose,
-            since: resumed.since,
-            course,
-            ended: resumed.ended,
-        };
-        self.serve(device, queue, head, origin)
     }
 }

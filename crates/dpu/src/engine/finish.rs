@@ -2,20 +2,15 @@
 //! What follows completed I/O: another step, or an entry in the used ring.
 
 use super::{
-    Device, Io,
-    begin::empty_mode,
-    chain::{EmptyStage, Kind, Request, Sample},
-    queue::EngineQueue,
+    device::Device,
+    io::Io,
+    request::{EmptyStage, Kind, Request, empty_mode},
 };
 use crate::{
-    blk::request::{EmptyHow, Status, write_status},
-    memory::{DeviceMemory, LeaseSet, Span},
+    blk::request::{EmptyHow, Status},
     ring::{Job, Operation},
-    shared::{StopReason, add, sub},
-    slo::course::RequestTimeline,
 };
-use std::{io, rc::Rc, sync::atomic::Ordering, time::Instant};
-use virtio_queue::QueueT;
+use std::{io, sync::atomic::Ordering};
 
 /// What to do with a job after a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,7 +34,9 @@ impl Io {
         let slot = job.request.key.device;
         self.fair.step_ended(slot, job.request.load);
         let next = match next(&mut job, result) {
-            Next::Again | Next::AgainBuffered if !self.rest_is_within(device, &job) => {
+            Next::Again | Next::AgainBuffered
+                if !rest_is_within(device, self.reports.now_ns, &job) =>
+            {
                 Next::Complete(Status::IoError)
             }
             next => next,
@@ -58,7 +55,9 @@ impl Io {
                 }
                 let job = match job.request.bounced.is_empty() {
                     true => Some(job),
-                    false => self.settle(device, job, status),
+                    false => self
+                        .bounces
+                        .settle(device, job, status, self.reports.now_ns),
                 };
                 if let Some(job) = job {
                     self.complete_job(device, job, status);
@@ -73,7 +72,7 @@ impl Io {
             // The image ends before the request does, which is reported where its size is checked.
             device.shared.look_at_size();
         }
-        let counters = &device.shared.counters[self.index];
+        let counters = self.reports.counters(&device.shared);
         let errors = counters.errors.load(Ordering::Relaxed) + 1;
         // A failing disk fails often: log the 1st, 2nd, 4th, 8th ... error.
         if errors.is_power_of_two() {
@@ -90,124 +89,17 @@ impl Io {
             );
         }
     }
-
-    pub(super) fn complete_job(
-        &mut self,
-        device: &mut Device,
-        mut job: Box<Job<Request>>,
-        status: Status,
-    ) {
-        let key = job.request.key;
-        let Some(mut queue) = super::take_queue(device, key) else {
-            debug_assert!(false, "a queue went away under its I/O");
-            return;
-        };
-        queue.in_flight -= 1;
-        let counters = &device.shared.counters[self.index];
-        sub(&counters.in_flight, 1);
-        let (mut moved, mut written) = (0, 1);
-        if status == Status::Ok {
-            match job.request.kind {
-                Kind::Read => {
-                    moved = job.request.data_bytes;
-                    add(&counters.read_bytes, u64::from(moved));
-                    written += job.request.data_bytes;
-                }
-                Kind::Write => {
-                    moved = job.request.data_bytes;
-                    add(&counters.written_bytes, u64::from(moved));
-                }
-                Kind::Flush | Kind::Empty { .. } => {}
-            }
-        }
-        let memory = job.dma.memory().clone();
-        let answer = Answer {
-            head: job.request.head,
-            at: job.request.status,
-            status,
-            written,
-            moved,
-            course: job.request.course,
-        };
-        let mut leases = std::mem::take(&mut job.request.leases);
-        let told = self.answer(device, &mut queue, &memory, answer);
-        let began = (job.request.sample == Sample::Yes).then(Instant::now);
-        leases.release(&memory);
-        if let Some(began) = began {
-            self.record_lookup(device, began, 0);
-        }
-        job.request.leases = leases;
-        if let Err(reason) = told {
-            device.shared.stop(reason);
-            queue.tell_error();
-        }
-        device.queues[usize::from(key.queue)] = Some(queue);
-        self.scratch.keep(job);
-    }
-
-    /// Answers a chain that needs no I/O.
-    pub fn complete(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        memory: &Rc<DeviceMemory>,
-        answer: Answer,
-        mut leases: LeaseSet,
-    ) -> Result<(), StopReason> {
-        let told = self.answer(device, queue, memory, answer);
-        leases.release(memory);
-        told
-    }
-
-    /// Writes the status and puts the chain into the used ring.
-    fn answer(
-        &mut self,
-        device: &mut Device,
-        queue: &mut EngineQueue,
-        memory: &DeviceMemory,
-        answer: Answer,
-    ) -> Result<(), StopReason> {
-        let counters = &device.shared.counters[self.index];
-        add(&counters.requests, 1);
-        if answer.status == Status::IoError {
-            add(&counters.errors, 1);
-        }
-        // Before reporting anything that zeros in place of guest memory may have caused.
-        if let Some(reason) = queue.lost(memory) {
-            return Err(reason);
-        }
-        write_status(memory, answer.at, answer.status).map_err(|e| queue.broken(&e))?;
-        if let Some(inflight) = &queue.inflight {
-            inflight.prepare(answer.head);
-        }
-        queue
-            .queue
-            .add_used(memory, answer.head, answer.written)
-            .map_err(|e| queue.broken(&e))?;
-        if let Some(inflight) = &queue.inflight {
-            inflight.finish(answer.head, queue.queue.next_used());
-        }
-        if let Some(reason) = queue.lost(memory) {
-            return Err(reason);
-        }
-        queue.needs_call = true;
-        self.tell_done(device, queue, &answer);
-        Ok(())
-    }
 }
 
-/// The answer to a chain.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Answer {
-    pub head: u16,
-    /// Address of the status byte.
-    pub at: Span,
-    pub status: Status,
-    /// Bytes the device wrote, including the status.
-    pub written: u32,
-    /// Bytes of data moved.
-    pub moved: u32,
-    pub course: RequestTimeline,
+/// True if the rest of a job ends within the image, as it is in the batch of `now_ns`.
+fn rest_is_within(device: &mut Device, now_ns: u64, job: &Job<Request>) -> bool {
+    let step = &job.request.step;
+    let end = match (job.request.kind, step.operation) {
+        (Kind::Write, _) => step.offset + job.dma.left(),
+        (Kind::Empty { .. }, Operation::Allocate { bytes, .. }) => step.offset + bytes,
+        _ => return true,
+    };
+    device.reaches(now_ns, end)
 }
 
 /// Decides what follows a result.

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Where an injected fault enters the path of a chain; [`crate::inject`] decides when one is due.
 
-use super::{Device, Io, chain::Origin};
+use super::{device::Device, io::Io, request::Origin};
 use crate::{
     chain::Buffers,
     memory::{DeviceMemory, Span},
     parked::PageDemand,
     shared::add,
-    slo::course::Injected,
 };
 use pagetide_addr::Access;
 
@@ -22,7 +21,7 @@ impl Io {
         buffers: &Buffers,
         origin: &Origin,
     ) -> Option<PageDemand> {
-        let is_due = device.shared.injector.may_be_due(self.now_ns);
+        let is_due = device.shared.injector.may_be_due(self.reports.now_ns);
         if !is_due || !matches!(origin, Origin::Fresh(_)) {
             return None;
         }
@@ -40,22 +39,13 @@ impl Io {
         let (span, access) = first(&buffers.writable, Access::Write)
             .or_else(|| first(&buffers.readable, Access::Read))?;
         let page = span.pages().start;
-        let hold = device.shared.injector.claim(self.now_ns)?;
-        add(&device.shared.counters[self.index].injected_iopfs, 1);
+        let hold = device.shared.injector.claim(self.reports.now_ns)?;
+        add(&self.reports.counters(&device.shared).injected_iopfs, 1);
         Some(PageDemand {
             domain: memory.port(span).domain().id(),
             pages: page.single(),
             access,
             hold_us: hold.hold_us,
         })
-    }
-}
-
-impl Origin {
-    /// Notes that an injected fault has parked the chain.
-    pub fn mark_injected(&mut self) {
-        if let Self::Fresh(course) = self {
-            course.injected = Injected::Yes;
-        }
     }
 }

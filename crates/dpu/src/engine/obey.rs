@@ -8,14 +8,14 @@
 //! ring is charged, too, but never waits: others wait for it.
 
 use super::{
-    Device, Engine, answer,
-    command::{AddDevice, Command, QueueSetup, When},
+    command::{AddDevice, Command, QueueSetup, When, answer},
+    device::{Device, ImageFiles},
     fair::COMMAND_COST_BYTES,
     queue::EngineQueue,
-    size,
+    thread::Engine,
 };
-use crate::{ring::FileSlot, slo::recorder::Recorder};
-use std::{collections::VecDeque, io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
+use crate::ring::FileSlot;
+use std::{io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
     /// Executes a command of a control thread, or queues it for the tenant's turn.
@@ -112,7 +112,7 @@ impl Engine {
                 answer(&reply, ());
             }
             Command::SetAssist(assist) => self.assist = Some(assist),
-            Command::SetPen(pen) => self.io.pen = Some(pen),
+            Command::SetPen(pen) => self.io.reports.set_pen(pen),
             Command::Look => {}
             Command::ShutDown => self.ending = true,
         }
@@ -125,7 +125,7 @@ impl Engine {
         setup: QueueSetup,
         reply: &Sender<()>,
     ) -> io::Result<()> {
-        let token = self.new_token();
+        let token = self.kicks.new_token();
         let Some(place) = self.devices.get_mut(device).and_then(Option::as_mut) else {
             // The sender notices: the reply channel is dropped.
             return Ok(());
@@ -136,7 +136,7 @@ impl Engine {
         self.active.push((device, number));
         self.kicks.listen(token, device, number);
         place.running.push(number);
-        self.io.bounces.set_area(self.device_end.bounce());
+        self.io.bounces.slots.set_area(self.device_end.bounce());
         self.io.start_rings(place, number)?;
         answer(reply, ());
         Ok(())
@@ -159,20 +159,13 @@ impl Engine {
             self.devices.resize_with(add.device + 1, || None);
         }
         self.io.fair.add(add.device);
-        self.devices[add.device] = Some(Device {
-            shared: add.shared.clone(),
+        let slots = ImageFiles {
             direct: files.direct.is_some().then_some(direct),
             buffered,
-            memory: None,
-            queues: (0..add.queue_count).map(|_| None).collect(),
-            image_size: size::ImageSize::default(),
-            running: Vec::new(),
-            next_queue: 0,
-            slow: VecDeque::new(),
-            waiting: VecDeque::new(),
-            recorder: Recorder::new(self.io.index),
-            has_news: false,
-        });
+        };
+        let (shared, engine) = (add.shared.clone(), self.io.reports.engine());
+        let device = Device::new(shared, slots, add.queue_count, engine);
+        self.devices[add.device] = Some(device);
         Ok(())
     }
 

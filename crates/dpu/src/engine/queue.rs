@@ -37,9 +37,9 @@
 
 use super::{
     call::{Calls, Signal},
-    chain::Request,
-    command::{QueueSetup, StopHow},
+    command::{QueueSetup, StopHow, answer},
     fair::Credit,
+    request::Request,
 };
 use crate::{
     chain::Table,
@@ -47,7 +47,7 @@ use crate::{
     memory::{DeviceMemory, Span},
     parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
-    shared::{Counters, DeviceShared, StopReason, add, sub},
+    shared::{Counters, DeviceShared, OnFault, StopReason, add, sub},
     slo::course::RequestTimeline,
 };
 use pagetide_addr::{FileRange, Gpa};
@@ -61,6 +61,9 @@ use std::{
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
+/// Chains taken from one queue's ring at a time. Few, because each is begun, or waits for its first
+/// step with its pages leased.
+pub(super) const POP_BATCH: usize = 8;
 /// Most parked chains of one queue. At this many the queue takes no more, so that one guest with
 /// cold memory cannot fill the page fault queue of its engine.
 pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
@@ -68,17 +71,6 @@ pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
 pub(crate) const PARKED_PER_DEVICE_MAX: usize = 256;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`
 const AVAIL_NO_INTERRUPT: u16 = 1;
-
-/// What a queue does while one of its chains waits for pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnFault {
-    /// It begins no later chain (VPRI 5.2): chains begin in ring order. Needed by a NIC's receive
-    /// ring, and by drivers that rely on their disk taking requests in order.
-    Pause,
-    /// It goes on with later chains, so that only the faulting chain is late.
-    #[default]
-    OutOfOrder,
-}
 
 /// State of a queue.
 #[derive(Debug)]
@@ -177,6 +169,11 @@ impl EngineQueue {
         }
     }
 
+    /// True if chains may be taken from the queue.
+    pub fn is_serving(&self) -> bool {
+        !matches!(self.state, QueueState::Starting)
+    }
+
     /// True if the avail ring may be read now.
     pub fn may_pop(&self) -> bool {
         matches!(self.state, QueueState::Running)
@@ -204,7 +201,7 @@ impl EngineQueue {
     pub fn batch(&self) -> usize {
         match self.on_fault {
             OnFault::Pause => 1,
-            OnFault::OutOfOrder => super::chain::POP_BATCH,
+            OnFault::OutOfOrder => POP_BATCH,
         }
     }
 
@@ -485,7 +482,7 @@ impl EngineQueue {
             self.base
         };
         if let QueueState::Stopping { reply, .. } = &self.state {
-            super::answer(reply, next);
+            answer(reply, next);
         }
     }
 }

@@ -1,13 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Objects that an engine reuses, so that a request costs no allocation.
 
-use super::chain::{POP_BATCH, Request, Sample, nanos};
-use crate::{chain::Buffers, memory::LeaseSet, ring::Job};
-use std::time::Instant;
+use super::{
+    queue::POP_BATCH,
+    request::{Request, Sample},
+};
+use crate::{
+    chain::Buffers,
+    memory::LeaseSet,
+    ring::Job,
+    shared::{Counters, add},
+};
+use std::time::{Duration, Instant};
 
 /// One in so many requests has its look-up timed. A prime, because requests come in batches of
 /// powers of two, and the first of a batch finds cold caches.
 const SAMPLE_EVERY: u32 = 61;
+/// A look-up that takes this long was interrupted: even with every cache line cold it takes far
+/// less.
+const LOOKUP_INTERRUPTED_NS: u64 = 5_000;
 /// Jobs kept for reuse.
 const POOL_MAX: usize = 512;
 
@@ -22,7 +33,7 @@ pub(crate) struct Scratch {
     pub pool: Vec<Box<Job<Request>>>,
     until_sample: u32,
     /// Time taken by the clock read itself, to be subtracted.
-    pub clock_ns: u64,
+    clock_ns: u64,
 }
 
 impl Scratch {
@@ -64,6 +75,16 @@ impl Scratch {
         }
     }
 
+    /// Adds one sample of the time spent on look-ups; `requests` is 1 for the half that counts the
+    /// request. An interrupted sample says nothing about the look-up and is not counted.
+    pub fn record_lookup(&self, counters: &Counters, began: Instant, requests: u64) {
+        let ns = nanos(began.elapsed()).saturating_sub(self.clock_ns);
+        if ns < LOOKUP_INTERRUPTED_NS {
+            add(&counters.lookup_ns, ns);
+            add(&counters.lookup_samples, requests);
+        }
+    }
+
     /// An empty set of leases.
     pub fn leases(&mut self) -> LeaseSet {
         // The set of a pooled job has capacity already; only the first few must allocate.
@@ -72,4 +93,9 @@ impl Scratch {
             .map(|job| std::mem::take(&mut job.request.leases))
             .unwrap_or_default()
     }
+}
+
+/// Nanoseconds of a duration that is not years.
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -2,8 +2,10 @@
 //! How a queue starts and begins to stop: see the diagram in [`super::queue`].
 
 use super::{
-    Device, Io,
     command::StopHow,
+    device::Device,
+    io::Io,
+    pages::{absent_runs, whole},
     queue::{EngineQueue, QueueState},
 };
 use crate::{
@@ -54,19 +56,19 @@ impl Io {
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
     ) -> Result<Option<OwnedFd>, StopReason> {
-        let counters = &device.counters[self.index];
+        let counters = self.reports.counters(device);
         let absent = queue.wire(memory, counters)?;
         if absent.is_empty() {
             queue.open_rings(memory)?;
             return Ok(queue.kick.take());
         }
-        let runs = |span: &Span| super::pages::absent_runs(memory, *span, Access::Write);
+        let runs = |span: &Span| absent_runs(memory, *span, Access::Write);
         let mut wanted: Vec<_> = absent.iter().flat_map(runs).collect();
         if wanted.is_empty() {
             // They came back after wiring failed. Request them all the same: the answer triggers
             // the retry.
-            let whole = |span: &Span| super::pages::whole(memory, *span, Access::Write);
-            wanted.extend(absent.iter().filter_map(whole));
+            let all = |span: &Span| whole(memory, *span, Access::Write);
+            wanted.extend(absent.iter().filter_map(all));
         }
         let parked = ParkedChain {
             asker: queue.asker(device, memory),
@@ -137,13 +139,13 @@ impl Io {
         for mut job in dropped {
             self.fair.request_ended(queue.key.device);
             queue.in_flight -= 1;
-            sub(&device.shared.counters[self.index].in_flight, 1);
+            sub(&self.reports.counters(&device.shared).in_flight, 1);
             let memory = job.dma.memory().clone();
             job.request.leases.release(&memory);
-            self.bounces.give_up(&mut job.request.bounced);
+            self.bounces.slots.give_up(job.request.bounced.drain(..));
             self.scratch.keep(job);
         }
-        device.queues[usize::from(number)] = Some(queue);
+        device.put_back(queue);
     }
 
     /// Drops the parked chains of a queue; they stay in the in-flight region.
@@ -158,6 +160,6 @@ impl Io {
         queue.parked -= gone;
         queue.faulting = 0;
         queue.resubmit.clear();
-        sub(&device.counters[self.index].parked, gone as u64);
+        sub(&self.reports.counters(device).parked, gone as u64);
     }
 }

@@ -23,7 +23,11 @@
 //! The overwrites of a forsaken read, and their slots, stay outstanding until they are answered.
 //! None of their data is installed, see [`super::bounce`].
 
-use super::{Device, Engine, Io, Progress, take_queue};
+use super::{
+    device::Device,
+    io::{Io, Progress},
+    thread::Engine,
+};
 use crate::{blk::request::Status, parked::QueueKey, shared::sub};
 use pagetide_addr::Access;
 use pagetide_vpri::HostPresence;
@@ -105,17 +109,17 @@ impl Engine {
         let Some(device) = device else {
             return Ok(());
         };
-        let Some(mut queue) = take_queue(device, key) else {
+        let Some(mut queue) = device.take_queue(key) else {
             return Ok(());
         };
         for _ in 0..queue.resumed.len() {
             if let Some(resumed) = queue.resumed.pop_front() {
                 progress.anything = true;
-                self.io.look_at_clock();
+                self.io.reports.look_at_clock();
                 self.io.serve_resumed(device, &mut queue, &resumed)?;
             }
         }
-        device.queues[usize::from(key.queue)] = Some(queue);
+        device.put_back(queue);
         Ok(())
     }
 
@@ -140,7 +144,7 @@ impl Engine {
             lost += 1;
             if let Some(queue) = device.queues[usize::from(key.queue)].as_mut() {
                 queue.in_flight -= 1;
-                sub(&device.shared.counters[self.io.index].in_flight, 1);
+                sub(&self.io.reports.counters(&device.shared).in_flight, 1);
             }
         }
         lost
@@ -179,8 +183,8 @@ impl Engine {
         }
         device.running.retain(|running| *running != number);
         self.io.scratch.forget_memory(index);
-        queue.end(&device.shared.counters[self.io.index]);
-        device.close_account(self.io.index);
+        queue.end(self.io.reports.counters(&device.shared));
+        self.io.reports.close_account(device);
         Ok(())
     }
 }

@@ -13,16 +13,6 @@
 //! popped together were all waiting at that moment, so it is right for each of them.
 
 use pagetide_addr::{PageResponse, Tier};
-use rustix::time::{ClockId, clock_gettime};
-
-/// Nanoseconds of the monotonic clock, which all processes of a host share.
-pub(crate) fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    // Neither is ever negative.
-    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
-    let nanos = u64::try_from(now.tv_nsec).unwrap_or(0);
-    seconds * 1_000_000_000 + nanos
-}
 
 /// Whether a chain's fault was injected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

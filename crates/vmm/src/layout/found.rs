@@ -3,7 +3,7 @@
 //! ordinary pages, and not inherited by children. A file that fails one of these is refused with
 //! advice.
 
-use super::{RamMapping, SMALLEST_RAM_BYTES};
+use super::{error::LayoutError, mapping::RamMapping, new_ram::NewRam};
 use crate::Refusal;
 use crate::process::VmmProcess;
 use pagetide_addr::{FileKey, Hva};
@@ -14,6 +14,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 
+/// Smallest mapping that counts as guest RAM: video memory and firmware are smaller.
+pub const SMALLEST_RAM_BYTES: u64 = 16 << 20;
+
 #[derive(Default)]
 pub(super) struct FoundRam {
     pub(super) files: Vec<GuestFile>,
@@ -21,6 +24,24 @@ pub(super) struct FoundRam {
     pub(super) flags: Vec<VmFlags>,
     /// A file that would be RAM if it were in memory.
     pub(super) on_disk: Option<String>,
+}
+
+impl FoundRam {
+    /// Each file with its mappings.
+    pub(super) fn into_new(self, vmm: &VmmProcess) -> Result<Vec<NewRam>, Refusal> {
+        let refused = |source: LayoutError| Refusal::Layout {
+            pid: vmm.pid(),
+            name: vmm.name().to_owned(),
+            source,
+        };
+        let mut new = Vec::new();
+        for (number, file) in self.files.into_iter().enumerate() {
+            let len_bytes = file.len_bytes().map_err(|e| refused(e.into()))?;
+            let own = self.mappings.iter().filter(|m| m.file == number).copied();
+            new.push(NewRam::new(file, len_bytes, own.collect()).map_err(refused)?);
+        }
+        Ok(new)
+    }
 }
 
 pub(super) fn len_of(map: &MemoryMap) -> u64 {

@@ -20,15 +20,16 @@
 //! Memory that virtio-mem plugs and unplugs is in a file that is mapped as a whole from the start:
 //! the layout does not change.
 
-use super::found::{FoundRam, Known, find_ram, is_shared_writable, key_of, len_of};
-use super::recorded::{MapsChange, RecordedMapping, list, maps_of, unasked};
+use super::found::{Known, SMALLEST_RAM_BYTES, find_ram, is_shared_writable, key_of, len_of};
+use super::mapping::RecordedMapping;
+use super::new_ram::NewRam;
+use super::ram::RamLayout;
+use super::recorded::{MapsChange, list, maps_of, unasked};
 use super::watched::{self, Ask, Watched, how_watched};
-use super::{LayoutError, RamLayout, RamMapping, SMALLEST_RAM_BYTES, in_order};
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
 use arc_swap::{ArcSwap, Guard};
-use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT};
-use pagetide_sys::memory_file::GuestFile;
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES};
 use pagetide_sys::uffd::{UffdError, Userfaultfd};
 use procfs::process::MemoryMap;
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,70 +62,6 @@ impl LiveLayout {
     /// files stay open as long.
     pub fn set(&self, layout: RamLayout) {
         self.0.store(Arc::new(layout));
-    }
-}
-
-/// A RAM file to be given page numbers: every byte of it is mapped once.
-#[derive(Clone, Debug)]
-pub struct NewRam {
-    file: Arc<GuestFile>,
-    key: FileKey,
-    len_bytes: u64,
-    /// Ordered by their offsets in the file.
-    mappings: Vec<RamMapping>,
-}
-
-impl NewRam {
-    /// The first `len_bytes` of `file`, and all mappings of it.
-    ///
-    /// # Errors
-    /// [`LayoutError`].
-    pub fn new(
-        file: GuestFile,
-        len_bytes: u64,
-        mappings: Vec<RamMapping>,
-    ) -> Result<Self, LayoutError> {
-        let key = file.key()?;
-        let has_bytes = file.len_bytes()?;
-        if has_bytes < len_bytes {
-            return Err(LayoutError::Short {
-                key,
-                len_bytes: has_bytes,
-                recorded_bytes: len_bytes,
-            });
-        }
-        if !len_bytes.is_multiple_of(PAGE_BYTES) {
-            return Err(LayoutError::Unaligned {
-                key,
-                offset: len_bytes,
-            });
-        }
-        Ok(Self {
-            file: Arc::new(file),
-            key,
-            len_bytes,
-            mappings: in_order(key, len_bytes, mappings)?,
-        })
-    }
-
-    /// Its identity.
-    #[must_use]
-    pub const fn key(&self) -> FileKey {
-        self.key
-    }
-
-    /// Number of its pages.
-    #[must_use]
-    pub const fn page_count(&self) -> u64 {
-        self.len_bytes >> PAGE_SHIFT
-    }
-
-    pub(super) const fn file(&self) -> &Arc<GuestFile> {
-        &self.file
-    }
-
-    pub(super) fn mappings(&self) -> &[RamMapping] {
-        &self.mappings
     }
 }
 
@@ -244,12 +181,12 @@ impl RamLayout {
         let (listed, known) = (list(maps), self.recorded().mappings);
         let mut lost = Lost::default();
         for file in &self.files {
-            match how_watched(file.key, &known, &listed, ask)? {
+            match how_watched(file.key(), &known, &listed, ask)? {
                 Watched::AsKnown => {}
                 Watched::NotAll(part) => {
                     lost.unwatched.get_or_insert(MapsChange::Unwatched(part));
                 }
-                Watched::Nowhere => lost.gone.push(file.key),
+                Watched::Nowhere => lost.gone.push(file.key()),
             }
         }
         if lost.gone.len() == self.files.len() {
@@ -282,7 +219,7 @@ impl RamLayout {
         vmm.still_runs()?;
         let new = found.into_new(vmm)?;
         for key in large {
-            if self.file(key).is_none() && !new.iter().any(|ram| ram.key == key) {
+            if self.file(key).is_none() && !new.iter().any(|ram| ram.key() == key) {
                 strangers.0.insert(key);
             }
         }
@@ -305,29 +242,13 @@ fn large_shared_files(maps: &[MemoryMap]) -> Vec<FileKey> {
     large.map(|(key, _)| key).collect()
 }
 
-impl FoundRam {
-    /// Each file with its mappings.
-    pub(super) fn into_new(self, vmm: &VmmProcess) -> Result<Vec<NewRam>, Refusal> {
-        let refused = |source: LayoutError| Refusal::Layout {
-            pid: vmm.pid(),
-            name: vmm.name().to_owned(),
-            source,
-        };
-        let mut new = Vec::new();
-        for (number, file) in self.files.into_iter().enumerate() {
-            let len_bytes = file.len_bytes().map_err(|e| refused(e.into()))?;
-            let own = self.mappings.iter().filter(|m| m.file == number).copied();
-            new.push(NewRam::new(file, len_bytes, own.collect()).map_err(refused)?);
-        }
-        Ok(new)
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::{error::LayoutError, mapping::RamMapping};
     use super::*;
     use pagetide_addr::{PageNo, PageRange, SECTION_PAGES};
     use pagetide_sys::mapping::SharedMapping;
+    use pagetide_sys::memory_file::GuestFile;
     use std::os::fd::AsFd;
 
     fn ram(pages: u64, hva: u64) -> NewRam {

@@ -14,7 +14,7 @@
 //! | some watched, a known one not | part of it was mapped anew ([`MapsChange::Unwatched`](super::MapsChange)) |
 //! | none, or none that is watched | gone; what is listed is new |
 
-use super::recorded::{Listed, RecordedMapping};
+use super::mapping::{Listed, RecordedMapping};
 use pagetide_addr::{FileKey, Hva};
 use pagetide_sys::uffd::{UffdError, Userfaultfd};
 

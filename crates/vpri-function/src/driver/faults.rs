@@ -94,7 +94,8 @@ impl FaultQueue {
         mut ring: Ring,
         area: Arc<Area>,
         line: Arc<Line>,
-        (terms, next_id): (Terms, Arc<AtomicU64>),
+        terms: Terms,
+        next_id: Arc<AtomicU64>,
     ) -> io::Result<Self> {
         (0..FAULT_BUFFERS)
             .try_for_each(|buffer| {

@@ -102,7 +102,8 @@ impl LogQueue {
     /// gives the device credits for as many.
     pub(crate) fn take(
         &self,
-        (taking, most): (Taking, usize),
+        taking: Taking,
+        most: usize,
         spaces: &HashMap<DomainId, DomainId>,
         into: &mut Vec<LogRecord>,
     ) -> Result<(), Gone> {
@@ -227,8 +228,8 @@ mod tests {
         fn take(&self, most: usize) -> Result<Vec<LogRecord>, Gone> {
             let mut records = Vec::new();
             let spaces = HashMap::from([(DomainId(7), OURS)]);
-            let taking = (Taking::Wanted, most);
-            self.queue.take(taking, &spaces, &mut records)?;
+            self.queue
+                .take(Taking::Wanted, most, &spaces, &mut records)?;
             Ok(records)
         }
 
@@ -332,9 +333,8 @@ mod tests {
         assert_eq!(rig.take(1), Ok(vec![]));
         rig.write(&[encode_record(&record(7, 1))], 32);
         let mut records = Vec::new();
-        let stale = (Taking::Stale, usize::MAX);
         rig.queue
-            .take(stale, &HashMap::new(), &mut records)
+            .take(Taking::Stale, usize::MAX, &HashMap::new(), &mut records)
             .unwrap();
         assert_eq!(records, []);
         rig.write(&[encode_record(&record(7, 2))], 32);

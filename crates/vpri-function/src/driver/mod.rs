@@ -512,7 +512,7 @@ impl FaultSource for Source {
 struct Records(Arc<Shared>);
 
 impl Records {
-    fn take(&self, taking: (Taking, usize), into: &mut Vec<LogRecord>) {
+    fn take(&self, taking: Taking, most: usize, into: &mut Vec<LogRecord>) {
         let session = self.0.session();
         let Some((session, log)) = session.as_ref().and_then(|it| Some((it, it.log.as_ref()?)))
         else {
@@ -520,7 +520,7 @@ impl Records {
         };
         // A thread that takes a page request reads them, too: it must not wait for records.
         let spaces = session.spaces().clone();
-        if log.take(taking, &spaces, into).is_err() {
+        if log.take(taking, most, &spaces, into).is_err() {
             tracing::trace!("records of a DPU that is gone");
         }
     }
@@ -531,13 +531,13 @@ impl AccessSource for Records {
     fn want(&self, wanted: Logging) {
         let is_wanted = wanted == Logging::On;
         if self.0.log_wanted.swap(is_wanted, Ordering::Relaxed) != is_wanted && is_wanted {
-            self.take((Taking::Stale, usize::MAX), &mut Vec::new());
+            self.take(Taking::Stale, usize::MAX, &mut Vec::new());
         }
     }
 
     fn take(&self, most: usize, into: &mut Vec<LogRecord>) {
         if self.0.log_wanted.load(Ordering::Relaxed) {
-            self.take((Taking::Wanted, most), into);
+            self.take(Taking::Wanted, most, into);
         }
     }
 

@@ -99,8 +99,8 @@ impl Session {
         let (both, own_line) = (Arc::clone(&area), Arc::clone(&line));
         let events = EventQueue::new(memory(Area::event_ring()), both, own_line, lease_wait)?;
         let (both, own_line) = (Arc::clone(&area), Arc::clone(&line));
-        let terms = (terms, ours.next_id);
-        let faults = FaultQueue::new(memory(Area::fault_ring()), both, own_line, terms)?;
+        let ring = memory(Area::fault_ring());
+        let faults = FaultQueue::new(ring, both, own_line, terms, ours.next_id)?;
         let log = match features & feature::ACCESS_LOG {
             0 => None,
             _ => {

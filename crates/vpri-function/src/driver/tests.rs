@@ -366,7 +366,7 @@ fn page_request_is_answered_under_the_devices_own_id_exactly_once() {
 fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     let rig = Rig::new();
     let features = FEATURES & !(feature::INJECT | feature::OVERWRITE);
-    let fake = Fake::listen_as(rig.dir.path(), (features, good_config()), Answers::good);
+    let fake = Fake::listen_as(rig.dir.path(), features, good_config(), Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
     let _space = rig.attached(1);
     // After BEGIN: no bounce area was negotiated.
@@ -578,7 +578,7 @@ fn more_requests_than_the_device_says_there_can_be_end_the_connection() {
     let rig = Rig::new();
     let mut config = good_config();
     config.requests_max = 3;
-    let fake = Fake::listen_as(rig.dir.path(), (FEATURES, config), Answers::good);
+    let fake = Fake::listen_as(rig.dir.path(), FEATURES, config, Answers::good);
     rig.driver.wait_connected(LONG).unwrap();
     let _space = rig.attached(1);
     for id in 0..3 {

@@ -5,14 +5,20 @@
 //! copies, and every value is read only once. A file that could be shrunk, which
 //! would kill this process, is refused.
 
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{FrontendVa, Gpa, PAGE_BYTES};
 use pagetide_sys::{
     guest_ram::{RamFile, RamFileError, RamFileKind, Sealed},
     mapping::SharedMapping,
 };
+use pagetide_vhost_backend::RegionShape;
 use pagetide_vpri::bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError};
 use rustix::fs::fstat;
-use std::{fs::File, os::fd::AsFd, sync::Arc};
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, MmapRegion};
 
 /// Why the driver's memory is refused.
@@ -39,6 +45,9 @@ pub(super) enum MemoryError {
     /// A bounce area that does not lie in one region.
     #[error("no memory has all of the {slots} bounce buffers at address {address:#x}")]
     Bounce { address: u64, slots: u64 },
+    /// Its descriptor cannot be duplicated.
+    #[error("the descriptor of the function's memory cannot be duplicated: {0}")]
+    Descriptor(#[from] io::Error),
     /// The bounce area is invalid.
     #[error(transparent)]
     Area(#[from] BounceError),
@@ -47,15 +56,13 @@ pub(super) enum MemoryError {
     Mapping(#[from] pagetide_sys::mapping::MappingError),
 }
 
-/// A memory region as a driver describes it.
+/// Where a driver has its bounce buffers.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct RegionShape {
-    /// The address of its first byte in descriptors.
+pub(super) struct BounceRange {
+    /// The address of the first, as in descriptors.
     pub address: u64,
-    /// The address of its first byte in messages that set up rings.
-    pub frontend: u64,
-    pub bytes: u64,
-    pub offset: u64,
+    /// How many there are.
+    pub slots: u64,
 }
 
 #[derive(Debug)]
@@ -73,24 +80,22 @@ pub(super) struct FunctionMemory {
 
 impl FunctionMemory {
     /// Maps `regions`.
-    pub fn new(
-        regions: impl IntoIterator<Item = (RegionShape, File)>,
-    ) -> Result<Self, MemoryError> {
+    pub fn new(regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<Self, MemoryError> {
         let mut memory = Self::default();
-        for (shape, file) in regions {
-            let ram = RamFile::of(file.as_fd())?;
+        for (shape, file) in regions.iter().copied() {
+            let ram = RamFile::of(file)?;
             if ram.kind != RamFileKind::Memfd || ram.sealed == Sealed::No {
                 return Err(MemoryError::NotSealed);
             }
             let RegionShape {
-                address,
+                gpa: Gpa(address),
                 bytes,
-                offset,
-                ..
+                frontend,
+                file_offset: offset,
             } = shape;
             let wraps = || MemoryError::Address { bytes, address };
             let len = usize::try_from(bytes).map_err(|_| wraps())?;
-            let file = Arc::new(file);
+            let file = Arc::new(File::from(file.try_clone_to_owned()?));
             let place = FileOffset::from_arc(Arc::clone(&file), offset);
             let region = MmapRegion::from_file(place, len).map_err(|source| MemoryError::Map {
                 bytes,
@@ -98,7 +103,7 @@ impl FunctionMemory {
                 source,
             })?;
             let region = GuestRegionMmap::new(region, GuestAddress(address)).ok_or_else(wraps)?;
-            shape.frontend.checked_add(bytes).ok_or_else(wraps)?;
+            frontend.checked_add(bytes).ok_or_else(wraps)?;
             let more = memory.mapped.insert_region(Arc::new(region));
             memory.mapped = more.map_err(|_| wraps())?;
             memory.regions.push(Region { shape, file });
@@ -112,11 +117,11 @@ impl FunctionMemory {
     }
 
     /// The address in descriptors of `bytes` bytes that the front end has at `frontend`.
-    pub fn translate(&self, frontend: u64, bytes: u64) -> Option<GuestAddress> {
+    pub fn translate(&self, frontend: FrontendVa, bytes: u64) -> Option<GuestAddress> {
         self.regions.iter().find_map(|Region { shape, .. }| {
-            let into = frontend.checked_sub(shape.frontend)?;
+            let into = frontend.offset_from(shape.frontend)?;
             let fits = into.checked_add(bytes)? <= shape.bytes;
-            fits.then_some(GuestAddress(shape.address + into))
+            fits.then_some(GuestAddress(shape.gpa.0 + into))
         })
     }
 
@@ -124,10 +129,11 @@ impl FunctionMemory {
     /// number `first`.
     pub fn bounce(
         &self,
-        (address, slots): (u64, u64),
+        area: BounceRange,
         first: u32,
         engines: u32,
     ) -> Result<Vec<Arc<BounceArea>>, MemoryError> {
+        let BounceRange { address, slots } = area;
         let nowhere = || MemoryError::Bounce { address, slots };
         let bytes = slots.checked_mul(PAGE_BYTES).ok_or_else(nowhere)?;
         let count = u32::try_from(slots)
@@ -135,9 +141,9 @@ impl FunctionMemory {
             .filter(|slots| *slots <= BOUNCE_BUFFERS_MAX);
         let each = count.ok_or_else(nowhere)? / engines.max(1);
         let offset = |Region { shape, .. }: &Region| {
-            let into = address.checked_sub(shape.address)?;
+            let into = address.checked_sub(shape.gpa.0)?;
             let fits = into.checked_add(bytes)? <= shape.bytes;
-            fits.then_some(shape.offset + into)
+            fits.then_some(shape.file_offset + into)
         };
         let mut found = self.regions.iter();
         let region = found.find_map(|region| Some((region, offset(region)?)));
@@ -148,8 +154,9 @@ impl FunctionMemory {
         (0..engines)
             .map(|engine| {
                 let at = offset + u64::from(engine) * u64::from(each) * PAGE_BYTES;
-                let slots = (first.saturating_add(engine * each), each);
-                Ok(Arc::new(BounceArea::over(Arc::clone(&mapping), at, slots)?))
+                let first = first.saturating_add(engine * each);
+                let mapping = Arc::clone(&mapping);
+                Ok(Arc::new(BounceArea::over(mapping, at, first, each)?))
             })
             .collect()
     }

@@ -7,9 +7,9 @@
 //! requests; [`server`] is the vhost-user back end on top. All of them follow the
 //! specification in `docs/vpri.md`.
 
+mod backend;
 pub mod core;
 mod memory;
-mod messages;
 mod requests;
 mod rings;
 pub mod server;

@@ -8,6 +8,7 @@
 use super::memory::FunctionMemory;
 use crate::wire::STATUS_BYTES;
 use pagetide_sys::signal::EventSignal;
+use pagetide_vhost_backend::{RingAddresses, RingSettings, Runs};
 use rustix::fd::OwnedFd;
 use std::sync::{Arc, atomic::Ordering};
 use virtio_queue::{Queue, QueueOwnedT, QueueT, desc::split::Descriptor};
@@ -21,26 +22,16 @@ pub(super) const QUEUE_SIZE_MAX: u16 = 4096;
 #[error("a ring is broken: {0}")]
 pub(super) struct Broken(#[from] virtio_queue::Error);
 
-/// Where a front end has a ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RingAddresses {
-    pub descriptors: u64,
-    pub avail: u64,
-    pub used: u64,
-}
-
-/// The settings of a queue that a front end has sent.
+/// A queue of the driver.
 #[derive(Debug, Default)]
 pub(super) struct Vring {
-    pub size: u16,
-    pub addresses: Option<RingAddresses>,
-    pub base: u16,
     pub kick: Option<Arc<OwnedFd>>,
     pub call: Option<EventSignal>,
     pub error: Option<EventSignal>,
-    pub is_enabled: bool,
     /// The ring, while it runs.
     pub ring: Option<Queue>,
+    /// Where the avail ring of one that ran is to be read next.
+    base: u16,
 }
 
 /// A part of a chain.
@@ -213,36 +204,35 @@ impl Vring {
         notify(self.error.as_mut());
     }
 
-    /// Starts the ring, if all its settings are there and it lies in memory.
+    /// Starts the ring. It stays stopped if it is not in memory: memory may still be added.
     pub fn start(
         &mut self,
+        settings: &RingSettings,
         memory: &FunctionMemory,
         event_index: EventIndex,
-    ) -> Result<(), Broken> {
-        let Some(at) = self.addresses else {
-            return Ok(());
+    ) -> Result<Runs, Broken> {
+        let Some(at) = settings.addresses else {
+            return Ok(Runs::No);
         };
-        if self.ring.is_some() || !self.is_enabled || self.kick.is_none() {
-            return Ok(());
-        }
-        // A ring outside memory stays stopped: memory may still be added.
-        let Some(mut ring) = made(self.size, at, memory)? else {
-            return Ok(());
+        let Some(mut ring) = made(settings.size, at, memory)? else {
+            return Ok(Runs::No);
         };
         ring.set_event_idx(event_index == EventIndex::Negotiated);
-        ring.set_next_avail(self.base);
+        ring.set_next_avail(settings.base);
         ring.set_ready(true);
         let used = ring.used_idx(memory.mapped(), Ordering::Acquire)?;
         ring.set_next_used(used.0);
+        self.kick.clone_from(&settings.kick);
         self.ring = Some(ring);
-        Ok(())
+        Ok(Runs::Yes)
     }
 
-    /// Stops the ring; its position is kept.
-    pub fn stop(&mut self) {
+    /// Stops the ring; returns where its avail ring is to be read next.
+    pub fn stop(&mut self) -> u16 {
         if let Some(ring) = self.ring.take() {
             self.base = ring.next_avail();
         }
+        self.base
     }
 }
 

@@ -12,13 +12,15 @@
 //! turned away until the first has hung up.
 
 use super::{
+    backend::FunctionBackend,
     core::{FunctionCore, FunctionFigures, Phase},
     requests::SourceNo,
     rings::Broken,
-    state::{QueueFigures, State},
+    state::{PageRequestSources, QueueFigures, SharedState, State},
 };
 use crate::wire::Config;
 use pagetide_sys::socket::{self, SocketError};
+use pagetide_vhost_backend::{Connection, Served};
 use pagetide_vpri::{
     access_log::AccessLog,
     domain::DomainTable,
@@ -33,11 +35,10 @@ use std::{
     io,
     os::unix::net::{UnixListener, UnixStream},
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::Arc,
     thread::JoinHandle,
     time::{Duration, SystemTime},
 };
-use vhost::vhost_user::{BackendReqHandler, Error as VhostError};
 
 /// Most spaces of a driver.
 const SPACES_MAX: u32 = 4096;
@@ -81,7 +82,7 @@ pub enum FunctionError {
 /// A function that serves drivers until it is dropped.
 #[derive(Debug)]
 pub struct FunctionServer {
-    state: Arc<Mutex<State>>,
+    state: SharedState,
     log: Arc<AccessLog>,
     socket: PathBuf,
     stop: Arc<OwnedFd>,
@@ -105,13 +106,16 @@ impl FunctionServer {
         };
         let core = FunctionCore::new(parts.domains, limits);
         let log = Arc::new(AccessLog::new(parts.engine_count));
-        let hosts = (parts.hosts, parts.engine_count);
-        let state = Arc::new(Mutex::new(State::new(core, hosts, Arc::clone(&log))));
+        let sources = PageRequestSources {
+            hosts: parts.hosts,
+            engine_count: parts.engine_count,
+        };
+        let state = SharedState::new(State::new(core, sources, Arc::clone(&log)));
         let listener = socket::bind(&parts.socket)?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(eventfd(0, flags).map_err(io::Error::from)?);
         let mut server = Server {
-            state: Arc::clone(&state),
+            state: state.clone(),
             listener,
             bell: parts.bell,
             stop: Arc::clone(&stop),
@@ -132,7 +136,7 @@ impl FunctionServer {
     /// Lets engines put their own page requests into the page fault queue.
     #[must_use]
     pub fn assist(&self) -> Arc<dyn FaultAssist> {
-        Arc::new(Assist(Arc::clone(&self.state)))
+        Arc::new(Assist(self.state.clone()))
     }
 
     /// Where engines record their DMA accesses, each with the pen of its number.
@@ -144,26 +148,26 @@ impl FunctionServer {
     /// Its limits.
     #[must_use]
     pub fn limits(&self) -> Config {
-        *lock(&self.state).core.limits()
+        *self.state.lock().core.limits()
     }
 
     /// State of its driver's session.
     #[must_use]
     pub fn phase(&self) -> Phase {
-        lock(&self.state).core.phase()
+        self.state.lock().core.phase()
     }
 
     /// Counters since the start.
     #[must_use]
     pub fn figures(&self) -> (FunctionFigures, QueueFigures) {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         (state.core.figures(), state.figures)
     }
 
     /// Outstanding page requests.
     #[must_use]
     pub fn outstanding(&self) -> usize {
-        lock(&self.state).core.outstanding()
+        self.state.lock().core.outstanding()
     }
 }
 
@@ -197,20 +201,14 @@ fn low_half(number: u64) -> u32 {
     u32::try_from(number & u64::from(u32::MAX)).unwrap_or(0)
 }
 
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-struct Assist(Arc<Mutex<State>>);
+struct Assist(SharedState);
 
 impl FaultAssist for Assist {
     /// The lock's holder may be waiting for a lease of this very engine. In that case the thread
     /// sends the requests once it is done.
     fn assist(&self, engine: usize) -> bool {
-        let mut state = match self.0.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return false,
+        let Some(mut state) = self.0.try_lock() else {
+            return false;
         };
         let own = SourceNo(engine)..SourceNo(engine + 1);
         // The thread will also find a broken ring, and disconnect the driver.
@@ -221,12 +219,12 @@ impl FaultAssist for Assist {
 
 /// A connection.
 struct Driver {
-    messages: BackendReqHandler<Mutex<State>>,
+    connection: Connection<FunctionBackend>,
     stream: UnixStream,
 }
 
 struct Server {
-    state: Arc<Mutex<State>>,
+    state: SharedState,
     listener: UnixListener,
     bell: Arc<Doorbell>,
     stop: Arc<OwnedFd>,
@@ -272,9 +270,9 @@ impl Server {
 
     /// Works until there is nothing to do, then sleeps until there is.
     fn work_and_sleep(&mut self) -> io::Result<Woken> {
-        let state = Arc::clone(&self.state);
+        let state = self.state.clone();
         let work = {
-            let mut state = lock(&state);
+            let mut state = state.lock();
             let worked = state.work();
             self.bell.arm();
             let more = worked.and_then(|more| Ok(more || state.work()? || state.arm()?));
@@ -289,7 +287,7 @@ impl Server {
         };
         let woken = self.wait(work);
         self.bell.disarm()?;
-        let mut state = lock(&state);
+        let mut state = state.lock();
         if let Err(broken) = state.disarm() {
             self.give_up(&mut state, &broken);
         }
@@ -298,7 +296,7 @@ impl Server {
 
     fn wait(&self, work: Work) -> io::Result<Woken> {
         let (kicks, log_is_on) = {
-            let state = lock(&self.state);
+            let state = self.state.lock();
             let running = state.vrings.iter().filter(|vring| vring.ring.is_some());
             let kicks: Vec<_> = running.filter_map(|vring| vring.kick.clone()).collect();
             (kicks, state.log.is_on())
@@ -340,12 +338,20 @@ impl Server {
         let Some(driver) = &mut self.driver else {
             return;
         };
-        match driver.messages.handle_request() {
-            Ok(()) | Err(VhostError::SocketRetry(_)) => return,
-            Err(VhostError::Disconnected | VhostError::SocketBroken(_)) => {}
-            Err(error) => {
+        match driver.connection.serve_one() {
+            Served::Yes => return,
+            Served::Refused(error) => {
+                tracing::warn!(%error, "a driver's message was refused");
+                return;
+            }
+            Served::Over => {}
+            Served::NoHandshake => {
+                tracing::warn!("a driver goes on without a handshake; hanging up");
+                self.state.lock().figures.drivers_hung_up_on += 1;
+            }
+            Served::Broken(error) => {
                 tracing::warn!(%error, "a driver's message was refused; hanging up");
-                lock(&self.state).figures.drivers_hung_up_on += 1;
+                self.state.lock().figures.drivers_hung_up_on += 1;
             }
         }
         self.let_go();
@@ -363,17 +369,17 @@ impl Server {
         if let Some(driver) = &self.driver {
             if !socket::has_hung_up(&driver.stream) {
                 tracing::warn!("a second driver was turned away: the function has one already");
-                lock(&self.state).figures.drivers_turned_away += 1;
+                self.state.lock().figures.drivers_turned_away += 1;
                 return;
             }
             self.let_go();
         }
         match prepared(&stream) {
             Ok(copy) => {
-                lock(&self.state).figures.drivers += 1;
-                let messages = BackendReqHandler::from_stream(stream, Arc::clone(&self.state));
+                self.state.lock().figures.drivers += 1;
+                let backend = FunctionBackend(self.state.clone());
                 self.driver = Some(Driver {
-                    messages,
+                    connection: Connection::new(stream, backend),
                     stream: copy,
                 });
             }
@@ -401,10 +407,11 @@ impl Server {
 
     /// The driver is gone, or must go: none of its memory is touched any more.
     fn let_go(&mut self) {
-        lock(&self.state).forget_driver();
-        if let Some(driver) = self.driver.take()
-            && let Err(error) = socket::hang_up(&driver.stream)
-        {
+        let Some(driver) = self.driver.take() else {
+            return;
+        };
+        driver.connection.session().end();
+        if let Err(error) = socket::hang_up(&driver.stream) {
             tracing::debug!(%error, "hanging up");
         }
     }

@@ -8,7 +8,7 @@
 
 use super::{
     core::{DeviceSide, FunctionCore, Phase},
-    memory::FunctionMemory,
+    memory::{BounceRange, FunctionMemory},
     requests::SourceNo,
     rings::{Broken, Chain, EventIndex, Vring},
 };
@@ -18,13 +18,14 @@ use crate::wire::{
 };
 use pagetide_addr::{PageRequest, PageResponse, RequestKind};
 use pagetide_sys::clock::now_ns;
+use pagetide_vhost_backend::{RingSettings, Runs};
 use pagetide_vpri::{
     access_log::AccessLog,
     bounce::BounceArea,
     queue::{HostEnd, HostPresence},
 };
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError},
     time::{Duration, Instant},
 };
 
@@ -53,6 +54,17 @@ pub struct QueueFigures {
     pub drivers_turned_away: u64,
     /// Drivers so far.
     pub drivers: u64,
+}
+
+/// VIRTIO_F_EVENT_IDX.
+pub(super) const F_EVENT_INDEX: u64 = 1 << 29;
+
+/// Queues of page requests.
+#[derive(Debug)]
+pub(super) struct PageRequestSources {
+    pub hosts: Vec<HostEnd>,
+    /// The first this many hosts are engines.
+    pub engine_count: usize,
 }
 
 /// The engines, and their bounce buffers.
@@ -100,7 +112,9 @@ impl DeviceSide for Outside {
         };
         let first = self.next_slot;
         let engines = u32::try_from(self.engine_count).unwrap_or(u32::MAX);
-        let areas = self.memory.bounce((address, slots), first, engines);
+        let areas = self
+            .memory
+            .bounce(BounceRange { address, slots }, first, engines);
         let areas = areas.map_err(|error| {
             tracing::warn!(%error, "refusing the driver's bounce area");
             Code::Invalid
@@ -131,6 +145,29 @@ struct Records {
     starving: Option<Instant>,
 }
 
+/// The state, for the function's thread and the engines.
+#[derive(Clone, Debug)]
+pub(super) struct SharedState(Arc<Mutex<State>>);
+
+impl SharedState {
+    pub fn new(state: State) -> Self {
+        Self(Arc::new(Mutex::new(state)))
+    }
+
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `None` if another thread has it locked.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        match self.0.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct State {
@@ -146,11 +183,11 @@ pub(super) struct State {
 }
 
 impl State {
-    pub fn new(
-        core: FunctionCore,
-        (hosts, engine_count): (Vec<HostEnd>, usize),
-        log: Arc<AccessLog>,
-    ) -> Self {
+    pub fn new(core: FunctionCore, sources: PageRequestSources, log: Arc<AccessLog>) -> Self {
+        let PageRequestSources {
+            hosts,
+            engine_count,
+        } = sources;
         for host in &hosts {
             host.set_host(HostPresence::Away);
         }
@@ -186,8 +223,17 @@ impl State {
         self.features = 0;
     }
 
-    pub fn event_index(&self) -> EventIndex {
-        if self.features & super::messages::F_EVENT_INDEX == 0 {
+    /// Starts a queue, if its ring is in memory.
+    pub fn start(&mut self, queue: u16, settings: &RingSettings) -> Result<Runs, Broken> {
+        let event_index = self.event_index();
+        match self.vrings.get_mut(usize::from(queue)) {
+            Some(vring) => vring.start(settings, &self.outside.memory, event_index),
+            None => Ok(Runs::No),
+        }
+    }
+
+    fn event_index(&self) -> EventIndex {
+        if self.features & F_EVENT_INDEX == 0 {
             EventIndex::Absent
         } else {
             EventIndex::Negotiated

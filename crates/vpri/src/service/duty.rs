@@ -5,7 +5,7 @@
 //! copied, and one that is dropped (by a panic, or with its waiters) answers
 //! itself with a failure. So every request gets exactly one response.
 
-use super::{Tenant, account::Took};
+use super::{account::Took, vm::TenantVm};
 use crate::source::FaultSource;
 use pagetide_addr::{PageRequest, PageResponse, ResponseCode, Tier};
 use pagetide_gmem::FaultOutcome;
@@ -20,7 +20,7 @@ pub(super) struct Duty {
     began_ns: Option<u64>,
     tier: Tier,
     /// The tenant in whose account it is open.
-    tenant: Option<Arc<Tenant>>,
+    tenant: Option<Arc<TenantVm>>,
     answered: bool,
 }
 
@@ -47,12 +47,12 @@ impl Duty {
     }
 
     /// The tenant that it belongs to.
-    pub(super) fn tenant(&self) -> Option<&Arc<Tenant>> {
+    pub(super) fn tenant(&self) -> Option<&Arc<TenantVm>> {
         self.tenant.as_ref()
     }
 
     /// Opens it in the account of `tenant`.
-    pub(super) fn open_for(&mut self, tenant: &Arc<Tenant>) {
+    pub(super) fn open_for(&mut self, tenant: &Arc<TenantVm>) {
         self.close_account(None);
         tenant.account.open(&self.request);
         self.tenant = Some(Arc::clone(tenant));

@@ -5,7 +5,7 @@
 //! has it. If its answer is to be delayed (fault injection), it waits here, in
 //! one thread for all, which is started for the first one.
 
-use super::{FaultService, duty::Duty};
+use super::{duty::Duty, unclaimed::Unclaimed};
 use std::{
     cmp::Ordering,
     collections::BinaryHeap,
@@ -38,17 +38,17 @@ struct Due {
 impl Later {
     /// Answers the duty at `at` for a domain of no tenant; at once if no thread can be started for
     /// that.
-    pub(super) fn answer_at(&self, at: Instant, duty: Duty, service: &Weak<FaultService>) {
+    pub(super) fn answer_at(&self, at: Instant, duty: Duty, unclaimed: &Weak<Unclaimed>) {
         let mut state = self.0.lock();
         if !state.is_running && !state.is_over {
-            let (shared, whose) = (Arc::clone(&self.0), Weak::clone(service));
+            let (shared, whose) = (Arc::clone(&self.0), Weak::clone(unclaimed));
             let thread = std::thread::Builder::new().name("pt-iopf-later".to_owned());
             match thread.spawn(move || shared.run(&whose)) {
                 Ok(_detached) => state.is_running = true,
                 Err(error) => {
                     tracing::warn!(%error, "the answer to a page request cannot be held back");
                     drop(state);
-                    answer(service, duty);
+                    answer(unclaimed, duty);
                     return;
                 }
             }
@@ -74,7 +74,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, service: &Weak<FaultService>) {
+    fn run(&self, unclaimed: &Weak<Unclaimed>) {
         let mut state = self.lock();
         while !state.is_over {
             let now = Instant::now();
@@ -89,7 +89,7 @@ impl Shared {
                     let due = state.waiting.pop();
                     drop(state);
                     if let Some(due) = due {
-                        answer(service, due.duty);
+                        answer(unclaimed, due.duty);
                     }
                     self.lock()
                 }
@@ -98,9 +98,9 @@ impl Shared {
     }
 }
 
-fn answer(service: &Weak<FaultService>, duty: Duty) {
-    match service.upgrade() {
-        Some(service) => service.answer_for_nobody(duty),
+fn answer(unclaimed: &Weak<Unclaimed>, duty: Duty) {
+    match unclaimed.upgrade() {
+        Some(unclaimed) => unclaimed.answer(duty),
         None => duty.abandon(),
     }
 }

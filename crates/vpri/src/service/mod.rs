@@ -35,33 +35,43 @@
 //! held.
 //!
 //! # Locks
-//! `sources`, shared, over one pass of the dispatcher; `tenants`, `held` and
-//! `retired` for one look-up each, `held` before `retired`; a tenant's gate,
+//! The list of [`sources`], shared, over one pass of the dispatcher; `tenants`, and
+//! the tables of [`unclaimed`], for one look-up each; a tenant's gate,
 //! shared, over one request. [`FaultSource::respond`] may be called under
-//! `sources` or a gate, and must not call the service.
+//! that list or a gate, and must not call the service.
 
 mod account;
-mod dispatch;
 mod duty;
 mod later;
+mod pause;
 mod placement;
 mod serve;
+mod sources;
 mod tenant;
 #[cfg(test)]
 mod tests;
+mod unclaimed;
+mod urgency;
+mod vm;
 mod worker;
+mod worker_place;
 
 pub use account::{Account, Latencies};
-pub use dispatch::{FaultSourceId, ServiceThread};
 pub use placement::{CpuLoad, TenantCpus, VcpuPlace};
-pub use tenant::{DPU, Tenant};
+pub use sources::FaultSourceId;
+pub use tenant::Tenant;
+pub use urgency::Preempt;
+pub use vm::DPU;
 
 use self::{
     duty::Duty,
     later::Later,
     placement::BusyTimes,
-    tenant::{Pause, Waited, WorkerSeed},
-    worker::{Order, Queue},
+    serve::serve_at_once,
+    sources::Sources,
+    unclaimed::Unclaimed,
+    worker::{Order, Patience, Queue, WorkerSeed, start},
+    worker_place::Home,
 };
 use crate::{
     mmu::DmaMmu,
@@ -75,9 +85,10 @@ use std::{
     collections::HashMap,
     io,
     sync::{
-        Arc, Mutex, PoisonError, RwLock, Weak,
-        atomic::{AtomicBool, AtomicU64},
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
     },
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -89,19 +100,6 @@ pub enum Handling {
     Affined,
     /// One worker for all, in order of arrival.
     Serialized,
-}
-
-/// Which threads the dispatcher and workers preempt on the CPUs they share with vCPUs.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub enum Preempt {
-    /// Every ordinary thread, at once (`SCHED_FIFO`, the lowest priorities); where that is not
-    /// allowed, as [`Self::Nice`].
-    #[default]
-    Fifo,
-    /// As ordinary threads with niceness -20, where allowed.
-    Nice,
-    /// None.
-    Off,
 }
 
 /// How a service works.
@@ -120,22 +118,15 @@ const ASSIST_PAGES: u64 = 16;
 /// See the module.
 pub struct FaultService {
     config: ServiceConfig,
-    me: Weak<FaultService>,
-    bell: Arc<Doorbell>,
-    sources: RwLock<Vec<(FaultSourceId, Arc<dyn FaultSource>)>>,
+    sources: Sources,
     /// Sources of engines that may serve their own requests, by engine number.
     engines: Vec<Arc<dyn FaultSource>>,
-    next_source: AtomicU64,
     tenants: RwLock<HashMap<DomainId, Arc<Tenant>>>,
-    /// Requests for domains whose VM is being attached.
-    held: Mutex<HashMap<DomainId, Vec<Duty>>>,
-    /// Domains whose RAM is unplugged, as long as a device knows them.
-    retired: Mutex<HashMap<DomainId, Weak<dyn IoSpace>>>,
+    unclaimed: Arc<Unclaimed>,
     /// The queue of the one worker of the serialized mode.
     serial: Arc<Queue>,
     later: Later,
     busy: Arc<BusyTimes>,
-    ending: Pause,
     stopped: AtomicBool,
 }
 
@@ -151,26 +142,75 @@ impl FaultService {
     pub fn with(config: ServiceConfig, hosts: Vec<HostEnd>, bell: Arc<Doorbell>) -> Arc<Self> {
         let engines: Vec<Arc<dyn FaultSource>> =
             hosts.into_iter().map(|host| Arc::new(host) as _).collect();
-        let service = Arc::new_cyclic(|me| Self {
+        let service = Arc::new(Self {
             config,
-            me: Weak::clone(me),
-            bell,
-            sources: RwLock::default(),
+            sources: Sources::new(bell),
             engines,
-            next_source: AtomicU64::new(0),
             tenants: RwLock::default(),
-            held: Mutex::default(),
-            retired: Mutex::default(),
+            unclaimed: Arc::default(),
             serial: Queue::new(Order::Arrival),
             later: Later::default(),
             busy: Arc::default(),
-            ending: Pause::default(),
             stopped: AtomicBool::new(false),
         });
         for engine in &service.engines {
             service.add_source(Arc::clone(engine));
         }
         service
+    }
+
+    /// Starts the dispatcher.
+    ///
+    /// # Errors
+    /// If no thread can be started.
+    pub fn start(self: &Arc<Self>) -> io::Result<ServiceThread> {
+        let serial = match self.config.handling {
+            Handling::Affined => None,
+            Handling::Serialized => Some(start(
+                &self.serial,
+                Home::Anywhere,
+                Patience::Endless,
+                &self.seed(),
+            )?),
+        };
+        let service = Arc::clone(self);
+        let dispatcher = std::thread::Builder::new()
+            .name("pt-iopf".into())
+            .spawn(move || service.dispatch());
+        let dispatcher = dispatcher.inspect_err(|_| self.serial.close())?;
+        Ok(ServiceThread {
+            service: Arc::clone(self),
+            dispatcher,
+            serial,
+        })
+    }
+
+    fn dispatch(&self) {
+        self.config.preempt.take_dispatcher();
+        while !self.stopped.load(Ordering::Acquire) {
+            if !self.sources.take_some_of_each(|duty| self.take_in(duty)) {
+                let is_over = || self.stopped.load(Ordering::Acquire);
+                self.sources.sleep(is_over);
+            }
+        }
+    }
+
+    /// Does what the dispatcher does, on the thread of a test.
+    #[cfg(test)]
+    fn take_in_all(&self) {
+        while self.sources.take_some_of_each(|duty| self.take_in(duty)) {}
+    }
+
+    /// Adds a source, which rings the service's doorbell when it has a request.
+    pub fn add_source(&self, source: Arc<dyn FaultSource>) -> FaultSourceId {
+        self.sources.add(source)
+    }
+
+    /// Removes a source: when this returns, nothing more is taken from it. Requests already taken
+    /// are still answered to it. Must not be called by a method of the source, nor with a lock held
+    /// that those methods need.
+    pub fn remove_source(&self, id: FaultSourceId) {
+        self.sources.remove(id);
     }
 
     /// Adds a VM: page requests for its domains are served from now on.
@@ -186,7 +226,7 @@ impl FaultService {
         if self.config.handling == Handling::Affined {
             tenant.start_worker(&self.seed())?;
         }
-        self.serve_domains(&tenant, &tenant.mmu.domains());
+        self.serve_domains(&tenant, &tenant.vm().mmu.domains());
         Ok(tenant)
     }
 
@@ -198,8 +238,8 @@ impl FaultService {
                 tenants.insert(domain.id(), Arc::clone(tenant));
             }
         }
-        for mut duty in self.take_held(domains) {
-            duty.open_for(tenant);
+        for mut duty in self.unclaimed.take_held(domains) {
+            duty.open_for(tenant.vm());
             self.hand_over(tenant, duty);
         }
     }
@@ -208,10 +248,7 @@ impl FaultService {
     /// [released](Self::release) or [refused](Self::refuse): their VM is being attached, or has been
     /// given more RAM.
     pub fn hold(&self, domains: &[Arc<dyn IoSpace>]) {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        for domain in domains {
-            held.entry(domain.id()).or_default();
-        }
+        self.unclaimed.hold(domains);
     }
 
     /// Like [`Self::hold`], for domains of a tenant: they belong to no tenant from now on, because
@@ -225,7 +262,7 @@ impl FaultService {
     /// domain of a tenant stays with it: it was held in vain, by an attach of a VM that already has
     /// it.
     pub fn release(&self, domains: &[Arc<dyn IoSpace>]) {
-        for duty in self.take_held(domains) {
+        for duty in self.unclaimed.take_held(domains) {
             duty.answer(FaultOutcome::Present);
         }
     }
@@ -233,13 +270,9 @@ impl FaultService {
     /// From now on, page requests for `domain` are refused: its RAM is unplugged. Its pages must
     /// already be removed from its tenant's [`DmaMmu`].
     pub fn refuse(&self, domain: &Arc<dyn IoSpace>) {
-        {
-            let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-            retired.retain(|_, known| known.strong_count() > 0);
-            retired.insert(domain.id(), Arc::downgrade(domain));
-        }
+        self.unclaimed.retire(domain);
         self.disown(std::slice::from_ref(domain));
-        for duty in self.take_held(std::slice::from_ref(domain)) {
+        for duty in self.unclaimed.take_held(std::slice::from_ref(domain)) {
             duty.answer(FaultOutcome::OutOfRange);
         }
     }
@@ -255,19 +288,10 @@ impl FaultService {
         drop(removed);
     }
 
-    fn take_held(&self, domains: &[Arc<dyn IoSpace>]) -> Vec<Duty> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        domains
-            .iter()
-            .filter_map(|domain| held.remove(&domain.id()))
-            .flatten()
-            .collect()
-    }
-
     /// Removes a VM. When this returns, no request of it is being served; further ones are
     /// [held](Self::hold) until [`Self::release`].
     pub fn remove_tenant(&self, tenant: &Arc<Tenant>) {
-        self.hold(&tenant.mmu.domains());
+        self.hold(&tenant.vm().mmu.domains());
         tenant.leave();
         let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
         tenants.retain(|_, known| !Arc::ptr_eq(known, tenant));
@@ -285,16 +309,17 @@ impl FaultService {
     fn take_in(&self, mut duty: Duty) {
         match self.tenant(duty.request().domain) {
             Some(tenant) => {
-                duty.open_for(&tenant);
+                duty.open_for(tenant.vm());
                 self.hand_over(&tenant, duty);
             }
             None if self.config.handling == Handling::Serialized => self.hand_to_all(duty),
             None => match duty.request().hold_us {
-                0 => self.answer_for_nobody(duty),
+                0 => self.unclaimed.answer(duty),
                 hold_us => {
                     duty.begin();
                     let at = Instant::now() + Duration::from_micros(hold_us.into());
-                    self.later.answer_at(at, duty, &self.me);
+                    let unclaimed = Arc::downgrade(&self.unclaimed);
+                    self.later.answer_at(at, duty, &unclaimed);
                 }
             },
         }
@@ -304,7 +329,7 @@ impl FaultService {
         if self.config.handling == Handling::Serialized {
             self.hand_to_all(duty);
         } else if let Err(duty) = tenant.hand_over(duty, &self.seed()) {
-            self.answer_for_nobody(duty);
+            self.unclaimed.answer(duty);
         }
     }
 
@@ -316,35 +341,9 @@ impl FaultService {
 
     fn seed(&self) -> WorkerSeed {
         WorkerSeed {
-            service: Weak::clone(&self.me),
+            unclaimed: Arc::downgrade(&self.unclaimed),
             preempt: self.config.preempt,
         }
-    }
-
-    /// Waits for `time`, unless the service ends.
-    fn wait(&self, time: Duration) -> Waited {
-        self.ending.wait(time)
-    }
-
-    /// The domain belongs to no VM: one is being attached, or the whole domain is read-write, or its
-    /// RAM is gone.
-    fn answer_for_nobody(&self, mut duty: Duty) {
-        let domain = duty.request().domain;
-        let retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_retired = retired.contains_key(&domain);
-        drop(retired);
-        if is_retired {
-            duty.answer(FaultOutcome::OutOfRange);
-            return;
-        }
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(waiting) = held.get_mut(&domain) {
-            duty.disown();
-            waiting.push(duty);
-            return;
-        }
-        drop(held);
-        duty.answer(FaultOutcome::Present);
     }
 
     /// An engine serves this itself, if it need not wait.
@@ -353,11 +352,11 @@ impl FaultService {
             self.take_in(duty);
             return;
         };
-        duty.open_for(&tenant);
+        duty.open_for(tenant.vm());
         let request = duty.request();
         let wants_worker = request.hold_us > 0 || request.kind == RequestKind::Prefault;
-        let duty = match tenant.try_enter() {
-            Some(_inside) if !wants_worker => match serve::serve_at_once(&tenant, duty) {
+        let duty = match tenant.vm().try_enter() {
+            Some(_inside) if !wants_worker => match serve_at_once(tenant.vm(), duty) {
                 Ok(()) => return,
                 Err(mut duty) => {
                     duty.put_off();
@@ -367,6 +366,33 @@ impl FaultService {
             _ => duty,
         };
         self.hand_over(&tenant, duty);
+    }
+}
+
+/// The threads of a service; ended by [`ServiceThread::stop`].
+pub struct ServiceThread {
+    service: Arc<FaultService>,
+    dispatcher: JoinHandle<()>,
+    serial: Option<JoinHandle<()>>,
+}
+
+impl ServiceThread {
+    /// Ends the dispatcher, and the one worker of the serialized mode. Requests still in the queues
+    /// stay unanswered: stop the engines first.
+    pub fn stop(self) {
+        self.service.stopped.store(true, Ordering::Release);
+        self.service.sources.wake();
+        let mut panicked = self.dispatcher.join().is_err();
+        self.service.unclaimed.end_waits();
+        self.service.serial.close();
+        if let Some(serial) = self.serial {
+            panicked |= serial.join().is_err();
+        }
+        let later = self.service.later.end();
+        later.into_iter().for_each(Duty::abandon);
+        if panicked {
+            tracing::error!("the I/O page fault service ended by a panic");
+        }
     }
 }
 
@@ -400,9 +426,6 @@ impl FaultAssist for FaultService {
 
 impl Drop for FaultService {
     fn drop(&mut self) {
-        let held = self.held.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let held = held.drain().flat_map(|(_, duties)| duties);
-        held.for_each(Duty::abandon);
         self.later.end().into_iter().for_each(Duty::abandon);
         self.serial.close();
         self.serial.take_all().into_iter().for_each(Duty::abandon);

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Serving one request of a tenant: by a worker, which may wait, or by an engine, which may not.
 
-use super::{FaultService, Tenant, duty::Duty, tenant::Waited, worker::WorkerPlace};
+use super::{
+    duty::Duty, pause::Waited, unclaimed::Unclaimed, vm::TenantVm, worker_place::WorkerPlace,
+};
 use pagetide_addr::{OVERWRITE_PAGES_MAX, PageRange, RequestKind, Tier};
 use pagetide_gmem::{Cause, Fault, FaultOutcome, Overwrite, Served, Wait};
 use std::{sync::Arc, time::Duration};
@@ -11,12 +13,12 @@ use std::{sync::Arc, time::Duration};
 const PREFAULT_PAGES: u64 = 64;
 
 /// Serves on a worker: waits for whatever the request needs.
-pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut WorkerPlace) {
+pub(super) fn serve(unclaimed: &Unclaimed, mut duty: Duty, worker_place: &mut WorkerPlace) {
     duty.begin();
     let hold = Duration::from_micros(duty.request().hold_us.into());
     let Some(tenant) = duty.tenant().map(Arc::clone) else {
-        match service.wait(hold) {
-            Waited::Enough => service.answer_for_nobody(duty),
+        match unclaimed.wait(hold) {
+            Waited::Enough => unclaimed.answer(duty),
             Waited::CutShort => duty.abandon(),
         }
         return;
@@ -26,7 +28,7 @@ pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut W
         Waited::CutShort => None,
     };
     let Some(_inside) = entered else {
-        service.answer_for_nobody(duty);
+        unclaimed.answer(duty);
         return;
     };
     if let Err(duty) = serve_at_once(&tenant, duty) {
@@ -35,7 +37,7 @@ pub(super) fn serve(service: &FaultService, mut duty: Duty, worker_place: &mut W
 }
 
 /// Serves it if that needs no waiting; otherwise gives it back. The tenant's gate is held.
-pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty> {
+pub(super) fn serve_at_once(tenant: &TenantVm, mut duty: Duty) -> Result<(), Duty> {
     let Some(fault) = tenant.fault(duty.request()) else {
         duty.answer(FaultOutcome::OutOfRange);
         return Ok(());
@@ -63,7 +65,7 @@ pub(super) fn serve_at_once(tenant: &Tenant, mut duty: Duty) -> Result<(), Duty>
 }
 
 /// Serves what [`serve_at_once`] gave back.
-fn serve_waiting(tenant: &Tenant, duty: Duty) {
+fn serve_waiting(tenant: &TenantVm, duty: Duty) {
     let Some(fault) = tenant.fault(duty.request()) else {
         duty.answer(FaultOutcome::OutOfRange);
         return;
@@ -81,7 +83,13 @@ fn serve_waiting(tenant: &Tenant, duty: Duty) {
 
 /// Installs what the device has written; gives the duty back if that would take time that `wait`
 /// does not allow.
-fn overwrite(tenant: &Tenant, duty: Duty, fault: Fault, slot: u32, wait: Wait) -> Result<(), Duty> {
+fn overwrite(
+    tenant: &TenantVm,
+    duty: Duty,
+    fault: Fault,
+    slot: u32,
+    wait: Wait,
+) -> Result<(), Duty> {
     let content = match read_bounced(&duty, slot, fault.pages) {
         Ok(content) => content,
         Err(outcome) => {
@@ -105,7 +113,7 @@ fn overwrite(tenant: &Tenant, duty: Duty, fault: Fault, slot: u32, wait: Wait) -
 
 /// Fills the first pages, if that is possible without waiting. No DMA waits for the others: the
 /// device requests them again when one does.
-fn prefault(tenant: &Tenant, fault: Fault) -> FaultOutcome {
+fn prefault(tenant: &TenantVm, fault: Fault) -> FaultOutcome {
     let start = fault.pages.start;
     let end = start.saturating_plus(PREFAULT_PAGES).min(fault.pages.end);
     let part = Fault {

@@ -20,10 +20,15 @@
 //! refuses, and a new one is made. It leaves nothing behind: a duty that a
 //! panic leaves in its queue is dropped and so answered.
 
-use super::{FaultService, Preempt, Tenant, duty::Duty, serve, tenant::WorkerSeed};
+use super::{
+    duty::Duty,
+    serve::serve,
+    unclaimed::Unclaimed,
+    urgency::Preempt,
+    worker_place::{Home, WorkerPlace},
+};
 use pagetide_addr::RequestKind;
 use pagetide_sys::clock::now_ns;
-use pagetide_sys::cpu::{self, Urgency};
 use std::{
     collections::VecDeque,
     io,
@@ -37,10 +42,6 @@ use std::{
 
 /// A worker that is idle for this long ends.
 pub(super) const IDLE_MAX: Duration = Duration::from_secs(10);
-/// Priority of workers: the lowest that preempts ordinary threads.
-const WORKER_PRIORITY: u8 = 1;
-/// Priority of the dispatcher: an interrupt goes before the work that it starts.
-const DISPATCHER_PRIORITY: u8 = 2;
 
 /// The order in which a queue is processed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,9 +72,9 @@ struct QueueState {
 
 /// A duty in a queue.
 pub(super) struct Job {
-    duty: Duty,
+    pub(super) duty: Duty,
     /// When it was put in, if the worker was asleep then.
-    handed_ns: Option<u64>,
+    pub(super) handed_ns: Option<u64>,
 }
 
 impl Queue {
@@ -165,7 +166,8 @@ impl Queue {
         }
     }
 
-    fn done(&self) {
+    /// A job that was taken is finished.
+    pub(super) fn done(&self) {
         self.load.fetch_sub(1, Relaxed);
     }
 
@@ -174,14 +176,12 @@ impl Queue {
     }
 }
 
-/// Where a worker runs.
-pub(super) enum Home {
-    /// On this CPU.
-    Cpu(usize),
-    /// On any CPU of the tenant, as they are now; anywhere as long as they are not known.
-    Tenant(Weak<Tenant>),
-    /// Anywhere.
-    Anywhere,
+/// What a worker needs to start.
+#[derive(Clone)]
+pub(super) struct WorkerSeed {
+    /// For requests of no tenant. A worker whose service is gone abandons what it has.
+    pub(super) unclaimed: Weak<Unclaimed>,
+    pub(super) preempt: Preempt,
 }
 
 /// How long a worker waits for work before it ends.
@@ -208,13 +208,13 @@ pub(super) fn start(
         Home::Tenant(_) => "pt-iopf-slow".to_owned(),
         Home::Anywhere => "pt-iopf-serial".to_owned(),
     };
-    let (queue, WorkerSeed { service, preempt }) = (Arc::clone(queue), seed.clone());
+    let (queue, WorkerSeed { unclaimed, preempt }) = (Arc::clone(queue), seed.clone());
     let patience = (patience == Patience::Short).then_some(IDLE_MAX);
     std::thread::Builder::new().name(name).spawn(move || {
         let end = QueueEnd(queue);
         let mut worker_place = WorkerPlace::new(home, preempt);
         while let Some(job) = end.0.next(patience) {
-            work(&service, job, &mut worker_place);
+            work(&unclaimed, job, &mut worker_place);
             end.0.done();
         }
     })
@@ -230,115 +230,15 @@ impl Drop for QueueEnd {
     }
 }
 
-fn work(service: &Weak<FaultService>, job: Job, worker_place: &mut WorkerPlace) {
+fn work(unclaimed: &Weak<Unclaimed>, job: Job, worker_place: &mut WorkerPlace) {
     worker_place.stand();
     let Job { duty, handed_ns } = job;
     if let (Some(handed_ns), Some(tenant)) = (handed_ns, duty.tenant()) {
         let took_ns = now_ns().saturating_sub(handed_ns);
         tenant.account.preempt.record_ns(took_ns);
     }
-    match service.upgrade() {
-        Some(service) => serve::serve(&service, duty, worker_place),
+    match unclaimed.upgrade() {
+        Some(unclaimed) => serve(&unclaimed, duty, worker_place),
         None => duty.abandon(),
-    }
-}
-
-/// Where a worker runs now, and which threads it preempts.
-pub(super) struct WorkerPlace {
-    home: Home,
-    preempt: Preempt,
-    cpus: Vec<usize>,
-    is_urgent: bool,
-}
-
-impl WorkerPlace {
-    fn new(home: Home, preempt: Preempt) -> Self {
-        let mut worker_place = Self {
-            home,
-            preempt,
-            cpus: Vec::new(),
-            is_urgent: false,
-        };
-        if let Home::Cpu(cpu) = worker_place.home {
-            worker_place.move_to(vec![cpu]);
-        }
-        worker_place
-    }
-
-    /// Moves to its CPUs and becomes urgent there. Where no tenant's CPUs are known it stays
-    /// ordinary: it could preempt any VM.
-    fn stand(&mut self) {
-        if let Home::Tenant(tenant) = &self.home
-            && let Some(tenant) = tenant.upgrade()
-        {
-            self.move_to(tenant.cpus().own().to_vec());
-        }
-        if self.cpus.is_empty() {
-            self.be_ordinary();
-        } else {
-            self.be_urgent();
-        }
-    }
-
-    /// Runs work that may wait, in the ordinary class (see the module).
-    pub(super) fn in_ordinary_class<R>(&self, work: impl FnOnce() -> R) -> R {
-        if !self.is_urgent || self.preempt != Preempt::Fifo {
-            return work();
-        }
-        Preempt::Nice.take(WORKER_PRIORITY);
-        let done = work();
-        Preempt::Fifo.take(WORKER_PRIORITY);
-        done
-    }
-
-    fn be_urgent(&mut self) {
-        if !self.is_urgent {
-            self.preempt.take(WORKER_PRIORITY);
-            self.is_urgent = true;
-        }
-    }
-
-    fn be_ordinary(&mut self) {
-        if self.is_urgent {
-            if let Err(error) = cpu::set_urgency(Urgency::Ordinary) {
-                tracing::error!(%error, "a worker of the fault service cannot be made ordinary");
-            }
-            self.is_urgent = false;
-        }
-    }
-
-    /// A failure to move costs only speed: the CPU has gone, or is not ours to use.
-    fn move_to(&mut self, cpus: Vec<usize>) {
-        if cpus.is_empty() || self.cpus == cpus {
-            return;
-        }
-        if let Err(error) = cpu::set_affinity(&cpus) {
-            tracing::debug!(%error, ?cpus, "a worker of the fault service stays where it is");
-        }
-        self.cpus = cpus;
-    }
-}
-
-impl Preempt {
-    /// Makes this thread the dispatcher.
-    pub(super) fn take_dispatcher(self) {
-        self.take(DISPATCHER_PRIORITY);
-    }
-
-    /// Makes this thread as urgent as configured and allowed.
-    fn take(self, priority: u8) {
-        let tries: &[Urgency] = match self {
-            Self::Fifo => &[Urgency::Preempting(priority), Urgency::Eager],
-            Self::Nice => &[Urgency::Eager],
-            Self::Off => &[],
-        };
-        for urgency in tries {
-            match cpu::set_urgency(*urgency) {
-                Ok(()) => return,
-                Err(error) => {
-                    tracing::debug!(%error, ?urgency, "a thread of the fault service may not be this urgent");
-                }
-            }
-        }
     }
 }

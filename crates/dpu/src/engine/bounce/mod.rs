@@ -36,34 +36,25 @@
 //! Slots are few (see [`slots`]), and a device has at most [`OVERWRITES_PER_DEVICE_MAX`] requests
 //! outstanding. Pages that get no slot are requested as usual.
 
-mod plan;
+pub(crate) mod plan;
 pub(crate) mod slots;
 
-pub(crate) use plan::{Plan, Planned, Run};
-
-use super::{
-    Device, Io,
-    chain::{Origin, Request},
-    take_queue,
-};
+use super::{device::Device, request::Request};
 use crate::{
-    blk::request::{Frame, Header, Status, Work, decide},
-    chain::Buffers,
-    memory::{DeviceMemory, LeaseSet, Span},
-    parked::{PageDemand, QueueKey},
+    blk::request::Status,
+    memory::{DeviceMemory, Span},
+    parked::QueueKey,
     ring::Job,
-    shared::{add, sub},
 };
 use pagetide_addr::{
     Access, DeviceId, FilePage, PAGE_BYTES, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind,
 };
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{BounceArea, QueueFull};
-use rustix::time::{ClockId, clock_gettime};
-use slots::{Slots, Taken};
+use slots::{CurrentSlots, Run};
 use std::{
     collections::{HashMap, VecDeque},
-    io,
     sync::Arc,
 };
 
@@ -71,23 +62,6 @@ use std::{
 pub const OVERWRITES_PER_DEVICE_MAX: usize = 32;
 /// Ids of overwrites have this bit set; those of other page requests do not.
 const ID_BIT: u64 = 1 << 47;
-
-/// A read that may begin although some of its pages are absent.
-pub(crate) struct Bounce {
-    pub plan: Plan,
-    /// Its offset on the image.
-    pub offset: u64,
-}
-
-/// Whether a chain that cannot be leased as it is may use bounce buffers.
-pub(crate) enum MayLand {
-    /// No: request all its pages.
-    No,
-    /// Once these pages are present; their content is needed.
-    Later(Vec<PageDemand>),
-    /// Now. All pages that the device itself writes are leased.
-    Now(LeaseSet, Box<Bounce>),
-}
 
 /// A page that was not installed, and the slot with its new content.
 struct Left {
@@ -135,11 +109,25 @@ impl Settled {
     pub fn device(&self) -> usize {
         self.0.job.request.key.device
     }
+
+    /// Pages that were installed.
+    pub fn installed_pages(&self) -> u64 {
+        self.0.installed_pages
+    }
+}
+
+/// Whether the guest has all data of a settled transfer.
+#[must_use = "its chain must be completed or begun again, or its guest waits for ever"]
+pub(crate) enum Delivered {
+    /// Yes, and the page of the status byte is leased: the chain can be completed.
+    Entirely(Box<Job<Request>>, Status),
+    /// No: a page is absent that was not installed, or that of the status byte. Nothing is leased.
+    NotYet(Box<Job<Request>>),
 }
 
 /// All transfers of an engine that use bounce buffers.
 pub(crate) struct BounceBuffers {
-    slots: Option<Slots>,
+    pub slots: CurrentSlots,
     settling: HashMap<u64, Settling>,
     /// Transfers with unsent overwrites.
     unsent: VecDeque<u64>,
@@ -153,7 +141,7 @@ impl BounceBuffers {
     /// No transfers and no slots yet, for engine number `engine`.
     pub fn new(engine: usize) -> Self {
         Self {
-            slots: None,
+            slots: CurrentSlots::default(),
             settling: HashMap::new(),
             unsent: VecDeque::new(),
             waiting: HashMap::new(),
@@ -163,38 +151,77 @@ impl BounceBuffers {
         }
     }
 
-    /// Transfers use this area from now on; data in an earlier area stays until it is settled.
-    pub fn set_area(&mut self, area: Option<Arc<BounceArea>>) {
-        let same = match (&self.slots, &area) {
-            (Some(slots), Some(area)) => Arc::ptr_eq(slots.area(), area),
-            (None, None) => true,
-            _ => false,
+    /// Takes over a transfer that used bounce buffers and is done: its pages are to be overwritten.
+    /// Returns the job if there are none. `now_ns` is the time of the batch.
+    pub fn settle(
+        &mut self,
+        device: &Device,
+        mut job: Box<Job<Request>>,
+        status: Status,
+        now_ns: u64,
+    ) -> Option<Box<Job<Request>>> {
+        job.request.course.transferred(now_ns);
+        let written = u64::from(job.request.data_bytes).saturating_sub(job.dma.left());
+        let mut unsent = Vec::new();
+        for mut run in std::mem::take(&mut job.request.bounced) {
+            let bytes = written.saturating_sub(run.from) / PAGE_BYTES * PAGE_BYTES;
+            run.span.len = u32::try_from(bytes).map_or(run.span.len, |b| b.min(run.span.len));
+            if run.span.len == 0 {
+                self.slots.give_back(&run.slots);
+            } else {
+                unsent.push(run);
+            }
+        }
+        if unsent.is_empty() {
+            return Some(job);
+        }
+        let memory = job.dma.memory().clone();
+        job.request.leases.release(&memory);
+        let queue = device.queues.get(usize::from(job.request.key.queue));
+        let queue = queue.and_then(Option::as_ref);
+        let token = self.next_token;
+        self.next_token += 1;
+        self.unsent.push_back(token);
+        let settling = Settling {
+            vector: queue.and_then(|queue| queue.asker(&device.shared, &memory).vector),
+            device: device.shared.id,
+            job,
+            status,
+            unsent,
+            outstanding: 0,
+            answered: Vec::new(),
+            left: Vec::new(),
+            installed_pages: 0,
         };
-        if !same {
-            self.slots = area.map(Slots::new);
+        self.settling.insert(token, settling);
+        None
+    }
+
+    /// Copies the pages of a settled transfer that were not installed, if they are all present, and
+    /// takes its slots back.
+    pub fn deliver(&mut self, settled: Settled) -> Delivered {
+        let Settled(mut settling) = settled;
+        let request = &mut settling.job.request;
+        let at = request.status;
+        let mut leases = std::mem::take(&mut request.leases);
+        let memory = settling.job.dma.memory().clone();
+        let left = settling.left.iter().map(|left| left.page);
+        let delivered = std::iter::once(at)
+            .chain(left)
+            .all(|span| leases.take(&memory, span, Access::Write))
+            && settling.copy_left(&memory);
+        for run in &settling.answered {
+            self.slots.give_back(&run.slots);
         }
-    }
-
-    fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
-        self.slots.as_mut()?.take(device, count)
-    }
-
-    fn give_back(&mut self, slots: &Taken) {
-        if let Some(mine) = &mut self.slots {
-            mine.give_back(slots);
+        if !delivered {
+            leases.release(&memory);
         }
-    }
-
-    pub(super) fn abandon(&mut self, plan: &Plan) {
-        for run in &plan.runs {
-            self.give_back(&run.slots);
-        }
-    }
-
-    /// Returns the slots of a transfer that will not be done.
-    pub(super) fn give_up(&mut self, runs: &mut Vec<Run>) {
-        for run in runs.drain(..) {
-            self.give_back(&run.slots);
+        let mut job = settling.job;
+        job.request.leases = leases;
+        if delivered {
+            Delivered::Entirely(job, settling.status)
+        } else {
+            Delivered::NotYet(job)
         }
     }
 
@@ -207,7 +234,7 @@ impl BounceBuffers {
         let settling = self.settling.remove(&token)?;
         self.unsent.retain(|unsent| *unsent != token);
         for run in settling.unsent.iter().chain(&settling.answered) {
-            self.give_back(&run.slots);
+            self.slots.give_back(&run.slots);
         }
         Some(settling.job)
     }
@@ -284,7 +311,7 @@ impl BounceBuffers {
         }
         let Some(settling) = self.settling.get_mut(&of) else {
             // Its transfer was forsaken.
-            self.give_back(&run.slots);
+            self.slots.give_back(&run.slots);
             return Answered::More;
         };
         settling.take_answer(run, response.installed);
@@ -344,15 +371,6 @@ impl Settling {
     }
 }
 
-/// The host's monotonic clock, which both sides of the page fault queue read.
-fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    let part = |number: i64| u64::try_from(number).unwrap_or(0);
-    part(now.tv_sec)
-        .saturating_mul(1_000_000_000)
-        .saturating_add(part(now.tv_nsec))
-}
-
 fn one_page(run: Span, page: FilePage) -> Span {
     Span {
         offset: page.byte_offset(),
@@ -364,133 +382,3 @@ fn one_page(run: Span, page: FilePage) -> Span {
 /// [`PAGE_BYTES`], as lengths of spans are.
 const PAGE_LEN: u32 = 4096;
 const _: () = assert!(PAGE_LEN as u64 == PAGE_BYTES);
-
-/// Leases the guest memory of a read that uses bounce buffers.
-fn lease_around(memory: &DeviceMemory, frame: &Frame, plan: &Plan, leases: &mut LeaseSet) -> bool {
-    leases.take(memory, frame.status, Access::Write)
-        && std::iter::once(&frame.header)
-            .chain(&frame.header_rest)
-            .all(|span| leases.take(memory, *span, Access::Read))
-        && plan
-            .guest_spans()
-            .all(|span| leases.take(memory, span, Access::Write))
-}
-
-impl Io {
-    /// Decides whether a chain that cannot be leased as it is may use bounce buffers.
-    pub(super) fn may_land(
-        &mut self,
-        device: &Device,
-        memory: &DeviceMemory,
-        frame: &Frame,
-        buffers: &Buffers,
-    ) -> MayLand {
-        let id = device.shared.id;
-        let plan = match plan::plan(&mut self.bounces, id, memory, frame, buffers) {
-            Planned::Nothing => return MayLand::No,
-            Planned::First(wanted) => return MayLand::Later(wanted),
-            Planned::Begin(plan) => plan,
-        };
-        let mut leases = LeaseSet::default();
-        if lease_around(memory, frame, &plan, &mut leases)
-            && let Ok(header) = Header::read(memory, frame)
-        {
-            let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
-            let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
-            let work = decide(device.shared.limits(), header, readable, writable);
-            if let Work::Read { offset } = work {
-                return MayLand::Now(leases, Box::new(Bounce { plan, offset }));
-            }
-        }
-        leases.release(memory);
-        self.bounces.abandon(&plan);
-        MayLand::No
-    }
-
-    /// Settles a transfer that used bounce buffers: requests that its pages be overwritten. Returns
-    /// the job if there are none.
-    pub(super) fn settle(
-        &mut self,
-        device: &Device,
-        mut job: Box<Job<Request>>,
-        status: Status,
-    ) -> Option<Box<Job<Request>>> {
-        job.request.course.transferred(self.now_ns);
-        let written = u64::from(job.request.data_bytes).saturating_sub(job.dma.left());
-        let mut unsent = Vec::new();
-        for mut run in std::mem::take(&mut job.request.bounced) {
-            let bytes = written.saturating_sub(run.from) / PAGE_BYTES * PAGE_BYTES;
-            run.span.len = u32::try_from(bytes).map_or(run.span.len, |b| b.min(run.span.len));
-            if run.span.len == 0 {
-                self.bounces.give_back(&run.slots);
-            } else {
-                unsent.push(run);
-            }
-        }
-        if unsent.is_empty() {
-            return Some(job);
-        }
-        let memory = job.dma.memory().clone();
-        job.request.leases.release(&memory);
-        let queue = device.queues.get(usize::from(job.request.key.queue));
-        let queue = queue.and_then(Option::as_ref);
-        let bounces = &mut self.bounces;
-        let token = bounces.next_token;
-        bounces.next_token += 1;
-        bounces.unsent.push_back(token);
-        let settling = Settling {
-            vector: queue.and_then(|queue| queue.asker(&device.shared, &memory).vector),
-            device: device.shared.id,
-            job,
-            status,
-            unsent,
-            outstanding: 0,
-            answered: Vec::new(),
-            left: Vec::new(),
-            installed_pages: 0,
-        };
-        bounces.settling.insert(token, settling);
-        None
-    }
-
-    /// Completes a transfer whose pages are installed, or restarts its chain.
-    pub(super) fn settled(&mut self, device: &mut Device, settled: Settled) -> io::Result<()> {
-        let Settled(mut settling) = settled;
-        let counters = &device.shared.counters[self.index];
-        add(&counters.overwritten_pages, settling.installed_pages);
-        let request = &mut settling.job.request;
-        let (key, head, at) = (request.key, request.head, request.status);
-        let course = request.course;
-        let mut leases = std::mem::take(&mut request.leases);
-        let memory = settling.job.dma.memory().clone();
-        let left = settling.left.iter().map(|left| left.page);
-        let delivered = std::iter::once(at)
-            .chain(left)
-            .all(|span| leases.take(&memory, span, Access::Write))
-            && settling.copy_left(&memory);
-        for run in &settling.answered {
-            self.bounces.give_back(&run.slots);
-        }
-        let mut job = settling.job;
-        if delivered {
-            job.request.leases = leases;
-            self.complete_job(device, job, settling.status);
-            return Ok(());
-        }
-        leases.release(&memory);
-        job.request.leases = leases;
-        self.scratch.keep(job);
-        let Some(mut queue) = take_queue(device, key) else {
-            debug_assert!(false, "a queue went away under its I/O");
-            return Ok(());
-        };
-        queue.in_flight -= 1;
-        sub(&device.shared.counters[self.index].in_flight, 1);
-        // A chain of an abandoned queue stays in the in-flight region.
-        if !queue.is_abandoned() {
-            self.serve(device, &mut queue, head, Origin::Again(course))?;
-        }
-        device.queues[usize::from(key.queue)] = Some(queue);
-        Ok(())
-    }
-}

@@ -9,7 +9,7 @@
 //! The old content of a page that a buffer covers only in part is needed, so that page is requested
 //! before the transfer begins, like those of headers and status bytes.
 
-use super::{BounceBuffers, slots::Taken};
+use super::slots::{CurrentSlots, Run};
 use crate::{
     blk::request::Frame,
     chain::Buffers,
@@ -22,16 +22,6 @@ use pagetide_addr::{Access, DeviceId, FilePage, FileRange, OVERWRITE_PAGES_MAX, 
 
 /// Most runs of absent pages that one request bounces: each is a page request.
 const RUNS_MAX: usize = 64;
-
-/// A run of absent pages, and the slots for their new content.
-#[derive(Debug)]
-pub(crate) struct Run {
-    /// The pages, whole.
-    pub span: Span,
-    /// Bytes of the transfer that precede it.
-    pub from: u64,
-    pub slots: Taken,
-}
 
 /// The targets of a read.
 #[derive(Debug, Default)]
@@ -70,8 +60,8 @@ fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<
 }
 
 /// Plans a chain that cannot be leased as it is.
-pub(super) fn plan(
-    bounces: &mut BounceBuffers,
+pub(crate) fn plan(
+    slots: &mut CurrentSlots,
     device: DeviceId,
     memory: &DeviceMemory,
     frame: &Frame,
@@ -80,17 +70,17 @@ pub(super) fn plan(
     let mut plan = Plan::default();
     let mut bounced = true;
     for span in &buffers.writable {
-        bounced = bounced && plan.take_buffer(bounces, device, memory, *span);
+        bounced = bounced && plan.take_buffer(slots, device, memory, *span);
     }
     if !bounced || plan.runs.is_empty() {
-        bounces.abandon(&plan);
+        slots.give_up(plan.runs);
         return Planned::Nothing;
     }
     let first = needed_first(memory, frame, buffers);
     if first.is_empty() {
         return Planned::Begin(plan);
     }
-    bounces.abandon(&plan);
+    slots.give_up(plan.runs);
     Planned::First(first)
 }
 
@@ -106,7 +96,7 @@ impl Plan {
     /// Adds a buffer of the chain; false if there are not enough slots or runs for all of it.
     fn take_buffer(
         &mut self,
-        bounces: &mut BounceBuffers,
+        slots: &mut CurrentSlots,
         device: DeviceId,
         memory: &DeviceMemory,
         buffer: Span,
@@ -123,7 +113,7 @@ impl Plan {
                     let Some(run) = part(whole, page, end) else {
                         return false;
                     };
-                    if !self.add_run(bounces, device, run) {
+                    if !self.add_run(slots, device, run) {
                         return false;
                     }
                     page = end;
@@ -142,23 +132,23 @@ impl Plan {
         }
     }
 
-    fn add_run(&mut self, bounces: &mut BounceBuffers, device: DeviceId, span: Span) -> bool {
+    fn add_run(&mut self, slots: &mut CurrentSlots, device: DeviceId, span: Span) -> bool {
         let count = u32::try_from(span.pages().len()).unwrap_or(u32::MAX);
         if self.runs.len() == RUNS_MAX {
             return false;
         }
-        let Some(slots) = bounces.take(device, count) else {
+        let Some(taken) = slots.take(device, count) else {
             return false;
         };
         self.pieces.push(Piece::Slots {
-            area: slots.area.clone(),
-            first: slots.first,
+            area: taken.area.clone(),
+            first: taken.first,
             len: span.len,
         });
         self.runs.push(Run {
             span,
             from: self.bytes,
-            slots,
+            slots: taken,
         });
         self.bytes += u64::from(span.len);
         true

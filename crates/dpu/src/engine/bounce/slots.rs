@@ -5,6 +5,7 @@
 //! soon finished, so a search starts where the last one ended. A device gets at most half of the
 //! slots, so a slow host of one tenant cannot take them all.
 
+use crate::memory::Span;
 use pagetide_addr::DeviceId;
 use pagetide_vpri::BounceArea;
 use std::{collections::HashMap, sync::Arc};
@@ -19,6 +20,16 @@ pub(crate) struct Taken {
     pub device: DeviceId,
     pub first: u32,
     pub count: u32,
+}
+
+/// A run of absent pages that a read covers entirely, and the slots for their new content.
+#[derive(Debug)]
+pub(crate) struct Run {
+    /// The pages, whole.
+    pub span: Span,
+    /// Bytes of the transfer that precede it.
+    pub from: u64,
+    pub slots: Taken,
 }
 
 /// The slots of the engine's current area.
@@ -43,8 +54,7 @@ impl Slots {
         }
     }
 
-    /// The area of the slots.
-    pub fn area(&self) -> &Arc<BounceArea> {
+    fn area(&self) -> &Arc<BounceArea> {
         &self.area
     }
 
@@ -96,6 +106,43 @@ impl Slots {
             if *has == 0 {
                 self.by_device.remove(&slots.device);
             }
+        }
+    }
+}
+
+/// The slots of the area that the host provides now, if it provides any.
+#[derive(Debug, Default)]
+pub(crate) struct CurrentSlots(Option<Slots>);
+
+impl CurrentSlots {
+    /// Transfers use this area from now on; data in an earlier area stays until it is settled.
+    pub fn set_area(&mut self, area: Option<Arc<BounceArea>>) {
+        let same = match (&self.0, &area) {
+            (Some(slots), Some(area)) => Arc::ptr_eq(slots.area(), area),
+            (None, None) => true,
+            _ => false,
+        };
+        if !same {
+            self.0 = area.map(Slots::new);
+        }
+    }
+
+    /// See [`Slots::take`].
+    pub fn take(&mut self, device: DeviceId, count: u32) -> Option<Taken> {
+        self.0.as_mut()?.take(device, count)
+    }
+
+    /// See [`Slots::give_back`].
+    pub fn give_back(&mut self, slots: &Taken) {
+        if let Some(mine) = &mut self.0 {
+            mine.give_back(slots);
+        }
+    }
+
+    /// Returns the slots of runs that will not be transferred.
+    pub fn give_up(&mut self, runs: impl IntoIterator<Item = Run>) {
+        for run in runs {
+            self.give_back(&run.slots);
         }
     }
 }

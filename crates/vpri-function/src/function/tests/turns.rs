@@ -6,21 +6,21 @@ use crate::{
     frontend::ring::{Descriptor, Notify, Ring, RingPlace, WRITE},
     function::{
         core::FunctionCore,
-        memory::{FunctionMemory, RegionShape},
+        memory::FunctionMemory,
         requests::SourceNo,
-        rings::{EventIndex, RingAddresses},
-        state::State,
+        state::{PageRequestSources, State},
     },
     wire::{Code, Event, FAULT_QUEUE, LOG_QUEUE, LogRecord, Service},
 };
-use pagetide_addr::{Access, DeviceId, DomainId, FileKey, PAGE_BYTES};
+use pagetide_addr::{Access, DeviceId, DomainId, FileKey, FrontendVa, Gpa, PAGE_BYTES};
 use pagetide_sys::mapping::SharedMapping;
+use pagetide_vhost_backend::{RegionShape, RingAddresses, RingSettings, Runs};
 use pagetide_vpri::{AccessLog, DeviceEnd, DomainTable, Doorbell, Logged, fault_queue};
 use rustix::{
     event::{EventfdFlags, eventfd},
     fs::{MemfdFlags, SealFlags},
 };
-use std::{fs::File, os::fd::AsFd, sync::Arc};
+use std::{os::fd::AsFd, sync::Arc};
 
 /// Entries of the queue, all but the last of which are useless.
 const ENTRIES: u16 = 64;
@@ -44,33 +44,37 @@ impl Rig {
         let (engine, host) = fault_queue(8, bell(), host_bell);
         let core = FunctionCore::new(Arc::new(DomainTable::new(1)), limits());
         let log = Arc::new(AccessLog::new(1));
-        let mut state = State::new(core, (vec![host], 1), Arc::clone(&log));
+        let sources = PageRequestSources {
+            hosts: vec![host],
+            engine_count: 1,
+        };
+        let mut state = State::new(core, sources, Arc::clone(&log));
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("function", flags).unwrap();
         rustix::fs::ftruncate(&file, BYTES).unwrap();
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
         let mapping = Arc::new(SharedMapping::new(file.as_fd(), BYTES).unwrap());
         let shape = RegionShape {
-            address: 0,
-            frontend: 0,
+            gpa: Gpa(0),
+            frontend: FrontendVa(0),
             bytes: BYTES,
-            offset: 0,
+            file_offset: 0,
         };
-        state.outside.memory = FunctionMemory::new([(shape, File::from(file))]).unwrap();
+        state.outside.memory = FunctionMemory::new(&[(shape, file.as_fd())]).unwrap();
         fill(mapping);
         let place = RingPlace::at(0, ENTRIES);
-        let vring = &mut state.vrings[usize::from(queue)];
-        vring.size = ENTRIES;
-        vring.addresses = Some(RingAddresses {
-            descriptors: place.descriptors,
-            avail: place.available,
-            used: place.used,
-        });
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-        vring.kick = Some(Arc::new(eventfd(0, flags).unwrap()));
-        vring.is_enabled = true;
-        let memory = &state.outside.memory;
-        vring.start(memory, EventIndex::Absent).unwrap();
+        let settings = RingSettings {
+            size: ENTRIES,
+            addresses: Some(RingAddresses {
+                descriptors: FrontendVa(place.descriptors),
+                avail: FrontendVa(place.available),
+                used: FrontendVa(place.used),
+            }),
+            kick: Some(Arc::new(eventfd(0, flags).unwrap())),
+            ..RingSettings::default()
+        };
+        assert_eq!(state.start(queue, &settings).unwrap(), Runs::Yes);
         let mut rig = Self {
             state,
             log,

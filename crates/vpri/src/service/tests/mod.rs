@@ -6,7 +6,7 @@ mod crowd;
 mod rig;
 
 use self::rig::{BOUNCED, Device, PAGES, Rig, Vm};
-use super::{worker::Queue, *};
+use super::*;
 use crate::{domain::DomainTable, queue::fault_queue};
 use pagetide_addr::{
     Access, FilePage, FileRange, PAGE_BYTES, PageNo, PageRequest, QueueId, RequestId, ResponseCode,
@@ -270,7 +270,9 @@ fn fault_on_pages_that_are_away_is_what_an_access_waits_for_and_no_guess() {
     let counted = |kind, tier| {
         let before = tenant.absent_faults();
         let demand = Device::demand(&vm, 1);
-        tenant.note_fault(&PageRequest { kind, ..demand }, all, tier);
+        tenant
+            .vm()
+            .note_fault(&PageRequest { kind, ..demand }, all, tier);
         let sections = std::iter::from_fn(|| tenant.next_absent_section()).count();
         (tenant.absent_faults() - before, sections)
     };
@@ -499,7 +501,7 @@ fn duty_that_is_dropped_answers_itself_with_a_failure() {
     rig.device.ask(Device::demand(&vm, 1));
     let request = source.next().unwrap();
     let mut duty = Duty::new(request, &source);
-    duty.open_for(&tenant);
+    duty.open_for(tenant.vm());
     assert_eq!(tenant.account().outstanding(), 1);
     drop(duty);
     assert_eq!(rig.device.answer().code, ResponseCode::ResponseFailure);

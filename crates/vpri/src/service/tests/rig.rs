@@ -15,7 +15,7 @@ use pagetide_gmem::{
 use pagetide_sys::{cpu, memory_file::GuestFile};
 use std::{
     collections::{BTreeMap, HashSet, VecDeque},
-    sync::{Condvar, MutexGuard, atomic::Ordering, mpsc},
+    sync::{Condvar, Mutex, MutexGuard, atomic::Ordering, mpsc},
 };
 
 pub const PAGES: u64 = 1024;

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A device on one engine: its queues, its memory, and what waits for its turn.
+
+use super::{command::Command, queue::EngineQueue, request::Request};
+use crate::{
+    memory::DeviceMemory,
+    parked::QueueKey,
+    ring::{FileSlot, Job},
+    shared::DeviceShared,
+    slo::recorder::Recorder,
+};
+use std::{collections::VecDeque, rc::Rc, sync::Arc};
+
+/// A device on one engine.
+pub(crate) struct Device {
+    pub shared: Arc<DeviceShared>,
+    pub direct: Option<FileSlot>,
+    pub buffered: FileSlot,
+    pub memory: Option<Rc<DeviceMemory>>,
+    /// Boxed, because a queue is taken out of its place while it is served.
+    pub queues: Vec<Option<Box<EngineQueue>>>,
+    image_size: ImageSize,
+    /// Numbers of the existing queues, in the order of their turns.
+    pub running: Vec<u16>,
+    /// Index in `running` of the queue whose turn is next.
+    pub next_queue: usize,
+    /// Flushes and other slow operations that have not begun; they count as in flight.
+    pub slow: VecDeque<Box<Job<Request>>>,
+    /// Commands of its front end that wait for the tenant's turn.
+    pub waiting: VecDeque<Command>,
+    pub recorder: Recorder,
+    /// It has something to report to its account.
+    pub has_news: bool,
+}
+
+/// Where a device's image is among the ring's files.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ImageFiles {
+    pub direct: Option<FileSlot>,
+    pub buffered: FileSlot,
+}
+
+/// Size of an image as last seen by an engine.
+#[derive(Debug, Clone, Copy, Default)]
+struct ImageSize {
+    /// Time of the batch in which it was checked: one check serves everything that is taken
+    /// together.
+    seen_ns: u64,
+    bytes: u64,
+}
+
+impl Device {
+    /// A device without memory and without running queues, on engine number `engine`.
+    pub fn new(
+        shared: Arc<DeviceShared>,
+        files: ImageFiles,
+        queue_count: u16,
+        engine: usize,
+    ) -> Self {
+        Self {
+            shared,
+            direct: files.direct,
+            buffered: files.buffered,
+            memory: None,
+            queues: (0..queue_count).map(|_| None).collect(),
+            image_size: ImageSize::default(),
+            running: Vec::new(),
+            next_queue: 0,
+            slow: VecDeque::new(),
+            waiting: VecDeque::new(),
+            recorder: Recorder::new(engine),
+            has_news: false,
+        }
+    }
+
+    /// Takes the queue of `key` out of its place, if that queue is still there.
+    pub fn take_queue(&mut self, key: QueueKey) -> Option<Box<EngineQueue>> {
+        let slot = self.queues.get_mut(usize::from(key.queue))?;
+        if slot.as_ref()?.key != key {
+            return None;
+        }
+        slot.take()
+    }
+
+    /// Puts a queue back that was taken out.
+    pub fn put_back(&mut self, queue: Box<EngineQueue>) {
+        let number = usize::from(queue.key.queue);
+        self.queues[number] = Some(queue);
+    }
+
+    /// True if the image has its first `end` bytes; [`crate::blk::image`] explains why it may not.
+    /// `now_ns` is the time of the current batch.
+    pub fn reaches(&mut self, now_ns: u64, end: u64) -> bool {
+        if self.image_size.seen_ns != now_ns {
+            self.image_size = ImageSize {
+                seen_ns: now_ns,
+                bytes: self.shared.look_at_size(),
+            };
+        }
+        end <= self.image_size.bytes
+    }
+}

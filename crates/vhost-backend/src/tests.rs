@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A session's rules, with a device that only writes down what it is told.
+
+use super::*;
+use pagetide_addr::Gpa;
+use pagetide_sys::signal::EventSignal;
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, memfd_create},
+};
+use std::{
+    fs::File,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
+use vhost::vhost_user::{
+    Error, Result, VhostUserBackendReqHandlerMut, VhostUserProtocolFeatures,
+    message::{
+        VhostUserInflight, VhostUserMemoryRegion, VhostUserSingleMemoryRegion,
+        VhostUserVringAddrFlags,
+    },
+};
+
+/// `VHOST_USER_F_PROTOCOL_FEATURES`, and one that every front end must take.
+const FEATURES: u64 = 1 << 30 | REQUIRED;
+const REQUIRED: u64 = 1 << 32;
+/// A region with this length is refused.
+const REFUSED_BYTES: u64 = 13;
+
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    Memory(usize),
+    Start(u16),
+    Stop(u16, Stop),
+    Kick(u16),
+    Call(u16),
+    Ended,
+}
+
+struct Device {
+    told: Vec<Told>,
+    kicks: KickChange,
+}
+
+impl Device {
+    fn session(kicks: KickChange) -> Session<Self> {
+        let told = Vec::new();
+        let mut session = Session::new(Self { told, kicks });
+        session.set_features(FEATURES).unwrap();
+        session
+    }
+}
+
+impl Backend for Device {
+    /// Number of its regions.
+    type Memory = usize;
+
+    fn offer(&self) -> Offer {
+        Offer {
+            features: FEATURES,
+            required_features: REQUIRED,
+            protocol_features: VhostUserProtocolFeatures::MQ,
+            queue_count: 2,
+            queue_size_max: 256,
+            regions_max: 0,
+        }
+    }
+
+    fn set_features(&mut self, _features: u64) {}
+
+    fn config(&self, offset: u32, bytes: u32) -> Option<Vec<u8>> {
+        let config = [1, 2, 3, 4];
+        let part = config.get(offset as usize..offset.checked_add(bytes)? as usize);
+        part.map(<[u8]>::to_vec)
+    }
+
+    fn map(&mut self, regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<usize> {
+        match regions
+            .iter()
+            .any(|(shape, _)| shape.bytes == REFUSED_BYTES)
+        {
+            true => Err(Error::InvalidParam),
+            false => Ok(regions.len()),
+        }
+    }
+
+    fn use_memory(&mut self, memory: usize) -> Result<()> {
+        self.told.push(Told::Memory(memory));
+        Ok(())
+    }
+
+    fn start(&mut self, queue: u16, ring: &RingSettings) -> Result<Runs> {
+        assert!(ring.addresses.is_some() && ring.kick.is_some());
+        self.told.push(Told::Start(queue));
+        Ok(Runs::Yes)
+    }
+
+    fn stop(&mut self, queue: u16, how: Stop) -> Result<u16> {
+        self.told.push(Told::Stop(queue, how));
+        Ok(77)
+    }
+
+    fn set_kick(&mut self, queue: u16, _kick: &Arc<OwnedFd>) -> KickChange {
+        self.told.push(Told::Kick(queue));
+        self.kicks
+    }
+
+    fn set_call(&mut self, queue: u16, _call: Option<EventSignal>) -> Result<()> {
+        self.told.push(Told::Call(queue));
+        Ok(())
+    }
+
+    fn end(&mut self) {
+        self.told.push(Told::Ended);
+    }
+}
+
+fn event() -> Option<File> {
+    Some(eventfd(0, EventfdFlags::NONBLOCK).unwrap().into())
+}
+
+fn memory() -> File {
+    memfd_create("session", MemfdFlags::CLOEXEC).unwrap().into()
+}
+
+fn set_addresses(session: &mut Session<Device>, at: u64) -> Result<()> {
+    let flags = VhostUserVringAddrFlags::empty();
+    session.set_vring_addr(0, flags, at, at + 1, at + 2, 0)
+}
+
+/// A session whose queue 0 runs, and of which nothing has been written down yet.
+fn running(kicks: KickChange) -> Session<Device> {
+    let mut session = Device::session(kicks);
+    session.set_vring_num(0, 64).unwrap();
+    set_addresses(&mut session, 0x1000).unwrap();
+    session.set_vring_kick(0, event()).unwrap();
+    session.set_vring_enable(0, true).unwrap();
+    assert_eq!(told(&mut session), [Told::Start(0)]);
+    session
+}
+
+fn told(session: &mut Session<Device>) -> Vec<Told> {
+    std::mem::take(&mut session.backend.told)
+}
+
+#[test]
+fn ring_starts_when_the_last_of_its_settings_comes_in_any_order() {
+    type Setting = fn(&mut Session<Device>) -> Result<()>;
+    let settings: [Setting; 3] = [
+        |session| set_addresses(session, 0x1000),
+        |session| session.set_vring_kick(0, event()),
+        |session| session.set_vring_enable(0, true),
+    ];
+    for order in [
+        [0, 1, 2],
+        [0, 2, 1],
+        [1, 0, 2],
+        [1, 2, 0],
+        [2, 0, 1],
+        [2, 1, 0],
+    ] {
+        let mut session = Device::session(KickChange::Done);
+        for (nth, setting) in order.into_iter().enumerate() {
+            settings[setting](&mut session).unwrap();
+            let expected: &[Told] = if nth == 2 { &[Told::Start(0)] } else { &[] };
+            assert_eq!(told(&mut session), expected, "{order:?}");
+        }
+    }
+}
+
+#[test]
+fn ring_is_enabled_from_the_start_without_protocol_features() {
+    let mut session = Device::session(KickChange::Done);
+    session.set_features(REQUIRED).unwrap();
+    set_addresses(&mut session, 0x1000).unwrap();
+    session.set_vring_kick(0, event()).unwrap();
+    assert_eq!(told(&mut session), [Told::Start(0)]);
+}
+
+#[test]
+fn what_a_running_ring_needs_is_taken_away_only_after_it_has_stopped() {
+    let mut session = running(KickChange::Done);
+    session.set_vring_enable(0, false).unwrap();
+    assert_eq!(told(&mut session), [Told::Stop(0, Stop::Drain)]);
+
+    let mut session = running(KickChange::Done);
+    assert_eq!(session.get_vring_base(0).unwrap().num(), 77);
+    assert_eq!(told(&mut session), [Told::Stop(0, Stop::Drain)]);
+    session.set_vring_enable(0, true).unwrap();
+    assert_eq!(told(&mut session), [], "its kick is gone");
+
+    let mut session = running(KickChange::Done);
+    session.set_mem_table(&[], Vec::new(), None).unwrap();
+    let replaced = [Told::Stop(0, Stop::Drain), Told::Memory(0), Told::Start(0)];
+    assert_eq!(told(&mut session), replaced);
+
+    let mut session = running(KickChange::Done);
+    session.reset_device().unwrap();
+    assert_eq!(told(&mut session), [Told::Stop(0, Stop::Abandon)]);
+}
+
+#[test]
+fn settings_of_a_running_ring_change_only_if_they_stay_the_same() {
+    let mut session = running(KickChange::Done);
+    session.set_vring_num(0, 64).unwrap();
+    set_addresses(&mut session, 0x1000).unwrap();
+    assert!(session.set_vring_num(0, 32).is_err());
+    assert!(set_addresses(&mut session, 0x2000).is_err());
+    assert_eq!(told(&mut session), []);
+}
+
+#[test]
+fn sizes_queues_and_bases_out_of_range_are_refused() {
+    let mut session = Device::session(KickChange::Done);
+    for size in [0, 3, 512, 1 << 16, u32::MAX] {
+        assert!(session.set_vring_num(0, size).is_err(), "{size}");
+    }
+    for queue in [2, 1 << 16, u32::MAX] {
+        assert!(session.set_vring_num(queue, 64).is_err(), "{queue}");
+        assert!(session.get_vring_base(queue).is_err(), "{queue}");
+    }
+    assert!(session.set_vring_base(0, 1 << 16).is_err());
+}
+
+#[test]
+fn another_kick_descriptor_restarts_a_ring_only_if_the_device_needs_that() {
+    let mut session = running(KickChange::Done);
+    session.set_vring_kick(0, event()).unwrap();
+    assert_eq!(told(&mut session), [Told::Kick(0)]);
+
+    let mut session = running(KickChange::NeedsRestart);
+    session.set_vring_kick(0, event()).unwrap();
+    let restarted = [Told::Kick(0), Told::Stop(0, Stop::Drain), Told::Start(0)];
+    assert_eq!(told(&mut session), restarted);
+}
+
+#[test]
+fn call_descriptor_reaches_the_device_only_while_the_ring_runs() {
+    let mut session = running(KickChange::Done);
+    session.set_vring_call(1, event()).unwrap();
+    assert_eq!(told(&mut session), []);
+    session.set_vring_call(0, event()).unwrap();
+    assert_eq!(told(&mut session), [Told::Call(0)]);
+}
+
+#[test]
+fn descriptor_that_is_no_eventfd_is_refused_and_left_to_be_closed_elsewhere() {
+    let mut session = Device::session(KickChange::Done);
+    let (socket, _other) = UnixStream::pair().unwrap();
+    let socket = OwnedFd::from(socket).into();
+    assert!(session.set_vring_kick(0, Some(socket)).is_err());
+    assert!(session.set_vring_call(0, Some(memory())).is_err());
+    assert!(session.set_vring_err(0, Some(memory())).is_err());
+    assert!(session.set_vring_kick(0, None).is_err(), "none at all");
+    assert_eq!(session.take_discarded().len(), 3);
+    assert!(session.rings[0].kick.is_none() && session.rings[0].call.is_none());
+}
+
+#[test]
+fn refused_memory_changes_nothing_and_its_descriptors_are_closed_elsewhere() {
+    let mut session = running(KickChange::Done);
+    let regions = [1, REFUSED_BYTES].map(|bytes| VhostUserMemoryRegion::new(0, bytes, 0, 0));
+    let files = vec![memory(), memory()];
+    assert!(session.set_mem_table(&regions, files, None).is_err());
+    assert_eq!(told(&mut session), []);
+    assert_eq!(session.take_discarded().len(), 2);
+    assert_eq!(session.rings[0].runs, Runs::Yes);
+}
+
+#[test]
+fn device_that_keeps_no_record_and_takes_no_single_regions_refuses_them_and_says_so() {
+    let mut session = running(KickChange::Done);
+    let region = VhostUserSingleMemoryRegion::new(0, 4096, 0, 0);
+    assert!(session.add_mem_region(&region, memory(), None).is_err());
+    assert!(
+        session.was_answered(),
+        "it waits for the answer, and may stay"
+    );
+    assert!(session.remove_mem_region(&region).is_err());
+    assert!(session.was_answered());
+    assert!(!session.was_answered(), "only for that message");
+    let inflight = VhostUserInflight::new(4096, 0, 2, 64);
+    assert!(session.get_inflight_fd(&inflight).is_err());
+    assert!(session.set_inflight_fd(&inflight, memory()).is_err());
+    assert!(session.get_max_mem_slots().is_err());
+    assert_eq!(session.take_discarded().len(), 2);
+    assert_eq!(told(&mut session), []);
+}
+
+#[test]
+fn features_that_were_not_offered_or_that_lack_a_required_one_are_refused() {
+    let mut session = Device::session(KickChange::Done);
+    assert!(session.set_features(FEATURES | 1).is_err());
+    assert!(session.set_features(FEATURES & !REQUIRED).is_err());
+    assert_eq!(session.features, FEATURES, "as before");
+}
+
+#[test]
+fn configuration_is_read_within_its_bounds_only() {
+    let mut session = Device::session(KickChange::Done);
+    let flags = vhost::vhost_user::message::VhostUserConfigFlags::empty();
+    assert_eq!(session.get_config(1, 2, flags).unwrap(), [2, 3]);
+    for (offset, bytes) in [(3, 2), (u32::MAX, 1), (1, u32::MAX)] {
+        assert!(session.get_config(offset, bytes, flags).is_err());
+    }
+    assert!(session.set_config(0, &[9], flags).is_err());
+}
+
+#[test]
+fn session_that_has_ended_stops_its_rings_once_and_obeys_nothing_more() {
+    let mut session = running(KickChange::Done);
+    session.end();
+    let ended = [Told::Stop(0, Stop::Abandon), Told::Memory(0), Told::Ended];
+    assert_eq!(told(&mut session), ended);
+    session.end();
+    session.set_vring_kick(0, event()).unwrap();
+    session.set_vring_enable(0, true).unwrap();
+    let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
+    assert!(
+        session
+            .set_mem_table(&[region], vec![memory()], None)
+            .is_err()
+    );
+    let single = VhostUserSingleMemoryRegion::new(0, 4096, 0, 0);
+    assert!(session.add_mem_region(&single, memory(), None).is_err());
+    assert!(session.remove_mem_region(&single).is_err());
+    assert_eq!(told(&mut session), []);
+}
+
+#[test]
+fn region_of_a_message_keeps_its_four_numbers_apart() {
+    let wire = VhostUserMemoryRegion::new(1, 2, 3, 4);
+    let expected = RegionShape {
+        gpa: Gpa(1),
+        bytes: 2,
+        frontend: pagetide_addr::FrontendVa(3),
+        file_offset: 4,
+    };
+    assert_eq!(RegionShape::from(&wire), expected);
+}
