@@ -219,11 +219,13 @@ impl HugePages {
         &self,
         section: SectionNo,
         pieces: &[Piece],
-        tracker: (&RamLayout, &Pagemap, &VmmProcess),
+        layout: &RamLayout,
+        map: &Pagemap,
+        vmm: &VmmProcess,
     ) -> Result<(), TrackerError> {
         let mut is_small = true;
         for piece in pieces {
-            is_small &= self.split_piece(piece, tracker)?;
+            is_small &= self.split_piece(piece, layout, map, vmm)?;
         }
         let mut held = lock(&self.held);
         if is_small {
@@ -241,7 +243,9 @@ impl HugePages {
     fn split_piece(
         &self,
         piece: &Piece,
-        (layout, map, vmm): (&RamLayout, &Pagemap, &VmmProcess),
+        layout: &RamLayout,
+        map: &Pagemap,
+        vmm: &VmmProcess,
     ) -> Result<bool, TrackerError> {
         let frames = self.frames(piece, layout, map)?;
         let (Some(frames), Some(flags)) = (frames, &self.flags) else {
