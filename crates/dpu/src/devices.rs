@@ -171,7 +171,7 @@ impl Devices {
         let ImageUse { sharing, content } = config.image_use;
         let mut images = self.images();
         let other = images
-            .find(|(theirs, other)| !image.agrees_with(sharing, (theirs, other.image_use.sharing)));
+            .find(|(theirs, other)| !image.agrees_with(sharing, theirs, other.image_use.sharing));
         if let Some((_, other)) = other {
             return Err(ImageError::Served {
                 path: config.image.clone(),

@@ -2,7 +2,7 @@
 //! Where a VMM's RAM is: its files, and where the VMM has mapped them.
 //!
 //! A VMM may have several RAM files (one per memory backend) and several mappings of one file. The
-//! pages of a file are numbered consecutively, starting at a section boundary; so a [`PageNo`]
+//! pages of a file are numbered consecutively, starting at a section boundary; so a [`PageNo`](pagetide_addr::PageNo)
 //! means the same to every process that has the files, and the layout gives its address in the VMM:
 //!
 //! ```text

@@ -272,7 +272,7 @@ impl Image {
     }
 
     /// True if this use is compatible with another use of the same image.
-    pub(crate) fn agrees_with(&self, sharing: Sharing, (other, its): (&Self, Sharing)) -> bool {
+    pub(crate) fn agrees_with(&self, sharing: Sharing, other: &Self, its: Sharing) -> bool {
         self.key != other.key
             || Claim::new(self.writes, sharing).agrees_with(Claim::new(other.writes, its))
     }
@@ -405,7 +405,7 @@ mod tests {
         ] {
             let other = open(&name(other));
             let alone = Sharing::Alone;
-            assert_eq!(image.agrees_with(alone, (&other, alone)), agree);
+            assert_eq!(image.agrees_with(alone, &other, alone), agree);
         }
     }
 }

@@ -388,8 +388,8 @@ impl UnmapAndLook {
                 self.huge.hold(*section);
                 continue;
             }
-            let (layout, map) = (&files.layout, &self.vmm_map);
-            (self.huge).split(*section, &pieces, layout, map, &self.vmm)?;
+            let (layout, map) = (&*files.layout, &self.vmm_map);
+            self.huge.split(*section, &pieces, layout, map, &self.vmm)?;
             for piece in &pieces {
                 let bytes = piece.pages.len() << PAGE_SHIFT;
                 ranges.of(files.ways[piece.file]).add(piece.hva, bytes);
