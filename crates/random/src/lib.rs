@@ -66,7 +66,7 @@ impl SplitMix64 {
     /// A number below `bound`; 0 if `bound` is 0.
     #[inline]
     pub const fn below(&mut self, bound: u64) -> u64 {
-        (self.next_u64() as u128 * bound as u128 >> 64) as u64
+        ((self.next_u64() as u128 * bound as u128) >> 64) as u64
     }
 
     /// A number below `bound`, which must not be 0, by division: for sequences recorded so.

@@ -11,10 +11,14 @@ use crate::{
         stock::{self, Load, StockGuest},
     },
     daemon::{Daemon, directory_in},
-    harness::figures::to_f64,
+    harness::{
+        figures::to_f64,
+        rounds::{WarmUp, silent_rounds},
+    },
     interrupt::Interrupted,
     options::{GivenSetting, flags},
 };
+use pagetide_addr::to_usize;
 use std::{
     path::Path,
     time::{Duration, Instant},
@@ -259,21 +263,23 @@ pub(super) fn measure(
 ) -> Result<Vec<Pair>, String> {
     let mut pairs = Vec::new();
     let mut rig = Rig::start(cell, plan)?;
-    for number in 0..plan.pairs {
+    for round in silent_rounds(to_usize(plan.pairs), WarmUp::None) {
         interrupted.check()?;
-        if cell.kind == Kind::Huge && number > 0 {
-            rig.bring(Side::Released)?;
-            rig = rig.with_new_guest()?;
-        }
-        let mut pair = Pair::default();
-        let released_first = cell.kind == Kind::Huge || number % 2 == 0;
-        for is_first in [true, false] {
-            if is_first == released_first {
+        let sides = [Side::Released, Side::Attached];
+        let turns = match cell.kind {
+            Kind::Huge if round.number > 0 => {
                 rig.bring(Side::Released)?;
-                pair.released = rig.guest.count_for(plan.slice)?;
-            } else {
-                rig.bring(Side::Attached)?;
-                rig.attached_slice(&mut pair)?;
+                rig = rig.with_new_guest()?;
+                sides
+            }
+            _ => round.turns(sides),
+        };
+        let mut pair = Pair::default();
+        for side in turns {
+            rig.bring(side)?;
+            match side {
+                Side::Released => pair.released = rig.guest.count_for(plan.slice)?,
+                Side::Attached => rig.attached_slice(&mut pair)?,
             }
         }
         pairs.push(pair);

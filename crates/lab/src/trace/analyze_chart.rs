@@ -175,7 +175,7 @@ impl Chart {
         self.draw_axes(&mut plane)?;
         self.draw_things(&canvas, &plane)?;
         for (which, (series, colour)) in self.series.iter().zip(COLOURS).enumerate() {
-            self.draw_shape(&mut plane, which, (&series.shape, colour))?;
+            self.draw_shape(&mut plane, which, &series.shape, colour)?;
         }
         self.draw_mark(&canvas, &mut plane)?;
         canvas.present()
@@ -262,7 +262,8 @@ impl Chart {
         &self,
         plane: &mut Plane<'_, '_>,
         which: usize,
-        (shape, colour): (&Shape, RGBColor),
+        shape: &Shape,
+        colour: RGBColor,
     ) -> Result<(), NotDrawn> {
         match shape {
             Shape::Dots(points) => {
