@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Errors of running system calls inside a process.
 
-use super::registers::KIND;
 use crate::process::ProcessError;
 use rustix::io::Errno;
 use std::io;
+
+/// What processes of this machine are called.
+const KIND: &str = if cfg!(target_arch = "aarch64") {
+    "Arm"
+} else {
+    "x86"
+};
 
 /// Why system calls could not be run inside a process.
 #[derive(Debug, thiserror::Error)]

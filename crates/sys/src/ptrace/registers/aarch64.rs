@@ -23,8 +23,6 @@ use super::super::error::{PtraceError, kernel};
 use super::Call;
 use std::io;
 
-/// A process of this kind, in messages.
-pub(in super::super) const KIND: &str = "Arm";
 /// The instruction `svc #0`.
 pub(super) const SYSCALL_INSTRUCTION: &[u8] = &[0x01, 0x00, 0x00, 0xd4];
 /// Every instruction takes four bytes.

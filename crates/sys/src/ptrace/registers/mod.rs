@@ -14,7 +14,7 @@ use aarch64 as native;
 #[cfg(target_arch = "x86_64")]
 use x86_64 as native;
 
-pub(super) use native::{CLONES, EPOLLS, KIND, POLLS, Registers};
+pub(super) use native::{CLONES, EPOLLS, POLLS, Registers};
 
 #[cfg(not(any(target_arch = "aarch64", target_arch = "x86_64")))]
 compile_error!("taking a process over knows the registers of x86-64 and AArch64 only");

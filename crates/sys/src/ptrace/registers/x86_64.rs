@@ -9,8 +9,6 @@ use super::super::error::{PtraceError, kernel};
 use super::Call;
 use std::io;
 
-/// A process of this kind, in messages.
-pub(in super::super) const KIND: &str = "x86";
 /// The instruction `syscall`.
 pub(super) const SYSCALL_INSTRUCTION: &[u8] = &[0x0f, 0x05];
 /// Instructions begin anywhere.
