@@ -387,7 +387,7 @@ mod foreign {
         assert!(
             error
                 .to_string()
-                .contains("record 1: column `source` is null"),
+                .contains("record 1: row group 0: column `source` is null"),
             "{error}"
         );
     }
