@@ -36,6 +36,8 @@
 pub mod accounts;
 pub mod byte_lock;
 pub mod cpu;
+#[cfg(test)]
+mod emulated;
 pub mod event;
 pub mod guest_ram;
 pub mod interrupt;
