@@ -21,6 +21,7 @@ use crate::files;
 use crate::host::start_control;
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::state_dir::StateDir;
+use pagetide_addr::{PAGE_BYTES, to_usize};
 use pagetide_report::outcome::{CommandError, print};
 
 /// How long requests still under way at the end may take. All work is done by then; this only waits for
@@ -51,6 +52,7 @@ fn run_with<S: Settings>(
         return print(&settings.to_toml());
     }
     start_log(&settings)?;
+    check_page_size(rustix::param::page_size()).map_err(CommandError::refused)?;
     files::raise_limit().map_err(CommandError::refused)?;
     let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
     let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
@@ -72,6 +74,18 @@ fn run_with<S: Settings>(
     outcome?;
     tracing::info!("ended");
     Ok(())
+}
+
+/// Words, bitmaps and stored content count pages of 4 KiB. A kernel with larger ones (on AArch64 there are such)
+/// would move more than one at a time.
+fn check_page_size(host_bytes: usize) -> Result<(), String> {
+    if host_bytes == to_usize(PAGE_BYTES) {
+        return Ok(());
+    }
+    Err(format!(
+        "this kernel has pages of {host_bytes} bytes, and Pagetide moves pages of {PAGE_BYTES}: boot a kernel with \
+         pages of 4 KiB"
+    ))
 }
 
 /// Starts the log on stderr.
@@ -155,5 +169,20 @@ impl EndSignals {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_with_larger_pages_is_refused_with_both_sizes() {
+        assert_eq!(check_page_size(4096), Ok(()));
+        let refused = check_page_size(65_536).unwrap_err();
+        assert!(
+            refused.contains("65536") && refused.contains("4096"),
+            "{refused}"
+        );
     }
 }

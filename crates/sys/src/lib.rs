@@ -38,6 +38,8 @@ pub mod accounts;
 pub mod byte_lock;
 pub mod clock;
 pub mod cpu;
+#[cfg(test)]
+mod emulated;
 pub mod event;
 pub mod guest_ram;
 pub mod interrupt;

@@ -63,12 +63,13 @@ impl Host {
     /// Waits for a page request and answers it.
     fn serve_one(&mut self, queue: &HostEnd) -> Outcome<()> {
         let request = wait_for(queue.bell(), || queue.next())?;
-        let code = match self.bring(&request) {
-            Ok(()) => ResponseCode::Success,
-            Err(error) => {
-                println!("host: {error}");
-                ResponseCode::ResponseFailure
-            }
+        let code = if request.pages.end > FilePage(PAGES) {
+            ResponseCode::InvalidRequest
+        } else if let Err(error) = self.bring(&request) {
+            println!("host: {error}");
+            ResponseCode::ResponseFailure
+        } else {
+            ResponseCode::Success
         };
         queue.respond(PageResponse::to(&request, code));
         Ok(())

@@ -100,13 +100,7 @@ fn may_trace() -> bool {
         eprintln!("SKIPPED: not root");
         return false;
     }
-    // Of a thread that is not traced: ESRCH, unless there is no such call, as under an emulator.
-    let refused = raw::request(libc::PTRACE_INTERRUPT, 1, 0, 0).map_err(|e| e.raw_os_error());
-    let is_there = refused != Err(Some(libc::ENOSYS));
-    if !is_there {
-        eprintln!("SKIPPED: this machine has no ptrace");
-    }
-    is_there
+    !crate::emulated::skip()
 }
 
 fn now_ns() -> i64 {
