@@ -41,6 +41,26 @@ pub enum Readiness {
     Tried,
 }
 
+/// A section that may be evicted for a while.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Ready {
+    /// The section.
+    pub section: SectionNo,
+    /// From when it may be evicted until it must be checked again.
+    pub within: Range<Duration>,
+}
+
+/// State of a section that pages were evicted from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum After {
+    /// It has no pages left.
+    Emptied,
+    /// Its remaining pages are in use.
+    Tried,
+    /// A good part of it was in use.
+    Warm,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Stand {
     Unmapped { since: Duration },
@@ -101,6 +121,14 @@ impl Candidates {
     /// What is left of `section` is in use.
     pub fn tried(&mut self, section: SectionNo) {
         self.put(section, Some(Stand::Tried));
+    }
+
+    /// Pages of `section` were evicted.
+    pub fn evicted(&mut self, section: SectionNo, after: After) {
+        match after {
+            After::Emptied => self.forget(section),
+            After::Tried | After::Warm => self.tried(section),
+        }
     }
 
     /// `section` has no pages left, or is mapped again.

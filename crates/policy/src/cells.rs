@@ -171,20 +171,6 @@ impl<T> Cells<T> {
         list.last = more.last;
         list.len += more.len;
     }
-
-    /// Rotates `list` so that the cell at `slot`, which is in it, comes first, and those before it
-    /// last.
-    pub(crate) fn turn(&mut self, list: &mut List, slot: Slot) {
-        let (Some(first), Some(last), Some(before)) = (list.first, list.last, self.at(slot).before)
-        else {
-            return;
-        };
-        self.at_mut(last).after = Some(first);
-        self.at_mut(first).before = Some(last);
-        self.at_mut(slot).before = None;
-        self.at_mut(before).after = None;
-        (list.first, list.last) = (Some(slot), Some(before));
-    }
 }
 
 #[cfg(test)]

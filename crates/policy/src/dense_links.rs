@@ -141,12 +141,6 @@ impl<T: Copy + Default> DenseLinks<T> {
     pub(crate) fn append(&mut self, list: &mut List, more: List) {
         self.cells.append(list, more);
     }
-
-    /// Rotates `list` so that the section at `slot`, which is in it, comes first, and those before it
-    /// last.
-    pub(crate) fn turn(&mut self, list: &mut List, slot: Slot) {
-        self.cells.turn(list, slot);
-    }
 }
 
 #[cfg(test)]
@@ -193,10 +187,6 @@ mod tests {
                 links.append(&mut lists[to], more);
                 let more = std::mem::take(&mut model[from]);
                 model[to].extend(more);
-            }
-            (Some(slot), Some((list, at))) if random.below(8) == 0 => {
-                links.turn(&mut lists[list], slot);
-                model[list].rotate_left(at);
             }
             (Some(slot), Some((list, at))) if random.below(2) == 0 => {
                 links.remove(&mut lists[list], slot);

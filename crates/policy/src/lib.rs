@@ -5,11 +5,13 @@
 //! No I/O, no clock, no thread, no page: only sections, times given by the caller, and decisions.
 //! So exactly the code that decides in the daemon can be replayed on traces in virtual time.
 //!
-//! - [`marks`]: when reclaim begins and ends.
+//! - [`watermarks`]: when reclaim begins and ends; [`reclaim`]: what the reclaim thread does, and which
+//!   sections it unmaps and evicts.
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
 //! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
 //!   eviction.
-//! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
+//! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
+//!   [`prefetch`]: which sections are filled before a device asks for them.
 //!
 //! ```
 //! use pagetide_addr::SectionNo;
@@ -29,11 +31,13 @@ mod cells;
 mod chunks;
 mod dense_links;
 mod links;
-pub mod marks;
+pub mod prefetch;
 pub mod protect;
+pub mod reclaim;
 pub mod sampling;
 mod section_set;
 pub mod sets;
 #[cfg(test)]
 mod sets_tests;
 pub mod victims;
+pub mod watermarks;

@@ -43,7 +43,7 @@ use std::{collections::HashMap, time::Duration};
 /// Pages of a section that are watched from one sweep to the next.
 pub const SAMPLE_PAGES: usize = 8;
 /// A sweep takes at least this long while cold sections are wanted.
-pub const SWEEP_WANTED: Duration = crate::marks::SCAN_ROUND;
+pub const SWEEP_WANTED: Duration = Duration::from_secs(5);
 /// The same after an attach, until [`SWEEPS_TO_KNOW`] sweeps have been made: cold memory is known within a
 /// minute where the cost allows it. The cost bounds sweeps of large or busy VMs to a slower pace.
 pub const SWEEP_FIRST: Duration = Duration::from_secs(10);
@@ -265,6 +265,18 @@ pub enum Want {
     Pressed,
 }
 
+impl Want {
+    /// A sweep takes at least this long.
+    #[must_use]
+    pub const fn sweep_min(self) -> Duration {
+        match self {
+            Self::Little => SWEEP_IDLE,
+            Self::First => SWEEP_FIRST,
+            Self::Much | Self::Pressed => SWEEP_WANTED,
+        }
+    }
+}
+
 /// The cost of a part of a sweep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
@@ -346,12 +358,7 @@ impl Pace {
         self.guest
             .earn(self.share_of(used.max(passed / ASLEEP_PARTS)));
         self.own.earn(self.share_of(passed) * factor);
-        let period = match want {
-            Want::Little => SWEEP_IDLE,
-            Want::First => SWEEP_FIRST,
-            Want::Much | Want::Pressed => SWEEP_WANTED,
-        };
-        let wanted = portion(&mut self.wanted_left, of, passed, period);
+        let wanted = portion(&mut self.wanted_left, of, passed, want.sweep_min());
         let owed = portion(&mut self.owed_left, of, passed, SWEEP_MAX);
         // At the first call nothing is known and both accounts are full.
         let wanted = if passed == 0 { of } else { wanted };

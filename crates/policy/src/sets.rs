@@ -231,31 +231,6 @@ impl HotColdSets {
         }
     }
 
-    /// Checks up to `sections_max` of the emptied sections, least recently checked first, and puts
-    /// those that have pages again back into the sets.
-    pub fn look_at_empty(
-        &mut self,
-        sections_max: u64,
-        mut has_pages: impl FnMut(SectionNo) -> bool,
-    ) {
-        let empty = self.lists[EMPTY].len();
-        let mut next = self.lists[EMPTY].first();
-        for _ in 0..empty.min(sections_max) {
-            let Some(slot) = next else {
-                return;
-            };
-            next = self.sections.after(slot);
-            let section = self.sections.section(slot);
-            if has_pages(section) {
-                self.put(slot, self.drifts + Level::Active.drifts_to_cold());
-            }
-        }
-        // Sections that were checked and stay come last.
-        if let Some(slot) = next {
-            self.sections.turn(&mut self.lists[EMPTY], slot);
-        }
-    }
-
     /// Set of a section, if it is in one.
     #[must_use]
     pub fn level(&self, section: SectionNo) -> Option<Level> {
@@ -299,7 +274,7 @@ impl HotColdSets {
             .map(|slot| self.section(slot))
     }
 
-    /// The sections that were emptied and not filled, least recently checked first.
+    /// The sections that were emptied and not filled, the first emptied first.
     pub fn empty_sections(&self) -> impl Iterator<Item = SectionNo> + '_ {
         std::iter::successors(self.lists[EMPTY].first(), |slot| self.sections.after(*slot))
             .map(|slot| self.section(slot))

@@ -101,22 +101,15 @@ fn emptied_section_is_not_offered_until_it_is_touched_or_filled() {
 }
 
 #[test]
-fn look_at_empty_sections_finds_those_with_pages_and_comes_to_all_in_turn() {
+fn emptied_sections_are_told_in_order_and_those_that_are_filled_no_more() {
     let mut sets = HotColdSets::new(5);
-    for section in 0..5 {
+    for section in [3, 0, 1, 4, 2] {
         sets.emptied(SectionNo(section));
     }
-    let mut looked_at = Vec::new();
-    for _ in 0..2 {
-        sets.look_at_empty(3, |section| {
-            looked_at.push(section.0);
-            section.0 == 1
-        });
-    }
-    assert_eq!(looked_at, [0, 1, 2, 3, 4, 0]);
+    assert_eq!(numbers(sets.empty_sections()), [3, 0, 1, 4, 2]);
+    sets.filled(SectionNo(1));
     assert_eq!(numbers(sets.coldest_first()), [1]);
-    sets.look_at_empty(u64::MAX, |_| false);
-    assert_eq!(sets.empty_sections().count(), 4);
+    assert_eq!(numbers(sets.empty_sections()), [3, 0, 4, 2]);
 }
 
 /// The sets by definition: each scan visits each section.

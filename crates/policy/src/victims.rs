@@ -2,40 +2,30 @@
 //! [`Victims`]: which section is evicted next (Taiji 4.2, VPRI 6.2).
 //!
 //! # Which sections may be evicted
-//! A scan unmaps every page and finds which sections were in use since the previous scan. A page may
-//! be evicted only if it stayed unmapped for at least [`UNMAPPED_MIN`] after the scan: then no
-//! reference to it was taken through a page table lately. The owner of the pages checks whether a
-//! page did stay unmapped.
+//! A section to be evicted is first unmapped as a whole, and stays so for at least [`UNMAPPED_MIN`].
+//! Then those of its pages may be evicted that were not mapped again: no reference to them was taken
+//! through a page table lately ([`crate::candidates`]).
 //!
 //! # The passes of one reclaim
 //! ```text
 //!   ColdOnly      sections on the cold side that are not protected, coldest first
-//!   AllResting    not enough: the whole VM is hot; what was idle since the scan, of any
+//!   AllResting    not enough: the whole VM is hot; what stays unmapped for UNMAPPED_MIN, of any
 //!                 section that is not protected
-//!   Protected     not enough, and a limit that must be kept: protected ones that were idle
-//!   Scan          not enough: scan, wait for UNMAPPED_MIN, and all of them again; at most
-//!                 PRESSED_SCANS_MAX times, for each costs every mapped page a small fault
+//!   Protected     not enough, and a limit that must be kept: protected ones that stay unmapped
+//!   TryAgain      not enough: wait for UNMAPPED_MIN, and all of them again, also those that were
+//!                 found in use; at most TRIES_MAX times
 //! ```
-//! [`passes`] yields this order; the owner does the steps and stops when it has enough.
+//! [`passes`] yields this order; [`crate::reclaim`] goes through it until there is enough.
 //!
 //! Protected sections are spared, not locked: a VM whose limit cannot be kept otherwise loses
-//! protected sections, and that is counted. The order depends on whether the others are *idle*:
-//! each section that was not touched since the last scan, a few seconds ago, is evicted before a
-//! protected one, and a protected one is evicted before the whole VM is scanned again for pages
-//! that were idle for only [`UNMAPPED_MIN`]. Such a scan finds nearly the whole working set of the
-//! vCPUs; to evict that first would cost more than a device's fault, and a fill that waits for room
-//! has no time for a scan.
+//! protected sections, and that is counted. Each other section that is idle for [`UNMAPPED_MIN`] is
+//! evicted before a protected one, and a protected one before sections that were found in use are
+//! tried again: a fill that waits for room has no time for that.
 //!
-//! So the owner skips the third pass as long as free memory is above the low watermark, or if it had
+//! So the third pass is left out as long as free memory is above the low watermark, or if there was
 //! no time to try all the others.
-//!
-//! The caller supplies the clock: times are durations since any fixed moment, and the same code
-//! serves the daemon and a replay in virtual time.
 
-use crate::{
-    marks::PRESSED_SCANS_MAX,
-    sets::{Drift, HotColdSets, Level},
-};
+use crate::sets::{Drift, HotColdSets, Level};
 use pagetide_addr::SectionNo;
 use std::time::Duration;
 
@@ -44,6 +34,9 @@ use std::time::Duration;
 pub const UNMAPPED_MIN: Duration = Duration::from_millis(50);
 /// Sections drift towards cold at most this often, however often the VM is scanned under pressure.
 pub const DRIFT_MIN: Duration = Duration::from_secs(1);
+
+/// Times that one reclaim tries again before it gives up for now.
+const TRIES_MAX: u32 = 4;
 
 /// Which sections a pass may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,10 +61,10 @@ pub enum Need {
 /// One step of a reclaim.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Step {
-    /// [`Victims::reclaim`] with this reach.
+    /// Passes with this reach, until nothing is left in it.
     Take(Reach),
-    /// A scan, and then a wait of [`UNMAPPED_MIN`].
-    Scan,
+    /// Sections that were found in use may be tried again, after a wait of [`UNMAPPED_MIN`].
+    TryAgain,
 }
 
 /// The steps of one reclaim, to be done until there is enough. See the module.
@@ -82,8 +75,8 @@ pub fn passes(need: Need) -> impl Iterator<Item = Step> {
     };
     let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
     let takes = move || resting.into_iter().chain(protected);
-    let pressed = (0..PRESSED_SCANS_MAX).flat_map(move |_| [Step::Scan].into_iter().chain(takes()));
-    takes().chain(pressed)
+    let again = (0..TRIES_MAX).flat_map(move |_| [Step::TryAgain].into_iter().chain(takes()));
+    takes().chain(again)
 }
 
 /// Outcome for one section that was offered.
@@ -127,7 +120,6 @@ pub struct Reclaimed {
 #[derive(Debug, Default)]
 pub struct Victims {
     sets: HotColdSets,
-    scanned_at: Option<Duration>,
     drifted_at: Option<Duration>,
 }
 
@@ -143,12 +135,6 @@ impl Victims {
         &self.sets
     }
 
-    /// A scan has begun. Nothing may be evicted until [`Self::scanned`]: a scan that fails half-way
-    /// has unmapped some pages just now.
-    pub fn scan_begun(&mut self) {
-        self.scanned_at = None;
-    }
-
     /// A scan has found that exactly these sections were touched since the previous one. `now` is
     /// when the last page was unmapped. The cost is proportional to the sections touched.
     pub fn scanned(&mut self, now: Duration, touched: impl IntoIterator<Item = SectionNo>) {
@@ -160,25 +146,11 @@ impl Victims {
             Drift::None
         };
         self.sets.scanned(touched, drift);
-        self.scanned_at = Some(now);
     }
 
     /// These sections were found in use between two scans.
     pub fn used(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.sets.scanned(sections, Drift::None);
-    }
-
-    /// Time of the last scan, if it succeeded.
-    #[must_use]
-    pub fn scanned_at(&self) -> Option<Duration> {
-        self.scanned_at
-    }
-
-    /// True if the last scan is long enough ago for pages to be taken.
-    #[must_use]
-    pub fn is_rested(&self, now: Duration) -> bool {
-        self.scanned_at
-            .is_some_and(|at| now.saturating_sub(at) >= UNMAPPED_MIN)
     }
 
     /// `section` had lost all its pages, and has some again.
@@ -191,32 +163,8 @@ impl Victims {
         self.sets.emptied(section);
     }
 
-    /// Looks for emptied sections that have pages again without a touch; see
-    /// [`HotColdSets::look_at_empty`].
-    pub fn look_at_empty(&mut self, sections_max: u64, has_pages: impl FnMut(SectionNo) -> bool) {
-        self.sets.look_at_empty(sections_max, has_pages);
-    }
-
     /// One pass: offers sections within `reach` to `evict`, coldest first, with the number of pages
-    /// still wanted, until `pages` are evicted or nothing is left. Nothing is offered until
-    /// [`UNMAPPED_MIN`] after the last scan.
-    pub fn reclaim(
-        &mut self,
-        now: Duration,
-        pages: u64,
-        reach: Reach,
-        protected: impl Fn(SectionNo) -> bool,
-        evict: impl FnMut(SectionNo, u64) -> Taken,
-    ) -> Reclaimed {
-        if self.is_rested(now) {
-            self.offer(pages, reach, protected, evict)
-        } else {
-            Reclaimed::default()
-        }
-    }
-
-    /// [`Self::reclaim`] for an owner that knows for each section separately how long it has been
-    /// unmapped ([`crate::candidates`]).
+    /// still wanted, until `pages` are evicted or nothing is left.
     pub fn offer(
         &mut self,
         pages: u64,
@@ -266,8 +214,6 @@ impl Victims {
 mod tests {
     use super::*;
 
-    const NOW: Duration = Duration::from_secs(60);
-
     /// Sections 0 and 1 are cold, 2 is cool, 3 is hot; 1 and 3 are protected.
     fn victims() -> Victims {
         let mut victims = Victims::default();
@@ -294,7 +240,7 @@ mod tests {
         section_pages: u64,
     ) -> (Vec<u64>, Reclaimed) {
         let mut offered = Vec::new();
-        let done = victims.reclaim(NOW, pages, reach, is_protected, |section, left| {
+        let done = victims.offer(pages, reach, is_protected, |section, left| {
             offered.push(section.0);
             Taken {
                 pages: left.min(section_pages),
@@ -324,8 +270,7 @@ mod tests {
     fn pass_ends_when_there_is_enough_and_offers_what_is_still_wanted() {
         let mut victims = victims();
         let mut wanted = Vec::new();
-        let done = victims.reclaim(
-            NOW,
+        let done = victims.offer(
             5,
             Reach::AllResting,
             |_| false,
@@ -353,22 +298,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_offered_before_the_scan_has_rested_or_after_one_that_failed() {
-        let mut victims = victims();
-        victims.scanned(NOW, []);
-        assert!(!victims.is_rested(NOW + UNMAPPED_MIN / 2));
-        assert_eq!(take(&mut victims, 10, Reach::AllResting, 10).0, []);
-        assert!(victims.is_rested(NOW + UNMAPPED_MIN));
-        victims.scan_begun();
-        assert!(!victims.is_rested(NOW + UNMAPPED_MIN));
-    }
-
-    #[test]
     fn busy_sections_are_counted_and_a_stop_ends_the_pass() {
         let mut victims = victims();
         let mut offered = 0;
-        let done = victims.reclaim(
-            NOW,
+        let done = victims.offer(
             10,
             Reach::AllResting,
             |_| false,
@@ -400,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn protected_sections_come_before_a_scan_after_all_others_and_only_for_a_limit() {
+    fn protected_sections_come_after_all_others_before_another_try_and_only_for_a_limit() {
         let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
         for (need, protected) in [
             (Need::Wish, None),
@@ -408,52 +341,12 @@ mod tests {
         ] {
             let mut expected = Vec::from(resting);
             expected.extend(protected);
-            for _ in 0..PRESSED_SCANS_MAX {
-                expected.push(Step::Scan);
+            for _ in 0..TRIES_MAX {
+                expected.push(Step::TryAgain);
                 expected.extend(resting);
                 expected.extend(protected);
             }
             assert!(passes(need).eq(expected), "{need:?}");
         }
-    }
-
-    /// The sections that a VM loses when a limit demands `pages` pages, while its sections `in_use`
-    /// are touched all the time, and how often it is scanned for that.
-    fn press(pages: u64, in_use: &[u64]) -> (Vec<u64>, u32) {
-        let mut victims = victims();
-        let (mut now, mut scans, mut gone) = (NOW, 0, Vec::new());
-        for step in passes(Need::Limit) {
-            let left = pages - gone.len() as u64;
-            match step {
-                _ if left == 0 => break,
-                Step::Scan => {
-                    victims.scanned(now, in_use.iter().copied().map(SectionNo));
-                    now += UNMAPPED_MIN;
-                    scans += 1;
-                }
-                Step::Take(reach) => {
-                    victims.reclaim(now, left, reach, is_protected, |section, _| {
-                        let rests = !in_use.contains(&section.0);
-                        gone.extend(rests.then_some(section.0));
-                        let pages = u64::from(rests);
-                        let then = if rests { Then::Emptied } else { Then::Next };
-                        Taken { pages, then }
-                    });
-                }
-            }
-        }
-        (gone, scans)
-    }
-
-    #[test]
-    fn limit_that_protected_sections_can_keep_costs_no_scan() {
-        assert_eq!(press(2, &[]), (vec![0, 2], 0), "others rest");
-        assert_eq!(press(2, &[2]), (vec![0, 1], 0), "one of them");
-        assert_eq!(press(2, &[0, 2]), (vec![1, 3], 0), "none of them");
-    }
-
-    #[test]
-    fn limit_that_nothing_can_keep_costs_no_more_than_its_scans() {
-        assert_eq!(press(2, &[0, 1, 2, 3]), (vec![], PRESSED_SCANS_MAX));
     }
 }

@@ -4,8 +4,13 @@
 
 use pagetide_addr::{Access, DeviceId, SectionNo};
 use pagetide_policy::{
+    candidates::Ready,
     protect::{Fate, Protector, Touch},
-    victims::{Need, Reach, Step, Taken, Then, UNMAPPED_MIN, Victims, passes},
+    reclaim::{
+        Attempt, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection, Situation, Unmapped,
+    },
+    victims::{Taken, Then},
+    watermarks::Headroom,
 };
 use pagetide_sim::replay::{
     Actor, ReplayAccess, ReplayError, Service, Start, VmAccount, VmParams, VmReplay,
@@ -13,6 +18,7 @@ use pagetide_sim::replay::{
 use proptest::prelude::*;
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    convert::Infallible,
     time::Duration,
 };
 
@@ -34,6 +40,21 @@ fn params(sections: u64, policy: &str) -> VmParams {
 fn run(params: VmParams, limit: u64, accesses: &[ReplayAccess], end: Duration) -> VmAccount {
     let accesses = accesses.to_vec();
     let mut vm = VmReplay::new(params, Box::new(accesses.into_iter())).unwrap();
+    vm.set_limit(Some(limit));
+    vm.run_until(end).unwrap();
+    vm.account()
+}
+
+/// [`run`], with the limit from 20 s on: by then heat is known.
+fn run_limited_later(
+    params: VmParams,
+    limit: u64,
+    accesses: &[ReplayAccess],
+    end: Duration,
+) -> VmAccount {
+    let accesses = accesses.to_vec();
+    let mut vm = VmReplay::new(params, Box::new(accesses.into_iter())).unwrap();
+    vm.run_until(Duration::from_secs(20)).unwrap();
     vm.set_limit(Some(limit));
     vm.run_until(end).unwrap();
     vm.account()
@@ -90,98 +111,159 @@ impl Counts {
     }
 }
 
-/// A VM that does everything when a millisecond says so.
-struct Naive {
+/// The memory of a VM, as sets of sections.
+#[derive(Default)]
+struct Pages {
     now_ms: u64,
     limit: i64,
     present: BTreeSet<SectionNo>,
+    /// Touched since they were unmapped.
+    mapped: BTreeSet<SectionNo>,
+    /// Touched since the last sweep.
     touched: BTreeSet<SectionNo>,
     brought: BTreeSet<SectionNo>,
+    reserve: Vec<Ready>,
     gone: Vec<SectionNo>,
-    victims: Victims,
-    protector: Protector,
-    scan_ms: u64,
-    steps: Option<(u64, VecDeque<Step>)>,
-    wishes: VecDeque<SectionNo>,
-    turn_ms: Option<u64>,
-    has_looked_at_empty: bool,
-    seen_by_devices: BTreeSet<SectionNo>,
+    /// When fills without room have waited long enough, in milliseconds.
+    waiting: Vec<u64>,
     counts: Counts,
+}
+
+impl Pages {
+    fn now(&self) -> Duration {
+        Duration::from_millis(self.now_ms)
+    }
+
+    fn free(&self) -> i64 {
+        self.limit - i64::try_from(self.present.len()).unwrap() * SECTION_PAGES
+    }
+}
+
+impl Sections for Pages {
+    type Stop = Infallible;
+
+    /// It hears of no fill: every section without pages is examined.
+    fn present_pages(&self, section: SectionNo) -> u64 {
+        u64::from(self.present.contains(&section)) * 16
+    }
+
+    fn evict(&mut self, section: SectionNo, _: u64) -> Attempt<Infallible> {
+        let present_pages = self.present_pages(section);
+        let is_mapped = self.mapped.contains(&section);
+        let mut taken = Taken {
+            pages: 0,
+            then: if is_mapped { Then::Next } else { Then::Emptied },
+        };
+        if !is_mapped && self.present.remove(&section) {
+            taken.pages = present_pages;
+            self.touched.remove(&section);
+            self.counts.evicted += 1;
+            self.counts.wasted += u64::from(self.brought.remove(&section));
+            self.gone.push(section);
+            if self.free() >= 0 {
+                self.waiting.clear();
+            }
+        }
+        Attempt::Done(Evicted {
+            taken,
+            present_pages,
+            mapped_pages: u64::from(is_mapped) * present_pages,
+            stop: None,
+        })
+    }
+
+    fn unmap(&mut self, sections: &[SectionNo]) -> Result<Unmapped, Infallible> {
+        self.mapped.retain(|section| !sections.contains(section));
+        Ok(Unmapped {
+            sections: sections.to_vec(),
+            at: self.now(),
+        })
+    }
+
+    fn offer(&mut self, ready: Vec<Ready>) {
+        self.reserve = ready;
+    }
+}
+
+/// A VM that does everything when a millisecond says so.
+struct Naive {
+    pages: Pages,
+    selection: Selection,
+    decisions: ReclaimLoop,
+    /// When the loop goes on, and whether it may be woken before.
+    loop_ms: (u64, bool),
+    protector: Protector,
+    swept_ms: Option<u64>,
+    wishes: VecDeque<SectionNo>,
+    seen_by_devices: BTreeSet<SectionNo>,
 }
 
 impl Naive {
     fn new(params: &VmParams, limit: u64) -> Self {
         let all = (0..params.sections).map(SectionNo);
-        let mut victims = Victims::default();
-        victims.follow(all.clone());
+        let protector = Protector::new(&params.policy, params.sections);
+        let mut selection = Selection::default();
+        selection.spare(protector.protected().clone());
+        selection.follow(all.clone());
         Self {
-            now_ms: 0,
-            limit: i64::try_from(limit).unwrap() * SECTION_PAGES,
-            present: all.collect(),
-            touched: BTreeSet::new(),
-            brought: BTreeSet::new(),
-            gone: Vec::new(),
-            victims,
-            protector: Protector::new(&params.policy, params.sections),
-            scan_ms: 0,
-            steps: None,
+            pages: Pages {
+                limit: i64::try_from(limit).unwrap() * SECTION_PAGES,
+                present: all.collect(),
+                ..Pages::default()
+            },
+            selection,
+            decisions: ReclaimLoop::new(0),
+            loop_ms: (0, true),
+            protector,
+            swept_ms: None,
             wishes: VecDeque::new(),
-            turn_ms: None,
-            has_looked_at_empty: false,
             seen_by_devices: BTreeSet::new(),
-            counts: Counts::default(),
         }
     }
 
-    fn now(&self) -> Duration {
-        Duration::from_millis(self.now_ms)
-    }
-
     fn run(mut self, accesses: &[ReplayAccess], end_ms: u64) -> Counts {
-        self.keep();
+        self.wake();
         self.tell();
         for ms in 0..=end_ms {
-            self.now_ms = ms;
+            self.pages.now_ms = ms;
             self.pass();
-            let now = self.now();
+            let now = self.pages.now();
             let is_now = |access: &&ReplayAccess| access.at == now && ms < end_ms;
             for access in accesses.iter().filter(is_now) {
                 self.touch(access);
             }
         }
-        self.counts
+        self.pages.counts
     }
 
     fn pass(&mut self) {
-        if self.now_ms.is_multiple_of(1000) {
+        let (ms, now) = (self.pages.now_ms, self.pages.now());
+        if ms.is_multiple_of(1000) {
             // What is held at a look was held since the last one.
-            let since = if self.now_ms == 0 { 0 } else { 1000 };
-            self.counts.protected_section_ms += since * self.protector.protected().len();
-            self.counts.brought_back_section_ms += since * self.brought.len() as u64;
-            self.protector.passed(self.now());
+            let since = if ms == 0 { 0 } else { 1000 };
+            let protected = self.protector.protected().len();
+            self.pages.counts.protected_section_ms += since * protected;
+            self.pages.counts.brought_back_section_ms += since * self.pages.brought.len() as u64;
+            self.protector.passed(now);
             self.wishes.extend(self.protector.take_bring_backs());
             assert!(self.wishes.len() <= 2048, "there are but 100 sections");
-            if !self.wishes.is_empty() && self.turn_ms.is_none() {
-                self.turn_ms = Some(self.now_ms);
-            }
-            self.keep();
         }
-        if self.now_ms >= self.scan_ms {
-            self.scan();
+        let is_asked = !self.wishes.is_empty() || self.protector.wants_bring_backs();
+        let is_turn = ms.is_multiple_of(50) && is_asked;
+        if ms.is_multiple_of(1000) {
+            self.wake();
         }
-        if self
-            .steps
-            .as_ref()
-            .is_some_and(|(at, _)| self.now_ms >= *at)
-        {
-            let (_, steps) = self.steps.take().unwrap();
-            self.reclaim(steps);
+        let late = self.pages.waiting.iter().filter(|at| **at <= ms).count();
+        self.pages.waiting.drain(..late);
+        self.pages.counts.over_limit += late as u64;
+        if ms >= self.loop_ms.0 {
+            self.go_on();
         }
         self.tell();
-        if self.turn_ms == Some(self.now_ms) {
+        if is_turn {
+            self.wishes.extend(self.protector.take_bring_backs());
             self.serve_wishes();
-            self.turn_ms = (!self.wishes.is_empty()).then_some(self.now_ms + 50);
-            self.keep();
+            self.wake();
             self.tell();
         }
     }
@@ -193,40 +275,39 @@ impl Naive {
             let Some(section) = self.wishes.pop_front() else {
                 return;
             };
-            if low {
-                // All that are left come to nothing: no page of them counts.
-                self.counts.refused += 1;
-                let now = self.now();
+            let is_there = self.pages.present.contains(&section);
+            if low || is_there || self.pages.free() < SECTION_PAGES {
+                self.pages.counts.refused += 1;
+                let now = self.pages.now();
                 self.protector.fate(section, Fate::NotBroughtBack, now);
-            } else if self.present.contains(&section) || self.free() < SECTION_PAGES {
-                self.counts.refused += 1;
-                let now = self.now();
-                self.protector.fate(section, Fate::NotBroughtBack, now);
-                pages += 1;
+                // All that are left come to nothing if memory is low: no page of them counts.
+                pages += i64::from(!low);
             } else {
-                self.present.insert(section);
-                self.brought.insert(section);
-                self.counts.bring_backs += 1;
+                self.pages.present.insert(section);
+                self.pages.brought.insert(section);
+                self.pages.counts.bring_backs += 1;
                 pages += SECTION_PAGES;
             }
         }
     }
 
     fn is_low(&self) -> bool {
-        self.free() < self.limit * 15 / 1000
+        self.pages.free() < self.pages.limit * 15 / 1000
     }
 
     fn touch(&mut self, access: &ReplayAccess) {
         let section = access.section;
-        let is_away = !self.present.contains(&section);
+        let is_away = !self.pages.present.contains(&section);
         match access.actor {
-            Actor::Cpu => self.counts.cpu_faults += u64::from(is_away),
+            Actor::Cpu => self.pages.counts.cpu_faults += u64::from(is_away),
             Actor::Device(device, _) => {
-                *self.counts.faults.entry(device).or_default() += u64::from(is_away);
+                let counts = &mut self.pages.counts;
+                *counts.faults.entry(device).or_default() += u64::from(is_away);
                 let is_first = self.seen_by_devices.insert(section);
-                self.counts.first_faults += u64::from(is_away && is_first);
+                counts.first_faults += u64::from(is_away && is_first);
                 if is_away {
-                    self.protector.fate(section, Fate::Faulted, self.now());
+                    let now = self.pages.now();
+                    self.protector.fate(section, Fate::Faulted, now);
                 }
             }
         }
@@ -234,8 +315,9 @@ impl Naive {
             self.fill(section);
             self.tell();
         }
-        self.touched.insert(section);
-        self.brought.remove(&section);
+        self.pages.touched.insert(section);
+        self.pages.mapped.insert(section);
+        self.pages.brought.remove(&section);
         if let Actor::Device(device, _) = access.actor {
             let touch = Touch {
                 section,
@@ -247,106 +329,111 @@ impl Naive {
         }
     }
 
-    fn free(&self) -> i64 {
-        self.limit - i64::try_from(self.present.len()).unwrap() * SECTION_PAGES
-    }
-
     fn fill(&mut self, section: SectionNo) {
-        if self.free() < SECTION_PAGES {
-            self.press();
-            self.counts.over_limit += u64::from(self.free() < SECTION_PAGES);
-        }
-        self.present.insert(section);
-        self.touched.insert(section);
-        self.keep();
-    }
-
-    fn keep(&mut self) {
-        if self.is_low() {
-            self.press();
-        }
-    }
-
-    fn press(&mut self) {
-        if self.steps.is_none() {
-            self.reclaim(passes(Need::Limit).collect());
-        }
-    }
-
-    fn reclaim(&mut self, mut steps: VecDeque<Step>) {
-        while self.free() < self.limit * 30 / 1000 {
-            match steps.pop_front() {
-                None => return,
-                Some(Step::Scan) => {
-                    self.scan();
-                    self.steps = Some((self.now_ms + 50, steps));
-                    assert_eq!(UNMAPPED_MIN.as_millis(), 50);
-                    return;
-                }
-                Some(Step::Take(Reach::Protected)) if !self.is_low() => {}
-                Some(Step::Take(reach)) => {
-                    self.take(reach);
-                    let is_short = self.free() < self.limit * 30 / 1000;
-                    if reach == Reach::AllResting && is_short && !self.has_looked_at_empty {
-                        self.has_looked_at_empty = true;
-                        let present = &self.present;
-                        let has_pages = |section| present.contains(&section);
-                        self.victims.look_at_empty(u64::MAX, has_pages);
-                        self.take(reach);
-                    }
-                }
+        let now = self.pages.now();
+        for _ in 0..4 {
+            if self.pages.free() >= SECTION_PAGES {
+                break;
+            }
+            let ready = self.pages.reserve.iter();
+            let Some(at) = ready.clone().position(|one| one.within.contains(&now)) else {
+                break;
+            };
+            let ready = self.pages.reserve.remove(at).section;
+            if self.protector.protected().contains(ready) {
+                continue;
+            }
+            let Attempt::Done(evicted) = self.pages.evict(ready, 16) else {
+                panic!("nobody else evicts");
+            };
+            if let Some(after) = evicted.after(u64::MAX) {
+                self.selection.evicted_elsewhere(ready, after);
             }
         }
+        if self.pages.free() < SECTION_PAGES {
+            let at = self.pages.now_ms + 100;
+            self.pages.waiting.push(at);
+        }
+        self.pages.present.insert(section);
+        self.pages.touched.insert(section);
+        self.pages.mapped.insert(section);
+        self.wake();
     }
 
-    fn take(&mut self, reach: Reach) {
-        let wanted = u64::try_from(self.limit * 30 / 1000 - self.free()).unwrap();
-        let mut gone = Vec::new();
-        let now = self.now();
-        let protected = self.protector.protected().clone();
-        let (present, touched) = (&mut self.present, &self.touched);
-        self.victims.reclaim(
-            now,
-            wanted,
-            reach,
-            |section| protected.contains(section),
-            |section, _| {
-                if touched.contains(&section) || !present.remove(&section) {
-                    return Taken {
-                        pages: 0,
-                        then: Then::Next,
-                    };
+    fn wake(&mut self) {
+        if self.loop_ms.1 && self.is_low() {
+            self.go_on();
+        }
+    }
+
+    fn go_on(&mut self) {
+        let now = self.pages.now();
+        loop {
+            let order = self.decisions.next(&Situation {
+                now,
+                headroom: Headroom::Limited {
+                    limit_pages: self.pages.limit,
+                    free_pages: self.pages.free(),
+                },
+                eviction: Eviction::Allowed,
+                sweeps: self.pages.counts.scans,
+                requested_pages: None,
+            });
+            let until = |time: Duration| {
+                self.pages.now_ms + u64::try_from(time.as_millis()).expect("not for ever")
+            };
+            match order {
+                Order::Wait(time) => {
+                    self.loop_ms = (until(time), true);
+                    return;
                 }
-                gone.push(section);
-                Taken {
-                    pages: 16,
-                    then: Then::Emptied,
+                Order::Rest(time) => {
+                    self.loop_ms = (until(time), false);
+                    return;
                 }
-            },
-        );
-        for section in gone {
-            self.counts.evicted += 1;
-            self.counts.wasted += u64::from(self.brought.remove(&section));
-            self.gone.push(section);
+                // There is a limit: then sweeps are 5 s apart.
+                Order::Sample(_) => {
+                    let is_due = |at| self.pages.now_ms >= at + 5000;
+                    if self.swept_ms.is_none_or(is_due) {
+                        self.sweep();
+                    }
+                }
+                Order::Sweep { .. } => self.sweep(),
+                Order::TryAgain => self.selection.try_again(&mut self.pages),
+                Order::Evict(order) => {
+                    let (pages, reach) = (order.pages, order.reach);
+                    let pass = self.selection.reclaim(now, pages, reach, &mut self.pages);
+                    self.decisions.passed(&pass);
+                }
+                Order::KeepReady { pages } => {
+                    let Ok(()) = self.selection.keep_ready(now, pages, &mut self.pages);
+                }
+                _ => {}
+            }
         }
     }
 
     /// Policies hear of evictions when they are over.
     fn tell(&mut self) {
-        for section in std::mem::take(&mut self.gone) {
-            self.protector.fate(section, Fate::Evicted, self.now());
+        for section in std::mem::take(&mut self.pages.gone) {
+            let now = self.pages.now();
+            self.protector.fate(section, Fate::Evicted, now);
         }
     }
 
-    fn scan(&mut self) {
-        self.counts.scans += 1;
-        let touched = std::mem::take(&mut self.touched);
-        self.victims.scanned(self.now(), touched);
-        let present = &self.present;
-        let has_pages = |section| present.contains(&section);
-        self.victims.look_at_empty(256, has_pages);
-        self.has_looked_at_empty = false;
-        self.scan_ms = self.now_ms + 5000;
+    fn sweep(&mut self) {
+        self.pages.counts.scans += 1;
+        let mut touched = std::mem::take(&mut self.pages.touched);
+        // One that is kept unmapped is in use if it is mapped again.
+        touched.retain(|s| self.pages.mapped.contains(s) || !self.selection.stands(*s));
+        for section in &touched {
+            if self.selection.stands(*section) {
+                self.selection.in_use(*section);
+            }
+        }
+        let now = self.pages.now();
+        self.selection.swept(now, touched, &mut self.pages);
+        self.swept_ms = Some(self.pages.now_ms);
     }
 }
 
@@ -421,7 +508,7 @@ fn section_that_is_touched_now_and_then_faults_each_time_unless_it_is_protected(
     let accesses = lonely_section();
     let end = Duration::from_secs(1000);
     let faults = |policy| {
-        let account = run(params(100, policy), 94, &accesses, end);
+        let account = run_limited_later(params(100, policy), 94, &accesses, end);
         let device = &account.devices[0];
         let seen = (device.touches, device.footprint_sections);
         assert_eq!((seen, device.long_reuses), ((5, 1), 0));

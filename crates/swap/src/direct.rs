@@ -4,11 +4,13 @@
 use crate::{
     limit::MakeRoom,
     reclaim::taking::Memory,
-    reserve::{Claim, Ready, Reserve},
+    reserve::{Claim, Reserve},
     taken::Took,
 };
 use pagetide_addr::SectionNo;
-use pagetide_policy::protect::ProtectedSections;
+use pagetide_policy::{
+    candidates::Ready, protect::ProtectedSections, reclaim::DIRECT_SECTIONS_MAX,
+};
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering::Relaxed},
     time::Duration,
@@ -17,9 +19,6 @@ use std::{
 /// Fewest pages taken at a time, as far as a section has them: an eviction has a fixed cost, and the
 /// next fill needs room too.
 pub(super) const DIRECT_PAGES_MIN: u64 = 32;
-
-/// Most sections that one fill tries.
-pub(super) const DIRECT_SECTIONS_MAX: usize = 4;
 
 /// Called for each section that pages were evicted from.
 pub(crate) type TellTaken = Arc<dyn Fn(SectionNo, Took) + Send + Sync>;
@@ -77,7 +76,7 @@ impl DirectReclaim {
         let outcome = worker.take(ready.section, pages, || claim.holds());
         let taken = outcome.taken.pages;
         if taken > 0 {
-            let took = Took::of(taken, outcome.present.len());
+            let took = Took::of(taken, outcome.present_pages);
             (self.taken)(ready.section, took);
         }
         if let Some(stop) = &outcome.stop {

@@ -21,7 +21,7 @@
 
 use crate::reserve::Reserve;
 use pagetide_gmem::Admission;
-use pagetide_policy::marks::{HIGH_PERMILLE, LOW_PERMILLE};
+use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
 use std::{
     sync::{
         Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
@@ -30,8 +30,6 @@ use std::{
     time::Duration,
 };
 
-/// Longest wait of one fill for an eviction.
-pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
 /// Smallest limit that can work, in pages: a vCPU's instruction may need a handful of pages at
 /// once, each device queue its rings and a chain, and eviction works by sections. 16 MiB.
 pub const LIMIT_PAGES_MIN: u64 = 4096;
@@ -157,41 +155,16 @@ impl Limit {
         }
     }
 
-    /// Pages to evict until the high watermark is reached; 0 if there is enough headroom.
+    /// How far the VM is from its limit.
     #[must_use]
-    pub fn pages_to_high_mark(&self) -> u64 {
-        let limit = self.pages.load(Relaxed);
-        if limit == UNLIMITED {
-            return 0;
+    pub fn headroom(&self) -> Headroom {
+        match self.pages.load(Relaxed) {
+            UNLIMITED => Headroom::Unlimited,
+            limit_pages => Headroom::Limited {
+                limit_pages,
+                free_pages: self.headroom.load(Relaxed),
+            },
         }
-        let high = limit * HIGH_PERMILLE / 1000;
-        u64::try_from(high - self.headroom.load(Relaxed)).unwrap_or(0)
-    }
-
-    /// True once free pages are below the low watermark.
-    #[must_use]
-    pub fn is_below_low_mark(&self) -> bool {
-        let limit = self.pages.load(Relaxed);
-        limit != UNLIMITED && self.headroom.load(Relaxed) < limit * LOW_PERMILLE / 1000
-    }
-
-    /// True while there is a limit.
-    #[must_use]
-    pub fn is_set(&self) -> bool {
-        self.pages.load(Relaxed) != UNLIMITED
-    }
-
-    /// Pages that should be ready for eviction, so that a fill that finds no room need not wait until
-    /// they have aged: as many as the high watermark, while fewer than twice as many are free. 0 if
-    /// the limit is far.
-    #[must_use]
-    pub fn reserve_pages(&self) -> u64 {
-        let limit = self.pages.load(Relaxed);
-        let high = limit / 1000 * HIGH_PERMILLE;
-        if limit == UNLIMITED || self.headroom.load(Relaxed) > 2 * high {
-            return 0;
-        }
-        u64::try_from(high).unwrap_or(0)
     }
 
     /// Fills that went over the limit because no page could be evicted in time.
@@ -320,7 +293,7 @@ impl Admission for Limit {
             self.wait_for_headroom(pages);
         }
         self.headroom.fetch_sub(pages, Relaxed);
-        if self.is_below_low_mark() {
+        if self.headroom().is_below_low() {
             self.want_reclaim();
         }
     }
@@ -330,7 +303,7 @@ impl Admission for Limit {
         let there = self.headroom.load(Relaxed) >= wanted;
         if there {
             self.headroom.fetch_sub(wanted, Relaxed);
-            if self.is_below_low_mark() {
+            if self.headroom().is_below_low() {
                 self.want_reclaim();
             }
         }
@@ -338,7 +311,7 @@ impl Admission for Limit {
     }
 
     fn give_back(&self, pages: u64) {
-        let short = self.is_below_low_mark();
+        let short = self.headroom().is_below_low();
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
         // A fill may be waiting for the room of removed memory; a fill's own surplus is given back
@@ -351,7 +324,7 @@ impl Admission for Limit {
     fn count_in(&self, pages: u64) {
         let pages = i64::try_from(pages).unwrap_or(0);
         self.headroom.fetch_sub(pages, Relaxed);
-        if self.is_below_low_mark() {
+        if self.headroom().is_below_low() {
             self.want_reclaim();
         }
     }
@@ -363,18 +336,18 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn fill_below_the_limit_goes_ahead_and_wakes_the_reclaimer_at_the_low_mark() {
+    fn fill_below_the_limit_goes_ahead_and_wakes_the_reclaimer_at_the_low_watermark() {
         let limit = Limit::new();
         limit.set(Some(10_000), 9_000);
         assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
         limit.admit(800);
         assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
         limit.admit(100);
-        assert!(limit.is_below_low_mark());
+        assert!(limit.headroom().is_below_low());
         assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
-        assert_eq!(limit.pages_to_high_mark(), 200);
+        assert_eq!(limit.headroom().pages_to_high(), 200);
         limit.evicted(200);
-        assert_eq!(limit.pages_to_high_mark(), 0);
+        assert_eq!(limit.headroom().pages_to_high(), 0);
     }
 
     #[test]
@@ -418,7 +391,7 @@ mod tests {
         limit.put_right(Some(10_000), 9_000);
         limit.count_in(3_000);
         assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
-        assert_eq!(limit.pages_to_high_mark(), 2_300);
+        assert_eq!(limit.headroom().pages_to_high(), 2_300);
         assert!(!limit.try_admit(1));
         limit.give_back(3_000);
         assert!(limit.try_admit(1_000) && !limit.try_admit(1));
@@ -485,9 +458,9 @@ mod tests {
     fn lifted_limit_leaves_nothing_to_evict() {
         let limit = Limit::new();
         limit.set(Some(5_000), 9_000);
-        assert_eq!(limit.pages_to_high_mark(), 4_150);
+        assert_eq!(limit.headroom().pages_to_high(), 4_150);
         limit.set(None, 9_000);
-        assert_eq!(limit.pages_to_high_mark(), 0);
+        assert_eq!(limit.headroom().pages_to_high(), 0);
         assert!(limit.try_admit(1 << 40));
     }
 }

@@ -24,38 +24,15 @@
 //! Only [`Reserve::shut`] waits for other claims to end.
 
 use pagetide_addr::SectionNo;
+use pagetide_policy::candidates::{After, Ready};
 use std::{
     collections::{BTreeSet, VecDeque},
-    ops::Range,
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
-
-/// Most sections that are offered at a time.
-pub const OFFERED_MAX: usize = 256;
-
-/// A section that may be evicted for a while.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Ready {
-    /// The section.
-    pub section: SectionNo,
-    /// From when it may be evicted until it must be checked again, by the clock of the reclaimer.
-    pub within: Range<Duration>,
-}
-
-/// State of a section that a fill took pages of.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum After {
-    /// It has no pages left.
-    Emptied,
-    /// Its remaining pages are in use.
-    Tried,
-    /// A good part of it was in use.
-    Warm,
-}
 
 #[derive(Debug, Default)]
 struct State {
@@ -130,7 +107,7 @@ impl Reserve {
         self.direct_pages.load(Relaxed)
     }
 
-    /// Replaces the sections offered. `ready` has at most [`OFFERED_MAX`], coldest first.
+    /// Replaces the sections offered. `ready` has at most [`OFFERED_MAX`](pagetide_policy::reclaim::OFFERED_MAX), coldest first.
     pub(crate) fn offer(&self, ready: Vec<Ready>) {
         let mut state = self.lock();
         // The reclaimer does not know these outcomes yet, and assumes that the sections are ready.
@@ -217,6 +194,7 @@ impl Reserve {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ops::Range;
 
     const A: SectionNo = SectionNo(1);
     const B: SectionNo = SectionNo(2);

@@ -27,33 +27,7 @@ impl Took {
 }
 
 /// Result of a reclaim.
-#[derive(Debug, Default)]
-pub struct Reclaimed {
-    /// Pages absent now that were present.
-    pub evicted_pages: u64,
-    /// Sections skipped because a device was using them.
-    pub busy_sections: u64,
-    /// Of the pages, those that a DMA protector would have kept.
-    pub protected_pages: u64,
-    /// True if the last pass made progress but was told to end before it reached all sections.
-    pub has_more: bool,
-    /// True if sections were unmapped and still have to age.
-    pub rests: bool,
-    /// Why it ended early, if it did.
-    pub stopped: Option<ReclaimStop>,
-}
-
-impl Reclaimed {
-    /// Adds the result of another pass.
-    pub fn add(&mut self, pass: Self) {
-        self.evicted_pages += pass.evicted_pages;
-        self.busy_sections += pass.busy_sections;
-        self.protected_pages += pass.protected_pages;
-        self.has_more = pass.has_more;
-        self.rests = pass.rests;
-        self.stopped = pass.stopped.or(self.stopped.take());
-    }
-}
+pub type Reclaimed = pagetide_policy::reclaim::PassReport<ReclaimStop>;
 
 /// Why a reclaim ends although pages are still wanted.
 #[derive(Debug, thiserror::Error)]

@@ -16,10 +16,13 @@
 //! a daemon that dies while it releases a VM.
 
 use super::{
+    claim::{Claim, drain, refuse_unseen_pages, refuse_without_dpu},
+    failure::failed,
     hotplug,
     identity::{Identity, mappings_of},
     room,
-    vm::{ENDING_WAIT, Prepared, Shared, Vm, empty_table_of, failed},
+    shared::{ENDING_WAIT, Shared},
+    vm::{Prepared, Vm, empty_table_of},
 };
 use crate::control::{AttachRequest, ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, SECTION_PAGES, SectionNo};
@@ -36,17 +39,14 @@ use pagetide_vmm::{
     process::VmmProcess,
     takeover::{self, TakeOverError},
 };
-use pagetide_vpri::{DmaMmu, IoSpace};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// How long the I/O under way at an attach may take to finish.
 const DRAIN_WAIT: Duration = Duration::from_secs(10);
-/// Interval between polls of the leases.
-const DRAIN_LOOK: Duration = Duration::from_micros(200);
 /// Smallest limit, in bytes.
 const LIMIT_BYTES_MIN: u64 = LIMIT_PAGES_MIN * pagetide_addr::PAGE_BYTES;
 
@@ -215,112 +215,12 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
     })
 }
 
-/// Refuses pages that were allocated but never written: they look like holes, but cannot be filled.
-pub(super) fn refuse_unseen_pages(layout: &RamLayout) -> Result<(), ControlError> {
-    match layout.unseen_pages().map_err(failed)? {
-        0 => Ok(()),
-        pages => Err(ControlError::refused(format!(
-            "{pages} pages of the guest's RAM are allocated but were never written (fallocate), which cannot be told \
-             from absent ones: start the VMM without preallocation, or let the guest touch its memory first"
-        ))),
-    }
-}
-
-/// Without the device, DMA under way cannot be detected: RAM is only taken over with the device
-/// connected.
-pub(super) fn refuse_without_dpu(shared: &Shared) -> Result<(), ControlError> {
-    let why = shared.spaces.eviction_blocker();
-    why.map_or(Ok(()), |why| Err(ControlError::refused(why)))
-}
-
 fn random_seed() -> Result<u32, ControlError> {
     use std::io::Read;
     let mut bytes = [0; 4];
     let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
     read.map_err(|error| failed(format!("no random numbers: {error}")))?;
     Ok(u32::from_ne_bytes(bytes))
-}
-
-/// The DMA domains of a VM, claimed for it: their bits are cleared and their page requests held.
-struct Claim<'a> {
-    mmu: Arc<DmaMmu>,
-    attached: Vec<Arc<dyn IoSpace>>,
-    shared: &'a Shared,
-    kept: bool,
-}
-
-impl<'a> Claim<'a> {
-    fn take(layout: &RamLayout, shared: &'a Shared) -> Result<Self, ControlError> {
-        let mut domains = Vec::new();
-        for file in layout.files() {
-            use std::os::fd::AsFd;
-            let domain = shared
-                .spaces
-                .open(file.file().as_fd(), file.key(), file.pages().bytes())
-                .map_err(failed)?;
-            domains.push((domain, file.pages()));
-        }
-        let mmu = Arc::new(DmaMmu::new(domains));
-        // Held first: a device in another process finds its pages unmapped as soon as the space is
-        // claimed, and sends page requests.
-        shared.service.hold(&mmu.domains());
-        let mut claim = Self {
-            mmu,
-            attached: Vec::new(),
-            shared,
-            kept: false,
-        };
-        for domain in claim.mmu.domains() {
-            let attached = domain.attach();
-            attached.map_err(|error| ControlError::refused(error.to_string()))?;
-            claim.attached.push(domain);
-        }
-        for domain in &claim.attached {
-            domain.unmap_all();
-        }
-        Ok(claim)
-    }
-
-    /// Makes DMA into absent pages fault; no DMA from before the claim may be under way.
-    fn watch(&self) -> Result<(), ControlError> {
-        let domains = self.mmu.domains();
-        domains
-            .iter()
-            .try_for_each(|domain| domain.watch())
-            .map_err(failed)
-    }
-
-    fn keep(mut self) {
-        self.kept = true;
-    }
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        if !self.kept {
-            self.attached.iter().for_each(|domain| domain.detach());
-            self.shared.service.release(&self.mmu.domains());
-        }
-    }
-}
-
-/// Waits until no DMA is under way in `domains` that began before their bits were cleared.
-///
-/// # Errors
-/// An error message, after `patience`.
-pub(super) fn drain(domains: &[Arc<dyn IoSpace>], patience: Duration) -> Result<(), ControlError> {
-    let begun = Instant::now();
-    let is_leased = |domain: &Arc<dyn IoSpace>| domain.is_any_leased();
-    while domains.iter().any(is_leased) {
-        if begun.elapsed() > patience {
-            return Err(ControlError::refused(format!(
-                "a device has had I/O in flight for {} s that does not finish; see to its image's storage",
-                patience.as_secs()
-            )));
-        }
-        std::thread::sleep(DRAIN_LOOK);
-    }
-    Ok(())
 }
 
 /// Removes the pool of an attach that fails.
@@ -429,15 +329,15 @@ fn take_up(
     let userfaultfd = Arc::new(resumed.userfaultfd);
     let words = words_of(pool, shared);
     let table = PageTable::reopen(Box::new(words.clone())).map_err(failed)?;
-    let layout = leave_out_misfits(&resumed.layout, (&table, &words), &userfaultfd);
+    let layout = leave_out_misfits(&resumed.layout, &table, &words, &userfaultfd);
     let claim = Claim::take(&layout, shared)?;
     claim.watch()?;
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
     let store = store_of(pool, shared);
-    adopt_words(&table, &place, &store, (&vmm, &identity))?;
-    // Lifts write protection of rounds that died, and wakes faults whose messages were lost, all at
+    adopt_words(&table, &place, &store, &vmm, &identity)?;
+    // Lifts write protection of eviction rounds that died, and wakes faults whose messages were lost, all at
     // once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     let vcpus = vcpus.seeing(vmm.pid()).map_err(failed)?;
@@ -478,7 +378,8 @@ pub(super) fn forget_what_went(table: &PageTable, layout: &RamLayout) {
 /// their words: none of their pages was ever evicted, and they are new RAM again.
 pub(super) fn leave_out_misfits(
     layout: &RamLayout,
-    (table, words): (&PageTable, &PoolWords),
+    table: &PageTable,
+    words: &PoolWords,
     userfaultfd: &Userfaultfd,
 ) -> RamLayout {
     let mut left = layout.clone();
@@ -506,7 +407,8 @@ fn adopt_words(
     table: &PageTable,
     place: &VmPlace,
     store: &PoolStore,
-    (vmm, identity): (&VmmProcess, &Identity),
+    vmm: &VmmProcess,
+    identity: &Identity,
 ) -> Result<(), ControlError> {
     let mut wrong = None;
     let report = recovery::recover_words(table, place, |page, content| {

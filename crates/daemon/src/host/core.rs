@@ -2,16 +2,18 @@
 //! [`VmCore`]: the parts of a VM that all its threads use, and its shared state.
 
 use super::{
+    blockers::{Blocker, EvictionGate},
+    counters::PoolCounters,
     identity::{self, Identity},
+    reclaim_requests::ReclaimRequests,
     sink::VmIncidents,
     space::VmSpace,
-    tracker::Way,
+    tracker::SampleMethod,
 };
 use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
-use pagetide_gmem::{AddressSpace, PagedMemory};
 use pagetide_policy::sets::Level;
-use pagetide_swap::{Counter, HeatReport, Limit, Pool, PoolStore, reclaim::Reclaimed};
+use pagetide_swap::{HeatReport, Limit, Pool, PoolStore};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -23,17 +25,11 @@ use pagetide_vmm::{
 use pagetide_vpri::{DmaMmu, IoSpaces, Latencies, Tenant};
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering::Relaxed},
-        mpsc,
     },
     time::Instant,
 };
-
-/// The lock's content, even if its last holder panicked: each value is set whole or not at all.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// The parts of a VM that its threads use.
 pub(super) struct VmCore {
@@ -43,33 +39,52 @@ pub(super) struct VmCore {
     pub(super) layout: Arc<LiveLayout>,
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
-    pub(super) space: Arc<AddressSpace>,
-    /// The VM's RAM, which backs the regions of the space.
-    pub(super) memory: Arc<PagedMemory>,
-    /// The space with its devices, to which RAM is added and from which it is removed.
-    pub(super) whole: VmSpace,
+    /// The space with its devices, to which RAM is added and from which it is removed, and the memory
+    /// behind its regions.
+    pub(super) space: VmSpace,
     pub(super) limit: Arc<Limit>,
+    pub(super) dma: VmDma,
+    pub(super) faults: VmFaults,
+    pub(super) heat: VmHeat,
+    /// Keeps sections that devices are about to touch from being evicted.
+    pub(super) protection: Arc<VmProtection>,
+    pub(super) counters: PoolCounters,
+    /// Whether pages may be evicted, and why not.
+    pub(super) gate: EvictionGate,
+    pub(super) detach: DetachNews,
+    pub(super) requests: ReclaimRequests,
+}
+
+/// The VM as its devices' DMA and their page requests see it.
+pub(super) struct VmDma {
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) spaces: Arc<dyn IoSpaces>,
     pub(super) tenant: Arc<Tenant>,
-    /// How the VM's heat is measured.
-    pub(super) tracker: Way,
-    /// Keeps sections that devices are about to touch from being evicted.
-    pub(super) protection: Arc<VmProtection>,
-    pub(super) latencies: Arc<Latencies>,
-    pub(super) incidents: Arc<VmIncidents>,
-    pub(super) heat: Mutex<Heat>,
-    /// Why eviction is suspended although no hazard forbids it: a full pool, or an error of the kernel.
-    pub(super) suspended: Mutex<Option<String>>,
-    pub(super) detach: DetachNews,
-    pub(super) synced: Mutex<[u64; 10]>,
-    pub(super) bars: Mutex<Vec<String>>,
-    /// Conditions that an operator should know about although they do not block eviction.
-    pub(super) warnings: Mutex<Vec<String>>,
-    pub(super) orders: Orders,
+}
+
+/// What the faults of its vCPUs come by, and what is known of them.
+pub(super) struct VmFaults {
     pub(super) userfaultfd: Arc<Userfaultfd>,
     /// CPUs on which the threads that serve its faults beside the reader may run.
     pub(super) server_cpus: Arc<ServerCpus>,
+    pub(super) latencies: Arc<Latencies>,
+    pub(super) incidents: Arc<VmIncidents>,
+}
+
+/// How the VM's heat is measured, and what the last round of its reclaim thread knew of it.
+pub(super) struct VmHeat {
+    pub(super) method: SampleMethod,
+    pub(super) last: Mutex<Heat>,
+}
+
+impl VmHeat {
+    /// Nothing is known yet.
+    pub(super) fn new(method: SampleMethod) -> Self {
+        Self {
+            method,
+            last: Mutex::default(),
+        }
+    }
 }
 
 /// State of detaches that have failed, or are to stop.
@@ -91,54 +106,10 @@ pub(super) struct Heat {
     pub(super) reserve_sections: u64,
 }
 
-/// A request to evict a number of pages now, regardless of the limit.
-pub(super) struct ReclaimOrder {
-    pub(super) pages: u64,
-    pub(super) done: mpsc::Sender<Reclaimed>,
-}
-
-/// Orders that wait for the reclaim thread, as long as it runs.
-#[derive(Default)]
-pub(super) struct Orders(Mutex<OrderList>);
-
-#[derive(Default)]
-struct OrderList {
-    waiting: Vec<ReclaimOrder>,
-    closed: bool,
-}
-
-impl Orders {
-    /// Queues an order for the reclaim thread; drops it unanswered if that thread has ended.
-    pub(super) fn push(&self, order: ReclaimOrder) {
-        let mut list = lock(&self.0);
-        if !list.closed {
-            list.waiting.push(order);
-        }
-    }
-
-    /// Undoes [`Self::close`].
-    pub(super) fn open(&self) {
-        lock(&self.0).closed = false;
-    }
-
-    pub(super) fn pop(&self) -> Option<ReclaimOrder> {
-        lock(&self.0).waiting.pop()
-    }
-
-    /// From now on no thread takes orders; callers that wait for an answer get an error.
-    pub(super) fn close(&self) {
-        let mut list = lock(&self.0);
-        list.closed = true;
-        list.waiting.clear();
-    }
-}
-
 impl VmCore {
     /// True while eviction is allowed.
     pub(super) fn may_evict(&self) -> bool {
-        lock(&self.bars).is_empty()
-            && lock(&self.suspended).is_none()
-            && self.incidents.stopped().is_none()
+        self.gate.is_open() && self.faults.incidents.stopped().is_none()
     }
 
     /// Guest RAM that some process has pinned or locked, as far as the kernel reports it.
@@ -148,19 +119,19 @@ impl VmCore {
 
     /// Checks for hazards, and sets the eviction blockers to those found and those in `known`.
     pub(super) fn look_for_hazards(&self, known: Result<Vec<EvictionBlocker>, Refusal>) {
-        let found = hazards::check(&self.vmm, &self.layout.look(), &self.spaces.processes());
-        match known.and_then(|known| Ok((known, found?))) {
+        let found = hazards::check(&self.vmm, &self.layout.look(), &self.dma.spaces.processes());
+        let blockers = match known.and_then(|known| Ok((known, found?))) {
             Ok((known, found)) => {
-                let bars = known.iter().chain(&found).map(ToString::to_string);
-                let shortage = self.store.room().shortage().map(|it| it.to_string());
-                self.set_bars(
-                    bars.chain(self.spaces.eviction_blocker())
-                        .chain(shortage)
-                        .collect(),
-                );
+                let hazards = known.into_iter().chain(found).map(Blocker::from);
+                let devices = self.dma.spaces.eviction_blocker().map(Blocker::Devices);
+                let room = self.store.room().shortage().map(Blocker::from);
+                hazards.chain(devices).chain(room).collect()
             }
-            Err(error) => self.set_bars(vec![format!("the VM cannot be looked at: {error}")]),
-        }
+            Err(refusal) => vec![Blocker::Unknown {
+                why: refusal.to_string(),
+            }],
+        };
+        self.gate.set_blockers(&self.name, blockers);
     }
 
     /// Records the files of `layout` as the VM's RAM in the pool, atomically.
@@ -172,7 +143,7 @@ impl VmCore {
     pub(super) fn ram_changed(&self) {
         self.limit.reserve().ram_changed();
         if !self.detach.failed.load(Relaxed) {
-            *lock(&self.suspended) = None;
+            self.gate.resume();
         }
         let layout = self.layout.look();
         let ram = layout.files().iter().map(|file| file.pages()).collect();
@@ -181,49 +152,10 @@ impl VmCore {
         self.limit.want_reclaim();
     }
 
-    /// Suspends eviction; logged once per reason. The limit is not enforced meanwhile: fills would only
-    /// wait.
+    /// Suspends eviction. The limit is not enforced meanwhile: fills would only wait.
     pub(super) fn suspend(&self, why: String) {
         self.limit.reserve().close();
-        let mut suspended = lock(&self.suspended);
-        if suspended.as_ref() != Some(&why) {
-            tracing::warn!(vm = self.name, "not evicting for now: {why}");
-            *suspended = Some(why);
-        }
-    }
-
-    /// Sets the eviction blockers and logs changes.
-    pub(super) fn set_bars(&self, bars: Vec<String>) {
-        let mut known = lock(&self.bars);
-        if *known != bars {
-            for bar in &bars {
-                tracing::warn!(vm = self.name, "not evicting: {bar}");
-            }
-            if bars.is_empty() {
-                tracing::info!(
-                    vm = self.name,
-                    "evicting again: nothing forbids it any more"
-                );
-            }
-            *known = bars;
-        }
-    }
-
-    /// Sets the operator warnings and logs new ones.
-    pub(super) fn set_warnings(&self, warnings: Vec<String>) {
-        let mut known = lock(&self.warnings);
-        for warning in warnings.iter().filter(|warning| !known.contains(warning)) {
-            tracing::warn!(vm = self.name, "{warning}");
-        }
-        *known = warnings;
-    }
-
-    pub(super) fn bars(&self) -> Vec<String> {
-        lock(&self.bars).clone()
-    }
-
-    pub(super) fn next_order(&self) -> Option<ReclaimOrder> {
-        self.orders.pop()
+        self.gate.suspend(&self.name, why);
     }
 
     /// Corrects the limit's count by what the kernel reports as resident.
@@ -240,39 +172,5 @@ impl VmCore {
             }
             Err(error) => tracing::warn!(vm = self.name, %error, "how much is resident is unknown"),
         }
-    }
-
-    /// Adds the counts of this process to the pool, where they outlive it.
-    pub(super) fn sync_counters(&self) {
-        use std::sync::atomic::AtomicU64;
-        let counters = self.memory.counters();
-        let pairs: [(Counter, &AtomicU64, usize); 8] = [
-            (Counter::EvictedPages, &counters.evicted_pages, 0),
-            (Counter::DiscardedPages, &counters.discarded_pages, 1),
-            (Counter::CancelledPages, &counters.cancelled_pages, 2),
-            (Counter::NeighbourPages, &counters.readahead_pages, 3),
-            (Counter::PoisonedPages, &counters.poisoned_pages, 4),
-            (Counter::FilledPages, &counters.filled_pages, 5),
-            (Counter::JoinedFaults, &counters.joined_faults, 6),
-            (Counter::OverLimitFills, self.limit.over_limit_count(), 7),
-        ];
-        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
-        for (counter, now, index) in pairs {
-            let now = now.load(Relaxed);
-            self.pool
-                .counter(counter)
-                .fetch_add(now - synced[index], Relaxed);
-            synced[index] = now;
-        }
-        let faults = self.tenant.requests();
-        self.pool
-            .counter(Counter::DeviceFaults)
-            .fetch_add(faults - synced[8], Relaxed);
-        synced[8] = faults;
-        let alias_faults = self.tenant.alias_faults();
-        self.pool
-            .counter(Counter::AliasFaults)
-            .fetch_add(alias_faults - synced[9], Relaxed);
-        synced[9] = alias_faults;
     }
 }

@@ -8,7 +8,7 @@
 //! The service knows sources of page requests, VMs know I/O address spaces; only this module knows which
 //! of the two placements is in use.
 
-use super::{core::lock, vm::failed};
+use super::{failure::failed, lock::lock};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport},
     dpu::{DeviceSet, no_devices_here},

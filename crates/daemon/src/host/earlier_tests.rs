@@ -114,7 +114,7 @@ fn files_that_share_a_section_become_one_region_that_neither_grows_nor_shrinks()
 
     let words = PoolWords::of(Arc::clone(&pool));
     let table = PageTable::reopen(Box::new(words.clone())).unwrap();
-    let kept = leave_out_misfits(&layout, (&table, &words), &userfaultfd);
+    let kept = leave_out_misfits(&layout, &table, &words, &userfaultfd);
     assert_eq!(kept.files().len(), 2);
     forget_what_went(&table, &layout);
     let live = Arc::new(LiveLayout::new(layout.clone()));
@@ -187,7 +187,7 @@ fn file_whose_words_find_no_room_is_left_out_and_one_with_words_stays() {
         ..identity.recorded()
     };
     let layout = RamLayout::of_recorded(&own(), &recorded).unwrap();
-    let left = leave_out_misfits(&layout, (&table, &words), &userfaultfd);
+    let left = leave_out_misfits(&layout, &table, &words, &userfaultfd);
     let keys: Vec<_> = left.files().iter().map(|file| file.key()).collect();
     assert_eq!(keys, [files[0].0]);
 }

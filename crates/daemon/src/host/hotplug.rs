@@ -50,9 +50,10 @@
 //! because the same thread evicts.
 
 use super::{
-    attach::drain,
+    claim::{self, drain},
     core::VmCore,
-    vm::{Shared, failed},
+    failure::failed,
+    shared::Shared,
 };
 use crate::control::ControlError;
 use pagetide_addr::{Access, FileKey, PageRange};
@@ -114,7 +115,7 @@ impl Hotplug {
     /// For the VM `vm`, whose regions are those of its layout.
     pub(super) fn new(vm: Arc<VmCore>, shared: &Shared) -> Self {
         Self {
-            place: VmPlace::new(Arc::clone(&vm.userfaultfd), Arc::clone(&vm.layout)),
+            place: VmPlace::new(Arc::clone(&vm.faults.userfaultfd), Arc::clone(&vm.layout)),
             identity_is_true: vm.identity.has_files_of(&vm.layout.look()),
             vm,
             shared: shared.clone(),
@@ -143,7 +144,7 @@ impl Hotplug {
         }
         let refused = self.refused.values();
         warnings.extend(refused.map(|refused| not_managed(&refused.why)));
-        self.vm.set_warnings(warnings);
+        self.vm.gate.set_warnings(&self.vm.name, warnings);
         let changed = news.unwatched.into_iter();
         Ok(changed
             .map(|change| EvictionBlocker::MapsChanged { change })
@@ -169,7 +170,7 @@ impl Hotplug {
     }
 
     fn news(&mut self) -> Result<RamNews, Refusal> {
-        let (vmm, userfaultfd) = (&self.vm.vmm, &self.vm.userfaultfd);
+        let (vmm, userfaultfd) = (&self.vm.vmm, &self.vm.faults.userfaultfd);
         let layout = self.vm.layout.now();
         layout.news(vmm, userfaultfd, &mut self.strangers)
     }
@@ -213,7 +214,7 @@ impl Hotplug {
                 Err(error) => warnings.push(not_let_go(&error)),
             }
         }
-        let strays = self.vm.whole.remove_strays(&self.vm.layout.look());
+        let strays = self.vm.space.remove_strays(&self.vm.layout.look());
         warnings.extend(strays.err().as_ref().map(not_let_go));
         warnings
     }
@@ -254,20 +255,20 @@ impl Hotplug {
             return Ok(());
         };
         let service = &self.shared.service;
-        let mut domains = vm.mmu.domains();
+        let mut domains = vm.dma.mmu.domains();
         domains.retain(|domain| domain.key() == key);
         // A device may already have the file by its new mapping, and must not be refused.
         if matches!(fate, Fate::Back) {
             service.withhold(&domains);
         }
-        if let Err(error) = vm.whole.remove_ram(pages) {
+        if let Err(error) = vm.space.remove_ram(pages) {
             if matches!(fate, Fate::Back) {
-                service.serve_domains(&vm.tenant, &domains);
+                service.serve_domains(&vm.dma.tenant, &domains);
             }
             return Err(error);
         }
         for domain in &domains {
-            vm.mmu.remove(domain.id());
+            vm.dma.mmu.remove(domain.id());
             match fate {
                 Fate::Gone => {
                     service.refuse(domain);
@@ -307,16 +308,16 @@ impl Hotplug {
         let (key, pages) = (file.key(), file.pages());
         refuse_if_in_the_way(&layout, &alone)?;
         let grown = layout.with(ram, first).map_err(failed)?;
-        hazards::refuse_if_shared(&vm.vmm, &alone, &vm.spaces.processes()).map_err(failed)?;
-        super::attach::refuse_unseen_pages(&alone)?;
-        vm.whole.make_room_for(pages)?;
+        hazards::refuse_if_shared(&vm.vmm, &alone, &vm.dma.spaces.processes()).map_err(failed)?;
+        claim::refuse_unseen_pages(&alone)?;
+        vm.space.make_room_for(pages)?;
         let opened = self
             .shared
             .spaces
             .open(file.file().as_fd(), key, pages.bytes());
         let domain = opened.map_err(failed)?;
-        super::attach::refuse_without_dpu(&self.shared)?;
-        // Requests are held before the domain is taken: see `attach`.
+        claim::refuse_without_dpu(&self.shared)?;
+        // Requests are held before the domain is taken: see `claim`.
         let service = &self.shared.service;
         service.hold(std::slice::from_ref(&domain));
         if let Err(error) = domain.attach() {
@@ -365,14 +366,14 @@ impl Joining<'_> {
         self.domain.watch().map_err(failed)?;
         vm.remember_ram(grown)?;
         vm.layout.set(grown.clone());
-        takeover::watch(&vm.userfaultfd, self.alone).map_err(failed)?;
+        takeover::watch(&vm.faults.userfaultfd, self.alone).map_err(failed)?;
         self.refuse_if_mapped_anew()?;
-        vm.mmu.add(self.domain, self.pages);
-        vm.whole.add_ram(self.pages)?;
-        fill_wired(&vm.space, &vm.mmu, self.pages);
+        vm.dma.mmu.add(self.domain, self.pages);
+        vm.space.add_ram(self.pages)?;
+        fill_wired(&vm.space.space, &vm.dma.mmu, self.pages);
         // Wakes faults that were read before the region existed.
         self.hotplug.place.wake(self.pages).map_err(failed)?;
-        service.serve_domains(&vm.tenant, std::slice::from_ref(self.domain));
+        service.serve_domains(&vm.dma.tenant, std::slice::from_ref(self.domain));
         Ok(())
     }
 
@@ -395,12 +396,12 @@ impl Joining<'_> {
         if let Err(error) = vm.remember_ram(self.before) {
             tracing::error!(vm = vm.name, %error, "the pool names RAM that is not the VM's");
         }
-        if let Err(error) = vm.whole.remove_ram(self.pages) {
+        if let Err(error) = vm.space.remove_ram(self.pages) {
             // Its region is a stray from now on; every scan tries to give it back.
             tracing::warn!(vm = vm.name, %error, "part of new RAM stays half taken");
         }
-        unwatch(&vm.userfaultfd, self.alone);
-        vm.mmu.remove(self.domain.id());
+        unwatch(&vm.faults.userfaultfd, self.alone);
+        vm.dma.mmu.remove(self.domain.id());
         vm.layout.set(self.before.clone());
         self.domain.detach();
         let service = &self.hotplug.shared.service;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Identity`]: the pool's record of the VM it belongs to, as JSON in its header.
 
-use super::vm::failed;
+use super::failure::failed;
 use crate::control::ControlError;
 use pagetide_addr::{FileKey, Hva, PageNo};
 use pagetide_swap::Pool;

@@ -8,68 +8,46 @@
 //!
 //! The VM's [`Life`](super::life::Life) decides what to do then.
 
-use super::{Host, roster::Watched, vm::failed};
+use super::{
+    failure::failed,
+    janitor_bell::{ReaderFailed, Rung},
+    roster::Watched,
+};
 use crate::control::ControlError;
 use pagetide_vmm::process::VmmIdentity;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use std::{
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Weak, mpsc},
+    os::fd::AsFd,
+    sync::{Arc, Weak},
     time::Duration,
 };
 
 /// Pause after a failed wait, for example for lack of memory.
 const WAIT_AGAIN: Duration = Duration::from_secs(1);
 
-/// What else the janitor handles, beside the ends of VMMs.
-#[derive(Debug)]
-struct ReaderFailed(VmmIdentity, String);
+/// What the janitor works for.
+pub(super) trait Watching: Send + Sync + 'static {
+    /// Every VMM whose end must be noticed now.
+    fn watched(&self) -> Vec<Watched>;
 
-/// Wakes the janitor.
-#[derive(Clone, Debug)]
-pub(super) struct JanitorBell {
-    bell: Arc<OwnedFd>,
-    failures: mpsc::Sender<ReaderFailed>,
-}
-
-impl JanitorBell {
-    /// The set of VMMs to watch has changed.
-    pub(super) fn ring(&self) {
-        // An eventfd at its maximum count, after 2^64 rings without a read, is readable too.
-        if let Err(error) = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes()) {
-            tracing::debug!(%error, "the janitor is woken already");
-        }
-    }
+    /// This VMM has ended.
+    fn vmm_ended(&self, watched: &Watched);
 
     /// Faults of this VMM are no longer served, for this reason.
-    pub(super) fn reader_failed(&self, vmm: VmmIdentity, why: String) {
-        if self.failures.send(ReaderFailed(vmm, why)).is_err() {
-            tracing::debug!(pid = vmm.pid, "the daemon is ending already");
-        }
-        self.ring();
-    }
+    fn reader_failed(&self, vmm: VmmIdentity, why: &str);
 }
 
-/// The janitor before it has a host.
-pub(super) struct Janitor {
-    bell: Arc<OwnedFd>,
-    failures: mpsc::Receiver<ReaderFailed>,
-}
+/// The janitor before it works for anybody.
+pub(super) struct Janitor(Rung);
 
 impl Janitor {
-    pub(super) fn new() -> Result<(Self, JanitorBell), ControlError> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(failed)?;
-        let bell = Arc::new(bell);
-        let (sender, failures) = mpsc::channel();
-        let ringing = JanitorBell {
-            bell: Arc::clone(&bell),
-            failures: sender,
-        };
-        Ok((Self { bell, failures }, ringing))
+    /// One that the bell of `rung` wakes.
+    pub(super) fn new(rung: Rung) -> Self {
+        Self(rung)
     }
 
     /// Starts the thread; it ends with the host.
-    pub(super) fn start(self, host: &Arc<Host>) -> Result<(), ControlError> {
+    pub(super) fn start(self, host: &Arc<impl Watching>) -> Result<(), ControlError> {
         let host = Arc::downgrade(host);
         let spawned = std::thread::Builder::new()
             .name("pt-janitor".into())
@@ -80,9 +58,9 @@ impl Janitor {
         }
     }
 
-    fn run(self, host: &Weak<Host>) {
+    fn run(self, host: &Weak<impl Watching>) {
         loop {
-            let Some(watched) = host.upgrade().map(|host| host.vms.watched()) else {
+            let Some(watched) = host.upgrade().map(|host| host.watched()) else {
                 return;
             };
             let ended = self.wait(&watched);
@@ -92,7 +70,7 @@ impl Janitor {
             for watched in watched.into_iter().zip(ended).filter_map(ended_of) {
                 host.vmm_ended(&watched);
             }
-            while let Ok(ReaderFailed(vmm, why)) = self.failures.try_recv() {
+            while let Some(ReaderFailed(vmm, why)) = self.0.next_failure() {
                 host.reader_failed(vmm, &why);
             }
         }
@@ -100,7 +78,7 @@ impl Janitor {
 
     /// Waits until the bell is rung or a VMM ends; returns the events of each VMM.
     fn wait(&self, watched: &[Watched]) -> Vec<PollFlags> {
-        let mut polled = vec![PollFd::from_borrowed_fd(self.bell.as_fd(), PollFlags::IN)];
+        let mut polled = vec![PollFd::from_borrowed_fd(self.0.fd(), PollFlags::IN)];
         let pidfds = watched.iter().map(|one| one.vmm().fd().as_fd());
         polled.extend(pidfds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         if let Err(error) = poll(&mut polled, None) {
@@ -108,11 +86,8 @@ impl Janitor {
             std::thread::sleep(WAIT_AGAIN);
             return Vec::new();
         }
-        let mut count = [0; 8];
-        if !polled[0].revents().is_empty()
-            && let Err(error) = rustix::io::read(&*self.bell, &mut count)
-        {
-            tracing::debug!(%error, "the janitor was woken for nothing");
+        if !polled[0].revents().is_empty() {
+            self.0.clear();
         }
         polled[1..].iter().map(PollFd::revents).collect()
     }

@@ -23,7 +23,7 @@
 //! [`Detaching`] and [`Dropping`] represent that ownership as values. Losing one, by a panic for
 //! example, fails the detach or ends the dropping: no thread waits forever.
 
-use super::core::lock;
+use super::lock::lock;
 use crate::control::DetachEnd;
 use std::sync::{Condvar, Mutex, PoisonError};
 

@@ -2,26 +2,35 @@
 //! The composition: VMs, devices and recovery behind [`Control`].
 //!
 //! [`vm`] assembles one VM (its shared parts are [`core`]), [`attach`] creates it from a running VMM or
-//! from the pool of a dead daemon, [`rounds`] keeps it within its limit, [`hotplug`] follows RAM that is
-//! plugged and unplugged, [`devices`] holds the software DPU. [`life`] decides which thread ends a VM,
-//! and [`janitor`] notices when its VMM exits. Order at startup: wait for the rings of dead engines,
+//! from the pool of a dead daemon, [`reclaim_thread`] keeps it within its limit, [`hotplug`] follows RAM
+//! that is plugged and unplugged, [`detach`] releases it, [`devices`] holds the software DPU. [`life`]
+//! decides which thread ends a VM, and [`janitor`] notices when its VMM exits. Nothing below names the
+//! [`Host`] of this file. Order at startup: wait for the rings of dead engines,
 //! then recover VMs, then let devices listen again. Nothing is thus replayed, evicted or completed while
 //! a dead process still writes.
 
 mod attach;
-mod bring_back;
+mod blockers;
+mod claim;
 mod core;
+mod counters;
+mod detach;
 mod devices;
 #[cfg(test)]
 mod earlier_tests;
+mod failure;
 mod hotplug;
 mod identity;
 mod janitor;
+mod janitor_bell;
 mod life;
+mod lock;
+mod reclaim_requests;
+mod reclaim_thread;
 mod report;
 mod room;
 mod roster;
-mod rounds;
+mod shared;
 mod sink;
 mod space;
 mod tracker;
@@ -29,10 +38,13 @@ mod vm;
 
 use self::{
     devices::Devices,
-    janitor::Janitor,
+    failure::failed,
+    janitor::{Janitor, Watching},
+    janitor_bell::JanitorBell,
     life::{Asked, Detaching, Stage},
     roster::{Roster, Watched},
-    vm::{Shared, Vm, failed},
+    shared::Shared,
+    vm::Vm,
 };
 use crate::{
     control::{
@@ -94,8 +106,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         rate: settings.access_log_rate,
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
-    let (janitor, bell) = Janitor::new()?;
-    let way = tracker::Way::choose(settings.tracker)?;
+    let (bell, rung) = JanitorBell::new()?;
+    let method = tracker::SampleMethod::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
         spaces,
@@ -105,9 +117,9 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         feed,
         protector: settings.dma_protector.clone(),
         room: Arc::new(Room::of_this_process()),
-        tracker: way,
+        tracker: method,
         evict_helpers: evict_helpers(settings.evict_threads),
-        heat_cost: tracker::heat_cost(way, settings.tracker_cost),
+        heat_cost: tracker::heat_cost(method, settings.tracker_cost),
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
@@ -119,7 +131,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     if host.recover_all()? == Taken::AllKnown {
         host.devices.restore();
     }
-    janitor.start(&host)?;
+    Janitor::new(rung).start(&host)?;
     Ok(host)
 }
 
@@ -169,7 +181,7 @@ impl Host {
                     tracing::error!(
                         pool = %path.display(),
                         %error,
-                        "a VM could not be taken up again; it waits, and its pool is kept"
+                        "a VM could not be recovered; it waits, and its pool is kept"
                     );
                     if self.leave_waiting(&path, &error) == Taken::SomeUnknown {
                         taken = Taken::SomeUnknown;
@@ -227,28 +239,6 @@ impl Host {
         }
     }
 
-    /// A VMM has ended: drops everything kept for it, unless a detach does so.
-    fn vmm_ended(&self, watched: &Watched) {
-        match watched {
-            Watched::Vm(vm) => {
-                if let Some(dropping) = vm.life.vmm_ended() {
-                    tracing::info!(
-                        vm = vm.core.name,
-                        pid = vm.core.vmm.pid(),
-                        "the VMM has ended; dropping the VM"
-                    );
-                    vm.give_back(&self.shared);
-                    self.vms.remove(&vm.core.name);
-                    drop(dropping);
-                }
-            }
-            Watched::Waiting(name, _) => {
-                self.drop_waiting(name);
-                self.vms.remove(name);
-            }
-        }
-    }
-
     /// The VM is attached. Its fault reader may already have failed by now.
     fn put(&self, vm: Arc<Vm>) {
         if let Some(why) = self.vms.put(vm.core.name.clone(), Arc::clone(&vm)) {
@@ -256,16 +246,10 @@ impl Host {
         }
     }
 
-    fn reader_failed(&self, vmm: VmmIdentity, why: &str) {
-        if let Some(vm) = self.vms.reader_failed(vmm, why) {
-            self.stop_unserved(&vm, why);
-        }
-    }
-
     #[expect(clippy::unused_self, reason = "reads better where it is used")]
     fn stop_unserved(&self, vm: &Vm, why: &str) {
         if !vm.core.vmm.ends_within(Duration::ZERO) {
-            vm.core.incidents.stop_vm(format!(
+            vm.core.faults.incidents.stop_vm(format!(
                 "its faults are not served any more ({why}); restart the daemon to recover it, then continue it (SIGCONT)"
             ));
         }
@@ -330,6 +314,40 @@ impl Host {
             "{} is being detached again and again",
             vm.core.name
         )))
+    }
+}
+
+impl Watching for Host {
+    fn watched(&self) -> Vec<Watched> {
+        self.vms.watched()
+    }
+
+    /// A VMM has ended: drops everything kept for it, unless a detach does so.
+    fn vmm_ended(&self, watched: &Watched) {
+        match watched {
+            Watched::Vm(vm) => {
+                if let Some(dropping) = vm.life.vmm_ended() {
+                    tracing::info!(
+                        vm = vm.core.name,
+                        pid = vm.core.vmm.pid(),
+                        "the VMM has ended; dropping the VM"
+                    );
+                    vm.give_back(&self.shared);
+                    self.vms.remove(&vm.core.name);
+                    drop(dropping);
+                }
+            }
+            Watched::Waiting(name, _) => {
+                self.drop_waiting(name);
+                self.vms.remove(name);
+            }
+        }
+    }
+
+    fn reader_failed(&self, vmm: VmmIdentity, why: &str) {
+        if let Some(vm) = self.vms.reader_failed(vmm, why) {
+            self.stop_unserved(&vm, why);
+        }
     }
 }
 

@@ -2,7 +2,8 @@
 //! The report of a VM.
 
 use super::{
-    core::{Heat, lock},
+    core::{Heat, VmCore},
+    lock::lock,
     vm::Vm,
 };
 use crate::{
@@ -22,7 +23,7 @@ impl Vm {
     /// The VM's current state and figures.
     pub(super) fn report(&self) -> VmReport {
         let core = &self.core;
-        core.sync_counters();
+        core.counters.sync();
         let count = |counter| core.pool.counter(counter).load(Relaxed);
         let tiers = core.store.counts();
         let (lz4, uncompressed) = (
@@ -35,11 +36,8 @@ impl Vm {
             .iter()
             .map(|region| region.stored_pages)
             .sum::<u64>();
-        let mut bars = core.bars();
-        bars.extend(core.incidents.stopped());
-        bars.extend(lock(&core.suspended).clone());
-        let heat = lock(&core.heat).clone();
-        let iopfs = core.tenant.account();
+        let heat = lock(&core.heat.last).clone();
+        let iopfs = core.dma.tenant.account();
         let report = VmReport {
             name: core.name.clone(),
             pid: core.vmm.pid(),
@@ -56,7 +54,7 @@ impl Vm {
             stored_bytes: tiers.stored_bytes.load(Relaxed),
             evicted_pages: count(Counter::EvictedPages),
             vcpu_faults: count(Counter::VcpuFaults),
-            vcpu_fault_us: latency_us(&core.latencies),
+            vcpu_fault_us: latency_us(&core.faults.latencies),
             iopfs: count(Counter::DeviceFaults),
             iopf_us: latency_us(&iopfs.iopf),
             iopf_waited_us: latency_us(&iopfs.waited),
@@ -71,6 +69,7 @@ impl Vm {
             poisoned_pages: count(Counter::PoisonedPages),
             pinned_guest_bytes: core.pinned_bytes(),
             wired_bytes: core
+                .dma
                 .mmu
                 .domains()
                 .iter()
@@ -81,11 +80,11 @@ impl Vm {
                 reason = "a pause far below 2^53 microseconds"
             )]
             attach_pause_us: core.pool.pause_us() as f64,
-            eviction_blockers: bars,
-            warnings: lock(&core.warnings).clone(),
+            eviction_blockers: eviction_blockers(core),
+            warnings: core.gate.warnings(),
             restarts: core.pool.restarts(),
             reader_cpu_seconds: self.reader_cpu_seconds(),
-            tracker: core.tracker.name().to_owned(),
+            tracker: core.heat.method.name().to_owned(),
             regions,
             ..VmReport::default()
         };
@@ -93,7 +92,7 @@ impl Vm {
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
-        let table = self.core.memory.table();
+        let table = self.core.space.memory.table();
         let stored = |(section, pages): (SectionNo, PageRange)| {
             if table.pages_of(section) == pages {
                 return table.stored_pages(section);
@@ -111,6 +110,17 @@ impl Vm {
             stored_pages: file.pages().by_section().map(stored).sum(),
         }
     }
+}
+
+/// Why nothing of the VM is evicted now, as sentences.
+fn eviction_blockers(core: &VmCore) -> Vec<String> {
+    let blockers = core.gate.blockers();
+    let blockers = blockers.iter().map(ToString::to_string);
+    let stopped = core.faults.incidents.stopped();
+    blockers
+        .chain(stopped)
+        .chain(core.gate.suspension())
+        .collect()
 }
 
 /// Adds the heat of the VM's memory to the report.
@@ -143,7 +153,7 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,
-        prefetched_pages: protection.brought_pages,
+        prefetched_pages: protection.prefetched_pages,
         protected_devices: devices,
         ..report
     }

@@ -5,7 +5,7 @@
 //! calls ever work on one VM or one pool. A VM whose pool could not be recovered keeps its name too: the
 //! pool holds the only copy of its evicted pages.
 
-use super::{core::lock, janitor::JanitorBell, vm::Vm};
+use super::{janitor_bell::JanitorBell, lock::lock, vm::Vm};
 use crate::control::{AttachRequest, ControlError};
 use pagetide_vmm::process::{VmmIdentity, VmmProcess};
 use std::{
@@ -235,11 +235,10 @@ impl Roster {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::janitor::Janitor;
 
     #[test]
     fn reader_that_fails_during_the_attach_of_its_vm_is_told_when_that_is_done_and_to_no_other() {
-        let (_janitor, bell) = Janitor::new().unwrap();
+        let (bell, _heard) = JanitorBell::new().unwrap();
         let roster = Roster::new(bell);
         for (name, pid) in [("a", 7), ("b", 8)] {
             let request = AttachRequest {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Receivers of the reports of one VM's fault reader and address space: [`VmSink`] and [`VmIncidents`].
 
-use super::janitor::JanitorBell;
+use super::janitor_bell::JanitorBell;
 use pagetide_addr::{DeviceId, PageNo, PageRange};
 use pagetide_gmem::{
     AddressSpace, Cause, Fault, Incidents, PlaceError, Readahead, StoreError, Wait,

@@ -10,7 +10,7 @@
 //! supported lie end to end instead, so two may share a section: those form one region, which neither
 //! grows nor shrinks.
 
-use super::vm::failed;
+use super::failure::failed;
 use crate::control::ControlError;
 use pagetide_addr::{DeviceId, PageNo, PageRange, SECTION_PAGES, Va};
 use pagetide_gmem::{

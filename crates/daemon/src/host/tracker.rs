@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Adapts the VMM's access tracker to the reclaimer.
 
-use super::vm::failed;
+use super::failure::failed;
 use crate::control::ControlError;
 use crate::percent::Percent;
 use crate::settings::TrackerChoice;
@@ -17,13 +17,13 @@ use std::{sync::Arc, time::Duration};
 
 /// How samples are taken on this host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Way {
+pub(super) enum SampleMethod {
     Unmap,
     Idle,
     Whole,
 }
 
-impl Way {
+impl SampleMethod {
     /// Chooses the way by the setting.
     ///
     /// # Errors
@@ -69,19 +69,22 @@ impl Way {
 fn decide(
     choice: TrackerChoice,
     idle: impl Fn() -> Result<(), String>,
-) -> Result<(Way, String), ControlError> {
+) -> Result<(SampleMethod, String), ControlError> {
     match choice {
-        TrackerChoice::Unmap => Ok((Way::Unmap, "it is set".to_owned())),
-        TrackerChoice::Whole => Ok((Way::Whole, "it is set, for comparison".to_owned())),
+        TrackerChoice::Unmap => Ok((SampleMethod::Unmap, "it is set".to_owned())),
+        TrackerChoice::Whole => Ok((SampleMethod::Whole, "it is set, for comparison".to_owned())),
         TrackerChoice::Idle => match idle() {
-            Ok(()) => Ok((Way::Idle, "it is set".to_owned())),
+            Ok(()) => Ok((SampleMethod::Idle, "it is set".to_owned())),
             Err(reason) => Err(failed(format!(
                 "the setting tracker is idle, and {reason}; auto or unmap works on every kernel"
             ))),
         },
         TrackerChoice::Auto => Ok(match idle() {
-            Ok(()) => (Way::Idle, "its samples cost the guest no faults".to_owned()),
-            Err(reason) => (Way::Unmap, reason),
+            Ok(()) => (
+                SampleMethod::Idle,
+                "its samples cost the guest no faults".to_owned(),
+            ),
+            Err(reason) => (SampleMethod::Unmap, reason),
         }),
     }
 }
@@ -111,11 +114,11 @@ impl DmaLook for Dma {
 pub(super) struct TrackerAdapter(Box<dyn pagetide_vmm::tracker::AccessTracker>);
 
 /// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
-pub(super) fn heat_cost(way: Way, share: Percent) -> HeatCost {
+pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
     let measured = match way {
-        Way::Unmap | Way::Whole => pagetide_vmm::tracker::refault_cost(),
+        SampleMethod::Unmap | SampleMethod::Whole => pagetide_vmm::tracker::refault_cost(),
         // Samples unmap nothing.
-        Way::Idle => Ok(Duration::ZERO),
+        SampleMethod::Idle => Ok(Duration::ZERO),
     };
     let refault = match measured {
         Ok(refault) => refault,
@@ -161,24 +164,24 @@ mod tests {
         let way = |choice, idle: &dyn Fn() -> Result<(), String>| {
             decide(choice, idle).map(|(way, why)| (way, why.contains("kernel has none")))
         };
-        let unmap = Some((Way::Unmap, false));
+        let unmap = Some((SampleMethod::Unmap, false));
         assert_eq!(way(TrackerChoice::Unmap, &there).ok(), unmap);
         assert_eq!(way(TrackerChoice::Unmap, &absent).ok(), unmap);
         assert_eq!(
             way(TrackerChoice::Whole, &absent).ok(),
-            Some((Way::Whole, false))
+            Some((SampleMethod::Whole, false))
         );
         assert_eq!(
             way(TrackerChoice::Idle, &there).ok(),
-            Some((Way::Idle, false))
+            Some((SampleMethod::Idle, false))
         );
         assert_eq!(
             way(TrackerChoice::Auto, &there).ok(),
-            Some((Way::Idle, false))
+            Some((SampleMethod::Idle, false))
         );
         assert_eq!(
             way(TrackerChoice::Auto, &absent).ok(),
-            Some((Way::Unmap, true))
+            Some((SampleMethod::Unmap, true))
         );
         let refused = decide(TrackerChoice::Idle, absent).unwrap_err().to_string();
         assert!(refused.contains("this kernel has none"), "{refused}");

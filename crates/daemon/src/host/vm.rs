@@ -5,33 +5,33 @@
 //!   FaultReader ─ VmSink ─┐                          ┌─ VmPlace (memfd, userfaultfd)
 //!   FaultService ─ Tenant ┴─► AddressSpace ──────────┼─ PoolStore (pool file)
 //!                                  │ admission       └─ VcpuMmu, DmaMmu (who may touch what)
-//!                                Limit ◄── Rounds (tracker, reclaimer, hazards)
+//!                                Limit ◄── ReclaimThread (tracker, reclaimer, hazards)
 //! ```
 //! An attach or a recovery from a pool creates a [`Vm`]; both end in [`Vm::start`].
 
 use super::{
-    core::{DetachNews, Orders, ReclaimOrder, VmCore, lock},
+    blockers::EvictionGate,
+    core::{DetachNews, VmCore, VmDma, VmFaults, VmHeat},
+    counters::PoolCounters,
+    failure::failed,
     hotplug::{self, Hotplug},
     identity::Identity,
-    janitor::JanitorBell,
-    life::{Detaching, Life, Stage},
-    rounds::Rounds,
+    life::{Life, Stage},
+    lock::lock,
+    reclaim_requests::{ReclaimRequest, ReclaimRequests},
+    reclaim_thread::ReclaimThread,
+    shared::Shared,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
-    tracker::{TrackerAdapter, Way},
+    tracker::TrackerAdapter,
 };
 use crate::{
-    control::{ControlError, ErrorKind, VmState},
-    protection::{
-        ProtectorChoice,
-        feed::Feed,
-        vm::{VmHandles, VmProtection},
-    },
+    control::{ControlError, VmState},
+    protection::vm::{VmHandles, VmProtection},
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
 use pagetide_swap::{
-    DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer, Room,
-    reclaim::Took,
+    DirectReclaim, Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took,
 };
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
@@ -39,54 +39,26 @@ use pagetide_vmm::{
     place::{VcpuMmu, VmPlace},
     process::VmmProcess,
     reader::{FaultReader, ReaderConfig, ReaderPlacement},
-    takeover,
 };
-use pagetide_vpri::{DmaMmu, FaultService, IoSpaces, Latencies};
+use pagetide_vpri::{DmaMmu, Latencies};
 use std::{
-    sync::{Arc, Mutex, Weak, atomic::Ordering::Relaxed, mpsc},
+    sync::{Arc, Mutex, Weak, mpsc},
     thread::JoinHandle,
-    time::{Duration, Instant},
+    time::Instant,
 };
-
-/// How long a process may take to end after the first sign of its end: its memory is freed first, which
-/// takes a while for a large VMM.
-pub(super) const ENDING_WAIT: Duration = Duration::from_secs(2);
-
-/// What all VMs of the daemon share.
-#[derive(Clone)]
-pub(super) struct Shared {
-    pub(super) service: Arc<FaultService>,
-    pub(super) spaces: Arc<dyn IoSpaces>,
-    pub(super) janitor: JanitorBell,
-    pub(super) reader_poll_us: u64,
-    /// Most pages that are read ahead with a vCPU's fault (see `pagetide bench fault`).
-    pub(super) neighbours_max: u32,
-    /// Feeds policies with records of DMA accesses.
-    pub(super) feed: Arc<Feed>,
-    /// The initial policy of a VM.
-    pub(super) protector: ProtectorChoice,
-    /// What the memory cgroup leaves for pools.
-    pub(super) room: Arc<Room>,
-    /// How a VM's heat is measured.
-    pub(super) tracker: Way,
-    /// Most threads that evict from a VM beside its reclaim thread.
-    pub(super) evict_helpers: u64,
-    /// How much heat tracking may cost.
-    pub(super) heat_cost: HeatCost,
-}
 
 /// A VM with its threads.
 pub(super) struct Vm {
     pub(super) core: Arc<VmCore>,
     /// How far its end has come, and which thread owns it.
     pub(super) life: Life,
-    threads: Mutex<Threads>,
+    pub(super) threads: Mutex<Threads>,
 }
 
 #[derive(Default)]
-struct Threads {
+pub(super) struct Threads {
     reader: Option<FaultReader>,
-    rounds: Option<JoinHandle<Rounds>>,
+    pub(super) reclaim: Option<JoinHandle<ReclaimThread>>,
     /// Direct reclaim by fills that need room: the limit holds it only weakly.
     direct: Option<Arc<DirectReclaim>>,
 }
@@ -102,10 +74,6 @@ pub(super) struct Prepared {
     pub(super) table: PageTable,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) userfaultfd: Arc<Userfaultfd>,
-}
-
-pub(super) fn failed(error: impl std::fmt::Display) -> ControlError {
-    ControlError::failed(error.to_string())
 }
 
 /// A table over the words of a pool, without any region.
@@ -142,50 +110,49 @@ impl Vm {
         let vcpus = vcpus_of(&prepared)?;
         let dpu = Arc::clone(&prepared.mmu);
         let layout = prepared.layout.now();
-        let whole = VmSpace::new(PagedMemory::new(parts), [Arc::new(vcpus), dpu], &layout)?;
+        let space = VmSpace::new(PagedMemory::new(parts), [Arc::new(vcpus), dpu], &layout)?;
         for file in layout.files() {
-            hotplug::fill_wired(&whole.space, &prepared.mmu, file.pages());
+            hotplug::fill_wired(&space.space, &prepared.mmu, file.pages());
         }
         // From now on a successor recovers the VM.
         prepared.pool.set_attached();
-        let (space, memory) = (Arc::clone(&whole.space), Arc::clone(&whole.memory));
         let tracker = tracker_of(&prepared, shared)?;
         let tenant = shared
             .service
-            .add_tenant(Arc::clone(&space), Arc::clone(&prepared.mmu))
+            .add_tenant(Arc::clone(&space.space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
-        let limbs = VmHandles {
-            space: Arc::clone(&space),
+        let handles = VmHandles {
+            space: Arc::clone(&space.space),
             limit: Arc::clone(&limit),
             tenant: Arc::clone(&tenant),
         };
+        let pool = prepared.pool;
         let core = Arc::new(VmCore {
-            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, limbs),
-            tracker: shared.tracker,
+            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, handles),
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
             layout: prepared.layout,
-            pool: prepared.pool,
+            pool: Arc::clone(&pool),
             store: prepared.store,
+            counters: PoolCounters::new(&pool, &space.memory, &limit, &tenant),
             space,
-            memory,
-            whole,
             limit,
-            mmu: prepared.mmu,
-            spaces: Arc::clone(&shared.spaces),
-            tenant,
-            latencies: Arc::new(Latencies::new()),
-            incidents,
-            heat: Mutex::default(),
-            suspended: Mutex::default(),
+            dma: VmDma {
+                mmu: prepared.mmu,
+                spaces: Arc::clone(&shared.spaces),
+                tenant,
+            },
+            faults: VmFaults {
+                userfaultfd: prepared.userfaultfd,
+                server_cpus: Arc::default(),
+                latencies: Arc::new(Latencies::new()),
+                incidents,
+            },
+            heat: VmHeat::new(shared.tracker),
+            gate: EvictionGate::default(),
             detach: DetachNews::default(),
-            synced: Mutex::default(),
-            bars: Mutex::default(),
-            warnings: Mutex::default(),
-            orders: Orders::default(),
-            userfaultfd: prepared.userfaultfd,
-            server_cpus: Arc::default(),
+            requests: ReclaimRequests::default(),
         });
         let vm = Self {
             core,
@@ -193,7 +160,7 @@ impl Vm {
             threads: Mutex::default(),
         };
         if let Err(error) = vm.start_threads(tracker, shared) {
-            shared.service.remove_tenant(&vm.core.tenant);
+            shared.service.remove_tenant(&vm.core.dma.tenant);
             vm.core.limit.stop();
             return Err(error);
         }
@@ -205,9 +172,9 @@ impl Vm {
         let core = &self.core;
         let sink = VmSink {
             vmm: core.identity.process(),
-            space: Arc::clone(&core.space),
+            space: Arc::clone(&core.space.space),
             pool: Arc::clone(&core.pool),
-            latencies: Arc::clone(&core.latencies),
+            latencies: Arc::clone(&core.faults.latencies),
             janitor: shared.janitor.clone(),
         };
         let config = ReaderConfig {
@@ -220,12 +187,13 @@ impl Vm {
             poll_us: shared.reader_poll_us,
             ..ReaderConfig::default()
         };
-        let (userfaultfd, layout) = (Arc::clone(&core.userfaultfd), Arc::clone(&core.layout));
-        let cpus = &core.server_cpus;
+        let userfaultfd = Arc::clone(&core.faults.userfaultfd);
+        let layout = Arc::clone(&core.layout);
+        let cpus = &core.faults.server_cpus;
         let sink = Arc::new(sink);
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, sink, config, cpus)
             .map_err(failed)?;
-        let evictor = Evictor::new(Arc::clone(&core.memory), Arc::clone(&core.store));
+        let evictor = Evictor::new(Arc::clone(&core.space.memory), Arc::clone(&core.store));
         let looks = Arc::new(tracker);
         let limit = Arc::clone(&core.limit);
         let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
@@ -241,26 +209,36 @@ impl Vm {
         let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
         let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
         core.limit.make_room_by(weak);
-        let helping = (Arc::clone(&direct), shared.evict_helpers);
-        let rounds = Rounds::new(Arc::clone(core), reclaimer, helping, hotplug, started);
-        let thread = self.start_rounds(rounds)?;
+        let helpers = shared.evict_helpers;
+        let reclaim = ReclaimThread::new(
+            Arc::clone(core),
+            reclaimer,
+            Arc::clone(&direct),
+            helpers,
+            hotplug,
+            started,
+        );
+        let thread = self.start_reclaim_thread(reclaim)?;
         *lock(&self.threads) = Threads {
             reader: Some(reader),
-            rounds: Some(thread),
+            reclaim: Some(thread),
             direct: Some(direct),
         };
         Ok(())
     }
 
-    fn start_rounds(&self, rounds: Rounds) -> Result<JoinHandle<Rounds>, ControlError> {
+    pub(super) fn start_reclaim_thread(
+        &self,
+        reclaim: ReclaimThread,
+    ) -> Result<JoinHandle<ReclaimThread>, ControlError> {
         let name = format!("pt-rounds-{}", self.core.vmm.pid());
         let thread = std::thread::Builder::new().name(name);
-        thread.spawn(move || rounds.run()).map_err(failed)
+        thread.spawn(move || reclaim.run()).map_err(failed)
     }
 
     /// The state of the VM.
     pub(super) fn state(&self) -> VmState {
-        if self.core.incidents.stopped().is_some() {
+        if self.core.faults.incidents.stopped().is_some() {
             return VmState::Stopped;
         }
         match self.life.stage() {
@@ -280,17 +258,18 @@ impl Vm {
     /// Evicts up to `pages` now; returns how many were evicted, and why not more.
     pub(super) fn reclaim(&self, pages: u64) -> (u64, Option<String>) {
         let (done, answer) = mpsc::channel();
-        self.core.orders.push(ReclaimOrder { pages, done });
+        self.core.requests.push(ReclaimRequest { pages, done });
         self.core.limit.want_reclaim();
         match answer.recv() {
             Ok(reclaimed) => {
-                let bars = self.core.bars().into_iter().next();
+                let blocker = self.core.gate.blockers().into_iter().next();
+                let blocker = blocker.map(|blocker| blocker.to_string());
                 let stopped = reclaimed.stopped.map(|stop| stop.to_string());
                 let in_use = || "the rest is in use".to_owned();
                 let short = reclaimed.evicted_pages < pages;
                 (
                     reclaimed.evicted_pages,
-                    short.then(|| bars.or(stopped).unwrap_or_else(in_use)),
+                    short.then(|| blocker.or(stopped).unwrap_or_else(in_use)),
                 )
             }
             Err(_) => (0, Some("the VM is being detached".to_owned())),
@@ -298,112 +277,27 @@ impl Vm {
     }
 
     /// Stops the reclaim thread; `None` if none is running.
-    fn stop_rounds(&self) -> Option<Rounds> {
+    pub(super) fn stop_reclaim_thread(&self) -> Option<ReclaimThread> {
         self.core.limit.stop();
-        let thread = lock(&self.threads).rounds.take()?;
-        let rounds = thread.join();
+        let thread = lock(&self.threads).reclaim.take()?;
+        let reclaim = thread.join();
         // No thread opens it any more, and no fill makes room since the limit was stopped.
         self.core.limit.reserve().shut();
-        match rounds {
-            Ok(rounds) => Some(rounds),
+        match reclaim {
+            Ok(reclaim) => Some(reclaim),
             Err(_) => {
-                tracing::error!(vm = self.core.name, "the rounds ended by a panic");
+                tracing::error!(vm = self.core.name, "the reclaim thread has panicked");
                 None
             }
         }
-    }
-
-    /// The VM stays attached, without eviction unless the detach was stopped; its RAM must still be
-    /// followed.
-    fn stay(&self, rounds: Option<Rounds>, why: &ControlError) {
-        // A detach that was stopped is no sign of trouble: the state is as before.
-        if !self.core.detach.stop.swap(false, Relaxed) {
-            self.core.detach.failed.store(true, Relaxed);
-            self.core.suspend(why.message.clone());
-        }
-        if let Some(rounds) = rounds {
-            self.core.limit.go_on();
-            self.core.orders.open();
-            match self.start_rounds(rounds) {
-                Ok(thread) => lock(&self.threads).rounds = Some(thread),
-                Err(error) => {
-                    self.core.orders.close();
-                    tracing::error!(vm = self.core.name, %error, "no thread follows the VM's RAM any more");
-                }
-            }
-        }
-    }
-
-    /// Fills every absent page, releases the VM and frees everything kept for it. Returns the number of
-    /// pages filled.
-    ///
-    /// # Errors
-    /// An error message. The VM is then still served, without eviction; or its VMM has ended,
-    /// `detaching` has recorded that, and the VM is to be [given back](Self::give_back).
-    pub(super) fn detach(
-        &self,
-        shared: &Shared,
-        detaching: &Detaching<'_>,
-    ) -> Result<u64, ControlError> {
-        self.core.detach.stop.store(false, Relaxed);
-        let rounds = self.stop_rounds();
-        self.core.limit.put_right(None, 0);
-        let filled = self.fill_all(shared);
-        let (filled, ram) = filled.map_err(|error| self.failed_detach(rounds, error, detaching))?;
-        // From here on the detach can no longer be stopped.
-        self.core.detach.stop.store(false, Relaxed);
-        let gone = self.let_go(&ram, shared);
-        gone.map_err(|error| self.failed_detach(None, error, detaching))?;
-        self.give_back(shared);
-        Ok(filled)
-    }
-
-    /// Unregisters the RAM.
-    fn let_go(&self, ram: &RamLayout, shared: &Shared) -> Result<(), ControlError> {
-        let core = &self.core;
-        core.pool.set_letting_go();
-        let Some(number) = core.pool.userfaultfd_number() else {
-            return Err(failed(
-                "the pool has lost the number of the userfaultfd in the VMM",
-            ));
-        };
-        // From here on page requests wait; once the RAM is unregistered, all of them can be granted.
-        shared.service.remove_tenant(&core.tenant);
-        shared.feed.remove(&core.protection);
-        let gone = takeover::let_go(&core.vmm, ram, &core.userfaultfd, number);
-        self.free_domains(shared);
-        // RAM that is still registered must still be served with zeros.
-        gone.map_err(|error| {
-            failed(format!(
-                "all pages of {} are present, but the VMM still has our userfaultfd: {error}",
-                core.name
-            ))
-        })
-    }
-
-    /// A detach has failed: either its VMM has ended, or the VM stays.
-    fn failed_detach(
-        &self,
-        rounds: Option<Rounds>,
-        error: ControlError,
-        detaching: &Detaching<'_>,
-    ) -> ControlError {
-        // A refusal by a rule has nothing to do with the process.
-        if error.kind == ErrorKind::Failed && self.core.vmm.ends_within(ENDING_WAIT) {
-            detaching.vmm_ended();
-        } else {
-            // Done before another thread may end the VM: after that nothing is started for it.
-            self.stay(rounds, &error);
-        }
-        error
     }
 
     /// Frees everything kept for the VM: threads, page requests, domains, the pool. Called once, by the
     /// owner of the VM's end (see [`Life`]).
     pub(super) fn give_back(&self, shared: &Shared) {
         let core = &self.core;
-        drop(self.stop_rounds());
-        shared.service.remove_tenant(&core.tenant);
+        drop(self.stop_reclaim_thread());
+        shared.service.remove_tenant(&core.dma.tenant);
         shared.feed.remove(&core.protection);
         self.free_domains(shared);
         // Its thread is joined without a lock held: reports go on meanwhile.
@@ -416,15 +310,15 @@ impl Vm {
         for file in core.layout.now().files() {
             file.file().unmap();
         }
-        core.sync_counters();
+        core.counters.sync();
         if let Err(error) = core.pool.remove() {
             tracing::warn!(vm = core.name, %error, "cannot remove the pool of a VM that has ended; the next start removes it");
         }
     }
 
     /// Devices own the RAM again, and page requests that wait are answered.
-    fn free_domains(&self, shared: &Shared) {
-        let domains = self.core.mmu.domains();
+    pub(super) fn free_domains(&self, shared: &Shared) {
+        let domains = self.core.dma.mmu.domains();
         for domain in &domains {
             domain.detach();
         }
@@ -453,11 +347,11 @@ fn protection(
     shared: &Shared,
     mmu: Arc<DmaMmu>,
     layout: &RamLayout,
-    limbs: VmHandles,
+    handles: VmHandles,
 ) -> Arc<VmProtection> {
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
-    Arc::new(VmProtection::new(choice, mmu, ram, Some(limbs)))
+    Arc::new(VmProtection::new(choice, mmu, ram, Some(handles)))
 }
 
 fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<TrackerAdapter, ControlError> {

@@ -18,7 +18,7 @@ use super::{
 use crate::control::ControlError;
 use pagetide_access_log::{AccessRecord, Service as RecordedService};
 use pagetide_addr::{DeviceId, DomainId};
-use pagetide_policy::protect::PolicyChoice;
+use pagetide_policy::{prefetch, protect::PolicyChoice};
 use pagetide_sys::clock::{self, now};
 use pagetide_vpri::{AccessSource, LogRecord, Logging, Service};
 use std::{
@@ -43,9 +43,6 @@ const TURN_IDLE: Duration = Duration::from_secs(1);
 const TAKE_RECORDS: usize = 256;
 /// Policies are notified of the passing time this often.
 const SECOND: Duration = Duration::from_secs(1);
-/// Pages prefetched in one turn of a VM: 20,000 a second, a few per cent of a CPU's time.
-const BRING_BACK_PAGES: u64 = 1024;
-
 /// A VM as the feed knows it.
 #[derive(Clone)]
 struct FedVm {
@@ -389,11 +386,11 @@ impl FeedThread {
                 self.take(hearers);
             }
             self.pass_seconds();
-            let wishes = self.bring_back();
+            let more = self.prefetch();
             self.rest(match (wanted, hearers) {
                 (Logging::On, Hearers::RecordingToo(_)) => TURN_RECORDING,
                 (Logging::On, Hearers::Policies) => TURN,
-                (Logging::Off, _) if wishes => TURN,
+                (Logging::Off, _) if more => prefetch::TURN,
                 (Logging::Off, _) => TURN_IDLE,
             });
         }
@@ -562,11 +559,11 @@ impl FeedThread {
     }
 
     /// Returns true if more sections wait to be prefetched.
-    fn bring_back(&self) -> bool {
+    fn prefetch(&self) -> bool {
         let mut more = false;
         for fed in &self.vms {
-            fed.protection.bring_back(BRING_BACK_PAGES);
-            more |= fed.protection.has_wishes();
+            fed.protection.prefetch(prefetch::TURN_PAGES);
+            more |= fed.protection.wants_prefetch();
         }
         more
     }

@@ -192,29 +192,29 @@ impl Rig {
 #[test]
 fn wished_sections_come_back_a_budget_at_a_time_oldest_wish_first() {
     let rig = Rig::new();
-    rig.protection.wish(SectionNo(2));
-    rig.protection.wish(SectionNo(0));
-    rig.protection.bring_back(500);
+    rig.protection.request_prefetch(SectionNo(2));
+    rig.protection.request_prefetch(SectionNo(0));
+    rig.protection.prefetch(500);
     let begin = 2 * SECTION_PAGES;
     assert_eq!(rig.present(), (begin..begin + 512).collect::<Vec<_>>());
-    assert!(rig.protection.has_wishes());
-    rig.protection.bring_back(100);
+    assert!(rig.protection.wants_prefetch());
+    rig.protection.prefetch(100);
     assert_eq!(rig.present().len(), 512 + 112);
-    rig.protection.bring_back(1000);
+    rig.protection.prefetch(1000);
     assert_eq!(rig.present().len(), 1024);
-    assert!(!rig.protection.has_wishes());
-    assert_eq!(rig.protection.report().brought_pages, 1024);
+    assert!(!rig.protection.wants_prefetch());
+    assert_eq!(rig.protection.report().prefetched_pages, 1024);
 }
 
 #[test]
 fn wishes_below_the_low_mark_come_to_nothing_and_do_not_wait_for_room() {
     let rig = Rig::new();
     rig.limit.set(Some(1000), 1000);
-    rig.protection.wish(SectionNo(1));
-    rig.protection.bring_back(500);
-    assert!(!rig.protection.has_wishes());
+    rig.protection.request_prefetch(SectionNo(1));
+    rig.protection.prefetch(500);
+    assert!(!rig.protection.wants_prefetch());
     rig.limit.set(None, 0);
-    rig.protection.bring_back(500);
+    rig.protection.prefetch(500);
     assert!(rig.present().is_empty());
 }
 
@@ -234,11 +234,11 @@ fn policy_hears_that_its_wish_came_to_nothing_below_the_low_mark_and_not_that_on
     rig.limit.set(Some(1000), 1000);
     rig.evict([1, 3]);
     assert!(policy.in_vain().is_empty(), "nothing was tried yet");
-    rig.protection.bring_back(5000);
+    rig.protection.prefetch(5000);
     assert_eq!(policy.in_vain(), [1, 3]);
     rig.limit.set(None, 0);
     rig.evict([3]);
-    rig.protection.bring_back(5000);
+    rig.protection.prefetch(5000);
     assert!(policy.in_vain().is_empty());
     assert_eq!(rig.present().len() as u64, SECTION_PAGES);
 }
@@ -248,11 +248,11 @@ fn policy_hears_that_what_it_wished_was_there_already() {
     let rig = Rig::new();
     let policy = rig.wishing();
     rig.evict([2]);
-    rig.protection.bring_back(100);
-    rig.protection.bring_back(5000);
+    rig.protection.prefetch(100);
+    rig.protection.prefetch(5000);
     assert!(policy.in_vain().is_empty(), "it came back, if in two parts");
     rig.evict([2]);
-    rig.protection.bring_back(5000);
+    rig.protection.prefetch(5000);
     assert_eq!(policy.in_vain(), [2]);
 }
 

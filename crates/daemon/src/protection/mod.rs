@@ -6,7 +6,7 @@
 //!                                                   │
 //!      faults of devices, evicted sections ────────►│ VmProtection of each VM: its Protector
 //!                                                   │     │
-//!                            prefetched pages ◄─────┘     └─► protected sections ──► rounds
+//!                            prefetched pages ◄─────┘     └─► protected sections ──► reclaim
 //! ```
 //! [`feed`] is the thread, [`vm`] the state of one VM, [`recently`] filters out records that tell the
 //! policies nothing new, [`recording`] writes the log to files.

@@ -15,13 +15,14 @@ use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_
 use pagetide_gmem::{AddressSpace, Cause, Fault, PageState, Wait};
 #[cfg(test)]
 use pagetide_policy::protect::ProtectionPolicy;
-use pagetide_policy::protect::{
-    Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
+use pagetide_policy::{
+    prefetch::{PrefetchOrder, PrefetchQueue, Prefetched, Rest, Room, Step},
+    protect::{Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch},
 };
 use pagetide_swap::Limit;
 use pagetide_vpri::{DPU, DmaMmu, LogRecord, Tenant};
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::BTreeMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
@@ -41,8 +42,6 @@ const DEVICE_GONE: Duration = Duration::from_secs(6 * 3600);
 const ACCESS_BYTES_MAX: u32 = 32 << 20;
 /// Most evictions queued for the policies: 128 GiB, between two turns a twentieth of a second apart.
 const FATES_MAX: usize = 65_536;
-/// Most sections that wait for prefetch.
-const BRING_BACKS_MAX: usize = 2048;
 /// Pages of one fault that is served without waiting.
 const FAULT_PAGES: u64 = 16;
 
@@ -75,7 +74,7 @@ pub struct VmProtection {
 struct Counts {
     taken: AtomicU64,
     refused: AtomicU64,
-    brought_pages: AtomicU64,
+    prefetched_pages: AtomicU64,
 }
 
 /// Records of a device in the log.
@@ -91,16 +90,8 @@ struct Inner {
     heard: BTreeMap<DeviceId, DeviceTally>,
     at: Duration,
     ram: Vec<PageRange>,
-    bring_backs: VecDeque<PrefetchOrder>,
+    prefetches: PrefetchQueue,
     minute: Minute,
-}
-
-/// A section that a policy wants prefetched.
-#[derive(Clone, Copy)]
-struct PrefetchOrder {
-    section: SectionNo,
-    /// Part of it was filled.
-    is_begun: bool,
 }
 
 /// One device's share of a [`ProtectionReport`].
@@ -130,7 +121,7 @@ pub struct ProtectionReport {
     /// Records that named memory that is not the VM's, or a device too many.
     pub refused_records: u64,
     /// Pages prefetched for devices.
-    pub brought_pages: u64,
+    pub prefetched_pages: u64,
     /// I/O page faults of the last whole minute.
     pub faults_a_minute: u64,
     /// I/O page faults in all.
@@ -159,7 +150,7 @@ impl VmProtection {
                 heard: BTreeMap::new(),
                 at: Duration::ZERO,
                 ram,
-                bring_backs: VecDeque::new(),
+                prefetches: PrefetchQueue::default(),
                 minute: Minute::beginning_at(before),
             }),
             fates: Mutex::default(),
@@ -196,7 +187,7 @@ impl VmProtection {
         inner.protector.choose(choice);
         inner.recently.forget();
         inner.heard.clear();
-        inner.bring_backs.clear();
+        inner.prefetches.forget_all();
         self.is_active.store(*choice != PolicyChoice::None, Relaxed);
     }
 
@@ -258,7 +249,7 @@ impl VmProtection {
         if let Some(ram) = ram {
             inner.follow_ram(ram, now);
         }
-        inner.take_wishes(now);
+        inner.take_requests(now);
     }
 
     /// A second has passed.
@@ -269,55 +260,63 @@ impl VmProtection {
             inner.protector.passed(now);
         }
         inner.release_the_silent(now);
-        inner.take_wishes(now);
+        inner.take_requests(now);
         if let Some(handles) = &self.handles {
             inner.minute.second_ends(handles.tenant.absent_faults());
         }
     }
 
     /// Prefetches sections that policies have requested, about `pages` pages, and none if the VM's limit
-    /// is near: a prefetch is not worth an eviction. Never waits. Policies are notified at once of
-    /// prefetches that fail: otherwise sections they expect to be touched soon would stay absent.
-    pub(crate) fn bring_back(&self, pages: u64) {
-        let Some(handles) = &self.handles else {
-            self.lock().refuse_wishes();
-            return;
-        };
-        let mut left = pages;
-        while left > 0 {
-            if handles.limit.is_below_low_mark() || handles.limit.is_stopped() {
-                self.lock().refuse_wishes();
-                return;
-            }
-            let Some(wish) = self.lock().bring_backs.pop_front() else {
-                return;
+    /// is near. Never waits.
+    pub(crate) fn prefetch(&self, pages: u64) {
+        self.lock().prefetches.begin_turn(pages);
+        loop {
+            let room = self.prefetch_room();
+            let mut inner = self.lock();
+            let order = match inner.prefetches.next(room) {
+                Step::Fill(order) => order,
+                Step::Refuse(sections) => return inner.refuse(sections),
+                Step::Over => return,
             };
-            let brought = handles.bring_section(wish.section, left);
-            self.counts.brought_pages.fetch_add(brought.pages, Relaxed);
-            left = left.saturating_sub(brought.pages.max(1));
-            let is_begun = wish.is_begun || brought.pages > 0;
-            if brought.is_some_left {
-                self.lock()
-                    .bring_backs
-                    .push_front(PrefetchOrder { is_begun, ..wish });
-            } else if !is_begun {
-                self.lock().not_brought_back(wish.section);
-            }
+            drop(inner);
+            let done = self.fill(&order);
+            self.counts.prefetched_pages.fetch_add(done.pages, Relaxed);
+            let mut inner = self.lock();
+            let refused = inner.prefetches.filled(order, done);
+            inner.refuse(refused);
         }
     }
 
+    fn prefetch_room(&self) -> Room {
+        match &self.handles {
+            Some(VmHandles { limit, .. })
+                if !limit.headroom().is_below_low() && !limit.is_stopped() =>
+            {
+                Room::Enough
+            }
+            Some(_) | None => Room::TooLittle,
+        }
+    }
+
+    fn fill(&self, order: &PrefetchOrder) -> Prefetched {
+        let nothing = Prefetched {
+            pages: 0,
+            rest: Rest::None,
+        };
+        self.handles
+            .as_ref()
+            .map_or(nothing, |handles| handles.fill_stored(order))
+    }
+
     /// True while sections wait for prefetch.
-    pub(crate) fn has_wishes(&self) -> bool {
-        !self.lock().bring_backs.is_empty()
+    pub(crate) fn wants_prefetch(&self) -> bool {
+        !self.lock().prefetches.is_empty()
     }
 
     /// Requests a prefetch of `section`, as a policy does.
     #[cfg(test)]
-    pub(super) fn wish(&self, section: SectionNo) {
-        self.lock().bring_backs.push_back(PrefetchOrder {
-            section,
-            is_begun: false,
-        });
+    pub(super) fn request_prefetch(&self, section: SectionNo) {
+        assert!(self.lock().prefetches.request([section]).is_empty());
     }
 
     /// Has `device` follow `policy`.
@@ -343,7 +342,7 @@ impl VmProtection {
             devices: reports.map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
-            brought_pages: self.counts.brought_pages.load(Relaxed),
+            prefetched_pages: self.counts.prefetched_pages.load(Relaxed),
             faults_a_minute: inner.minute.total(),
             faults: self
                 .handles
@@ -493,29 +492,20 @@ impl Inner {
         }
     }
 
-    /// Queues the prefetches that policies request now; the oldest beyond the bound fail.
-    fn take_wishes(&mut self, now: Duration) {
-        let wishes = self.protector.take_bring_backs();
-        self.bring_backs
-            .extend(wishes.into_iter().map(|section| PrefetchOrder {
-                section,
-                is_begun: false,
-            }));
-        while self.bring_backs.len() > BRING_BACKS_MAX {
-            if let Some(wish) = self.bring_backs.pop_front() {
-                self.protector.fate(wish.section, Fate::NotBroughtBack, now);
-            }
+    /// Queues the prefetches that policies request now.
+    fn take_requests(&mut self, now: Duration) {
+        let requested = self.protector.take_bring_backs();
+        for section in self.prefetches.request(requested) {
+            self.protector.fate(section, Fate::NotBroughtBack, now);
         }
     }
 
-    fn refuse_wishes(&mut self) {
-        for wish in std::mem::take(&mut self.bring_backs) {
-            self.not_brought_back(wish.section);
+    /// Policies are notified at once of prefetches that fail: otherwise sections they expect to be
+    /// touched soon would stay absent.
+    fn refuse(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        for section in sections {
+            self.protector.fate(section, Fate::NotBroughtBack, self.at);
         }
-    }
-
-    fn not_brought_back(&mut self, section: SectionNo) {
-        self.protector.fate(section, Fate::NotBroughtBack, self.at);
     }
 
     fn follow_ram(&mut self, ram: Vec<PageRange>, now: Duration) {
@@ -528,8 +518,7 @@ impl Inner {
             .collect();
         for section in gone {
             self.protector.fate(section, Fate::Gone, now);
-            self.bring_backs
-                .retain(|waiting| waiting.section != section);
+            self.prefetches.forget(section);
         }
         self.protector.resized(sections_of(&ram));
         self.recently.forget();
@@ -537,33 +526,23 @@ impl Inner {
     }
 }
 
-/// Result of a prefetch.
-struct Brought {
-    pages: u64,
-    is_some_left: bool,
-}
-
 impl VmHandles {
-    /// Fills about `most` stored pages of `section`. A fill that would have to wait ends the prefetch
-    /// for good: a fault on the section will fill it.
-    fn bring_section(&self, section: SectionNo, most: u64) -> Brought {
+    /// Fills about as many stored pages of a section as `order` says. A fill that would have to wait
+    /// ends the prefetch for good: a fault on the section will fill it.
+    fn fill_stored(&self, order: &PrefetchOrder) -> Prefetched {
         let mut pages = 0;
         let Some(memory) = self.space.memory() else {
-            return Brought {
-                pages,
-                is_some_left: false,
-            };
+            let rest = Rest::None;
+            return Prefetched { pages, rest };
         };
         let is_stored = |state| matches!(state, PageState::Stored(_));
-        let stored = memory.table().pages_in_state(section, is_stored);
-        for run in stored.runs(section) {
+        let stored = memory.table().pages_in_state(order.section, is_stored);
+        for run in stored.runs(order.section) {
             let mut start = run.start;
             while start < run.end {
-                if pages >= most {
-                    return Brought {
-                        pages,
-                        is_some_left: true,
-                    };
+                if pages >= order.pages_max {
+                    let rest = Rest::Some;
+                    return Prefetched { pages, rest };
                 }
                 let end = start.plus(FAULT_PAGES).min(run.end);
                 let part = PageRange::new(start, end);
@@ -573,19 +552,15 @@ impl VmHandles {
                     access: pagetide_addr::Access::Write,
                 });
                 if self.space.fault(&cause, Wait::Never).is_none() {
-                    return Brought {
-                        pages,
-                        is_some_left: false,
-                    };
+                    let rest = Rest::None;
+                    return Prefetched { pages, rest };
                 }
                 pages += part.len();
                 start = end;
             }
         }
-        Brought {
-            pages,
-            is_some_left: false,
-        }
+        let rest = Rest::None;
+        Prefetched { pages, rest }
     }
 }
 

@@ -66,7 +66,7 @@ impl ProtectedSections {
     }
 
     /// One more device protects `section`.
-    pub(super) fn add(&self, section: SectionNo) {
+    pub(crate) fn add(&self, section: SectionNo) {
         let mut protected = self.write();
         if !protected.sections.insert(section) {
             *protected.again.entry(section).or_insert(0) += 1;

@@ -193,6 +193,12 @@ impl Protector {
         }
     }
 
+    /// True if policies want sections prefetched.
+    #[must_use]
+    pub fn wants_bring_backs(&self) -> bool {
+        !self.outcome.bring_backs.is_empty()
+    }
+
     /// Takes the sections to be prefetched, oldest request first; each request is returned once.
     pub fn take_bring_backs(&mut self) -> Vec<SectionNo> {
         self.outcome.bring_backs.drain(..).collect()

@@ -4,21 +4,18 @@
 use super::{
     AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
     VmAccount,
-    memory::{BroughtBack, Found, Memory, Start},
+    memory::{Found, Memory, PrefetchOutcome, Start},
 };
 use pagetide_addr::{DeviceId, SectionNo};
-use pagetide_policy::protect::{Fate, PolicyChoice, ProtectedSections, Protector, Touch};
+use pagetide_policy::{
+    prefetch::{self, PrefetchQueue, Prefetched, Rest, Room, Step},
+    protect::{Fate, PolicyChoice, ProtectedSections, Protector, Touch},
+};
 use rustc_hash::FxHashMap;
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 /// Interval at which time passes for policies, as in the daemon.
 const LOOK_ROUND: Duration = Duration::from_secs(1);
-/// Interval at which the daemon serves prefetch requests.
-const TURN: Duration = Duration::from_millis(50);
-/// Pages that it prefetches in one turn, about: two sections of 2 MiB.
-const TURN_PAGES: u64 = 1024;
-/// Most prefetch requests that wait. If there are more, the oldest are dropped.
-const WISHES_MAX: usize = 2048;
 /// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
 pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
 /// Most sections of a VM: 8 TiB of 2 MiB each.
@@ -64,10 +61,9 @@ pub struct VmReplay {
     devices: Vec<Device>,
     devices_max: u64,
     index_of: FxHashMap<DeviceId, usize>,
-    wishes: VecDeque<SectionNo>,
+    prefetches: PrefetchQueue,
     /// When prefetch requests are served next, if there are any.
     turn_at: Option<Duration>,
-    evicted: Vec<SectionNo>,
     now: Duration,
     looked_at: Duration,
     noted_at: Option<Duration>,
@@ -97,7 +93,12 @@ impl VmReplay {
             ..VmAccount::default()
         };
         Ok(Self {
-            memory: Memory::new(sections, params.section_bytes, params.start),
+            memory: Memory::new(
+                sections,
+                params.section_bytes,
+                params.start,
+                Arc::clone(protector.protected()),
+            ),
             protected: Arc::clone(protector.protected()),
             params,
             stream,
@@ -108,9 +109,8 @@ impl VmReplay {
             devices: Vec::new(),
             devices_max: (KEPT_MAX / sections).clamp(DEVICES.0, DEVICES.1),
             index_of: FxHashMap::default(),
-            wishes: VecDeque::new(),
+            prefetches: PrefetchQueue::default(),
             turn_at: None,
-            evicted: Vec::new(),
             now: Duration::ZERO,
             looked_at: Duration::ZERO,
             noted_at: None,
@@ -158,9 +158,9 @@ impl VmReplay {
     pub fn set_limit(&mut self, sections: Option<u64>) {
         self.count_time(self.now);
         self.memory.set_limit(sections);
-        self.memory
-            .keep(self.now, &self.protected, &mut self.evicted);
+        self.memory.wake(self.now);
         self.tell_fates();
+        self.note_requests();
         self.find_due();
     }
 
@@ -193,10 +193,10 @@ impl VmReplay {
             time: self.now,
             evicted_sections: counts.evicted_sections,
             evicted_protected: counts.evicted_protected,
-            scans: counts.scans,
+            scans: counts.sweeps,
             over_limit_fills: counts.over_limit_fills,
-            bring_backs: counts.bring_backs,
-            wasted_bring_backs: counts.wasted_bring_backs,
+            bring_backs: counts.prefetches,
+            wasted_bring_backs: counts.wasted_prefetches,
             devices: self.devices.iter().map(|d| d.account.clone()).collect(),
             ..self.account.clone()
         }
@@ -274,9 +274,8 @@ impl VmReplay {
             }
         }
         if found != Found::Present {
-            self.memory
-                .fill(self.now, access.section, &self.protected, &mut self.evicted);
-            // The fill may have triggered a scan; its requester touches the section after that.
+            self.memory.fill(self.now, access.section);
+            // The fill may have triggered a sweep; its requester touches the section after that.
             self.memory.touch(access.section);
             self.tell_fates();
             self.find_due();
@@ -290,6 +289,7 @@ impl VmReplay {
             };
             self.protector.touched(id, touch);
         }
+        self.note_requests();
     }
 
     fn device(&mut self, id: DeviceId, service: Service) -> &mut Device {
@@ -311,12 +311,12 @@ impl VmReplay {
             if self.now >= self.look_at {
                 self.look();
             }
-            self.memory
-                .pass(self.now, &self.protected, &mut self.evicted);
+            self.memory.pass(self.now);
             self.tell_fates();
             if self.turn_at.is_some_and(|at| self.now >= at) {
-                self.bring_back();
+                self.prefetch();
             }
+            self.note_requests();
             self.find_due();
         }
     }
@@ -326,9 +326,11 @@ impl VmReplay {
         self.look_at = self.now + LOOK_ROUND;
         self.count_time(self.now);
         self.protector.passed(self.now);
-        self.take_wishes();
-        self.memory
-            .keep(self.now, &self.protected, &mut self.evicted);
+        self.take_requests();
+        if !self.prefetches.is_empty() {
+            self.turn_at = Some(self.now);
+        }
+        self.memory.wake(self.now);
     }
 
     fn find_due(&mut self) {
@@ -337,55 +339,64 @@ impl VmReplay {
     }
 
     fn tell_fates(&mut self) {
-        for section in self.evicted.drain(..) {
+        for section in self.memory.take_evicted() {
             self.protector.fate(section, Fate::Evicted, self.now);
         }
     }
 
-    /// Prefetch requests are accepted once a second, and served from this turn on.
-    fn take_wishes(&mut self) {
-        self.wishes.extend(self.protector.take_bring_backs());
-        let too_many = self.wishes.len().saturating_sub(WISHES_MAX);
-        let dropped: Vec<SectionNo> = self.wishes.drain(..too_many).collect();
-        for section in dropped {
-            self.refuse(section);
-        }
-        if !self.wishes.is_empty() && self.turn_at.is_none() {
-            self.turn_at = Some(self.now);
+    /// Requests of policies wait for the next turn, as in the daemon.
+    fn note_requests(&mut self) {
+        if self.turn_at.is_none() && self.protector.wants_bring_backs() {
+            let turn_ns = prefetch::TURN.as_nanos();
+            let turns = self.now.as_nanos() / turn_ns + 1;
+            let turns = u32::try_from(turns).unwrap_or(u32::MAX);
+            self.turn_at = Some(prefetch::TURN * turns);
+            self.find_due();
         }
     }
 
-    /// One turn: serves prefetch requests in order. Once little is free all remaining ones are refused, as
-    /// in the daemon: a prefetch is not worth an eviction.
-    fn bring_back(&mut self) {
-        let mut left = TURN_PAGES;
-        while left > 0 {
-            if self.memory.is_below_low_mark() {
-                let wishes: Vec<SectionNo> = self.wishes.drain(..).collect();
-                wishes.into_iter().for_each(|section| self.refuse(section));
-                break;
-            }
-            let Some(section) = self.wishes.pop_front() else {
-                break;
+    fn take_requests(&mut self) {
+        let requested = self.protector.take_bring_backs();
+        let refused = self.prefetches.request(requested);
+        self.refuse(refused);
+    }
+
+    /// One turn of prefetches.
+    fn prefetch(&mut self) {
+        self.take_requests();
+        self.prefetches.begin_turn(prefetch::TURN_PAGES);
+        loop {
+            let room = match self.memory.headroom().is_below_low() {
+                true => Room::TooLittle,
+                false => Room::Enough,
             };
-            let took = match self.memory.bring_back(section) {
-                BroughtBack::Yes => self.memory.section_pages(),
-                BroughtBack::NothingToBring | BroughtBack::NoRoom => {
-                    self.refuse(section);
-                    1
+            match self.prefetches.next(room) {
+                Step::Fill(order) => {
+                    let pages = match self.memory.prefetch(order.section) {
+                        PrefetchOutcome::Filled => self.memory.section_pages(),
+                        PrefetchOutcome::NothingToFill | PrefetchOutcome::NoRoom => 0,
+                    };
+                    let rest = Rest::None;
+                    let refused = self.prefetches.filled(order, Prefetched { pages, rest });
+                    self.refuse(refused);
                 }
-            };
-            left = left.saturating_sub(took);
+                Step::Refuse(sections) => {
+                    self.refuse(sections);
+                    break;
+                }
+                Step::Over => break,
+            }
         }
-        self.turn_at = (!self.wishes.is_empty()).then(|| self.now + TURN);
-        self.memory
-            .keep(self.now, &self.protected, &mut self.evicted);
+        self.turn_at = (!self.prefetches.is_empty()).then(|| self.now + prefetch::TURN);
+        self.memory.wake(self.now);
         self.tell_fates();
     }
 
-    fn refuse(&mut self, section: SectionNo) {
-        self.account.refused_bring_backs += 1;
-        self.protector.fate(section, Fate::NotBroughtBack, self.now);
+    fn refuse(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
+        for section in sections {
+            self.account.refused_bring_backs += 1;
+            self.protector.fate(section, Fate::NotBroughtBack, self.now);
+        }
     }
 
     /// Adds the holdings since the last call to the account.
@@ -396,7 +407,7 @@ impl VmReplay {
         self.account.limit.add(limit.min(self.memory.len()), time);
         self.account.resident.add(self.memory.present(), time);
         self.account.protected.add(self.protected.len(), time);
-        let brought_back = self.memory.counts().brought_back;
+        let brought_back = self.memory.counts().prefetched;
         self.account.brought_back.add(brought_back, time);
         let note = self.params.capacity_every.filter(|every| {
             self.noted_at

@@ -1,31 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Memory`]: the sections of one VM, present or evicted, and the rounds that keep it within its limit.
+//! [`Memory`]: the sections of one VM, present or evicted, and the reclaim loop that keeps it within its
+//! limit.
 //!
-//! The rounds are those of the daemon, in virtual time:
-//! ```text
-//!   every 5 s                scan: what was touched becomes warmer, the rest drifts
-//!   free below the low mark  the passes of one reclaim (`pagetide_policy::victims`), until free is above
-//!                            the high mark
-//! ```
-//! A section is idle while it has not been touched since the last scan. A fill counts as a touch by its
-//! requester: the page tables have the page then. A prefetched section counts as untouched.
+//! The decisions are the daemon's ([`pagetide_policy::reclaim`]): [`ReclaimLoop`] says what comes next,
+//! and [`Selection`] which sections are unmapped and evicted. What this file adds is what they are told
+//! and what carries their orders out, in virtual time:
+//! - *A section is one page*: it is unmapped, touched, evicted and filled as a whole.
+//! - *Heat* is known exactly, not from samples: a sweep finds all sections that were touched since the
+//!   last one. Sweeps are as far apart as the daemon's would be if they cost nothing
+//!   ([`Want::sweep_min`](pagetide_policy::sampling::Want::sweep_min)).
+//! - *Nothing forbids eviction*, and carrying out an order takes no time.
+//! - A *fill* that finds no room evicts a section that is ready, as in the daemon. If there is none it
+//!   goes ahead, and counts as one over the limit if there is no room until [`ADMISSION_WAIT`] later:
+//!   in the daemon it would have waited.
 //!
-//! As in the daemon, the evictor is not notified of fills. A section that was evicted and filled is in no
-//! set until a scan finds it touched, or examines it among those without pages: it examines some of them
-//! each time, and all if the idle sections do not suffice.
+//! A fill counts as a touch by its requester: the page tables have the page then. A prefetched section
+//! counts as untouched.
 
 use super::touched::TouchedSections;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
 use pagetide_policy::{
-    marks::{HIGH_PERMILLE, LOW_PERMILLE, SCAN_ROUND},
+    candidates::{After, Ready},
     protect::ProtectedSections,
+    reclaim::{
+        Attempt, DIRECT_SECTIONS_MAX, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection,
+        Situation, Unmapped,
+    },
     sets::Level,
-    victims::{self, Need, Reach, Step, Taken, Then, UNMAPPED_MIN, Victims},
+    victims::{Taken, Then},
+    watermarks::{ADMISSION_WAIT, Headroom},
 };
-use std::time::Duration;
-
-/// Sections without pages that each scan examines.
-const EMPTY_LOOKED_AT: u64 = 256;
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 /// The content of a VM's memory when a replay starts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
@@ -52,14 +57,16 @@ struct State(u8);
 
 impl State {
     const PRESENT: Self = Self(1);
-    /// Touched since the last scan.
+    /// Touched since the last sweep.
     const TOUCHED: Self = Self(2);
     /// Absent, with content in the store.
     const EVICTED: Self = Self(4);
     /// A policy had it prefetched, and it was not touched since.
-    const BROUGHT_BACK: Self = Self(8);
+    const PREFETCHED: Self = Self(8);
     /// A device touched it at any time.
     const DEVICES: Self = Self(16);
+    /// Touched since it was unmapped.
+    const MAPPED: Self = Self(32);
 
     const fn is(self, other: Self) -> bool {
         self.0 & other.0 != 0
@@ -76,53 +83,187 @@ impl State {
 
 /// The outcome of a request to prefetch a section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum BroughtBack {
-    Yes,
+pub(super) enum PrefetchOutcome {
+    Filled,
     /// It is present, or never had content.
-    NothingToBring,
+    NothingToFill,
     /// There is no room under the limit.
     NoRoom,
 }
-
-/// A reclaim that has just scanned, and continues when pages have been idle.
-struct Resting {
-    again_at: Duration,
-    steps: Steps,
-}
-
-/// The remaining steps of a reclaim.
-type Steps = Box<dyn Iterator<Item = Step> + Send>;
 
 /// The counters of the memory.
 #[derive(Clone, Copy, Default, Debug)]
 pub(super) struct Counts {
     pub(super) evicted_sections: u64,
     pub(super) evicted_protected: u64,
-    pub(super) scans: u64,
+    pub(super) sweeps: u64,
     pub(super) over_limit_fills: u64,
-    pub(super) bring_backs: u64,
-    pub(super) wasted_bring_backs: u64,
+    pub(super) prefetches: u64,
+    pub(super) wasted_prefetches: u64,
     /// Prefetched sections that are present and not touched yet.
-    pub(super) brought_back: u64,
+    pub(super) prefetched: u64,
 }
 
-/// See the module.
-pub(super) struct Memory {
+/// The states of all sections, on which the orders are carried out.
+struct States {
     sections: Vec<State>,
     section_pages: u64,
     present: u64,
     limit: Option<u64>,
-    victims: Victims,
-    touched: TouchedSections,
-    /// True if all sections without pages were examined since the last scan.
-    looked_at_empty: bool,
-    scan_at: Duration,
-    resting: Option<Resting>,
+    now: Duration,
+    /// Filled since the reclaim loop last asked.
+    filled: Vec<SectionNo>,
+    /// Ready for eviction, coldest first.
+    reserve: VecDeque<Ready>,
+    /// Evicted, and the protector was not told yet.
+    evicted: Vec<SectionNo>,
+    /// When fills that found no room would have waited long enough.
+    waiting_fills: VecDeque<Duration>,
     counts: Counts,
+    /// Every order of the loop, and every section unmapped or evicted for it.
+    #[cfg(test)]
+    log: Vec<String>,
+}
+
+impl Sections for States {
+    type Stop = Infallible;
+
+    fn present_pages(&self, section: SectionNo) -> u64 {
+        let is_present = self.sections[section.index()].is(State::PRESENT);
+        u64::from(is_present) * self.section_pages
+    }
+
+    fn filled(&mut self) -> Option<Vec<SectionNo>> {
+        let mut filled = std::mem::take(&mut self.filled);
+        filled.retain(|section| self.sections[section.index()].is(State::PRESENT));
+        Some(filled)
+    }
+
+    fn evict(&mut self, section: SectionNo, _pages_max: u64) -> Attempt<Infallible> {
+        let evicted = self.evict_whole(section);
+        #[cfg(test)]
+        if evicted.taken.pages > 0 {
+            self.log.push(format!("evict {}", section.0));
+        }
+        Attempt::Done(evicted)
+    }
+
+    fn unmap(&mut self, sections: &[SectionNo]) -> Result<Unmapped, Infallible> {
+        #[cfg(test)]
+        self.log.push(format!("unmap {sections:?}"));
+        for section in sections {
+            let state = &mut self.sections[section.index()];
+            *state = state.but(State::MAPPED);
+        }
+        Ok(Unmapped {
+            sections: sections.to_vec(),
+            at: self.now,
+        })
+    }
+
+    fn offer(&mut self, ready: Vec<Ready>) {
+        self.reserve = ready.into();
+    }
+}
+
+impl States {
+    /// Evicts a section that was not touched since it was unmapped.
+    fn evict_whole(&mut self, section: SectionNo) -> Evicted<Infallible> {
+        let present_pages = self.present_pages(section);
+        let state = &mut self.sections[section.index()];
+        let is_mapped = state.is(State::MAPPED);
+        let mut taken = Taken {
+            pages: 0,
+            then: Then::Emptied,
+        };
+        if is_mapped {
+            taken.then = Then::Next;
+        } else if state.is(State::PRESENT) {
+            let is_wasted = u64::from(state.is(State::PREFETCHED));
+            *state = state
+                .but(State::PRESENT)
+                .but(State::PREFETCHED)
+                .but(State::TOUCHED)
+                .and(State::EVICTED);
+            self.counts.wasted_prefetches += is_wasted;
+            self.counts.prefetched -= is_wasted;
+            self.counts.evicted_sections += 1;
+            self.present -= 1;
+            self.evicted.push(section);
+            taken.pages = self.section_pages;
+            if self.free_pages() >= 0 {
+                self.waiting_fills.clear();
+            }
+        }
+        Evicted {
+            taken,
+            present_pages,
+            mapped_pages: u64::from(is_mapped) * present_pages,
+            stop: None,
+        }
+    }
+
+    /// Evicts a section that is ready, for a fill that needs room.
+    fn evict_ready(&mut self, protected: &ProtectedSections) -> Option<(SectionNo, After)> {
+        let now = self.now;
+        let is_ready = |ready: &Ready| ready.within.contains(&now);
+        let place = self.reserve.iter().position(is_ready)?;
+        let section = self.reserve.remove(place)?.section;
+        // It was protected after it was offered: only the reclaim loop may evict it.
+        if protected.contains(section) {
+            return None;
+        }
+        let after = self.evict_whole(section).after(u64::MAX)?;
+        Some((section, after))
+    }
+
+    fn headroom(&self) -> Headroom {
+        match self.limit {
+            None => Headroom::Unlimited,
+            Some(limit) => Headroom::Limited {
+                limit_pages: pages(limit.saturating_mul(self.section_pages)),
+                free_pages: self.free_pages(),
+            },
+        }
+    }
+
+    fn free_pages(&self) -> i64 {
+        let limit = self.limit.map_or(i64::MAX, |limit| {
+            pages(limit.saturating_mul(self.section_pages))
+        });
+        limit.saturating_sub(pages(self.present * self.section_pages))
+    }
+
+    fn has_room(&self) -> bool {
+        self.free_pages() >= self.section_pages.cast_signed()
+    }
+}
+
+fn pages(pages: u64) -> i64 {
+    i64::try_from(pages).unwrap_or(i64::MAX)
+}
+
+/// See the module.
+pub(super) struct Memory {
+    states: States,
+    selection: Selection,
+    decisions: ReclaimLoop,
+    /// When the loop goes on.
+    loop_at: Duration,
+    /// The loop waits for work, or rests whatever comes.
+    is_waiting: bool,
+    touched: TouchedSections,
+    swept_at: Option<Duration>,
 }
 
 impl Memory {
-    pub(super) fn new(sections: u64, section_bytes: u64, start: Start) -> Self {
+    /// Sections that `protected` names are spared.
+    pub(super) fn new(
+        sections: u64,
+        section_bytes: u64,
+        start: Start,
+        protected: Arc<ProtectedSections>,
+    ) -> Self {
         let present = start == Start::AllPresent;
         let state = if present {
             State::PRESENT
@@ -130,82 +271,101 @@ impl Memory {
             State::default()
         };
         let numbers = (0..sections).map(SectionNo);
-        let mut victims = Victims::default();
-        victims.follow(numbers.clone());
+        let mut selection = Selection::default();
+        selection.spare(protected);
+        selection.follow(numbers.clone());
         if !present {
-            numbers.for_each(|section| victims.emptied(section));
+            numbers.for_each(|section| selection.emptied(section));
         }
         Self {
-            sections: vec![state; usize::try_from(sections).unwrap_or(usize::MAX)],
-            section_pages: (section_bytes / PAGE_BYTES).max(1),
-            present: if present { sections } else { 0 },
-            limit: None,
-            victims,
+            states: States {
+                sections: vec![state; usize::try_from(sections).unwrap_or(usize::MAX)],
+                section_pages: (section_bytes / PAGE_BYTES).max(1),
+                present: if present { sections } else { 0 },
+                limit: None,
+                now: Duration::ZERO,
+                filled: Vec::new(),
+                reserve: VecDeque::new(),
+                evicted: Vec::new(),
+                waiting_fills: VecDeque::new(),
+                counts: Counts::default(),
+                #[cfg(test)]
+                log: Vec::new(),
+            },
+            selection,
+            decisions: ReclaimLoop::new(0),
+            loop_at: Duration::ZERO,
+            is_waiting: true,
             touched: TouchedSections::default(),
-            looked_at_empty: false,
-            scan_at: Duration::ZERO,
-            resting: None,
-            counts: Counts::default(),
+            swept_at: None,
         }
     }
 
     pub(super) fn counts(&self) -> Counts {
-        self.counts
+        self.states.counts
     }
 
     pub(super) fn present(&self) -> u64 {
-        self.present
+        self.states.present
     }
 
     pub(super) fn limit(&self) -> Option<u64> {
-        self.limit
+        self.states.limit
     }
 
     pub(super) fn len(&self) -> u64 {
-        self.sections.len() as u64
+        self.states.sections.len() as u64
+    }
+
+    pub(super) fn section_pages(&self) -> u64 {
+        self.states.section_pages
+    }
+
+    pub(super) fn headroom(&self) -> Headroom {
+        self.states.headroom()
     }
 
     /// Sections on the cold side, and absent ones.
     pub(super) fn cold(&self) -> u64 {
         let warm = |(level, count): (Level, u64)| if level > Level::Inactive { count } else { 0 };
-        self.len() - self.victims.sets().counts().map(warm).iter().sum::<u64>()
+        let warm: u64 = self.selection.sets().counts().map(warm).iter().sum();
+        self.len() - warm
     }
 
     pub(super) fn set_limit(&mut self, sections: Option<u64>) {
-        self.limit = sections;
+        self.states.limit = sections;
     }
 
     /// Brings the sections' states into the processor's cache.
     pub(super) fn warm_up(&self) {
-        self.victims.sets().warm_up();
+        self.selection.sets().warm_up();
+    }
+
+    /// Takes the sections evicted since the last call.
+    pub(super) fn take_evicted(&mut self) -> Vec<SectionNo> {
+        std::mem::take(&mut self.states.evicted)
     }
 
     /// When [`Self::pass`] is due next.
     pub(super) fn due(&self) -> Duration {
-        match &self.resting {
-            Some(resting) => resting.again_at.min(self.scan_at),
-            None => self.scan_at,
-        }
+        let waiting = self.states.waiting_fills.front();
+        waiting.map_or(self.loop_at, |at| self.loop_at.min(*at))
     }
 
-    /// Does everything due at `now`. Evicted sections are added to `evicted`.
-    pub(super) fn pass(
-        &mut self,
-        now: Duration,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        if now >= self.scan_at {
-            self.scan(now);
+    /// Does everything due at `now`.
+    pub(super) fn pass(&mut self, now: Duration) {
+        let waiting = &mut self.states.waiting_fills;
+        while waiting.pop_front_if(|at| *at <= now).is_some() {
+            self.states.counts.over_limit_fills += 1;
         }
-        if let Some(resting) = self.resting.take_if(|resting| now >= resting.again_at) {
-            self.reclaim(now, resting.steps, protected, evicted);
+        if now >= self.loop_at {
+            self.run(now);
         }
     }
 
     /// A section is touched.
     pub(super) fn touch(&mut self, section: SectionNo) -> Found {
-        let state = &mut self.sections[section.index()];
+        let state = &mut self.states.sections[section.index()];
         if !state.is(State::PRESENT) {
             return if state.is(State::EVICTED) {
                 Found::Evicted
@@ -216,219 +376,151 @@ impl Memory {
         if !state.is(State::TOUCHED) {
             self.touched.insert(section);
         }
-        self.counts.brought_back -= u64::from(state.is(State::BROUGHT_BACK));
-        *state = state.and(State::TOUCHED).but(State::BROUGHT_BACK);
+        self.states.counts.prefetched -= u64::from(state.is(State::PREFETCHED));
+        *state = state
+            .and(State::TOUCHED)
+            .and(State::MAPPED)
+            .but(State::PREFETCHED);
         Found::Present
     }
 
     /// A device touches a section. True if none did before.
     pub(super) fn touch_by_device(&mut self, section: SectionNo) -> bool {
-        let state = &mut self.sections[section.index()];
+        let state = &mut self.states.sections[section.index()];
         let is_first = !state.is(State::DEVICES);
         *state = state.and(State::DEVICES);
         is_first
     }
 
-    /// Makes an absent section present. At the limit, others are evicted first.
-    pub(super) fn fill(
-        &mut self,
-        now: Duration,
-        section: SectionNo,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        if self.free_pages() < self.section_pages.cast_signed() {
-            self.press(now, protected, evicted);
-            if self.free_pages() < self.section_pages.cast_signed() {
-                self.counts.over_limit_fills += 1;
+    /// Makes an absent section present. At the limit, another is evicted first if one is ready.
+    pub(super) fn fill(&mut self, now: Duration, section: SectionNo) {
+        self.states.now = now;
+        self.make_room();
+        if !self.states.has_room() {
+            self.states.waiting_fills.push_back(now + ADMISSION_WAIT);
+        }
+        self.put(section, State::PRESENT);
+        self.touch(section);
+        self.wake(now);
+    }
+
+    fn make_room(&mut self) {
+        for _ in 0..DIRECT_SECTIONS_MAX {
+            if self.states.has_room() {
+                return;
+            }
+            let protected = self.selection.protected();
+            if let Some((section, after)) = self.states.evict_ready(protected) {
+                self.selection.evicted_elsewhere(section, after);
             }
         }
-        self.present += 1;
-        let state = &mut self.sections[section.index()];
-        *state = state.and(State::PRESENT).but(State::EVICTED);
-        self.touch(section);
-        self.keep(now, protected, evicted);
     }
 
     /// Prefetches a section for a policy, if there is room: nothing is evicted for it.
-    pub(super) fn bring_back(&mut self, section: SectionNo) -> BroughtBack {
-        let has_room = self.free_pages() >= self.section_pages.cast_signed();
-        let Some(state) = self.sections.get_mut(section.index()) else {
-            return BroughtBack::NothingToBring;
-        };
-        if !state.is(State::EVICTED) {
-            return BroughtBack::NothingToBring;
+    pub(super) fn prefetch(&mut self, section: SectionNo) -> PrefetchOutcome {
+        let state = self.states.sections.get(section.index());
+        if !state.is_some_and(|state| state.is(State::EVICTED)) {
+            return PrefetchOutcome::NothingToFill;
         }
-        if !has_room {
-            return BroughtBack::NoRoom;
+        if !self.states.has_room() {
+            return PrefetchOutcome::NoRoom;
         }
-        *state = state
-            .and(State::PRESENT)
-            .and(State::BROUGHT_BACK)
-            .but(State::EVICTED);
-        self.present += 1;
-        self.counts.bring_backs += 1;
-        self.counts.brought_back += 1;
-        BroughtBack::Yes
+        self.put(section, State::PRESENT.and(State::PREFETCHED));
+        self.states.counts.prefetches += 1;
+        self.states.counts.prefetched += 1;
+        PrefetchOutcome::Filled
     }
 
-    pub(super) fn section_pages(&self) -> u64 {
-        self.section_pages
+    fn put(&mut self, section: SectionNo, how: State) {
+        let state = &mut self.states.sections[section.index()];
+        *state = state.and(how).but(State::EVICTED);
+        self.states.present += 1;
+        self.states.filled.push(section);
     }
 
-    /// Starts to reclaim if too little is free.
-    pub(super) fn keep(
-        &mut self,
-        now: Duration,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        if self.is_below_low_mark() {
-            self.press(now, protected, evicted);
+    /// Wakes the reclaim loop if memory is below the low watermark and it waits for that.
+    pub(super) fn wake(&mut self, now: Duration) {
+        if self.is_waiting && self.headroom().is_below_low() {
+            self.run(now);
         }
     }
 
-    /// Reclaims, unless a reclaim is under way and waits for pages to be idle.
-    fn press(
-        &mut self,
-        now: Duration,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        if self.resting.is_none() {
-            let steps = Box::new(victims::passes(Need::Limit));
-            self.reclaim(now, steps, protected, evicted);
-        }
-    }
-
-    fn reclaim(
-        &mut self,
-        now: Duration,
-        mut steps: Steps,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
+    /// Carries out the loop's orders until it waits or rests.
+    fn run(&mut self, now: Duration) {
+        self.states.now = now;
         loop {
-            let wanted = self.pages_to_high_mark();
-            if wanted == 0 {
-                return;
-            }
-            match steps.next() {
-                // Not because there is little room under the limit, but only to keep it.
-                Some(Step::Take(Reach::Protected)) if !self.is_below_low_mark() => {}
-                Some(Step::Take(reach)) => {
-                    self.evict(now, wanted, reach, protected, evicted);
-                    self.evict_found(now, reach, protected, evicted);
-                }
-                Some(Step::Scan) => {
-                    self.scan(now);
-                    let again_at = now + UNMAPPED_MIN;
-                    self.resting = Some(Resting { again_at, steps });
+            let order = self.decisions.next(&Situation {
+                now,
+                headroom: self.headroom(),
+                eviction: Eviction::Allowed,
+                sweeps: self.states.counts.sweeps,
+                requested_pages: None,
+            });
+            #[cfg(test)]
+            self.states
+                .log
+                .push(format!("{} {order:?}", now.as_millis()));
+            match order {
+                Order::Wait(time) | Order::Rest(time) => {
+                    self.loop_at = now + time;
+                    self.is_waiting = order == Order::Wait(time);
                     return;
                 }
-                None => return,
+                Order::Sample(want) => {
+                    let is_due = |at: Duration| now.saturating_sub(at) >= want.sweep_min();
+                    if self.swept_at.is_none_or(is_due) {
+                        self.sweep(now);
+                    }
+                }
+                Order::Sweep { .. } => self.sweep(now),
+                Order::TryAgain => self.selection.try_again(&mut self.states),
+                Order::Evict(order) => {
+                    let (pages, reach) = (order.pages, order.reach);
+                    let pass = self.selection.reclaim(now, pages, reach, &mut self.states);
+                    self.decisions.passed(&pass);
+                    let protected = pass.protected_pages / self.states.section_pages;
+                    self.states.counts.evicted_protected += protected;
+                }
+                Order::KeepReady { pages } => {
+                    let Ok(()) = self.selection.keep_ready(now, pages, &mut self.states);
+                }
+                // Nothing forbids eviction here, counts are exact, and nobody sends requests.
+                Order::EndSuspension
+                | Order::LookRound
+                | Order::CheckHazards
+                | Order::CorrectHeadroom
+                | Order::Finish(_)
+                | Order::RefuseRequests => {}
             }
         }
     }
 
-    /// The idle sections did not suffice: examines all sections without pages, once after each scan. The
-    /// sections found are evicted before protected ones.
-    fn evict_found(
-        &mut self,
-        now: Duration,
-        reach: Reach,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        let wanted = self.pages_to_high_mark();
-        if reach != Reach::AllResting || wanted == 0 || self.looked_at_empty {
-            return;
-        }
-        self.look_at_empty(u64::MAX);
-        self.looked_at_empty = true;
-        self.evict(now, wanted, reach, protected, evicted);
-    }
-
-    fn look_at_empty(&mut self, sections_max: u64) {
-        let sections = &self.sections;
-        let has_pages = |section: SectionNo| sections[section.index()].is(State::PRESENT);
-        self.victims.look_at_empty(sections_max, has_pages);
-    }
-
-    fn evict(
-        &mut self,
-        now: Duration,
-        pages: u64,
-        reach: Reach,
-        protected: &ProtectedSections,
-        evicted: &mut Vec<SectionNo>,
-    ) {
-        let (sections, counts, present) = (&mut self.sections, &mut self.counts, &mut self.present);
-        let section_pages = self.section_pages;
-        let spared = |section| protected.contains(section);
-        let take = |section: SectionNo, _left| {
-            let state = &mut sections[section.index()];
-            if !state.is(State::PRESENT) || state.is(State::TOUCHED) {
-                return Taken {
-                    pages: 0,
-                    then: Then::Next,
-                };
+    /// All sections move among the sets by what was touched since the last sweep.
+    fn sweep(&mut self, now: Duration) {
+        let mut touched = Vec::new();
+        for section in self.touched.drain() {
+            let state = &mut self.states.sections[section.index()];
+            if !state.is(State::TOUCHED) {
+                // It was evicted since, and has nothing to be looked at.
+                continue;
             }
-            let is_wasted = u64::from(state.is(State::BROUGHT_BACK));
-            counts.wasted_bring_backs += is_wasted;
-            counts.brought_back -= is_wasted;
-            counts.evicted_sections += 1;
-            *present -= 1;
-            *state = state
-                .but(State::PRESENT)
-                .but(State::BROUGHT_BACK)
-                .and(State::EVICTED);
-            evicted.push(section);
-            Taken {
-                pages: section_pages,
-                then: Then::Emptied,
-            }
-        };
-        let done = self.victims.reclaim(now, pages, reach, spared, take);
-        counts.evicted_protected += done.protected_pages / section_pages;
-    }
-
-    fn scan(&mut self, now: Duration) {
-        let sections = &mut self.sections;
-        let touched = self.touched.drain().inspect(|section| {
-            let state = &mut sections[section.index()];
             *state = state.but(State::TOUCHED);
-        });
+            if self.selection.stands(section) {
+                if !state.is(State::MAPPED) {
+                    continue;
+                }
+                // It was unmapped to be evicted, and is in use after all.
+                self.selection.in_use(section);
+            }
+            touched.push(section);
+        }
         // In order of memory, as in the daemon.
-        self.victims.scanned(now, touched);
-        self.look_at_empty(EMPTY_LOOKED_AT);
-        self.looked_at_empty = false;
-        self.scan_at = now + SCAN_ROUND;
-        self.counts.scans += 1;
-    }
-
-    fn limit_pages(&self) -> Option<i64> {
-        let pages = self.limit?.saturating_mul(self.section_pages);
-        Some(i64::try_from(pages).unwrap_or(i64::MAX / 1000))
-    }
-
-    fn free_pages(&self) -> i64 {
-        let present = (self.present * self.section_pages).cast_signed();
-        self.limit_pages()
-            .map_or(i64::MAX, |limit| limit.saturating_sub(present))
-    }
-
-    pub(super) fn is_below_low_mark(&self) -> bool {
-        let low = |limit: i64| limit.saturating_mul(LOW_PERMILLE) / 1000;
-        self.limit_pages()
-            .is_some_and(|limit| self.free_pages() < low(limit))
-    }
-
-    fn pages_to_high_mark(&self) -> u64 {
-        let Some(limit) = self.limit_pages() else {
-            return 0;
-        };
-        let high = limit.saturating_mul(HIGH_PERMILLE) / 1000;
-        u64::try_from(high - self.free_pages()).unwrap_or(0)
+        self.selection.swept(now, touched, &mut self.states);
+        self.swept_at = Some(now);
+        self.states.counts.sweeps += 1;
     }
 }
+
+#[cfg(test)]
+#[path = "memory_tests.rs"]
+mod tests;

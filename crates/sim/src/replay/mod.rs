@@ -2,23 +2,23 @@
 //! Replay of DMA in virtual time: how often devices would fault under a policy (VPRI 4.2, 7.3).
 //!
 //! # What is real and what is modelled
-//! The choice of victims and the protection of DMA are the code that runs in the daemon
-//! (`pagetide_policy`), with its pass order, scan period and watermarks. Everything around it is modelled:
+//! The reclaim loop, the choice of sections, the protection of DMA and the queue of prefetches are the code
+//! that runs in the daemon (`pagetide_policy`), with all its constants. Everything around it is modelled:
 //! ```text
 //!   access log ───────────────────────┐
 //!   generator ────────────────────────┤ ReplayAccess   ┌──────────── VmReplay ────────────┐
 //!   block trace ─► GuestPageCache ────┼───────────────►│ present sections, limit          │
-//!             or ─► DirectPool ───────┘                │ Victims ◄ scans    ▲ spared      │
+//!             or ─► DirectPool ───────┘                │ Selection ◄ sweeps ▲ spared      │
 //!                                                      │ Protector ◄ touches┘ prefetches  │
 //!                                                      └──────────────────────────────────┘
 //!   several of them: FleetReplay, which moves the limits among VMs once a minute
 //! ```
 //! - Memory is filled and evicted by whole sections. (The daemon fills single pages; an evicted section
 //!   counts as one fault here, as in the paper.)
-//! - A fill takes no time. If nothing can be evicted for it, it goes over the limit, which is counted: in
-//!   the daemon such a fill waits, at most 100 ms.
-//! - Prefetches are as rare as in the daemon: requests are accepted once a second, at most 2,048 wait, two
-//!   sections of 2 MiB are filled every 50 ms, none while free memory is below the low watermark, and a
+//! - A fill takes no time. If there is no room for it within 100 ms, it is counted as one that went over the
+//!   limit: in the daemon such a fill waits that long.
+//! - Prefetches are as rare as in the daemon: requests are accepted every 50 ms, at most 2,048 wait, two
+//!   sections of 2 MiB are filled at a time, none while free memory is below the low watermark, and a
 //!   request for which there is no room, or nothing to fill, is refused for good. One difference: they are
 //!   filled at once, also where the daemon's store or its cache is busy and it gives up. Their memory is
 //!   [`VmAccount::brought_back`]; no pinned share includes it.

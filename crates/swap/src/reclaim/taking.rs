@@ -5,46 +5,14 @@ use super::{AccessTracker, ReclaimStop};
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
-    reserve::After,
 };
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::{EvictionError, PageState, PlaceError};
-use pagetide_policy::victims::{Taken, Then};
+use pagetide_policy::{
+    reclaim::Evicted,
+    victims::{Taken, Then},
+};
 use std::sync::Arc;
-
-/// A section is in use if more than this share of its pages was mapped again after it was unmapped.
-const WARM_EIGHTHS: u64 = 1;
-
-/// True if so many present pages were mapped again that the section is in use.
-pub(super) fn is_warm(mapped: &PageSet, present: &PageSet) -> bool {
-    mapped.len() * 8 > present.len() * WARM_EIGHTHS
-}
-
-/// Result of an eviction from a section.
-pub(crate) struct Outcome {
-    pub taken: Taken,
-    /// Why nothing more can be evicted at all, if so.
-    pub stop: Option<ReclaimStop>,
-    /// Its present pages before.
-    pub present: PageSet,
-    /// Those of them that were in use.
-    pub mapped: PageSet,
-}
-
-impl Outcome {
-    /// State of the section after `left` pages of it were wanted; `None`: unchanged.
-    pub fn after(&self, left: u64) -> Option<After> {
-        match self.taken.then {
-            Then::Emptied => Some(After::Emptied),
-            // Nothing was found out about it.
-            Then::Stop => None,
-            // There was enough: the rest of it is unchanged.
-            Then::Next if self.taken.pages >= left => None,
-            Then::Next | Then::Busy if is_warm(&self.mapped, &self.present) => Some(After::Warm),
-            Then::Next | Then::Busy => Some(After::Tried),
-        }
-    }
-}
 
 /// The VM's pages, evicted a section at a time.
 pub(crate) struct Memory {
@@ -70,19 +38,24 @@ impl Memory {
 
     /// Evicts up to `pages` pages of `section`; none if `holds` returns false because the memory
     /// has changed.
-    pub fn take(&mut self, section: SectionNo, pages: u64, holds: impl Fn() -> bool) -> Outcome {
+    pub fn take(
+        &mut self,
+        section: SectionNo,
+        pages: u64,
+        holds: impl Fn() -> bool,
+    ) -> Evicted<ReclaimStop> {
         let there = self.section_pages(section);
         let present = self.present(section);
-        let mut outcome = Outcome {
+        let mut outcome = Evicted {
             taken: Taken {
                 pages: 0,
                 then: Then::Next,
             },
+            present_pages: present.len(),
+            mapped_pages: 0,
             stop: None,
-            present,
-            mapped: PageSet::EMPTY,
         };
-        match self.evict((section, pages), holds, &mut outcome) {
+        match self.evict(section, pages, present, holds, &mut outcome) {
             Ok(then) => outcome.taken.then = then,
             // Memory removed from the VM meanwhile is no error.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
@@ -100,17 +73,18 @@ impl Memory {
 
     fn evict(
         &mut self,
-        (section, pages): (SectionNo, u64),
+        section: SectionNo,
+        pages: u64,
+        present: PageSet,
         holds: impl Fn() -> bool,
-        outcome: &mut Outcome,
+        outcome: &mut Evicted<ReclaimStop>,
     ) -> Result<Then, ReclaimStop> {
-        let present = outcome.present;
         if present.is_empty() {
             return Ok(Then::Emptied);
         }
         let mapped = self.tracker.mapped(section);
         let mapped = mapped.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
-        outcome.mapped = mapped;
+        outcome.mapped_pages = mapped.len();
         let evicted = &mut outcome.taken.pages;
         let mut wanted = present;
         wanted.subtract(&mapped);

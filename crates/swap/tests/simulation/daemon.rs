@@ -519,7 +519,7 @@ impl Daemon {
             self.scan();
             let wait_ms = u64::try_from(UNMAPPED_MIN.as_millis()).expect("some milliseconds");
             self.life.world.lock().pass_time(wait_ms);
-            let pages = pages.max(self.limit.pages_to_high_mark());
+            let pages = pages.max(self.limit.headroom().pages_to_high());
             self.reclaim_rested(pages, Reach::AllResting);
             return;
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Plan`]: the sections that a pass leaves to be unmapped, for a later eviction.
 
+use crate::candidates::Readiness;
 use pagetide_addr::SectionNo;
-use pagetide_policy::candidates::Readiness;
 
 /// Fewest pages unmapped at a time for eviction: 32 MiB.
 const AHEAD_PAGES_MIN: u64 = 8 << 10;

@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Filling every absent page before a VM is released.
+//! Detaching a VM: every absent page is filled, then the VM is released.
+//!
+//! ```text
+//!   reclaim thread stopped, limit lifted ─► fill all pages ─► RAM unregistered ─► all is freed
+//!                                                └─ fails ─► the VM stays, served without eviction
+//! ```
+//! A detach may be stopped while it fills; after that it runs to its end.
 
 use super::{
+    failure::failed,
     hotplug::Hotplug,
-    vm::{Shared, Vm, failed},
+    life::Detaching,
+    lock::lock,
+    reclaim_thread::ReclaimThread,
+    shared::{ENDING_WAIT, Shared},
+    vm::Vm,
 };
-use crate::control::ControlError;
+use crate::control::{ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Cause, Fault, FaultOutcome, PageState, Wait};
-use pagetide_vmm::layout::RamLayout;
+use pagetide_vmm::{layout::RamLayout, takeover};
 use pagetide_vpri::DPU;
 use std::{
     sync::{
@@ -27,9 +38,95 @@ const DETACH_PAGES: u64 = 16;
 const FILL_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Vm {
+    /// Fills every absent page, releases the VM and frees everything kept for it. Returns the number of
+    /// pages filled.
+    ///
+    /// # Errors
+    /// An error message. The VM is then still served, without eviction; or its VMM has ended,
+    /// `detaching` has recorded that, and the VM is to be [given back](Self::give_back).
+    pub(super) fn detach(
+        &self,
+        shared: &Shared,
+        detaching: &Detaching<'_>,
+    ) -> Result<u64, ControlError> {
+        self.core.detach.stop.store(false, Relaxed);
+        let reclaim = self.stop_reclaim_thread();
+        self.core.limit.put_right(None, 0);
+        let filled = self.fill_all(shared);
+        let (filled, ram) =
+            filled.map_err(|error| self.failed_detach(reclaim, error, detaching))?;
+        // From here on the detach can no longer be stopped.
+        self.core.detach.stop.store(false, Relaxed);
+        let gone = self.let_go(&ram, shared);
+        gone.map_err(|error| self.failed_detach(None, error, detaching))?;
+        self.give_back(shared);
+        Ok(filled)
+    }
+
+    /// Unregisters the RAM.
+    fn let_go(&self, ram: &RamLayout, shared: &Shared) -> Result<(), ControlError> {
+        let core = &self.core;
+        core.pool.set_letting_go();
+        let Some(number) = core.pool.userfaultfd_number() else {
+            return Err(failed(
+                "the pool has lost the number of the userfaultfd in the VMM",
+            ));
+        };
+        // From here on page requests wait; once the RAM is unregistered, all of them can be granted.
+        shared.service.remove_tenant(&core.dma.tenant);
+        shared.feed.remove(&core.protection);
+        let gone = takeover::let_go(&core.vmm, ram, &core.faults.userfaultfd, number);
+        self.free_domains(shared);
+        // RAM that is still registered must still be served with zeros.
+        gone.map_err(|error| {
+            failed(format!(
+                "all pages of {} are present, but the VMM still has our userfaultfd: {error}",
+                core.name
+            ))
+        })
+    }
+
+    /// A detach has failed: either its VMM has ended, or the VM stays.
+    fn failed_detach(
+        &self,
+        reclaim: Option<ReclaimThread>,
+        error: ControlError,
+        detaching: &Detaching<'_>,
+    ) -> ControlError {
+        // A refusal by a rule has nothing to do with the process.
+        if error.kind == ErrorKind::Failed && self.core.vmm.ends_within(ENDING_WAIT) {
+            detaching.vmm_ended();
+        } else {
+            // Done before another thread may end the VM: after that nothing is started for it.
+            self.stay(reclaim, &error);
+        }
+        error
+    }
+
+    /// The VM stays attached, without eviction unless the detach was stopped; its RAM must still be
+    /// followed.
+    fn stay(&self, reclaim: Option<ReclaimThread>, why: &ControlError) {
+        // A detach that was stopped is no sign of trouble: the state is as before.
+        if !self.core.detach.stop.swap(false, Relaxed) {
+            self.core.detach.failed.store(true, Relaxed);
+            self.core.suspend(why.message.clone());
+        }
+        if let Some(reclaim) = reclaim {
+            self.core.limit.go_on();
+            self.core.requests.open();
+            match self.start_reclaim_thread(reclaim) {
+                Ok(thread) => lock(&self.threads).reclaim = Some(thread),
+                Err(error) => {
+                    self.core.requests.close();
+                    tracing::error!(vm = self.core.name, %error, "no thread follows the VM's RAM any more");
+                }
+            }
+        }
+    }
+
     /// Makes every page present that has stored content. Zero pages may stay holes: an unwatched hole
     /// reads as zeros. Returns the number of pages, and the RAM that the VM still has.
-    pub(super) fn fill_all(&self, shared: &Shared) -> Result<(u64, RamLayout), ControlError> {
+    fn fill_all(&self, shared: &Shared) -> Result<(u64, RamLayout), ControlError> {
         let mut hotplug = Hotplug::new(Arc::clone(&self.core), shared);
         let mut ram = hotplug.let_go_of_unplugged();
         let mut filled = 0;
@@ -58,7 +155,7 @@ impl Vm {
     }
 
     fn fill_pass(&self, ram: &RamLayout) -> Result<u64, ControlError> {
-        let table = self.core.memory.table();
+        let table = self.core.space.memory.table();
         self.refuse_if_poisoned(ram)?;
         let mut filled = 0;
         let mut said = Instant::now();
@@ -89,7 +186,7 @@ impl Vm {
                     vm = self.core.name,
                     page = pages.end.0,
                     of = table.page_count(),
-                    "bringing pages back"
+                    "filling absent pages"
                 );
                 said = Instant::now();
             }
@@ -99,7 +196,7 @@ impl Vm {
 
     /// A lost page must not read as zeros: accesses to it fail as long as the VM lives.
     fn refuse_if_poisoned(&self, ram: &RamLayout) -> Result<(), ControlError> {
-        let table = self.core.memory.table();
+        let table = self.core.space.memory.table();
         let poisoned = |(section, pages)| {
             let lost = table.pages_in_state(section, |state| state == PageState::Poisoned);
             let mut elsewhere = lost;
@@ -122,7 +219,7 @@ impl Vm {
     /// The stored pages from `start` on, a few at most and none from `end` on. (A fault must lie in one
     /// region; a run within one section always does.)
     fn stored_run(&self, start: PageNo, end: PageNo) -> PageRange {
-        let table = self.core.memory.table();
+        let table = self.core.space.memory.table();
         let is_stored = |page: &PageNo| {
             matches!(table.word(*page).state(), PageState::Stored(content) | PageState::Filling(content) | PageState::Evicting(content)
                     if !content.is_zero())
@@ -147,9 +244,7 @@ impl Vm {
                 tracing::debug!("the caller of the detach has left");
             }
         });
-        self.core
-            .space
-            .fault(&Cause::Fault(fault), Wait::Reply(told));
+        (self.core.space.space).fault(&Cause::Fault(fault), Wait::Reply(told));
         match outcome.recv_timeout(FILL_TIMEOUT) {
             Ok(FaultOutcome::Present) => Ok(()),
             Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),

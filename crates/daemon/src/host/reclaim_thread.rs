@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`ReclaimThread`]: the thread of one VM that follows its RAM, checks for hazards, samples and
+//! reclaims.
+//!
+//! [`ReclaimLoop`] decides what comes next; this thread knows the VM, tells the loop of it, and does
+//! what is ordered. While a hazard forbids eviction, or eviction is suspended because the pool is full,
+//! the limit is not enforced: a fill would only wait for room that cannot come.
+
+use super::{
+    core::{Heat, VmCore},
+    hotplug::Hotplug,
+    lock::lock,
+    reclaim_requests::ReclaimRequest,
+};
+use pagetide_addr::SECTION_PAGES;
+use pagetide_policy::{
+    reclaim::{EvictOrder, Eviction, HAZARDS_HOLD, Order, ReclaimLoop, Situation},
+    sampling::Want,
+    victims::Need,
+};
+use pagetide_swap::{
+    DirectReclaim, Reclaimer,
+    limit::Wake,
+    reclaim::{ReclaimStop, Reclaimed},
+    store::PutError,
+};
+use pagetide_sys::cpu;
+use pagetide_vmm::{layout::RamLayout, threads};
+use pagetide_vpri::{TenantCpus, VcpuPlace};
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
+
+/// Closes the requests when the thread ends, even by a panic: no caller may wait for an answer then.
+struct CloseRequests(Arc<VmCore>);
+
+impl Drop for CloseRequests {
+    fn drop(&mut self) {
+        self.0.requests.close();
+    }
+}
+
+/// State of the reclaim thread beside the VM.
+pub(super) struct ReclaimThread {
+    vm: Arc<VmCore>,
+    hotplug: Hotplug,
+    reclaimer: Reclaimer,
+    /// What helper threads evict with.
+    direct: Arc<DirectReclaim>,
+    /// The RAM that the reclaimer knows.
+    layout: Arc<RamLayout>,
+    started: Instant,
+    decisions: ReclaimLoop,
+    /// The request that is served now or next.
+    request: Option<ReclaimRequest>,
+    /// What the reclaim under way has done.
+    done: Reclaimed,
+}
+
+impl ReclaimThread {
+    /// Times count from `started`. At most `helpers` threads evict beside this one, with `direct`.
+    pub(super) fn new(
+        vm: Arc<VmCore>,
+        reclaimer: Reclaimer,
+        direct: Arc<DirectReclaim>,
+        helpers: u64,
+        hotplug: Hotplug,
+        started: Instant,
+    ) -> Self {
+        Self {
+            layout: vm.layout.now(),
+            vm,
+            hotplug,
+            reclaimer,
+            direct,
+            started,
+            decisions: ReclaimLoop::new(helpers),
+            request: None,
+            done: Reclaimed::default(),
+        }
+    }
+
+    /// Runs until the VM's limit is stopped; it may be run again then.
+    pub(super) fn run(mut self) -> Self {
+        let _closing = CloseRequests(Arc::clone(&self.vm));
+        loop {
+            let situation = self.situation();
+            let order = self.decisions.next(&situation);
+            if self.obey(order) == Wake::Stopped {
+                break;
+            }
+        }
+        if self.decisions.need() == Some(Need::Wish) {
+            self.answer();
+        }
+        self.refuse_requests();
+        self.vm.counters.sync();
+        self.decisions.ended();
+        self
+    }
+
+    fn situation(&mut self) -> Situation {
+        if self.request.is_none() {
+            self.request = self.vm.requests.pop();
+        }
+        Situation {
+            now: self.started.elapsed(),
+            headroom: self.vm.limit.headroom(),
+            eviction: match self.vm.may_evict() {
+                true => Eviction::Allowed,
+                false => Eviction::Blocked,
+            },
+            sweeps: self.reclaimer.heat().sweeps,
+            requested_pages: self.request.as_ref().map(|request| request.pages),
+        }
+    }
+
+    /// Carries out an order; tells whether the thread has to end.
+    fn obey(&mut self, order: Order) -> Wake {
+        let (vm, started) = (Arc::clone(&self.vm), self.started);
+        let clock = || started.elapsed();
+        match order {
+            Order::Wait(time) => return vm.limit.wait_for_work(time),
+            Order::Rest(time) => return vm.limit.rest(time),
+            Order::EndSuspension => vm.gate.resume(),
+            Order::LookRound => {
+                self.check_hazards();
+                self.sync();
+            }
+            Order::CheckHazards => self.check_hazards(),
+            Order::CorrectHeadroom => vm.enforce_limit(),
+            Order::Sample(want) => self.sample(want),
+            Order::Sweep { until } => {
+                let go_on = || !vm.limit.is_stopped() && clock() < until;
+                if let Err(error) = self.reclaimer.sweep(clock, go_on) {
+                    self.suspend(format!("accesses cannot be told: {error}"));
+                }
+            }
+            Order::TryAgain => self.reclaimer.try_again(),
+            Order::Evict(order) => self.evict(order),
+            Order::KeepReady { pages } => {
+                if let Err(error) = self.reclaimer.keep_ready(clock, pages) {
+                    self.suspend(format!("accesses cannot be told: {error}"));
+                }
+            }
+            Order::Finish(Need::Limit) => self.done = Reclaimed::default(),
+            Order::Finish(Need::Wish) => self.answer(),
+            Order::RefuseRequests => self.refuse_requests(),
+        }
+        match vm.limit.is_stopped() {
+            true => Wake::Stopped,
+            false => Wake::Timer,
+        }
+    }
+
+    fn check_hazards(&mut self) {
+        let now = Instant::now();
+        let blockers = self.hotplug.follow();
+        let layout = self.vm.layout.now();
+        if !Arc::ptr_eq(&layout, &self.layout) {
+            // New RAM may reuse the page numbers of RAM that was removed.
+            self.layout = layout;
+            self.reclaimer.ram_changed();
+        }
+        self.vm.look_for_hazards(blockers);
+        let reserve = self.vm.limit.reserve();
+        match self.vm.may_evict() {
+            true => reserve.open(now.duration_since(self.started) + HAZARDS_HOLD),
+            false => reserve.close(),
+        }
+    }
+
+    fn sync(&mut self) {
+        self.vm.enforce_limit();
+        self.vm.counters.sync();
+        let vcpus = threads::vcpus(self.vm.vmm.pid());
+        self.vm.faults.server_cpus.set(&allowed_of(&vcpus));
+        self.vm.dma.tenant.set_cpus(cpus_of(vcpus));
+        if let Err(error) = self.reclaimer.trim_store() {
+            tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
+        }
+        let report = self.reclaimer.heat();
+        *lock(&self.vm.heat.last) = Heat {
+            sets: self.reclaimer.sets().counts().to_vec(),
+            report,
+            swept_at: report.swept_at.map(|at| self.started + at),
+            reserve_sections: self.reclaimer.reserve_sections(),
+        };
+    }
+
+    /// Suspends eviction for a while: its cause will not go away at once.
+    fn suspend(&mut self, why: String) {
+        self.decisions.suspended(self.started.elapsed());
+        self.vm.suspend(why);
+        self.vm.enforce_limit();
+    }
+
+    /// Continues the heat sampling.
+    fn sample(&mut self, want: Want) {
+        // If the VMM has ended, another thread handles that.
+        let cpu = cpu::time_of(self.vm.vmm.pid()).unwrap_or_default();
+        let started = self.started;
+        if let Err(error) = self.reclaimer.sample(|| started.elapsed(), cpu, want) {
+            self.suspend(format!("accesses cannot be told: {error}"));
+        }
+    }
+
+    fn evict(&mut self, order: EvictOrder) {
+        let pass = self.pass(order);
+        self.decisions.passed(&pass);
+        match &pass.stopped {
+            // This has an eviction blocker of its own, which is lifted when there is room again.
+            Some(ReclaimStop::Store(PutError::Group(_))) => {
+                self.check_hazards();
+                self.vm.enforce_limit();
+            }
+            Some(stop) => self.suspend(stop.to_string()),
+            None => {}
+        }
+        self.done.add(pass);
+    }
+
+    fn pass(&mut self, order: EvictOrder) -> Reclaimed {
+        let (vm, started) = (Arc::clone(&self.vm), self.started);
+        let clock = || started.elapsed();
+        let go_on = || !vm.limit.is_stopped() && clock() < order.until;
+        let direct = Arc::clone(&self.direct);
+        let share = order.pages / (order.helpers + 1);
+        std::thread::scope(|scope| {
+            let help = || help(&direct, share, &go_on);
+            let named = |number| std::thread::Builder::new().name(format!("pt-evict-{number}"));
+            // A helper thread that cannot be started costs nothing but its help.
+            let running: Vec<_> = (0..order.helpers)
+                .filter_map(|number| named(number).spawn_scoped(scope, help).ok())
+                .collect();
+            let own = order.pages - share * running.len() as u64;
+            let mut done = self.reclaimer.reclaim(clock, own, order.reach, go_on);
+            let has_own = done.evicted_pages >= own;
+            for helper in running {
+                done.evicted_pages += helper.join().unwrap_or_else(|_| {
+                    tracing::error!("a thread that evicts has panicked");
+                    0
+                });
+            }
+            // A helper may have found nothing while the reclaimer still has pages beyond its own share.
+            done.has_more |= has_own && done.evicted_pages < order.pages;
+            done
+        })
+    }
+
+    /// Answers the request at hand, if there is one, with what was done for it.
+    fn answer(&mut self) {
+        let done = std::mem::take(&mut self.done);
+        let Some(request) = self.request.take() else {
+            return;
+        };
+        self.vm.counters.sync();
+        if request.done.send(done).is_err() {
+            tracing::debug!(vm = self.vm.name, "the caller of a reclaim has left");
+        }
+    }
+
+    fn refuse_requests(&mut self) {
+        self.done = Reclaimed::default();
+        while self.request.is_some() {
+            self.answer();
+            self.request = self.vm.requests.pop();
+        }
+    }
+}
+
+/// Evicts up to `pages` from prepared sections, beside the reclaimer; returns how many were evicted.
+fn help(direct: &DirectReclaim, pages: u64, go_on: &impl Fn() -> bool) -> u64 {
+    let mut evicted = 0;
+    while evicted < pages && go_on() {
+        match direct.take_some((pages - evicted).min(SECTION_PAGES)) {
+            0 => break,
+            some => evicted += some,
+        }
+    }
+    evicted
+}
+
+/// CPUs on which vCPUs may run, ascending.
+fn allowed_of(vcpus: &[threads::VcpuThread]) -> Vec<usize> {
+    let all: BTreeSet<usize> = vcpus
+        .iter()
+        .flat_map(|vcpu| vcpu.allowed.iter().copied())
+        .collect();
+    all.into_iter().collect()
+}
+
+/// The CPUs of the VM's vCPUs.
+fn cpus_of(vcpus: Vec<threads::VcpuThread>) -> TenantCpus {
+    let place = |vcpu: threads::VcpuThread| VcpuPlace {
+        allowed: vcpu.allowed,
+        last: vcpu.last,
+    };
+    let vcpus: Vec<_> = vcpus.into_iter().map(place).collect();
+    match cpu::online_count() {
+        Ok(host_cpus) => TenantCpus::of_vcpus(&vcpus, host_cpus),
+        Err(error) => {
+            tracing::debug!(%error, "cannot determine the CPUs of the vCPUs");
+            TenantCpus::default()
+        }
+    }
+}

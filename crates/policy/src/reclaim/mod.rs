@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The reclaim loop of one VM (Taiji 4.2), as decisions without a clock, a thread or I/O.
+//!
+//! ```text
+//!                 situation: time, headroom, blocked?, requests
+//!                      │
+//!   ReclaimLoop ◄──────┘            order: look for hazards, sample, rest, keep sections ready,
+//!        └────────────────────────────► evict N pages within reach R
+//!                                                     │
+//!   Selection ◄── sweeps, outcomes                    ▼
+//!        └────────────────────────────► for each section: evict, or unmap and let it rest
+//! ```
+//! [`ReclaimLoop`] decides what the reclaim thread does next, and [`Selection`] which sections a pass
+//! unmaps and evicts. The daemon carries the orders out on pages; a replay carries the same ones out
+//! on flags, in virtual time. All limits and intervals of the loop are constants of these two files.
+
+mod plan;
+mod reclaim_loop;
+mod selection;
+
+pub use reclaim_loop::{
+    EvictOrder, Eviction, HAZARDS_HOLD, LEARNING_MAX, LEARNING_REST, Order, ROUND, ReclaimLoop,
+    SUSPENSION, SWEEPS_TO_BEGIN, Situation,
+};
+pub use selection::{
+    Attempt, DIRECT_SECTIONS_MAX, Evicted, OFFERED_MAX, PassReport, Sections, Selection, Unmapped,
+    is_warm,
+};

@@ -1,0 +1,435 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`ReclaimLoop`]: what the reclaim thread of a VM does next.
+//!
+//! ```text
+//!   wait      until the low watermark is passed, a request comes, or a second is over
+//!   look      at most once a second: follow RAM, check for hazards, correct counts
+//!   sample    go on with the sweep, as fast as its cost allows
+//!   limit     below the low watermark: reclaim up to the high one
+//!   reserve   a little above it, at most once a second: keep cold sections ready
+//!   requests  each is a reclaim of its own
+//! ```
+//! A reclaim goes through the steps of [`passes`](crate::victims::passes). A pass that leaves
+//! sections to age is repeated after [`UNMAPPED_MIN`], and one that had no time for all sections at
+//! once. Before each pass hazards are checked, unless that was done just now. Before the first
+//! reclaim, two sweeps learn what is hot: eviction by guess takes pages that come back at once, and a
+//! guest that waits for them touches so little that all of its memory seems idle.
+//!
+//! The owner calls [`ReclaimLoop::next`] with the [`Situation`], carries out the order, reports passes
+//! by [`ReclaimLoop::passed`], and calls again. While eviction is blocked nothing but looking round
+//! is ordered.
+
+use super::selection::PassReport;
+use crate::{
+    sampling::{SWEEPS_TO_KNOW, Want},
+    victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
+    watermarks::Headroom,
+};
+use std::time::Duration;
+
+/// Longest wait for work. Hazards are checked, counts corrected and the reserve filled at most this
+/// often, unless a pass needs it.
+pub const ROUND: Duration = Duration::from_secs(1);
+/// How long a hazard check stays valid: a pass of a reclaim takes no longer than this.
+pub const HAZARDS_HOLD: Duration = Duration::from_millis(100);
+/// A helper thread pays off from this many pages on: 32 MiB.
+const HELPER_PAGES_MIN: u64 = 8 << 10;
+/// Sweeps after which hot memory can be told from cold: a section is known once it was sampled twice.
+pub const SWEEPS_TO_BEGIN: u64 = 2;
+/// Pause after each of these sweeps: in this time a guest uses what it needs.
+pub const LEARNING_REST: Duration = Duration::from_millis(250);
+/// Longest time that eviction waits for these sweeps: fills may be waiting for room meanwhile.
+pub const LEARNING_MAX: Duration = Duration::from_secs(30);
+/// Eviction that a full pool or a kernel error stopped is tried again after this time.
+pub const SUSPENSION: Duration = Duration::from_secs(5);
+
+/// Whether pages may be evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Eviction {
+    /// They may.
+    Allowed,
+    /// A hazard forbids it, or it is suspended.
+    Blocked,
+}
+
+/// All that the loop is told each time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Situation {
+    /// The time.
+    pub now: Duration,
+    /// How far the limit is.
+    pub headroom: Headroom,
+    /// Whether pages may be evicted.
+    pub eviction: Eviction,
+    /// Sweeps over all sections so far.
+    pub sweeps: u64,
+    /// Pages that the oldest open request wants evicted, if there is one.
+    pub requested_pages: Option<u64>,
+}
+
+/// A pass to be made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct EvictOrder {
+    /// Pages to be evicted.
+    pub pages: u64,
+    /// Within which sections.
+    pub reach: Reach,
+    /// Threads that take part beside the reclaim thread.
+    pub helpers: u64,
+    /// The pass ends at this time, however much was evicted.
+    pub until: Duration,
+}
+
+/// What is to be done next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Order {
+    /// Wait until the low watermark is passed or a request comes, but no longer than this.
+    Wait(Duration),
+    /// Wait for this time, whatever comes.
+    Rest(Duration),
+    /// Suspended eviction may be tried again.
+    EndSuspension,
+    /// Follow the VM's RAM, check for hazards, correct all counts.
+    LookRound,
+    /// Check for hazards.
+    CheckHazards,
+    /// Correct the count of present pages.
+    CorrectHeadroom,
+    /// Continue the sweep.
+    Sample(Want),
+    /// Sweep all sections now; give up at `until`.
+    Sweep {
+        /// The time to give up.
+        until: Duration,
+    },
+    /// Sections that were found in use may be tried again.
+    TryAgain,
+    /// Evict, and report it by [`ReclaimLoop::passed`].
+    Evict(EvictOrder),
+    /// Keep cold sections with about this many pages ready for eviction.
+    KeepReady {
+        /// The pages.
+        pages: u64,
+    },
+    /// A reclaim is over. If it was for a request ([`Need::Wish`]), the request is to be answered.
+    Finish(Need),
+    /// Answer all requests: nothing can be evicted.
+    RefuseRequests,
+}
+
+/// Where the loop is in its round.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    Wait,
+    Look,
+    Sample,
+    Limit,
+    Reserve,
+    Requests,
+}
+
+/// How far a reclaim is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    Learn,
+    LearnRest,
+    Prepare,
+    Steps,
+}
+
+/// A reclaim under way.
+#[derive(Clone, Copy, Debug)]
+struct Reclaim {
+    need: Need,
+    phase: Phase,
+    /// Steps that were begun.
+    begun: usize,
+    /// The pass that is repeated until it has nothing left.
+    repeated: Option<Reach>,
+    rest_first: bool,
+    evicted_pages: u64,
+    has_more: bool,
+    is_stopped: bool,
+}
+
+impl Reclaim {
+    fn new(need: Need) -> Self {
+        Self {
+            need,
+            phase: Phase::Learn,
+            begun: 0,
+            repeated: None,
+            rest_first: false,
+            evicted_pages: 0,
+            has_more: false,
+            is_stopped: false,
+        }
+    }
+
+    fn wanted_pages(&self, at: &Situation) -> u64 {
+        match self.need {
+            Need::Limit => at.headroom.pages_to_high(),
+            Need::Wish => at
+                .requested_pages
+                .unwrap_or(0)
+                .saturating_sub(self.evicted_pages),
+        }
+    }
+
+    /// Whether `step` runs when its turn comes and too little was evicted so far.
+    fn is_left_out(&self, step: Step, headroom: Headroom) -> bool {
+        match step {
+            // Idle sections remain that were not tried yet: they come first.
+            Step::TryAgain => self.has_more,
+            // Protected sections are evicted only if the limit cannot be kept without them, not because
+            // there is little headroom or because a pass had no time for the rest.
+            Step::Take(Reach::Protected) => self.has_more || !headroom.is_below_low(),
+            Step::Take(Reach::ColdOnly | Reach::AllResting) => false,
+        }
+    }
+}
+
+/// See the module. One per VM.
+#[derive(Debug)]
+pub struct ReclaimLoop {
+    helpers_max: u64,
+    stage: Stage,
+    reclaim: Option<Reclaim>,
+    /// The order before this one was [`Order::LookRound`].
+    is_looking: bool,
+    looked_at: Option<Duration>,
+    checked_at: Option<Duration>,
+    reserved_at: Option<Duration>,
+    suspended_at: Option<Duration>,
+    learning_since: Option<Duration>,
+}
+
+impl ReclaimLoop {
+    /// A loop whose passes at most `helpers_max` threads take part in, beside its own.
+    #[must_use]
+    pub fn new(helpers_max: u64) -> Self {
+        Self {
+            helpers_max,
+            stage: Stage::Wait,
+            reclaim: None,
+            is_looking: false,
+            looked_at: None,
+            checked_at: None,
+            reserved_at: None,
+            suspended_at: None,
+            learning_since: None,
+        }
+    }
+
+    /// What is to be done next.
+    pub fn next(&mut self, at: &Situation) -> Order {
+        if std::mem::take(&mut self.is_looking) {
+            // From its end on: looking may take long.
+            self.looked_at = Some(at.now);
+        }
+        loop {
+            if let Some(mut reclaim) = self.reclaim.take() {
+                let order = self.reclaim_next(&mut reclaim, at);
+                if order != Order::Finish(reclaim.need) {
+                    self.reclaim = Some(reclaim);
+                }
+                return order;
+            }
+            if let Some(order) = self.round_next(at) {
+                return order;
+            }
+        }
+    }
+
+    /// A pass has been made.
+    pub fn passed<Stop>(&mut self, pass: &PassReport<Stop>) {
+        let Some(reclaim) = &mut self.reclaim else {
+            return;
+        };
+        reclaim.evicted_pages += pass.evicted_pages;
+        reclaim.has_more = pass.has_more;
+        reclaim.is_stopped |= pass.stopped.is_some();
+        if !pass.rests && !pass.has_more {
+            reclaim.repeated = None;
+        }
+        // What this pass unmapped stays untouched while others are evicted, or until its wait is over.
+        reclaim.rest_first =
+            reclaim.repeated.is_some() && pass.evicted_pages == 0 && !pass.has_more;
+    }
+
+    /// What the reclaim under way is for.
+    #[must_use]
+    pub fn need(&self) -> Option<Need> {
+        self.reclaim.map(|reclaim| reclaim.need)
+    }
+
+    /// Eviction is suspended at `now`: its cause will not go away for [`SUSPENSION`].
+    pub fn suspended(&mut self, now: Duration) {
+        self.suspended_at = Some(now);
+    }
+
+    /// The thread ends; it may begin again later. A suspension from now on is not this loop's to end.
+    pub fn ended(&mut self) {
+        self.suspended_at = None;
+        self.reclaim = None;
+        self.stage = Stage::Wait;
+    }
+
+    /// An order of the round, or `None` if the loop must look at its state again.
+    fn round_next(&mut self, at: &Situation) -> Option<Order> {
+        let is_blocked = at.eviction == Eviction::Blocked;
+        match self.stage {
+            Stage::Wait => {
+                self.stage = Stage::Look;
+                return Some(Order::Wait(ROUND));
+            }
+            Stage::Look => match self.look_round(at.now) {
+                Some(order) => return Some(order),
+                None => self.stage = Stage::Sample,
+            },
+            Stage::Sample if is_blocked => {
+                self.stage = Stage::Wait;
+                return Some(Order::RefuseRequests);
+            }
+            Stage::Sample => {
+                self.stage = Stage::Limit;
+                return Some(Order::Sample(want(at)));
+            }
+            Stage::Limit => {
+                self.stage = Stage::Reserve;
+                if at.headroom.is_below_low() {
+                    self.reclaim = Some(Reclaim::new(Need::Limit));
+                }
+            }
+            Stage::Reserve => {
+                self.stage = Stage::Requests;
+                let pages = at.headroom.reserve_pages();
+                if pages > 0 && is_due(self.reserved_at, ROUND, at.now) && !is_blocked {
+                    self.reserved_at = Some(at.now);
+                    return Some(Order::KeepReady { pages });
+                }
+            }
+            Stage::Requests => match at.requested_pages {
+                Some(_) => self.reclaim = Some(Reclaim::new(Need::Wish)),
+                None => self.stage = Stage::Wait,
+            },
+        }
+        None
+    }
+
+    fn look_round(&mut self, now: Duration) -> Option<Order> {
+        if !is_due(self.looked_at, ROUND, now) {
+            return None;
+        }
+        let is_over = |at: &mut Duration| now.saturating_sub(*at) >= SUSPENSION;
+        if self.suspended_at.take_if(is_over).is_some() {
+            return Some(Order::EndSuspension);
+        }
+        self.is_looking = true;
+        self.checked_at = Some(now);
+        Some(Order::LookRound)
+    }
+
+    fn reclaim_next(&mut self, reclaim: &mut Reclaim, at: &Situation) -> Order {
+        if reclaim.phase == Phase::LearnRest {
+            reclaim.phase = Phase::Learn;
+            return Order::Rest(LEARNING_REST);
+        }
+        if reclaim.phase == Phase::Learn {
+            if let Some(until) = self.learn_until(at) {
+                reclaim.phase = Phase::LearnRest;
+                return Order::Sweep { until };
+            }
+            reclaim.phase = Phase::Prepare;
+        }
+        if reclaim.phase == Phase::Prepare {
+            reclaim.phase = Phase::Steps;
+            return match reclaim.need {
+                Need::Limit => Order::CorrectHeadroom,
+                Need::Wish => Order::TryAgain,
+            };
+        }
+        self.step_next(reclaim, at)
+    }
+
+    /// When a sweep that is needed to begin must have ended; `None` if none is needed.
+    fn learn_until(&mut self, at: &Situation) -> Option<Duration> {
+        if at.sweeps >= SWEEPS_TO_BEGIN || at.eviction == Eviction::Blocked {
+            return None;
+        }
+        let until = *self.learning_since.get_or_insert(at.now) + LEARNING_MAX;
+        (at.now < until).then_some(until)
+    }
+
+    fn step_next(&mut self, reclaim: &mut Reclaim, at: &Situation) -> Order {
+        loop {
+            if reclaim.repeated.is_some()
+                && let Some(order) = self.look_round(at.now)
+            {
+                return order;
+            }
+            let pages = reclaim.wanted_pages(at);
+            if pages == 0 || reclaim.is_stopped {
+                return Order::Finish(reclaim.need);
+            }
+            if std::mem::take(&mut reclaim.rest_first) {
+                return Order::Rest(UNMAPPED_MIN);
+            }
+            if is_due(self.checked_at, HAZARDS_HOLD / 2, at.now) {
+                self.checked_at = Some(at.now);
+                return Order::CheckHazards;
+            }
+            if at.eviction == Eviction::Blocked {
+                return Order::Finish(reclaim.need);
+            }
+            if let Some(reach) = reclaim.repeated {
+                return Order::Evict(self.evict_order(pages, reach, at.now));
+            }
+            let Some(step) = passes(reclaim.need).nth(reclaim.begun) else {
+                return Order::Finish(reclaim.need);
+            };
+            reclaim.begun += 1;
+            match step {
+                _ if reclaim.is_left_out(step, at.headroom) => {}
+                Step::TryAgain => {
+                    reclaim.rest_first = true;
+                    return Order::TryAgain;
+                }
+                Step::Take(reach) => reclaim.repeated = Some(reach),
+            }
+        }
+    }
+
+    fn evict_order(&self, pages: u64, reach: Reach, now: Duration) -> EvictOrder {
+        let helpers = match reach {
+            // Helpers evict prepared sections, and none of those is protected.
+            Reach::Protected => 0,
+            Reach::ColdOnly | Reach::AllResting => self.helpers_max.min(pages / HELPER_PAGES_MIN),
+        };
+        EvictOrder {
+            pages,
+            reach,
+            helpers,
+            until: self.checked_at.unwrap_or(now) + HAZARDS_HOLD,
+        }
+    }
+}
+
+/// How urgently heat must be known.
+fn want(at: &Situation) -> Want {
+    match at.headroom {
+        headroom if headroom.is_below_low() => Want::Pressed,
+        headroom if headroom.is_limited() => Want::Much,
+        _ if at.sweeps < SWEEPS_TO_KNOW => Want::First,
+        _ => Want::Little,
+    }
+}
+
+fn is_due(last: Option<Duration>, every: Duration, now: Duration) -> bool {
+    last.is_none_or(|at| now.saturating_sub(at) >= every)
+}
+
+#[cfg(test)]
+#[path = "reclaim_loop_tests.rs"]
+mod tests;

@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The loop, step by step.
+
+use super::*;
+
+const LIMIT: i64 = 100_000;
+
+/// A VM that the loop is asked about, in virtual time.
+struct Vm {
+    decisions: ReclaimLoop,
+    at: Situation,
+}
+
+impl Vm {
+    /// One whose heat is known and whose headroom is `free_pages`.
+    fn new(free_pages: i64) -> Self {
+        let headroom = Headroom::Limited {
+            limit_pages: LIMIT,
+            free_pages,
+        };
+        let mut vm = Self {
+            decisions: ReclaimLoop::new(4),
+            at: Situation {
+                now: Duration::from_secs(100),
+                headroom,
+                eviction: Eviction::Allowed,
+                sweeps: SWEEPS_TO_KNOW,
+                requested_pages: None,
+            },
+        };
+        assert_eq!(vm.next(), Order::Wait(ROUND));
+        vm
+    }
+
+    /// The next order; a wait takes its time.
+    fn next(&mut self) -> Order {
+        let order = self.decisions.next(&self.at);
+        if let Order::Wait(time) | Order::Rest(time) = order {
+            self.at.now += time;
+        }
+        order
+    }
+
+    /// The orders up to and including the next wait, but for those that are the same each time.
+    /// `pass` says what each pass comes to.
+    fn round(&mut self, pass: &PassReport<()>) -> Vec<Order> {
+        let mut orders = Vec::new();
+        loop {
+            let order = self.next();
+            if let Order::Evict(_) = order {
+                self.decisions.passed(pass);
+            }
+            match order {
+                Order::Wait(_) => return orders,
+                Order::LookRound | Order::CheckHazards | Order::Sample(_) => {}
+                order => orders.push(order),
+            }
+            assert!(orders.len() < 1000, "{orders:?}");
+        }
+    }
+}
+
+fn pass(evicted_pages: u64) -> PassReport<()> {
+    PassReport {
+        evicted_pages,
+        ..PassReport::default()
+    }
+}
+
+/// The reach of each pass, in order, and `None` for each time that sections are tried again.
+fn steps_of(orders: &[Order]) -> Vec<Option<Reach>> {
+    let step = |order: &Order| match order {
+        Order::Evict(order) => Some(Some(order.reach)),
+        Order::TryAgain => Some(None),
+        _ => None,
+    };
+    orders.iter().filter_map(step).collect()
+}
+
+fn steps(need: Need) -> Vec<Option<Reach>> {
+    let step = |step| match step {
+        Step::Take(reach) => Some(reach),
+        Step::TryAgain => None,
+    };
+    passes(need).map(step).collect()
+}
+
+#[test]
+fn reclaim_that_evicts_nothing_goes_through_all_steps_and_gives_up() {
+    let mut vm = Vm::new(0);
+    let orders = vm.round(&pass(0));
+    assert_eq!(steps_of(&orders), steps(Need::Limit));
+    assert_eq!(orders[0], Order::CorrectHeadroom);
+    assert!(orders.contains(&Order::Finish(Need::Limit)));
+    assert!(matches!(
+        orders.last(),
+        Some(Order::KeepReady { pages: 3000 })
+    ));
+}
+
+#[test]
+fn nothing_is_reclaimed_above_the_low_watermark_and_the_reserve_is_kept_once_a_second() {
+    let mut vm = Vm::new(LIMIT * 2 / 100);
+    let reserve = [Order::KeepReady { pages: 3000 }];
+    assert_eq!(vm.round(&pass(0)), reserve);
+    // A request came at once.
+    vm.at.now -= ROUND;
+    assert_eq!(vm.round(&pass(0)), []);
+    assert_eq!(vm.round(&pass(0)), reserve);
+}
+
+#[test]
+fn steps_left_out_are_trying_again_and_protected_sections_while_more_was_not_tried() {
+    let mut reclaim = Reclaim::new(Need::Limit);
+    let run = |reclaim: &Reclaim, free_pages| -> Vec<Step> {
+        let headroom = Headroom::Limited {
+            limit_pages: LIMIT,
+            free_pages,
+        };
+        let is_run = |step: &Step| !reclaim.is_left_out(*step, headroom);
+        passes(Need::Limit).filter(is_run).collect()
+    };
+    let all: Vec<_> = passes(Need::Limit).collect();
+    assert_eq!(run(&reclaim, 0), all);
+    let protected = Step::Take(Reach::Protected);
+    let others: Vec<_> = (all.iter().copied())
+        .filter(|step| *step != protected)
+        .collect();
+    assert!(others.len() < all.len() && others.contains(&Step::TryAgain));
+    assert_eq!(run(&reclaim, LIMIT), others);
+    reclaim.has_more = true;
+    let resting = [Step::Take(Reach::ColdOnly), Step::Take(Reach::AllResting)];
+    for free_pages in [0, LIMIT] {
+        let steps = run(&reclaim, free_pages);
+        assert_eq!(&steps[..2], resting);
+        assert!(steps.iter().all(|step| resting.contains(step)));
+    }
+}
+
+#[test]
+fn trying_again_and_protected_sections_wait_while_there_is_more_that_was_not_tried() {
+    let mut vm = Vm::new(0);
+    let mut seen = Vec::new();
+    // Each pass has some time only; there is an end to that, since others fill.
+    while seen.len() < 50 {
+        let order = vm.next();
+        if let Order::Evict(order) = order {
+            seen.push(order.reach);
+            vm.decisions.passed(&PassReport::<()> {
+                has_more: true,
+                ..pass(1)
+            });
+        }
+        assert_ne!(order, Order::TryAgain);
+    }
+    assert!(seen.iter().all(|reach| *reach == Reach::ColdOnly));
+}
+
+#[test]
+fn protected_sections_are_evicted_below_the_low_watermark_only_and_never_for_a_request() {
+    let mut vm = Vm::new(LIMIT * 2 / 100);
+    vm.at.requested_pages = Some(10);
+    let mut orders = Vec::new();
+    loop {
+        let order = vm.next();
+        orders.push(order);
+        match order {
+            Order::Evict(_) => vm.decisions.passed(&pass(0)),
+            Order::Finish(Need::Wish) => break,
+            _ => {}
+        }
+    }
+    let mut expected = vec![None];
+    expected.extend(steps(Need::Wish));
+    assert_eq!(steps_of(&orders), expected);
+    assert!(!steps(Need::Wish).contains(&Some(Reach::Protected)));
+
+    // Fills are served meanwhile, so that there is a little headroom when their turn comes.
+    let mut vm = Vm::new(0);
+    let mut reaches = Vec::new();
+    loop {
+        match vm.next() {
+            Order::Evict(order) => {
+                reaches.push(order.reach);
+                vm.decisions.passed(&pass(0));
+                vm.at.headroom = Headroom::Limited {
+                    limit_pages: LIMIT,
+                    free_pages: LIMIT * 2 / 100,
+                };
+            }
+            Order::Finish(_) => break,
+            _ => {}
+        }
+    }
+    assert!(!reaches.contains(&Reach::Protected) && reaches.len() > 2);
+}
+
+#[test]
+fn pass_that_unmapped_sections_is_repeated_when_they_have_aged() {
+    let mut vm = Vm::new(0);
+    while !matches!(vm.next(), Order::Evict(_)) {}
+    vm.decisions.passed(&PassReport::<()> {
+        rests: true,
+        ..pass(0)
+    });
+    assert_eq!(vm.next(), Order::Rest(UNMAPPED_MIN));
+    // That took as long as a check for hazards is fresh.
+    assert_eq!(vm.next(), Order::CheckHazards);
+    let Order::Evict(order) = vm.next() else {
+        panic!("the same pass again");
+    };
+    assert_eq!(order.reach, Reach::ColdOnly);
+    assert_eq!(order.until, vm.at.now + HAZARDS_HOLD);
+    assert_eq!((order.pages, order.helpers), (3000, 0));
+}
+
+#[test]
+fn large_passes_have_helpers_unless_they_take_protected_sections() {
+    let mut vm = Vm::new(-LIMIT);
+    let mut seen = Vec::new();
+    while seen.len() < 3 {
+        if let Order::Evict(order) = vm.next() {
+            seen.push((order.reach, order.helpers));
+            vm.decisions.passed(&pass(0));
+        }
+    }
+    let expected = [
+        (Reach::ColdOnly, 4),
+        (Reach::AllResting, 4),
+        (Reach::Protected, 0),
+    ];
+    assert_eq!(seen, expected);
+}
+
+#[test]
+fn first_reclaim_learns_in_two_sweeps_but_not_for_ever() {
+    let mut vm = Vm::new(0);
+    vm.at.sweeps = 0;
+    let mut sweeps = 0;
+    loop {
+        match vm.next() {
+            Order::Sweep { until } => {
+                assert_eq!(until, Duration::from_secs(101) + LEARNING_MAX);
+                assert_eq!(vm.next(), Order::Rest(LEARNING_REST));
+                sweeps += 1;
+                vm.at.sweeps = sweeps;
+            }
+            Order::CorrectHeadroom => break,
+            _ => {}
+        }
+    }
+    assert_eq!(sweeps, SWEEPS_TO_BEGIN);
+    // Sweeps that get nowhere do not keep fills waiting.
+    let mut vm = Vm::new(0);
+    vm.at.sweeps = 0;
+    while !matches!(vm.next(), Order::Sweep { .. }) {}
+    vm.at.now += LEARNING_MAX;
+    assert_eq!(vm.next(), Order::Rest(LEARNING_REST));
+    assert_eq!(vm.next(), Order::CorrectHeadroom);
+}
+
+#[test]
+fn blocked_eviction_refuses_requests_and_a_suspension_ends_after_its_time() {
+    let mut vm = Vm::new(0);
+    vm.at.eviction = Eviction::Blocked;
+    vm.at.requested_pages = Some(10);
+    let suspended_at = vm.at.now;
+    vm.decisions.suspended(suspended_at);
+    let ended_at = loop {
+        let orders = vm.round(&pass(0));
+        match orders[..] {
+            [Order::RefuseRequests] => {}
+            [Order::EndSuspension, Order::RefuseRequests] => break vm.at.now - ROUND,
+            _ => panic!("{orders:?}"),
+        }
+    };
+    assert_eq!(ended_at, suspended_at + SUSPENSION);
+}
+
+#[test]
+fn blocker_that_comes_up_between_two_passes_ends_the_reclaim() {
+    let mut vm = Vm::new(0);
+    while !matches!(vm.next(), Order::Evict(_)) {}
+    vm.decisions.passed(&pass(1));
+    vm.at.eviction = Eviction::Blocked;
+    assert_eq!(vm.next(), Order::Finish(Need::Limit));
+}
+
+#[test]
+fn heat_is_wanted_by_how_near_the_limit_is() {
+    let mut vm = Vm::new(0);
+    let mut want = |headroom, sweeps| {
+        vm.at.headroom = headroom;
+        vm.at.sweeps = sweeps;
+        super::want(&vm.at)
+    };
+    let limited = |free_pages| Headroom::Limited {
+        limit_pages: LIMIT,
+        free_pages,
+    };
+    assert_eq!(want(limited(0), 9), Want::Pressed);
+    assert_eq!(want(limited(LIMIT / 2), 9), Want::Much);
+    assert_eq!(want(Headroom::Unlimited, SWEEPS_TO_KNOW - 1), Want::First);
+    assert_eq!(want(Headroom::Unlimited, SWEEPS_TO_KNOW), Want::Little);
+}

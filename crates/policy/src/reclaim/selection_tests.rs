@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Passes over a handful of sections.
+
+use super::*;
+use crate::victims::{DRIFT_MIN, UNMAPPED_MIN};
+use std::convert::Infallible;
+
+const NOW: Duration = Duration::from_secs(60);
+const PAGES: u64 = 10;
+
+/// Sections of ten pages each.
+#[derive(Default)]
+struct Memory {
+    now: Duration,
+    absent: Vec<u64>,
+    /// Touched again as soon as they are unmapped.
+    in_use: Vec<u64>,
+    /// Another thread evicts it now.
+    elsewhere: Option<u64>,
+    has_no_time: bool,
+    unmapped: Vec<u64>,
+    offered: Vec<u64>,
+}
+
+impl Sections for Memory {
+    type Stop = Infallible;
+
+    fn present_pages(&self, section: SectionNo) -> u64 {
+        u64::from(!self.absent.contains(&section.0)) * PAGES
+    }
+
+    fn evict(&mut self, section: SectionNo, _: u64) -> Attempt<Infallible> {
+        if self.has_no_time {
+            return Attempt::NotNow;
+        }
+        if self.elsewhere == Some(section.0) {
+            return Attempt::Elsewhere;
+        }
+        let is_used = self.in_use.contains(&section.0);
+        let (pages, then) = match is_used {
+            true => (0, Then::Next),
+            false => (PAGES, Then::Emptied),
+        };
+        if !is_used {
+            self.absent.push(section.0);
+        }
+        Attempt::Done(Evicted {
+            taken: Taken { pages, then },
+            present_pages: PAGES,
+            mapped_pages: PAGES - pages,
+            stop: None,
+        })
+    }
+
+    fn unmap(&mut self, sections: &[SectionNo]) -> Result<Unmapped, Infallible> {
+        self.unmapped
+            .extend(sections.iter().map(|section| section.0));
+        Ok(Unmapped {
+            sections: sections.to_vec(),
+            at: self.now,
+        })
+    }
+
+    fn offer(&mut self, ready: Vec<Ready>) {
+        self.offered = ready.iter().map(|ready| ready.section.0).collect();
+    }
+}
+
+/// Sections 0 and 1 are cold, 2 is cool, 3 is hot; 1 and 3 are protected.
+fn selection(memory: &mut Memory) -> Selection {
+    let mut selection = Selection::default();
+    let protected = ProtectedSections::default();
+    protected.add(SectionNo(1));
+    protected.add(SectionNo(3));
+    selection.spare(Arc::new(protected));
+    selection.follow((0..4).map(SectionNo));
+    for (sweep, touched) in [&[2, 3][..], &[3], &[3], &[3]].iter().enumerate() {
+        let at = DRIFT_MIN * u32::try_from(sweep).unwrap();
+        selection.swept(at, touched.iter().copied().map(SectionNo), memory);
+    }
+    memory.now = NOW;
+    selection
+}
+
+/// A pass now, and another one when what it unmapped has aged; what is absent then.
+fn evict(memory: &mut Memory, selection: &mut Selection, pages: u64, reach: Reach) -> Vec<u64> {
+    let first = selection.reclaim(memory.now, pages, reach, memory);
+    assert!(first.evicted_pages == 0 || !first.rests, "{first:?}");
+    memory.now += UNMAPPED_MIN;
+    selection.reclaim(memory.now, pages - first.evicted_pages, reach, memory);
+    memory.absent.clone()
+}
+
+#[test]
+fn nothing_is_evicted_before_it_has_been_unmapped_for_long_enough() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    let first = selection.reclaim(NOW, 10, Reach::ColdOnly, &mut memory);
+    assert_eq!((first.evicted_pages, first.rests), (0, true));
+    assert_eq!(memory.unmapped, [0, 2]);
+    assert_eq!(memory.offered, [0, 2]);
+    let early = NOW + UNMAPPED_MIN / 2;
+    let again = selection.reclaim(early, 10, Reach::ColdOnly, &mut memory);
+    assert_eq!((again.evicted_pages, again.rests), (0, true));
+    let aged = selection.reclaim(NOW + UNMAPPED_MIN, 10, Reach::ColdOnly, &mut memory);
+    assert_eq!((aged.evicted_pages, aged.rests), (10, false));
+    assert_eq!(memory.absent, [0]);
+    // What is left over stays ready.
+    assert_eq!(memory.offered, [2]);
+    assert_eq!(selection.reserve_sections(), 1);
+}
+
+#[test]
+fn limit_that_protected_sections_can_keep_needs_no_second_try() {
+    let order = [Reach::ColdOnly, Reach::AllResting, Reach::Protected];
+    for (in_use, expected) in [
+        (&[][..], &[0, 2][..]),
+        (&[2], &[0, 1]),
+        (&[0, 2], &[1, 3]),
+        (&[0, 1, 2, 3], &[]),
+    ] {
+        let mut memory = Memory {
+            in_use: in_use.to_vec(),
+            ..Memory::default()
+        };
+        let mut selection = selection(&mut memory);
+        for reach in order {
+            let left = 20 - memory.absent.len() as u64 * PAGES;
+            if left > 0 {
+                evict(&mut memory, &mut selection, left, reach);
+            }
+        }
+        assert_eq!(memory.absent, expected, "{in_use:?} in use");
+        let protected = memory.absent.iter().filter(|section| *section % 2 == 1);
+        let taken = selection.protected().taken_pages();
+        assert_eq!(taken, protected.count() as u64 * PAGES);
+    }
+}
+
+#[test]
+fn section_in_use_is_tried_once_until_all_are_tried_again() {
+    let mut memory = Memory {
+        in_use: vec![0, 2],
+        ..Memory::default()
+    };
+    let mut selection = selection(&mut memory);
+    assert_eq!(evict(&mut memory, &mut selection, 20, Reach::ColdOnly), []);
+    memory.in_use.clear();
+    assert_eq!(
+        evict(&mut memory, &mut selection, 20, Reach::AllResting),
+        []
+    );
+    selection.try_again(&mut memory);
+    let gone = evict(&mut memory, &mut selection, 20, Reach::AllResting);
+    assert_eq!(gone.len(), 2, "{gone:?}");
+}
+
+#[test]
+fn section_that_came_back_untouched_is_evicted_before_protected_ones() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    assert_eq!(
+        evict(&mut memory, &mut selection, 20, Reach::ColdOnly),
+        [0, 2]
+    );
+    // Prefetched, for example.
+    memory.absent.clear();
+    let gone = evict(&mut memory, &mut selection, 20, Reach::AllResting);
+    assert_eq!(gone, [0, 2]);
+}
+
+#[test]
+fn pass_without_time_has_more_only_if_it_made_progress_and_leaves_what_others_evict() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    selection.reclaim(NOW, 20, Reach::ColdOnly, &mut memory);
+    memory.now += UNMAPPED_MIN;
+    memory.has_no_time = true;
+    let cut = selection.reclaim(memory.now, 20, Reach::ColdOnly, &mut memory);
+    assert_eq!((cut.evicted_pages, cut.has_more), (0, false));
+    memory.has_no_time = false;
+    memory.elsewhere = Some(0);
+    let other = selection.reclaim(memory.now, 20, Reach::ColdOnly, &mut memory);
+    assert_eq!((other.evicted_pages, other.has_more), (10, false));
+    assert_eq!(memory.absent, [2]);
+    selection.evicted_elsewhere(SectionNo(0), After::Emptied);
+    assert_eq!(selection.reserve_sections(), 0);
+}
+
+#[test]
+fn ready_sections_are_kept_without_evicting_any() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    let Ok(()) = selection.keep_ready(NOW, 20, &mut memory);
+    memory.now += UNMAPPED_MIN;
+    let Ok(()) = selection.keep_ready(memory.now, 20, &mut memory);
+    assert_eq!(memory.unmapped, [0, 2], "once");
+    assert!(memory.absent.is_empty());
+    assert_eq!(memory.offered, [0, 2]);
+    selection.ram_changed((0..4).map(SectionNo));
+    assert_eq!(selection.reserve_sections(), 0);
+}

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Headroom`]: how far a VM is from its limit, and the watermarks under that limit (Taiji 4.2.2).
+//!
+//! ```text
+//!   limit ────────── min watermark: a fill first has memory evicted
+//!     │   ╲ 1.5 %
+//!   low watermark ── reclaim begins
+//!     │   ╲ 3 %
+//!   high watermark ─ reclaim ends
+//!     │   ╲ 6 %
+//!   ──────────────── cold sections are kept ready for eviction from here on
+//! ```
+//! Watermarks are named for what is *free* under the limit: free memory falls below low, and rises
+//! above high. The daemon's limit and a replay both ask here.
+
+use std::time::Duration;
+
+/// Free pages below which reclaim begins, in thousandths of the limit.
+const LOW_PERMILLE: i64 = 15;
+/// Free pages above which reclaim ends, in thousandths of the limit.
+const HIGH_PERMILLE: i64 = 30;
+
+/// Longest wait of one fill for an eviction; then it goes ahead over the limit.
+pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);
+
+/// The limit of a VM, and how much of it is free.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Headroom {
+    /// There is no limit.
+    Unlimited,
+    /// There is one.
+    Limited {
+        /// The limit.
+        limit_pages: i64,
+        /// The limit less what is present: negative above the limit.
+        free_pages: i64,
+    },
+}
+
+impl Headroom {
+    /// True while there is a limit.
+    #[must_use]
+    pub fn is_limited(self) -> bool {
+        self != Self::Unlimited
+    }
+
+    /// True once free pages are below the low watermark.
+    #[must_use]
+    pub fn is_below_low(self) -> bool {
+        match self {
+            Self::Unlimited => false,
+            Self::Limited {
+                limit_pages,
+                free_pages,
+            } => free_pages < part(limit_pages, LOW_PERMILLE),
+        }
+    }
+
+    /// Pages to evict until the high watermark is reached; 0 if there is enough headroom.
+    #[must_use]
+    pub fn pages_to_high(self) -> u64 {
+        match self {
+            Self::Unlimited => 0,
+            Self::Limited {
+                limit_pages,
+                free_pages,
+            } => {
+                let high = part(limit_pages, HIGH_PERMILLE);
+                u64::try_from(high.saturating_sub(free_pages)).unwrap_or(0)
+            }
+        }
+    }
+
+    /// Pages that should be ready for eviction, so that a fill that finds no room need not wait until
+    /// they have aged: as many as the high watermark, while fewer than twice as many are free. 0 if
+    /// the limit is far.
+    #[must_use]
+    pub fn reserve_pages(self) -> u64 {
+        match self {
+            Self::Unlimited => 0,
+            Self::Limited {
+                limit_pages,
+                free_pages,
+            } => {
+                let high = limit_pages / 1000 * HIGH_PERMILLE;
+                match free_pages > 2 * high {
+                    true => 0,
+                    false => u64::try_from(high).unwrap_or(0),
+                }
+            }
+        }
+    }
+}
+
+fn part(pages: i64, permille: i64) -> i64 {
+    pages.saturating_mul(permille) / 1000
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(limit_pages: i64, free_pages: i64) -> Headroom {
+        Headroom::Limited {
+            limit_pages,
+            free_pages,
+        }
+    }
+
+    #[test]
+    fn reclaim_begins_below_low_ends_at_high_and_nothing_is_wanted_without_a_limit() {
+        for (free, below_low, to_high) in [
+            (-50, true, 3050),
+            (1499, true, 1501),
+            (1500, false, 1500),
+            (2999, false, 1),
+            (3000, false, 0),
+            (90_000, false, 0),
+        ] {
+            let headroom = of(100_000, free);
+            let found = (headroom.is_below_low(), headroom.pages_to_high());
+            assert_eq!(found, (below_low, to_high), "{free} free");
+        }
+        let none = Headroom::Unlimited;
+        assert!(!none.is_below_low() && !none.is_limited());
+        assert_eq!((none.pages_to_high(), none.reserve_pages()), (0, 0));
+    }
+
+    #[test]
+    fn reserve_is_kept_from_twice_the_high_watermark_on() {
+        assert_eq!(of(100_000, 6001).reserve_pages(), 0);
+        assert_eq!(of(100_000, 6000).reserve_pages(), 3000);
+        assert_eq!(of(100_000, -1).reserve_pages(), 3000);
+    }
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The replay's side of the golden trace of reclaim orders; the daemon's side is in `pagetide-swap`.
+
+use super::*;
+use std::fmt::Write;
+
+/// Events, and after each the orders that they lead to.
+const GOLDEN: &str = include_str!("../../../policy/tests/golden/reclaim.txt");
+/// Sections of the VM in the trace.
+const SECTIONS: u64 = 240;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// The sections of `from-to`, or of one number.
+fn sections(text: &str) -> impl Iterator<Item = SectionNo> {
+    let (from, to) = text.split_once('-').unwrap_or((text, text));
+    let number = |text: &str| text.parse::<u64>().unwrap();
+    (number(from)..=number(to)).map(SectionNo)
+}
+
+fn take_log(memory: &mut Memory, into: &mut String) {
+    for line in memory.states.log.drain(..) {
+        writeln!(into, "  {line}").unwrap();
+    }
+}
+
+#[test]
+fn orders_to_a_replay_are_those_of_the_golden_trace() {
+    let protected = Arc::default();
+    let mut memory = Memory::new(SECTIONS, 2 << 20, Start::AllPresent, protected);
+    let mut found = String::new();
+    for event in GOLDEN.lines().filter(|line| !line.starts_with(' ')) {
+        let words: Vec<&str> = event.split(' ').collect();
+        let at = ms(words[0].parse().unwrap());
+        while memory.due() <= at {
+            memory.pass(memory.due());
+        }
+        take_log(&mut memory, &mut found);
+        writeln!(found, "{event}").unwrap();
+        match words[1..] {
+            ["limit", sections] => {
+                memory.set_limit(sections.parse().ok());
+                memory.wake(at);
+            }
+            ["touch", touched] => {
+                for section in sections(touched) {
+                    if memory.touch(section) != Found::Present {
+                        memory.fill(at, section);
+                    }
+                }
+            }
+            _ => panic!("{event}"),
+        }
+        take_log(&mut memory, &mut found);
+    }
+    assert_eq!(memory.counts().over_limit_fills, 0);
+    assert!(memory.counts().evicted_sections > 50);
+    if let Some(path) = std::env::var_os("PAGETIDE_GOLDEN_WRITE") {
+        std::fs::write(path, &found).unwrap();
+    }
+    let pairs = GOLDEN.lines().zip(found.lines());
+    for (number, (golden, found)) in pairs.enumerate() {
+        assert_eq!(golden, found, "line {}", number + 1);
+    }
+    assert_eq!(GOLDEN.lines().count(), found.lines().count());
+}

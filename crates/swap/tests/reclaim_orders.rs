@@ -1,0 +1,358 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The daemon's side of the golden trace of reclaim orders: the events of the trace happen to the
+//! daemon's own memory, pool, limit and reclaimer, over RAM that is a set of numbers. The replay's side
+//! is in `pagetide-sim`; both compare with the same file.
+//!
+//! Only the measurement of heat is made like the replay's: a sweep covers all sections, and sweeps are
+//! as far apart as they would be if they cost nothing.
+
+use pagetide_addr::{
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
+};
+use pagetide_gmem::{
+    Activation, AddressSpace, AllocPolicy, Backing, Cause, Device, Fault, Incidents, Installed,
+    MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory, Place, PlaceError,
+    RegionRequest, Restrict, Restricted, StoreError, TableId, VolatileWords, Wait,
+};
+use pagetide_policy::{
+    reclaim::{Eviction, Order, ReclaimLoop, Situation},
+    sampling::{Look, Sampled, Touched},
+};
+use pagetide_swap::{
+    Evictor, HeatCost, Limit, Pool, PoolStore, Reclaimer,
+    reclaim::{AccessTracker, Took, TrackerError},
+};
+use std::{
+    collections::BTreeSet,
+    fmt::Write,
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
+};
+
+/// Events, and after each the orders that they lead to.
+const GOLDEN: &str = include_str!("../../policy/tests/golden/reclaim.txt");
+/// Sections of the VM in the trace.
+const SECTIONS: u64 = 240;
+const PAGES: u64 = SECTIONS * SECTION_PAGES;
+
+#[derive(Default)]
+struct State {
+    present: BTreeSet<PageNo>,
+    /// Sections touched since they were unmapped.
+    mapped: BTreeSet<SectionNo>,
+    /// Sections touched since the last sweep.
+    touched: BTreeSet<SectionNo>,
+    log: Vec<String>,
+}
+
+/// RAM, all of it zeros, with its users' page tables.
+#[derive(Default)]
+struct Ram(Mutex<State>);
+
+impl Ram {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap()
+    }
+}
+
+impl Place for Ram {
+    fn install(&self, page: PageNo, _: &[u8; 4096]) -> Result<Installed, PlaceError> {
+        self.install_zero(page)
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        match self.lock().present.insert(page) {
+            true => Ok(Installed::Installed),
+            false => Ok(Installed::AlreadyThere),
+        }
+    }
+
+    fn install_run(&self, pages: PageRange, _: &[u8]) -> Result<u64, PlaceError> {
+        self.lock().present.extend(pages.iter());
+        Ok(pages.len())
+    }
+
+    fn read(&self, _: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        into.fill(0);
+        Ok(())
+    }
+
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
+        let mut state = self.lock();
+        for page in pages.iter() {
+            state.present.remove(&page);
+        }
+        Ok(())
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.lock().present.contains(&page))
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let state = self.lock();
+        let within = state.present.range(pages.start..pages.end);
+        Ok(within.map(|page| page.single()).collect())
+    }
+
+    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+
+    fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
+        panic!("{page} is poisoned");
+    }
+}
+
+impl Incidents for Ram {
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        panic!("{page}: {why}");
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        panic!("{page}: {why}");
+    }
+}
+
+impl Mmu for Ram {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            strongest: Restrict::ReadOnly,
+            ..MmuLimits::PAGED
+        }
+    }
+
+    fn restrict(
+        &self,
+        _: TableId,
+        _: SectionNo,
+        _: &PageSet,
+        _: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        Ok(Restricted::Done)
+    }
+
+    fn grant(&self, _: TableId, _: PageRange, _: Access, _: Backing) -> Result<(), MmuError> {
+        Ok(())
+    }
+}
+
+fn all_pages(section: SectionNo) -> PageSet {
+    PageSet::of_range(section, section.first_page().run(SECTION_PAGES))
+}
+
+impl AccessTracker for Ram {
+    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
+        let state = self.lock();
+        let of = |look: &Look| Touched {
+            cpu: match state.touched.contains(&look.section) {
+                true => look.asked,
+                false => PageSet::EMPTY,
+            },
+            dma: PageSet::EMPTY,
+        };
+        Ok(Sampled {
+            touched: looks.iter().map(of).collect(),
+            ..Sampled::default()
+        })
+    }
+
+    fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        let mut state = self.lock();
+        state.log.push(format!("unmap {sections:?}"));
+        state.mapped.retain(|section| !sections.contains(section));
+        Ok(vec![Touched::default(); sections.len()])
+    }
+
+    fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+        match self.lock().mapped.contains(&section) {
+            true => Ok(all_pages(section)),
+            false => Ok(PageSet::EMPTY),
+        }
+    }
+}
+
+/// One VM of the daemon in virtual time.
+struct Rig {
+    ram: Arc<Ram>,
+    space: Arc<AddressSpace>,
+    limit: Arc<Limit>,
+    reclaimer: Reclaimer,
+    decisions: ReclaimLoop,
+    loop_at: Duration,
+    is_waiting: bool,
+    swept_at: Option<Duration>,
+}
+
+impl Rig {
+    fn new(folder: &std::path::Path) -> Self {
+        let ram = Arc::new(Ram::default());
+        ram.lock().present.extend(PageNo(0).run(PAGES).iter());
+        let limit = Arc::new(Limit::new());
+        // No thread waits here.
+        limit.stop();
+        let pool = Pool::create_empty(&folder.join("golden.pool"), PAGES, 1, b"").unwrap();
+        let store = Arc::new(PoolStore::new(Arc::new(pool)));
+        let memory = PagedMemory::new(MemoryParts {
+            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
+            place: Arc::clone(&ram) as _,
+            store: Arc::clone(&store) as _,
+            admission: Arc::clone(&limit) as _,
+            incidents: Arc::clone(&ram) as _,
+            neighbours_max: 0,
+        });
+        let bytes = PAGES * PAGE_BYTES;
+        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
+        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::clone(&ram) as _);
+        space
+            .attach(&vcpus, Mode::Coherent, Activation::Now)
+            .unwrap();
+        space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
+        let evictor = Evictor::new(Arc::clone(space.memory().unwrap()), store);
+        let tracker = Arc::clone(&ram);
+        let cost = HeatCost::default();
+        let mut reclaimer = Reclaimer::new(evictor, Arc::clone(&limit), tracker, cost);
+        let told = Arc::clone(&ram);
+        reclaimer.tell(move |section, took| {
+            assert_eq!(took, Took::Whole);
+            told.lock().log.push(format!("evict {}", section.0));
+        });
+        Self {
+            ram,
+            space,
+            limit,
+            reclaimer,
+            decisions: ReclaimLoop::new(0),
+            loop_at: Duration::ZERO,
+            is_waiting: true,
+            swept_at: None,
+        }
+    }
+
+    fn set_limit(&mut self, sections: Option<u64>, now: Duration) {
+        let limit = sections.map(|sections| sections * SECTION_PAGES);
+        let resident = self.ram.lock().present.len() as u64;
+        self.limit.put_right(limit, resident);
+        self.wake(now);
+    }
+
+    fn touch(&mut self, section: SectionNo, now: Duration) {
+        let first = section.first_page();
+        let is_present = self.ram.lock().present.contains(&first);
+        if !is_present {
+            for part in 0..SECTION_PAGES / 16 {
+                let fault = Fault {
+                    device: DeviceId::VCPUS,
+                    pages: first.plus(part * 16).run(16),
+                    access: Access::Write,
+                };
+                self.space.fault(&Cause::Fault(fault), Wait::Here);
+            }
+        }
+        let mut state = self.ram.lock();
+        state.mapped.insert(section);
+        state.touched.insert(section);
+        drop(state);
+        if !is_present {
+            self.wake(now);
+        }
+    }
+
+    fn wake(&mut self, now: Duration) {
+        if self.is_waiting && self.limit.headroom().is_below_low() {
+            self.run(now);
+        }
+    }
+
+    /// Carries out orders until the loop waits or rests.
+    fn run(&mut self, now: Duration) {
+        loop {
+            let order = self.decisions.next(&Situation {
+                now,
+                headroom: self.limit.headroom(),
+                eviction: Eviction::Allowed,
+                sweeps: self.reclaimer.heat().sweeps,
+                requested_pages: None,
+            });
+            let line = format!("{} {order:?}", now.as_millis());
+            self.ram.lock().log.push(line);
+            match order {
+                Order::Wait(time) | Order::Rest(time) => {
+                    self.loop_at = now + time;
+                    self.is_waiting = order == Order::Wait(time);
+                    return;
+                }
+                Order::Sample(want) => {
+                    let is_due = |at: Duration| now - at >= want.sweep_min();
+                    if self.swept_at.is_none_or(is_due) {
+                        self.sweep(now);
+                    }
+                }
+                Order::Sweep { .. } => self.sweep(now),
+                Order::TryAgain => self.reclaimer.try_again(),
+                Order::Evict(order) => {
+                    let (pages, reach) = (order.pages, order.reach);
+                    let pass = self.reclaimer.reclaim(|| now, pages, reach, || true);
+                    assert!(pass.stopped.is_none(), "{pass:?}");
+                    self.decisions.passed(&pass);
+                }
+                Order::KeepReady { pages } => self.reclaimer.keep_ready(|| now, pages).unwrap(),
+                _ => {}
+            }
+        }
+    }
+
+    fn sweep(&mut self, now: Duration) {
+        self.reclaimer.sweep(|| now, || true).unwrap();
+        self.ram.lock().touched.clear();
+        self.swept_at = Some(now);
+    }
+
+    fn take_log(&self, into: &mut String) {
+        for line in self.ram.lock().log.drain(..) {
+            writeln!(into, "  {line}").unwrap();
+        }
+    }
+}
+
+/// The sections of `from-to`, or of one number.
+fn sections(text: &str) -> impl Iterator<Item = SectionNo> {
+    let (from, to) = text.split_once('-').unwrap_or((text, text));
+    let number = |text: &str| text.parse::<u64>().unwrap();
+    (number(from)..=number(to)).map(SectionNo)
+}
+
+#[test]
+fn orders_to_the_daemon_are_those_of_the_golden_trace() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut rig = Rig::new(folder.path());
+    let mut found = String::new();
+    for event in GOLDEN.lines().filter(|line| !line.starts_with(' ')) {
+        let words: Vec<&str> = event.split(' ').collect();
+        let at = Duration::from_millis(words[0].parse().unwrap());
+        while rig.loop_at <= at {
+            rig.run(rig.loop_at);
+        }
+        rig.take_log(&mut found);
+        writeln!(found, "{event}").unwrap();
+        match words[1..] {
+            ["limit", limit] => rig.set_limit(limit.parse().ok(), at),
+            ["touch", touched] => sections(touched).for_each(|section| rig.touch(section, at)),
+            _ => panic!("{event}"),
+        }
+        rig.take_log(&mut found);
+    }
+    let pairs = GOLDEN.lines().zip(found.lines());
+    for (number, (golden, found)) in pairs.enumerate() {
+        assert_eq!(golden, found, "line {}", number + 1);
+    }
+    assert_eq!(GOLDEN.lines().count(), found.lines().count());
+}
