@@ -20,12 +20,12 @@ pub mod memory;
 #[cfg(all(test, loom))]
 mod model;
 pub mod overwrite;
-#[cfg(all(test, not(loom)))]
-mod overwrite_tests;
 pub mod place;
 pub mod readahead;
 pub mod recovery;
 pub mod serve;
+#[cfg(all(test, not(loom)))]
+mod serve_tests;
 pub mod store;
 pub mod table;
 pub mod waiters;

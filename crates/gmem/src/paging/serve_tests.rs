@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Overwrites, one thread at a time: a page is known by its first byte.
+//! Overwrites, readahead and faults that must not wait, one thread at a time: a page is known by its
+//! first byte.
 
 use crate::{
     Activation, AddressSpace, Admission, AllocPolicy, Backing, Cause, Content, ContentStore,
     Device, Fault, FaultOutcome, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode,
-    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, RegionRequest,
-    Restrict, Restricted, Served, StoreError, TableId, VolatileWords, Wait,
+    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Readahead,
+    RegionRequest, Restrict, Restricted, Served, StoreError, TableId, VolatileWords, Wait,
 };
 use pagetide_addr::{
     Access, DeviceId, OVERWRITE_PAGES_MAX, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo,
@@ -18,6 +19,8 @@ use std::{
 
 const DPU: DeviceId = DeviceId(1);
 const PAGES: u64 = 2 * SECTION_PAGES;
+/// Most pages that a fault reads ahead.
+const AHEAD_MAX: u32 = 4;
 /// First byte of what the store holds, and of what the device has written to page `n`.
 const OLD: u8 = 0xee;
 const NEW: u8 = 1;
@@ -188,7 +191,7 @@ fn setting() -> (Fake, Arc<AddressSpace>) {
         store: Arc::new(fake.clone()),
         admission: Arc::new(fake.clone()),
         incidents: Arc::new(fake.clone()),
-        neighbours_max: 0,
+        neighbours_max: AHEAD_MAX,
     });
     let end = Va(PAGES * PAGE_BYTES);
     let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
@@ -454,4 +457,85 @@ fn hole_is_not_filled_for_a_device_that_has_given_up() {
     let done = request(&space, fault, &bytes, &|| false, Wait::Here).unwrap();
     assert_eq!(done, Served::nothing(FaultOutcome::Gone));
     assert_eq!((fake.byte(5), state(&space, 5)), (None, PageState::Present));
+}
+
+/// A fault that must not wait.
+fn fault_at_once(space: &AddressSpace, device: DeviceId, pages: PageRange) -> Option<Served> {
+    let fault = Fault {
+        device,
+        pages,
+        access: Access::Write,
+    };
+    space.fault(&Cause::Fault(fault), Wait::Never)
+}
+
+#[test]
+fn fault_that_must_not_wait_does_nothing_without_room_or_while_the_section_is_owned() {
+    let (fake, space) = setting();
+    let pages = PageNo(4).run(3);
+    fake.with(|vm| vm.is_full = true);
+    assert_eq!(fault_at_once(&space, DPU, pages), None);
+    fake.with(|vm| vm.is_full = false);
+    {
+        let table = space.memory().unwrap().table();
+        let _owned = table.made_section(SectionNo(0)).lock.write().unwrap();
+        assert_eq!(fault_at_once(&space, DPU, pages), None);
+    }
+    fake.with(|vm| assert_eq!((vm.room_taken, vm.present.len(), vm.loads), (0, 0, 0)));
+    // Too long to be served while others wait behind it.
+    assert_eq!(fault_at_once(&space, DPU, PageNo(0).run(65)), None);
+    let most = fault_at_once(&space, DPU, PageNo(0).run(64));
+    assert_eq!(most, Some(installed(u64::MAX)));
+    fake.with(|vm| assert_eq!((vm.room_taken, vm.present.len(), vm.loads), (64, 64, 64)));
+}
+
+#[test]
+fn fill_of_another_thread_is_joined_by_a_vcpu_and_sends_a_device_that_must_not_wait_away() {
+    let (fake, space) = setting();
+    set(&space, 8, PageState::Filling(content(8)));
+    let pages = PageNo(7).run(3);
+    assert_eq!(fault_at_once(&space, DPU, pages), None);
+    // The page before it is there all the same, and only its room is taken.
+    assert_eq!((fake.byte(7), fake.byte(9)), (Some(OLD), None));
+    assert_eq!(fake.with(|vm| vm.room_taken), 1);
+    let vcpu = fault_at_once(&space, DeviceId::VCPUS, pages);
+    assert_eq!(vcpu, Some(installed(0b100)));
+    let memory = space.memory().unwrap();
+    assert!(memory.table().word(PageNo(8)).is_waited_for());
+    let counters = memory.counters();
+    assert_eq!(counters.joined_faults.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn readahead_fills_stored_pages_up_to_its_limit_and_leaves_all_others_alone() {
+    let (fake, space) = setting();
+    make_present(&fake, &space, 3, OLD);
+    set(&space, 5, PageState::Filling(content(5)));
+    let ahead = Cause::Readahead(Readahead::Next(PageNo(2).run(10)));
+    assert_eq!(space.fault(&ahead, Wait::Never), Some(installed(0b11_0101)));
+    fake.with(|vm| {
+        assert_eq!(vm.room_taken, AHEAD_MAX.into());
+        assert!(!vm.granted.contains(&3) && vm.granted.contains(&4));
+    });
+    assert_eq!(state(&space, 5), PageState::Filling(content(5)));
+    assert_eq!(state(&space, 8), PageState::Stored(content(8)));
+    let counters = space.memory().unwrap().counters();
+    assert_eq!(counters.readahead_pages.load(Ordering::Relaxed), 4);
+    assert_eq!(counters.present_faults.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn readahead_never_waits_whatever_its_caller_may() {
+    let (fake, space) = setting();
+    let ahead = Cause::Readahead(Readahead::Around(PageNo(0).run(16)));
+    fake.with(|vm| vm.is_full = true);
+    assert_eq!(space.fault(&ahead, Wait::Here), Some(installed(0)));
+    fake.with(|vm| vm.is_full = false);
+    {
+        let table = space.memory().unwrap().table();
+        let _owned = table.made_section(SectionNo(0)).lock.write().unwrap();
+        assert_eq!(space.fault(&ahead, Wait::Here), Some(installed(0)));
+    }
+    fake.with(|vm| assert_eq!((vm.room_taken, vm.present.len()), (0, 0)));
+    assert_eq!(space.fault(&ahead, Wait::Here), Some(installed(0b1111)));
 }
