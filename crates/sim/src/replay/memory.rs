@@ -355,7 +355,8 @@ impl Memory {
     /// Does everything due at `now`.
     pub(super) fn pass(&mut self, now: Duration) {
         let waiting = &mut self.states.waiting_fills;
-        while waiting.pop_front_if(|at| *at <= now).is_some() {
+        while waiting.front().is_some_and(|at| *at <= now) {
+            waiting.pop_front();
             self.states.counts.over_limit_fills += 1;
         }
         if now >= self.loop_at {
