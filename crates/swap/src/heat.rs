@@ -80,13 +80,8 @@ impl Heat {
         self.pace.sections(now, cpu, of, want)
     }
 
-    /// Accounts for a sample of `sections` sections that took `took`.
-    pub fn sampled(
-        &mut self,
-        looks: &[Look],
-        sampled: &Sampled,
-        (sections, took): (u64, Duration),
-    ) {
+    /// Accounts for a sample of `sections` sections that took `own` of our CPU time.
+    pub fn sampled(&mut self, looks: &[Look], sampled: &Sampled, sections: u64, own: Duration) {
         let mut back = 0;
         for (look, touched) in looks.iter().zip(&sampled.touched) {
             if !touched.cpu.is_empty() || !touched.dma.is_empty() {
@@ -102,7 +97,7 @@ impl Heat {
             .saturating_mul(u32::try_from(back).unwrap_or(u32::MAX));
         let cost = Cost {
             guest: refaults + sampled.unmapping,
-            own: took,
+            own,
         };
         self.pace.spend(sections, cost);
         let report = &mut self.report;

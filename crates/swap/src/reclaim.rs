@@ -136,14 +136,15 @@ impl Reclaimer {
         self.selection.reserve_sections()
     }
 
-    /// Continues the sweep by as much as its cost allows. `cpu` is the CPU time that the VMM has
-    /// used.
+    /// Continues the sweep by as much as its cost allows. `own` is the CPU time that the calling thread has
+    /// used, `cpu` that of the VMM.
     ///
     /// # Errors
     /// The tracker's; what is known of a section is then unchanged.
     pub fn sample(
         &mut self,
         clock: impl Fn() -> Duration,
+        own: impl Fn() -> Duration,
         cpu: Duration,
         want: Want,
     ) -> Result<(), TrackerError> {
@@ -153,7 +154,7 @@ impl Reclaimer {
         while left > 0 && clock().saturating_sub(began) < SAMPLE_MAX {
             let part = left.min(SAMPLE_BATCH);
             left -= part;
-            self.sample_part(&clock, part)?;
+            self.sample_part(&clock, &own, part)?;
         }
         Ok(())
     }
@@ -162,12 +163,13 @@ impl Reclaimer {
     fn sample_part(
         &mut self,
         clock: &impl Fn() -> Duration,
+        own: &impl Fn() -> Duration,
         sections_max: u64,
     ) -> Result<(), TrackerError> {
         if !self.heat.sampler.is_sweeping() {
             self.begin_sweep(clock);
         }
-        let began = clock();
+        let began = own();
         self.apply_outcomes();
         let (mut looks, mut standing) = (Vec::new(), Vec::new());
         let mut looked = 0;
@@ -190,8 +192,8 @@ impl Reclaimer {
         standing
             .into_iter()
             .try_for_each(|section| self.look_at_reserve(section))?;
-        self.heat
-            .sampled(&looks, &sampled, (looked, clock().saturating_sub(began)));
+        let spent = own().saturating_sub(began);
+        self.heat.sampled(&looks, &sampled, looked, spent);
         if let Some(touched) = self.heat.sampler.end() {
             let now = clock();
             let (selection, mut pages) = self.parts(clock, || false);
@@ -258,7 +260,7 @@ impl Reclaimer {
         self.begin_sweep(&clock);
         let before = self.heat.report().sweeps;
         while self.heat.report().sweeps == before && go_on() {
-            self.sample_part(&clock, SAMPLE_BATCH)?;
+            self.sample_part(&clock, &clock, SAMPLE_BATCH)?;
         }
         Ok(())
     }

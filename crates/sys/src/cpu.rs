@@ -174,6 +174,15 @@ fn idle_time_of_line(line: &str) -> Option<(usize, Duration)> {
     Some((cpu, Duration::from_millis(idle.checked_mul(TICK_MS)?)))
 }
 
+/// CPU time that this thread has used so far, in user mode and in the kernel.
+#[must_use]
+pub fn thread_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or(0);
+    Duration::from_secs(seconds) + Duration::from_nanos(nanos)
+}
+
 /// CPU time that all threads of this process have used so far, in user mode and in the kernel.
 #[must_use]
 pub fn process_time() -> Duration {

@@ -198,7 +198,8 @@ impl ReclaimThread {
         // If the VMM has ended, another thread handles that.
         let cpu = cpu::time_of(self.vm.vmm.pid()).unwrap_or_default();
         let started = self.started;
-        if let Err(error) = self.reclaimer.sample(|| started.elapsed(), cpu, want) {
+        let clock = || started.elapsed();
+        if let Err(error) = self.reclaimer.sample(clock, cpu::thread_time, cpu, want) {
             self.suspend(format!("accesses cannot be told: {error}"));
         }
     }
