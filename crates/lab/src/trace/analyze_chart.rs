@@ -31,6 +31,8 @@ const LEFT: i32 = 76;
 const RIGHT: i32 = 24;
 const TOP: i32 = 84;
 const BOTTOM: i32 = 48;
+/// Between the names of the axes and the edge.
+const EDGE: i32 = 8;
 /// Room for upright names of things, at most.
 const UPRIGHT_MAX: i32 = 110;
 
@@ -169,8 +171,10 @@ impl Chart {
         let mut plane = ChartBuilder::on(&canvas)
             .margin_top(TOP)
             .margin_right(RIGHT)
+            .margin_bottom(EDGE)
+            .margin_left(EDGE)
             .x_label_area_size(BOTTOM + self.upright_room())
-            .y_label_area_size(LEFT)
+            .y_label_area_size(LEFT - EDGE)
             .build_cartesian_2d(0.0..some(x_max), 0.0..some(self.y_max))?;
         self.draw_axes(&mut plane)?;
         self.draw_things(&canvas, &plane)?;
