@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! For tests: whether an emulator makes our system calls for us (qemu-user).
 //!
-//! It has no ptrace, nor some other calls, and its descriptors, signals and mappings are not quite a kernel's. Tests
-//! of just these things skip themselves there.
+//! It has no ptrace, nor some other calls, no room for a mapping of a terabyte, and its descriptors and signals are
+//! not quite a kernel's. Tests of just these things skip themselves there.
 #![expect(unsafe_code, reason = "ptrace has no safe wrapper")]
 
 /// True under an emulator, after saying that the test is skipped.
