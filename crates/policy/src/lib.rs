@@ -8,7 +8,7 @@
 //! - [`watermarks`]: when reclaim begins and ends; [`reclaim`]: what the reclaim thread does, and which
 //!   sections it unmaps and evicts.
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
-//! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
+//! - [`sampling`]: which pages are watched to learn that, by a [`tracker`]; [`candidates`]: sections selected for
 //!   eviction.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
 //!   [`prefetch`]: which sections are filled before a device asks for them.
@@ -39,5 +39,6 @@ mod section_set;
 pub mod sets;
 #[cfg(test)]
 mod sets_tests;
+pub mod tracker;
 pub mod victims;
 pub mod watermarks;

@@ -17,10 +17,10 @@
 use crate::{
     store::{PoolStore, PutError},
     tier::{PAGE, Packer},
-    tracker::TrackerError,
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
+use pagetide_policy::tracker::TrackerError;
 use std::sync::Arc;
 
 /// Pages read, packed and committed together.

@@ -4,8 +4,7 @@
 //! [`pagetide_policy::sampling`] decides which pages are sampled, and how many sections at a time;
 //! this module keeps the account.
 
-use crate::tracker::Sampled;
-use pagetide_policy::sampling::{COST_PPM, Cost, Look, Pace, Sampler, Want};
+use pagetide_policy::sampling::{COST_PPM, Cost, Look, Pace, Sampled, Sampler, Want};
 use std::time::Duration;
 
 /// Sections that are sampled together: some hundred pages, whose unmapping locks the VMM's address

@@ -42,7 +42,6 @@ pub mod slots;
 pub mod store;
 mod taken;
 pub mod tier;
-mod tracker;
 
 pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};
@@ -53,4 +52,3 @@ pub use reclaim::Reclaimer;
 pub use reserve::Reserve;
 pub use room::Room;
 pub use store::PoolStore;
-pub use tracker::{AccessTracker, Sampled, Touched};

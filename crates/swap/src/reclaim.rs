@@ -27,8 +27,6 @@
 
 pub use crate::taken::{ReclaimStop, Reclaimed, Took};
 
-pub use crate::tracker::{AccessTracker, Sampled, Touched, TrackerError};
-
 use crate::{
     direct::{DirectReclaim, TellTaken},
     evictor::Evictor,
@@ -43,6 +41,7 @@ use pagetide_policy::{
     reclaim::{Attempt, Sections, Selection, Unmapped, is_warm},
     sampling::Want,
     sets::HotColdSets,
+    tracker::{AccessTracker, TrackerError},
 };
 use std::{
     sync::{Arc, Mutex},
@@ -57,6 +56,7 @@ pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
 
 /// Longest time that one call of [`Reclaimer::sample`] runs.
 const SAMPLE_MAX: Duration = Duration::from_millis(20);
+
 /// See the module. One per VM.
 pub struct Reclaimer {
     selection: Selection,
@@ -365,7 +365,7 @@ impl<C: Fn() -> Duration, G: Fn() -> bool> Sections for SectionPages<'_, C, G> {
         // A section that a fill is taking now has aged, and must not be unmapped during that.
         let free = |section: &SectionNo| reserve.withdraw(*section);
         let sections: Vec<SectionNo> = sections.iter().copied().filter(free).collect();
-        let looked = self.memory.tracker.look(&sections);
+        let looked = self.memory.tracker.take_out(&sections);
         looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
         Ok(Unmapped {
             sections,

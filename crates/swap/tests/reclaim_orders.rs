@@ -17,11 +17,9 @@ use pagetide_gmem::{
 use pagetide_policy::{
     reclaim::{Eviction, Order, ReclaimLoop, Situation},
     sampling::{Look, Sampled, Touched},
+    tracker::{AccessTracker, TrackerError},
 };
-use pagetide_swap::{
-    Evictor, HeatCost, Limit, Pool, PoolStore, Reclaimer,
-    reclaim::{AccessTracker, Took, TrackerError},
-};
+use pagetide_swap::{Evictor, HeatCost, Limit, Pool, PoolStore, Reclaimer, reclaim::Took};
 use std::{
     collections::BTreeSet,
     fmt::Write,
@@ -165,7 +163,7 @@ impl AccessTracker for Ram {
         })
     }
 
-    fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut state = self.lock();
         state.log.push(format!("unmap {sections:?}"));
         state.mapped.retain(|section| !sections.contains(section));

@@ -661,7 +661,7 @@ fn pages_touched_since_the_last_look_are_seen_and_those_by_dma_told_apart() {
             .contains(PageNo((PATTERN.start + 4 * MIB) >> 12))
     );
     assert!(then[1].dma.is_empty() && then[3].dma.is_empty());
-    let still = tracker.is_mapped(SectionNo(18)).unwrap();
+    let still = tracker.mapped(SectionNo(18)).unwrap();
     assert!(still.len() < 128, "{still:?}");
 }
 
@@ -690,7 +690,7 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     };
     // All of it is mapped, of which half is asked about and half is taken out.
     assert_eq!(sample(second, first), (set(second), 256));
-    let mapped = tracker.is_mapped(section).unwrap();
+    let mapped = tracker.mapped(section).unwrap();
     assert_eq!(mapped.intersection(&set(second)), set(second));
     // Some pages linger in per-CPU batches of the kernel.
     assert!(mapped.intersection(&set(first)).len() < 128, "{mapped:?}");
@@ -701,7 +701,7 @@ fn sample_tells_of_the_pages_it_asks_about_and_takes_only_the_next_ones_out() {
     let (touched, _) = sample(first, second);
     assert_eq!(touched.intersection(&set(used)), set(used));
     assert!(touched.len() < 64 + 128, "{touched:?}");
-    let mapped = tracker.is_mapped(section).unwrap();
+    let mapped = tracker.mapped(section).unwrap();
     assert!(mapped.intersection(&set(second)).len() < 128, "{mapped:?}");
     // And the content is what it was.
     vm.qemu.guest_memory(PATTERN.start, 2 * MIB);
@@ -729,7 +729,7 @@ fn sample_of_whole_sections_misses_no_page_and_unmaps_all() {
     assert_eq!(sampled.touched[0].cpu.len(), 512);
     assert_eq!(sampled.unmapped_pages, 512);
     // Some pages linger in per-CPU batches of the kernel.
-    assert!(tracker.is_mapped(section).unwrap().len() < 128);
+    assert!(tracker.mapped(section).unwrap().len() < 128);
     let used = section.all_pages().start.run(64);
     vm.qemu.guest_memory(used.start.byte_offset(), used.bytes());
     let touched = tracker.sample(&[look]).unwrap().touched[0].cpu;
@@ -795,10 +795,10 @@ fn idle_pages_are_told_by_the_marks_of_the_kernel_and_nothing_is_unmapped() {
     assert_eq!(sample(one, other), set(&[77, 511]));
     use_page(1);
     assert_eq!(sample(other, one), set(&[1]));
-    assert_eq!(tracker.is_mapped(section).unwrap().len(), 512);
+    assert_eq!(tracker.mapped(section).unwrap().len(), 512);
     // What is to go is unmapped, and what is not mapped was not used.
     tracker.take_out(&[section]).unwrap();
-    assert!(tracker.is_mapped(section).unwrap().len() < 128);
+    assert!(tracker.mapped(section).unwrap().len() < 128);
     assert!(sample(one, one).len() < one.len());
 }
 

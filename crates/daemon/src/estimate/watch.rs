@@ -9,7 +9,7 @@ use pagetide_random::SplitMix64;
 use pagetide_vmm::hazards::{self, EvictionBlocker, OtherProcess};
 use pagetide_vmm::layout::{LiveLayout, RamLayout};
 use pagetide_vmm::process::VmmProcess;
-use pagetide_vmm::tracker::{AccessTracker, NoDma, TrackerError, UnmapAndLook};
+use pagetide_vmm::tracker::{NoDma, TrackerError, UnmapAndLook};
 use pagetide_vmm::{Refusal, swap, takeover};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -81,7 +81,7 @@ impl Watch {
 
     /// How touches are detected.
     pub fn tracker(&self) -> &'static str {
-        self.tracker.name()
+        UnmapAndLook::NAME
     }
 
     /// Reasons for which an attach would refuse the VM.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Adapts the VMM's access tracker to the reclaimer.
+//! Which tracker this host has, and what it may cost.
 
 use super::failure::failed;
 use crate::control::ControlError;
 use crate::percent::Percent;
 use crate::settings::TrackerChoice;
-use pagetide_addr::{FileKey, FilePage, FileRange, Marks, PageSet, SectionNo};
-use pagetide_policy::sampling::Look;
-use pagetide_swap::{AccessTracker, HeatCost, Sampled, Touched, reclaim::TrackerError};
+use pagetide_addr::{FileKey, FilePage, FileRange, Marks};
+use pagetide_policy::tracker::{AccessTracker, TrackerError};
+use pagetide_swap::HeatCost;
 use pagetide_sys::{page_idle::IdleBitmap, pagemap::PagemapWay};
 use pagetide_vmm::layout::LiveLayout;
 use pagetide_vmm::process::VmmProcess;
@@ -54,13 +54,13 @@ impl SampleMethod {
         vmm: &VmmProcess,
         layout: Arc<LiveLayout>,
         mmu: &Arc<DmaMmu>,
-    ) -> Result<TrackerAdapter, TrackerError> {
+    ) -> Result<Arc<dyn AccessTracker>, TrackerError> {
         let devices = Arc::new(Dma(Arc::clone(mmu)));
         let whole = UnmapAndLook::new(vmm, layout, devices)?;
         Ok(match self {
-            Self::Unmap => TrackerAdapter(Box::new(whole)),
-            Self::Idle => TrackerAdapter(Box::new(IdlePages::new(whole, IdleBitmap::open()?)?)),
-            Self::Whole => TrackerAdapter(Box::new(WholeSections::new(whole))),
+            Self::Unmap => Arc::new(whole),
+            Self::Idle => Arc::new(IdlePages::new(whole, IdleBitmap::open()?)?),
+            Self::Whole => Arc::new(WholeSections::new(whole)),
         })
     }
 }
@@ -110,9 +110,6 @@ impl DmaLook for Dma {
     }
 }
 
-/// Forwards calls to a tracker of `pagetide-vmm`.
-pub(super) struct TrackerAdapter(Box<dyn pagetide_vmm::tracker::AccessTracker>);
-
 /// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
 pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
     let measured = match way {
@@ -136,20 +133,6 @@ pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
     HeatCost {
         share_ppm: share.ppm(),
         refault,
-    }
-}
-
-impl AccessTracker for TrackerAdapter {
-    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
-        Ok(self.0.sample(looks)?)
-    }
-
-    fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        Ok(self.0.take_out(sections)?)
-    }
-
-    fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
-        Ok(self.0.is_mapped(section)?)
     }
 }
 

@@ -23,13 +23,13 @@ use super::{
     shared::Shared,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
-    tracker::TrackerAdapter,
 };
 use crate::{
     control::{ControlError, VmState},
     protection::vm::{VmHandles, VmProtection},
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
+use pagetide_policy::tracker::AccessTracker;
 use pagetide_swap::{
     DirectReclaim, Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took,
 };
@@ -168,7 +168,11 @@ impl Vm {
         Ok(vm)
     }
 
-    fn start_threads(&self, tracker: TrackerAdapter, shared: &Shared) -> Result<(), ControlError> {
+    fn start_threads(
+        &self,
+        tracker: Arc<dyn AccessTracker>,
+        shared: &Shared,
+    ) -> Result<(), ControlError> {
         let core = &self.core;
         let sink = VmSink {
             vmm: core.identity.process(),
@@ -194,9 +198,8 @@ impl Vm {
         let reader = FaultReader::start(&core.vmm, userfaultfd, layout, sink, config, cpus)
             .map_err(failed)?;
         let evictor = Evictor::new(Arc::clone(&core.space.memory), Arc::clone(&core.store));
-        let looks = Arc::new(tracker);
         let limit = Arc::clone(&core.limit);
-        let mut reclaimer = Reclaimer::new(evictor, limit, looks, shared.heat_cost);
+        let mut reclaimer = Reclaimer::new(evictor, limit, tracker, shared.heat_cost);
         reclaimer.spare(Arc::clone(core.protection.protected()));
         let protection = Arc::clone(&core.protection);
         reclaimer.tell(move |section, took| {
@@ -354,7 +357,10 @@ fn protection(
     Arc::new(VmProtection::new(choice, mmu, ram, Some(handles)))
 }
 
-fn tracker_of(prepared: &Prepared, shared: &Shared) -> Result<TrackerAdapter, ControlError> {
+fn tracker_of(
+    prepared: &Prepared,
+    shared: &Shared,
+) -> Result<Arc<dyn AccessTracker>, ControlError> {
     let layout = Arc::clone(&prepared.layout);
     let tracker = shared.tracker.tracker(&prepared.vmm, layout, &prepared.mmu);
     tracker.map_err(failed)

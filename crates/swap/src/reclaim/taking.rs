@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Memory`]: evicts the pages of one section.
 
-use super::{AccessTracker, ReclaimStop};
+use super::ReclaimStop;
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
 };
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::{EvictionError, PageState, PlaceError};
+use pagetide_policy::tracker::AccessTracker;
 use pagetide_policy::{
     reclaim::Evicted,
     victims::{Taken, Then},

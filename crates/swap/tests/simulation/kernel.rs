@@ -26,8 +26,11 @@ use pagetide_gmem::{
     Backing, Installed, Mmu, MmuError, MmuLimits, NoRoom, Place, PlaceError, Restrict, Restricted,
     TableId, WordArray,
 };
-use pagetide_policy::sampling::Look;
-use pagetide_swap::{AccessTracker, PoolWords, Sampled, Touched, reclaim::TrackerError};
+use pagetide_policy::{
+    sampling::{Look, Sampled, Touched},
+    tracker::{AccessTracker, TrackerError},
+};
+use pagetide_swap::PoolWords;
 use std::{
     io,
     panic::resume_unwind,
@@ -636,7 +639,7 @@ impl AccessTracker for Tracker {
         Ok(sampled)
     }
 
-    fn look(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         let mut state = self.0.enter(Call::Unlocked).ok_or("dead")?;
         if state.fails() {
             return Err("injected".into());

@@ -18,17 +18,18 @@
 //! Whole sections to be evicted are still unmapped ([`UnmapAndLook`]): only a page that is in no page
 //! table has certainly gained no reference through one.
 
+use super::TrackerError;
 use super::unmap::UnmapAndLook;
-use super::{AccessTracker, Look, Sampled, Touched, TrackerError};
 use crate::layout::Piece;
 use pagetide_addr::{Marks, PageNo, PageSet, SectionNo};
+use pagetide_policy::{
+    sampling::{Look, Sampled, Touched},
+    tracker::{self, AccessTracker},
+};
 use pagetide_sys::page_flags::{FrameNo, PageFlags};
 use pagetide_sys::page_idle::IdleBitmap;
 use std::collections::BTreeSet;
 use std::io;
-
-/// Its name.
-pub const NAME: &str = "idle page tracking";
 
 /// See the module.
 pub struct IdlePages {
@@ -102,19 +103,11 @@ impl IdlePages {
 }
 
 impl AccessTracker for IdlePages {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.whole.look_many(sections)
-    }
-
-    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, tracker::TrackerError> {
         self.whole.take_out(sections)
     }
 
-    fn sample(&self, samples: &[Look]) -> Result<Sampled, TrackerError> {
+    fn sample(&self, samples: &[Look]) -> Result<Sampled, tracker::TrackerError> {
         let files = self.whole.files()?;
         let mut sampled = Sampled::default();
         let (mut asked, mut next) = (Vec::new(), Vec::new());
@@ -154,7 +147,7 @@ impl AccessTracker for IdlePages {
         Ok(sampled)
     }
 
-    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
-        self.whole.is_mapped(section)
+    fn mapped(&self, section: SectionNo) -> Result<PageSet, tracker::TrackerError> {
+        self.whole.mapped(section)
     }
 }

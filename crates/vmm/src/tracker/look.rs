@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The interface of trackers: queries, results, and what they need to know about devices.
+//! What trackers need to know about devices, and how they fail.
 
 use crate::Refusal;
 use crate::layout::MapsChange;
-use pagetide_addr::{FileKey, FilePage, FileRange, Marks, PageSet, SectionNo};
+use pagetide_addr::{FileKey, FilePage, FileRange, Marks};
 use pagetide_sys::pagemap::PagemapError;
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::ptrace::PtraceError;
 use std::io;
-
-pub use pagetide_policy::sampling::{Look, Sampled, Touched};
 
 /// Why accesses could not be determined.
 #[derive(Debug, thiserror::Error)]
@@ -41,50 +39,6 @@ pub enum TrackerError {
     /// The devices could not be queried.
     #[error("asking the devices what they touched: {0}")]
     Devices(String),
-}
-
-/// Determines which pages were touched.
-pub trait AccessTracker: Send + Sync {
-    /// Name of the method, for the log.
-    fn name(&self) -> &'static str;
-
-    /// Returns which of the queried pages were touched since they were chosen; starts over with the
-    /// next ones.
-    ///
-    /// # Errors
-    /// [`TrackerError`]; some pages may have been unmapped.
-    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError>;
-
-    /// For each of `sections`: returns what was touched since its last look, and starts over.
-    ///
-    /// # Errors
-    /// [`TrackerError`]; some sections may have started over.
-    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError>;
-
-    /// The same for sections that are to be evicted: their pages may be punched one by one
-    /// afterwards, unless [`AccessTracker::is_mapped`] returns them.
-    ///
-    /// # Errors
-    /// As there.
-    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.look_many(sections)
-    }
-
-    /// [`AccessTracker::look_many`] for one section.
-    ///
-    /// # Errors
-    /// As there.
-    fn look(&self, section: SectionNo) -> Result<Touched, TrackerError> {
-        let touched = self.look_many(&[section])?;
-        Ok(touched.into_iter().next().unwrap_or_default())
-    }
-
-    /// Pages that may have been touched since the last look, without starting over; and pages that must
-    /// not be evicted for another reason.
-    ///
-    /// # Errors
-    /// [`TrackerError`].
-    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
 }
 
 /// Access to the devices' records of pages touched by their DMA.

@@ -37,11 +37,15 @@
 
 use super::huge::{HUGE_BYTES, HugePages, Kept};
 use super::ranges::{Ranges, RangesByWay, Way, Ways};
-use super::{AccessTracker, DmaLook, Look, Sampled, Touched, TrackerError};
+use super::{DmaLook, TrackerError};
 use crate::layout::{LiveLayout, Piece, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
 use pagetide_addr::{FileKey, FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
+use pagetide_policy::{
+    sampling::{Look, Sampled, Touched},
+    tracker::{self, AccessTracker},
+};
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_sys::pagemap::{Pagemap, PagemapError, Translation};
@@ -52,8 +56,6 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Its name.
-pub const NAME: &str = "unmap-and-look";
 /// Most bytes whose translations a thread of the VMM drops after one check of its mappings: some
 /// hundred nanoseconds per mapped page, so a millisecond or two.
 const RUN_BYTES_MAX: u64 = 32 << 20;
@@ -162,6 +164,17 @@ impl UnmapAndLook {
         // Errors show now rather than at the first look.
         tracker.files()?;
         Ok(tracker)
+    }
+
+    /// The way, in words.
+    pub const NAME: &str = "unmap-and-look";
+
+    /// For each of `sections`: returns what was touched since its last look, and starts over.
+    ///
+    /// # Errors
+    /// [`TrackerError`]; some sections may have started over.
+    pub fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        self.look_at(&self.files()?, sections)
     }
 
     /// The VMM's page table.
@@ -418,15 +431,7 @@ fn ways(pid: u32, keys: impl Iterator<Item = FileKey>) -> Result<Ways, TrackerEr
 }
 
 impl AccessTracker for UnmapAndLook {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.look_at(&self.files()?, sections)
-    }
-
-    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, tracker::TrackerError> {
         let files = self.files()?;
         let touched = self.look_at(&files, sections)?;
         if files.may_be_large {
@@ -437,7 +442,7 @@ impl AccessTracker for UnmapAndLook {
         Ok(touched)
     }
 
-    fn sample(&self, samples: &[Look]) -> Result<Sampled, TrackerError> {
+    fn sample(&self, samples: &[Look]) -> Result<Sampled, tracker::TrackerError> {
         let files = self.files()?;
         let mut round = Round::default();
         for sample in samples {
@@ -459,7 +464,7 @@ impl AccessTracker for UnmapAndLook {
         Ok(round.sampled)
     }
 
-    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+    fn mapped(&self, section: SectionNo) -> Result<PageSet, tracker::TrackerError> {
         let files = self.files()?;
         let mut mapped = PageSet::EMPTY;
         // A section that could not be split must not be evicted, so it counts as in use.

@@ -6,12 +6,12 @@
 //! speed. It is a setting for comparison, not for use.
 
 use super::unmap::UnmapAndLook;
-use super::{AccessTracker, Look, Sampled, Touched, TrackerError};
 use pagetide_addr::{PageSet, SectionNo};
+use pagetide_policy::{
+    sampling::{Look, Sampled, Touched},
+    tracker::{AccessTracker, TrackerError},
+};
 use std::time::Instant;
-
-/// Its name.
-pub const NAME: &str = "unmap-and-look at whole sections";
 
 /// See the module.
 pub struct WholeSections(UnmapAndLook);
@@ -25,14 +25,6 @@ impl WholeSections {
 }
 
 impl AccessTracker for WholeSections {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn look_many(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        self.0.look_many(sections)
-    }
-
     fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
         self.0.take_out(sections)
     }
@@ -50,7 +42,7 @@ impl AccessTracker for WholeSections {
         })
     }
 
-    fn is_mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
-        self.0.is_mapped(section)
+    fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
+        self.0.mapped(section)
     }
 }

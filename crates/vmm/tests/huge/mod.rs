@@ -195,7 +195,7 @@ fn vm_in_huge_pages_is_split_to_go_and_is_whole_again_when_it_is_back() {
     huge.tracker.look_many(&huge.sections[..3]).unwrap();
     huge.tracker.take_out(&huge.sections).unwrap();
     for section in &huge.sections {
-        let mapped = huge.tracker.is_mapped(*section).unwrap();
+        let mapped = huge.tracker.mapped(*section).unwrap();
         assert!(mapped.is_empty(), "{section:?}: {mapped:?}");
     }
     // Page by page, not section by section.
@@ -243,7 +243,7 @@ fn huge_page_that_is_used_when_it_is_to_go_stays_whole() {
         stop.store(true, Ordering::Relaxed);
     });
     for section in &huge.sections {
-        let mapped = huge.tracker.is_mapped(*section).unwrap().len();
+        let mapped = huge.tracker.mapped(*section).unwrap().len();
         let wanted = if *section == used { 512 } else { 0 };
         assert_eq!(mapped, wanted, "{section:?}");
     }
@@ -266,11 +266,11 @@ fn huge_page_that_is_held_does_not_go() {
     assert_eq!(held, 4096);
     huge.tracker.take_out(&huge.sections).unwrap();
     for other in &huge.sections {
-        let mapped = huge.tracker.is_mapped(*other).unwrap().len();
+        let mapped = huge.tracker.mapped(*other).unwrap().len();
         assert_eq!(mapped, if *other == section { 512 } else { 0 }, "{other:?}");
     }
     drop((from, to));
     huge.tracker.take_out(&[section]).unwrap();
-    assert!(huge.tracker.is_mapped(section).unwrap().is_empty());
+    assert!(huge.tracker.mapped(section).unwrap().is_empty());
     assert!(pattern(&mut huge.vm) == huge.before, "content");
 }
