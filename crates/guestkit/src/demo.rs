@@ -68,7 +68,7 @@ pub enum DemoError {
     },
     /// The limit was not reached.
     #[error(
-        "{resident} are resident {seconds} s after the limit of {limit}; eviction bars: {bars}\n\
+        "{resident} are resident {seconds} s after the limit of {limit}; eviction blockers: {blockers}\n\
          the end of the daemon's log:\n{log}"
     )]
     NotSqueezed {
@@ -79,7 +79,7 @@ pub enum DemoError {
         /// The limit.
         limit: String,
         /// The daemon's reasons against eviction.
-        bars: String,
+        blockers: String,
         /// End of its log.
         log: String,
     },
@@ -274,7 +274,7 @@ impl Demo {
                     resident: mib(resident),
                     seconds: SQUEEZE_TIMEOUT.as_secs(),
                     limit: mib(self.report.limit_bytes),
-                    bars: vm["eviction_blockers"].to_string(),
+                    blockers: vm["eviction_blockers"].to_string(),
                     log: self.product.log_tail(),
                 });
             }

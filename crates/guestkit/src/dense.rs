@@ -67,7 +67,7 @@ pub enum DenseError {
     /// The limit was not reached.
     #[error(
         "{resident} of the dense stand-in are resident {seconds} s after the limit of {limit}; eviction \
-         bars: {bars}"
+         eviction blockers: {blockers}"
     )]
     NotSqueezed {
         /// Resident now.
@@ -77,7 +77,7 @@ pub enum DenseError {
         /// The limit.
         limit: String,
         /// The daemon's reasons against eviction.
-        bars: String,
+        blockers: String,
     },
 }
 
@@ -179,7 +179,7 @@ fn squeeze(product: &Product, limit_bytes: u64) -> Result<f64, DenseError> {
                 resident: mib(now),
                 seconds: PATIENCE.as_secs(),
                 limit: mib(limit_bytes),
-                bars: vm["eviction_blockers"].to_string(),
+                blockers: vm["eviction_blockers"].to_string(),
             });
         }
         thread::sleep(LOOK);

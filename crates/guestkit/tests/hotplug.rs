@@ -73,10 +73,10 @@ fn until_known(stage: &Stage, files: usize, ram_bytes: u64) {
     };
     let what = format!("{files} RAM files known");
     stage.until(&what, PATIENCE, known).expect("known");
-    assert_eq!(bars(stage), Vec::<String>::new());
+    assert_eq!(blockers(stage), Vec::<String>::new());
 }
 
-fn bars(stage: &Stage) -> Vec<String> {
+fn blockers(stage: &Stage) -> Vec<String> {
     said_of_vm(stage, "eviction_blockers")
 }
 

@@ -29,8 +29,8 @@ fn tmpfs_that_fills_up_ends_eviction_with_a_word_and_the_guest_verifies_all() {
     stage.product.attach(guest.pid(), VM).expect("attach");
     let limit = limit_to_half(&stage, &guest);
     let full = || {
-        let bars = stage.product.show(VM)?["eviction_blockers"].to_string();
-        Ok(bars.contains("full"))
+        let blockers = stage.product.show(VM)?["eviction_blockers"].to_string();
+        Ok(blockers.contains("full"))
     };
     stage
         .until("the pool's being full told", PATIENCE, full)

@@ -132,7 +132,7 @@ fn vmm_with_a_direct_io_image_is_served_but_not_evicted_and_says_so() {
     assert!(
         vm["eviction_blockers"]
             .as_array()
-            .is_some_and(|bars| !bars.is_empty()),
+            .is_some_and(|blockers| !blockers.is_empty()),
         "{vm}"
     );
     assert_eq!(number(&vm, "evicted_pages"), 0, "{vm}");

@@ -47,8 +47,8 @@ fn swap_switched_on_bars_and_refuses_a_vm_in_its_reach_and_serves_one_that_is_no
         }
     };
     let barred = || {
-        let bars = stage.product.show(VM)?["eviction_blockers"].to_string();
-        Ok(bars.contains("swap is on"))
+        let blockers = stage.product.show(VM)?["eviction_blockers"].to_string();
+        Ok(blockers.contains("swap is on"))
     };
     stage
         .until("eviction barred by swap", PATIENCE, barred)

@@ -230,9 +230,9 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
     daemon.json(&[
         "attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT, "--json",
     ]);
-    let bars = |daemon: &Daemon| daemon.show()["eviction_blockers"].to_string();
+    let blockers = |daemon: &Daemon| daemon.show()["eviction_blockers"].to_string();
     daemon.until("word of the cgroup", |daemon| {
-        bars(daemon).contains("memory cgroup")
+        blockers(daemon).contains("memory cgroup")
     });
     let vm = daemon.show();
     assert_eq!(vm["state"], "serving-only", "{vm}");
@@ -256,7 +256,7 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
     assert!((1..=20).contains(&said), "{said} times: {}", daemon.log());
     group.set_limit(GROUP_BYTES * 4).unwrap();
     daemon.until("eviction to the limit", |daemon| {
-        bars(daemon) == "[]" && number(&daemon.show(), "resident_bytes") <= 34 * MIB
+        blockers(daemon) == "[]" && number(&daemon.show(), "resident_bytes") <= 34 * MIB
     });
     daemon.json(&["vm", "detach", "a", "--json"]);
     verify(&ram);

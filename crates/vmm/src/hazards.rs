@@ -141,36 +141,37 @@ pub fn check(
     ours: &[u32],
 ) -> Result<Vec<EvictionBlocker>, Refusal> {
     let pid = vmm.pid();
-    let mut bars = Vec::new();
+    let mut blockers = Vec::new();
     let status = in_proc(pid)
         .and_then(|p| p.status())
         .map_err(|e| Refusal::parsing(pid, "read the status", e))?;
-    bars.extend(
+    blockers.extend(
         status
             .vmpin
             .filter(|kib| *kib > 0)
             .map(|kib| EvictionBlocker::Pinned { kib }),
     );
-    bars.extend(
+    blockers.extend(
         status
             .vmlck
             .filter(|kib| *kib > 0)
             .map(|kib| EvictionBlocker::Locked { kib }),
     );
-    descriptors(pid, &mut bars).map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
+    descriptors(pid, &mut blockers)
+        .map_err(|e| Refusal::looking(pid, "list the descriptors", e))?;
     let change = layout.maps_change(vmm)?;
-    bars.extend(change.map(|change| EvictionBlocker::MapsChanged { change }));
+    blockers.extend(change.map(|change| EvictionBlocker::MapsChanged { change }));
     let others = who_else_maps(vmm, layout, ours)?;
-    bars.extend(
+    blockers.extend(
         others
             .into_iter()
             .map(|OtherProcess { pid, name }| EvictionBlocker::MappedByAnother { pid, name }),
     );
     let reach = swap::in_reach(pid, layout.keys())
         .map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
-    bars.extend(reach.map(EvictionBlocker::Swap));
+    blockers.extend(reach.map(EvictionBlocker::Swap));
     vmm.still_runs()?;
-    Ok(bars)
+    Ok(blockers)
 }
 
 /// Memory that the VMM has pinned or locked, in bytes.
@@ -186,7 +187,7 @@ pub fn pinned_bytes(vmm: &VmmProcess) -> Result<u64, Refusal> {
 }
 
 /// Adds what the VMM's open descriptors forbid.
-fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
+fn descriptors(pid: u32, blockers: &mut Vec<EvictionBlocker>) -> io::Result<()> {
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
         // A descriptor closed since it was listed blocks nothing.
@@ -195,7 +196,7 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
         };
         let path = target.to_string_lossy().into_owned();
         if let Some(what) = dma_device(&path) {
-            bars.push(EvictionBlocker::Device { what, path });
+            blockers.push(EvictionBlocker::Device { what, path });
             continue;
         }
         let number = entry.file_name();
@@ -213,7 +214,7 @@ fn descriptors(pid: u32, bars: &mut Vec<EvictionBlocker>) -> io::Result<()> {
         let on_storage = fs::metadata(entry.path())
             .is_ok_and(|stat| stat.is_file() || stat.file_type().is_block_device());
         if on_storage {
-            bars.push(EvictionBlocker::DirectFile { fd, path });
+            blockers.push(EvictionBlocker::DirectFile { fd, path });
         }
     }
     Ok(())

@@ -249,7 +249,7 @@ impl Vm {
             Ok(FaultOutcome::Present) => Ok(()),
             Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),
             Err(RecvTimeoutError::Timeout) => Err(failed(format!(
-                "pages {}..{} of {} were not brought back within {} s: somebody has claimed them and does not come to \
+                "pages {}..{} of {} were not swapped in within {} s: somebody has claimed them and does not come to \
                  an end; the log may say why. The VM is still served",
                 run.start,
                 run.end,
@@ -258,7 +258,7 @@ impl Vm {
             ))),
             Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange)
             | Err(RecvTimeoutError::Disconnected) => Err(failed(format!(
-                "pages {}..{} of {} cannot be brought back; the log says why. The VM is still served, without eviction",
+                "pages {}..{} of {} cannot be swapped in; the log says why. The VM is still served, without eviction",
                 run.start, run.end, self.core.name
             ))),
         }

@@ -121,7 +121,7 @@ impl ReclaimThread {
             Order::Wait(time) => return vm.limit.wait_for_work(time),
             Order::Rest(time) => return vm.limit.rest(time),
             Order::EndSuspension => vm.gate.resume(),
-            Order::LookRound => {
+            Order::Poll => {
                 self.check_hazards();
                 self.sync();
             }

@@ -91,7 +91,7 @@ pub enum Order {
     /// Suspended eviction may be tried again.
     EndSuspension,
     /// Follow the VM's RAM, check for hazards, correct all counts.
-    LookRound,
+    Poll,
     /// Check for hazards.
     CheckHazards,
     /// Correct the count of present pages.
@@ -196,7 +196,7 @@ pub struct ReclaimLoop {
     helpers_max: u64,
     stage: Stage,
     reclaim: Option<Reclaim>,
-    /// The order before this one was [`Order::LookRound`].
+    /// The order before this one was [`Order::Poll`].
     is_looking: bool,
     looked_at: Option<Duration>,
     checked_at: Option<Duration>,
@@ -328,7 +328,7 @@ impl ReclaimLoop {
         }
         self.is_looking = true;
         self.checked_at = Some(now);
-        Some(Order::LookRound)
+        Some(Order::Poll)
     }
 
     fn reclaim_next(&mut self, reclaim: &mut Reclaim, at: &Situation) -> Order {

@@ -52,7 +52,7 @@ impl Vm {
             }
             match order {
                 Order::Wait(_) => return orders,
-                Order::LookRound | Order::CheckHazards | Order::Sample(_) => {}
+                Order::Poll | Order::CheckHazards | Order::Sample(_) => {}
                 order => orders.push(order),
             }
             assert!(orders.len() < 1000, "{orders:?}");

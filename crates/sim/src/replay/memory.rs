@@ -487,7 +487,7 @@ impl Memory {
                 }
                 // Nothing forbids eviction here, counts are exact, and nobody sends requests.
                 Order::EndSuspension
-                | Order::LookRound
+                | Order::Poll
                 | Order::CheckHazards
                 | Order::CorrectHeadroom
                 | Order::Finish(_)
