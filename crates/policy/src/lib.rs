@@ -9,8 +9,10 @@
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
 //! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
 //!   eviction.
+//! - [`budget`]: how much memory each VM of a host may have.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
 
+pub mod budget;
 pub mod candidates;
 mod cells;
 mod chunks;
