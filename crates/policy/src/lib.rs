@@ -10,6 +10,7 @@
 //! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
 //! - [`sampling`]: which pages are watched to learn that, by a [`tracker`]; [`candidates`]: sections selected for
 //!   eviction.
+//! - [`budget`]: how much memory each VM of a host may have.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
 //!   [`prefetch`]: which sections are filled before a device asks for them.
 //!
@@ -26,6 +27,7 @@
 //! assert_eq!(sets.coldest_first().next(), Some(SectionNo(0)));
 //! ```
 
+pub mod budget;
 pub mod candidates;
 mod cells;
 mod chunks;
