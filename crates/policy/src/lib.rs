@@ -10,6 +10,7 @@
 //! - [`sampling`]: which pages are watched to learn that; [`candidates`]: sections selected for
 //!   eviction.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
+//! - [`scheduler`]: when the threads that do all this may use CPU time.
 
 pub mod candidates;
 mod cells;
@@ -20,6 +21,7 @@ pub mod marks;
 pub mod protect;
 mod random;
 pub mod sampling;
+pub mod scheduler;
 mod section_set;
 pub mod sets;
 #[cfg(test)]
