@@ -44,7 +44,8 @@
 //! share of that cycle, less its debts and less one run; with `k` tasks on `n` CPUs at least `k/n` of it.
 //! It gets at most its share and what was passed down (and idle time), plus less than one slice saved up
 //! and one run that began before the cycle. This is about permissions: whether a permitted thread gets CPU
-//! time from the kernel depends on how it was placed.
+//! time from the kernel depends on how it was placed. If a class has fewer tasks than its share could use,
+//! what it cannot use lapses, and the end of rule 2's time may be noticed with the next event only.
 //!
 //! # Example
 //! One CPU, cycle 50 ms, shares 40, 20, 25, 10 and 5 percent. Reclaim wants to run all the time, a scan
