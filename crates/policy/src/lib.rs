@@ -13,6 +13,7 @@
 //! - [`budget`]: how much memory each VM of a host may have.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
 //!   [`prefetch`]: which sections are filled before a device asks for them.
+//! - [`scheduler`]: when the threads that do all this may use CPU time.
 //!
 //! ```
 //! use pagetide_addr::SectionNo;
@@ -37,6 +38,7 @@ pub mod prefetch;
 pub mod protect;
 pub mod reclaim;
 pub mod sampling;
+pub mod scheduler;
 mod section_set;
 pub mod sets;
 #[cfg(test)]

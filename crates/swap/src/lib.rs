@@ -12,6 +12,7 @@
 //! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
 //!   `pagetide-policy` decides; [`reserve`]: sections ready for a fill that needs room at once;
 //!   [`heat`]: what is known of hot and cold, and its cost.
+//! - [`scheduled`]: when the threads that do this work use CPU time, beside faults.
 //!
 //! ```
 //! use pagetide_addr::PageNo;
@@ -38,6 +39,7 @@ pub mod pool;
 pub mod reclaim;
 pub mod reserve;
 pub mod room;
+pub mod scheduled;
 pub mod slots;
 pub mod store;
 mod taken;

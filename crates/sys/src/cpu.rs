@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! CPU placement and priority of the calling thread; CPU time of processes, and idle time of CPUs.
+//! CPU placement, priority and CPU time of the calling thread; CPU time of processes, and idle time of
+//! CPUs.
 
 #![expect(
     unsafe_code,
@@ -40,6 +41,11 @@ pub enum CpuError {
 /// The threads over which a thread has priority on its CPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Urgency {
+    /// None: it gets CPUs that no other thread wants (`SCHED_IDLE`), so it may be without one for long, also
+    /// while it holds a lock. Threads that it starts are the same.
+    Idle,
+    /// Fewer than ordinary: the ordinary class, this niceness, 1 to 19. Threads that it starts are the same.
+    Yielding(u8),
     /// None in particular: the ordinary class, niceness 0.
     Ordinary,
     /// Most others: the ordinary class, niceness -20.
@@ -101,12 +107,14 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
     })
 }
 
-/// Sets the priority of this thread.
+/// Sets the priority of this thread. To raise it again takes the same rights as to raise it at all.
 ///
 /// # Errors
 /// `EPERM` without `CAP_SYS_NICE` and beyond the process's limits (`RLIMIT_RTPRIO`, `RLIMIT_NICE`).
 pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
     let (policy, priority, nice) = match urgency {
+        Urgency::Idle => (libc::SCHED_IDLE, 0, None),
+        Urgency::Yielding(nice) => (libc::SCHED_OTHER, 0, Some(i32::from(nice))),
         Urgency::Ordinary => (libc::SCHED_OTHER, 0, Some(0)),
         Urgency::Eager => (libc::SCHED_OTHER, 0, Some(LEAST_NICE)),
         Urgency::Preempting(priority) => (libc::SCHED_FIFO, i32::from(priority), None),
@@ -255,6 +263,50 @@ mod tests {
             std::hint::spin_loop();
         }
         assert!(process_time() > before);
+    }
+
+    #[test]
+    fn cpu_time_of_a_thread_grows_by_its_own_work_only() {
+        let before = thread_time();
+        let worker = std::thread::spawn(|| {
+            while thread_time() < Duration::from_millis(20) {
+                std::hint::spin_loop();
+            }
+        });
+        worker.join().unwrap();
+        let waited = thread_time() - before;
+        assert!(waited < Duration::from_millis(20), "{waited:?}");
+        let before = thread_time();
+        while thread_time() == before {
+            std::hint::spin_loop();
+        }
+    }
+
+    #[test]
+    fn a_weak_thread_is_of_the_class_and_niceness_asked_for() {
+        std::thread::spawn(|| {
+            // Lower priorities need no privilege.
+            set_urgency(Urgency::Yielding(7)).unwrap();
+            assert_eq!(policy_and_niceness(), (0, 7));
+            set_urgency(Urgency::Yielding(19)).unwrap();
+            assert_eq!(policy_and_niceness(), (0, 19));
+            set_urgency(Urgency::Idle).unwrap();
+            assert_eq!(policy_and_niceness().0, 5);
+            match set_urgency(Urgency::Ordinary) {
+                Ok(()) => assert_eq!(policy_and_niceness(), (0, 0)),
+                Err(error) => eprintln!("SKIPPED the way back: {error}"),
+            }
+        })
+        .join()
+        .unwrap();
+    }
+
+    /// Of this thread: fields 41 and 19 of its `stat`, counted after the name, which may have blanks.
+    fn policy_and_niceness() -> (i32, i32) {
+        let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        let (_, fields) = stat.rsplit_once(')').unwrap();
+        let fields: Vec<&str> = fields.split_ascii_whitespace().collect();
+        (fields[38].parse().unwrap(), fields[16].parse().unwrap())
     }
 
     #[test]
