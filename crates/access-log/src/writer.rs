@@ -53,7 +53,7 @@ impl AccessLogWriter {
                 source,
             })?;
         let properties = properties(LOG_GROUP_RECORDS, FORMAT.pairs());
-        let writer = RowWriter::begin((partial, file), SCHEMA, properties)?;
+        let writer = RowWriter::begin(partial, file, SCHEMA, properties)?;
         Ok(Self {
             writer,
             meta,

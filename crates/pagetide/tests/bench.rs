@@ -8,6 +8,11 @@
 
 use serde_json::Value;
 use std::process::{Command, Output};
+use std::sync::{PoisonError, RwLock};
+
+/// Held for writing while a bench has the kernel's swap on for its peer: RAM in reach of swap is refused to
+/// all others.
+static SWAP: RwLock<()> = RwLock::new(());
 
 fn bench(words: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagetide"))
@@ -19,6 +24,17 @@ fn bench(words: &[&str]) -> Output {
 
 /// The report of a bench, or `None` with the reason told where it cannot run.
 fn report(words: &[&str]) -> Option<Value> {
+    let _no_swap = SWAP.read().unwrap_or_else(PoisonError::into_inner);
+    report_of(words)
+}
+
+/// The same of a bench that switches swap on.
+fn report_with_swap(words: &[&str]) -> Option<Value> {
+    let _swap = SWAP.write().unwrap_or_else(PoisonError::into_inner);
+    report_of(words)
+}
+
+fn report_of(words: &[&str]) -> Option<Value> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: take-over needs root");
         return None;
@@ -111,11 +127,11 @@ fn tracker_knows_what_is_cold_and_what_came_of_it() {
 
 #[test]
 fn fault_and_fault_parallel_have_their_ratios() {
-    let Some(fault) = report(&["fault", "--pairs", "1", "--json"]) else {
+    let Some(fault) = report_with_swap(&["fault", "--pairs", "1", "--json"]) else {
         return;
     };
     assert!(number(&fault, "/figures/cpu_us/p90") > 0.0);
-    let Some(parallel) = report(&["fault-parallel", "--pairs", "1", "--json"]) else {
+    let Some(parallel) = report_with_swap(&["fault-parallel", "--pairs", "1", "--json"]) else {
         return;
     };
     for threads in [1, 2, 4, 8] {

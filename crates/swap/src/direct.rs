@@ -58,7 +58,7 @@ impl DirectReclaim {
                 continue;
             }
             let left = pages.max(DIRECT_PAGES_MIN).saturating_sub(evicted);
-            evicted += self.take(&mut worker, (claim, ready), left);
+            evicted += self.take(&mut worker, claim, ready, left);
             if evicted >= pages {
                 break;
             }
@@ -70,7 +70,8 @@ impl DirectReclaim {
     pub(super) fn take(
         &self,
         worker: &mut Memory,
-        (claim, ready): (Claim<'_>, Ready),
+        claim: Claim<'_>,
+        ready: Ready,
         pages: u64,
     ) -> u64 {
         let outcome = worker.take(ready.section, pages, || claim.holds());

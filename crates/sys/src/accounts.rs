@@ -41,7 +41,7 @@ pub enum AccountError {
 /// # Errors
 /// [`AccountError`].
 pub fn user_id(name: &str) -> Result<u32, AccountError> {
-    id(name, ("user", "passwd"), |name, buffer| {
+    id(name, "user", "passwd", |name, buffer| {
         // SAFETY: a plain structure of integers and pointers, all of which may be zero.
         let mut entry: libc::passwd = unsafe { std::mem::zeroed() };
         let mut found = std::ptr::null_mut();
@@ -65,7 +65,7 @@ pub fn user_id(name: &str) -> Result<u32, AccountError> {
 /// # Errors
 /// [`AccountError`].
 pub fn group_id(name: &str) -> Result<u32, AccountError> {
-    id(name, ("group", "group"), |name, buffer| {
+    id(name, "group", "group", |name, buffer| {
         // SAFETY: as above.
         let mut entry: libc::group = unsafe { std::mem::zeroed() };
         let mut found = std::ptr::null_mut();
@@ -86,7 +86,8 @@ pub fn group_id(name: &str) -> Result<u32, AccountError> {
 /// `look` returns the C library's error number, and the number it found.
 fn id(
     name: &str,
-    (kind, database): (&'static str, &'static str),
+    kind: &'static str,
+    database: &'static str,
     look: impl Fn(&CString, &mut [u8]) -> (i32, Option<u32>),
 ) -> Result<u32, AccountError> {
     let unknown = || AccountError::Unknown {

@@ -286,7 +286,7 @@ impl Userfaultfd {
             done: 0,
         };
         let answer = self.ioctl(UFFDIO_COPY, &mut copy);
-        fill_outcome("UFFDIO_COPY", (dst, len), answer, copy.done)
+        fill_outcome("UFFDIO_COPY", dst, len, answer, copy.done)
     }
 
     /// Fills absent pages with zeros.
@@ -300,7 +300,7 @@ impl Userfaultfd {
             done: 0,
         };
         let answer = self.ioctl(UFFDIO_ZEROPAGE, &mut fill);
-        fill_outcome("UFFDIO_ZEROPAGE", (start, len_bytes), answer, fill.done)
+        fill_outcome("UFFDIO_ZEROPAGE", start, len_bytes, answer, fill.done)
     }
 
     /// Makes every access to absent pages fail (`SIGBUS`) from now on. A page that is mapped,
@@ -315,7 +315,7 @@ impl Userfaultfd {
             done: 0,
         };
         let answer = self.ioctl(UFFDIO_POISON, &mut fill);
-        fill_outcome("UFFDIO_POISON", (start, len_bytes), answer, fill.done)
+        fill_outcome("UFFDIO_POISON", start, len_bytes, answer, fill.done)
     }
 
     /// True if the mapping that contains the page at `at` is watched for
@@ -535,7 +535,8 @@ fn kernel(operation: &'static str, start: Hva, len_bytes: u64, source: io::Error
 /// fill was cut short.
 fn fill_outcome(
     operation: &'static str,
-    (start, len_bytes): (Hva, u64),
+    start: Hva,
+    len_bytes: u64,
     answer: io::Result<()>,
     done: i64,
 ) -> Result<FillOutcome, UffdError> {

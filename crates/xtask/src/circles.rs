@@ -149,14 +149,15 @@ impl Tree {
         })?;
         self.files.push(path.to_owned());
         let file = self.files.len() - 1;
-        self.module(&parsed.items, (file, parent), folder)
+        self.module(&parsed.items, file, parent, folder)
     }
 
     /// A module of these items, in `file`; the files of its children are in `folder`.
     fn module(
         &mut self,
         items: &[Item],
-        (file, parent): (usize, Option<usize>),
+        file: usize,
+        parent: Option<usize>,
         folder: &Path,
     ) -> Result<usize, CircleError> {
         self.modules.push(Module {
@@ -169,7 +170,7 @@ impl Tree {
             match item {
                 Item::Mod(child) if !is_for_tests(&child.attrs) => {
                     let name = child.ident.unraw().to_string();
-                    let module = self.child(child, (file, this), folder)?;
+                    let module = self.child(child, file, this, folder)?;
                     self.modules[this].children.insert(name, module);
                 }
                 Item::Use(item) if !is_for_tests(&item.attrs) => {
@@ -185,13 +186,14 @@ impl Tree {
     fn child(
         &mut self,
         child: &ItemMod,
-        (file, parent): (usize, usize),
+        file: usize,
+        parent: usize,
         folder: &Path,
     ) -> Result<usize, CircleError> {
         let name = child.ident.unraw().to_string();
         let own = folder.join(&name);
         if let Some((_, items)) = &child.content {
-            return self.module(items, (file, Some(parent)), &own);
+            return self.module(items, file, Some(parent), &own);
         }
         let beside = folder.join(format!("{name}.rs"));
         let within = own.join("mod.rs");

@@ -280,7 +280,8 @@ impl RowWriter {
     /// # Errors
     /// If it cannot be written.
     pub fn begin(
-        (partial, file): (PartialFile, File),
+        partial: PartialFile,
+        file: File,
         schema: &str,
         properties: WriterProperties,
     ) -> Result<Self, TraceError> {

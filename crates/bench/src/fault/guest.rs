@@ -171,7 +171,7 @@ impl Vcpu {
                 threads,
                 seed,
                 beside,
-            } => self.touch_together((*threads, *seed), *beside, orders),
+            } => self.touch_together(*threads, *seed, *beside, orders),
             Order::Go => Err("no touches wait for Go".to_owned()),
             Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
             Order::Fill => self.fill(),
@@ -196,7 +196,8 @@ impl Vcpu {
     /// The answer is sent before the page that is read beside has been filled.
     fn touch_together(
         &mut self,
-        (threads, seed): (u64, u64),
+        threads: u64,
+        seed: u64,
         beside: Beside,
         orders: &mut Orders,
     ) -> Result<Answer, String> {

@@ -78,7 +78,7 @@ impl HeldRig {
         let reader = FaultReader::start(&vmm, watched, known, sink, config, &cpus).map_err(said)?;
         let turn = evict(&memory, &store).and_then(|()| {
             let last = memory.table().word(PageNo(pages - 1)).state();
-            timed(guest, order, (&hold, last))
+            timed(guest, order, &hold, last)
         });
         hold.let_go();
         let back = bring_back(&memory, pages);
@@ -90,11 +90,7 @@ impl HeldRig {
     }
 }
 
-fn timed(
-    guest: &mut Guest,
-    order: &Order,
-    (hold, last): (&Hold, PageState),
-) -> Result<Turn, String> {
+fn timed(guest: &mut Guest, order: &Order, hold: &Hold, last: PageState) -> Result<Turn, String> {
     let Order::TouchTogether { beside, .. } = order else {
         return Err(format!("{order:?} is not for this rig"));
     };

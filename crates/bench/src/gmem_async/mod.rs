@@ -183,7 +183,7 @@ fn ratios(loads: &[Load], waits: &[Waiting]) -> Map<String, Value> {
     let mut ratios = Map::new();
     let over_sync = |cost: &str, way: &str, pick: Pick| {
         FLOWS.map(|flows| {
-            let of = |way| figure(loads, (cost, way, flows), pick);
+            let of = |way| figure(loads, cost, way, flows, pick);
             of(way) / of("sync")
         })
     };
@@ -231,7 +231,7 @@ fn by_cost(of_cost: impl Fn(&str) -> Value) -> Value {
 fn of_cost(loads: &[Load], cost: &str, pick: Pick) -> Value {
     let of_way = |(way, _)| {
         let of_flows = FLOWS.map(|flows| {
-            let value = figure(loads, (cost, way, flows), pick);
+            let value = figure(loads, cost, way, flows, pick);
             (format!("flows_{flows}"), thousandths(value))
         });
         (String::from(way), Value::from(Map::from_iter(of_flows)))
@@ -240,7 +240,7 @@ fn of_cost(loads: &[Load], cost: &str, pick: Pick) -> Value {
 }
 
 /// The median over the rounds of a cost, a way and a number of flows.
-fn figure(loads: &[Load], (cost, way, flows): (&str, &str, usize), pick: Pick) -> f64 {
+fn figure(loads: &[Load], cost: &str, way: &str, flows: usize, pick: Pick) -> f64 {
     let load = loads
         .iter()
         .find(|load| load.cost == cost && load.way == way && load.flows == flows);

@@ -237,7 +237,7 @@ impl Tier {
             FaultMode::Park => {
                 let end = self.end.take().ok_or("the memory is known already")?;
                 let (domain, bell) = (domain.clone(), self.bell.clone());
-                Box::new(move || bring_parked(&end, &bell, &domain, (hold, &waited_for)))
+                Box::new(move || bring_parked(&end, &bell, &domain, hold, &waited_for))
             }
             FaultMode::Touch => {
                 let userfaultfd = watch(&domain)?;
@@ -284,7 +284,8 @@ fn bring_parked(
     end: &HostEnd,
     bell: &Doorbell,
     domain: &DmaDomain,
-    (hold, waited_for): (Duration, &AtomicU64),
+    hold: Duration,
+    waited_for: &AtomicU64,
 ) {
     loop {
         while let Some(request) = end.next() {

@@ -174,7 +174,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
     let mut cells: Vec<Cell> = sides.iter().map(|_| Cell::default()).collect();
     for side in &mut sides {
         // Warms code, caches and the schedule up.
-        side.run(options, Pages::Present, (Duration::from_millis(300), 0))?;
+        side.run(options, Pages::Present, Duration::from_millis(300), 0)?;
     }
     for pair in rounds(NAME, options.pairs, WarmUp::None) {
         for (side, cell) in sides.iter_mut().zip(&mut cells) {
@@ -299,7 +299,7 @@ impl Side {
     ) -> Result<(), BenchError> {
         let seed = pair.seed() + 1;
         for pages in pair.turns([Pages::Present, Pages::Absent]) {
-            let (result, tier) = self.run(options, pages, (options.time, seed))?;
+            let (result, tier) = self.run(options, pages, options.time, seed)?;
             match pages {
                 Pages::Present => cell.present.push(result),
                 Pages::Absent => {
@@ -315,7 +315,8 @@ impl Side {
         &mut self,
         options: &HeadOfLineOptions,
         pages: Pages,
-        (time, seed): (Duration, u64),
+        time: Duration,
+        seed: u64,
     ) -> Result<(RunResult, TierReport), BenchError> {
         let run = Run {
             pages,

@@ -156,7 +156,8 @@ impl Rig {
     /// A slice of the load, at a rate of injected faults.
     fn slice(
         &self,
-        (client, id): (&mut Client<'_>, DeviceId),
+        client: &mut Client<'_>,
+        id: DeviceId,
         block_bytes: u64,
         rate: Option<f64>,
         time: Duration,
@@ -253,14 +254,14 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
                         Some(1.0) => options.slice_of_one,
                         _ => options.slice,
                     };
-                    let slice = rig.slice((client, *id), *block, RATES[at].1, time)?;
+                    let slice = rig.slice(client, *id, *block, RATES[at].1, time)?;
                     row.0[at].slices.push(slice);
                 }
             }
         }
     }
     let account = match clients.last_mut() {
-        Some((client, id)) => cost_of_account(rig, (client, *id), options)?,
+        Some((client, id)) => cost_of_account(rig, client, *id, options)?,
         None => Vec::new(),
     };
     Ok((rows, account))
@@ -268,7 +269,8 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
 
 fn cost_of_account(
     rig: &Rig,
-    (client, id): (&mut Client<'_>, DeviceId),
+    client: &mut Client<'_>,
+    id: DeviceId,
     options: &IopfImpactOptions,
 ) -> Result<Vec<f64>, BenchError> {
     let slice = options.slice.min(Duration::from_millis(100));

@@ -110,7 +110,7 @@ pub fn serve(socket: &Path, cpu: usize) -> Result<(), String> {
             Order::Fault { page } => match &mut engine {
                 None => Err("no RAM is mapped".to_owned()),
                 Some(engine) => {
-                    fault(engine, (&*assist, &engine_bell), PageNo(page)).map(Answer::Took)
+                    fault(engine, &*assist, &engine_bell, PageNo(page)).map(Answer::Took)
                 }
             },
         };
@@ -133,7 +133,8 @@ fn map(domains: &DomainTable, path: &Path, end: DeviceEnd) -> Result<Engine, Str
 
 fn fault(
     engine: &mut Engine,
-    (assist, bell): (&dyn FaultAssist, &Doorbell),
+    assist: &dyn FaultAssist,
+    bell: &Doorbell,
     page: PageNo,
 ) -> Result<Split, String> {
     let mut first = true;

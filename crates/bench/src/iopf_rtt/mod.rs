@@ -132,10 +132,10 @@ pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
     let (device_cpu, host_cpu) = cpus().map_err(unable)?;
     // Threads started from here on stay on the host's CPU.
     move_to(host_cpu).map_err(failed)?;
-    let measured = ways(options.across, (device_cpu, host_cpu)).and_then(|mut ways| {
+    let measured = ways(options.across, device_cpu, host_cpu).and_then(|mut ways| {
         let mut turns = Turns::default();
         for round in rounds(NAME, options.rounds, WarmUp::None) {
-            turns += one_round(&mut ways, round, options, (device_cpu, host_cpu))?;
+            turns += one_round(&mut ways, round, options, device_cpu, host_cpu)?;
         }
         Ok(report(&ways, turns, options))
     });
@@ -144,7 +144,7 @@ pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
     measured.map_err(failed)
 }
 
-fn ways(across: Across, (device_cpu, host_cpu): (usize, usize)) -> Result<Vec<Way>, String> {
+fn ways(across: Across, device_cpu: usize, host_cpu: usize) -> Result<Vec<Way>, String> {
     let in_process = |taker| InProcess::new(taker, host_cpu);
     let ats_pri = |bottom| AtsPri::new(bottom, host_cpu);
     let mut sides: Vec<(&'static str, Box<dyn Side>)> = vec![
@@ -177,7 +177,8 @@ fn one_round(
     ways: &mut [Way],
     round: Round,
     options: &IopfRttBenchOptions,
-    (device_cpu, host_cpu): (usize, usize),
+    device_cpu: usize,
+    host_cpu: usize,
 ) -> Result<Turns, String> {
     let mut turns = Turns::default();
     for (case, (host, handler, _)) in CASES.into_iter().enumerate() {

@@ -130,7 +130,7 @@ pub fn run(options: &IopfScaleOptions) -> Result<BenchReport, BenchError> {
             progress(NAME, format_args!("{arrivals_name}, {tenants} tenants"));
             for (way, handling) in WAYS {
                 let of_tenants: Vec<_> = cpus.iter().copied().cycle().take(tenants).collect();
-                let measured = scale(options, (handling, arrivals), &of_tenants, &cpus);
+                let measured = scale(options, handling, arrivals, &of_tenants, &cpus);
                 let (latencies, preempt_us) = measured.map_err(failed)?;
                 cells.push(Cell {
                     way,
@@ -161,7 +161,8 @@ pub fn run(options: &IopfScaleOptions) -> Result<BenchReport, BenchError> {
 /// Latencies, and what it took to preempt.
 fn scale(
     options: &IopfScaleOptions,
-    (handling, arrivals): (Handling, Arrivals),
+    handling: Handling,
+    arrivals: Arrivals,
     of_tenants: &[usize],
     cpus: &[usize],
 ) -> Result<(Latencies, Value), Broken> {
@@ -255,7 +256,7 @@ fn report(
     for (arrivals, _) in ARRIVALS {
         for (way, _) in WAYS {
             let of_tenants = TENANTS.map(|tenants| {
-                let cell = find(cells, (way, arrivals, tenants));
+                let cell = find(cells, way, arrivals, tenants);
                 let value = cell.map_or(Value::Null, Cell::figures);
                 (format!("tenants_{tenants}"), value)
             });
@@ -268,7 +269,7 @@ fn report(
     for (arrivals, _) in ARRIVALS {
         for (way, _) in WAYS {
             let mean =
-                |tenants| find(cells, (way, arrivals, tenants)).map_or(f64::NAN, Cell::mean_ms);
+                |tenants| find(cells, way, arrivals, tenants).map_or(f64::NAN, Cell::mean_ms);
             let name = match arrivals {
                 "aligned" => format!("{way}_16_over_1"),
                 _ => format!("{arrivals}_{way}_16_over_1"),
@@ -335,7 +336,7 @@ impl Half {
     }
 }
 
-fn find<'a>(cells: &'a [Cell], (way, arrivals, tenants): (&str, &str, usize)) -> Option<&'a Cell> {
+fn find<'a>(cells: &'a [Cell], way: &str, arrivals: &str, tenants: usize) -> Option<&'a Cell> {
     (cells.iter())
         .find(|cell| cell.way == way && cell.arrivals == arrivals && cell.tenants == tenants)
 }

@@ -128,19 +128,21 @@ impl Rig {
     /// A device with an image of `bytes`.
     pub fn add_of(&self, name: &str, bytes: u64) -> PathBuf {
         let image = self.image(name, bytes);
-        self.add_image(name, image, (1, Writes::Taken, OnFault::OutOfOrder))
+        self.add_image(name, image, 1, Writes::Taken, OnFault::OutOfOrder)
     }
 
     pub fn add_with(&self, name: &str, queues: u16, writes: Writes, on_fault: OnFault) -> PathBuf {
         let image = self.image(name, 4 << 20);
-        self.add_image(name, image, (queues, writes, on_fault))
+        self.add_image(name, image, queues, writes, on_fault)
     }
 
     fn add_image(
         &self,
         name: &str,
         image: PathBuf,
-        (queues, writes, on_fault): (u16, Writes, OnFault),
+        queues: u16,
+        writes: Writes,
+        on_fault: OnFault,
     ) -> PathBuf {
         let socket = self.dir.path().join(format!("{name}.sock"));
         self.dpu

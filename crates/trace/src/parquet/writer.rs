@@ -60,8 +60,9 @@ impl ParquetWriter {
     /// If no file can be created beside `path`.
     pub fn create(path: &Path, meta: &TraceMeta) -> Result<Self, TraceError> {
         let properties = properties(ROW_GROUP_EVENTS, pairs(meta));
+        let (partial, file) = PartialFile::create(path)?;
         Ok(Self {
-            writer: RowWriter::begin(PartialFile::create(path)?, SCHEMA, properties)?,
+            writer: RowWriter::begin(partial, file, SCHEMA, properties)?,
             rows: Rows::default(),
             done: 0,
             last_time_ns: 0,

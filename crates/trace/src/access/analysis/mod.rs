@@ -277,7 +277,8 @@ impl DeviceState {
         }
         self.footprint.until(span);
         DeviceAnalysis::of(
-            (self.device, self.service),
+            self.device,
+            self.service,
             params,
             self.tallies,
             &self.footprint,

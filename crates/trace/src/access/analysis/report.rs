@@ -213,7 +213,8 @@ pub struct DeviceAnalysis {
 
 impl DeviceAnalysis {
     pub(super) fn of(
-        (device, service): (DeviceId, Service),
+        device: DeviceId,
+        service: Service,
         params: &AnalysisParams,
         tallies: Tallies,
         footprint: &GrowthCurve,
