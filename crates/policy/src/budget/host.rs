@@ -261,10 +261,18 @@ impl HostBudget {
         Ok(())
     }
 
+    /// The VM, if it has joined.
+    fn known(&self, vm: VmId) -> Option<&Vm> {
+        match self.find(vm) {
+            Ok(place) => Some(&self.vms[place]),
+            Err(_) => None,
+        }
+    }
+
     /// How a VM stands.
     #[must_use]
     pub fn vm(&self, vm: VmId) -> Option<VmStatus> {
-        let vm = &self.vms[self.find(vm).ok()?];
+        let vm = self.known(vm)?;
         Some(VmStatus {
             share: vm.share,
             target: vm.target,
@@ -277,7 +285,7 @@ impl HostBudget {
     /// What fills of a VM are measured by until the next step.
     #[must_use]
     pub fn gate(&self, vm: VmId) -> Option<Gate> {
-        let vm = &self.vms[self.find(vm).ok()?];
+        let vm = self.known(vm)?;
         let marks = self.plan.marks();
         Some(Gate {
             budget: marks.budget,
