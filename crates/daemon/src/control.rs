@@ -394,7 +394,7 @@ report! {
         refaulted_pages: u64 => counter,
         /// CPU time that the guest has lost by it: those faults, and waiting for its address space.
         heat_guest_seconds: f64 => counter,
-        /// Time that the daemon has looked.
+        /// CPU time that the daemon has spent on looking.
         heat_own_seconds: f64 => counter,
         /// Sections that stand unmapped, to be evicted at once when memory is needed.
         reserve_sections: u64 => gauge,

@@ -248,19 +248,21 @@ impl Reclaimer {
         Ok(())
     }
 
-    /// Sweeps all sections at once, whatever it costs. `go_on` is called after every few of them.
+    /// Sweeps all sections at once, whatever it costs. `own` is the CPU time that the calling thread has used;
+    /// `go_on` is called after every few sections.
     ///
     /// # Errors
     /// The tracker's.
     pub fn sweep(
         &mut self,
         clock: impl Fn() -> Duration,
+        own: impl Fn() -> Duration,
         go_on: impl Fn() -> bool,
     ) -> Result<(), TrackerError> {
         self.begin_sweep(&clock);
         let before = self.heat.report().sweeps;
         while self.heat.report().sweeps == before && go_on() {
-            self.sample_part(&clock, &clock, SAMPLE_BATCH)?;
+            self.sample_part(&clock, &own, SAMPLE_BATCH)?;
         }
         Ok(())
     }

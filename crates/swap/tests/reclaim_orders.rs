@@ -309,7 +309,7 @@ impl Rig {
     }
 
     fn sweep(&mut self, now: Duration) {
-        self.reclaimer.sweep(|| now, || true).unwrap();
+        self.reclaimer.sweep(|| now, || now, || true).unwrap();
         self.ram.lock().touched.clear();
         self.swept_at = Some(now);
     }

@@ -3,7 +3,10 @@
 
 use super::lock::lock;
 use pagetide_swap::reclaim::Reclaimed;
-use std::sync::{Mutex, mpsc};
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, mpsc},
+};
 
 /// A request to evict a number of pages now, regardless of the limit.
 pub(super) struct ReclaimRequest {
@@ -17,7 +20,7 @@ pub(super) struct ReclaimRequests(Mutex<RequestList>);
 
 #[derive(Default)]
 struct RequestList {
-    waiting: Vec<ReclaimRequest>,
+    waiting: VecDeque<ReclaimRequest>,
     closed: bool,
 }
 
@@ -26,7 +29,7 @@ impl ReclaimRequests {
     pub(super) fn push(&self, request: ReclaimRequest) {
         let mut list = lock(&self.0);
         if !list.closed {
-            list.waiting.push(request);
+            list.waiting.push_back(request);
         }
     }
 
@@ -35,8 +38,9 @@ impl ReclaimRequests {
         lock(&self.0).closed = false;
     }
 
+    /// The oldest request.
     pub(super) fn pop(&self) -> Option<ReclaimRequest> {
-        lock(&self.0).waiting.pop()
+        lock(&self.0).waiting.pop_front()
     }
 
     /// From now on no thread takes requests; callers that wait for an answer get an error.

@@ -130,7 +130,7 @@ impl ReclaimThread {
             Order::Sample(want) => self.sample(want),
             Order::Sweep { until } => {
                 let go_on = || !vm.limit.is_stopped() && clock() < until;
-                if let Err(error) = self.reclaimer.sweep(clock, go_on) {
+                if let Err(error) = self.reclaimer.sweep(clock, cpu::thread_time, go_on) {
                     self.suspend(format!("accesses cannot be told: {error}"));
                 }
             }
@@ -261,9 +261,14 @@ impl ReclaimThread {
 
     fn refuse_requests(&mut self) {
         self.done = Reclaimed::default();
-        while self.request.is_some() {
+        loop {
+            if self.request.is_none() {
+                self.request = self.vm.requests.pop();
+            }
+            if self.request.is_none() {
+                return;
+            }
             self.answer();
-            self.request = self.vm.requests.pop();
         }
     }
 }

@@ -130,8 +130,8 @@ pub struct Served {
     /// `Present` if every page was handled; otherwise what stopped it. `installed` is valid either
     /// way.
     pub outcome: FaultOutcome,
-    /// Bit `k` set: page `k` of the request was absent, and this request made it present. Pages
-    /// from the 65th on have no bit. Of an overwrite, the other pages are unchanged: the device
+    /// Bit `k` set: page `k` of the request was stored, or was to be overwritten and absent, and this
+    /// request made it present. Pages from the 65th on have no bit. Of an overwrite, the other pages are unchanged: the device
     /// takes leases, faults if necessary, and writes them.
     pub installed: u64,
 }
@@ -350,6 +350,10 @@ impl<'a> Work<'a> {
     fn advance(&mut self, resolved: Resolved) {
         match resolved {
             Resolved::UpTo(next) if next > self.page => (self.page, self.still) = (next, 0),
+            // Nobody waits for it, so its next fault sees to it.
+            Resolved::UpTo(_) if matches!(self.cause, Cause::Readahead(_)) => {
+                self.page = self.page.next();
+            }
             Resolved::UpTo(_) if self.still == STILL_MAX => {
                 let outcome = self.memory.without_progress(self.page);
                 self.end = End::Stopped(outcome);

@@ -36,6 +36,8 @@ struct Vm {
     is_full: bool,
     /// Pages that may still be installed before the kernel refuses one.
     installs_left: Option<u32>,
+    /// A page that the kernel neither installs nor reports as present.
+    stuck: Option<u64>,
     foreign_pages: Vec<PageNo>,
     failures: u32,
 }
@@ -68,7 +70,7 @@ impl Place for Fake {
             if let Some(left) = &mut vm.installs_left {
                 *left = left.checked_sub(1).ok_or(refused(page.single()))?;
             }
-            if vm.present.contains_key(&page.0) {
+            if vm.present.contains_key(&page.0) || vm.stuck == Some(page.0) {
                 return Ok(Installed::AlreadyThere);
             }
             vm.present.insert(page.0, content[0]);
@@ -504,6 +506,21 @@ fn fill_of_another_thread_is_joined_by_a_vcpu_and_sends_a_device_that_must_not_w
     assert!(memory.table().word(PageNo(8)).is_waited_for());
     let counters = memory.counters();
     assert_eq!(counters.joined_faults.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn readahead_passes_over_a_page_that_cannot_be_installed_and_nobody_is_told_of_a_failure() {
+    let (fake, space) = setting();
+    fake.with(|vm| vm.stuck = Some(4));
+    let ahead = Cause::Readahead(Readahead::Next(PageNo(2).run(10)));
+    let done = space.fault(&ahead, Wait::Never).unwrap();
+    assert_eq!(done.outcome, FaultOutcome::Present);
+    assert_eq!(state(&space, 4), PageState::Stored(content(4)));
+    fake.with(|vm| {
+        assert!(vm.present.contains_key(&3) && !vm.present.contains_key(&4));
+        assert_eq!(vm.failures, 0);
+        assert!(vm.loads < 4 * AHEAD_MAX, "{}", vm.loads);
+    });
 }
 
 #[test]

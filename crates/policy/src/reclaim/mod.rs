@@ -12,7 +12,7 @@
 //! ```
 //! [`ReclaimLoop`] decides what the reclaim thread does next, and [`Selection`] which sections a pass
 //! unmaps and evicts. The daemon carries the orders out on pages; a replay carries the same ones out
-//! on flags, in virtual time. All limits and intervals of the loop are constants of these two files.
+//! on flags, in virtual time. All limits and intervals of its decisions are constants of this crate.
 
 mod plan;
 mod reclaim_loop;

@@ -199,6 +199,9 @@ pub struct ReclaimLoop {
     /// The order before this one was [`Order::Poll`].
     is_looking: bool,
     looked_at: Option<Duration>,
+    /// The order before this one was [`Order::CheckHazards`].
+    has_checked: bool,
+    /// When the last check began: what it found holds from then.
     checked_at: Option<Duration>,
     reserved_at: Option<Duration>,
     suspended_at: Option<Duration>,
@@ -215,6 +218,7 @@ impl ReclaimLoop {
             reclaim: None,
             is_looking: false,
             looked_at: None,
+            has_checked: false,
             checked_at: None,
             reserved_at: None,
             suspended_at: None,
@@ -274,6 +278,10 @@ impl ReclaimLoop {
         self.suspended_at = None;
         self.reclaim = None;
         self.stage = Stage::Wait;
+        self.has_checked = false;
+        // A loop that goes on after this looks at once: limit and RAM may have changed meanwhile.
+        self.is_looking = false;
+        self.looked_at = None;
     }
 
     /// An order of the round, or `None` if the loop must look at its state again.
@@ -350,7 +358,9 @@ impl ReclaimLoop {
                 Need::Wish => Order::TryAgain,
             };
         }
-        self.step_next(reclaim, at)
+        let order = self.step_next(reclaim, at);
+        self.has_checked = order == Order::CheckHazards;
+        order
     }
 
     /// When a sweep that is needed to begin must have ended; `None` if none is needed.
@@ -376,7 +386,9 @@ impl ReclaimLoop {
             if std::mem::take(&mut reclaim.rest_first) {
                 return Order::Rest(UNMAPPED_MIN);
             }
-            if is_due(self.checked_at, HAZARDS_HOLD / 2, at.now) {
+            // A check counts once, however long it took: else one that takes as long as it holds would be
+            // ordered for ever.
+            if !self.has_checked && is_due(self.checked_at, HAZARDS_HOLD / 2, at.now) {
                 self.checked_at = Some(at.now);
                 return Order::CheckHazards;
             }

@@ -287,6 +287,46 @@ fn blocker_that_comes_up_between_two_passes_ends_the_reclaim() {
 }
 
 #[test]
+fn check_that_takes_as_long_as_it_holds_is_made_once_and_eviction_goes_on() {
+    for check in [
+        HAZARDS_HOLD / 2,
+        HAZARDS_HOLD - HAZARDS_HOLD / 4,
+        3 * HAZARDS_HOLD,
+    ] {
+        let mut vm = Vm::new(0);
+        let (mut passes, mut before) = (0, None);
+        for _ in 0..1000 {
+            let order = vm.next();
+            assert!(
+                order != Order::CheckHazards || before != Some(order),
+                "{check:?}"
+            );
+            match order {
+                Order::CheckHazards | Order::Poll => vm.at.now += check,
+                Order::Evict(_) => {
+                    passes += 1;
+                    vm.decisions.passed(&pass(0));
+                }
+                Order::Finish(_) => break,
+                _ => {}
+            }
+            before = Some(order);
+        }
+        assert!(passes > 0, "{check:?}");
+        assert_eq!(vm.decisions.need(), None, "{check:?}");
+    }
+}
+
+#[test]
+fn loop_that_goes_on_after_its_end_looks_at_once() {
+    let mut vm = Vm::new(LIMIT);
+    assert_eq!(vm.next(), Order::Poll);
+    vm.decisions.ended();
+    assert_eq!(vm.next(), Order::Wait(ROUND));
+    assert_eq!(vm.next(), Order::Poll);
+}
+
+#[test]
 fn heat_is_wanted_by_how_near_the_limit_is() {
     let mut vm = Vm::new(0);
     let mut want = |headroom, sweeps| {

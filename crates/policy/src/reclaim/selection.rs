@@ -307,7 +307,8 @@ impl Selection {
         let (mut done, mut plan) = self.pass(now, pages, Purpose::Evict, reach, memory);
         let is_short = reach == Reach::AllResting && done.evicted_pages < pages;
         if is_short && done.stopped.is_none() && plan.is_empty() && !self.looked_at_empty {
-            // Pages that came back to them without a touch are evicted before protected ones.
+            // Pages that came back to them without a touch are evicted before protected ones. `now` is that of
+            // the first pass: a section that aged meanwhile waits for the next call.
             self.look_at_empty(memory);
             self.looked_at_empty = true;
             let left = pages - done.evicted_pages;

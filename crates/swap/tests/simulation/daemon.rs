@@ -421,7 +421,7 @@ impl Daemon {
         };
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        if let Err(error) = reclaimer.sweep(|| now, || true) {
+        if let Err(error) = reclaimer.sweep(|| now, || now, || true) {
             self.life.expect_trouble(&*error);
         }
     }
