@@ -34,9 +34,11 @@ fn lab_gets_each_word_and_its_status_and_output_come_back() {
 
 #[test]
 fn without_the_lab_its_commands_are_refused_with_one_sentence() {
-    let dir = tempfile::tempdir().unwrap();
+    // A link, not a copy: a file that is being written cannot be run, and a process that another test starts
+    // at that moment has it open.
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let alone = dir.path().join("pagetide");
-    std::fs::copy(PAGETIDE, &alone).unwrap();
+    std::fs::hard_link(PAGETIDE, &alone).unwrap();
     for command in COMMANDS {
         let output = run(&alone, &[command, "--help"]);
         let said = String::from_utf8(output.stderr).unwrap();
