@@ -16,7 +16,7 @@ soak: ## An hour of verified loads in a real guest, its daemon killed again and 
 test: packages ## Format, lints, rules, model checks, units, kernel tests and real guests
 	scripts/test
 
-test-aarch64: ## Build for AArch64, and the unit tests under qemu-user
+test-aarch64: packages ## Build for AArch64, and the unit tests under qemu-user
 	scripts/install-packages gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
 	scripts/test-aarch64
 
@@ -39,8 +39,9 @@ lint: ## Format, clippy and the repository's own rules
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	cargo xtask tidy
+	cargo xtask circles
 
-deny: ## The crates that we build with: licences, sources, duplicates, known vulnerabilities
+deny: packages ## The crates that we build with: licences, sources, duplicates, known vulnerabilities
 	scripts/deny
 
 packages:

@@ -68,7 +68,8 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         }
         self.features = features;
         self.backend.set_features(features);
-        Ok(())
+        // Rings may have been set up before.
+        self.start_all()
     }
 
     fn set_mem_table(
@@ -186,7 +187,17 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         Ok(self.backend.offer().protocol_features)
     }
 
-    fn set_protocol_features(&mut self, _features: u64) -> Result<()> {
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        let offered = self.backend.offer().protocol_features.bits();
+        // Messages of features that were not offered would be taken as negotiated from now on.
+        if features & !offered != 0 {
+            tracing::warn!(
+                asked = format_args!("{features:#x}"),
+                offered = format_args!("{offered:#x}"),
+                "the front end wants protocol features that were not offered"
+            );
+            return Err(Error::InvalidParam);
+        }
         self.handshake = Handshake::Made;
         Ok(())
     }

@@ -130,7 +130,9 @@ impl<B: Backend> Session<B> {
         let ring = &mut self.rings[usize::from(queue)];
         let has_all = ring.addresses.is_some() && ring.kick.is_some();
         let enabled = ring.enabled == Enabled::Yes || self.features & F_PROTOCOL_FEATURES == 0;
-        if ring.runs == Runs::Yes || !has_all || !enabled || self.has_ended {
+        let required = self.backend.offer().required_features;
+        let negotiated = self.features & required == required;
+        if ring.runs == Runs::Yes || !has_all || !enabled || !negotiated || self.has_ended {
             return Ok(());
         }
         ring.runs = self.backend.start(queue, ring)?;

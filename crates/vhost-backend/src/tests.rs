@@ -2,6 +2,7 @@
 //! A session's rules, with a device that only writes down what it is told.
 
 use super::*;
+use crate::session::Handshake;
 use pagetide_addr::Gpa;
 use pagetide_sys::signal::EventSignal;
 use rustix::{
@@ -178,6 +179,29 @@ fn ring_is_enabled_from_the_start_without_protocol_features() {
     set_addresses(&mut session, 0x1000).unwrap();
     session.set_vring_kick(0, event()).unwrap();
     assert_eq!(told(&mut session), [Told::Start(0)]);
+}
+
+#[test]
+fn ring_waits_for_the_features_that_a_front_end_must_take() {
+    let mut session = Device::session(KickChange::Done);
+    session.features = 0;
+    set_addresses(&mut session, 0x1000).unwrap();
+    session.set_vring_kick(0, event()).unwrap();
+    assert_eq!(told(&mut session), []);
+    session.set_features(REQUIRED).unwrap();
+    assert_eq!(told(&mut session), [Told::Start(0)]);
+}
+
+#[test]
+fn protocol_features_that_were_not_offered_are_refused() {
+    let mut session = Device::session(KickChange::Done);
+    let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+    let both = (VhostUserProtocolFeatures::MQ | slots).bits();
+    assert!(session.set_protocol_features(both).is_err());
+    assert!(session.handshake == Handshake::Missing);
+    let offered = VhostUserProtocolFeatures::MQ.bits();
+    session.set_protocol_features(offered).unwrap();
+    assert!(session.handshake == Handshake::Made);
 }
 
 #[test]

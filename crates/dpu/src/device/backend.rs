@@ -282,6 +282,8 @@ impl Backend for BlkBackend {
     }
 
     fn end(&mut self) {
+        // Also if an engine that is gone could not be told: the front end's memory goes with it.
+        self.regions = RegionTable::default();
         self.inflight = None;
     }
 }
