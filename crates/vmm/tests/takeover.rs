@@ -38,6 +38,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 /// Guest memory that firmware does not touch, filled with a pattern.
@@ -229,12 +230,37 @@ fn start_reader(
     .unwrap()
 }
 
+/// Waits until the firmware has copied itself into RAM. One that is reset in the middle of that runs into the
+/// part that is not there yet.
+fn wait_for_firmware(qemu: &Qemu) {
+    /// Where the processor begins, in the firmware's place below 1 MiB.
+    const RESET_VECTOR: u64 = 0xf_fff0;
+    let vmm = VmmProcess::open(qemu.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    wait_until("the firmware has copied itself", || {
+        let mut code = [0; 16];
+        let file = layout.files()[0].file();
+        file.read_at(RESET_VECTOR, &mut code).unwrap();
+        code != [0; 16]
+    });
+}
+
+/// Waits for a minute at most.
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Attach, verify, evict, verify, run on, let go, verify.
 fn whole_way(more: &[&str]) {
     if !can_run() {
         return;
     }
     let qemu = Qemu::with_shared_ram(more);
+    wait_for_firmware(&qemu);
     let descriptors = qemu.open_descriptors();
     let mut vm = attach(qemu);
     vm.qemu.ask(r#"{"execute":"stop"}"#);
@@ -261,9 +287,9 @@ fn whole_way(more: &[&str]) {
     let missing = vm.store.missing.load(Ordering::Relaxed);
     vm.qemu.ask(r#"{"execute":"system_reset"}"#);
     vm.qemu.ask(r#"{"execute":"cont"}"#);
-    while vm.store.missing.load(Ordering::Relaxed) < missing + 20 {
-        std::thread::yield_now();
-    }
+    wait_until("the firmware touches its memory", || {
+        vm.store.missing.load(Ordering::Relaxed) >= missing + 20
+    });
     assert!(vm.qemu.is_running());
 
     vm.store.bring_all_back();

@@ -9,7 +9,7 @@
 //!   reserve   a little above it, at most once a second: keep cold sections ready
 //!   requests  each is a reclaim of its own
 //! ```
-//! A reclaim goes through the steps of [`passes`](crate::victims::passes). A pass that leaves
+//! A reclaim goes through the steps of [`passes`]. A pass that leaves
 //! sections to age is repeated after [`UNMAPPED_MIN`], and one that had no time for all sections at
 //! once. Before each pass hazards are checked, unless that was done just now. Before the first
 //! reclaim, two sweeps learn what is hot: eviction by guess takes pages that come back at once, and a
