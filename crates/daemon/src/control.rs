@@ -356,6 +356,10 @@ report! {
         over_limit_fills: u64 => counter,
         /// Pages that fills evicted by themselves to have room, since this daemon began.
         directly_evicted_pages: u64 => counter,
+        /// Times that vCPUs were stopped for reclaim, which found no page that rests; since this daemon began.
+        holds: u64 => counter,
+        /// How long they stood still for that in all.
+        held_seconds: f64 => counter,
         /// Faults of vCPUs that had to wait, or came many together, and so were served beside the reader.
         handed_on_faults: u64 => counter,
         /// Evictions of a page cancelled by a write to it.

@@ -56,6 +56,15 @@ impl Headroom {
         }
     }
 
+    /// True while more is present than the limit allows.
+    #[must_use]
+    pub fn is_over(self) -> bool {
+        match self {
+            Self::Unlimited => false,
+            Self::Limited { free_pages, .. } => free_pages < 0,
+        }
+    }
+
     /// Pages to evict until the high watermark is reached; 0 if there is enough headroom.
     #[must_use]
     pub fn pages_to_high(self) -> u64 {
@@ -120,9 +129,10 @@ mod tests {
             let headroom = of(100_000, free);
             let found = (headroom.is_below_low(), headroom.pages_to_high());
             assert_eq!(found, (below_low, to_high), "{free} free");
+            assert_eq!(headroom.is_over(), free < 0, "{free} free");
         }
         let none = Headroom::Unlimited;
-        assert!(!none.is_below_low() && !none.is_limited());
+        assert!(!none.is_below_low() && !none.is_limited() && !none.is_over());
         assert_eq!((none.pages_to_high(), none.reserve_pages()), (0, 0));
     }
 

@@ -33,6 +33,8 @@
 //! - Every wait is bounded. ptrace is tied to a thread, so all of it runs on a dedicated thread.
 //!   When that thread ends, the kernel detaches every thread that it has seized and not detached,
 //!   stopped or not. So no thread stays stopped by us, whatever fails.
+//!
+//! [`hold`] only stops threads, several at a time, and lets them go on.
 #![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
 
 mod stopped;
@@ -42,12 +44,14 @@ pub use stopped::StoppedThread;
 mod boost;
 mod borrow;
 mod error;
+mod hold;
 mod raw;
 mod registers;
 mod run;
 mod threads;
 
 pub use error::PtraceError;
+pub use hold::{Held, HoldLimits, hold};
 pub use run::{Pace, PauseLimits, Ran, run_inside, run_inside_within};
 
 #[cfg(test)]

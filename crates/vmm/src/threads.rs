@@ -3,11 +3,16 @@
 
 use crate::process::in_proc;
 use pagetide_sys::cpu;
+use pagetide_sys::process::ProcessFd;
+use pagetide_sys::ptrace::{Held, HoldLimits, PtraceError, hold};
 use procfs::process::Process;
+use std::time::Duration;
 
 /// A vCPU thread and where it is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct VcpuThread {
+    /// The thread.
+    pub thread: u32,
     /// Number of the vCPU, by the thread's name.
     pub number: u32,
     /// CPUs that it may run on, ascending.
@@ -39,6 +44,7 @@ pub fn vcpus(pid: u32) -> Vec<VcpuThread> {
         let thread = task.tid.cast_unsigned();
         let name = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/comm"));
         Some(VcpuThread {
+            thread,
             number: name.as_deref().map_or(None, vcpu_number)?,
             allowed: cpu::affinity_of(thread)?,
             last: last_cpu(pid, thread),
@@ -47,6 +53,31 @@ pub fn vcpus(pid: u32) -> Vec<VcpuThread> {
     let mut vcpus: Vec<_> = tasks.flatten().filter_map(vcpu).collect();
     vcpus.sort_unstable_by_key(|vcpu| vcpu.number);
     vcpus
+}
+
+/// How long a thread may take to stop. A vCPU takes microseconds; one that waits for a fill has it first.
+const STOP_WAIT: Duration = Duration::from_millis(20);
+/// Beyond this multiple of the time that a hold may last, threads go on whatever the caller does.
+const HOLD_FACTOR: u32 = 2;
+
+/// Stops the vCPUs of `vmm` for `time`; if they cannot be told from other threads, all of its threads.
+/// They go on when the result is dropped.
+///
+/// # Errors
+/// Tracing is not permitted (a debugger is attached), or the VMM has ended.
+pub fn hold_vcpus(vmm: &ProcessFd, time: Duration) -> Result<Held, PtraceError> {
+    let pid = vmm.pid();
+    let mut threads: Vec<u32> = vcpus(pid).iter().map(|vcpu| vcpu.thread).collect();
+    if threads.is_empty() {
+        let tasks = in_proc(pid).and_then(|p: Process| p.tasks());
+        let tasks = tasks.map_err(|_| PtraceError::Gone { pid })?;
+        threads.extend(tasks.flatten().map(|task| task.tid.cast_unsigned()));
+    }
+    let limits = HoldLimits {
+        stop_wait: STOP_WAIT,
+        hold_max: time * HOLD_FACTOR,
+    };
+    hold(vmm, &threads, limits)
 }
 
 /// Of `CPU 0/KVM`, `CPU 0/TCG` (QEMU), `vcpu0` (Cloud Hypervisor), `fc_vcpu 0` (Firecracker),

@@ -4,6 +4,7 @@
 use super::{
     blockers::{Blocker, EvictionGate},
     counters::PoolCounters,
+    holds::Holds,
     identity::{self, Identity},
     reclaim_requests::ReclaimRequests,
     sink::VmIncidents,
@@ -49,6 +50,8 @@ pub(super) struct VmCore {
     /// Keeps sections that devices are about to touch from being evicted.
     pub(super) protection: Arc<VmProtection>,
     pub(super) counters: PoolCounters,
+    /// Times that its vCPUs were stopped.
+    pub(super) holds: Holds,
     /// Whether pages may be evicted, and why not.
     pub(super) gate: EvictionGate,
     pub(super) detach: DetachNews,

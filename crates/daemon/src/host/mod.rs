@@ -19,6 +19,7 @@ mod devices;
 #[cfg(test)]
 mod earlier_tests;
 mod failure;
+mod holds;
 mod hotplug;
 mod identity;
 mod janitor;

@@ -24,7 +24,7 @@ use pagetide_swap::{
     reclaim::{ReclaimStop, Reclaimed},
     store::PutError,
 };
-use pagetide_sys::cpu;
+use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
 use std::{collections::BTreeSet, sync::Arc, time::Instant};
@@ -53,6 +53,8 @@ pub(super) struct ReclaimThread {
     request: Option<ReclaimRequest>,
     /// What the reclaim under way has done.
     done: Reclaimed,
+    /// The VM's vCPUs, while they are stopped.
+    held: Option<Held>,
 }
 
 impl ReclaimThread {
@@ -75,6 +77,7 @@ impl ReclaimThread {
             decisions: ReclaimLoop::new(helpers),
             request: None,
             done: Reclaimed::default(),
+            held: None,
         }
     }
 
@@ -88,6 +91,7 @@ impl ReclaimThread {
                 break;
             }
         }
+        self.vm.holds.end(self.held.take());
         if self.decisions.need() == Some(Need::Wish) {
             self.answer();
         }
@@ -135,6 +139,8 @@ impl ReclaimThread {
                 }
             }
             Order::TryAgain => self.reclaimer.try_again(),
+            Order::Hold(time) => self.held = vm.holds.begin(&vm.name, vm.vmm.fd(), time),
+            Order::Release => vm.holds.end(self.held.take()),
             Order::Evict(order) => self.evict(order),
             Order::KeepReady { pages } => {
                 if let Err(error) = self.reclaimer.keep_ready(clock, pages) {

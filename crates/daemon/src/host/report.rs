@@ -63,6 +63,8 @@ impl Vm {
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
             directly_evicted_pages: core.limit.reserve().direct_pages(),
+            holds: core.holds.count(),
+            held_seconds: core.holds.time().as_secs_f64(),
             handed_on_faults: self.handed_on_faults(),
             wp_cancels: count(Counter::CancelledPages),
             alias_faults: count(Counter::AliasFaults),

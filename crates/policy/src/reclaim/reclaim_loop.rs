@@ -15,6 +15,14 @@
 //! reclaim, two sweeps learn what is hot: eviction by guess takes pages that come back at once, and a
 //! guest that waits for them touches so little that all of its memory seems idle.
 //!
+//! # A VM that leaves nothing alone
+//! Only pages that nobody touched for [`UNMAPPED_MIN`] may be evicted. A VM that touches all of its memory
+//! faster than that would stay above its limit for ever, by bad luck or on purpose. So if all steps
+//! of a reclaim evicted next to nothing while the VM is over its limit, it is **held**: its vCPUs stand
+//! still while sections are unmapped, age and are evicted, for [`HOLD_MAX`] at most, and no more often than
+//! each [`HOLD_EVERY`]. Once some of its memory is absent it waits for fills, and touches the rest more
+//! slowly: one hold is mostly enough.
+//!
 //! The owner calls [`ReclaimLoop::next`] with the [`Situation`], carries out the order, reports passes
 //! by [`ReclaimLoop::passed`], and calls again. While eviction is blocked nothing but looking round
 //! is ordered.
@@ -40,6 +48,15 @@ pub const SWEEPS_TO_BEGIN: u64 = 2;
 pub const LEARNING_REST: Duration = Duration::from_millis(250);
 /// Longest time that eviction waits for these sweeps: fills may be waiting for room meanwhile.
 pub const LEARNING_MAX: Duration = Duration::from_secs(30);
+/// Longest time that a VM is held: [`UNMAPPED_MIN`], and time to evict some ten MiB.
+pub const HOLD_MAX: Duration = Duration::from_millis(250);
+/// Time from the beginning of a hold to that of the next: at most a tenth of a VM's time is taken.
+pub const HOLD_EVERY: Duration = Duration::from_millis(2500);
+/// A VM is held if a reclaim evicted less than one part in this many of what it should.
+const HOLD_PARTS: u64 = 16;
+/// Of a reclaim's steps, those that are done again while the VM is held: all sections that rest, then the
+/// protected ones.
+const HELD_STEPS: usize = 2;
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
 pub const SUSPENSION: Duration = Duration::from_secs(5);
 
@@ -105,6 +122,11 @@ pub enum Order {
     },
     /// Sections that were found in use may be tried again.
     TryAgain,
+    /// Stop the VM's vCPUs, until [`Order::Release`] or for this time. Where that is not possible the
+    /// loop goes on all the same.
+    Hold(Duration),
+    /// Let them go on.
+    Release,
     /// Evict, and report it by [`ReclaimLoop::passed`].
     Evict(EvictOrder),
     /// Keep cold sections with about this many pages ready for eviction.
@@ -138,6 +160,16 @@ enum Phase {
     Steps,
 }
 
+/// Whether the VM is held for a reclaim.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Hold {
+    NotYet,
+    /// It will be, next.
+    Due,
+    Until(Duration),
+    Over,
+}
+
 /// A reclaim under way.
 #[derive(Clone, Copy, Debug)]
 struct Reclaim {
@@ -151,6 +183,7 @@ struct Reclaim {
     evicted_pages: u64,
     has_more: bool,
     is_stopped: bool,
+    hold: Hold,
 }
 
 impl Reclaim {
@@ -164,6 +197,7 @@ impl Reclaim {
             evicted_pages: 0,
             has_more: false,
             is_stopped: false,
+            hold: Hold::NotYet,
         }
     }
 
@@ -175,6 +209,15 @@ impl Reclaim {
                 .unwrap_or(0)
                 .saturating_sub(self.evicted_pages),
         }
+    }
+
+    /// True if this reclaim is over and was of no use to a VM above its limit.
+    fn was_futile(&self, at: &Situation) -> bool {
+        let missing = self.wanted_pages(at);
+        self.need == Need::Limit
+            && at.headroom.is_over()
+            && !self.has_more
+            && self.evicted_pages < missing.div_ceil(HOLD_PARTS)
     }
 
     /// Whether `step` runs when its turn comes and too little was evicted so far.
@@ -206,6 +249,7 @@ pub struct ReclaimLoop {
     reserved_at: Option<Duration>,
     suspended_at: Option<Duration>,
     learning_since: Option<Duration>,
+    held_at: Option<Duration>,
 }
 
 impl ReclaimLoop {
@@ -223,6 +267,7 @@ impl ReclaimLoop {
             reserved_at: None,
             suspended_at: None,
             learning_since: None,
+            held_at: None,
         }
     }
 
@@ -358,9 +403,33 @@ impl ReclaimLoop {
                 Need::Wish => Order::TryAgain,
             };
         }
-        let order = self.step_next(reclaim, at);
+        let order = match reclaim.hold {
+            Hold::Due => {
+                self.held_at = Some(at.now);
+                reclaim.hold = Hold::Until(at.now + HOLD_MAX);
+                Order::Hold(HOLD_MAX)
+            }
+            Hold::Until(end) if at.now >= end => Order::Finish(reclaim.need),
+            Hold::Over => Order::Finish(reclaim.need),
+            Hold::NotYet | Hold::Until(_) => self.step_next(reclaim, at),
+        };
         self.has_checked = order == Order::CheckHazards;
+        if order == Order::Finish(reclaim.need) && matches!(reclaim.hold, Hold::Until(_)) {
+            reclaim.hold = Hold::Over;
+            return Order::Release;
+        }
         order
+    }
+
+    /// The end of a reclaim: the VM is held and its memory tried once more, if that is needed.
+    fn last_resort(&mut self, reclaim: &mut Reclaim, at: &Situation) -> Order {
+        let may_hold = reclaim.hold == Hold::NotYet && is_due(self.held_at, HOLD_EVERY, at.now);
+        if !may_hold || !reclaim.was_futile(at) {
+            return Order::Finish(reclaim.need);
+        }
+        reclaim.hold = Hold::Due;
+        reclaim.begun = passes(reclaim.need).count() - HELD_STEPS;
+        Order::TryAgain
     }
 
     /// When a sweep that is needed to begin must have ended; `None` if none is needed.
@@ -399,7 +468,7 @@ impl ReclaimLoop {
                 return Order::Evict(self.evict_order(pages, reach, at.now));
             }
             let Some(step) = passes(reclaim.need).nth(reclaim.begun) else {
-                return Order::Finish(reclaim.need);
+                return self.last_resort(reclaim, at);
             };
             reclaim.begun += 1;
             match step {

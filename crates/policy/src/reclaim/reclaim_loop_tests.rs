@@ -343,3 +343,126 @@ fn heat_is_wanted_by_how_near_the_limit_is() {
     assert_eq!(want(Headroom::Unlimited, SWEEPS_TO_KNOW - 1), Want::First);
     assert_eq!(want(Headroom::Unlimited, SWEEPS_TO_KNOW), Want::Little);
 }
+
+/// The orders of a hold in `orders`, as letters: **H**old, **T**ry again, **R**elease, **r**est, and the
+/// first letter of each pass's reach.
+fn letters(orders: &[Order]) -> String {
+    let letter = |order: &Order| match order {
+        Order::Hold(_) => Some('H'),
+        Order::Release => Some('R'),
+        Order::Rest(_) => Some('r'),
+        Order::TryAgain => Some('T'),
+        Order::Evict(EvictOrder { reach, .. }) => Some(match reach {
+            Reach::ColdOnly => 'C',
+            Reach::AllResting => 'A',
+            Reach::Protected => 'P',
+        }),
+        _ => None,
+    };
+    orders.iter().filter_map(letter).collect()
+}
+
+#[test]
+fn vm_over_its_limit_is_held_once_a_reclaim_that_evicts_nothing_is_over() {
+    let mut vm = Vm::new(-1);
+    let orders = vm.round(&pass(0));
+    assert!(orders.contains(&Order::Hold(HOLD_MAX)));
+    assert!(
+        letters(&orders).ends_with("TrCAPTHAPR"),
+        "{}",
+        letters(&orders)
+    );
+    let finish = orders
+        .iter()
+        .position(|order| *order == Order::Finish(Need::Limit));
+    let release = orders.iter().position(|order| *order == Order::Release);
+    assert_eq!(finish, release.map(|at| at + 1));
+    // Again only after a while.
+    let mut rounds = 0;
+    let began = vm.at.now;
+    while !vm.round(&pass(0)).contains(&Order::Release) {
+        rounds += 1;
+        assert!(rounds < 10);
+    }
+    assert!(
+        rounds >= 1 && vm.at.now - began >= ROUND,
+        "after {rounds} rounds"
+    );
+}
+
+#[test]
+fn vm_is_not_held_below_its_limit_for_a_request_or_while_eviction_has_some_effect() {
+    let never = |orders: &[Order]| !orders.iter().any(|order| matches!(order, Order::Hold(_)));
+    let mut below = Vm::new(0);
+    assert!(never(&below.round(&pass(0))));
+    let mut useful = Vm::new(-1);
+    // 17 passes that evict some: well above a sixteenth of the 3,001 pages.
+    assert!(never(&useful.round(&pass(20))));
+    let mut asked = Vm::new(LIMIT);
+    asked.at.requested_pages = Some(1000);
+    assert_eq!(asked.next(), Order::Poll);
+    let mut orders = Vec::new();
+    while orders.last() != Some(&Order::Finish(Need::Wish)) {
+        let order = asked.next();
+        if let Order::Evict(_) = order {
+            asked.decisions.passed(&pass(0));
+        }
+        orders.push(order);
+        assert!(orders.len() < 100, "{orders:?}");
+    }
+    assert!(never(&orders));
+}
+
+#[test]
+fn held_vm_is_released_in_time_and_before_anything_ends_the_reclaim() {
+    /// How a hold is cut short.
+    #[derive(Clone, Copy, PartialEq)]
+    enum End {
+        Time,
+        Enough,
+        Blocked,
+        Stopped,
+    }
+    for end in [End::Time, End::Enough, End::Blocked, End::Stopped] {
+        let mut vm = Vm::new(-1);
+        let mut is_held = None;
+        let mut passes = 0;
+        loop {
+            let order = vm.next();
+            match order {
+                Order::Hold(time) => is_held = Some(vm.at.now + time),
+                Order::Release => break,
+                Order::Finish(_) => assert!(is_held.is_none(), "ended while held"),
+                Order::Wait(_) => assert!(is_held.is_none(), "waits while held"),
+                Order::Evict(order) if is_held.is_some() => {
+                    passes += 1;
+                    // This pass finds work for ever, and takes its time.
+                    vm.at.now = order.until;
+                    let mut report = pass(1);
+                    report.has_more = true;
+                    match end {
+                        End::Time => {}
+                        End::Enough => vm.at.headroom = of_free(LIMIT),
+                        End::Blocked => vm.at.eviction = Eviction::Blocked,
+                        End::Stopped => report.stopped = Some(()),
+                    }
+                    vm.decisions.passed(&report);
+                }
+                Order::Evict(_) => vm.decisions.passed(&pass(0)),
+                _ => {}
+            }
+        }
+        let until = is_held.expect("it was held");
+        // The pass under way is finished, and takes no longer than a hazard check holds.
+        assert!(vm.at.now <= until + HAZARDS_HOLD, "{} passes", passes);
+        assert_eq!(passes > 1, end == End::Time);
+        assert_eq!(vm.next(), Order::Finish(Need::Limit));
+    }
+}
+
+fn of_free(free_pages: i64) -> Headroom {
+    Headroom::Limited {
+        limit_pages: LIMIT,
+        free_pages,
+    }
+}

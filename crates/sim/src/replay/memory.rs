@@ -485,8 +485,11 @@ impl Memory {
                 Order::KeepReady { pages } => {
                     let Ok(()) = self.selection.keep_ready(now, pages, &mut self.states);
                 }
-                // Nothing forbids eviction here, counts are exact, and nobody sends requests.
+                // Nothing forbids eviction here, counts are exact, and nobody sends requests. Accesses are
+                // those of the trace, at its times: a hold stops none of them.
                 Order::EndSuspension
+                | Order::Hold(_)
+                | Order::Release
                 | Order::Poll
                 | Order::CheckHazards
                 | Order::CorrectHeadroom

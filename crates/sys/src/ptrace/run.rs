@@ -239,7 +239,7 @@ fn on_a_tracer<R: Send>(
 /// On a busy host each stop waits for this thread to run, and it polls with short sleeps (yielding
 /// would keep the target from a CPU that both use). It is short-lived, so it may have priority.
 /// Without the right to the real-time class it tries niceness -20 and sleeps exactly.
-fn favour_this_thread() -> Pace {
+pub(super) fn favour_this_thread() -> Pace {
     if cpu::set_urgency(Urgency::Preempting(boost::PRIORITY)).is_ok() {
         return Pace::RealTime;
     }

@@ -5,6 +5,7 @@
 //! threads it has lost. Its exit status reports what the interrupted call returned.
 
 mod deaf;
+mod hold;
 #[cfg(target_arch = "x86_64")]
 mod rseq;
 
