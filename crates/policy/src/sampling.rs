@@ -23,7 +23,7 @@
 //!
 //! | account | filled by | pays for |
 //! |---|---|---|
-//! | the guest's | the VMM's CPU time | the faults of pages that came back; the time that its address space was locked |
+//! | the guest's | the VMM's CPU time | the faults of pages that came back; the unmapping |
 //! | ours | wall-clock time | looking |
 //!
 //! A sweep continues while both have credit. It never takes longer than [`SWEEP_MAX`], whatever the
@@ -150,7 +150,8 @@ pub struct Sampled {
     pub touched: Vec<Touched>,
     /// Pages unmapped.
     pub unmapped_pages: u64,
-    /// How long the VMM's address space was locked for that.
+    /// CPU time of that, which the VMM's other CPUs lose by flushes of their TLBs, at most; and the time for
+    /// which one of its threads stood still.
     pub unmapping: Duration,
 }
 
