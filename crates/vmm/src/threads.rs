@@ -60,8 +60,8 @@ const STOP_WAIT: Duration = Duration::from_millis(20);
 /// Beyond this multiple of the time that a hold may last, threads go on whatever the caller does.
 const HOLD_FACTOR: u32 = 2;
 
-/// Stops the vCPUs of `vmm` for `time`; if they cannot be told from other threads, all of its threads.
-/// They go on when the result is dropped.
+/// Stops the vCPUs of `vmm` for `time`; if they cannot be told from other threads, all of its threads but
+/// the first, which may be needed for remote calls. They go on when the result is dropped.
 ///
 /// # Errors
 /// Tracing is not permitted (a debugger is attached), or the VMM has ended.
@@ -72,6 +72,9 @@ pub fn hold_vcpus(vmm: &ProcessFd, time: Duration) -> Result<Held, PtraceError> 
         let tasks = in_proc(pid).and_then(|p: Process| p.tasks());
         let tasks = tasks.map_err(|_| PtraceError::Gone { pid })?;
         threads.extend(tasks.flatten().map(|task| task.tid.cast_unsigned()));
+        if threads.len() > 1 {
+            threads.retain(|thread| *thread != pid);
+        }
     }
     let limits = HoldLimits {
         stop_wait: STOP_WAIT,

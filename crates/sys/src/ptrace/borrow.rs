@@ -28,7 +28,7 @@ use super::PtraceError;
 use super::boost::Boost;
 use super::raw::{Seized, detach, rseq_area, seize};
 use super::registers::Registers;
-use super::threads::{Reach, threads, tracer_of};
+use super::threads::{Reach, is_traced_by_us, threads, tracer_of};
 use crate::process::ProcessFd;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -154,7 +154,12 @@ fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Fou
     // Before it is stopped, so that it gets a CPU at once. Where that is not allowed, the stop is
     // only slower, and the result says so.
     let boost = Boost::lend(thread).ok();
-    let since = match seize(pid, thread)? {
+    let seized = match seize(pid, thread) {
+        // One of ours that is held: another one may do.
+        Err(PtraceError::NotPermitted { .. }) if is_traced_by_us(pid, thread) => return Ok(None),
+        seized => seized?,
+    };
+    let since = match seized {
         Seized::Stopped { since } => since,
         Seized::DoesNotStop => return Ok(Some(Found::Deaf { thread, boost })),
         Seized::GoneAway => return Ok(None),

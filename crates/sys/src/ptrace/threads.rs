@@ -74,6 +74,13 @@ pub(super) fn tracer_of(pid: u32, thread: u32) -> Option<u32> {
     }
 }
 
+/// True if a thread of this process traces `thread`.
+pub(super) fn is_traced_by_us(pid: u32, thread: u32) -> bool {
+    tracer_of(pid, thread).is_some_and(|tracer: u32| {
+        std::fs::exists(format!("/proc/self/task/{tracer}")).is_ok_and(|is_ours| is_ours)
+    })
+}
+
 /// How well a thread suits remote system calls.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) enum Rank {

@@ -116,3 +116,26 @@ fn hold_of_a_process_that_has_ended_or_is_traced_is_refused() {
     words[0].store(1, Ordering::Relaxed);
     assert_eq!(child.exit_status(), 0);
 }
+
+#[test]
+fn held_thread_is_passed_over_by_remote_calls_until_it_goes_on() {
+    if !may_trace() {
+        return;
+    }
+    let words = shared_words();
+    let child = Child::new(|| count(words));
+    let limits = HoldLimits {
+        hold_max: Duration::from_millis(50),
+        ..LIMITS
+    };
+    let held = hold(&child.process(), &[child.pid.cast_unsigned()], limits).unwrap();
+    assert!(threads::is_traced_by_us(
+        child.pid.cast_unsigned(),
+        child.pid.cast_unsigned()
+    ));
+    // It is the only one: so this waits for the end of the hold.
+    ask_twice(&child);
+    drop(held);
+    words[0].store(1, Ordering::Relaxed);
+    assert_eq!(child.exit_status(), 0);
+}
