@@ -565,12 +565,18 @@ fn share(capacity: usize, outstanding: usize) -> usize {
 }
 
 fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> PageRequest {
-    let from = (asker.device, QueueId(asker.queue.queue));
     PageRequest {
         vector: asker.vector,
         sent_ns: now_ns,
         hold_us: wanted.hold_us,
-        ..PageRequest::demand(id, from, wanted.domain, wanted.pages, wanted.access)
+        ..PageRequest::demand(
+            id,
+            asker.device,
+            QueueId(asker.queue.queue),
+            wanted.domain,
+            wanted.pages,
+            wanted.access,
+        )
     }
 }
 
