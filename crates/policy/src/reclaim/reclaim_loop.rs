@@ -40,6 +40,9 @@ pub const SWEEPS_TO_BEGIN: u64 = 2;
 pub const LEARNING_REST: Duration = Duration::from_millis(250);
 /// Longest time that eviction waits for these sweeps: fills may be waiting for room meanwhile.
 pub const LEARNING_MAX: Duration = Duration::from_secs(30);
+const _: () =
+    assert!(LEARNING_REST.as_nanos() * (SWEEPS_TO_BEGIN as u128) < LEARNING_MAX.as_nanos());
+const _: () = assert!(SWEEPS_TO_BEGIN <= SWEEPS_TO_KNOW);
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
 pub const SUSPENSION: Duration = Duration::from_secs(5);
 
