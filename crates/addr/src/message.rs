@@ -83,7 +83,8 @@ impl PageRequest {
     #[must_use]
     pub const fn demand(
         id: RequestId,
-        (device, queue): (DeviceId, QueueId),
+        device: DeviceId,
+        queue: QueueId,
         domain: DomainId,
         pages: FileRange,
         access: Access,

@@ -252,11 +252,17 @@ impl PriSource {
             groups.last_id += 1;
             let id = RequestId(groups.last_id);
             groups.due.insert(id, Arc::clone(&due));
-            let from = (DeviceId(u32::from(first.device.0)), QueueId(0));
             let domain = function.space.id();
             requests.push_back(PageRequest {
                 sent_ns: first.sent_ns,
-                ..PageRequest::demand(id, from, domain, pages, first.access)
+                ..PageRequest::demand(
+                    id,
+                    DeviceId(u32::from(first.device.0)),
+                    QueueId(0),
+                    domain,
+                    pages,
+                    first.access,
+                )
             });
         }
         drop(groups);

@@ -9,12 +9,11 @@ use super::{
 };
 use pagetide_addr::{
     Access, FilePage, FilePageSet, FileRange, FileSection, Marks, PAGE_BYTES, PageNo, PageRange,
-    PageRequest, PageResponse, PageSet, RequestId, ResponseCode, SectionNo, Va, to_usize,
+    PageRequest, PageResponse, PageSet, RequestId, ResponseCode, SectionNo, to_usize,
 };
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
-    MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
-    Unlimited, VolatileWords,
+    AddressSpace, ContentStore, Installed, MemoryParts, Place, PlaceError, RegionRequest,
+    fake::{self, FakeStore},
 };
 use pagetide_sys::{cpu::Urgency, mapping::SharedMapping, memory_file::GuestFile};
 use pagetide_vpri::{
@@ -25,10 +24,10 @@ use pagetide_vpri::{
     space::{IoSpace, IoSpaces},
 };
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     os::fd::AsFd,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -50,26 +49,16 @@ fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// RAM in a memfd, with a map as the store of evicted pages.
+/// RAM in a memfd, which devices map.
 struct Ram {
     file: GuestFile,
-    stored: Mutex<HashMap<Content, Vec<u8>>>,
-    last: AtomicU64,
 }
 
 impl Ram {
     fn new(page_count: u64) -> Arc<Self> {
         Arc::new(Self {
             file: GuestFile::new_memfd("pri", page_count * PAGE_BYTES).unwrap(),
-            stored: Mutex::default(),
-            last: AtomicU64::new(0),
         })
-    }
-
-    fn store(&self, bytes: Vec<u8>) -> Content {
-        let content = Content::at(self.last.fetch_add(1, Ordering::Relaxed) + 1).unwrap();
-        self.stored.lock().unwrap().insert(content, bytes);
-        content
     }
 }
 
@@ -119,34 +108,10 @@ impl Place for Ram {
     }
 }
 
-impl ContentStore for Ram {
-    fn load(&self, _: PageNo, at: Content, into: &mut [u8; 4096]) -> Result<(), StoreError> {
-        into.copy_from_slice(&self.stored.lock().unwrap()[&at]);
-        Ok(())
-    }
-    fn free(&self, content: Content) {
-        assert!(self.stored.lock().unwrap().remove(&content).is_some());
-    }
-}
-
-impl Incidents for Ram {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
-
 /// A VM without vCPUs: RAM in an address space, with the IOMMU as its device.
 struct Vm {
     ram: Arc<Ram>,
+    store: Arc<FakeStore>,
     iommu: Arc<Iommu>,
     io: Arc<PriSpace>,
     mmu: Arc<DmaMmu>,
@@ -159,25 +124,21 @@ impl Vm {
         let ram = Ram::new(PAGES);
         let iommu = Iommu::new(config).unwrap();
         let io = open(&iommu, &ram);
-        let memory = PagedMemory::new(MemoryParts {
-            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
-            place: Arc::clone(&ram) as _,
-            store: Arc::clone(&ram) as _,
-            admission: Arc::new(Unlimited),
-            incidents: Arc::clone(&ram) as _,
-            neighbours_max: 0,
-        });
-        let end = Va(PAGES * PAGE_BYTES);
-        let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
+        let store = Arc::new(FakeStore::default());
+        let parts = MemoryParts {
+            store: Arc::clone(&store) as _,
+            ..fake::parts(PAGES, Arc::clone(&ram) as _)
+        };
         io.attach().unwrap();
         io.unmap_all();
         let io_space = Arc::clone(&io) as Arc<dyn IoSpace>;
         let mmu = Arc::new(DmaMmu::new([(io_space, PageNo(0).run(PAGES))]));
-        let device = Device::with_id(DPU, Arc::clone(&mmu) as _);
-        (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
-        space.alloc(&RegionRequest::of_bytes(end.0)).unwrap();
+        let space = fake::space(parts, DPU, Arc::clone(&mmu) as _);
+        let all = RegionRequest::of_bytes(PAGES * PAGE_BYTES);
+        space.alloc(&all).unwrap();
         Self {
             ram,
+            store,
             iommu,
             io,
             mmu,
@@ -200,12 +161,12 @@ impl Vm {
         for page in round.candidates().pages(section) {
             let mut bytes = vec![0; 4096];
             round.read(page.single(), &mut bytes).unwrap();
-            batch.push((page, self.ram.store(bytes)));
+            batch.push((page, self.store.keep(&bytes)));
         }
         let committed = round.commit(&batch);
         assert!(committed.problem.is_none());
         for content in committed.unused {
-            self.ram.free(content);
+            self.store.free(content);
         }
         committed.evicted.len()
     }

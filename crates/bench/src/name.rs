@@ -8,7 +8,7 @@ use clap::ValueEnum;
 pub enum BenchName {
     /// What the access log and a DMA protector cost a disk, switched on and off in turns
     AccessLog,
-    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of made-up guests
+    /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of synthetic guests
     Adp,
     /// The disk of a squeezed guest with a DMA protector and without, in turns
     AdpLive,
@@ -30,17 +30,17 @@ pub enum BenchName {
     PaBitmap,
     /// What one tenant's page faults do to another's requests on the same engine
     HeadOfLine,
-    /// An I/O page fault there and back, idle and busy, by VPRI and by a model of ATS and PRI
+    /// Round trip of an I/O page fault, idle and busy, by VPRI and by a model of ATS and PRI
     IopfRtt,
     /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
     IopfScale,
-    /// Translation requests a second that the performance model gets through
+    /// Translation requests per second of the performance model
     Sim,
-    /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they
+    /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and which costs grow faster than RAM
     RealSize,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit
     GuestCost,
-    /// How much of what is cold is known to be, how soon, and what an eviction by that knowledge costs
+    /// How much cold memory is found, how soon, and what evicting it costs
     Tracker,
 }
 

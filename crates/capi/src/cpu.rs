@@ -378,6 +378,7 @@ impl PhysicalMemory for Cpu {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
 
     const PAGE: PageNo = PageNo(4);
     const VA: Va = PAGE.va();
@@ -402,25 +403,17 @@ mod tests {
         unsafe { cpu.copy_in(va, &raw const byte, 1) }
     }
 
-    /// A pseudo-random number below `end`; advances the seed.
-    fn below(seed: &mut u64, end: u64) -> u64 {
-        *seed ^= *seed << 13;
-        *seed ^= *seed >> 7;
-        *seed ^= *seed << 17;
-        *seed % end
-    }
-
     #[test]
     fn runs_of_pages_say_of_each_page_what_a_map_of_pages_says() {
         const PAGES: u64 = 24;
-        let mut seed = 0x9e37_79b9_7f4a_7c15;
+        let mut random = SplitMix64::new(1);
         let mut runs = Runs::default();
         let mut pages = BTreeMap::<PageNo, (Pa, Access)>::new();
         for turn in 0..20_000_u64 {
-            let start = below(&mut seed, PAGES);
-            let end = start + below(&mut seed, PAGES - start + 1);
+            let start = random.below(PAGES);
+            let end = start + random.below(PAGES - start + 1);
             let range = PageRange::new(PageNo(start), PageNo(end));
-            match below(&mut seed, 4) {
+            match random.below(4) {
                 0 => {
                     runs.remove(range);
                     pages.retain(|page, _| !range.contains(*page));

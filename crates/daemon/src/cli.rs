@@ -17,7 +17,7 @@ use pagetide_report::size::ByteSize;
 
 /// Memory for running virtual machines whose devices live in user space.
 ///
-/// Exit status: 0 done, 1 failed, 2 wrong use or refused.
+/// Exit status: 0 success, 1 failure, 2 usage error or refusal.
 #[derive(Parser, Debug)]
 #[command(name = "pagetide", version, max_term_width = 100)]
 pub struct Cli {
@@ -33,29 +33,29 @@ pub enum Command {
     Run(RunArgs),
     /// Take over the RAM of a running VMM
     Attach(AttachArgs),
-    /// Look at VMs and steer them
+    /// Show and control VMs
     #[command(subcommand)]
     Vm(VmCommand),
-    /// Run the software DPU as a process of its own, or look at its devices and steer them
+    /// Run the software DPU in a process of its own, or show and control its devices
     Dpu(DpuArgs),
     /// I/O page faults of devices
     #[command(subcommand)]
     Iopf(IopfCommand),
-    /// Say what taking over a VM would save, without taking it over
+    /// Estimate what attaching to a VM would save, without attaching
     Estimate(EstimateArgs),
-    /// Measure, beside a peer in the same run
+    /// Run a benchmark, with its peer in the same run
     #[command(disable_help_flag = true)]
     Bench(LabArgs),
-    /// Say what policies for the protection of DMA would have done on traces
+    /// Run DMA protection policies on traces, and compare them
     #[command(disable_help_flag = true)]
     Replay(LabArgs),
     /// Simulate the translation of I/O addresses for many tenants
     #[command(disable_help_flag = true)]
     Sim(LabArgs),
-    /// Make, build, convert and look at traces of I/O address translation and of DMA
+    /// Make, build, convert and examine traces of I/O address translation and of DMA
     #[command(disable_help_flag = true)]
     Trace(LabArgs),
-    /// Try implementations of the VPRI function
+    /// Test implementations of the VPRI function
     #[command(disable_help_flag = true)]
     Vpri(LabArgs),
     /// Print the OpenAPI document of the HTTP API
@@ -168,7 +168,7 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Protect what devices of a VM are about to touch by another policy
+    /// Change the policy that protects what devices of a VM are about to touch
     Protector {
         /// Name of the VM
         name: String,
@@ -234,7 +234,7 @@ pub enum DpuCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Show the accounts of service levels: latencies, throughput, faults, what held slow requests
+    /// Show service levels: latencies, throughput, faults, causes of slow requests
     Slo {
         /// Socket or serial number of a device; without it all are shown
         #[arg(long, value_name = "SOCKET|SERIAL")]

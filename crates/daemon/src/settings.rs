@@ -66,7 +66,7 @@ pub enum IopfHandling {
     Serialized,
 }
 
-/// What the threads that handle I/O page faults preempt vCPUs by.
+/// How the threads that handle I/O page faults preempt vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IopfPreempt {
@@ -84,7 +84,7 @@ pub enum IopfPreempt {
 pub enum TrackerChoice {
     /// The cheapest that this kernel has.
     Auto,
-    /// Pages are unmapped, and it is seen which come back.
+    /// Pages are unmapped; those that are touched are mapped again.
     Unmap,
     /// By the kernel's idle page tracking.
     Idle,
@@ -244,21 +244,21 @@ settings! {
     iopf_timeout_ms: u32 = "30000",
     /// Where I/O page faults are handled: affined to the CPUs of the VM that faulted, or, for comparison, serialized by one thread for all
     iopf_handling: IopfHandling = "affined",
-    /// What the threads that handle I/O page faults preempt vCPUs by: fifo (SCHED_FIFO, where allowed), nice (niceness -20), or off
+    /// How the threads that handle I/O page faults preempt vCPUs: fifo (SCHED_FIFO, where allowed), nice (niceness -20), or off
     iopf_preempt: IopfPreempt = "fifo",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
     reader_poll_us: u32 = "0",
-    /// Most pages that a vCPU's fault brings along when it reads in sequence, or when much around it comes back too, at most 16; 0 for none
+    /// Most pages that a vCPU's fault reads ahead when it reads in sequence, or when many pages around it are being swapped in, at most 16; 0 for none
     neighbours: u32 = "16",
     /// Threads that evict from one VM at a time, at most 16; 0 for a quarter of the CPUs, four at most
     evict_threads: u32 = "0",
-    /// How it is learnt which memory is hot: unmap (pages are unmapped, and it is seen which come back), idle (the kernel's idle page tracking, which it must have), whole (all pages are unmapped at each scan, which slows a busy guest down; for comparison), or auto for the cheapest that the kernel has
+    /// How hot memory is found: unmap (pages are unmapped; those that are touched are mapped again), idle (the kernel's idle page tracking, which it must have), whole (all pages are unmapped at each scan, which slows a busy guest down; for comparison), or auto for the cheapest that the kernel has
     tracker: TrackerChoice = "auto",
-    /// What learning how hot its memory is may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
+    /// Most that finding its hot memory may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
     dma_protector: ProtectorChoice = "none",
-    /// Records of the access log that are looked at in a second, at most; engines lose the others. While accesses are recorded all are looked at, whatever this is
+    /// Most records of the access log that are examined in a second; engines drop the others. While accesses are recorded, all are examined, whatever this is
     access_log_rate: u32 = "100000",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",

@@ -268,10 +268,16 @@ impl Server {
         };
         let id = RequestId(self.next_id);
         self.next_id += 1;
-        let from = (DPU_ITSELF, QueueId(0));
         let request = PageRequest {
             kind: RequestKind::AliasFault,
-            ..PageRequest::demand(id, from, domain, page.single(), Access::Write)
+            ..PageRequest::demand(
+                id,
+                DPU_ITSELF,
+                QueueId(0),
+                domain,
+                page.single(),
+                Access::Write,
+            )
         };
         self.unsent.push_back((request, address));
     }

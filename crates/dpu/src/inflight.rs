@@ -226,6 +226,7 @@ impl From<Header> for u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
     use pagetide_sys::memory_file::GuestFile;
     use std::os::fd::AsFd;
 
@@ -269,13 +270,10 @@ mod tests {
             let mut order: Vec<u16> = Vec::new();
             let mut used = 0_u16;
             let mut free: Vec<u16> = (0..SIZE).collect();
-            let mut state = 7_u64;
+            let mut random = SplitMix64::new(7);
             let mut step = 0;
             'run: while step < steps {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(3);
-                let fetch = order.is_empty() || (!free.is_empty() && (state >> 40) % 3 < 2);
+                let fetch = order.is_empty() || (!free.is_empty() && random.below(3) < 2);
                 if fetch {
                     let head = free.remove(0);
                     area.fetched(head);
@@ -283,7 +281,7 @@ mod tests {
                     step += 1;
                     continue;
                 }
-                let at = usize::try_from((state >> 33) % order.len() as u64).unwrap();
+                let at = random.index(order.len());
                 let head = order[at];
                 area.prepare(head);
                 step += 1;
@@ -312,14 +310,11 @@ mod tests {
     #[test]
     fn any_bytes_in_the_region_are_survived() {
         let (file, region) = region();
-        let mut state = 1_u64;
+        let mut random = SplitMix64::new(1);
         for _ in 0..200 {
             let mut bytes = vec![0_u8; 4096];
             for byte in &mut bytes {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1);
-                *byte = state.to_le_bytes()[5];
+                *byte = random.next_u64().to_le_bytes()[0];
             }
             // A header that is trusted.
             let at = usize::try_from(area_bytes(SIZE)).unwrap() + 8;

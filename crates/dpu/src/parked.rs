@@ -565,12 +565,13 @@ fn share(capacity: usize, outstanding: usize) -> usize {
 }
 
 fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> PageRequest {
-    let from = (asker.device, QueueId(asker.queue.queue));
+    let (device, queue) = (asker.device, QueueId(asker.queue.queue));
+    let (domain, pages, access) = (wanted.domain, wanted.pages, wanted.access);
     PageRequest {
         vector: asker.vector,
         sent_ns: now_ns,
         hold_us: wanted.hold_us,
-        ..PageRequest::demand(id, from, wanted.domain, wanted.pages, wanted.access)
+        ..PageRequest::demand(id, device, queue, domain, pages, access)
     }
 }
 

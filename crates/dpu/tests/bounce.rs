@@ -10,6 +10,7 @@ use pagetide_addr::{
 use pagetide_dpu::{
     BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
 };
+use pagetide_random::SplitMix64;
 use pagetide_vpri::{
     BounceArea, DmaDomain, DomainTable, Doorbell, FaultSource, HostEnd, HostPresence, LookUp,
 };
@@ -623,24 +624,12 @@ fn read_that_landed_and_that_nobody_tracks_fails_if_its_queue_is_stopped_while_t
     });
 }
 
-/// A little generator, so that a failure tells its seed.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % n
-    }
-}
-
 /// Cuts the sectors from `at` on into buffers at random borders.
-fn buffers(dice: &mut Dice, at: u64, sectors: u64) -> Vec<(u64, u32, u16)> {
+fn buffers(random: &mut SplitMix64, at: u64, sectors: u64) -> Vec<(u64, u32, u16)> {
     let (mut from, end) = (at, at + sectors * 512);
     let mut parts = Vec::new();
     while from < end {
-        let len = ((1 + dice.below(20)) * 512).min(end - from);
+        let len = ((1 + random.below(20)) * 512).min(end - from);
         let len = u32::try_from(len).unwrap();
         parts.push((from, len, WRITE));
         from += u64::from(len);
@@ -658,18 +647,18 @@ fn random_reads_into_random_pages_leave_every_byte_as_it_must_be() {
     let area = set.guest.room(area_pages * PAGE_BYTES);
     let read = BlkRequest::new(&mut set.guest, T_IN, 0, 0);
     for seed in 1..=300_u64 {
-        let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut random = SplitMix64::new(seed);
         for page in 0..area_pages {
-            match dice.below(3) {
+            match random.below(3) {
                 0 => set.bring(FilePage(area / PAGE_BYTES + page)),
                 _ => set.evict(area + page * PAGE_BYTES, PAGE_BYTES),
             }
         }
         let mut expected = set.seen(area, usize::try_from(area_pages).unwrap() * PAGE);
-        let first = dice.below(area_pages * 4);
-        let sectors = 1 + dice.below(area_pages * 8 - first);
-        let sector = dice.below(IMAGE_BYTES / 512 - sectors);
-        let data = buffers(&mut dice, area + first * 512, sectors);
+        let first = random.below(area_pages * 4);
+        let sectors = 1 + random.below(area_pages * 8 - first);
+        let sector = random.below(IMAGE_BYTES / 512 - sectors);
+        let data = buffers(&mut random, area + first * 512, sectors);
         let (from, len) = (first * 512, sectors * 512);
         let (from, len) = (
             usize::try_from(from).unwrap(),
@@ -687,9 +676,9 @@ fn random_reads_into_random_pages_leave_every_byte_as_it_must_be() {
         let mut used = None;
         eventually("a used entry", || {
             while let Some(request) = set.ends[0].next() {
-                if dice.below(4) == 0 {
+                if random.below(4) == 0 {
                     // A vCPU is quicker with one of them.
-                    let at = request.pages.start.0 + dice.below(request.pages.len());
+                    let at = request.pages.start.0 + random.below(request.pages.len());
                     set.bring(FilePage(at));
                 }
                 set.serve(&request);

@@ -6,6 +6,7 @@ mod support;
 
 use pagetide_addr::{Access, PAGE_BYTES, ResponseCode};
 use pagetide_dpu::{DeviceState, Writes};
+use pagetide_random::SplitMix64;
 use support::*;
 
 #[test]
@@ -209,21 +210,18 @@ fn many_random_faults_on_many_chains_all_end_well() {
     let requests: Vec<BlkRequest> = (0..16)
         .map(|_| BlkRequest::new(&mut guest, T_IN, 0, 8192))
         .collect();
-    let mut state = 11_u64;
+    let mut random = SplitMix64::new(11);
     for round in 0..60_u64 {
         for (i, request) in (0..).zip(&requests) {
             request.aim(&guest, T_IN, (round * 16 + i) % 512 * 8);
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(9);
             let places = [
                 request.header,
                 request.data,
                 request.data + 4096,
                 request.status,
             ];
-            for (bit, at) in places.iter().enumerate() {
-                if state >> (40 + bit) & 1 == 1 {
+            for at in &places {
+                if random.below(2) == 1 {
                     take_away(&domain, *at, 1);
                 }
             }

@@ -5,6 +5,7 @@ mod support;
 
 use pagetide_addr::{PAGE_BYTES, ResponseCode};
 use pagetide_dpu::{DeviceState, Dpu, DpuConfig, Writes, wait_for_dead_engines};
+use pagetide_random::SplitMix64;
 use pagetide_vpri::{DomainTable, Doorbell};
 use std::{
     io::{BufRead, BufReader, Read},
@@ -68,20 +69,17 @@ fn nonsense_in_a_ring_stops_that_device_and_no_other() {
 fn random_bytes_all_over_the_rings_are_survived() {
     let rig = Rig::new(1);
     let socket = rig.add("disk", 1, Writes::Refused);
-    let mut state = 3_u64;
+    let mut random = SplitMix64::new(3);
     for _ in 0..60 {
         let mut guest = Guest::new();
         let mut connection = Connection::open(&socket, &mut guest, 1, F_INDIRECT);
         let queue = &mut connection.queues[0];
         let mut noise = vec![0_u8; usize::try_from(queue.used - queue.desc).unwrap()];
         for byte in &mut noise {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(7);
-            *byte = state.to_le_bytes()[6];
+            *byte = random.next_u64().to_le_bytes()[0];
         }
         // Half the time with addresses that are in memory.
-        if state & 1 == 0 {
+        if random.below(2) == 0 {
             for descriptor in noise[..1024].chunks_mut(16) {
                 descriptor[..8].copy_from_slice(&(GPA + 0x10_0000).to_le_bytes());
                 descriptor[10..12].copy_from_slice(&[0, 0]);

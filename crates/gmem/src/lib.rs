@@ -36,6 +36,8 @@ pub mod arena;
 mod attachments;
 pub mod device;
 pub mod error;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
 pub mod frames;
 pub mod mmu;
 pub mod paging;

@@ -17,6 +17,7 @@ use pagetide_guestkit::leaks::{Snapshot, wait_for_release};
 use pagetide_guestkit::product::{Answer, Product};
 use pagetide_guestkit::stage::RunFolder;
 use pagetide_guestkit::stand_in::{StandIn, StandInSpec};
+use pagetide_random::SplitMix64;
 use rustix::process::Signal;
 
 /// RAM of a VM.
@@ -44,7 +45,7 @@ struct Yard {
     /// What the daemon held when its device was there, and its first front end had come and gone: a
     /// device keeps the ends of its last connection until there is another.
     with_device: Option<Snapshot>,
-    random: u64,
+    random: SplitMix64,
     findings: Vec<String>,
     daemons: u32,
     folder: RunFolder,
@@ -82,7 +83,7 @@ impl Yard {
             program,
             image,
             with_device: None,
-            random: SEED,
+            random: SplitMix64::new(SEED),
             findings: Vec::new(),
             daemons: 0,
             folder,
@@ -111,13 +112,10 @@ impl Yard {
     }
 
     fn random_below(&mut self, bound: Duration) -> Duration {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
         let micros = u64::try_from(bound.as_micros())
             .expect("a short time")
             .max(1);
-        Duration::from_micros(self.random % micros)
+        Duration::from_micros(self.random.below(micros))
     }
 
     fn socket(&self) -> PathBuf {

@@ -12,7 +12,7 @@ use crate::vpri::{self, VpriCommand};
 
 /// Benches, simulator, traces and conformance tests of Pagetide.
 ///
-/// Exit status: 0 done, 1 failed, 2 wrong use or refused.
+/// Exit status: 0 success, 1 failure, 2 usage error or refusal.
 #[derive(Parser, Debug)]
 // Users write `pagetide bench`, so that is what its messages show.
 #[command(
@@ -30,17 +30,17 @@ pub struct LabCli {
 /// Commands.
 #[derive(Subcommand, Debug)]
 pub enum LabCommand {
-    /// Measure, beside a peer in the same run
+    /// Run a benchmark, with its peer in the same run
     Bench(BenchArgs),
-    /// Say what policies for the protection of DMA would have done on traces
+    /// Run DMA protection policies on traces, and compare them
     Replay(Box<ReplayArgs>),
     /// Simulate the translation of I/O addresses for many tenants
     #[command(subcommand)]
     Sim(SimCommand),
-    /// Make, build, convert and look at traces of I/O address translation and of DMA
+    /// Make, build, convert and examine traces of I/O address translation and of DMA
     #[command(subcommand)]
     Trace(TraceCommand),
-    /// Try implementations of the VPRI function
+    /// Test implementations of the VPRI function
     #[command(subcommand)]
     Vpri(VpriCommand),
     /// A process that a bench starts for itself

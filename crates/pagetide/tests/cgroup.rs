@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use pagetide_random::SplitMix64;
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
 use serde_json::Value;
@@ -177,14 +178,10 @@ impl Drop for Daemon {
 
 /// Bytes that do not compress, and follow from their page's number.
 fn content(page: u64) -> Vec<u8> {
-    let mut state = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.to_le_bytes()
-    };
-    (0..512).flat_map(|_| next()).collect()
+    let mut random = SplitMix64::new(page);
+    (0..512)
+        .flat_map(|_| random.next_u64().to_le_bytes())
+        .collect()
 }
 
 fn verify(ram: &SharedMapping) {

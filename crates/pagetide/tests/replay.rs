@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide replay` as a person meets it: what it prints and how it ends.
 
+mod program;
+
 use std::fmt::Write as _;
 use std::path::Path;
-use std::process::{Command, Output};
 
 use pagetide_access_log::{AccessLogMeta, AccessLogWriter, AccessRecord, LoggedDevice, Service};
 use pagetide_addr::{Access, DeviceId, DomainId};
@@ -11,25 +12,11 @@ use serde_json::Value;
 
 /// Runs `pagetide replay` in `dir`: status, stdout, stderr.
 fn replay(dir: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = Command::new(env!("CARGO_BIN_EXE_pagetide"))
-        .arg("replay")
-        .args(arguments)
-        .current_dir(dir)
-        .output()
-        .unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (status.code(), text(stdout), text(stderr))
+    program::pagetide(dir, &[&["replay"], arguments].concat())
 }
 
 fn report(dir: &Path, arguments: &[&str]) -> Value {
-    let arguments = [arguments, &["--json"]].concat();
-    let (status, out, err) = replay(dir, &arguments);
-    assert_eq!(status, Some(0), "{err}");
-    serde_json::from_str(&out).unwrap()
+    program::report(dir, &[&["replay"], arguments, &["--json"]].concat())
 }
 
 /// A log of a VM of 128 MiB whose NIC uses two sections each five minutes and whose disk uses eight

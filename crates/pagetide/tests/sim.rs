@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide sim` as a person meets it: what it prints and how it ends.
 
-use std::path::Path;
-use std::process::{Command, Output};
+mod program;
 
+use std::path::Path;
+
+use program::{pagetide, report};
 use serde_json::Value;
 
 const STUDY: &str = r#"
@@ -15,27 +17,6 @@ packets = 60
 input.synthetic.workload = "iperf3"
 "#;
 
-/// Runs the program in `dir`: status, stdout, stderr.
-fn pagetide(dir: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = Command::new(env!("CARGO_BIN_EXE_pagetide"))
-        .args(arguments)
-        .current_dir(dir)
-        .output()
-        .unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (status.code(), text(stdout), text(stderr))
-}
-
-fn json(dir: &Path, arguments: &[&str]) -> Value {
-    let (status, out, err) = pagetide(dir, arguments);
-    assert_eq!(status, Some(0), "{err}");
-    serde_json::from_str(&out).unwrap()
-}
-
 fn place() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("study.toml"), STUDY).unwrap();
@@ -45,7 +26,7 @@ fn place() -> tempfile::TempDir {
 #[test]
 fn run_prints_one_object_with_configuration_figures_and_provenance() {
     let dir = place();
-    let report = json(
+    let report = report(
         dir.path(),
         &[
             "sim",
@@ -85,7 +66,7 @@ fn run_prints_one_object_with_configuration_figures_and_provenance() {
 #[test]
 fn events_of_a_run_are_lines_of_json_and_end_each_request_once() {
     let dir = place();
-    let report = json(
+    let report = report(
         dir.path(),
         &[
             "sim",
@@ -223,7 +204,7 @@ fn sweep_writes_results_and_the_next_one_keeps_them() {
     assert!(text.contains("out.parquet: 2 points, 2 run now"), "{text}");
     let results = std::fs::read(dir.path().join("out.parquet")).unwrap();
     assert!(results.starts_with(b"PAR1") && results.ends_with(b"PAR1"));
-    let again = json(dir.path(), &[&arguments[..], &["--json"]].concat());
+    let again = report(dir.path(), &[&arguments[..], &["--json"]].concat());
     assert_eq!((&again["run"], &again["kept"]), (&0.into(), &2.into()));
 }
 

@@ -1,31 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide trace` as a person meets it: what it writes and how it ends.
 
+mod program;
+
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
+use program::{pagetide, report};
 use serde_json::{Value, json};
-
-/// Runs the program in `dir`: status, stdout, stderr.
-fn pagetide(dir: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
-    let Output {
-        status,
-        stdout,
-        stderr,
-    } = Command::new(env!("CARGO_BIN_EXE_pagetide"))
-        .args(arguments)
-        .current_dir(dir)
-        .output()
-        .unwrap();
-    let text = |bytes| String::from_utf8(bytes).unwrap();
-    (status.code(), text(stdout), text(stderr))
-}
-
-fn report(dir: &Path, arguments: &[&str]) -> Value {
-    let (status, out, err) = pagetide(dir, arguments);
-    assert_eq!(status, Some(0), "{err}");
-    serde_json::from_str(&out).unwrap()
-}
 
 #[test]
 fn made_trace_in_the_authors_format_has_its_figures_beside_it() {

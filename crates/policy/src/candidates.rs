@@ -27,6 +27,7 @@ use std::{collections::HashMap, ops::Range, time::Duration};
 
 /// How long a section stays ready before it is looked at again.
 pub const READY_MAX: Duration = Duration::from_secs(10);
+const _: () = assert!(UNMAPPED_MIN.as_nanos() < READY_MAX.as_nanos());
 
 /// How far the eviction of a section has come.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

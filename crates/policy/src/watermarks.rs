@@ -19,6 +19,7 @@ use std::time::Duration;
 const LOW_PERMILLE: i64 = 15;
 /// Free pages above which reclaim ends, in thousandths of the limit.
 const HIGH_PERMILLE: i64 = 30;
+const _: () = assert!(0 < LOW_PERMILLE && LOW_PERMILLE < HIGH_PERMILLE && HIGH_PERMILLE < 1000);
 
 /// Longest wait of one fill for an eviction; then it goes ahead over the limit.
 pub const ADMISSION_WAIT: Duration = Duration::from_millis(100);

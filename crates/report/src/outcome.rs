@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Exit status of a command: 0 done, 1 failed, 2 wrong use or refused.
+//! Exit status of a command: 0 success, 1 failure, 2 usage error or refusal.
 
 use std::process::ExitCode;
 
@@ -22,7 +22,7 @@ pub enum CommandError {
 }
 
 impl CommandError {
-    /// Wraps any error that means wrong use or refusal.
+    /// Wraps any error that means a usage error or a refusal.
     pub fn refused(error: impl std::fmt::Display) -> Self {
         Self::Refused(error.to_string())
     }

@@ -5,7 +5,7 @@
 //! cargo run --release -p pagetide-sim --example replay_day -- [POLICY] [VMS] [HOURS]
 //! ```
 //! The load is plain on purpose ([`SteadyLoad`]), so that the machine is timed and not its making. `bench adp`
-//! has the same fleet for one policy, and one of made-up guests.
+//! has the same fleet for one policy, and one of synthetic guests.
 
 use pagetide_sim::replay::{
     AccessStream, FleetParams, FleetReplay, Start, SteadyLoad, Summary, VmParams,

@@ -173,12 +173,6 @@ impl Limit {
         self.over_limit_fills.load(Relaxed)
     }
 
-    /// The counter itself.
-    #[must_use]
-    pub fn over_limit_count(&self) -> &AtomicU64 {
-        &self.over_limit_fills
-    }
-
     /// Requests a reclaim now.
     pub fn want_reclaim(&self) {
         let mut state = self.lock();

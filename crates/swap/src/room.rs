@@ -33,6 +33,7 @@ const MARGIN_PART: u64 = 16;
 const MARGIN_BYTES_MIN: u64 = 16 << 20;
 /// Largest margin: more would only be wasted.
 const MARGIN_BYTES_MAX: u64 = 256 << 20;
+const _: () = assert!(MARGIN_BYTES_MIN <= MARGIN_BYTES_MAX);
 /// Part of the margin that may be taken without another read.
 const UNSEEN_PART: u64 = 8;
 /// A read is valid for this long.

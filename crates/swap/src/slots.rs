@@ -18,6 +18,7 @@
 //!
 //! Lower chunks are filled first, so that a shrinking store leaves whole chunks empty at its end.
 
+use crate::tier::STORED_BYTES_MAX;
 use std::collections::BTreeSet;
 
 /// Unit in which slots are placed and sized, in bytes.
@@ -29,6 +30,8 @@ const _: () = assert!(CHUNK_BYTES == SLOT_UNIT_BYTES * UNITS_PER_CHUNK as u64);
 /// Most units a slot can have: a page stored uncompressed with its CRC.
 pub const SLOT_UNITS_MAX: u32 = 65;
 const BITMAP_WORDS: usize = 16;
+const _: () = assert!(BITMAP_WORDS == UNITS_PER_CHUNK.div_ceil(u64::BITS) as usize);
+const _: () = assert!(SLOT_UNITS_MAX as u64 == (STORED_BYTES_MAX as u64).div_ceil(SLOT_UNIT_BYTES));
 
 /// Place of a slot: units of 64 bytes from the start of the content area.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
@@ -315,6 +318,7 @@ fn position(slot: SlotNo, units: u32) -> (usize, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
     use std::collections::BTreeMap;
 
     /// Naive model: every byte of every slot belongs to at most one content.
@@ -322,16 +326,10 @@ mod tests {
     fn slots_never_overlap_and_are_rebuilt_alike_under_random_operations() {
         let mut slots = Slots::new(40);
         let mut live: BTreeMap<u64, u32> = BTreeMap::new();
-        let mut state = 4_711_u64;
-        let mut random = |below: u64| {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) % below
-        };
+        let mut random = SplitMix64::new(4_711);
         for step in 0..20_000 {
-            if random(5) < 3 {
-                let bytes = u32::try_from(1 + random(4_100)).unwrap();
+            if random.below(5) < 3 {
+                let bytes = u32::try_from(1 + random.below(4_100)).unwrap();
                 match slots.allocate(bytes) {
                     Ok(Allocated { slot, .. }) => {
                         let end = slot.byte_offset() + u64::from(bytes);
@@ -349,7 +347,7 @@ mod tests {
                 }
             } else if let Some((at, bytes)) = live
                 .iter()
-                .nth(usize::try_from(random(live.len().max(1) as u64)).unwrap())
+                .nth(random.index(live.len()))
                 .map(|(a, b)| (*a, *b))
             {
                 slots.free(SlotNo(at / SLOT_UNIT_BYTES), bytes);

@@ -27,6 +27,7 @@ const LENGTH_BITS: u32 = 14;
 /// An lz4 block longer than this saves too little: the page is stored uncompressed, and is loaded
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
+const _: () = assert!(STORED_BYTES_MAX < 1 << LENGTH_BITS && LZ4_BYTES_MAX < PAGE);
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
 /// Which tier a content is in.
@@ -160,17 +161,13 @@ pub fn unpack(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
 
     const SEED: Seed = Seed(0xfeed);
 
     fn texts() -> Vec<[u8; PAGE]> {
-        let mut random = 1_u64;
-        let noise = std::array::from_fn(|_| {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            (random >> 56).to_le_bytes()[0]
-        });
+        let mut random = SplitMix64::new(1);
+        let noise = std::array::from_fn(|_| random.next_u64().to_le_bytes()[0]);
         let text = std::array::from_fn(|i| b"the tide comes in, the tide goes out; "[i % 38]);
         let mut last_byte_only = [0; PAGE];
         last_byte_only[PAGE - 1] = 1;

@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The daemon's side of the golden trace of reclaim orders: the events of the trace happen to the
-//! daemon's own memory, pool, limit and reclaimer, over RAM that is a set of numbers. The replay's side
+//! daemon's own memory, pool, limit and reclaimer, over RAM that is a map. The replay's side
 //! is in `pagetide-sim`; both compare with the same file.
 //!
 //! Only the measurement of heat is made like the replay's: a sweep covers all sections, and sweeps are
 //! as far apart as they would be if they cost nothing.
 
-use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
-};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Backing, Cause, Device, Fault, Incidents, Installed,
-    MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory, Place, PlaceError,
-    RegionRequest, Restrict, Restricted, StoreError, TableId, VolatileWords, Wait,
+    AddressSpace, Cause, Fault, MemoryParts, RegionRequest, Wait,
+    fake::{self, FakeMmu, FakePlace},
 };
 use pagetide_policy::{
     reclaim::{Eviction, Order, ReclaimLoop, Situation},
@@ -35,7 +32,6 @@ const PAGES: u64 = SECTIONS * SECTION_PAGES;
 
 #[derive(Default)]
 struct State {
-    present: BTreeSet<PageNo>,
     /// Sections touched since they were unmapped.
     mapped: BTreeSet<SectionNo>,
     /// Sections touched since the last sweep.
@@ -43,103 +39,13 @@ struct State {
     log: Vec<String>,
 }
 
-/// RAM, all of it zeros, with its users' page tables.
+/// What the users of the RAM have touched.
 #[derive(Default)]
-struct Ram(Mutex<State>);
+struct Users(Mutex<State>);
 
-impl Ram {
+impl Users {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap()
-    }
-}
-
-impl Place for Ram {
-    fn install(&self, page: PageNo, _: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        self.install_zero(page)
-    }
-
-    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        match self.lock().present.insert(page) {
-            true => Ok(Installed::Installed),
-            false => Ok(Installed::AlreadyThere),
-        }
-    }
-
-    fn install_run(&self, pages: PageRange, _: &[u8]) -> Result<u64, PlaceError> {
-        self.lock().present.extend(pages.iter());
-        Ok(pages.len())
-    }
-
-    fn read(&self, _: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
-        into.fill(0);
-        Ok(())
-    }
-
-    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        let mut state = self.lock();
-        for page in pages.iter() {
-            state.present.remove(&page);
-        }
-        Ok(())
-    }
-
-    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        Ok(self.lock().present.contains(&page))
-    }
-
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let state = self.lock();
-        let within = state.present.range(pages.start..pages.end);
-        Ok(within.map(|page| page.single()).collect())
-    }
-
-    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-
-    fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
-        panic!("{page} is poisoned");
-    }
-}
-
-impl Incidents for Ram {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
-
-impl Mmu for Ram {
-    fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            strongest: Restrict::ReadOnly,
-            ..MmuLimits::PAGED
-        }
-    }
-
-    fn restrict(
-        &self,
-        _: TableId,
-        _: SectionNo,
-        _: &PageSet,
-        _: Restrict,
-    ) -> Result<Restricted, MmuError> {
-        Ok(Restricted::Done)
-    }
-
-    fn grant(&self, _: TableId, _: PageRange, _: Access, _: Backing) -> Result<(), MmuError> {
-        Ok(())
     }
 }
 
@@ -147,7 +53,7 @@ fn all_pages(section: SectionNo) -> PageSet {
     PageSet::of_range(section, section.first_page().run(SECTION_PAGES))
 }
 
-impl AccessTracker for Ram {
+impl AccessTracker for Users {
     fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
         let state = self.lock();
         let of = |look: &Look| Touched {
@@ -180,7 +86,8 @@ impl AccessTracker for Ram {
 
 /// One VM of the daemon in virtual time.
 struct Rig {
-    ram: Arc<Ram>,
+    place: Arc<FakePlace>,
+    users: Arc<Users>,
     space: Arc<AddressSpace>,
     limit: Arc<Limit>,
     reclaimer: Reclaimer,
@@ -192,39 +99,34 @@ struct Rig {
 
 impl Rig {
     fn new(folder: &std::path::Path) -> Self {
-        let ram = Arc::new(Ram::default());
-        ram.lock().present.extend(PageNo(0).run(PAGES).iter());
+        let place = Arc::new(FakePlace::default());
+        place.put_zeros(PageNo(0).run(PAGES));
+        let users = Arc::new(Users::default());
         let limit = Arc::new(Limit::new());
         // No thread waits here.
         limit.stop();
         let pool = Pool::create_empty(&folder.join("golden.pool"), PAGES, 1, b"").unwrap();
         let store = Arc::new(PoolStore::new(Arc::new(pool)));
-        let memory = PagedMemory::new(MemoryParts {
-            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
-            place: Arc::clone(&ram) as _,
+        let parts = MemoryParts {
             store: Arc::clone(&store) as _,
             admission: Arc::clone(&limit) as _,
-            incidents: Arc::clone(&ram) as _,
-            neighbours_max: 0,
-        });
-        let bytes = PAGES * PAGE_BYTES;
-        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
-        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::clone(&ram) as _);
-        space
-            .attach(&vcpus, Mode::Coherent, Activation::Now)
-            .unwrap();
-        space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
+            ..fake::parts(PAGES, Arc::clone(&place) as _)
+        };
+        let space = fake::space(parts, DeviceId::VCPUS, Arc::new(FakeMmu::vcpus()));
+        let all = RegionRequest::of_bytes(PAGES * PAGE_BYTES);
+        space.alloc(&all).unwrap();
         let evictor = Evictor::new(Arc::clone(space.memory().unwrap()), store);
-        let tracker = Arc::clone(&ram);
+        let tracker = Arc::clone(&users);
         let cost = HeatCost::default();
         let mut reclaimer = Reclaimer::new(evictor, Arc::clone(&limit), tracker, cost);
-        let told = Arc::clone(&ram);
+        let told = Arc::clone(&users);
         reclaimer.tell(move |section, took| {
             assert_eq!(took, Took::Whole);
             told.lock().log.push(format!("evict {}", section.0));
         });
         Self {
-            ram,
+            place,
+            users,
             space,
             limit,
             reclaimer,
@@ -237,14 +139,13 @@ impl Rig {
 
     fn set_limit(&mut self, sections: Option<u64>, now: Duration) {
         let limit = sections.map(|sections| sections * SECTION_PAGES);
-        let resident = self.ram.lock().present.len() as u64;
-        self.limit.put_right(limit, resident);
+        self.limit.put_right(limit, self.place.present_pages());
         self.wake(now);
     }
 
     fn touch(&mut self, section: SectionNo, now: Duration) {
         let first = section.first_page();
-        let is_present = self.ram.lock().present.contains(&first);
+        let is_present = self.place.has(first);
         if !is_present {
             for part in 0..SECTION_PAGES / 16 {
                 let fault = Fault {
@@ -255,7 +156,7 @@ impl Rig {
                 self.space.fault(&Cause::Fault(fault), Wait::Here);
             }
         }
-        let mut state = self.ram.lock();
+        let mut state = self.users.lock();
         state.mapped.insert(section);
         state.touched.insert(section);
         drop(state);
@@ -281,7 +182,7 @@ impl Rig {
                 requested_pages: None,
             });
             let line = format!("{} {order:?}", now.as_millis());
-            self.ram.lock().log.push(line);
+            self.users.lock().log.push(line);
             match order {
                 Order::Wait(time) | Order::Rest(time) => {
                     self.loop_at = now + time;
@@ -310,12 +211,12 @@ impl Rig {
 
     fn sweep(&mut self, now: Duration) {
         self.reclaimer.sweep(|| now, || now, || true).unwrap();
-        self.ram.lock().touched.clear();
+        self.users.lock().touched.clear();
         self.swept_at = Some(now);
     }
 
     fn take_log(&self, into: &mut String) {
-        for line in self.ram.lock().log.drain(..) {
+        for line in self.users.lock().log.drain(..) {
             writeln!(into, "  {line}").unwrap();
         }
     }

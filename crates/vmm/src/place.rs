@@ -34,6 +34,7 @@ use std::time::Duration;
 const MOST_TRIES: u32 = 1_000;
 /// The first of them, a microsecond or more each, with only a yield in between.
 const QUICK_TRIES: u32 = 16;
+const _: () = assert!(QUICK_TRIES < MOST_TRIES);
 /// Sleep between later ones.
 const PAUSE: Duration = Duration::from_micros(50);
 

@@ -53,6 +53,7 @@ use watch::{End, Watch, WatchState, signal};
 pub const FAULTS_PER_LOOK: u64 = 64;
 /// The same once they have stayed on their CPU for many checks: ten milliseconds of faults.
 const FAULTS_PER_LOOK_MAX: u64 = 1024;
+const _: () = assert!(FAULTS_PER_LOOK <= FAULTS_PER_LOOK_MAX);
 
 /// Why a thread waits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

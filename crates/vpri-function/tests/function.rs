@@ -5,6 +5,7 @@ use pagetide_addr::{
     Access, DeviceId, DomainId, FileKey, FilePage, FilePageSet, FileRange, FileSection, PAGE_BYTES,
     PageRequest, PageResponse, QueueId, RequestId, ResponseCode,
 };
+use pagetide_random::SplitMix64;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
     Attribute, DeviceEnd, DmaDomain, DomainTable, Doorbell, EnginePort, FaultSource, IoSpace,
@@ -68,8 +69,14 @@ impl Dpu {
     }
 
     fn ask(&self, id: u64, domain: DomainId, pages: FileRange) {
-        let from = (DeviceId(3), QueueId(1));
-        let request = PageRequest::demand(RequestId(id), from, domain, pages, Access::Write);
+        let request = PageRequest::demand(
+            RequestId(id),
+            DeviceId(3),
+            QueueId(1),
+            domain,
+            pages,
+            Access::Write,
+        );
         self.engine.submit(request).unwrap();
         self.engine.kick();
     }
@@ -247,16 +254,15 @@ const HERE: u64 = 1;
 fn do_dma(
     dpu: &Dpu,
     window: &Arc<RamWindow>,
-    (state, leases, stop): (&[AtomicU64], &AtomicU64, &AtomicBool),
+    state: &[AtomicU64],
+    leases: &AtomicU64,
+    stop: &AtomicBool,
 ) {
     let domain = window.domain();
     let port = EnginePort::new(Arc::clone(window), 0, LookUp::On).unwrap();
-    let (mut random, mut id) = (1_u64, 0);
+    let (mut random, mut id) = (SplitMix64::new(1), 0);
     while !stop.load(Ordering::SeqCst) {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        let page = FilePage((random >> 33) % PAGES);
+        let page = FilePage(random.below(PAGES));
         while dpu.engine.next().is_some() {}
         let Some(lease) = port.lease(page.single(), Access::Write) else {
             id += 1;
@@ -288,7 +294,7 @@ fn no_grant_outlives_an_unmap_under_load() {
     let state: Vec<AtomicU64> = (0..PAGES).map(|_| AtomicU64::new(AWAY)).collect();
     let (stop, leases) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        let engine = scope.spawn(|| do_dma(&dpu, &window, (&state, &leases, &stop)));
+        let engine = scope.spawn(|| do_dma(&dpu, &window, &state, &leases, &stop));
         // Each section has its lock's holder: grants and unmaps take turns, as under that lock.
         let holders: Vec<_> = (0..SECTIONS)
             .map(|section| {

@@ -50,6 +50,8 @@ use pagetide_addr::{Access, FilePage, FilePageSet, FileRange, FileSection, to_us
 
 const PAGES_PER_WORD: u64 = 32;
 const READ_BITS: u64 = 0x5555_5555_5555_5555;
+const _: () = assert!(2 * PAGES_PER_WORD == u64::BITS as u64);
+const _: () = assert!(PAGES_PER_GIB.is_multiple_of(PAGES_PER_WORD));
 
 /// What devices may do with a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -427,19 +429,16 @@ mod loom_tests {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
 
     /// Pages of a space of two GiBs and some more, so that its last GiB is not whole.
     const PAGES: u64 = 2 * PAGES_PER_GIB + 512 + 77;
 
-    struct Random(u64);
+    struct Random(SplitMix64);
 
     impl Random {
         fn below(&mut self, end: u64) -> u64 {
-            self.0 = self
-                .0
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) % end
+            self.0.below(end)
         }
 
         /// Some pages, a section, whole GiBs or anything.
@@ -488,7 +487,7 @@ mod tests {
         for seed in 0..12 {
             let bitmap = PaBitmap::new(PAGES, Attribute::Unmapped);
             let mut naive = vec![Attribute::Unmapped; to_usize(PAGES)];
-            let mut random = Random(seed);
+            let mut random = Random(SplitMix64::new(seed));
             for _ in 0..150 {
                 let range = random.range();
                 change_both(&bitmap, &mut naive, range, random.below(4));

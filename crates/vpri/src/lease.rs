@@ -201,7 +201,18 @@ impl PageAttributes {
     /// Returns a lease.
     #[inline]
     pub fn release(&self, engine: usize, lease: Lease) {
+        debug_assert!(self.holds(engine, &lease), "{lease:?} is not of {engine}");
         self.add(engine, &lease, u32::MAX);
+    }
+
+    /// True if every section of `lease` has a lease of this engine. For its own thread.
+    fn holds(&self, engine: usize, lease: &Lease) -> bool {
+        let mut sections = (lease.first..lease.first + lease.count).map(|s| FileSection(s.into()));
+        sections.all(|section| {
+            let (gib, index) = place(section);
+            let counters = self.leases[engine].get(gib);
+            counters.is_some_and(|counters| counters[index].load(Ordering::Relaxed) > 0)
+        })
     }
 
     #[inline]

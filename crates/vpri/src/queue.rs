@@ -315,10 +315,10 @@ mod tests {
     use pagetide_addr::{Access, DeviceId, DomainId, FilePage, QueueId, RequestId, ResponseCode};
 
     fn request(id: u64) -> PageRequest {
-        let from = (DeviceId(1), QueueId(0));
         PageRequest::demand(
             RequestId(id),
-            from,
+            DeviceId(1),
+            QueueId(0),
             DomainId(0),
             FilePage(id).single(),
             Access::Read,

@@ -77,7 +77,10 @@ const BELOW: [(&str, &[&str]); 26] = [
     ("pagetide-lab", &["pagetide-bench", "pagetide-conformance"]),
     ("pagetide", &["pagetide-daemon", "pagetide-lab"]),
     ("pagetide-guest", &[]),
-    ("pagetide-guestkit", &["pagetide-guest", "pagetide-sys"]),
+    (
+        "pagetide-guestkit",
+        &["pagetide-guest", "pagetide-random", "pagetide-sys"],
+    ),
     ("pagetide-examples", &["pagetide-gmem", "pagetide-vpri"]),
     ("xtask", &[]),
 ];

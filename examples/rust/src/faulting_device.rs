@@ -111,8 +111,9 @@ impl Device {
             println!("device: page {} is absent, and is requested", page.0);
             let id = RequestId(self.requests);
             self.requests += 1;
-            let (from, domain) = ((DeviceId(1), QueueId(0)), self.port.domain().id());
-            let request = PageRequest::demand(id, from, domain, page.single(), Access::Read);
+            let (device, queue) = (DeviceId(1), QueueId(0));
+            let (domain, pages) = (self.port.domain().id(), page.single());
+            let request = PageRequest::demand(id, device, queue, domain, pages, Access::Read);
             self.queue.submit(request)?;
             self.queue.kick();
             let response = wait_for(&self.bell, || self.queue.next())?;

@@ -11,7 +11,7 @@
 //! compress, and the others shrink to about half: each way of storing a page is used.
 
 use pagetide_addr::{PAGE_BYTES, PageNo};
-use pagetide_random::{GAMMA, mixed};
+use pagetide_random::{GAMMA, SplitMix64, mixed};
 
 /// Words of a page.
 pub const WORDS: usize = 512;
@@ -78,12 +78,10 @@ impl Stamps {
 pub fn words(page: PageNo, version: u32) -> [u64; WORDS] {
     let mut words = [0; WORDS];
     let kind = kind(page);
-    let mut random = mixed(page.0.wrapping_add(1)) | 1;
+    let mut random = SplitMix64::new(page.0);
     if kind != Kind::Zero {
         for (at, word) in words.iter_mut().enumerate() {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
+            let random = random.next_u64();
             *word = match kind {
                 Kind::Random => random,
                 // As in tables of small numbers and pointers.

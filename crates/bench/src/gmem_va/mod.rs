@@ -164,7 +164,8 @@ impl Rates {
         kind: &'static str,
         allocator: Box<dyn Allocator>,
         mix: Mix,
-        (live, threads): (usize, usize),
+        live: usize,
+        threads: usize,
     ) -> Result<Self, BenchError> {
         Ok(Self {
             kind,
@@ -182,9 +183,9 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
     let mut all = Vec::new();
     for threads in THREADS {
         for (kind, make) in KINDS {
-            all.push(Rates::new(kind, make(), MIXED, (LIVE, threads))?);
+            all.push(Rates::new(kind, make(), MIXED, LIVE, threads)?);
             if kind == "ours" || kind == "linux_like" {
-                all.push(Rates::new(kind, make(), SMALL, (LIVE, threads))?);
+                all.push(Rates::new(kind, make(), SMALL, LIVE, threads)?);
             }
         }
     }
@@ -293,7 +294,7 @@ mod tests {
         let mut all = Vec::new();
         for (kind, make) in KINDS {
             for threads in THREADS {
-                let mut rates = Rates::new(kind, make(), MIXED, (64, threads)).unwrap();
+                let mut rates = Rates::new(kind, make(), MIXED, 64, threads).unwrap();
                 rates.per_second = vec![rates.load.run(options.slice).unwrap()];
                 all.push(rates);
             }

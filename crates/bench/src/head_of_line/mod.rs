@@ -153,14 +153,7 @@ pub fn run(options: &HeadOfLineOptions) -> Result<BenchReport, BenchError> {
     );
     let class = Class::choose();
     let wakes = machine_wakes(class, placement)?;
-    let start = |mode| {
-        Side::start(
-            dir.path(),
-            &images,
-            (mode, options.hold),
-            (placement, class),
-        )
-    };
+    let start = |mode| Side::start(dir.path(), &images, mode, options.hold, placement, class);
     let mut report = BenchReport::new(NAME);
     let mut sides = vec![start(FaultMode::Park)?];
     match start(FaultMode::Touch) {
@@ -237,8 +230,10 @@ impl Side {
     fn start(
         dir: &Path,
         images: &[PathBuf; 2],
-        (mode, hold): (FaultMode, Duration),
-        (at, class): (SideCpus, Class),
+        mode: FaultMode,
+        hold: Duration,
+        at: SideCpus,
+        class: Class,
     ) -> Result<Self, BenchError> {
         let state_dir = dir.join(mode.name());
         std::fs::create_dir(&state_dir).map_err(failed)?;

@@ -227,7 +227,7 @@ pub(super) struct AcrossProcesses {
 }
 
 impl AcrossProcesses {
-    pub(super) fn new((device_cpu, host_cpu): (usize, usize)) -> Result<Self, String> {
+    pub(super) fn new(device_cpu: usize, host_cpu: usize) -> Result<Self, String> {
         let wrong = failed("the driver");
         let dir = tempfile::tempdir().map_err(|e| wrong(&e))?;
         let socket = dir.path().join("vpri.sock");
@@ -237,7 +237,7 @@ impl AcrossProcesses {
         driver.wait_connected(CONNECT_WAIT).map_err(|e| wrong(&e))?;
         let tenant = Tenant::new(&*driver)?;
         driver.all_known();
-        let served = Served::new(&tenant, (vec![], Some(driver.source())), (bell, host_cpu))?;
+        let served = Served::new(&tenant, vec![], Some(driver.source()), bell, host_cpu)?;
         let number = tenant.file().as_fd().as_raw_fd();
         let path = PathBuf::from(format!("/proc/{}/fd/{number}", std::process::id()));
         device.obey(&Order::Map { path })?;

@@ -160,7 +160,7 @@ fn ways(across: Across, device_cpu: usize, host_cpu: usize) -> Result<Vec<Way>, 
         ("ats_pri_work_queue", Box::new(ats_pri(Bottom::WorkQueue)?)),
     ];
     if across == Across::Measured {
-        let side = AcrossProcesses::new((device_cpu, host_cpu))?;
+        let side = AcrossProcesses::new(device_cpu, host_cpu)?;
         sides.push(("vpri_across_processes", Box::new(side)));
     }
     let way = |(name, side)| Way {

@@ -92,8 +92,10 @@ pub(super) struct Served {
 impl Served {
     pub(super) fn new(
         tenant: &Tenant,
-        (hosts, source): (Vec<HostEnd>, Option<Arc<dyn FaultSource>>),
-        (bell, cpu): (Arc<Doorbell>, usize),
+        hosts: Vec<HostEnd>,
+        source: Option<Arc<dyn FaultSource>>,
+        bell: Arc<Doorbell>,
+        cpu: usize,
     ) -> Result<Self, String> {
         let wrong = failed("the fault service");
         let service = FaultService::new(hosts, bell);
@@ -158,7 +160,7 @@ impl InProcess {
         let engine_bell = Arc::new(engine_bell.map_err(|e| wrong(&e))?);
         let host_bell = Arc::new(host_bell.map_err(|e| wrong(&e))?);
         let (end, host) = fault_queue(64, engine_bell, Arc::clone(&host_bell));
-        let served = Served::new(&tenant, (vec![host], None), (host_bell, cpu))?;
+        let served = Served::new(&tenant, vec![host], None, host_bell, cpu)?;
         Ok(Self {
             assist: Arc::clone(&served.service) as _,
             _served: served,
@@ -248,10 +250,16 @@ impl Engine {
 }
 
 fn demand(id: RequestId, domain: DomainId, page: PageNo, sent_ns: u64) -> PageRequest {
-    let from = (DeviceId(2), QueueId(0));
     PageRequest {
         sent_ns,
-        ..PageRequest::demand(id, from, domain, in_file(page).single(), Access::Write)
+        ..PageRequest::demand(
+            id,
+            DeviceId(2),
+            QueueId(0),
+            domain,
+            in_file(page).single(),
+            Access::Write,
+        )
     }
 }
 
@@ -337,7 +345,7 @@ impl AtsPri {
         let bottom = match bottom {
             Bottom::Service => {
                 let source = Arc::clone(&told) as Arc<dyn FaultSource>;
-                Handlers::Service(Served::new(&tenant, (vec![], Some(source)), (bell, cpu))?)
+                Handlers::Service(Served::new(&tenant, vec![], Some(source), bell, cpu)?)
             }
             Bottom::WorkQueue => {
                 Handlers::WorkQueue(WorkQueue::start(Arc::clone(&told), bell, &tenant)?)

@@ -77,14 +77,20 @@ impl Rig {
     /// Sends one request of a tenant, held for `hold_us`.
     pub(super) fn send(&self, id: u64, tenant: usize, hold_us: u32) -> Result<u64, Broken> {
         let (domain, _) = &self.tenants[tenant];
-        let from = (DPU, QueueId(0));
         let page = FilePage(id % PAGES).single();
         let sent_ns = now_ns();
         self.device.submit(PageRequest {
             vector: Some(0),
             sent_ns,
             hold_us,
-            ..PageRequest::demand(RequestId(id), from, domain.id(), page, Access::Write)
+            ..PageRequest::demand(
+                RequestId(id),
+                DPU,
+                QueueId(0),
+                domain.id(),
+                page,
+                Access::Write,
+            )
         })?;
         Ok(sent_ns)
     }

@@ -256,7 +256,7 @@ async fn reclaim(
     Ok(Json(report))
 }
 
-/// Protect what devices of a VM are about to touch by another policy; what the one before knew is forgotten.
+/// Change the policy that protects what devices of a VM are about to touch; what the old one had learnt is lost.
 #[utoipa::path(
     put, path = "/v1/vms/{name}/protector", params(("name" = String, Path)),
     request_body = ProtectorBody,

@@ -104,15 +104,16 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
     let all = read(layout, heat.cold_pages(0), &mut random)?;
     let resident_bytes = layout.allocated_bytes().map_err(CommandError::failed)?;
     let watched_share = ratio(heat.resident_pages() * PAGE_BYTES, resident_bytes).min(1.0);
+    let vm = Extent {
+        ram_bytes: layout.len_bytes(),
+        resident_bytes,
+        watched_share,
+    };
     let mut cold = Vec::new();
     for found in heat.cold() {
         let pages = heat.cold_pages(found.threshold_ms);
         let contents = read(layout, pages, &mut random)?;
-        cold.push(cold_report(
-            &found,
-            &contents,
-            (layout.len_bytes(), resident_bytes, watched_share),
-        ));
+        cold.push(cold_report(&found, &contents, &vm));
     }
     Ok(EstimateReport {
         pid: args.pid,
@@ -176,12 +177,18 @@ fn read(
     Ok(contents)
 }
 
-/// Scales shares of the sample to bytes and rates of the VM: RAM, resident bytes, watched share.
-fn cold_report(found: &Cold, contents: &Contents, vm: (u64, u64, f64)) -> ColdReport {
-    let (ram_bytes, resident_bytes, watched_share) = vm;
-    let cold_bytes = part_of(resident_bytes, found.page_share);
+/// Size of a VM, and the share of its resident pages that is watched.
+struct Extent {
+    ram_bytes: u64,
+    resident_bytes: u64,
+    watched_share: f64,
+}
+
+/// Scales shares of the sample to bytes and rates of the VM.
+fn cold_report(found: &Cold, contents: &Contents, vm: &Extent) -> ColdReport {
+    let cold_bytes = part_of(vm.resident_bytes, found.page_share);
     let stored_bytes = part_of(cold_bytes, contents.stored_share());
-    let words_bytes = ram_bytes / PAGE_BYTES * WORD_BYTES;
+    let words_bytes = vm.ram_bytes / PAGE_BYTES * WORD_BYTES;
     #[expect(clippy::cast_precision_loss, reason = "a threshold is at most a day")]
     let minutes = found.threshold_ms as f64 / 60e3;
     ColdReport {
@@ -195,8 +202,8 @@ fn cold_report(found: &Cold, contents: &Contents, vm: (u64, u64, f64)) -> ColdRe
         saved_bytes: cold_bytes.saturating_sub(stored_bytes + words_bytes),
         faults_per_second: found
             .refaults_per_second
-            .filter(|_| watched_share > 0.0)
-            .map(|refaults| refaults / watched_share),
+            .filter(|_| vm.watched_share > 0.0)
+            .map(|refaults| refaults / vm.watched_share),
     }
 }
 
@@ -231,7 +238,12 @@ mod tests {
             section_share: 0.25,
             refaults_per_second: Some(3.0),
         };
-        let report = cold_report(&found, &contents, (1 << 30, 1 << 29, 0.25));
+        let vm = Extent {
+            ram_bytes: 1 << 30,
+            resident_bytes: 1 << 29,
+            watched_share: 0.25,
+        };
+        let report = cold_report(&found, &contents, &vm);
         assert_eq!(report.cold_bytes, 1 << 28);
         assert_eq!(report.saved_bytes, (1 << 28) - (1 << 18) * 8);
         assert_eq!(report.faults_per_second, Some(12.0));

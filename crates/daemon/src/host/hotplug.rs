@@ -415,7 +415,7 @@ fn not_managed(why: &str) -> String {
 
 fn not_let_go(error: &ControlError) -> String {
     format!(
-        "RAM that was unplugged is not let go yet: {}",
+        "RAM that was unplugged is not released yet: {}",
         error.message
     )
 }
@@ -432,7 +432,7 @@ fn refuse_if_in_the_way(layout: &RamLayout, alone: &RamLayout) -> Result<(), Con
     let is_known = |new: &RamMapping| layout.mappings().any(|known| overlap(known, new));
     if same_file || alone.mappings().any(is_known) {
         return Err(ControlError::refused(
-            "RAM that was unplugged in its place is not let go yet",
+            "RAM that was unplugged in its place is not released yet",
         ));
     }
     Ok(())

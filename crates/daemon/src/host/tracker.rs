@@ -34,7 +34,7 @@ impl SampleMethod {
             tracker = way.name(),
             page_tables = PagemapWay::of_this_kernel().name(),
             why,
-            "how it is learnt which memory is hot"
+            "tracker chosen"
         );
         Ok(way)
     }
@@ -128,7 +128,7 @@ pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
         tracker = way.name(),
         refault_ns = refault.as_nanos(),
         cost = %share,
-        "how hot memory is is learnt from samples"
+        "heat is estimated from samples"
     );
     HeatCost {
         share_ppm: share.ppm(),

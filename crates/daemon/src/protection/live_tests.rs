@@ -1,101 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prefetch by policies, in memory that is a set of numbers.
+//! Prefetch by policies, in memory that is a map.
 
 use super::vm::{VmHandles, VmProtection};
-use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
-    MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
-    Unlimited, VolatileWords,
+    RegionRequest,
+    fake::{self, FakePlace},
 };
 use pagetide_policy::protect::{Change, Fate, PolicyReport, ProtectionPolicy, Touch};
 use pagetide_swap::Limit;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{DPU, DmaMmu, DomainTable, Doorbell, FaultService, IoSpace};
 use std::{
-    collections::BTreeSet,
     sync::{Arc, Mutex},
     time::Duration,
 };
 
 const SECTIONS: u64 = 4;
 const PAGES: u64 = SECTIONS * SECTION_PAGES;
-
-/// The set of present pages. Absent pages are zero.
-#[derive(Default)]
-struct Ram(Mutex<BTreeSet<u64>>);
-
-impl Place for Ram {
-    fn install(&self, page: PageNo, _: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        self.install_zero(page)
-    }
-
-    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        match self.0.lock().unwrap().insert(page.0) {
-            true => Ok(Installed::Installed),
-            false => Ok(Installed::AlreadyThere),
-        }
-    }
-
-    fn install_run(&self, pages: PageRange, _: &[u8]) -> Result<u64, PlaceError> {
-        self.0.lock().unwrap().extend(pages.start.0..pages.end.0);
-        Ok(pages.len())
-    }
-
-    fn read(&self, _: PageRange, _: &mut [u8]) -> Result<(), PlaceError> {
-        unreachable!("nothing is evicted")
-    }
-
-    fn discard(&self, _: PageRange) -> Result<(), PlaceError> {
-        unreachable!("nothing is evicted")
-    }
-
-    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        Ok(self.0.lock().unwrap().contains(&page.0))
-    }
-
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let present = self.0.lock().unwrap();
-        let within = present.range(pages.start.0..pages.end.0);
-        Ok(within.map(|page| PageNo(*page).single()).collect())
-    }
-
-    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-
-    fn poison(&self, _: PageNo) -> Result<(), PlaceError> {
-        unreachable!("nothing could be damaged")
-    }
-}
-
-impl ContentStore for Ram {
-    fn load(&self, _: PageNo, _: Content, _: &mut [u8; 4096]) -> Result<(), StoreError> {
-        unreachable!("all is zero")
-    }
-
-    fn free(&self, _: Content) {
-        unreachable!("all is zero")
-    }
-}
-
-impl Incidents for Ram {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
 
 /// Prefetches whatever is evicted, and logs the fates it receives.
 #[derive(Default, Clone)]
@@ -120,10 +42,10 @@ impl ProtectionPolicy for Wishing {
     }
 }
 
-/// A VM whose pages are all absent.
+/// A VM whose pages are all absent, and zero.
 struct Rig {
     protection: VmProtection,
-    ram: Arc<Ram>,
+    place: Arc<FakePlace>,
     limit: Arc<Limit>,
     _service: Arc<FaultService>,
 }
@@ -137,20 +59,11 @@ impl Rig {
         let domain = domain.unwrap();
         domain.attach().unwrap();
         IoSpace::unmap_all(&*domain);
-        let ram = Arc::new(Ram::default());
-        let memory = PagedMemory::new(MemoryParts {
-            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
-            place: Arc::clone(&ram) as _,
-            store: Arc::clone(&ram) as _,
-            admission: Arc::new(Unlimited),
-            incidents: Arc::clone(&ram) as _,
-            neighbours_max: 0,
-        });
+        let place = Arc::new(FakePlace::default());
         let all = PageNo(0).run(PAGES);
         let mmu = Arc::new(DmaMmu::new([(domain as Arc<dyn IoSpace>, all)]));
-        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
-        let dpu = Device::with_id(DPU, Arc::clone(&mmu) as _);
-        space.attach(&dpu, Mode::Coherent, Activation::Now).unwrap();
+        let parts = fake::parts(PAGES, Arc::clone(&place) as _);
+        let space = fake::space(parts, DPU, Arc::clone(&mmu) as _);
         space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
         let service = FaultService::new(Vec::new(), Arc::new(Doorbell::new().unwrap()));
         let tenant = service.add_tenant(Arc::clone(&space), Arc::clone(&mmu));
@@ -163,7 +76,7 @@ impl Rig {
         let policy = "adaptive".parse().unwrap();
         Self {
             protection: VmProtection::new(&policy, mmu, vec![all], Some(handles)),
-            ram,
+            place,
             limit,
             _service: service,
         }
@@ -185,7 +98,7 @@ impl Rig {
     }
 
     fn present(&self) -> Vec<u64> {
-        self.ram.0.lock().unwrap().iter().copied().collect()
+        self.place.present().iter().map(|page| page.0).collect()
     }
 }
 

@@ -290,6 +290,7 @@ mod tests {
     use super::super::course::RequestTimeline;
     use super::*;
     use pagetide_addr::{PageResponse, QueueId, RequestId, ResponseCode, Tier};
+    use pagetide_random::SplitMix64;
 
     const US: u64 = 1_000;
     const MS: u64 = 1_000_000;
@@ -387,20 +388,17 @@ mod tests {
     fn windows_hold_what_a_naive_list_of_all_requests_says() {
         let mut account = account();
         let mut list: Vec<(u64, u64)> = Vec::new();
-        let mut state = 5_u64;
+        let mut random = SplitMix64::new(5);
         let mut at_ns = 0;
         for _ in 0..4000 {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
             // Zero to four minutes between two requests.
-            let gap_ns = MS << (state >> 59);
+            let gap_ns = MS << random.below(32);
             at_ns += gap_ns.min(240 * S);
-            let latency_ns = (state >> 33) % (900 * US);
+            let latency_ns = random.below(900 * US);
             account.advance(BEGAN + at_ns);
             account.quick(BEGAN + at_ns, latency_ns, 1);
             list.push((at_ns, latency_ns));
-            if state >> 50 & 31 == 0 {
+            if random.below(32) == 0 {
                 let told = report(&mut account, at_ns);
                 for window in [&told.minute, &told.hour, &told.day] {
                     let from_ns = at_ns - u64::try_from(window.covers.as_nanos()).unwrap();

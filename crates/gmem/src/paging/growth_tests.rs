@@ -1,178 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Growth and removal, one thread at a time, over a VM of vectors.
+//! Growth and removal, one thread at a time, over fakes.
 
 use crate::{
-    Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
-    Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits,
-    Mode, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted,
-    StoreError, TableId, VolatileWords, WordArray, recovery,
+    AddressSpace, Cause, Content, Fault, FaultOutcome, GrowthError, MemoryParts, PageState,
+    PageTable, PageWord, PagedMemory, Readahead, VolatileWords, Wait, WordArray,
+    fake::{self, FakeMmu, FakePlace, FakeRooms, FakeStore},
+    recovery,
 };
-use crate::{Cause, Readahead, Wait};
-use pagetide_addr::{
-    Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Tier, Va,
-};
-use std::{
-    collections::BTreeSet,
-    sync::{Arc, Mutex},
-};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Tier};
+use std::{collections::BTreeSet, sync::Arc};
 
 const DEVICE: DeviceId = DeviceId(1);
 /// 1 TiB.
 const CAPACITY: u64 = 1 << 28;
 
-/// What kernel, store and device have, as sets of page numbers.
+/// What surrounds the memory.
 #[derive(Default)]
 struct Vm {
-    present: BTreeSet<u64>,
-    granted: BTreeSet<u64>,
-    wired: BTreeSet<u64>,
-    woken: BTreeSet<u64>,
-    freed: Vec<Content>,
-    busy: bool,
-    gone: bool,
-    counted_in: u64,
-    given_back: u64,
-}
-
-#[derive(Clone, Default)]
-struct Fake(Arc<Mutex<Vm>>);
-
-impl Fake {
-    fn with<R>(&self, act: impl FnOnce(&mut Vm) -> R) -> R {
-        act(&mut self.0.lock().unwrap())
-    }
-
-    fn place<R>(&self, act: impl FnOnce(&mut Vm) -> R) -> Result<R, PlaceError> {
-        self.with(|vm| {
-            if vm.gone {
-                Err(PlaceError::Gone)
-            } else {
-                Ok(act(vm))
-            }
-        })
-    }
-}
-
-impl Place for Fake {
-    fn install(&self, page: PageNo, _content: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        self.install_zero(page)
-    }
-    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        self.place(|vm| {
-            if vm.present.insert(page.0) {
-                Installed::Installed
-            } else {
-                Installed::AlreadyThere
-            }
-        })
-    }
-    fn install_run(&self, pages: PageRange, _content: &[u8]) -> Result<u64, PlaceError> {
-        self.place(|vm| vm.present.extend(pages.iter().map(|page| page.0)))?;
-        Ok(pages.len())
-    }
-    fn read(&self, _pages: PageRange, _into: &mut [u8]) -> Result<(), PlaceError> {
-        self.place(|_| ())
-    }
-    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        self.place(|vm| vm.present.retain(|page| !pages.contains(PageNo(*page))))
-    }
-    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        self.place(|vm| vm.present.contains(&page.0))
-    }
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let single = |page: &u64| PageNo(*page).single();
-        self.place(|vm| {
-            let within = vm.present.range(pages.start.0..pages.end.0);
-            within.map(single).collect()
-        })
-    }
-    fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
-        self.place(|vm| vm.woken.extend(pages.iter().map(|page| page.0)))
-    }
-    fn poison(&self, _page: PageNo) -> Result<(), PlaceError> {
-        self.place(|_| ())
-    }
-}
-
-impl ContentStore for Fake {
-    fn load(&self, _: PageNo, _: Content, _: &mut [u8; 4096]) -> Result<(), StoreError> {
-        Ok(())
-    }
-    fn free(&self, content: Content) {
-        self.with(|vm| vm.freed.push(content));
-    }
-}
-
-impl Admission for Fake {
-    fn admit(&self, _pages: u64) {}
-    fn try_admit(&self, _pages: u64) -> bool {
-        true
-    }
-    fn give_back(&self, pages: u64) {
-        self.with(|vm| vm.given_back += pages);
-    }
-    fn count_in(&self, pages: u64) {
-        self.with(|vm| vm.counted_in += pages);
-    }
-}
-
-impl Incidents for Fake {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
-
-impl Mmu for Fake {
-    fn limits(&self) -> MmuLimits {
-        MmuLimits::PAGED
-    }
-    fn wired(&self, section: SectionNo) -> PageSet {
-        let mut set = PageSet::EMPTY;
-        self.with(|vm| vm.wired.clone())
-            .into_iter()
-            .map(PageNo)
-            .filter(|page| page.section() == section)
-            .for_each(|page| set.insert(page));
-        set
-    }
-    fn restrict(
-        &self,
-        _table: TableId,
-        section: SectionNo,
-        pages: &PageSet,
-        _to: Restrict,
-    ) -> Result<Restricted, MmuError> {
-        self.with(|vm| {
-            for page in pages.pages(section) {
-                vm.granted.remove(&page.0);
-            }
-        });
-        let busy = self.with(|vm| vm.busy);
-        Ok(if busy {
-            Restricted::Busy
-        } else {
-            Restricted::Done
-        })
-    }
-    fn grant(
-        &self,
-        _table: TableId,
-        pages: PageRange,
-        _access: Access,
-        _backing: Backing,
-    ) -> Result<(), MmuError> {
-        self.with(|vm| vm.granted.extend(pages.iter().map(|page| page.0)));
-        Ok(())
-    }
+    place: Arc<FakePlace>,
+    store: Arc<FakeStore>,
+    rooms: Arc<FakeRooms>,
+    mmu: Arc<FakeMmu>,
 }
 
 /// The memory, and the space that keeps its devices.
@@ -187,24 +35,20 @@ impl std::ops::Deref for Memory {
     }
 }
 
-fn memory(table: PageTable) -> (Fake, Memory) {
-    let fake = Fake::default();
-    let memory = PagedMemory::new(MemoryParts {
+fn memory(table: PageTable) -> (Vm, Memory) {
+    let vm = Vm::default();
+    let parts = MemoryParts {
         table,
-        place: Arc::new(fake.clone()),
-        store: Arc::new(fake.clone()),
-        admission: Arc::new(fake.clone()),
-        incidents: Arc::new(fake.clone()),
+        store: Arc::clone(&vm.store) as _,
+        admission: Arc::clone(&vm.rooms) as _,
         neighbours_max: 4,
-    });
-    let end = Va(CAPACITY * pagetide_addr::PAGE_BYTES);
-    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default()).unwrap();
-    let device = Device::with_id(DEVICE, Arc::new(fake.clone()));
-    (space.attach(&device, Mode::Coherent, Activation::Now)).unwrap();
-    (fake, Memory(space))
+        ..fake::parts(CAPACITY, Arc::clone(&vm.place) as _)
+    };
+    let space = fake::space(parts, DEVICE, Arc::clone(&vm.mmu) as _);
+    (vm, Memory(space))
 }
 
-fn empty() -> (Fake, Memory) {
+fn empty() -> (Vm, Memory) {
     let words = VolatileWords::with_capacity(CAPACITY);
     memory(PageTable::growing(Box::new(words)))
 }
@@ -237,8 +81,8 @@ fn state(memory: &PagedMemory, page: u64) -> PageState {
 
 #[test]
 fn slowest_page_of_a_range_tells_the_tier_it_would_come_from() {
-    let (fake, memory) = empty();
-    fake.with(|vm| vm.present.extend([0, 1]));
+    let (vm, memory) = empty();
+    vm.place.put_zeros(PageNo(0).run(2));
     memory.allocate(region(0, 8)).unwrap();
     let tier = |first, end| memory.tier_of(PageRange::new(PageNo(first), PageNo(end)));
     assert_eq!(tier(0, 2), Tier::Present);
@@ -254,22 +98,22 @@ fn slowest_page_of_a_range_tells_the_tier_it_would_come_from() {
 
 #[test]
 fn region_anywhere_below_the_capacity_is_as_its_memory_is() {
-    let (fake, memory) = empty();
+    let (vm, memory) = empty();
     assert_eq!(fault(&memory, region(0, 1)), FaultOutcome::OutOfRange);
     let last = CAPACITY / SECTION_PAGES - 2;
     let (low, high) = (region(1, 600), region(last, 1024));
     let first = high.start.0;
-    fake.with(|vm| vm.present.extend([513, first]));
+    let present = BTreeSet::from([PageNo(513), high.start]);
+    (present.iter()).for_each(|page| vm.place.put(*page, 1));
     memory.allocate(low).unwrap();
     memory.allocate(high).unwrap();
     assert_eq!(memory.table().page_count(), CAPACITY);
     assert_eq!(state(&memory, 513), PageState::Present);
     assert_eq!(state(&memory, 514), PageState::Stored(Content::ZERO));
-    fake.with(|vm| {
-        assert_eq!(vm.granted, BTreeSet::from([513, first]));
-        assert_eq!(vm.counted_in, 2);
-        assert!(vm.woken.contains(&1111) && vm.woken.len() == 600 + 1024);
-    });
+    assert_eq!(vm.mmu.granted(), present);
+    assert_eq!(vm.rooms.counted_in(), 2);
+    let woken = vm.place.woken();
+    assert!(woken.contains(&PageNo(1111)) && woken.len() == 600 + 1024);
     for page in [0, 511, 512 + 600, 4096, first - 1] {
         assert_eq!(state(&memory, page), PageState::Unallocated, "page {page}");
         let outcome = fault(&memory, PageNo(page).single());
@@ -285,29 +129,29 @@ fn region_anywhere_below_the_capacity_is_as_its_memory_is() {
 
 #[test]
 fn removal_leaves_nothing_and_frees_each_stored_content_once() {
-    let (fake, memory) = empty();
-    fake.with(|vm| vm.present.extend([1024, 1030]));
+    let (vm, memory) = empty();
+    for page in [1024, 1030] {
+        vm.place.put(PageNo(page), 1);
+    }
     memory.allocate(region(0, 512)).unwrap();
     memory.allocate(region(2, 512)).unwrap();
-    let content = Content::at(77).unwrap();
+    let content = vm.store.keep(&[1; 4096]);
     let section = SectionNo(2);
     let wanted = PageSet::of_range(section, PageNo(1024).single());
     let mut round = memory.begin_eviction(section, &wanted).unwrap();
     let committed = round.commit(&[(PageNo(1024), content)]);
     assert_eq!(committed.evicted.len(), 1);
     drop(round);
-    fake.with(|vm| vm.gone = true);
+    vm.place.end();
     memory.deallocate(region(2, 512)).unwrap();
-    fake.with(|vm| {
-        assert_eq!(vm.freed, [content]);
-        assert_eq!(vm.given_back, 1);
-        assert!(vm.granted.is_empty());
-    });
+    assert_eq!(vm.store.freed(), [content]);
+    assert_eq!(vm.rooms.given_back(), 1);
+    assert!(vm.mmu.granted().is_empty());
     assert_eq!(memory.table().page_count(), 512);
     memory.deallocate(region(2, 512)).unwrap();
-    assert_eq!(fake.with(|vm| vm.freed.len()), 1);
+    assert_eq!(vm.store.freed().len(), 1);
     assert_eq!(fault(&memory, region(2, 1)), FaultOutcome::OutOfRange);
-    fake.with(|vm| (vm.gone, vm.present) = (false, BTreeSet::new()));
+    vm.place.begin_anew();
     memory.allocate(region(2, 300)).unwrap();
     assert_eq!(state(&memory, 1024), PageState::Stored(Content::ZERO));
     assert_eq!(memory.table().page_count(), 1024 + 300);
@@ -315,8 +159,8 @@ fn removal_leaves_nothing_and_frees_each_stored_content_once() {
 
 #[test]
 fn round_under_way_finds_its_pages_gone_and_hands_its_content_back() {
-    let (fake, memory) = empty();
-    fake.with(|vm| vm.present.insert(3));
+    let (vm, memory) = empty();
+    vm.place.put(PageNo(3), 1);
     memory.allocate(region(0, 512)).unwrap();
     let wanted = PageSet::of_range(SectionNo(0), PageNo(3).single());
     let mut round = memory.begin_eviction(SectionNo(0), &wanted).unwrap();
@@ -326,7 +170,7 @@ fn round_under_way_finds_its_pages_gone_and_hands_its_content_back() {
     let committed = round.commit(&[(PageNo(3), content)]);
     assert_eq!(committed.unused, [content]);
     round.spare(&wanted);
-    assert!(fake.with(|vm| vm.granted.is_empty()));
+    assert!(vm.mmu.granted().is_empty());
     assert!(
         memory
             .begin_eviction(SectionNo(0), &wanted)
@@ -345,11 +189,32 @@ fn round_under_way_finds_its_pages_gone_and_hands_its_content_back() {
 }
 
 #[test]
+fn page_faulted_on_after_it_was_read_stays_though_its_content_is_stored() {
+    let (vm, memory) = empty();
+    vm.place.put_zeros(PageNo(3).run(2));
+    memory.allocate(region(0, 512)).unwrap();
+    let wanted = PageSet::of_range(SectionNo(0), PageNo(3).run(2));
+    let mut round = memory.begin_eviction(SectionNo(0), &wanted).unwrap();
+    assert!(vm.mmu.granted().is_empty());
+    assert_eq!(fault(&memory, PageNo(3).single()), FaultOutcome::Present);
+    assert_eq!(vm.mmu.granted(), BTreeSet::from([PageNo(3)]));
+    // Its device may have written to it since then.
+    let stored = [5, 6].map(|place| Content::at(place).unwrap());
+    let committed = round.commit(&[(PageNo(3), stored[0]), (PageNo(4), stored[1])]);
+    assert_eq!(committed.unused, [stored[0]]);
+    assert_eq!(committed.evicted.len(), 1);
+    drop(round);
+    assert_eq!(vm.place.present(), [PageNo(3)]);
+    assert_eq!(state(&memory, 3), PageState::Present);
+    assert_eq!(state(&memory, 4), PageState::Stored(stored[1]));
+}
+
+#[test]
 fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
-    let (fake, memory) = empty();
-    fake.with(|vm| vm.present.extend(0..1024));
+    let (vm, memory) = empty();
+    vm.place.put_zeros(region(0, 1024));
     memory.allocate(region(0, 1024)).unwrap();
-    fake.with(|vm| vm.busy = true);
+    vm.mmu.be_busy();
     match memory.deallocate(region(0, 1024)) {
         Err(GrowthError::Busy {
             device,
@@ -368,14 +233,15 @@ fn busy_device_keeps_its_section_from_leaving_but_is_granted_nothing_more() {
     let served = memory.fault(&ahead, Wait::Never).unwrap();
     assert_eq!(served.installed, 0);
     memory.grant_present(DEVICE).unwrap();
-    assert!(fake.with(|vm| vm.granted.is_empty()));
+    assert!(vm.mmu.granted().is_empty());
     let again = memory.allocate(region(0, 1024));
     assert!(matches!(again, Err(GrowthError::Leaving { .. })));
-    fake.with(|vm| (vm.busy, vm.wired) = (false, BTreeSet::from([600])));
+    vm.mmu.be_idle();
+    vm.mmu.wire([PageNo(600)]);
     let held = memory.deallocate(region(0, 1024));
     assert!(matches!(held, Err(GrowthError::Wired { device: DEVICE, section }) if section.0 == 1));
     assert_eq!(state(&memory, 9), PageState::Unallocated);
-    fake.with(|vm| vm.wired.clear());
+    vm.mmu.wire([]);
     memory.deallocate(region(0, 1024)).unwrap();
     assert_eq!(memory.table().page_count(), 0);
 }
@@ -449,16 +315,15 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
     assert_eq!(table.page_count(), 1025);
     recovery::forget_pages(&table, region(2, 512));
     assert_eq!(table.page_count(), 2);
-    let fake = Fake::default();
-    fake.with(|vm| vm.present.insert(0));
+    let place = FakePlace::default();
+    place.put(PageNo(0), 1);
     let mut stored = Vec::new();
-    let report =
-        recovery::recover_words(&table, &fake, |page, content| stored.push((page, content)));
-    let report = report.unwrap();
+    let keep = |page, content| stored.push((page, content));
+    let report = recovery::recover_words(&table, &place, keep).unwrap();
     assert_eq!((report.present_pages, report.stored_pages), (1, 1));
     assert_eq!(stored, [(PageNo(1), content)]);
-    let (fake, memory) = memory(table);
-    fake.with(|vm| vm.present.insert(0));
+    let (vm, memory) = memory(table);
+    vm.place.put(PageNo(0), 1);
     memory.allocate(region(0, 512)).unwrap();
     assert_eq!(state(&memory, 0), PageState::Present);
     assert_eq!(state(&memory, 1), PageState::Stored(content));
@@ -479,7 +344,7 @@ fn word_that_is_damaged_is_found_by_a_successor_which_changes_nothing() {
             .store(bits, std::sync::atomic::Ordering::Relaxed);
     }
     let table = PageTable::reopen(Box::new(Left(words, vec![SectionNo(0)]))).unwrap();
-    let found = recovery::recover_words(&table, &Fake::default(), |_, _| {});
+    let found = recovery::recover_words(&table, &FakePlace::default(), |_, _| {});
     assert!(
         matches!(&found, Err(recovery::RecoveryError::Damaged { page, .. }) if *page == PageNo(1)),
         "{found:?}"

@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use pagetide_random::SplitMix64;
+
 use super::front::{Front, Io, SLOT_BYTES, T_IN, T_OUT, data_of};
 use super::peer::{Failure, wrong};
 
@@ -74,7 +76,7 @@ impl Victim {
             shared: its,
             began,
             blocks: vec![Block::default(); usize::try_from(slots).unwrap_or(usize::MAX)],
-            random: 0x9e37_79b9_7f4a_7c15,
+            random: SplitMix64::new(1),
         };
         let thread = thread::Builder::new()
             .name("victim".to_owned())
@@ -170,7 +172,7 @@ struct Tenant {
     shared: Arc<Shared>,
     began: Instant,
     blocks: Vec<Block>,
-    random: u64,
+    random: SplitMix64,
 }
 
 impl Tenant {
@@ -186,8 +188,8 @@ impl Tenant {
 
     fn turn(&mut self) -> Result<(), Failure> {
         let count = self.blocks.len() as u64;
-        let slot = self.random() % count;
-        let pages = 1 + self.random() % PAGES_PER_SLOT;
+        let slot = self.random.below(count);
+        let pages = 1 + self.random.below(PAGES_PER_SLOT);
         let len = PAGE_BYTES * u32::try_from(pages).unwrap_or(1);
         let at = index(slot);
         let block = Block {
@@ -200,7 +202,7 @@ impl Tenant {
         self.ask(0, Io::of_slot(0, T_OUT, sector, len))?;
         self.blocks[at] = block;
         self.verify(slot)?;
-        let other = self.random() % count;
+        let other = self.random.below(count);
         if self.blocks[index(other)].len > 0 {
             self.verify(other)?;
         }
@@ -240,13 +242,6 @@ impl Tenant {
             status => Err(wrong("a request", format!("its status is {status}"))),
         }
     }
-
-    fn random(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random >> 16
-    }
 }
 
 fn index(slot: u64) -> usize {
@@ -263,12 +258,9 @@ pub fn content(sector: u64, version: u64, len: u32) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(len as usize);
     let mut at = sector;
     while bytes.len() < len as usize {
-        let mut word = at.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ version.rotate_left(32) | 1;
+        let mut random = SplitMix64::stream(version, at);
         for _ in 0..SECTOR_BYTES / 8 {
-            word ^= word << 13;
-            word ^= word >> 7;
-            word ^= word << 17;
-            bytes.extend(word.to_le_bytes());
+            bytes.extend(random.next_u64().to_le_bytes());
         }
         at += 1;
     }

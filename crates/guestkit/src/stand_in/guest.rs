@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use pagetide_random::SplitMix64;
 use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use vhost::vhost_user;
@@ -123,16 +124,14 @@ fn or_end(outcome: Result<(), Wrong>) {
 /// Pages of zeros, pages that compress and pages that do not, by turns.
 fn content_of(page: u64) -> [u8; PAGE] {
     let mut content = [0; PAGE];
-    let mut mixed = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = SplitMix64::new(page);
     let kind = page % 4;
     for (at, word) in content.chunks_exact_mut(8).enumerate() {
-        mixed ^= mixed << 13;
-        mixed ^= mixed >> 7;
-        mixed ^= mixed << 17;
+        let noise = random.next_u64();
         let value = match kind {
             0 => 0,
             1 | 2 if at % 8 != 0 => page,
-            _ => mixed,
+            _ => noise,
         };
         word.copy_from_slice(&value.to_le_bytes());
     }
@@ -154,13 +153,10 @@ fn compare(ram: &SharedMapping, page: u64) -> Result<(), Wrong> {
 }
 
 fn touch_for_ever(ram: &SharedMapping, pages: u64, number: u32) -> Result<(), Wrong> {
-    let mut random = u64::from(number).wrapping_mul(0x2545_f491_4f6c_dd1d) | 1;
+    let mut random = SplitMix64::new(number.into());
     loop {
         for touch in 0..TOUCHES_A_TURN {
-            random ^= random << 13;
-            random ^= random >> 7;
-            random ^= random << 17;
-            let page = random % pages;
+            let page = random.below(pages);
             compare(ram, page)?;
             if touch % 4 == 0 {
                 let same = [content_of(page)[2048]];

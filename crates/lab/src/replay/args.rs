@@ -62,7 +62,7 @@ pub struct ReplayArgs {
     /// Page caches get memory in shuffled runs of this size, as in a guest that has been up for long
     #[arg(long, value_name = "SIZE", conflicts_with = "direct")]
     pub runs: Option<ByteSize>,
-    /// Beside each trace a NIC that is made up, with receive buffers of this size
+    /// Add a synthetic NIC beside each trace, with receive buffers of this size
     #[arg(long, value_name = "SIZE")]
     pub nic: Option<ByteSize>,
     /// Size of a section: what is tracked and evicted

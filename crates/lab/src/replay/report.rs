@@ -351,7 +351,7 @@ fn origin(vm: &VmOrigin) -> String {
             ),
             false => String::new(),
         };
-        format!("; a NIC that is made up, with buffers of {made}{cut}")
+        format!("; a synthetic NIC, with buffers of {made}{cut}")
     });
     format!(
         "{}: {} records, {:.0} s; {through}; VM of {}, of which CPUs keep {} in use beside devices{nic}\n",

@@ -11,7 +11,7 @@ use clap::{Args, Subcommand};
 pub enum SimCommand {
     /// Run one configuration over one trace
     Run(SimRunArgs),
-    /// Run every point of a study on all cores; goes on where a killed sweep was
+    /// Run every point of a study on all cores; continues where a killed sweep stopped
     Sweep(SweepArgs),
     /// Compare with what the authors' program printed
     Verify(VerifyArgs),

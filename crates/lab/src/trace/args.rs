@@ -18,9 +18,9 @@ pub enum TraceCommand {
     Build(BuildArgs),
     /// Write a trace in another format
     Convert(ConvertArgs),
-    /// Say what is in a trace
+    /// Show what is in a trace
     Info(InfoArgs),
-    /// Say what the DMA in access logs and block traces looks like: footprint, reuse, faults
+    /// Analyze the DMA in access logs and block traces: footprint, reuse, faults
     Analyze(Box<AnalyzeArgs>),
 }
 

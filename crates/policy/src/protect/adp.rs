@@ -187,12 +187,6 @@ impl Adp {
         }
     }
 
-    /// Sections in the active block.
-    #[must_use]
-    pub fn active_sections(&self) -> u64 {
-        self.active
-    }
-
     /// Sections in the inactive block, which are those protected.
     #[must_use]
     pub fn inactive_sections(&self) -> u64 {

@@ -2,7 +2,7 @@
 //! [`Plan`]: the sections that a pass leaves to be unmapped, for a later eviction.
 
 use crate::candidates::Readiness;
-use pagetide_addr::SectionNo;
+use pagetide_addr::{SECTION_PAGES, SectionNo};
 
 /// Fewest pages unmapped at a time for eviction: 32 MiB.
 const AHEAD_PAGES_MIN: u64 = 8 << 10;
@@ -10,6 +10,9 @@ const AHEAD_PAGES_MIN: u64 = 8 << 10;
 const AHEAD_PAGES_MAX: u64 = 64 << 10;
 /// And at most this many sections, however few pages they have.
 const AHEAD_SECTIONS_MAX: usize = 512;
+const _: () = assert!(AHEAD_PAGES_MIN <= AHEAD_PAGES_MAX);
+// Whole sections reach the bound by pages first.
+const _: () = assert!(AHEAD_SECTIONS_MAX as u64 * SECTION_PAGES >= AHEAD_PAGES_MAX);
 
 /// Sections found by a pass that could not be evicted yet.
 pub(super) struct Plan {

@@ -57,6 +57,11 @@ const HOLD_PARTS: u64 = 16;
 /// Of a reclaim's steps, those that are done again while the VM is held: all sections that rest, then the
 /// protected ones.
 const HELD_STEPS: usize = 2;
+const _: () =
+    assert!(LEARNING_REST.as_nanos() * (SWEEPS_TO_BEGIN as u128) < LEARNING_MAX.as_nanos());
+const _: () = assert!(SWEEPS_TO_BEGIN <= SWEEPS_TO_KNOW);
+const _: () = assert!(UNMAPPED_MIN.as_nanos() < HOLD_MAX.as_nanos());
+const _: () = assert!(HOLD_MAX.as_nanos() * 10 <= HOLD_EVERY.as_nanos());
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
 pub const SUSPENSION: Duration = Duration::from_secs(5);
 

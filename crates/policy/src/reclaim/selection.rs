@@ -34,6 +34,7 @@ const UNMAP_BATCH: usize = 64;
 pub const OFFERED_MAX: usize = 256;
 /// Most sections that one fill tries to evict.
 pub const DIRECT_SECTIONS_MAX: usize = 4;
+const _: () = assert!(DIRECT_SECTIONS_MAX <= OFFERED_MAX);
 /// A section is in use if more than this share of its pages was mapped again after it was unmapped.
 const WARM_EIGHTHS: u64 = 1;
 

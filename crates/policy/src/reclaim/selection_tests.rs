@@ -2,7 +2,10 @@
 //! Passes over a handful of sections.
 
 use super::*;
-use crate::victims::{DRIFT_MIN, UNMAPPED_MIN};
+use crate::{
+    sets::Level,
+    victims::{DRIFT_MIN, UNMAPPED_MIN},
+};
 use std::convert::Infallible;
 
 const NOW: Duration = Duration::from_secs(60);
@@ -153,6 +156,25 @@ fn section_in_use_is_tried_once_until_all_are_tried_again() {
     selection.try_again(&mut memory);
     let gone = evict(&mut memory, &mut selection, 20, Reach::AllResting);
     assert_eq!(gone.len(), 2, "{gone:?}");
+}
+
+#[test]
+fn section_found_in_use_is_no_longer_among_the_cold_ones_whoever_found_it() {
+    let mut memory = Memory {
+        in_use: vec![0],
+        ..Memory::default()
+    };
+    let mut selection = selection(&mut memory);
+    let level = |selection: &Selection, section| selection.sets().level(SectionNo(section));
+    assert_eq!(level(&selection, 0), Some(Level::Cold));
+    evict(&mut memory, &mut selection, 10, Reach::ColdOnly);
+    assert_eq!(level(&selection, 0), Some(Level::Cold.touched()));
+    assert_eq!(level(&selection, 1), Some(Level::Cold));
+    // Few of its pages were in use.
+    selection.evicted_elsewhere(SectionNo(1), After::Tried);
+    assert_eq!(level(&selection, 1), Some(Level::Cold));
+    selection.evicted_elsewhere(SectionNo(1), After::Warm);
+    assert_eq!(level(&selection, 1), Some(Level::Cold.touched()));
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //! 0; every third stamp makes noise, which does not compress. Parsing checks
 //! every byte: a page torn in the middle of a sector parses as nothing.
 
+use pagetide_random::SplitMix64;
 use std::fmt;
 
 /// Sectors of a page.
@@ -62,12 +63,11 @@ pub struct Sectors {
 
 fn render_sector(stamp: u32, into: &mut [u8]) {
     let mut word = u64::from(stamp) | u64::from(stamp.rotate_left(16)) << 32;
+    let mut random = SplitMix64::new(word);
     for bytes in into.chunks_exact_mut(8) {
         bytes.copy_from_slice(&word.to_le_bytes());
         if stamp != 0 && stamp.is_multiple_of(3) {
-            word ^= word << 13;
-            word ^= word >> 7;
-            word ^= word << 17;
+            word = random.next_u64();
         }
     }
 }

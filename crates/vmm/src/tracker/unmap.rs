@@ -69,6 +69,7 @@ const CALL_BYTES_MAX: u64 = 1 << 20;
 const CALL_RANGES_MAX: usize = 256;
 /// The same for huge pages, each of which takes a few microseconds.
 const CALL_HUGE_BYTES_MAX: u64 = 8 * HUGE_BYTES;
+const _: () = assert!(CALL_BYTES_MAX <= RUN_BYTES_MAX && CALL_HUGE_BYTES_MAX <= RUN_BYTES_MAX);
 /// A huge page to be evicted must have been unused for this long before it is split.
 const SPLIT_AFTER: Duration = Duration::from_millis(50);
 

@@ -82,8 +82,14 @@ fn some_pages() -> FilePageSet {
 }
 
 fn demand(id: u64, space: DomainId) -> PageRequest {
-    let from = (DeviceId(9), QueueId(2));
-    PageRequest::demand(RequestId(id), from, space, pages(3, 5), Access::Write)
+    PageRequest::demand(
+        RequestId(id),
+        DeviceId(9),
+        QueueId(2),
+        space,
+        pages(3, 5),
+        Access::Write,
+    )
 }
 
 /// Number that the fake has given to the space created last.

@@ -322,6 +322,7 @@ fn load<T: AtomicAccess>(word: &impl Bytes<usize>) -> Result<T, RingError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_random::SplitMix64;
     use pagetide_sys::memory_file::GuestFile;
     use std::os::fd::AsFd;
 
@@ -460,13 +461,7 @@ mod tests {
 
     #[test]
     fn any_bytes_in_the_used_ring_are_survived() {
-        let mut state = 7_u64;
-        let mut next = move || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            state.to_le_bytes()
-        };
+        let mut random = SplitMix64::new(7);
         for _ in 0..2_000 {
             let mut rig = Rig::new(Notify::EventIndex);
             for head in 0..SIZE {
@@ -476,7 +471,7 @@ mod tests {
             let place = rig.ring.place();
             let mut noise = Vec::new();
             while noise.len() < usize::try_from(place.end() - place.used).unwrap() {
-                noise.extend(next());
+                noise.extend(random.next_u64().to_le_bytes());
             }
             noise[2] &= 7;
             noise[3] = 0;

@@ -151,9 +151,15 @@ impl Rig {
 }
 
 pub(super) fn request(id: u64, domain: DomainId, page: u64) -> PageRequest {
-    let from = (DeviceId(1), QueueId(7));
     let pages = FilePage(page).single();
-    PageRequest::demand(RequestId(id), from, domain, pages, Access::Write)
+    PageRequest::demand(
+        RequestId(id),
+        DeviceId(1),
+        QueueId(7),
+        domain,
+        pages,
+        Access::Write,
+    )
 }
 
 fn range(first: u64, end: u64) -> FileRange {

@@ -212,11 +212,16 @@ impl Device {
 
     fn fault(&mut self, bytes: &mut Bytes<'_>) {
         let id = self.engines.open.len() as u64;
-        let from = (DeviceId(0), QueueId(0));
         let space = DomainId(bytes.small(4).into());
         let page = FilePage(bytes.small(8).into());
-        let mut request =
-            PageRequest::demand(RequestId(id), from, space, page.single(), Access::Write);
+        let mut request = PageRequest::demand(
+            RequestId(id),
+            DeviceId(0),
+            QueueId(0),
+            space,
+            page.single(),
+            Access::Write,
+        );
         if bytes.small(4) == 0 {
             let slot = bytes.small(4).into();
             request.kind = RequestKind::Overwrite { slot };

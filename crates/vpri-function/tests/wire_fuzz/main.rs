@@ -16,9 +16,15 @@ use pagetide_vpri_function::wire::{
 use proptest::{prelude::*, sample::Index};
 
 fn request() -> PageRequest {
-    let from = (DeviceId(1), QueueId(2));
     let pages = FilePage(3).single();
-    PageRequest::demand(RequestId(4), from, DomainId(0), pages, Access::Write)
+    PageRequest::demand(
+        RequestId(4),
+        DeviceId(1),
+        QueueId(2),
+        DomainId(0),
+        pages,
+        Access::Write,
+    )
 }
 
 fn events() -> Vec<Vec<u8>> {

@@ -7,6 +7,7 @@ use pagetide_sys::cpu::{self, Urgency};
 const WORKER_PRIORITY: u8 = 1;
 /// Priority of the dispatcher: an interrupt goes before the work that it starts.
 const DISPATCHER_PRIORITY: u8 = 2;
+const _: () = assert!(WORKER_PRIORITY < DISPATCHER_PRIORITY);
 
 /// Which threads the dispatcher and workers preempt on the CPUs they share with vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]

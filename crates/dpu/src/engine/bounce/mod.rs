@@ -327,7 +327,6 @@ impl BounceBuffers {
 
 impl Settling {
     fn request(&self, id: RequestId, run: &Run, now_ns: u64) -> PageRequest {
-        let from = (self.device, QueueId(self.job.request.key.queue));
         let domain = self.job.dma.memory().port(run.span).domain().id();
         let pages = run.span.pages();
         PageRequest {
@@ -336,7 +335,14 @@ impl Settling {
             },
             vector: self.vector,
             sent_ns: now_ns,
-            ..PageRequest::demand(id, from, domain, pages, Access::Write)
+            ..PageRequest::demand(
+                id,
+                self.device,
+                QueueId(self.job.request.key.queue),
+                domain,
+                pages,
+                Access::Write,
+            )
         }
     }
 

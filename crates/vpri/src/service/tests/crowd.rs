@@ -75,7 +75,7 @@ fn run(steps: Vec<Step>) {
     let mut expected: [Expected; TENANTS] = std::array::from_fn(|_| Expected::default());
     let mut next_page = [0; TENANTS];
     // Without room, no request ends by itself.
-    tenants.iter().for_each(|(vm, _)| vm.ram.fill_up());
+    tenants.iter().for_each(|(vm, _)| vm.rooms.fill_up());
     for step in steps {
         match step {
             Step::Fault(index, vector) => {
@@ -90,13 +90,13 @@ fn run(steps: Vec<Step>) {
             }
             Step::Finish(index) => {
                 let (vm, tenant) = &tenants[index];
-                vm.ram.make_room();
+                vm.rooms.make_room();
                 let outstanding = expected[index].outstanding();
                 for _ in 0..outstanding {
                     rig.device.answer();
                 }
                 (0..CPUS).for_each(|cpu| tenant.wait_for_load_of(cpu, 0));
-                vm.ram.fill_up();
+                vm.rooms.fill_up();
                 expected[index] = Expected {
                     vcpus: expected[index].vcpus.clone(),
                     turn: expected[index].turn,
@@ -115,7 +115,7 @@ fn run(steps: Vec<Step>) {
             assert_eq!(loads, expected.load);
         }
     }
-    tenants.iter().for_each(|(vm, _)| vm.ram.make_room());
+    tenants.iter().for_each(|(vm, _)| vm.rooms.make_room());
 }
 
 proptest! {

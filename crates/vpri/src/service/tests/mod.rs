@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The service as a whole: with memory modelled by sets, and devices that only
+//! The service as a whole: with memory that is a map, and devices that only
 //! send requests.
 
 mod crowd;
@@ -32,8 +32,9 @@ fn requests_for_a_retired_domain_are_refused_those_held_before_and_those_that_co
     let open = || table.open(file.key().unwrap(), FILE_BYTES);
     let domain = open().unwrap();
     let ask = |id: u64| {
-        let (from, page) = ((DPU, QueueId(0)), FilePage(0).single());
-        let request = PageRequest::demand(RequestId(id), from, domain.id(), page, Access::Read);
+        let (queue, page) = (QueueId(0), FilePage(0).single());
+        let request =
+            PageRequest::demand(RequestId(id), DPU, queue, domain.id(), page, Access::Read);
         device.submit(request).unwrap();
         assert!(service.assist(0));
         device.next().map(|response| response.code)
@@ -76,7 +77,7 @@ fn demand_is_served_on_the_interrupts_cpu_and_its_answer_tells_tier_and_times() 
         );
         assert!(answer.waited_ns >= 1_000_000 && answer.handling_ns > 0);
         assert!(vm.is_granted(page));
-        assert_eq!(vm.ram.lock().present[&page], cpu);
+        assert_eq!(vm.filled_on(page), cpu);
         rig.device.ask(request);
         let again = rig.device.answer();
         assert_eq!(
@@ -102,15 +103,15 @@ fn fault_that_waits_for_room_keeps_neither_other_tenants_nor_other_cpus_waiting(
     };
     rig.device.ask(at(1, 10));
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     let waits = rig.device.ask(at(0, 1));
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     let there = rig.device.ask(at(1, 10));
     assert_eq!(rig.device.answer().id, there, "present, on another CPU");
     let elsewhere = rig.device.ask(Device::demand(&other, 1));
     assert_eq!(rig.device.answer().id, elsewhere);
     assert_eq!(tenant.account().outstanding(), 1);
-    vm.ram.make_room();
+    vm.rooms.make_room();
     assert_eq!(rig.device.answer().id, waits);
 }
 
@@ -118,20 +119,20 @@ fn fault_that_waits_for_room_keeps_neither_other_tenants_nor_other_cpus_waiting(
 fn serialized_service_answers_in_the_order_of_arrival_and_waits_where_a_fault_waits() {
     let rig = Rig::started(Handling::Serialized);
     let ((vm, _), (other, tenant)) = (rig.vm(), rig.vm());
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     let requests = [
         Device::demand(&vm, 1),
         Device::prefault(&other, 1),
         Device::demand(&other, 2),
     ];
     let asked = requests.map(|request| rig.device.ask(request));
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     while tenant.account().outstanding() < 2 {
         std::thread::yield_now();
     }
     assert_eq!(rig.device.answer_now(), None);
     assert!(!rig.service.assist(0), "no engine serves beside it");
-    vm.ram.make_room();
+    vm.rooms.make_room();
     assert_eq!(asked.map(|_| rig.device.answer().id), asked);
 }
 
@@ -139,19 +140,19 @@ fn serialized_service_answers_in_the_order_of_arrival_and_waits_where_a_fault_wa
 fn prefault_comes_after_demands_and_is_dropped_where_it_would_have_to_wait() {
     let rig = Rig::started(Handling::Affined);
     let (vm, tenant) = rig.vm();
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     let first = rig.device.ask(Device::demand(&vm, 1));
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     let prefault = rig.device.ask(Device::prefault(&vm, 2));
     let demand = rig.device.ask(Device::demand(&vm, 3));
     while tenant.account().outstanding() < 3 {
         std::thread::yield_now();
     }
-    vm.ram.make_room();
+    vm.rooms.make_room();
     let order = [first, demand, prefault];
     assert_eq!(order.map(|_| rig.device.answer().id), order);
     assert!(vm.is_granted(2));
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     rig.device.ask(Device::prefault(&vm, 4));
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
     assert!(!vm.is_granted(4));
@@ -170,8 +171,7 @@ fn prefault_of_many_pages_brings_the_first_64_and_is_answered() {
     };
     rig.device.ask(request);
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
-    let ram = vm.ram.lock();
-    assert!(ram.present.keys().copied().eq(3..67));
+    assert!(vm.place.present().into_iter().eq((3..67).map(PageNo)));
     assert_eq!(tenant.account().dropped_prefaults(), 0, "it is done");
 }
 
@@ -192,8 +192,8 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
         (answer.code, answer.installed),
         (ResponseCode::Success, 0b101)
     );
-    let bytes = [5, 6, 7].map(|page| vm.ram.lock().bytes[&page]);
-    assert_eq!(bytes, [BOUNCED, 0, BOUNCED]);
+    let bytes = [5, 6, 7].map(|page| vm.place.first_byte(PageNo(page)));
+    assert_eq!(bytes, [Some(BOUNCED), Some(0), Some(BOUNCED)]);
     // A slot that does not exist, and more pages than one word covers.
     for senseless in [overwrite(1, 20, 1), overwrite(0, 20, 65)] {
         rig.device.ask(senseless);
@@ -203,10 +203,10 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
             (ResponseCode::InvalidRequest, 0)
         );
     }
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     rig.device.ask(overwrite(0, 30, 2));
-    vm.ram.wait_for_waiting(1);
-    vm.ram.make_room();
+    vm.rooms.wait_for_waiting(1);
+    vm.rooms.make_room();
     assert_eq!(rig.device.answer().installed, 0b11);
 }
 
@@ -214,21 +214,21 @@ fn overwrite_installs_what_the_device_has_written_and_tells_where() {
 fn overwrite_whose_device_goes_while_it_waits_for_room_installs_nothing() {
     let rig = Rig::started(Handling::Affined);
     let (vm, _tenant) = rig.vm();
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     rig.device.ask(PageRequest {
         kind: RequestKind::Overwrite { slot: 0 },
         pages: FileRange::new(FilePage(30), FilePage(32)),
         ..Device::demand(&vm, 0)
     });
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     rig.device.go();
-    vm.ram.make_room();
+    vm.rooms.make_room();
     let answer = rig.device.answer();
     assert_eq!(
         (answer.code, answer.installed),
         (ResponseCode::ResponseFailure, 0)
     );
-    assert!(vm.ram.lock().present.is_empty());
+    assert!(vm.place.present().is_empty());
 }
 
 #[test]
@@ -408,11 +408,11 @@ fn sources_come_and_go_while_the_dispatcher_sleeps() {
 fn source_that_was_removed_still_gets_answers_to_what_was_taken() {
     let rig = Rig::started(Handling::Affined);
     let (vm, _tenant) = rig.vm();
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     rig.device.ask(Device::demand(&vm, 1));
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     rig.service.remove_source(rig.source);
-    vm.ram.make_room();
+    vm.rooms.make_room();
     assert_eq!(rig.device.answer().code, ResponseCode::Success);
 }
 
@@ -429,11 +429,11 @@ fn engine_serves_its_own_demands_and_leaves_what_must_wait_to_a_worker() {
     };
     ask(1, Device::demand(&vm, 1));
     assert_eq!(device.next().unwrap().tier, Tier::Zero);
-    vm.ram.fill_up();
+    vm.rooms.fill_up();
     ask(2, Device::demand(&vm, 2));
-    vm.ram.wait_for_waiting(1);
+    vm.rooms.wait_for_waiting(1);
     assert_eq!(device.next(), None);
-    vm.ram.make_room();
+    vm.rooms.make_room();
     let hold = PageRequest {
         hold_us: 1_000,
         ..Device::demand(&vm, 1)
@@ -468,10 +468,10 @@ fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
     }
     for done in [16, 32] {
         assert!(!service.assist(0), "some are left");
-        assert_eq!(vm.ram.lock().present.len(), done);
+        assert_eq!(vm.place.present_pages(), done);
     }
     assert!(service.assist(0));
-    assert_eq!(vm.ram.lock().present.len(), 40);
+    assert_eq!(vm.place.present_pages(), 40);
     let answers = std::iter::from_fn(|| device.next());
     assert!(answers.map(|answer| answer.id.0).eq(0..40));
     // At least one request, however large.
@@ -490,7 +490,7 @@ fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
     }
     answered.sort_unstable();
     assert_eq!(answered, [51, 52]);
-    assert!(!vm.ram.lock().present.contains_key(&400), "nobody took it");
+    assert!(!vm.place.has(PageNo(400)), "nobody took it");
 }
 
 #[test]

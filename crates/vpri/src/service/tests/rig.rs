@@ -1,149 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory modelled by sets of numbers, and a device that only sends requests.
+//! Memory that is a map, and a device that only sends requests.
 
 use super::super::*;
 use crate::domain::{DmaDomain, DomainTable};
 use pagetide_addr::{
-    Access, DeviceId, FilePage, PAGE_BYTES, PageNo, PageRange, PageRequest, PageResponse, QueueId,
-    RequestId, RequestKind, Va,
+    Access, DeviceId, FilePage, PAGE_BYTES, PageNo, PageRequest, PageResponse, QueueId, RequestId,
+    RequestKind,
 };
 use pagetide_gmem::{
-    Activation, Admission, AllocPolicy, Content, ContentStore, Device as GmDevice, Incidents,
-    Installed, MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest,
-    StoreError, VolatileWords,
+    MemoryParts, RegionRequest,
+    fake::{self, FakePlace, FakeRooms},
 };
 use pagetide_sys::{cpu, memory_file::GuestFile};
 use std::{
-    collections::{BTreeMap, HashSet, VecDeque},
-    sync::{Condvar, Mutex, MutexGuard, atomic::Ordering, mpsc},
+    collections::{HashSet, VecDeque},
+    sync::{Mutex, atomic::Ordering, mpsc},
 };
 
 pub const PAGES: u64 = 1024;
 /// Longer than anything here takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The present pages, each with the CPU on which it was filled, and whether there is room for more.
-#[derive(Default)]
-pub struct RamState {
-    pub present: BTreeMap<u64, usize>,
-    pub bytes: HashMap<u64, u8>,
-    is_full: bool,
-    /// Fills that wait for room.
-    pub waiting: usize,
-}
-
-#[derive(Clone, Default)]
-pub struct Ram(Arc<(Mutex<RamState>, Condvar)>);
-
-impl Ram {
-    pub fn lock(&self) -> MutexGuard<'_, RamState> {
-        self.0.0.lock().unwrap()
-    }
-
-    /// From now on faults on absent pages have to wait.
-    pub fn fill_up(&self) {
-        self.lock().is_full = true;
-    }
-
-    pub fn make_room(&self) {
-        self.lock().is_full = false;
-        self.0.1.notify_all();
-    }
-
-    /// Returns when `count` fills wait for room.
-    pub fn wait_for_waiting(&self, count: usize) {
-        let state = self.lock();
-        let waited = (self.0.1).wait_timeout_while(state, PATIENCE, |ram| ram.waiting < count);
-        assert!(!waited.unwrap().1.timed_out(), "nobody waits for room");
-    }
-
-    fn put(&self, page: PageNo, byte: u8) -> Installed {
-        let mut ram = self.lock();
-        ram.bytes.insert(page.0, byte);
-        match ram.present.insert(page.0, cpu::current()) {
-            None => Installed::Installed,
-            Some(_) => Installed::AlreadyThere,
-        }
-    }
-}
-
-impl Place for Ram {
-    fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        Ok(self.put(page, content[0]))
-    }
-    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        Ok(self.put(page, 0))
-    }
-    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
-        for (page, content) in pages.iter().zip(content.chunks(4096)) {
-            assert_eq!(self.put(page, content[0]), Installed::Installed);
-        }
-        Ok(pages.len())
-    }
-    fn read(&self, _: PageRange, _: &mut [u8]) -> Result<(), PlaceError> {
-        unreachable!("nothing is evicted")
-    }
-    fn discard(&self, _: PageRange) -> Result<(), PlaceError> {
-        unreachable!("nothing is evicted")
-    }
-    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        Ok(self.lock().present.contains_key(&page.0))
-    }
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let ram = self.lock();
-        let within = ram.present.range(pages.start.0..pages.end.0);
-        Ok(within.map(|(page, _)| PageNo(*page).single()).collect())
-    }
-    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-    fn poison(&self, _: PageNo) -> Result<(), PlaceError> {
-        unreachable!("nothing is stored that could be damaged")
-    }
-}
-
-impl ContentStore for Ram {
-    fn load(&self, _: PageNo, _: Content, _: &mut [u8; 4096]) -> Result<(), StoreError> {
-        unreachable!("all is zero")
-    }
-    fn free(&self, _: Content) {
-        unreachable!("all is zero")
-    }
-}
-
-impl Admission for Ram {
-    fn admit(&self, _: u64) {
-        let mut ram = self.lock();
-        ram.waiting += 1;
-        self.0.1.notify_all();
-        let waited = (self.0.1).wait_timeout_while(ram, PATIENCE, |ram| ram.is_full);
-        waited.unwrap().0.waiting -= 1;
-    }
-    fn try_admit(&self, _: u64) -> bool {
-        !self.lock().is_full
-    }
-    fn give_back(&self, _: u64) {}
-    fn count_in(&self, _: u64) {}
-}
-
-impl Incidents for Ram {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
-
-/// A VM of [`PAGES`] pages, all absent and unmapped.
+/// A VM of [`PAGES`] pages, all absent, zero and unmapped.
 pub struct Vm {
-    pub ram: Ram,
+    pub place: Arc<FakePlace>,
+    pub rooms: Arc<FakeRooms>,
+    /// The CPU on which each page was filled.
+    filled_on: Arc<Mutex<HashMap<PageNo, usize>>>,
     pub domain: Arc<DmaDomain>,
     pub mmu: Arc<DmaMmu>,
     pub space: Arc<AddressSpace>,
@@ -156,26 +39,27 @@ impl Vm {
         let domain = table.open(file.key().unwrap(), bytes);
         let domain = domain.unwrap();
         domain.attach().unwrap();
-        let ram = Ram::default();
-        let memory = PagedMemory::new(MemoryParts {
-            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
-            place: Arc::new(ram.clone()),
-            store: Arc::new(ram.clone()),
-            admission: Arc::new(ram.clone()),
-            incidents: Arc::new(ram.clone()),
-            neighbours_max: 0,
-        });
+        let filled_on = Arc::new(Mutex::new(HashMap::new()));
+        let filled = Arc::clone(&filled_on);
+        let place = Arc::new(FakePlace::telling(move |page| {
+            filled.lock().unwrap().insert(page, cpu::current());
+        }));
+        let rooms = Arc::new(FakeRooms::default());
+        let parts = MemoryParts {
+            admission: Arc::clone(&rooms) as _,
+            ..fake::parts(PAGES, Arc::clone(&place) as _)
+        };
         let all = PageNo(0).run(PAGES);
-        let parts = [(Arc::clone(&domain) as Arc<dyn IoSpace>, all)];
-        IoSpace::unmap_all(&*domain);
-        let mmu = Arc::new(DmaMmu::new(parts));
-        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
-        let dpu = GmDevice::with_id(DPU, Arc::clone(&mmu) as _);
-        space.attach(&dpu, Mode::Coherent, Activation::Now).unwrap();
+        let io_space = Arc::clone(&domain) as Arc<dyn IoSpace>;
+        io_space.unmap_all();
+        let mmu = Arc::new(DmaMmu::new([(io_space, all)]));
+        let space = fake::space(parts, DPU, Arc::clone(&mmu) as _);
         let region = space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
         assert_eq!(region.pages(), all);
         Self {
-            ram,
+            place,
+            rooms,
+            filled_on,
             domain,
             mmu,
             space,
@@ -186,6 +70,11 @@ impl Vm {
         service
             .add_tenant(Arc::clone(&self.space), Arc::clone(&self.mmu))
             .unwrap()
+    }
+
+    /// The CPU on which a page was filled.
+    pub fn filled_on(&self, page: u64) -> usize {
+        self.filled_on.lock().unwrap()[&PageNo(page)]
     }
 
     pub fn is_granted(&self, page: u64) -> bool {
@@ -228,9 +117,15 @@ impl Device {
 
     /// A demand for one page of `vm`.
     pub fn demand(vm: &Vm, page: u64) -> PageRequest {
-        let from = (DeviceId(7), QueueId(0));
         let page = FilePage(page).single();
-        PageRequest::demand(RequestId(0), from, vm.domain.id(), page, Access::Write)
+        PageRequest::demand(
+            RequestId(0),
+            DeviceId(7),
+            QueueId(0),
+            vm.domain.id(),
+            page,
+            Access::Write,
+        )
     }
 
     /// A request that no DMA waits for.

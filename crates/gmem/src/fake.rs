@@ -1,0 +1,580 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Stand-ins for what surrounds paged memory, for tests of this crate and of those above it (feature
+//! `fake`): memory, store, limit, device.
+//!
+//! Each does what its trait says, on maps in place of a kernel, and fails where its test says so:
+//!
+//! | | stands for | a test may |
+//! |---|---|---|
+//! | [`FakePlace`] | the RAM of a VM | put pages there, let installs fail, end the VM |
+//! | [`FakeStore`] | the pool | keep content, count loads |
+//! | [`FakeRooms`] | the limit | let fills wait for room, count what was taken |
+//! | [`FakeMmu`] | a device | wire pages, let it be busy |
+//! | [`NoIncidents`] | the operator | – |
+//!
+//! [`parts`] and [`space`] put them together. What a test does not ask for never happens: a fault of the
+//! code under test, such as content that is freed twice, is a panic here.
+
+use crate::{
+    Activation, AddressSpace, Admission, AllocPolicy, Backing, Content, ContentStore, Device,
+    Incidents, Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory,
+    Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
+};
+use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo, Va};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+/// Longest wait for what must happen soon.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+type Bytes = [u8; 4096];
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Parts of a memory of at most `capacity_pages` pages, over `place`: an empty store, no limit, no
+/// readahead, and a panic for an incident. A test replaces what it needs otherwise.
+#[must_use]
+pub fn parts(capacity_pages: u64, place: Arc<dyn Place>) -> MemoryParts {
+    let words = VolatileWords::with_capacity(capacity_pages);
+    MemoryParts {
+        table: PageTable::growing(Box::new(words)),
+        place,
+        store: Arc::new(FakeStore::default()),
+        admission: Arc::new(Unlimited),
+        incidents: Arc::new(NoIncidents),
+        neighbours_max: 0,
+    }
+}
+
+/// An address space over that memory, from address 0 to its capacity, with a device attached and active.
+/// No page is in a region yet.
+///
+/// # Panics
+/// If that is refused.
+#[must_use]
+pub fn space(parts: MemoryParts, device: DeviceId, mmu: Arc<dyn Mmu>) -> Arc<AddressSpace> {
+    let end = Va(parts.table.capacity_pages() * PAGE_BYTES);
+    let memory = PagedMemory::new(parts);
+    let space = AddressSpace::over(memory, Va(0), end, AllocPolicy::default());
+    let space = space.unwrap_or_else(|error| panic!("a space: {error}"));
+    let device = Device::with_id(device, mmu);
+    let attached = space.attach(&device, Mode::Coherent, Activation::Now);
+    attached.unwrap_or_else(|error| panic!("attaching a device: {error}"));
+    space
+}
+
+#[derive(Default)]
+struct PlaceState {
+    /// Content of the present pages; `None` is a page of zeros.
+    present: BTreeMap<PageNo, Option<Box<Bytes>>>,
+    woken: BTreeSet<PageNo>,
+    is_gone: bool,
+    installs_left: Option<u64>,
+    stuck: Option<PageNo>,
+}
+
+/// The RAM of a VM: pages that are present, with their content, in any order and of any number.
+pub struct FakePlace {
+    state: Mutex<PlaceState>,
+    installed: Box<dyn Fn(PageNo) + Send + Sync>,
+}
+
+impl Default for FakePlace {
+    fn default() -> Self {
+        Self::telling(|_| ())
+    }
+}
+
+impl FakePlace {
+    /// One that calls `installed` after each page that it installs, on the thread that did it.
+    pub fn telling(installed: impl Fn(PageNo) + Send + Sync + 'static) -> Self {
+        Self {
+            state: Mutex::default(),
+            installed: Box::new(installed),
+        }
+    }
+
+    /// Makes a page present behind everybody's back, each byte of it `byte`.
+    pub fn put(&self, page: PageNo, byte: u8) {
+        let content = packed(&[byte; 4096]);
+        lock(&self.state).present.insert(page, content);
+    }
+
+    /// Makes pages of zeros present behind everybody's back.
+    pub fn put_zeros(&self, pages: PageRange) {
+        let zeros = pages.iter().map(|page| (page, None));
+        lock(&self.state).present.extend(zeros);
+    }
+
+    /// The present pages, ascending.
+    #[must_use]
+    pub fn present(&self) -> Vec<PageNo> {
+        lock(&self.state).present.keys().copied().collect()
+    }
+
+    /// Number of present pages.
+    #[must_use]
+    pub fn present_pages(&self) -> u64 {
+        lock(&self.state).present.len() as u64
+    }
+
+    /// True if `page` is present, also in a VM that has ended.
+    #[must_use]
+    pub fn has(&self, page: PageNo) -> bool {
+        lock(&self.state).present.contains_key(&page)
+    }
+
+    /// First byte of a page; `None` if it is absent.
+    #[must_use]
+    pub fn first_byte(&self, page: PageNo) -> Option<u8> {
+        let state = lock(&self.state);
+        let content = state.present.get(&page)?;
+        Some(content.as_ref().map_or(0, |bytes| bytes[0]))
+    }
+
+    /// The pages whose waiters were woken so far.
+    #[must_use]
+    pub fn woken(&self) -> BTreeSet<PageNo> {
+        lock(&self.state).woken.clone()
+    }
+
+    /// The VM ends: every call fails from now on.
+    pub fn end(&self) {
+        lock(&self.state).is_gone = true;
+    }
+
+    /// A VM begins anew, with no page present.
+    pub fn begin_anew(&self) {
+        *lock(&self.state) = PlaceState::default();
+    }
+
+    /// From now on the kernel installs so many pages, and refuses all others.
+    pub fn refuse_installs_after(&self, pages: u64) {
+        lock(&self.state).installs_left = Some(pages);
+    }
+
+    /// The kernel refuses no page any more.
+    pub fn refuse_no_installs(&self) {
+        lock(&self.state).installs_left = None;
+    }
+
+    /// The kernel does not install `page`, and does not report it as present either.
+    pub fn jam(&self, page: PageNo) {
+        lock(&self.state).stuck = Some(page);
+    }
+
+    fn running(&self) -> Result<MutexGuard<'_, PlaceState>, PlaceError> {
+        let state = lock(&self.state);
+        match state.is_gone {
+            true => Err(PlaceError::Gone),
+            false => Ok(state),
+        }
+    }
+
+    fn install_packed(
+        &self,
+        page: PageNo,
+        content: Option<Box<Bytes>>,
+    ) -> Result<Installed, PlaceError> {
+        let mut state = self.running()?;
+        if let Some(left) = &mut state.installs_left {
+            *left = left.checked_sub(1).ok_or_else(|| refused(page))?;
+        }
+        if state.stuck == Some(page) || state.present.contains_key(&page) {
+            return Ok(Installed::AlreadyThere);
+        }
+        state.present.insert(page, content);
+        drop(state);
+        (self.installed)(page);
+        Ok(Installed::Installed)
+    }
+}
+
+fn packed(content: &Bytes) -> Option<Box<Bytes>> {
+    (*content != [0; 4096]).then(|| Box::new(*content))
+}
+
+fn refused(page: PageNo) -> PlaceError {
+    PlaceError::Kernel {
+        operation: "install",
+        start: page,
+        end: page.next(),
+        source: std::io::ErrorKind::OutOfMemory.into(),
+    }
+}
+
+impl Place for FakePlace {
+    fn install(&self, page: PageNo, content: &Bytes) -> Result<Installed, PlaceError> {
+        self.install_packed(page, packed(content))
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        self.install_packed(page, None)
+    }
+
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        assert_eq!(content.len() as u64, pages.bytes(), "content of {pages:?}");
+        let mut done = 0;
+        for (page, bytes) in pages.iter().zip(content.as_chunks().0) {
+            match self.install(page, bytes) {
+                Ok(Installed::Installed) => done += 1,
+                Err(error) if done == 0 => return Err(error),
+                Ok(Installed::AlreadyThere) | Err(_) => break,
+            }
+        }
+        Ok(done)
+    }
+
+    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        assert_eq!(into.len() as u64, pages.bytes(), "room for {pages:?}");
+        let state = self.running()?;
+        for (page, bytes) in pages.iter().zip(into.as_chunks_mut().0) {
+            match state.present.get(&page) {
+                Some(Some(content)) => *bytes = **content,
+                Some(None) | None => bytes.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
+        let mut state = self.running()?;
+        for page in pages.iter() {
+            state.present.remove(&page);
+        }
+        Ok(())
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.running()?.present.contains_key(&page))
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let state = self.running()?;
+        let mut runs: Vec<PageRange> = Vec::new();
+        for (page, _) in state.present.range(pages.start..pages.end) {
+            match runs.last_mut() {
+                Some(run) if run.end == *page => run.end = page.next(),
+                _ => runs.push(page.single()),
+            }
+        }
+        Ok(runs)
+    }
+
+    fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
+        self.running()?.woken.extend(pages.iter());
+        Ok(())
+    }
+
+    fn poison(&self, _page: PageNo) -> Result<(), PlaceError> {
+        self.running().map(drop)
+    }
+}
+
+#[derive(Default)]
+struct StoreState {
+    kept: HashMap<Content, Box<Bytes>>,
+    last: u64,
+    loads: u64,
+    freed: Vec<Content>,
+}
+
+/// A store of pages. Content that it does not have is never asked for and never freed, or the code under
+/// test is wrong.
+#[derive(Default)]
+pub struct FakeStore(Mutex<StoreState>);
+
+impl FakeStore {
+    /// Keeps `bytes`; returns what names them.
+    ///
+    /// # Panics
+    /// If they are no page.
+    pub fn keep(&self, bytes: &[u8]) -> Content {
+        let bytes = bytes.try_into().map(Box::new);
+        let bytes = bytes.unwrap_or_else(|_| panic!("a page is 4096 bytes long"));
+        let mut state = lock(&self.0);
+        let content = loop {
+            state.last += 1;
+            match Content::at(state.last) {
+                Some(content) if state.kept.contains_key(&content) => {}
+                Some(content) => break content,
+                None => panic!("no name is left"),
+            }
+        };
+        state.kept.insert(content, bytes);
+        content
+    }
+
+    /// Keeps a page, each byte of it `byte`, under a name of the test's choice.
+    pub fn keep_as(&self, content: Content, byte: u8) {
+        lock(&self.0).kept.insert(content, Box::new([byte; 4096]));
+    }
+
+    /// How often content was loaded.
+    #[must_use]
+    pub fn loads(&self) -> u64 {
+        lock(&self.0).loads
+    }
+
+    /// What was freed, in that order.
+    #[must_use]
+    pub fn freed(&self) -> Vec<Content> {
+        lock(&self.0).freed.clone()
+    }
+}
+
+impl ContentStore for FakeStore {
+    fn load(&self, page: PageNo, content: Content, into: &mut Bytes) -> Result<(), StoreError> {
+        let mut state = lock(&self.0);
+        state.loads += 1;
+        match state.kept.get(&content) {
+            Some(bytes) => *into = **bytes,
+            None => panic!("{content:?} of {page} is not stored"),
+        }
+        Ok(())
+    }
+
+    fn free(&self, content: Content) {
+        let mut state = lock(&self.0);
+        let kept = state.kept.remove(&content);
+        assert!(kept.is_some(), "{content:?} is freed but not stored");
+        state.freed.push(content);
+    }
+}
+
+#[derive(Default)]
+struct RoomState {
+    is_full: bool,
+    waiting: usize,
+    taken: i64,
+    counted_in: u64,
+    given_back: u64,
+}
+
+/// A limit that is full or not, as the test says.
+#[derive(Default)]
+pub struct FakeRooms {
+    state: Mutex<RoomState>,
+    changed: Condvar,
+}
+
+impl FakeRooms {
+    /// From now on fills have to wait for room.
+    pub fn fill_up(&self) {
+        lock(&self.state).is_full = true;
+    }
+
+    /// From now on there is room for all.
+    pub fn make_room(&self) {
+        lock(&self.state).is_full = false;
+        self.changed.notify_all();
+    }
+
+    /// Returns when `count` fills wait for room.
+    ///
+    /// # Panics
+    /// If that takes too long.
+    pub fn wait_for_waiting(&self, count: usize) {
+        let state = lock(&self.state);
+        let too_few = |state: &mut RoomState| state.waiting < count;
+        let waited = (self.changed).wait_timeout_while(state, PATIENCE, too_few);
+        let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let waiting = state.waiting;
+        assert!(
+            !timeout.timed_out(),
+            "{waiting} fills wait for room, not {count}"
+        );
+    }
+
+    /// Pages for which room was taken and not given back.
+    #[must_use]
+    pub fn taken(&self) -> i64 {
+        lock(&self.state).taken
+    }
+
+    /// Pages that were present when they became part of the space.
+    #[must_use]
+    pub fn counted_in(&self) -> u64 {
+        lock(&self.state).counted_in
+    }
+
+    /// Pages for which room was given back.
+    #[must_use]
+    pub fn given_back(&self) -> u64 {
+        lock(&self.state).given_back
+    }
+}
+
+impl Admission for FakeRooms {
+    fn admit(&self, pages: u64) {
+        let mut state = lock(&self.state);
+        state.waiting += 1;
+        self.changed.notify_all();
+        // As a real limit, it does not let a guest wait for ever.
+        let waited = (self.changed).wait_timeout_while(state, PATIENCE, |state| state.is_full);
+        let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.waiting -= 1;
+        state.taken += signed(pages);
+    }
+
+    fn try_admit(&self, pages: u64) -> bool {
+        let mut state = lock(&self.state);
+        if !state.is_full {
+            state.taken += signed(pages);
+        }
+        !state.is_full
+    }
+
+    fn give_back(&self, pages: u64) {
+        let mut state = lock(&self.state);
+        state.taken -= signed(pages);
+        state.given_back += pages;
+    }
+
+    fn count_in(&self, pages: u64) {
+        let mut state = lock(&self.state);
+        state.taken += signed(pages);
+        state.counted_in += pages;
+    }
+}
+
+fn signed(pages: u64) -> i64 {
+    i64::try_from(pages).unwrap_or(i64::MAX)
+}
+
+#[derive(Default)]
+struct MmuState {
+    granted: BTreeSet<PageNo>,
+    wired: BTreeSet<PageNo>,
+    is_busy: bool,
+}
+
+/// A device that obeys, and whose accesses are over at once unless the test says otherwise.
+pub struct FakeMmu {
+    limits: MmuLimits,
+    state: Mutex<MmuState>,
+}
+
+impl Default for FakeMmu {
+    fn default() -> Self {
+        Self::with_limits(MmuLimits::PAGED)
+    }
+}
+
+impl FakeMmu {
+    /// One with other limits than [`MmuLimits::PAGED`].
+    #[must_use]
+    pub fn with_limits(limits: MmuLimits) -> Self {
+        Self {
+            limits,
+            state: Mutex::default(),
+        }
+    }
+
+    /// The vCPUs of a VM: they can be kept from writing, but not from reading.
+    #[must_use]
+    pub fn vcpus() -> Self {
+        Self::with_limits(MmuLimits {
+            strongest: Restrict::ReadOnly,
+            ..MmuLimits::PAGED
+        })
+    }
+
+    /// The pages granted, and not taken back since.
+    #[must_use]
+    pub fn granted(&self) -> BTreeSet<PageNo> {
+        lock(&self.state).granted.clone()
+    }
+
+    /// True if `page` is granted.
+    #[must_use]
+    pub fn has(&self, page: PageNo) -> bool {
+        lock(&self.state).granted.contains(&page)
+    }
+
+    /// The device must keep exactly these pages.
+    pub fn wire(&self, pages: impl IntoIterator<Item = PageNo>) {
+        lock(&self.state).wired = pages.into_iter().collect();
+    }
+
+    /// From now on accesses are still under way after access was taken back.
+    pub fn be_busy(&self) {
+        lock(&self.state).is_busy = true;
+    }
+
+    /// From now on no access is under way.
+    pub fn be_idle(&self) {
+        lock(&self.state).is_busy = false;
+    }
+}
+
+impl Mmu for FakeMmu {
+    fn limits(&self) -> MmuLimits {
+        self.limits
+    }
+
+    fn wired(&self, section: SectionNo) -> PageSet {
+        let mut set = PageSet::EMPTY;
+        let state = lock(&self.state);
+        let within = (state.wired.iter()).filter(|page| page.section() == section);
+        within.for_each(|page| set.insert(*page));
+        set
+    }
+
+    fn restrict(
+        &self,
+        _table: TableId,
+        section: SectionNo,
+        pages: &PageSet,
+        to: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        let mut state = lock(&self.state);
+        if to == Restrict::NoAccess {
+            for page in pages.pages(section) {
+                state.granted.remove(&page);
+            }
+        }
+        Ok(match state.is_busy {
+            true => Restricted::Busy,
+            false => Restricted::Done,
+        })
+    }
+
+    fn grant(
+        &self,
+        _table: TableId,
+        pages: PageRange,
+        _access: Access,
+        _backing: Backing,
+    ) -> Result<(), MmuError> {
+        lock(&self.state).granted.extend(pages.iter());
+        Ok(())
+    }
+}
+
+/// For a test in which nothing goes wrong: every report is a panic.
+#[derive(Clone, Copy, Debug)]
+pub struct NoIncidents;
+
+impl Incidents for NoIncidents {
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        panic!("{page}: {why}");
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        panic!("{page}: {why}");
+    }
+}
