@@ -26,15 +26,21 @@
 //! The process that uses the pool holds its `flock`. The file is created under another name and
 //! renamed when complete. All positions are indices: nothing in it is an address of this process. A
 //! newer version may use cells that are 0 here, and finds all parts by the sizes in the header.
+//!
+//! What all pools of a daemon may take together is capped ([`PoolCap`]). Their pages are kept out of
+//! swap where that is permitted: a fault that waits for a page waits for the pool.
 
+mod charge;
 mod file;
 mod identity;
 mod words;
 
+pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
 pub use file::version_at;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
+use charge::Charge;
 use file::{at, keep_as, map, open_locked, remove_quietly};
 use pagetide_addr::{PAGE_BYTES, SECTION_PAGES};
 use pagetide_sys::{
@@ -45,7 +51,7 @@ use rustix::fs::OFlags;
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -82,6 +88,8 @@ enum Cell {
     PauseUs = 13,
     /// 0 in a pool from before memory could grow: the capacity then is the page count.
     CapacityPages = 14,
+    /// The most bytes that the pool has taken.
+    PeakBytes = 15,
 }
 const FIRST_COUNTER: usize = 32;
 
@@ -167,6 +175,9 @@ pub enum PoolError {
         /// What is wrong.
         why: String,
     },
+    /// The cap of all pools does not allow it.
+    #[error(transparent)]
+    Cap(#[from] CapReached),
     /// The VM is larger than a pool can describe.
     #[error("{0} pages are more than a pool can hold ({PAGES_MAX})")]
     TooLarge(u64),
@@ -203,6 +214,7 @@ pub struct Pool {
     content_bytes: u64,
     /// Sections whose words got memory when the pool was created; 0 in a pool that was opened.
     sections_made_with: u64,
+    charge: Charge,
     /// Held while the identity is replaced or words get memory.
     changing: Mutex<()>,
 }
@@ -307,6 +319,7 @@ impl Pool {
         };
         let words_end = words_at + page_count.next_multiple_of(SECTION_PAGES) * 8;
         file.allocate(0, words_end).map_err(failed)?;
+        let allocated_bytes = file.allocated_bytes().map_err(failed)?;
         let mapping = map(path, &file, length)?;
         let pool = Self {
             path: path.to_owned(),
@@ -318,6 +331,7 @@ impl Pool {
             content_at,
             content_bytes,
             sections_made_with: page_count.div_ceil(SECTION_PAGES),
+            charge: Charge::existing(&PoolCap::new(None), allocated_bytes),
             changing: Mutex::new(()),
         };
         pool.mark_words_past_the_last_page();
@@ -391,6 +405,7 @@ impl Pool {
         if !whole {
             return Err(damaged("its sizes contradict one another".into()));
         }
+        let allocated_bytes = file.allocated_bytes().map_err(failed)?;
         let mapping = map(path, &file, length)?;
         Ok(Self {
             path: path.to_owned(),
@@ -402,8 +417,95 @@ impl Pool {
             content_at,
             content_bytes,
             sections_made_with: 0,
+            charge: Charge::existing(&PoolCap::new(None), allocated_bytes),
             changing: Mutex::new(()),
         })
+    }
+
+    /// From now on the pool, which was just created, is charged to `cap`.
+    ///
+    /// # Errors
+    /// [`PoolError::Cap`]: what it has taken already is more than the cap allows; [`PoolError::File`].
+    /// The pool is removed then.
+    pub fn within(self, cap: &Arc<PoolCap>) -> Result<Self, PoolError> {
+        let charge = (self.known_bytes()).and_then(|bytes| Ok(Charge::new(cap, bytes)?));
+        match charge {
+            Ok(charge) => Ok(self.charged(charge)),
+            Err(error) => {
+                remove_quietly(&self.path);
+                Err(error)
+            }
+        }
+    }
+
+    /// From now on the pool, which a dead daemon left, is charged to `cap`, even beyond it.
+    ///
+    /// # Errors
+    /// [`PoolError::File`].
+    pub fn found_within(self, cap: &Arc<PoolCap>) -> Result<Self, PoolError> {
+        let bytes = self.known_bytes()?;
+        Ok(self.charged(Charge::existing(cap, bytes)))
+    }
+
+    fn charged(self, charge: Charge) -> Self {
+        let peak = self.cell(Cell::PeakBytes);
+        peak.fetch_max(charge.bytes(), Ordering::Relaxed);
+        Self { charge, ..self }
+    }
+
+    fn known_bytes(&self) -> Result<u64, PoolError> {
+        let bytes = self.file.allocated_bytes();
+        bytes.map_err(|source| PoolError::File {
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    /// The cap of all pools.
+    #[must_use]
+    pub fn cap(&self) -> &Arc<PoolCap> {
+        self.charge.cap()
+    }
+
+    /// What the pool takes, by its own account: what it has allocated, or is about to.
+    #[must_use]
+    pub fn charged_bytes(&self) -> u64 {
+        self.charge.bytes()
+    }
+
+    /// The most bytes that the pool has taken since it was created.
+    #[must_use]
+    pub fn peak_bytes(&self) -> u64 {
+        self.cell(Cell::PeakBytes).load(Ordering::Relaxed)
+    }
+
+    /// Takes `bytes` that are about to be allocated from the cap.
+    pub(crate) fn take(&self, bytes: u64) -> Result<(), CapReached> {
+        let taken = self.charge.take(bytes)?;
+        self.cell(Cell::PeakBytes)
+            .fetch_max(taken, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gives back what was taken and is no longer allocated.
+    pub(crate) fn give_back(&self, bytes: u64) {
+        self.charge.give_back(bytes);
+    }
+
+    /// Gives back what is charged and not allocated: content of a dead daemon that no word names.
+    pub(crate) fn settle_charge(&self) -> Result<(), FileError> {
+        let surplus = self.charge.bytes().saturating_sub(self.allocated_bytes()?);
+        self.charge.give_back(surplus);
+        Ok(())
+    }
+
+    /// Memory that could still be allocated on the tmpfs.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn tmpfs_left_bytes(&self) -> std::io::Result<u64> {
+        let tmpfs = rustix::fs::fstatvfs(&self.file)?;
+        Ok(tmpfs.f_bavail * tmpfs.f_frsize)
     }
 
     /// The file.
@@ -580,7 +682,6 @@ mod tests {
     use super::*;
     use pagetide_addr::PageNo;
     use pagetide_gmem::WordArray;
-    use std::sync::Arc;
 
     /// Small enough for its file to be read whole.
     const SMALL: Extent = Extent {
