@@ -9,7 +9,7 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
     fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, pa_bitmap, real_size, sim, tracker,
+    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, sim, tracker,
 };
 
 /// Arguments of `bench`.
@@ -189,6 +189,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
         BenchName::Sim => sim::run(),
+        BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),
         BenchName::Tracker => tracker::run(sizes),

@@ -36,6 +36,8 @@ pub enum BenchName {
     IopfScale,
     /// Translation requests a second that the performance model gets through
     Sim,
+    /// What evicted memory costs, in memory, with the paper's mix of pages: content, fragmentation, metadata
+    Pool,
     /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they
     RealSize,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit

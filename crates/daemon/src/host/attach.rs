@@ -141,7 +141,8 @@ fn attach_process(
     claim.watch()?;
     let path = pool_path(state_dir, &request.name);
     room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
-    let pool = Arc::new(make_pool(&path, &layout, &identity)?);
+    let pool = make_pool(&path, &layout, &identity)?.within(&shared.pool_cap);
+    let pool = Arc::new(pool.map_err(not_within)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
@@ -215,6 +216,15 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
     })
 }
 
+fn not_within(error: PoolError) -> ControlError {
+    match error {
+        PoolError::Cap(reached) => ControlError::refused(format!(
+            "there is no room for the page words of this VM: {reached}"
+        )),
+        other => failed(other),
+    }
+}
+
 fn random_seed() -> Result<u32, ControlError> {
     use std::io::Read;
     let mut bytes = [0; 4];
@@ -281,7 +291,8 @@ fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
 /// # Errors
 /// An error message; the pool stays where it is.
 pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlError> {
-    let pool = Arc::new(Pool::open(path).map_err(failed)?);
+    let pool = Pool::open(path).and_then(|pool| pool.found_within(&shared.pool_cap));
+    let pool = Arc::new(pool.map_err(failed)?);
     let identity = read_identity(&pool)?;
     let vmm = match VmmProcess::reopen(identity.process()) {
         Ok(vmm) => vmm,

@@ -47,6 +47,10 @@ impl Vm {
             resident_bytes: layout.allocated_bytes().unwrap_or(0),
             limit_bytes: core.pool.limit_bytes(),
             pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
+            pool_peak_bytes: core.pool.peak_bytes(),
+            fragmented_bytes: core.store.bytes().fragmented_bytes(),
+            metadata_bytes: core.metadata_bytes(),
+            pool_full: core.store.full().is_some().into(),
             stored_pages,
             zero_pages: stored_pages.saturating_sub(lz4 + uncompressed),
             lz4_pages: lz4,
@@ -119,6 +123,7 @@ fn eviction_blockers(core: &VmCore) -> Vec<String> {
     let stopped = core.faults.incidents.stopped();
     blockers
         .chain(stopped)
+        .chain(core.store.full().map(|why| why.to_string()))
         .chain(core.gate.suspension())
         .collect()
 }
@@ -142,6 +147,7 @@ fn with_heat(report: VmReport, heat: Heat) -> VmReport {
 /// Adds the protection of the VM's memory to the report.
 fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
     let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
+    let policy_bytes = devices.iter().map(|d| d.policy_bytes).sum();
     VmReport {
         absent_iopfs: protection.faults,
         absent_iopfs_per_minute: protection.faults_a_minute,
@@ -150,7 +156,8 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
         dropped_sections: protection.dropped_sections,
         evicted_protected_pages: protection.evicted_pages,
-        policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
+        metadata_bytes: report.metadata_bytes + policy_bytes,
+        policy_bytes,
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,
         prefetched_pages: protection.prefetched_pages,
