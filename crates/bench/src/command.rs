@@ -74,6 +74,12 @@ pub enum BenchPart {
         #[arg(long)]
         cpu: usize,
     },
+    /// The guest of `bench pool`
+    PoolGuest {
+        /// Bytes of its memory
+        #[arg(long)]
+        bytes: u64,
+    },
     /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
     BusyGuest(crate::busy::guest::BusyGuestOptions),
     /// The device of `bench iopf-rtt` that is in another process
@@ -149,6 +155,9 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         }
         BenchPart::FaultGuest { pages, cpu } => {
             crate::fault::guest::run(pages, cpu).map_err(CommandError::failed)
+        }
+        BenchPart::PoolGuest { bytes } => {
+            crate::pool::guest::run(bytes).map_err(CommandError::failed)
         }
         BenchPart::BusyGuest(options) => {
             crate::busy::guest::run(&options).map_err(CommandError::failed)

@@ -289,6 +289,40 @@ fn content_that_goes_makes_room_in_a_full_pool() {
 }
 
 #[test]
+fn page_that_is_known_to_be_free_is_not_packed_and_its_stored_copy_goes_with_its_next_use() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut rig = Rig::new(folder.path(), &PoolCap::new(None));
+    let given_up = SectionNo(2).first_page().run(SECTION_PAGES);
+    // The guest gives the section up while it is present: holes that we did not punch.
+    rig.ram.discard(given_up).unwrap();
+    let section = SectionNo(2);
+    let wanted = PageSet::of_range(section, given_up);
+    let none = || Ok(PageSet::EMPTY);
+    let nothing = rig.evictor.evict(section, &wanted, u64::MAX, none, |_| ());
+    assert!(nothing.is_err(), "{nothing:?}");
+    assert!(given_up.iter().all(|page| rig.is_stored(page)));
+    assert_eq!(rig.store.bytes().stored_bytes, 0);
+    rig.touch(given_up.start);
+    assert_eq!(
+        rig.ram.lock()[given_up.start.index()].as_deref(),
+        Some(&[0; PAGE])
+    );
+    // The guest gives stored pages up: nothing shows that, and the copies stay until a touch.
+    rig.evict(1, u64::MAX);
+    let stored_bytes = rig.store.bytes().stored_bytes;
+    rig.ram
+        .discard(SectionNo(1).first_page().run(SECTION_PAGES))
+        .unwrap();
+    assert_eq!(rig.store.bytes().stored_bytes, stored_bytes);
+    SectionNo(1)
+        .first_page()
+        .run(SECTION_PAGES)
+        .iter()
+        .for_each(|page| rig.touch(page));
+    assert_eq!(rig.store.bytes().stored_bytes, 0);
+}
+
+#[test]
 fn pool_that_is_opened_again_counts_what_it_has_even_above_the_cap() {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = folder.path().join("full.pool");

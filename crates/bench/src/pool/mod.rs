@@ -2,15 +2,18 @@
 //! `pagetide bench pool`: what evicted memory costs, in memory.
 //!
 //! The mix of pages is that of the Taiji paper's fleet (5.3.3): of all evicted pages 76.79 % are zero, and
-//! the others compress to 47.63 % of their size on average. This process maps RAM with such pages, and a
-//! daemon takes it over as a VM, evicts all of it, and reports what that takes:
+//! the others compress to 47.63 % of their size on average. A stand-in for a VMM maps RAM with such pages; a
+//! daemon takes it over, evicts all of it, and reports what that takes:
 //!
 //! ```text
 //!   mixed      all of it evicted once
 //!   churned    three times a third of the pages, drawn at random, came back, was written anew with content
 //!              of another size, and was evicted again with all the rest
-//!   shrunk     then half of the pages came back, drawn at random, and the other half is still away
+//!   shrunk     then half of the pages, drawn at random, were read; readahead brought many others along
 //! ```
+//! Of these, `shrunk` is the worst case of fragmentation: what is left lies in chunks of which most slots are
+//! free. Later evictions fill those slots; until then the memory stays with the pool.
+//!
 //! | figure | meaning |
 //! |---|---|
 //! | `stored_bytes` | content with its CRCs |
@@ -23,6 +26,7 @@
 //! pages. At the end every byte is compared.
 
 mod content;
+pub(crate) mod guest;
 mod ram;
 
 use super::{
@@ -38,9 +42,9 @@ use super::{
     options::{SizeOptions, flags},
 };
 use content::{RATIO, ZERO_SHARE};
+use guest::{Guest, Order};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_daemon::control::VmReport;
-use ram::Ram;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -124,16 +128,17 @@ struct Measured {
 pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     let interrupted = Interrupted::listen().map_err(failed)?;
     let (bytes, smaller) = fitting(options.ram_bytes(RAM_BYTES)).map_err(unable)?;
-    let mut ram = Ram::new(bytes).map_err(unable)?;
     let in_memory = directory_in(Path::new("/dev/shm")).map_err(unable)?;
-    let state_dir = in_memory.path().join("daemon");
-    let zram = zram_bytes(&ram);
+    let on_disk = directory_in(&std::env::temp_dir()).map_err(unable)?;
+    let zram = zram_bytes(bytes);
     interrupted.check().map_err(failed)?;
+    let state_dir = in_memory.path().join("daemon");
+    let mut guest = Guest::start(on_disk.path(), bytes).map_err(unable)?;
     let daemon = Daemon::start_for(&state_dir, &flags(&options.settings), bytes).map_err(unable)?;
-    daemon.attach(std::process::id(), None).map_err(unable)?;
-    let measured = measure(&daemon, &mut ram, &interrupted, zram).map_err(failed)?;
+    daemon.attach(guest.pid(), None).map_err(unable)?;
+    let measured = measure(&daemon, &mut guest, &interrupted, zram).map_err(failed)?;
     progress(NAME, "comparing every byte");
-    ram.verify().map_err(failed)?;
+    guest.obey(Order::Verify).map_err(failed)?;
     daemon.detach().map_err(failed)?;
     let mut report = report(bytes, &measured);
     report.figures.insert("smaller".into(), json!(smaller));
@@ -142,7 +147,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
 
 fn measure(
     daemon: &Daemon,
-    ram: &mut Ram,
+    guest: &mut Guest,
     interrupted: &Interrupted,
     zram: Result<u64, String>,
 ) -> Result<Measured, String> {
@@ -151,12 +156,12 @@ fn measure(
     for churn in 1..=CHURNS {
         interrupted.check()?;
         progress(NAME, format_args!("churn {churn} of {CHURNS}"));
-        ram.rewrite_a_third()?;
+        guest.obey(Order::RewriteAThird)?;
         evict_all(daemon)?;
     }
     let churned = Spent::of(&daemon.vm()?);
     progress(NAME, "half of it comes back");
-    ram.read_half()?;
+    guest.obey(Order::ReadHalf)?;
     let shrunk = Spent::of(&daemon.vm()?);
     Ok(Measured {
         mixed,
@@ -186,10 +191,10 @@ fn evict_all(daemon: &Daemon) -> Result<Spent, String> {
 }
 
 /// What zram takes for the same pages.
-fn zram_bytes(ram: &Ram) -> Result<u64, String> {
+fn zram_bytes(bytes: u64) -> Result<u64, String> {
     progress(NAME, "zram");
-    let zram = ZramSwap::prepare(ram.bytes())?;
-    ram.write_to(zram.device())?;
+    let zram = ZramSwap::prepare(bytes)?;
+    ram::write_to(zram.device(), bytes)?;
     zram.memory_bytes()
 }
 

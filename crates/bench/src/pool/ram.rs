@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! RAM of this process, which a daemon takes over as if it were a VM's.
+//! RAM of the guest, with the content of the bench.
 
 use super::content::content;
 use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
@@ -36,10 +36,6 @@ impl Ram {
             ram.write(page)?;
         }
         Ok(ram)
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.versions.len() as u64 * PAGE_BYTES
     }
 
     fn pages(&self) -> impl Iterator<Item = PageNo> + use<> {
@@ -92,19 +88,17 @@ impl Ram {
             Err(format!("{page} came back with other bytes"))
         }
     }
+}
 
-    /// Writes all of it to a device.
-    pub(super) fn write_to(&self, device: &Path) -> Result<(), String> {
-        let wrong = |error: std::io::Error| format!("{}: {error}", device.display());
-        let mut device = File::options().write(true).open(device).map_err(wrong)?;
-        let pages: Vec<PageNo> = self.pages().collect();
-        for part in pages.chunks(WRITE_PAGES) {
-            let mut bytes = Vec::with_capacity(part.len() * PAGE);
-            for page in part {
-                bytes.extend(self.read(*page)?);
-            }
-            device.write_all(&bytes).map_err(wrong)?;
-        }
-        device.sync_all().map_err(wrong)
+/// Writes the content of a fresh RAM of `bytes` to a device.
+pub(super) fn write_to(device: &Path, bytes: u64) -> Result<(), String> {
+    let wrong = |error: std::io::Error| format!("{}: {error}", device.display());
+    let mut file = File::options().write(true).open(device).map_err(wrong)?;
+    let pages: Vec<u64> = (0..bytes / PAGE_BYTES).collect();
+    for part in pages.chunks(WRITE_PAGES) {
+        let content = part.iter().flat_map(|page| content(PageNo(*page), 0));
+        let bytes: Vec<u8> = content.collect();
+        file.write_all(&bytes).map_err(wrong)?;
     }
+    file.sync_all().map_err(wrong)
 }
