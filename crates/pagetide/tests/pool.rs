@@ -164,38 +164,9 @@ fn cap_is_kept_and_told_zeros_still_go_and_a_successor_keeps_what_was_set() {
         ram.copy_to(page * 4096, &content(page)).unwrap();
     }
     let mut daemon = Daemon::start(&["--pool-max", "1G"]);
-    assert_eq!(number(&daemon.pool(), "cap_bytes"), 1 << 30);
-    for (cap, why) in [("3M", "4M"), ("much", "size"), ("-1", "")] {
-        let refused = daemon.client(&["pool", "cap", cap]);
-        let told = String::from_utf8_lossy(&refused.stderr);
-        assert_eq!(refused.status.code(), Some(2), "{cap}: {told}");
-        assert!(told.contains(why), "{cap}: {told}");
-    }
-    assert_eq!(number(&daemon.pool(), "cap_bytes"), 1 << 30);
-    daemon.json(&["pool", "cap", "8M", "--json"]);
-    let own = std::process::id().to_string();
-    daemon.json(&[
-        "attach", "--pid", &own, "--name", "a", "--limit", "16M", "--json",
-    ]);
-    // All of the zeros go, and of the rest as much as there is room for.
-    daemon.until("zeros evicted from a full pool", |daemon| {
-        let vm = daemon.vm();
-        blockers(daemon).contains("reached their cap") && number(&vm, "zero_pages") >= PAGES / 2
-    });
-    let vm = daemon.vm();
-    assert_eq!(vm["state"], "serving-only", "{vm}");
-    assert_eq!(number(&vm, "pool_full"), 1, "{vm}");
-    assert!(number(&vm, "uncompressed_pages") >= 1_000, "{vm}");
-    assert!(number(&vm, "resident_bytes") > LIMIT_BYTES, "{vm}");
-    let pool = daemon.pool();
-    for name in ["used_bytes", "peak_bytes"] {
-        assert!(number(&pool, name) <= CAP_BYTES, "{pool}");
-    }
-    // The account and the kernel's count, a moment apart.
-    let apart = number(&pool, "used_bytes").abs_diff(number(&vm, "pool_bytes"));
-    assert!(apart <= MIB, "{pool} {vm}");
-    assert_eq!(number(&pool, "full_vms"), 1, "{pool}");
-    assert!(number(&vm, "metadata_bytes") >= PAGES * 8, "{vm}");
+    refuse_bad_caps(&daemon);
+    let pool = fill_up(&mut daemon);
+    assert!(number(&pool, "used_bytes") <= CAP_BYTES, "{pool}");
     verify(&ram);
 
     daemon.replace(&["--pool-max", "2G"]);
@@ -213,8 +184,8 @@ fn cap_is_kept_and_told_zeros_still_go_and_a_successor_keeps_what_was_set() {
     assert_eq!(vm["state"], "attached", "{vm}");
     assert_eq!(number(&daemon.pool(), "cap_bytes"), 2 << 30);
     // Lowered below what is there: nothing is lost, and nothing more is taken.
-    let used = number(&daemon.pool(), "used_bytes");
-    daemon.json(&["pool", "cap", "4M", "--json"]);
+    let lowered = daemon.json(&["pool", "cap", "4M", "--json"]);
+    let used = number(&lowered, "used_bytes");
     verify(&ram);
     assert!(number(&daemon.pool(), "used_bytes") <= used);
     daemon.json(&["vm", "detach", "a", "--json"]);
@@ -222,4 +193,43 @@ fn cap_is_kept_and_told_zeros_still_go_and_a_successor_keeps_what_was_set() {
         number(&daemon.pool(), "used_bytes") == 0
     });
     verify(&ram);
+}
+
+/// Nothing changes by them.
+fn refuse_bad_caps(daemon: &Daemon) {
+    assert_eq!(number(&daemon.pool(), "cap_bytes"), 1 << 30);
+    for (cap, why) in [("3M", "4M"), ("much", "size"), ("-1", "")] {
+        let refused = daemon.client(&["pool", "cap", cap]);
+        let told = String::from_utf8_lossy(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{cap}: {told}");
+        assert!(told.contains(why), "{cap}: {told}");
+    }
+    assert_eq!(number(&daemon.pool(), "cap_bytes"), 1 << 30);
+}
+
+/// Attaches this process with a limit that needs more pool than the cap allows: all of the zeros go, and
+/// of the rest as much as there is room for.
+fn fill_up(daemon: &mut Daemon) -> Value {
+    daemon.json(&["pool", "cap", "8M", "--json"]);
+    let own = std::process::id().to_string();
+    daemon.json(&[
+        "attach", "--pid", &own, "--name", "a", "--limit", "16M", "--json",
+    ]);
+    daemon.until("zeros evicted from a full pool", |daemon| {
+        let vm = daemon.vm();
+        blockers(daemon).contains("reached their cap") && number(&vm, "zero_pages") >= PAGES / 2
+    });
+    let vm = daemon.vm();
+    assert_eq!(vm["state"], "serving-only", "{vm}");
+    assert_eq!(number(&vm, "pool_full"), 1, "{vm}");
+    assert!(number(&vm, "uncompressed_pages") >= 1_000, "{vm}");
+    assert!(number(&vm, "resident_bytes") > LIMIT_BYTES, "{vm}");
+    let pool = daemon.pool();
+    // The account and the kernel's count, a moment apart.
+    let apart = number(&pool, "used_bytes").abs_diff(number(&vm, "pool_bytes"));
+    assert!(apart <= MIB, "{pool} {vm}");
+    assert_eq!(number(&pool, "full_vms"), 1, "{pool}");
+    assert!(number(&vm, "metadata_bytes") >= PAGES * 8, "{vm}");
+    assert!(number(&pool, "peak_bytes") <= CAP_BYTES, "{pool}");
+    pool
 }

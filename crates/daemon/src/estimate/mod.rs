@@ -103,7 +103,6 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
     let layout = watch.layout();
     let all = read(layout, heat.cold_pages(0), &mut random)?;
     let resident_bytes = layout.allocated_bytes().map_err(CommandError::failed)?;
-    let free_bytes = layout.len_bytes().saturating_sub(resident_bytes);
     let watched_share = ratio(heat.resident_pages() * PAGE_BYTES, resident_bytes).min(1.0);
     let mut cold = Vec::new();
     for found in heat.cold() {
@@ -124,8 +123,8 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
         tracker: watch.tracker().to_owned(),
         ram_bytes: layout.len_bytes(),
         resident_bytes,
-        free_bytes,
-        free_share: ratio(free_bytes, layout.len_bytes()),
+        free_bytes: layout.len_bytes().saturating_sub(resident_bytes),
+        free_share: (1.0 - ratio(resident_bytes, layout.len_bytes())).max(0.0),
         watched_share,
         read_pages: all.pages(),
         zero_share: all.zero_share(),

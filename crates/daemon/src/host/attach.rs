@@ -141,8 +141,7 @@ fn attach_process(
     claim.watch()?;
     let path = pool_path(state_dir, &request.name);
     room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
-    let pool = make_pool(&path, &layout, &identity)?.within(&shared.pool_cap);
-    let pool = Arc::new(pool.map_err(not_within)?);
+    let pool = Arc::new(make_pool(&path, &layout, &identity, shared)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
@@ -199,11 +198,21 @@ fn words_of(pool: &Arc<Pool>, shared: &Shared) -> PoolWords {
     PoolWords::of(Arc::clone(pool)).within(Arc::clone(&shared.room))
 }
 
-fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
+fn make_pool(
+    path: &Path,
+    layout: &RamLayout,
+    identity: &Identity,
+    shared: &Shared,
+) -> Result<Pool, ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
     // Room for the words of the present RAM; they are set as each file is allocated.
     let page_count = layout.page_count().next_multiple_of(SECTION_PAGES);
-    Pool::create(path, page_count, random_seed()?, &json).map_err(|error| match error {
+    let pool = Pool::create(path, page_count, random_seed()?, &json);
+    let pool = pool.and_then(|pool| pool.within(&shared.pool_cap));
+    pool.map_err(|error| match error {
+        PoolError::Cap(reached) => ControlError::refused(format!(
+            "there is no room for the page words of this VM: {reached}"
+        )),
         PoolError::File {
             source: FileError::NoSpace { len_bytes, .. },
             ..
@@ -214,15 +223,6 @@ fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Poo
         )),
         other => failed(other),
     })
-}
-
-fn not_within(error: PoolError) -> ControlError {
-    match error {
-        PoolError::Cap(reached) => ControlError::refused(format!(
-            "there is no room for the page words of this VM: {reached}"
-        )),
-        other => failed(other),
-    }
 }
 
 fn random_seed() -> Result<u32, ControlError> {

@@ -47,10 +47,6 @@ impl Vm {
             resident_bytes: layout.allocated_bytes().unwrap_or(0),
             limit_bytes: core.pool.limit_bytes(),
             pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
-            pool_peak_bytes: core.pool.peak_bytes(),
-            fragmented_bytes: core.store.bytes().fragmented_bytes(),
-            metadata_bytes: core.metadata_bytes(),
-            pool_full: core.store.full().is_some().into(),
             stored_pages,
             zero_pages: stored_pages.saturating_sub(lz4 + uncompressed),
             lz4_pages: lz4,
@@ -92,7 +88,8 @@ impl Vm {
             regions,
             ..VmReport::default()
         };
-        with_protection(with_heat(report, heat), core.protection.report())
+        let report = with_pool(with_heat(report, heat), core);
+        with_protection(report, core.protection.report())
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -126,6 +123,17 @@ fn eviction_blockers(core: &VmCore) -> Vec<String> {
         .chain(core.store.full().map(|why| why.to_string()))
         .chain(core.gate.suspension())
         .collect()
+}
+
+/// Adds what the VM's pool takes to the report.
+fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
+    VmReport {
+        pool_peak_bytes: core.pool.peak_bytes(),
+        fragmented_bytes: core.store.bytes().fragmented_bytes(),
+        metadata_bytes: core.metadata_bytes(),
+        pool_full: core.store.full().is_some().into(),
+        ..report
+    }
 }
 
 /// Adds the heat of the VM's memory to the report.
