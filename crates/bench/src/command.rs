@@ -9,7 +9,7 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
     fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, pa_bitmap, real_size, sim, tracker,
+    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, sim, tracker,
 };
 
 /// Arguments of `bench`.
@@ -73,6 +73,12 @@ pub enum BenchPart {
         /// CPU of its vCPU
         #[arg(long)]
         cpu: usize,
+    },
+    /// The guest of `bench pool`
+    PoolGuest {
+        /// Bytes of its memory
+        #[arg(long)]
+        bytes: u64,
     },
     /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
     BusyGuest(crate::busy::guest::BusyGuestOptions),
@@ -150,6 +156,9 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::FaultGuest { pages, cpu } => {
             crate::fault::guest::run(pages, cpu).map_err(CommandError::failed)
         }
+        BenchPart::PoolGuest { bytes } => {
+            crate::pool::guest::run(bytes).map_err(CommandError::failed)
+        }
         BenchPart::BusyGuest(options) => {
             crate::busy::guest::run(&options).map_err(CommandError::failed)
         }
@@ -189,6 +198,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
         BenchName::Sim => sim::run(),
+        BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),
         BenchName::Tracker => tracker::run(sizes),

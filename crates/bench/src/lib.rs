@@ -29,6 +29,7 @@ pub mod name;
 mod options;
 mod orders;
 pub mod pa_bitmap;
+pub mod pool;
 pub mod real_size;
 pub mod sim;
 pub mod tracker;

@@ -36,6 +36,8 @@ pub enum BenchName {
     IopfScale,
     /// Translation requests per second of the performance model
     Sim,
+    /// What evicted memory costs, in memory, with the paper's mix of pages: content, fragmentation, metadata
+    Pool,
     /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and which costs grow faster than RAM
     RealSize,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit

@@ -12,10 +12,10 @@ const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
 
-/// Of real-size, guest-cost and tracker, the rounds also of fault and fault-parallel; others take none.
+/// Of real-size, guest-cost, tracker and pool, the rounds also of fault and fault-parallel; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (guest-cost: 30), rounds (real-size: 3, fault: 6, fault-parallel: 8)
@@ -69,12 +69,17 @@ impl SizeOptions {
     /// The sentence.
     pub fn check(&self, name: BenchName) -> Result<(), String> {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
-        let sized = tracker || cost || name == BenchName::RealSize;
+        let pool = name == BenchName::Pool;
+        let sized = tracker || cost || pool || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
             ("--setting", !self.settings.is_empty(), sized),
-            ("--pairs", self.pairs.is_some(), faults || sized && !tracker),
+            (
+                "--pairs",
+                self.pairs.is_some(),
+                faults || sized && !tracker && !pool,
+            ),
             ("--seconds", self.seconds.is_some(), tracker || cost),
             ("--only", self.only.is_some(), tracker || cost),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
@@ -128,6 +133,7 @@ mod tests {
         assert_eq!(error, "bench tracker has no --pairs");
         assert_eq!(options.check(BenchName::Fault), Ok(()));
         options.check(BenchName::Blk).unwrap_err();
+        options.check(BenchName::Pool).unwrap_err();
         let none = SizeOptions::default();
         assert_eq!(none.check(BenchName::Fault), Ok(()));
     }

@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
+use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
 use crate::settings::{GivenDpuSettings, GivenSettings};
@@ -38,6 +39,9 @@ pub enum Command {
     Vm(VmCommand),
     /// Run the software DPU in a process of its own, or show and control its devices
     Dpu(DpuArgs),
+    /// What evicted pages take of the host's memory, and its cap
+    #[command(subcommand)]
+    Pool(PoolCommand),
     /// I/O page faults of devices
     #[command(subcommand)]
     Iopf(IopfCommand),
@@ -200,6 +204,46 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Commands about the pools of all VMs.
+#[derive(Subcommand, Debug)]
+pub enum PoolCommand {
+    /// Show what the pools of all VMs take
+    Show {
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+    /// Set or lift the cap of all pools, from now on and over restarts
+    Cap {
+        /// Size such as 8G; 'none'; or 'default' for the setting pool-max
+        #[arg(value_name = "SIZE|none|default")]
+        cap: GivenCap,
+        /// Of every client.
+        #[command(flatten)]
+        client: ClientArgs,
+    },
+}
+
+/// A cap of the pools as it is written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GivenCap {
+    /// That of the setting.
+    Default,
+    /// This, or none.
+    Cap(PoolMax),
+}
+
+impl std::str::FromStr for GivenCap {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "default" => Ok(Self::Default),
+            _ => text.parse().map(Self::Cap),
+        }
+    }
 }
 
 /// A limit as it is written.
@@ -481,6 +525,9 @@ mod tests {
             vec!["pagetide", "attach", "--pid", "x"],
             vec!["pagetide", "attach", "--pid", "1", "--limit", "50%"],
             vec!["pagetide", "vm", "limit", "a", "much"],
+            vec!["pagetide", "pool", "cap"],
+            vec!["pagetide", "pool", "cap", "3M"],
+            vec!["pagetide", "run", "--pool-max", "1K"],
             vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
             vec!["pagetide", "run", "--engines", "0"],
             vec!["pagetide", "iopf", "inject", "--device", "d", "--rate", "1"],

@@ -9,12 +9,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::api::{
-    self, AttachBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody, VmList,
-    WeightBody,
+    self, AttachBody, CapBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody,
+    VmList, WeightBody,
 };
 use crate::cli::{
-    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs, IopfCommand, Limit,
-    LogCommand, LogStartArgs, VmCommand,
+    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, InjectArgs, IopfCommand,
+    Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
@@ -23,6 +23,7 @@ use crate::injection::{InjectionReport, InjectionRequest};
 use crate::lab;
 use crate::letting_go;
 use crate::name::check_name;
+use crate::pool::{PoolMax, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
 use crate::slo::SloList;
@@ -39,6 +40,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
             Some(command) => dpu(command),
             None => run::run_dpu(args.run),
         },
+        Command::Pool(command) => pool(command),
         Command::Iopf(command) => iopf(command),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => lab::exec("bench", &args),
@@ -169,6 +171,25 @@ fn call_vm<'a>(
         method,
         path: vm_path(name),
     })
+}
+
+fn pool(command: PoolCommand) -> Result<(), CommandError> {
+    let call = |client, method| Call {
+        client,
+        method,
+        path: "/v1/pool".into(),
+    };
+    match command {
+        PoolCommand::Show { client } => call(&client, Method::GET).ask::<PoolReport>(),
+        PoolCommand::Cap {
+            cap: GivenCap::Default,
+            client,
+        } => call(&client, Method::DELETE).ask::<PoolReport>(),
+        PoolCommand::Cap {
+            cap: GivenCap::Cap(PoolMax(cap_bytes)),
+            client,
+        } => call(&client, Method::PUT).make::<_, PoolReport>(Some(&CapBody { cap_bytes })),
+    }
 }
 
 fn dpu(command: DpuCommand) -> Result<(), CommandError> {

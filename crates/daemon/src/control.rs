@@ -26,6 +26,7 @@ use utoipa::ToSchema;
 use crate::dpu::disk::SocketMode;
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
+use crate::pool::PoolReport;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::slo::SloList;
@@ -51,6 +52,14 @@ pub trait Control: Send + Sync {
     fn set_protector(&self, name: &str, choice: ProtectorChoice) -> Result<VmReport, ControlError>;
     /// Evicts up to `bytes` now, coldest first; `None` means all that can go.
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError>;
+    /// What the pools of all VMs take; `None` from a process that has none.
+    fn pool(&self) -> Option<PoolReport> {
+        None
+    }
+    /// Changes the cap of the pools, for successors too.
+    fn set_pool_cap(&self, _cap: NewCap) -> Result<PoolReport, ControlError> {
+        Err(ControlError::not_found(NO_POOLS.to_owned()))
+    }
     /// Brings every page back, then lets go of the VM.
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError>;
     /// Stops a detach that is under way: it ends as refused, and the VM is served and evicted from as
@@ -80,6 +89,20 @@ pub trait Control: Send + Sync {
     fn stop_recording(&self) -> Result<RecordingReport, ControlError>;
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
+}
+
+/// Said of a DPU process.
+pub const NO_POOLS: &str = "this process has no VMs, and so no pools: ask the daemon";
+
+/// A change of the cap of the pools.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NewCap {
+    /// No cap.
+    None,
+    /// This much.
+    Bytes(u64),
+    /// That of the setting.
+    Default,
 }
 
 /// Take over a VM.
@@ -218,7 +241,7 @@ pub enum VmState {
     /// Its faults are served and its cold pages evicted.
     #[default]
     Attached,
-    /// Its faults are served, but nothing is evicted; `eviction_blockers` says why.
+    /// Its faults are served, but nothing is evicted, or only pages of zeros; `eviction_blockers` says why.
     ServingOnly,
     /// Its pages are being swapped in before it is released.
     Detaching,
@@ -300,6 +323,14 @@ report! {
         limit_bytes: Option<u64> => gauge,
         /// Bytes of the metadata pool that are in use, stored pages included.
         pool_bytes: u64 => gauge,
+        /// The most bytes of the metadata pool that were in use since the attach.
+        pool_peak_bytes: u64 => gauge,
+        /// Memory of the pool that is taken for content and holds none: rest of slots, free slots, empty chunks.
+        fragmented_bytes: u64 => gauge,
+        /// Memory that the record of the VM's pages takes: page words, sections, slots, page attributes of devices, heat, policies.
+        metadata_bytes: u64 => gauge,
+        /// 1 while there is no room for content and only pages of zeros are evicted, else 0.
+        pool_full: u64 => gauge,
         /// Pages whose only content is a stored copy or known to be zero.
         stored_pages: u64 => gauge,
         /// Stored pages that are all zero and take no store.

@@ -26,6 +26,7 @@ mod letting_go;
 pub mod metrics;
 pub mod name;
 pub mod percent;
+pub mod pool;
 pub mod protection;
 pub mod run;
 pub mod settings;

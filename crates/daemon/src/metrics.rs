@@ -14,6 +14,7 @@ use prometheus_client::registry::Registry;
 
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
+use crate::pool::PoolReport;
 use crate::slo::{SloList, SloWindowReport};
 
 /// Content type of the page.
@@ -29,12 +30,14 @@ const EVICTING: (&str, &str) = (
 pub fn page(
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
+    pools: Vec<PoolReport>,
     accounts: SloList,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Reports {
         vms,
         devices,
+        pools,
         accounts,
     }));
     let mut page = String::new();
@@ -46,6 +49,7 @@ pub fn page(
 struct Reports {
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
+    pools: Vec<PoolReport>,
     accounts: SloList,
 }
 
@@ -53,6 +57,7 @@ impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
+        encode_all(&mut encoder, &self.pools)?;
         encode_accounts(&mut encoder, &self.accounts)?;
         if self.vms.is_empty() {
             return Ok(());
@@ -178,13 +183,15 @@ pub fn documentation() -> String {
          Made from `crates/daemon/src/control.rs`; do not edit.\n\n\
          `GET /metrics` on the API socket answers with OpenMetrics text. Names carry their unit;\n\
          counters end in `_total`. The same figures stand in `pagetide vm show --json`,\n\
-         `pagetide dpu list --json` and `pagetide dpu slo --json`, there latencies as percentiles.\n\n\
+         `pagetide dpu list --json`, `pagetide pool show --json` and `pagetide dpu slo --json`, there\n\
+         latencies as percentiles.\n\n\
          | metric | kind | labels | meaning |\n|---|---|---|---|\n",
     );
     document::<VmReport>(&mut page);
     let (name, help) = EVICTING;
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
     document::<DeviceReport>(&mut page);
+    document::<PoolReport>(&mut page);
     document_accounts(&mut page);
     page += "\nBuckets of latencies, in microseconds: ";
     page += &BUCKET_BOUNDS_US.map(|bound| bound.to_string()).join(", ");
@@ -240,7 +247,7 @@ mod tests {
 
     #[test]
     fn page_tells_each_kind_of_figure_in_its_form() {
-        let page = page(vec![vm("a"), vm("b")], vec![], SloList::default()).unwrap();
+        let page = page(vec![vm("a"), vm("b")], vec![], vec![], SloList::default()).unwrap();
         for line in [
             "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
             "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
@@ -274,7 +281,7 @@ mod tests {
             ..SloReport::default()
         };
         let devices = vec![account];
-        let page = page(vec![], vec![], SloList { devices }).unwrap();
+        let page = page(vec![], vec![], vec![], SloList { devices }).unwrap();
         for line in [
             "pagetide_slo_p999_us{device=\"/d\",window=\"hour\"} 88.5",
             "pagetide_slo_least_iops{device=\"/d\",window=\"minute\"} 40",
@@ -286,13 +293,13 @@ mod tests {
 
     #[test]
     fn page_without_vms_holds_nothing() {
-        let page = page(vec![], vec![], SloList::default()).unwrap();
+        let page = page(vec![], vec![], vec![], SloList::default()).unwrap();
         assert_eq!(page, "# EOF\n");
     }
 
     #[test]
     fn label_that_needs_quoting_is_quoted() {
-        let page = page(vec![vm("a\"b\n")], vec![], SloList::default()).unwrap();
+        let page = page(vec![vm("a\"b\n")], vec![], vec![], SloList::default()).unwrap();
         assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
     }
 }

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::cpus::CpuList;
 use crate::percent::Percent;
+use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 
 /// Documentation of one setting.
@@ -252,6 +253,8 @@ settings! {
     neighbours: u32 = "16",
     /// Threads that evict from one VM at a time, at most 16; 0 for a quarter of the CPUs, four at most
     evict_threads: u32 = "0",
+    /// Most memory that the pools of all VMs may take together, such as 8G, or none; what `pagetide pool cap` has set holds instead
+    pool_max: PoolMax = "none",
     /// How hot memory is found: unmap (pages are unmapped; those that are touched are mapped again), idle (the kernel's idle page tracking, which it must have), whole (all pages are unmapped at each scan, which slows a busy guest down; for comparison), or auto for the cheapest that the kernel has
     tracker: TrackerChoice = "auto",
     /// Most that finding its hot memory may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's

@@ -3,6 +3,7 @@
 
 use crate::api::{DeviceList, DeviceSocket, VmList};
 use crate::control::{DetachEnd, DetachReport, DeviceReport, ReclaimReport, VmReport};
+use crate::pool::PoolReport;
 use pagetide_report::size::readable;
 use pagetide_report::text::{Text, fields, table, word};
 
@@ -71,6 +72,12 @@ impl Text for DeviceList {
 }
 
 impl Text for VmReport {
+    fn text(&self) -> String {
+        fields(self)
+    }
+}
+
+impl Text for PoolReport {
     fn text(&self) -> String {
         fields(self)
     }

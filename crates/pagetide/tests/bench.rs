@@ -165,3 +165,24 @@ fn options_that_mean_nothing_are_wrong_use() {
         assert!(output.stdout.is_empty() && !output.stderr.is_empty());
     }
 }
+
+#[test]
+fn pool_tells_what_each_moment_takes_and_finds_every_byte_right() {
+    // The kernel's readahead is off for the peer meanwhile.
+    let Some(report) = report_with_swap(&["pool", "--ram", "32M", "--json"]) else {
+        return;
+    };
+    for moment in ["mixed", "churned", "shrunk"] {
+        let of = |name: &str| number(&report, &format!("/figures/{moment}/{name}"));
+        assert!(of("stored_bytes") > 0.0 && of("fragmented_bytes") > 0.0);
+        assert!(of("metadata_bytes") >= 65_536.0, "{report}");
+        assert!(of("freed_over_spent") > 0.0, "{report}");
+    }
+    assert!((number(&report, "/figures/mixed/evicted_bytes") - f64::from(32 << 20)).abs() < 1.0);
+    assert!((0.7..0.85).contains(&number(&report, "/figures/mixed/zero_share")));
+    assert!((0.4..0.55).contains(&number(&report, "/figures/mixed/compression_ratio")));
+    assert!(
+        number(&report, "/figures/metadata_share") > 0.002,
+        "{report}"
+    );
+}

@@ -108,6 +108,13 @@ impl Candidates {
         }
     }
 
+    /// Memory they take, in bytes, about.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let entry = size_of::<(SectionNo, Stand)>() + 1;
+        (self.stands.capacity() * entry) as u64
+    }
+
     /// Number of sections kept unmapped.
     #[must_use]
     pub fn unmapped_sections(&self) -> u64 {

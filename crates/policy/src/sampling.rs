@@ -247,6 +247,14 @@ impl Sampler {
         self.chosen.remove(&look.section);
     }
 
+    /// Memory it takes, in bytes, about.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        let entry = size_of::<(SectionNo, Sample)>() + 1;
+        let sections = self.left.capacity() + self.touched.capacity();
+        (self.chosen.capacity() * entry + sections * size_of::<SectionNo>()) as u64
+    }
+
     /// Forgets sections that no longer exist.
     pub fn keep(&mut self, there: impl Fn(SectionNo) -> bool) {
         self.chosen.retain(|section, _| there(*section));

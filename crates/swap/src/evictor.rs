@@ -13,10 +13,13 @@
 //! protection no new one for writing is taken. So each page is checked once more between the
 //! protection and the punch: it is evicted only if it is still unmapped. Batches are small because
 //! a fault in the section waits for a commit, and because content packed in vain is wasted work.
+//!
+//! Content that a full store refuses stays where it is, and so do the pages after it that would need
+//! room; pages of zeros go all the same.
 
 use crate::{
     store::{PoolStore, PutError},
-    tier::{PAGE, Packer},
+    tier::{PAGE, Packer, is_zero},
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
@@ -35,6 +38,8 @@ pub struct EvictReport {
     pub zero_pages: u64,
     /// Candidates that were needed meanwhile, and stayed.
     pub cancelled_pages: u64,
+    /// Candidates that stayed because the store is full.
+    pub refused_pages: u64,
 }
 
 /// Why evicting ended early. Pages evicted before that stay evicted.
@@ -43,7 +48,7 @@ pub enum EvictorError {
     /// The section cannot be evicted from now.
     #[error(transparent)]
     Round(#[from] EvictionError),
-    /// Content cannot be stored.
+    /// Content cannot be stored, for another reason than that the store is full.
     #[error(transparent)]
     Store(#[from] PutError),
     /// The VM's memory failed.
@@ -93,7 +98,8 @@ impl Evictor {
         &self.store
     }
 
-    /// Evicts up to `pages_max` of the `wanted` pages of `section`. Once the pages are protected,
+    /// Evicts up to `pages_max` of the `wanted` pages of `section`; while the store is full, all of them
+    /// that are zero. Once the pages are protected,
     /// `touched` returns those that must stay; `progress` is called after each batch with the number
     /// of pages it evicted.
     ///
@@ -109,7 +115,10 @@ impl Evictor {
     ) -> Result<EvictReport, EvictorError> {
         let space = Arc::clone(&self.space);
         let mut wanted = *wanted;
-        trim_to(&mut wanted, section, pages_max);
+        // Of a full store's pages only those of zeros go, and which they are is not known yet.
+        if self.store.takes_content() {
+            trim_to(&mut wanted, section, pages_max);
+        }
         let mut round = space.begin_eviction(section, &wanted)?;
         let mut report = EvictReport::default();
         round.spare(&touched().map_err(EvictorError::Tracker)?);
@@ -124,7 +133,7 @@ impl Evictor {
                 first = end;
             }
         }
-        report.cancelled_pages = begun.len() - report.evicted_pages;
+        report.cancelled_pages = begun.len() - report.evicted_pages - report.refused_pages;
         Ok(report)
     }
 
@@ -143,9 +152,14 @@ impl Evictor {
         let bytes = &mut self.pages[..to_usize(pages.bytes())];
         round.read(pages, bytes)?;
         let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(to_usize(pages.len()));
-        let mut full = None;
+        let mut failed = None;
+        let takes_content = self.store.takes_content();
         for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
             if !candidates.contains(page) {
+                continue;
+            }
+            if !takes_content && !is_zero(content) {
+                report.refused_pages += 1;
                 continue;
             }
             let stored = match self.packer.pack(self.store.seed(), page, content) {
@@ -154,8 +168,9 @@ impl Evictor {
             };
             match stored {
                 Ok(content) => batch.push((page, content)),
+                Err(error) if error.is_full() => report.refused_pages += 1,
                 Err(error) => {
-                    full = Some(error);
+                    failed = Some(error);
                     break;
                 }
             }
@@ -169,7 +184,7 @@ impl Evictor {
             .iter()
             .filter(|(page, content)| content.is_zero() && committed.evicted.contains(*page));
         report.zero_pages += zeros.count() as u64;
-        match (committed.problem, full) {
+        match (committed.problem, failed) {
             (Some(problem), _) => Err(problem.into()),
             (None, Some(error)) => Err(error.into()),
             (None, None) => Ok(()),

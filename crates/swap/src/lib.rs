@@ -49,7 +49,7 @@ pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};
 pub use heat::{HeatCost, HeatReport};
 pub use limit::Limit;
-pub use pool::{Counter, Pool, PoolError, PoolWords};
+pub use pool::{Counter, Pool, PoolCap, PoolError, PoolWords};
 pub use reclaim::Reclaimer;
 pub use reserve::Reserve;
 pub use room::Room;

@@ -18,6 +18,9 @@
 //! none is, it waits for the reclaimer, but not for ever: after [`ADMISSION_WAIT`] it goes ahead
 //! over the limit and is counted. A stalled guest is of no use, and the next reclaim brings it back
 //! under the limit.
+//!
+//! While the store is full, the limit is *advisory* ([`Force`]): reclaim still tries to keep it, with
+//! pages of zeros, but fills neither make room nor wait for any, since there may be none.
 
 use crate::reserve::Reserve;
 use pagetide_gmem::Admission;
@@ -25,7 +28,7 @@ use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
 use std::{
     sync::{
         Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicI64, AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -46,8 +49,18 @@ pub trait MakeRoom: Send + Sync {
     fn make_room(&self, pages: u64) -> u64;
 }
 
+/// What the limit means for fills.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Force {
+    /// A fill that would exceed it makes room, or waits for some.
+    Enforced,
+    /// Fills exceed it, and are counted.
+    Advisory,
+}
+
 /// See the module.
 pub struct Limit {
+    is_advisory: AtomicBool,
     pages: AtomicI64,
     headroom: AtomicI64,
     over_limit_fills: AtomicU64,
@@ -81,6 +94,7 @@ impl Limit {
     #[must_use]
     pub fn new() -> Self {
         Self {
+            is_advisory: AtomicBool::new(false),
             pages: AtomicI64::new(UNLIMITED),
             headroom: AtomicI64::new(UNLIMITED),
             over_limit_fills: AtomicU64::new(0),
@@ -102,6 +116,20 @@ impl Limit {
     /// has an effect.
     pub fn make_room_by(&self, direct: Weak<dyn MakeRoom>) {
         self.direct.get_or_init(|| direct);
+    }
+
+    /// From now on the limit means this for fills; those that wait are let go by [`Force::Advisory`].
+    pub fn set_force(&self, force: Force) {
+        let is_advisory = force == Force::Advisory;
+        if self.is_advisory.swap(is_advisory, Relaxed) != is_advisory {
+            // Under the lock, so that no thread is between its check and its wait.
+            let _state = self.lock();
+            self.freed.notify_all();
+        }
+    }
+
+    fn is_advisory(&self) -> bool {
+        self.is_advisory.load(Relaxed)
     }
 
     /// Sets the limit, in pages, given how many are present now; `None` lifts it.
@@ -245,10 +273,22 @@ impl Limit {
         }
     }
 
+    /// A fill goes ahead whatever the headroom. The reclaimer is not called: it searches at its own
+    /// pace.
+    fn exceed(&self, pages: i64) {
+        let before = self.headroom.fetch_sub(pages, Relaxed);
+        if before < pages {
+            self.over_limit_fills
+                .fetch_add(pages.cast_unsigned(), Relaxed);
+        }
+    }
+
     fn wait_for_headroom(&self, pages: i64) {
         self.want_reclaim();
         let state = self.lock();
-        let short = |state: &mut State| !state.stopped && self.headroom.load(Relaxed) < pages;
+        let short = |state: &mut State| {
+            !state.stopped && !self.is_advisory() && self.headroom.load(Relaxed) < pages
+        };
         let waited = self.freed.wait_timeout_while(state, ADMISSION_WAIT, short);
         let (_state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
         if timeout.timed_out() {
@@ -278,6 +318,10 @@ impl Default for Limit {
 impl Admission for Limit {
     fn admit(&self, pages: u64) {
         let pages = i64::try_from(pages).unwrap_or(0);
+        if self.is_advisory() {
+            self.exceed(pages);
+            return;
+        }
         if self.headroom.load(Relaxed) < pages {
             // More will be needed soon.
             self.want_reclaim();
@@ -294,6 +338,10 @@ impl Admission for Limit {
 
     fn try_admit(&self, pages: u64) -> bool {
         let wanted = i64::try_from(pages).unwrap_or(UNLIMITED);
+        if self.is_advisory() {
+            self.exceed(wanted);
+            return true;
+        }
         let there = self.headroom.load(Relaxed) >= wanted;
         if there {
             self.headroom.fetch_sub(wanted, Relaxed);
@@ -446,6 +494,35 @@ mod tests {
         limit.stop();
         limit.admit(1);
         assert_eq!(stock.pages.load(Relaxed), 9);
+    }
+
+    #[test]
+    fn advisory_limit_is_exceeded_at_once_and_counted_and_the_reclaimer_still_sees_it() {
+        let limit = Limit::new();
+        limit.put_right(Some(5_000), 4_999);
+        limit.set_force(Force::Advisory);
+        assert!(limit.try_admit(1));
+        assert_eq!(limit.over_limit_fills(), 0);
+        limit.admit(3);
+        assert!(limit.try_admit(4));
+        assert_eq!(limit.over_limit_fills(), 7);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        assert_eq!(limit.headroom().pages_to_high(), 157);
+        limit.set_force(Force::Enforced);
+        assert!(!limit.try_admit(1));
+    }
+
+    #[test]
+    fn fill_that_waits_goes_ahead_when_the_limit_becomes_advisory() {
+        let limit = Arc::new(Limit::new());
+        limit.set(Some(5_000), 5_000);
+        let filler = {
+            let limit = limit.clone();
+            std::thread::spawn(move || limit.admit(1))
+        };
+        while limit.wait_for_work(Duration::from_secs(10)) != Wake::Wanted {}
+        limit.set_force(Force::Advisory);
+        filler.join().unwrap();
     }
 
     #[test]

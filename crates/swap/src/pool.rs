@@ -26,15 +26,22 @@
 //! The process that uses the pool holds its `flock`. The file is created under another name and
 //! renamed when complete. All positions are indices: nothing in it is an address of this process. A
 //! newer version may use cells that are 0 here, and finds all parts by the sizes in the header.
+//!
+//! What all pools of a daemon may take together is capped ([`PoolCap`]). Their pages are kept out of
+//! swap where that is permitted: a fault that waits for a page waits for the pool.
 
+mod charge;
 mod file;
 mod identity;
+mod within;
 mod words;
 
+pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
 pub use file::version_at;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
+use charge::Charge;
 use file::{at, keep_as, map, open_locked, remove_quietly};
 use pagetide_addr::{PAGE_BYTES, SECTION_PAGES};
 use pagetide_sys::{
@@ -82,6 +89,8 @@ enum Cell {
     PauseUs = 13,
     /// 0 in a pool from before memory could grow: the capacity then is the page count.
     CapacityPages = 14,
+    /// The most bytes that the pool has taken.
+    PeakBytes = 15,
 }
 const FIRST_COUNTER: usize = 32;
 
@@ -167,6 +176,9 @@ pub enum PoolError {
         /// What is wrong.
         why: String,
     },
+    /// The cap of all pools does not allow it.
+    #[error(transparent)]
+    Cap(#[from] CapReached),
     /// The VM is larger than a pool can describe.
     #[error("{0} pages are more than a pool can hold ({PAGES_MAX})")]
     TooLarge(u64),
@@ -203,6 +215,7 @@ pub struct Pool {
     content_bytes: u64,
     /// Sections whose words got memory when the pool was created; 0 in a pool that was opened.
     sections_made_with: u64,
+    charge: Charge,
     /// Held while the identity is replaced or words get memory.
     changing: Mutex<()>,
 }
@@ -307,6 +320,7 @@ impl Pool {
         };
         let words_end = words_at + page_count.next_multiple_of(SECTION_PAGES) * 8;
         file.allocate(0, words_end).map_err(failed)?;
+        let allocated_bytes = file.allocated_bytes().map_err(failed)?;
         let mapping = map(path, &file, length)?;
         let pool = Self {
             path: path.to_owned(),
@@ -318,6 +332,7 @@ impl Pool {
             content_at,
             content_bytes,
             sections_made_with: page_count.div_ceil(SECTION_PAGES),
+            charge: Charge::existing(&PoolCap::new(None), allocated_bytes),
             changing: Mutex::new(()),
         };
         pool.mark_words_past_the_last_page();
@@ -391,6 +406,7 @@ impl Pool {
         if !whole {
             return Err(damaged("its sizes contradict one another".into()));
         }
+        let allocated_bytes = file.allocated_bytes().map_err(failed)?;
         let mapping = map(path, &file, length)?;
         Ok(Self {
             path: path.to_owned(),
@@ -402,6 +418,7 @@ impl Pool {
             content_at,
             content_bytes,
             sections_made_with: 0,
+            charge: Charge::existing(&PoolCap::new(None), allocated_bytes),
             changing: Mutex::new(()),
         })
     }

@@ -130,6 +130,12 @@ impl Reclaimer {
         self.heat.report()
     }
 
+    /// Memory of this process that records which sections are hot, in bytes, about.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> u64 {
+        self.heat.sampler.bytes() + self.selection.bytes()
+    }
+
     /// Number of sections unmapped for eviction.
     #[must_use]
     pub fn reserve_sections(&self) -> u64 {

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`PoolStore`]: stored content in a VM's pool.
+//!
+//! # Full
+//! A chunk needs memory from three sides: the cap of all pools, the daemon's memory cgroup, the tmpfs.
+//! Where one of them refuses, the store is *full*: it says so ([`PoolStore::full`]) until there is room
+//! for [`RESUME_BYTES`], and meanwhile takes content only for slots that are free in chunks it has, and
+//! only while those are many. Pages of zeros need no room: they are evicted all the same.
 
 use crate::{
-    pool::Pool,
+    pool::{CapReached, Pool},
     room::{Room, Shortage},
     slots::{Allocated, CHUNK_BYTES, SlotError, Slots},
     tier::{Located, STORED_BYTES_MAX, Seed, Tier, unpack},
@@ -14,19 +20,28 @@ use std::{
     cell::RefCell,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
 };
 
+/// A full store takes content again when there is room for this much.
+pub const RESUME_BYTES: u64 = 1 << 20;
+/// Content is packed for a full store only while more than this part of its chunks is free: to pack what
+/// then finds no slot of its size costs as much as to store it.
+const FREE_PART: u64 = 16;
 /// Empty chunks kept for the next content.
 const SPARE_CHUNKS: usize = 4;
 
 /// Why content cannot be stored.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PutError {
+    /// The cap of all pools is reached.
+    #[error("the pool is full: {0}; only pages of zeros are evicted until then")]
+    Cap(#[from] CapReached),
     /// The tmpfs has no room left, or the pool has reached its size.
     #[error(
-        "the pool is full ({used_bytes} bytes of content): make its tmpfs larger or raise the VM's limit; eviction stops until then"
+        "the pool is full ({used_bytes} bytes of content): make its tmpfs larger or raise the VM's limit; only pages of \
+         zeros are evicted until then"
     )]
     Full {
         /// Bytes of content stored.
@@ -38,6 +53,37 @@ pub enum PutError {
     /// The pool's file failed.
     #[error("the pool cannot be written: {0}")]
     File(String),
+}
+
+impl PutError {
+    /// True if there is no room, so that pages of zeros can still be evicted.
+    #[must_use]
+    pub const fn is_full(&self) -> bool {
+        match self {
+            Self::Cap(_) | Self::Full { .. } | Self::Group(_) => true,
+            Self::File(_) => false,
+        }
+    }
+}
+
+/// What content takes.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct StoreBytes {
+    /// Content with its CRCs.
+    pub stored_bytes: u64,
+    /// Memory of the chunks that it lies in, empty ones included.
+    pub chunk_bytes: u64,
+    /// Memory of this process that records the slots.
+    pub slots_bytes: u64,
+}
+
+impl StoreBytes {
+    /// Memory of chunks that holds no content: free slots, what content leaves of its slot, what slots
+    /// leave of a chunk, and empty chunks.
+    #[must_use]
+    pub const fn fragmented_bytes(&self) -> u64 {
+        self.chunk_bytes.saturating_sub(self.stored_bytes)
+    }
 }
 
 /// Stored pages by tier.
@@ -59,6 +105,10 @@ pub struct PoolStore {
     slots: Mutex<Slots>,
     room: Arc<Room>,
     counts: TierCounts,
+    /// Why content was refused last, until there is room again.
+    full: Mutex<Option<PutError>>,
+    /// The same, for who only wants to know whether.
+    is_full: AtomicBool,
 }
 
 impl PoolStore {
@@ -73,6 +123,8 @@ impl PoolStore {
             slots,
             room: Arc::new(Room::unlimited()),
             counts: TierCounts::default(),
+            full: Mutex::default(),
+            is_full: AtomicBool::new(false),
         }
     }
 
@@ -106,13 +158,77 @@ impl PoolStore {
         &self.counts
     }
 
+    /// What content takes now.
+    #[must_use]
+    pub fn bytes(&self) -> StoreBytes {
+        let slots = self.lock();
+        StoreBytes {
+            stored_bytes: self.counts.stored_bytes.load(Relaxed),
+            chunk_bytes: slots.chunk_bytes(),
+            slots_bytes: slots.metadata_bytes(),
+        }
+    }
+
+    /// Why content is refused, if the store is full.
+    #[must_use]
+    pub fn full(&self) -> Option<PutError> {
+        self.lock_full().clone()
+    }
+
+    /// True if packing content for this store is worth while: it is not full, or has many free slots.
+    #[must_use]
+    pub fn takes_content(&self) -> bool {
+        if !self.is_full.load(Relaxed) {
+            return true;
+        }
+        let slots = self.lock();
+        slots.free_bytes() > RESUME_BYTES.max(slots.chunk_bytes() / FREE_PART)
+    }
+
+    /// A full store looks whether it has room again.
+    pub fn look_for_room(&self) {
+        if self.is_full.load(Relaxed) && self.has_room() {
+            let mut full = self.lock_full();
+            *full = None;
+            self.is_full.store(false, Relaxed);
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        let spare_bytes = self.lock().spare_bytes();
+        let wanted_bytes = RESUME_BYTES.saturating_sub(spare_bytes);
+        let has_tmpfs = || {
+            let left = self.pool.tmpfs_left_bytes();
+            // If that is unknown, only trying tells.
+            left.map_or(true, |left| left >= wanted_bytes)
+        };
+        wanted_bytes == 0
+            || self.pool.cap().left_bytes() >= wanted_bytes
+                && self.room.shortage().is_none()
+                && has_tmpfs()
+    }
+
+    fn refused(&self, why: &PutError) {
+        if why.is_full() {
+            let mut full = self.lock_full();
+            if full.is_none() {
+                *full = Some(why.clone());
+                self.is_full.store(true, Relaxed);
+            }
+        }
+    }
+
+    fn lock_full(&self) -> MutexGuard<'_, Option<PutError>> {
+        self.full.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Stores the packed form of a page.
     ///
     /// # Errors
     /// [`PutError`].
     pub fn put(&self, stored: &[u8]) -> Result<Content, PutError> {
         let bytes = u32::try_from(stored.len()).unwrap_or(u32::MAX);
-        let allocated = self.allocate(bytes)?;
+        let allocated = self.allocate(bytes).inspect_err(|why| self.refused(why))?;
         let located = Located {
             slot: allocated.slot,
             bytes,
@@ -147,15 +263,17 @@ impl PoolStore {
         };
         // The chunk is charged when it is allocated, and a charge beyond the group's limit kills
         // the process.
-        if let Err(shortage) = self.room.take(CHUNK_BYTES) {
+        let taken = self.room.take(CHUNK_BYTES).map_err(PutError::from);
+        if let Err(why) = taken.and_then(|()| Ok(self.pool.take(CHUNK_BYTES)?)) {
             slots.chunk_without_memory(&allocated, bytes);
-            return Err(shortage.into());
+            return Err(why);
         }
         // Memory first, and only then a write through the mapping: without memory that could raise
         // SIGBUS.
         match self.pool.allocate_chunk(chunk) {
             Ok(()) => Ok(allocated),
             Err(error) => {
+                self.pool.give_back(CHUNK_BYTES);
                 slots.chunk_without_memory(&allocated, bytes);
                 Err(match error {
                     FileError::NoSpace { .. } => full(&slots),
@@ -194,7 +312,7 @@ impl PoolStore {
         if next < limit {
             self.pool.release_chunks(next, limit - next)?;
         }
-        Ok(())
+        self.pool.settle_charge()
     }
 
     /// Returns the memory of all but a few empty chunks to the system.
@@ -206,6 +324,7 @@ impl PoolStore {
         let mut slots = self.lock();
         for chunk in slots.take_empty_chunks(SPARE_CHUNKS) {
             self.pool.release_chunks(chunk, 1)?;
+            self.pool.give_back(CHUNK_BYTES);
         }
         Ok(())
     }

@@ -93,6 +93,12 @@ impl Seed {
     }
 }
 
+/// True for a page of zeros.
+#[must_use]
+pub fn is_zero(content: &[u8; PAGE]) -> bool {
+    *content == ZERO_PAGE
+}
+
 /// Turns pages into their stored form; keeps its buffers.
 pub struct Packer {
     stored: Box<[u8]>,
@@ -112,7 +118,7 @@ impl Default for Packer {
 impl Packer {
     /// The stored form of `page`'s content, or `None` for a page of zeros.
     pub fn pack(&mut self, seed: Seed, page: PageNo, content: &[u8; PAGE]) -> Option<&[u8]> {
-        if *content == ZERO_PAGE {
+        if is_zero(content) {
             return None;
         }
         let room = &mut self.stored[CRC_BYTES..];

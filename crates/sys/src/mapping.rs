@@ -268,6 +268,25 @@ impl SharedMapping {
             })
     }
 
+    /// Keeps the mapping's pages out of swap, each from when it is first touched through this mapping
+    /// until it is punched or this process ends. Allocates nothing.
+    ///
+    /// # Errors
+    /// The error of `mlock2`: `EPERM` or `ENOMEM` without `CAP_IPC_LOCK`, since the length counts,
+    /// holes included.
+    pub fn keep_out_of_swap(&self) -> Result<(), MappingError> {
+        let start = self.base.as_ptr().cast();
+        let flags = rustix::mm::MlockFlags::ONFAULT;
+        // SAFETY: the range is the whole of our own mapping; locking changes no content.
+        unsafe { rustix::mm::mlock_with(start, to_usize(self.mapped_bytes), flags) }.map_err(
+            |source| MappingError::Kernel {
+                operation: "mlock2",
+                len_bytes: self.len_bytes,
+                source: source.into(),
+            },
+        )
+    }
+
     fn bounded(&self, offset: u64, len: u64) -> Result<NonNull<u8>, MappingError> {
         self.ptr_at(offset, len).ok_or(MappingError::OutOfBounds {
             offset,

@@ -578,6 +578,10 @@ mod tests {
     impl Watched {
         /// Memory of our own under a userfaultfd; `None` where we may not create one.
         fn new() -> Option<Self> {
+            Self::with(Features::WANTED)
+        }
+
+        fn with(features: Features) -> Option<Self> {
             let uffd = match Userfaultfd::create_here() {
                 Ok(uffd) => uffd,
                 Err(e) => {
@@ -585,7 +589,7 @@ mod tests {
                     return None;
                 }
             };
-            let features = uffd.api(Features::WANTED).unwrap();
+            let features = uffd.api(features).unwrap();
             assert!(features.contains(Features::EVICTION));
             let bytes = PAGES * PAGE_BYTES;
             let file = GuestFile::new_memfd("uffd", bytes).unwrap();
@@ -614,6 +618,66 @@ mod tests {
             assert_eq!(faults.len(), 1);
             faults[0]
         }
+    }
+
+    /// Range of the next event that is no fault, or `None` if there is none within `wait_ms`.
+    fn next_removal(w: &Watched, wait_ms: i64) -> Option<Range> {
+        const UFFD_EVENT_REMOVE: u8 = 0x15;
+        let wait = rustix::time::Timespec {
+            tv_sec: wait_ms / 1_000,
+            tv_nsec: wait_ms % 1_000 * 1_000_000,
+        };
+        let mut polled = [PollFd::new(&w.uffd, PollFlags::IN)];
+        if rustix::event::poll(&mut polled, Some(&wait)).unwrap() == 0 {
+            return None;
+        }
+        let mut message = [0_u8; 32];
+        assert_eq!(rustix::io::read(&w.uffd, &mut message).unwrap(), 32);
+        assert_eq!(message[0], UFFD_EVENT_REMOVE);
+        let number = |at: usize| u64::from_ne_bytes(message[at..at + 8].try_into().unwrap());
+        Some(Range {
+            start: number(8),
+            len: number(16) - number(8),
+        })
+    }
+
+    #[test]
+    fn a_removal_tells_a_range_and_not_whether_its_content_goes_and_a_punch_tells_nothing() {
+        const EVENT_REMOVE: Features = Features(1 << 3);
+        const PATIENCE_MS: i64 = 10_000;
+        let wanted = Features(EVENT_REMOVE.0 | Features::EVICTION.0);
+        let Some(w) = Watched::with(wanted) else {
+            return;
+        };
+        w.file.write_at(0, &[7; 4096]).unwrap();
+        let expect_removal = |first: u64, pages: u64| {
+            let range = next_removal(&w, PATIENCE_MS).expect("an event");
+            let expected = (w.at(first).0, pages * PAGE_BYTES);
+            assert_eq!((range.start, range.len), expected);
+        };
+        std::thread::scope(|scope| {
+            // It waits until the event is read.
+            let caller = scope.spawn(|| w.mapping.drop_translations(0, 2 * PAGE_BYTES));
+            expect_removal(0, 2);
+            caller.join().unwrap().unwrap();
+        });
+        let mut byte = [0];
+        w.file.read_at(0, &mut byte).unwrap();
+        assert_eq!(byte, [7], "nothing was discarded");
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| {
+                let start = w.mapping.address() as *mut std::ffi::c_void;
+                let advice = rustix::mm::Advice::LinuxRemove;
+                // SAFETY: the range is our own mapping, of which no reference to plain bytes exists.
+                unsafe { rustix::mm::madvise(start, to_usize(2 * PAGE_BYTES), advice) }
+            });
+            expect_removal(0, 2);
+            caller.join().unwrap().unwrap();
+        });
+        assert!(!w.file.is_data(0).unwrap());
+        // A punch of what is absent already, or not mapped, leaves no trace.
+        w.file.punch(0, 4 * PAGE_BYTES).unwrap();
+        assert!(next_removal(&w, 0).is_none());
     }
 
     #[test]

@@ -28,6 +28,11 @@ pub trait IoSpace: Debug + Send + Sync {
     /// Length of the file, in bytes.
     fn len_bytes(&self) -> u64;
 
+    /// Memory of this process that page attributes and leases take, in bytes.
+    fn metadata_bytes(&self) -> u64 {
+        0
+    }
+
     /// Takes the space for a VM. This does not unmap anything yet.
     ///
     /// # Errors

@@ -76,6 +76,20 @@ impl ZramSwap {
             .ok_or_else(|| format!("/proc/swaps does not tell of {name}"))
     }
 
+    /// The device.
+    pub(crate) fn device(&self) -> &Path {
+        &self.device
+    }
+
+    /// Memory that its content takes now, fragmentation included.
+    pub(crate) fn memory_bytes(&self) -> Result<u64, String> {
+        let path = format!("/sys/block/zram{}/mm_stat", self.number);
+        let stat = read(Path::new(&path))?;
+        let used = stat.split_whitespace().nth(2);
+        used.and_then(|bytes| bytes.parse::<u64>().ok())
+            .ok_or_else(|| format!("{path} does not tell the memory used"))
+    }
+
     fn device_name(&self) -> String {
         self.device.display().to_string()
     }

@@ -68,6 +68,16 @@ pub struct ReclaimBody {
     pub bytes: Option<u64>,
 }
 
+/// Change the cap of the pools.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CapBody {
+    /// Most memory that all pools may take; null lifts the cap. Must be there.
+    #[serde(deserialize_with = "present")]
+    #[schema(required)]
+    pub cap_bytes: Option<u64>,
+}
+
 /// Every VM.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize, ToSchema)]
 pub struct VmList {

@@ -18,8 +18,8 @@ mod server;
 mod socket;
 
 pub use message::{
-    AttachBody, BODY_BYTES_MAX, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket, Health,
-    LimitBody, ProtectorBody, ReclaimBody, VmList, WeightBody,
+    AttachBody, BODY_BYTES_MAX, CapBody, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket,
+    Health, LimitBody, ProtectorBody, ReclaimBody, VmList, WeightBody,
 };
 pub use server::{BODY_WAIT, CONNECTIONS_MAX, HEAD_WAIT, serve};
 pub use socket::{ApiSocket, SocketError};
@@ -38,12 +38,13 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::control::{
-    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
-    VmReport,
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, NO_POOLS, NewCap,
+    ReclaimReport, VmReport,
 };
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::metrics;
 use crate::name::{check_name, default_name};
+use crate::pool::PoolReport;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::slo::SloList;
 use message::{Body, Failure, Query, VmName};
@@ -117,6 +118,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(stop_detach))
         .routes(routes!(reclaim))
         .routes(routes!(set_protector))
+        .routes(routes!(show_pool, set_pool_cap, reset_pool_cap))
         .routes(routes!(list_devices, add_device, set_weight, remove_device))
         .routes(routes!(slo))
         .routes(routes!(inject, show_injection, stop_injection))
@@ -275,6 +277,44 @@ async fn set_protector(
         .run(move |control| control.set_protector(&name, body.policy))
         .await?;
     Ok(Json(report))
+}
+
+/// What the pools of all VMs take.
+#[utoipa::path(get, path = "/v1/pool", responses(
+    (status = 200, body = PoolReport),
+    (status = 404, body = ControlError, description = "A DPU process has none"),
+))]
+async fn show_pool(State(state): State<ApiState>) -> Answer<PoolReport> {
+    let no_pools = || ControlError::not_found(NO_POOLS.to_owned());
+    let report = state.run(move |control| control.pool().ok_or_else(no_pools));
+    Ok(Json(report.await?))
+}
+
+/// Set or lift the cap of all pools, which is kept.
+#[utoipa::path(put, path = "/v1/pool", request_body = CapBody, responses(
+    (status = 200, body = PoolReport),
+    (status = 400, body = ControlError, description = "No cap that can work"),
+    (status = 404, body = ControlError, description = "A DPU process has none"),
+    (status = 500, body = ControlError, description = "It cannot be kept"),
+))]
+async fn set_pool_cap(
+    State(state): State<ApiState>,
+    Body(body): Body<CapBody>,
+) -> Answer<PoolReport> {
+    let cap = body.cap_bytes.map_or(NewCap::None, NewCap::Bytes);
+    let report = state.run(move |control| control.set_pool_cap(cap)).await?;
+    Ok(Json(report))
+}
+
+/// Let the setting be the cap of all pools again.
+#[utoipa::path(delete, path = "/v1/pool", responses(
+    (status = 200, body = PoolReport),
+    (status = 404, body = ControlError, description = "A DPU process has none"),
+    (status = 500, body = ControlError, description = "What was set cannot be removed"),
+))]
+async fn reset_pool_cap(State(state): State<ApiState>) -> Answer<PoolReport> {
+    let report = state.run(|control| control.set_pool_cap(NewCap::Default));
+    Ok(Json(report.await?))
 }
 
 /// Every device.
@@ -473,7 +513,8 @@ async fn health(State(state): State<ApiState>) -> Answer<Health> {
 async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure> {
     let page = state
         .run(|control| {
-            metrics::page(control.vms(), control.devices(), control.slo(None)?)
+            let pools = control.pool().into_iter().collect();
+            metrics::page(control.vms(), control.devices(), pools, control.slo(None)?)
                 .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
         })
         .await?;

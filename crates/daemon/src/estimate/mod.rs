@@ -124,6 +124,8 @@ fn observe(watch: &Watch, args: &EstimateArgs) -> Result<EstimateReport, Command
         tracker: watch.tracker().to_owned(),
         ram_bytes: layout.len_bytes(),
         resident_bytes,
+        free_bytes: layout.len_bytes().saturating_sub(resident_bytes),
+        free_share: (1.0 - ratio(resident_bytes, layout.len_bytes())).max(0.0),
         watched_share,
         read_pages: all.pages(),
         zero_share: all.zero_share(),

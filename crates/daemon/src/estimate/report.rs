@@ -25,6 +25,10 @@ pub struct EstimateReport {
     pub ram_bytes: u64,
     /// RAM of the VM that is present.
     pub resident_bytes: u64,
+    /// RAM of the VM that has no memory: never touched, or given up by the guest.
+    pub free_bytes: u64,
+    /// The same as a share of the RAM. What the guest's kernel holds free without reporting it is not known.
+    pub free_share: f64,
     /// Share of the resident RAM that was watched.
     pub watched_share: f64,
     /// Pages whose content was read.
@@ -113,6 +117,8 @@ mod tests {
             tracker: "unmap-and-look".into(),
             ram_bytes: 1 << 30,
             resident_bytes: 1 << 29,
+            free_bytes: 1 << 29,
+            free_share: 0.5,
             watched_share: 0.5,
             read_pages: 2_500,
             zero_share: 0.25,

@@ -141,7 +141,7 @@ fn attach_process(
     claim.watch()?;
     let path = pool_path(state_dir, &request.name);
     room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
-    let pool = Arc::new(make_pool(&path, &layout, &identity)?);
+    let pool = Arc::new(make_pool(&path, &layout, &identity, shared)?);
     pool.set_limit_bytes(request.limit_bytes);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
@@ -198,11 +198,21 @@ fn words_of(pool: &Arc<Pool>, shared: &Shared) -> PoolWords {
     PoolWords::of(Arc::clone(pool)).within(Arc::clone(&shared.room))
 }
 
-fn make_pool(path: &Path, layout: &RamLayout, identity: &Identity) -> Result<Pool, ControlError> {
+fn make_pool(
+    path: &Path,
+    layout: &RamLayout,
+    identity: &Identity,
+    shared: &Shared,
+) -> Result<Pool, ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;
     // Room for the words of the present RAM; they are set as each file is allocated.
     let page_count = layout.page_count().next_multiple_of(SECTION_PAGES);
-    Pool::create(path, page_count, random_seed()?, &json).map_err(|error| match error {
+    let pool = Pool::create(path, page_count, random_seed()?, &json);
+    let pool = pool.and_then(|pool| pool.within(&shared.pool_cap));
+    pool.map_err(|error| match error {
+        PoolError::Cap(reached) => ControlError::refused(format!(
+            "there is no room for the page words of this VM: {reached}"
+        )),
         PoolError::File {
             source: FileError::NoSpace { len_bytes, .. },
             ..
@@ -281,7 +291,8 @@ fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
 /// # Errors
 /// An error message; the pool stays where it is.
 pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlError> {
-    let pool = Arc::new(Pool::open(path).map_err(failed)?);
+    let pool = Pool::open(path).and_then(|pool| pool.found_within(&shared.pool_cap));
+    let pool = Arc::new(pool.map_err(failed)?);
     let identity = read_identity(&pool)?;
     let vmm = match VmmProcess::reopen(identity.process()) {
         Ok(vmm) => vmm,

@@ -3,10 +3,11 @@
 //!
 //! Blockers are found by looking at the VMM, its devices and the daemon's own memory, and hold until the
 //! next look. A *suspension* is different: eviction was tried and failed, and is tried again after a
-//! while. Both are sentences only at the edge, in a report.
+//! while. Both are sentences only at the edge, in a report. A full store does not close the gate: pages of
+//! zeros still go.
 
 use super::lock::lock;
-use pagetide_swap::room::Shortage;
+use pagetide_swap::store::PutError;
 use pagetide_vmm::hazards::EvictionBlocker;
 use std::sync::Mutex;
 
@@ -19,9 +20,6 @@ pub(super) enum Blocker {
     /// The devices cannot be kept off absent pages.
     #[error("{0}")]
     Devices(String),
-    /// The daemon's memory cgroup has no room for content.
-    #[error(transparent)]
-    Room(#[from] Shortage),
     /// The VMM cannot be inspected.
     #[error("the VM cannot be looked at: {why}")]
     Unknown {
@@ -35,6 +33,8 @@ pub(super) enum Blocker {
 pub(super) struct EvictionGate {
     blockers: Mutex<Vec<Blocker>>,
     suspended: Mutex<Option<String>>,
+    /// What was last said of the store.
+    full: Mutex<Option<PutError>>,
     warnings: Mutex<Vec<String>>,
 }
 
@@ -49,7 +49,21 @@ impl EvictionGate {
         lock(&self.blockers).clone()
     }
 
-    /// Why eviction is suspended: a full pool, an error of the kernel, a detach that failed.
+    /// Logs that the store has become full, or has room again; true if that is news.
+    pub(super) fn store_is(&self, vm: &str, full: Option<PutError>) -> bool {
+        let mut known = lock(&self.full);
+        if *known == full {
+            return false;
+        }
+        match &full {
+            Some(why) => tracing::warn!(vm, "not evicting, but for pages of zeros: {why}"),
+            None => tracing::info!(vm, "evicting again: there is room for content"),
+        }
+        *known = full;
+        true
+    }
+
+    /// Why eviction is suspended: an error of the kernel, a detach that failed.
     pub(super) fn suspension(&self) -> Option<String> {
         lock(&self.suspended).clone()
     }

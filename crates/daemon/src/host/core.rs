@@ -6,6 +6,7 @@ use super::{
     counters::PoolCounters,
     holds::Holds,
     identity::{self, Identity},
+    lock::lock,
     reclaim_requests::ReclaimRequests,
     sink::VmIncidents,
     space::VmSpace,
@@ -14,7 +15,7 @@ use super::{
 use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_policy::sets::Level;
-use pagetide_swap::{HeatReport, Limit, Pool, PoolStore};
+use pagetide_swap::{HeatReport, Limit, Pool, PoolStore, limit::Force};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -107,6 +108,8 @@ pub(super) struct Heat {
     /// When the last sweep over all sections ended.
     pub(super) swept_at: Option<Instant>,
     pub(super) reserve_sections: u64,
+    /// Memory that all this takes.
+    pub(super) metadata_bytes: u64,
 }
 
 impl VmCore {
@@ -127,14 +130,34 @@ impl VmCore {
             Ok((known, found)) => {
                 let hazards = known.into_iter().chain(found).map(Blocker::from);
                 let devices = self.dma.spaces.eviction_blocker().map(Blocker::Devices);
-                let room = self.store.room().shortage().map(Blocker::from);
-                hazards.chain(devices).chain(room).collect()
+                hazards.chain(devices).collect()
             }
             Err(refusal) => vec![Blocker::Unknown {
                 why: refusal.to_string(),
             }],
         };
         self.gate.set_blockers(&self.name, blockers);
+    }
+
+    /// Looks whether the store is full, and whether a full one has room again. The limit of fills follows:
+    /// none waits for room that may not come.
+    pub(super) fn look_at_store(&self) {
+        self.store.look_for_room();
+        let full = self.store.full();
+        if self.gate.store_is(&self.name, full) {
+            self.enforce_limit();
+        }
+    }
+
+    /// Memory that the record of the VM's pages takes, but for policies.
+    pub(super) fn metadata_bytes(&self) -> u64 {
+        let bytes = self.store.bytes();
+        let in_pool = (self.pool.charged_bytes()).saturating_sub(bytes.chunk_bytes);
+        let sections = self.space.memory.table().section_bytes();
+        let domains = self.dma.mmu.domains();
+        let attributes: u64 = domains.iter().map(|domain| domain.metadata_bytes()).sum();
+        let heat = lock(&self.heat.last).metadata_bytes;
+        in_pool + bytes.slots_bytes + sections + attributes + heat
     }
 
     /// Records the files of `layout` as the VM's RAM in the pool, atomically.
@@ -170,6 +193,10 @@ impl VmCore {
                 } else {
                     None
                 };
+                self.limit.set_force(match self.store.full() {
+                    Some(_) => Force::Advisory,
+                    None => Force::Enforced,
+                });
                 self.limit
                     .put_right(limit.map(|bytes| bytes / PAGE_BYTES), bytes / PAGE_BYTES);
             }

@@ -26,6 +26,7 @@ mod janitor;
 mod janitor_bell;
 mod life;
 mod lock;
+mod pools;
 mod reclaim_requests;
 mod reclaim_thread;
 mod report;
@@ -50,9 +51,10 @@ use self::{
 use crate::{
     control::{
         AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
-        ReclaimReport, VmReport,
+        NewCap, ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
+    pool::{KeptCap, PoolReport},
     protection::{
         ProtectorChoice,
         feed::{Feed, FeedConfig},
@@ -82,6 +84,7 @@ const LAST_TRIES: u32 = 16;
 struct Host {
     state_dir: PathBuf,
     shared: Shared,
+    pool_cap: KeptCap,
     devices: Devices,
     vms: Roster,
 }
@@ -102,6 +105,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
+    let pool_cap = KeptCap::open(&state_dir, settings.pool_max)?;
     let (devices, spaces) = Devices::start(settings)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
@@ -118,6 +122,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         feed,
         protector: settings.dma_protector.clone(),
         room: Arc::new(Room::of_this_process()),
+        pool_cap: Arc::clone(pool_cap.cap()),
         tracker: method,
         evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
@@ -126,6 +131,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     let host = Arc::new(Host {
         state_dir,
         shared,
+        pool_cap,
         devices,
         vms: Roster::new(bell),
     });
@@ -411,6 +417,14 @@ impl Control for Host {
             resident_bytes: vm.core.layout.look().allocated_bytes().map_err(failed)?,
             shortfall: shortfall.filter(|_| bytes.is_some() || evicted == 0),
         })
+    }
+
+    fn pool(&self) -> Option<PoolReport> {
+        Some(self.pool_report())
+    }
+
+    fn set_pool_cap(&self, cap: NewCap) -> Result<PoolReport, ControlError> {
+        self.change_pool_cap(cap)
     }
 
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {

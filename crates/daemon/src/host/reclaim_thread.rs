@@ -3,8 +3,9 @@
 //! reclaims.
 //!
 //! [`ReclaimLoop`] decides what comes next; this thread knows the VM, tells the loop of it, and does
-//! what is ordered. While a hazard forbids eviction, or eviction is suspended because the pool is full,
-//! the limit is not enforced: a fill would only wait for room that cannot come.
+//! what is ordered. While a hazard forbids eviction, or eviction is suspended because it has failed, the limit
+//! is not enforced, and while the pool is full it is advisory: a fill would only wait for room that cannot
+//! come.
 
 use super::{
     core::{Heat, VmCore},
@@ -14,16 +15,11 @@ use super::{
 };
 use pagetide_addr::SECTION_PAGES;
 use pagetide_policy::{
-    reclaim::{EvictOrder, Eviction, HAZARDS_HOLD, Order, ReclaimLoop, Situation},
+    reclaim::{Content, EvictOrder, Eviction, HAZARDS_HOLD, Order, ReclaimLoop, Situation},
     sampling::Want,
     victims::Need,
 };
-use pagetide_swap::{
-    DirectReclaim, Reclaimer,
-    limit::Wake,
-    reclaim::{ReclaimStop, Reclaimed},
-    store::PutError,
-};
+use pagetide_swap::{DirectReclaim, Reclaimer, limit::Wake, reclaim::Reclaimed};
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
@@ -105,6 +101,10 @@ impl ReclaimThread {
         if self.request.is_none() {
             self.request = self.vm.requests.pop();
         }
+        self.decisions.set_content(match self.vm.store.full() {
+            Some(_) => Content::Refused,
+            None => Content::Taken,
+        });
         Situation {
             now: self.started.elapsed(),
             headroom: self.vm.limit.headroom(),
@@ -175,6 +175,7 @@ impl ReclaimThread {
     }
 
     fn sync(&mut self) {
+        self.vm.look_at_store();
         self.vm.enforce_limit();
         self.vm.counters.sync();
         let vcpus = threads::vcpus(self.vm.vmm.pid());
@@ -189,6 +190,7 @@ impl ReclaimThread {
             report,
             swept_at: report.swept_at.map(|at| self.started + at),
             reserve_sections: self.reclaimer.reserve_sections(),
+            metadata_bytes: self.reclaimer.metadata_bytes(),
         };
     }
 
@@ -213,15 +215,10 @@ impl ReclaimThread {
     fn evict(&mut self, order: EvictOrder) {
         let pass = self.pass(order);
         self.decisions.passed(&pass);
-        match &pass.stopped {
-            // This has an eviction blocker of its own, which is lifted when there is room again.
-            Some(ReclaimStop::Store(PutError::Group(_))) => {
-                self.check_hazards();
-                self.vm.enforce_limit();
-            }
-            Some(stop) => self.suspend(stop.to_string()),
-            None => {}
+        if let Some(stop) = &pass.stopped {
+            self.suspend(stop.to_string());
         }
+        self.vm.look_at_store();
         self.done.add(pass);
     }
 

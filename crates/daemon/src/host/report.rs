@@ -90,7 +90,8 @@ impl Vm {
             regions,
             ..VmReport::default()
         };
-        with_protection(with_heat(report, heat), core.protection.report())
+        let report = with_pool(with_heat(report, heat), core);
+        with_protection(report, core.protection.report())
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -121,8 +122,20 @@ fn eviction_blockers(core: &VmCore) -> Vec<String> {
     let stopped = core.faults.incidents.stopped();
     blockers
         .chain(stopped)
+        .chain(core.store.full().map(|why| why.to_string()))
         .chain(core.gate.suspension())
         .collect()
+}
+
+/// Adds what the VM's pool takes to the report.
+fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
+    VmReport {
+        pool_peak_bytes: core.pool.peak_bytes(),
+        fragmented_bytes: core.store.bytes().fragmented_bytes(),
+        metadata_bytes: core.metadata_bytes(),
+        pool_full: core.store.full().is_some().into(),
+        ..report
+    }
 }
 
 /// Adds the heat of the VM's memory to the report.
@@ -144,6 +157,7 @@ fn with_heat(report: VmReport, heat: Heat) -> VmReport {
 /// Adds the protection of the VM's memory to the report.
 fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
     let devices: Vec<_> = protection.devices.iter().map(device_report).collect();
+    let policy_bytes = devices.iter().map(|d| d.policy_bytes).sum();
     VmReport {
         absent_iopfs: protection.faults,
         absent_iopfs_per_minute: protection.faults_a_minute,
@@ -152,7 +166,8 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         tracked_sections: devices.iter().map(|d| d.tracked_sections).sum(),
         dropped_sections: protection.dropped_sections,
         evicted_protected_pages: protection.evicted_pages,
-        policy_bytes: devices.iter().map(|d| d.policy_bytes).sum(),
+        metadata_bytes: report.metadata_bytes + policy_bytes,
+        policy_bytes,
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,
         prefetched_pages: protection.prefetched_pages,

@@ -3,7 +3,7 @@
 
 use super::{janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
-use pagetide_swap::{HeatCost, Room};
+use pagetide_swap::{HeatCost, PoolCap, Room};
 use pagetide_vpri::{FaultService, IoSpaces};
 use std::{sync::Arc, time::Duration};
 
@@ -26,6 +26,8 @@ pub(super) struct Shared {
     pub(super) protector: ProtectorChoice,
     /// What the memory cgroup leaves for pools.
     pub(super) room: Arc<Room>,
+    /// What all pools may take together.
+    pub(super) pool_cap: Arc<PoolCap>,
     /// How a VM's heat is measured.
     pub(super) tracker: SampleMethod,
     /// Most threads that evict from a VM beside its reclaim thread.

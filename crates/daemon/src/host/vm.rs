@@ -247,7 +247,9 @@ impl Vm {
             return VmState::Stopped;
         }
         match self.life.stage() {
-            Stage::Served if self.core.may_evict() => VmState::Attached,
+            Stage::Served if self.core.may_evict() && self.core.store.full().is_none() => {
+                VmState::Attached
+            }
             Stage::Served => VmState::ServingOnly,
             Stage::Leaving(_) | Stage::Dropping | Stage::Over(_) => VmState::Detaching,
         }
@@ -270,11 +272,12 @@ impl Vm {
                 let blocker = self.core.gate.blockers().into_iter().next();
                 let blocker = blocker.map(|blocker| blocker.to_string());
                 let stopped = reclaimed.stopped.map(|stop| stop.to_string());
+                let full = || self.core.store.full().map(|why| why.to_string());
                 let in_use = || "the rest is in use".to_owned();
                 let short = reclaimed.evicted_pages < pages;
                 (
                     reclaimed.evicted_pages,
-                    short.then(|| blocker.or(stopped).unwrap_or_else(in_use)),
+                    short.then(|| blocker.or(stopped).or_else(full).unwrap_or_else(in_use)),
                 )
             }
             Err(_) => (0, Some("the VM is being detached".to_owned())),

@@ -432,6 +432,14 @@ impl PageTable {
         self.words.cell(page).load(Ordering::Acquire)
     }
 
+    /// Memory of this process that the sections take, in bytes; words are where their array keeps them.
+    #[must_use]
+    pub fn section_bytes(&self) -> u64 {
+        let made = self.chunks.iter().filter_map(OnceLock::get);
+        let sections = made.map(|chunk| size_of_val(&**chunk)).sum::<usize>();
+        (size_of_val(&*self.chunks) + sections) as u64
+    }
+
     /// The pages of `section` that are in a region; none if it is in none.
     #[must_use]
     pub fn pages_of(&self, section: SectionNo) -> PageRange {

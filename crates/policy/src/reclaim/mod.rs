@@ -19,8 +19,8 @@ mod reclaim_loop;
 mod selection;
 
 pub use reclaim_loop::{
-    EvictOrder, Eviction, HAZARDS_HOLD, HOLD_EVERY, HOLD_MAX, LEARNING_MAX, LEARNING_REST, Order,
-    ROUND, ReclaimLoop, SUSPENSION, SWEEPS_TO_BEGIN, Situation,
+    Content, EvictOrder, Eviction, HAZARDS_HOLD, HOLD_EVERY, HOLD_MAX, LEARNING_MAX, LEARNING_REST,
+    Order, ROUND, ReclaimLoop, SUSPENSION, SWEEPS_TO_BEGIN, Situation,
 };
 pub use selection::{
     Attempt, DIRECT_SECTIONS_MAX, Evicted, OFFERED_MAX, PassReport, Sections, Selection, Unmapped,

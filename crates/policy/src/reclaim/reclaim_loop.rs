@@ -26,6 +26,11 @@
 //! The owner calls [`ReclaimLoop::next`] with the [`Situation`], carries out the order, reports passes
 //! by [`ReclaimLoop::passed`], and calls again. While eviction is blocked nothing but looking round
 //! is ordered.
+//!
+//! While the store is full ([`Content`]) only pages of zeros can go. Which pages are zero is known only
+//! once they are read, so a reclaim for the limit then goes through all idle sections once and never
+//! through protected ones; the next one waits for [`SUSPENSION`], and for twice as long each time that
+//! one has found nothing.
 
 use super::selection::PassReport;
 use crate::{
@@ -64,6 +69,19 @@ const _: () = assert!(UNMAPPED_MIN.as_nanos() < HOLD_MAX.as_nanos());
 const _: () = assert!(HOLD_MAX.as_nanos() * 10 <= HOLD_EVERY.as_nanos());
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
 pub const SUSPENSION: Duration = Duration::from_secs(5);
+
+/// Longest time between two searches for pages of zeros while the store is full.
+const ZEROS_REST_MAX: Duration = Duration::from_secs(80);
+
+/// Whether content can be stored.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Content {
+    /// It can.
+    #[default]
+    Taken,
+    /// The store is full: only pages of zeros can be evicted.
+    Refused,
+}
 
 /// Whether pages may be evicted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -255,6 +273,10 @@ pub struct ReclaimLoop {
     suspended_at: Option<Duration>,
     learning_since: Option<Duration>,
     held_at: Option<Duration>,
+    content: Content,
+    /// When the last search for pages of zeros ended, and how long the next one waits.
+    zeros_at: Option<Duration>,
+    zeros_rest: Duration,
 }
 
 impl ReclaimLoop {
@@ -273,7 +295,19 @@ impl ReclaimLoop {
             suspended_at: None,
             learning_since: None,
             held_at: None,
+            content: Content::Taken,
+            zeros_at: None,
+            zeros_rest: SUSPENSION,
         }
+    }
+
+    /// From now on content can be stored, or only pages of zeros can be evicted.
+    pub fn set_content(&mut self, content: Content) {
+        if content == Content::Taken {
+            self.zeros_at = None;
+            self.zeros_rest = SUSPENSION;
+        }
+        self.content = content;
     }
 
     /// What is to be done next.
@@ -285,7 +319,9 @@ impl ReclaimLoop {
         loop {
             if let Some(mut reclaim) = self.reclaim.take() {
                 let order = self.reclaim_next(&mut reclaim, at);
-                if order != Order::Finish(reclaim.need) {
+                if order == Order::Finish(reclaim.need) {
+                    self.finished(&reclaim, at.now);
+                } else {
                     self.reclaim = Some(reclaim);
                 }
                 return order;
@@ -356,13 +392,18 @@ impl ReclaimLoop {
             }
             Stage::Limit => {
                 self.stage = Stage::Reserve;
-                if at.headroom.is_below_low() {
+                let is_due = is_due(self.zeros_at, self.zeros_rest, at.now);
+                if at.headroom.is_below_low() && is_due {
                     self.reclaim = Some(Reclaim::new(Need::Limit));
                 }
             }
             Stage::Reserve => {
                 self.stage = Stage::Requests;
-                let pages = at.headroom.reserve_pages();
+                let pages = match self.content {
+                    Content::Taken => at.headroom.reserve_pages(),
+                    // Nothing waits for room, so nothing needs to be ready.
+                    Content::Refused => 0,
+                };
                 if pages > 0 && is_due(self.reserved_at, ROUND, at.now) && !is_blocked {
                     self.reserved_at = Some(at.now);
                     return Some(Order::KeepReady { pages });
@@ -476,6 +517,10 @@ impl ReclaimLoop {
                 return self.last_resort(reclaim, at);
             };
             reclaim.begun += 1;
+            let is_searched = step == Step::TryAgain || step == Step::Take(Reach::Protected);
+            if self.content == Content::Refused && is_searched {
+                return Order::Finish(reclaim.need);
+            }
             match step {
                 _ if reclaim.is_left_out(step, at.headroom) => {}
                 Step::TryAgain => {
@@ -484,6 +529,17 @@ impl ReclaimLoop {
                 }
                 Step::Take(reach) => reclaim.repeated = Some(reach),
             }
+        }
+    }
+
+    /// A reclaim is over.
+    fn finished(&mut self, reclaim: &Reclaim, now: Duration) {
+        if self.content == Content::Refused && reclaim.need == Need::Limit {
+            self.zeros_at = Some(now);
+            self.zeros_rest = match reclaim.evicted_pages {
+                0 => (2 * self.zeros_rest).min(ZEROS_REST_MAX),
+                _ => SUSPENSION,
+            };
         }
     }
 

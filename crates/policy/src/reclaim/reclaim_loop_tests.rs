@@ -466,3 +466,31 @@ fn of_free(free_pages: i64) -> Headroom {
         free_pages,
     }
 }
+
+#[test]
+fn full_store_is_searched_for_zeros_once_and_less_often_as_long_as_there_are_none() {
+    let mut vm = Vm::new(0);
+    vm.decisions.set_content(Content::Refused);
+    let searched = [Some(Reach::ColdOnly), Some(Reach::AllResting)];
+    let mut rests = Vec::new();
+    let mut last = vm.at.now;
+    for evicted in [0, 0, 0, 0, 0, 0, 7, 0] {
+        let found = (0..1_000).find_map(|_| {
+            let orders = vm.round(&pass(evicted));
+            let has_reserve = |order: &Order| matches!(order, Order::KeepReady { .. });
+            assert!(!orders.iter().any(has_reserve), "{orders:?}");
+            (!orders.is_empty()).then_some(orders)
+        });
+        let orders = found.expect("it searches again and again");
+        assert_eq!(steps_of(&orders), searched);
+        assert!(orders.contains(&Order::Finish(Need::Limit)));
+        rests.push((vm.at.now - last).as_secs());
+        last = vm.at.now;
+    }
+    assert!(rests[1] >= SUSPENSION.as_secs() && rests[1] < rests[2] && rests[2] < rests[3]);
+    let most = ZEROS_REST_MAX.as_secs();
+    assert!((most..most + 2).contains(&rests[6]), "{rests:?}");
+    assert!(rests[7] < rests[1] + 2, "{rests:?}");
+    vm.decisions.set_content(Content::Taken);
+    assert_eq!(steps_of(&vm.round(&pass(0))), steps(Need::Limit));
+}

@@ -229,6 +229,12 @@ impl Selection {
         self.victims.sets()
     }
 
+    /// Memory that sets and candidates take, in bytes, about.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.victims.sets().bytes() + self.candidates.bytes()
+    }
+
     /// Number of sections unmapped for eviction.
     #[must_use]
     pub fn reserve_sections(&self) -> u64 {

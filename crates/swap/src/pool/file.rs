@@ -63,10 +63,15 @@ pub(super) fn keep_as(unfinished: &Path, path: &Path) -> Result<(), PoolError> {
 }
 
 pub(super) fn map(path: &Path, file: &GuestFile, length: u64) -> Result<SharedMapping, PoolError> {
-    SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
+    let mapping = SharedMapping::new(file.as_fd(), length).map_err(|source| PoolError::Map {
         path: path.to_owned(),
         source,
-    })
+    })?;
+    // A pool in swap is slow, not wrong.
+    if let Err(error) = mapping.keep_out_of_swap() {
+        tracing::warn!(pool = %path.display(), %error, "the kernel may swap this pool out; give the daemon CAP_IPC_LOCK");
+    }
+    Ok(mapping)
 }
 
 pub(super) fn at(path: &Path, operation: &'static str, source: rustix::io::Errno) -> PoolError {

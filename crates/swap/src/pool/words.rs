@@ -71,13 +71,16 @@ impl WordArray for PoolWords {
         let charged = missing.iter().filter(is_charged).count();
         let bytes = (missing.len() - charged) as u64 * PAGE_BYTES;
         if bytes > 0 {
-            self.room.take_once(bytes).map_err(|shortage| NoRoom {
-                start: pages.start,
-                end: pages.end,
-                source: std::io::Error::new(std::io::ErrorKind::QuotaExceeded, shortage),
-            })?;
+            self.room
+                .take_once(bytes)
+                .map_err(|shortage| over_quota(pages, shortage))?;
+            pool.take(bytes)
+                .map_err(|reached| over_quota(pages, reached))?;
         }
-        pool.begin_words(&missing).map_err(failed)
+        pool.begin_words(&missing).map_err(|error| {
+            pool.give_back(bytes);
+            failed(error)
+        })
     }
 
     /// Sections whose words are all unallocated lose their memory here.
@@ -86,6 +89,14 @@ impl WordArray for PoolWords {
         self.pool
             .sections_in_use()
             .map_err(|error| no_room(pages, error))
+    }
+}
+
+fn over_quota(pages: PageRange, why: impl std::error::Error + Send + Sync + 'static) -> NoRoom {
+    NoRoom {
+        start: pages.start,
+        end: pages.end,
+        source: std::io::Error::new(std::io::ErrorKind::QuotaExceeded, why),
     }
 }
 
@@ -171,6 +182,7 @@ impl Pool {
                 self.file.read_at(at, &mut words)?;
                 if words[..] == unused {
                     self.file.punch(at, PAGE_BYTES)?;
+                    self.give_back(PAGE_BYTES);
                 } else if words != [0; SECTION_WORDS_BYTES] {
                     in_use.push(section);
                 }

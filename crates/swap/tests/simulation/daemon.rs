@@ -21,8 +21,7 @@ use pagetide_swap::{
     DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
     limit::MakeRoom as _,
-    reclaim::{Reach, ReclaimStop, Took, UNMAPPED_MIN},
-    store::PutError,
+    reclaim::{Reach, Took, UNMAPPED_MIN},
     tier::PAGE,
 };
 use std::{
@@ -295,6 +294,7 @@ impl Daemon {
         for _ in 0..some {
             self.store.free(hogs.pop().expect("a pool holds more"));
         }
+        self.store.look_for_room();
         *self.hogs.lock().unwrap_or_else(PoisonError::into_inner) = hogs;
     }
 
@@ -406,11 +406,11 @@ impl Daemon {
             limit.evicted(pages);
         });
         match done {
+            Ok(report) if report.refused_pages > 0 => self.life.expect_full(),
             Ok(_)
             | Err(EvictorError::Round(
                 EvictionError::Nothing | EvictionError::Busy | EvictionError::RoundUnderWay,
             )) => {}
-            Err(EvictorError::Store(PutError::Full { .. })) => self.life.expect_full(),
             Err(error) => self.life.expect_trouble(&error),
         }
     }
@@ -420,6 +420,7 @@ impl Daemon {
             return;
         };
         let _frame = self.life.frame(Frame::Evict);
+        self.store.look_for_room();
         let now = self.now();
         if let Err(error) = reclaimer.sweep(|| now, || now, || true) {
             self.life.expect_trouble(&*error);
@@ -444,8 +445,8 @@ impl Daemon {
         let done = reclaimer.reclaim(|| now, pages, reach, || true);
         self.assert_protected_are_spared(reach);
         match done.stopped {
+            None if self.store.full().is_some() => self.life.expect_full(),
             None => {}
-            Some(ReclaimStop::Store(PutError::Full { .. })) => self.life.expect_full(),
             Some(error) => self.life.expect_trouble(&error),
         }
     }

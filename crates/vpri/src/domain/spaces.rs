@@ -22,6 +22,10 @@ impl IoSpace for DmaDomain {
         self.len_bytes
     }
 
+    fn metadata_bytes(&self) -> u64 {
+        self.attributes.bytes()
+    }
+
     fn attach(&self) -> Result<(), DomainError> {
         Self::attach(self)
     }

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The pools of a daemon as an operator sees them: their cap, and what they take.
+//!
+//! The setting `pool-max` gives the cap. `pagetide pool cap` changes it while VMs run, and what was set
+//! that way is kept in a file of the state directory: a successor starts with it, whatever its setting,
+//! until `pagetide pool cap default` removes it.
+
+use crate::{control::ControlError, figure::report};
+use pagetide_report::size::ByteSize;
+use pagetide_swap::{PoolCap, pool::CAP_BYTES_MIN};
+use serde::{Deserialize, Serialize};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+use utoipa::ToSchema;
+
+/// File of the cap that was set last, in the state directory.
+const CAP_FILE: &str = "pool-cap";
+const NONE: &str = "none";
+
+report! {
+    /// What the pools of all VMs of a daemon take.
+    pub struct PoolReport in "pagetide_pool" {
+        /// Directory of the pools.
+        state_dir: String => label "state_dir",
+        /// Most that all pools may take; absent without a cap.
+        cap_bytes: Option<u64> => gauge,
+        /// Memory that all pools take.
+        used_bytes: u64 => gauge,
+        /// The most that they took since this daemon began.
+        peak_bytes: u64 => gauge,
+        /// Free memory of the tmpfs that they are on.
+        tmpfs_free_bytes: u64 => gauge,
+        /// Content of evicted pages.
+        stored_bytes: u64 => gauge,
+        /// Memory of the pools that is taken for content and holds none.
+        fragmented_bytes: u64 => gauge,
+        /// Memory that the record of all pages takes, in the pools and in the daemon.
+        metadata_bytes: u64 => gauge,
+        /// The same as a share of the RAM of all VMs.
+        metadata_share: f64 => gauge,
+        /// VMs of which only pages of zeros are evicted, because there is no room for content.
+        full_vms: u64 => gauge,
+    }
+}
+
+/// The setting `pool-max`: a size, or none.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PoolMax(pub Option<u64>);
+
+impl std::str::FromStr for PoolMax {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == NONE {
+            return Ok(Self(None));
+        }
+        let size: ByteSize = text
+            .parse()
+            .map_err(|error| format!("{error}; or '{NONE}'"))?;
+        check_cap(Some(size.0))?;
+        Ok(Self(Some(size.0)))
+    }
+}
+
+impl TryFrom<String> for PoolMax {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<PoolMax> for String {
+    fn from(max: PoolMax) -> Self {
+        max.0
+            .map_or_else(|| NONE.to_owned(), |bytes| ByteSize(bytes).to_string())
+    }
+}
+
+fn check_cap(cap_bytes: Option<u64>) -> Result<(), String> {
+    match cap_bytes {
+        Some(bytes) if bytes < CAP_BYTES_MIN => Err(format!(
+            "a cap of {bytes} bytes cannot work: the words of a VM and some content need {}; give more, or '{NONE}'",
+            ByteSize(CAP_BYTES_MIN)
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// The cap of a daemon's pools, with its file.
+#[derive(Debug)]
+pub struct KeptCap {
+    file: PathBuf,
+    setting: PoolMax,
+    cap: Arc<PoolCap>,
+    /// Held while file and cap change together.
+    changing: Mutex<()>,
+}
+
+impl KeptCap {
+    /// The cap that was set last in `state_dir`, or else that of the setting.
+    ///
+    /// # Errors
+    /// The file cannot be read, or holds no cap.
+    pub fn open(state_dir: &Path, setting: PoolMax) -> Result<Self, ControlError> {
+        let file = state_dir.join(CAP_FILE);
+        let PoolMax(cap_bytes) = match std::fs::read_to_string(&file) {
+            Ok(text) => text.trim().parse().map_err(|why| {
+                ControlError::refused(format!(
+                    "{} holds no cap of the pools ({why}): remove it, then the setting pool-max holds",
+                    file.display()
+                ))
+            })?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => setting,
+            Err(error) => return Err(broken(&file, &error)),
+        };
+        if cap_bytes != setting.0 {
+            tracing::info!(
+                ?cap_bytes,
+                "the pools have the cap that was set last, not that of the setting"
+            );
+        }
+        Ok(Self {
+            file,
+            setting,
+            cap: PoolCap::new(cap_bytes),
+            changing: Mutex::new(()),
+        })
+    }
+
+    /// The cap itself.
+    #[must_use]
+    pub fn cap(&self) -> &Arc<PoolCap> {
+        &self.cap
+    }
+
+    /// Sets or (`None`) lifts the cap, for successors too.
+    ///
+    /// # Errors
+    /// The cap is too small, or cannot be kept; nothing has changed.
+    pub fn set(&self, cap_bytes: Option<u64>) -> Result<(), ControlError> {
+        check_cap(cap_bytes).map_err(ControlError::wrong_use)?;
+        let _changing = (self.changing.lock()).unwrap_or_else(PoisonError::into_inner);
+        let text = String::from(PoolMax(cap_bytes));
+        let unfinished = self.file.with_extension("new");
+        std::fs::write(&unfinished, text + "\n")
+            .and_then(|()| std::fs::rename(&unfinished, &self.file))
+            .map_err(|error| broken(&self.file, &error))?;
+        self.cap.set(cap_bytes);
+        Ok(())
+    }
+
+    /// From now on the setting holds again.
+    ///
+    /// # Errors
+    /// What was set cannot be removed; nothing has changed.
+    pub fn reset(&self) -> Result<(), ControlError> {
+        let _changing = (self.changing.lock()).unwrap_or_else(PoisonError::into_inner);
+        match std::fs::remove_file(&self.file) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(broken(&self.file, &error)),
+        }
+        self.cap.set(self.setting.0);
+        Ok(())
+    }
+}
+
+fn broken(file: &Path, error: &io::Error) -> ControlError {
+    ControlError::failed(format!(
+        "the cap of the pools is kept in {}, which fails: {error}",
+        file.display()
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::ErrorKind;
+
+    #[test]
+    fn cap_that_was_set_outlives_the_daemon_and_its_setting_until_it_is_reset() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = |setting: &str| KeptCap::open(dir.path(), setting.parse().unwrap()).unwrap();
+        assert_eq!(open("1G").cap().cap_bytes(), Some(1 << 30));
+        let kept = open("none");
+        assert_eq!(kept.cap().cap_bytes(), None);
+        kept.set(Some(64 << 20)).unwrap();
+        assert_eq!(kept.cap().cap_bytes(), Some(64 << 20));
+        assert_eq!(open("1G").cap().cap_bytes(), Some(64 << 20));
+        kept.set(None).unwrap();
+        let other = open("1G");
+        assert_eq!(other.cap().cap_bytes(), None);
+        other.reset().unwrap();
+        assert_eq!(other.cap().cap_bytes(), Some(1 << 30));
+        other.reset().unwrap();
+        assert_eq!(open("none").cap().cap_bytes(), None);
+    }
+
+    #[test]
+    fn cap_that_cannot_work_is_refused_and_changes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let kept = KeptCap::open(dir.path(), PoolMax(Some(8 << 20))).unwrap();
+        let error = kept.set(Some(CAP_BYTES_MIN - 1)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::WrongUse);
+        assert!(error.message.contains("4M"), "{}", error.message);
+        assert_eq!(kept.cap().cap_bytes(), Some(8 << 20));
+        assert!(std::fs::read_dir(dir.path()).unwrap().next().is_none());
+        for text in ["", "-1", "3M", "much", "1e9"] {
+            text.parse::<PoolMax>().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn damaged_file_is_named_and_the_daemon_does_not_guess() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(CAP_FILE), "a lot\n").unwrap();
+        let error = KeptCap::open(dir.path(), PoolMax(None)).unwrap_err();
+        assert!(error.message.contains("pool-cap"), "{}", error.message);
+    }
+}

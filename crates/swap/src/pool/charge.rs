@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`PoolCap`]: the most memory that the pools of a daemon may take together, and what they take now.
+//!
+//! The size of the tmpfs and the daemon's memory cgroup bound the pools as well; this bound is the
+//! operator's, and can be changed while VMs run. Header, page words and chunks of content are charged
+//! before their memory is allocated, so the sum is never above the cap; except after the cap was
+//! lowered, and for pools that a dead daemon left: their content exists, and goes only when its pages
+//! come back.
+//!
+//! ```text
+//!   cap ────────────────────────────
+//!     │  a chunk that would cross it is refused: the store is full
+//!   used = pool 1 + pool 2 + …          each a Charge, given back when the pool is closed
+//! ```
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+const NO_CAP: u64 = u64::MAX;
+/// Least cap that can be set: the words of a VM of 1 GiB and some chunks of content.
+pub const CAP_BYTES_MIN: u64 = 4 << 20;
+
+/// The cap does not allow what was wanted.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "the pools of this daemon have reached their cap of {cap_bytes} bytes: raise it (pagetide pool cap), or the limits of \
+     VMs, or detach one"
+)]
+pub struct CapReached {
+    /// The cap.
+    pub cap_bytes: u64,
+}
+
+/// See the module. One per daemon.
+#[derive(Debug)]
+pub struct PoolCap {
+    cap_bytes: AtomicU64,
+    used_bytes: AtomicU64,
+    peak_bytes: AtomicU64,
+}
+
+impl PoolCap {
+    /// A cap of `cap_bytes`, or none.
+    #[must_use]
+    pub fn new(cap_bytes: Option<u64>) -> Arc<Self> {
+        Arc::new(Self {
+            cap_bytes: AtomicU64::new(cap_bytes.unwrap_or(NO_CAP)),
+            used_bytes: AtomicU64::new(0),
+            peak_bytes: AtomicU64::new(0),
+        })
+    }
+
+    /// The cap.
+    #[must_use]
+    pub fn cap_bytes(&self) -> Option<u64> {
+        let cap_bytes = self.cap_bytes.load(Relaxed);
+        (cap_bytes != NO_CAP).then_some(cap_bytes)
+    }
+
+    /// Changes the cap. Memory that is above it already stays until its content is no longer needed.
+    pub fn set(&self, cap_bytes: Option<u64>) {
+        self.cap_bytes.store(cap_bytes.unwrap_or(NO_CAP), Relaxed);
+    }
+
+    /// What all pools take now.
+    #[must_use]
+    pub fn used_bytes(&self) -> u64 {
+        self.used_bytes.load(Relaxed)
+    }
+
+    /// The most that they have taken.
+    #[must_use]
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak_bytes.load(Relaxed)
+    }
+
+    /// What they may still take; `u64::MAX` without a cap.
+    #[must_use]
+    pub fn left_bytes(&self) -> u64 {
+        match self.cap_bytes() {
+            Some(cap_bytes) => cap_bytes.saturating_sub(self.used_bytes()),
+            None => u64::MAX,
+        }
+    }
+
+    fn take(&self, bytes: u64) -> Result<(), CapReached> {
+        // Relaxed: the counter guards no other memory.
+        let cap_bytes = self.cap_bytes.load(Relaxed);
+        let taken = self.used_bytes.fetch_update(Relaxed, Relaxed, |used| {
+            let next = used.checked_add(bytes)?;
+            (next <= cap_bytes).then_some(next)
+        });
+        match taken {
+            Ok(before) => {
+                self.peak_bytes.fetch_max(before + bytes, Relaxed);
+                Ok(())
+            }
+            Err(_) => Err(CapReached { cap_bytes }),
+        }
+    }
+
+    /// Takes what exists already, whatever the cap.
+    fn take_existing(&self, bytes: u64) {
+        let used = self.used_bytes.fetch_add(bytes, Relaxed) + bytes;
+        self.peak_bytes.fetch_max(used, Relaxed);
+    }
+
+    fn give_back(&self, bytes: u64) {
+        let before = self.used_bytes.fetch_sub(bytes, Relaxed);
+        debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
+    }
+}
+
+/// What one pool takes of a [`PoolCap`].
+#[derive(Debug)]
+pub(super) struct Charge {
+    cap: Arc<PoolCap>,
+    bytes: AtomicU64,
+}
+
+impl Charge {
+    /// Of a pool that exists and takes `bytes`.
+    pub fn existing(cap: &Arc<PoolCap>, bytes: u64) -> Self {
+        cap.take_existing(bytes);
+        Self {
+            cap: Arc::clone(cap),
+            bytes: AtomicU64::new(bytes),
+        }
+    }
+
+    /// Of a new pool that takes `bytes`.
+    pub fn new(cap: &Arc<PoolCap>, bytes: u64) -> Result<Self, CapReached> {
+        cap.take(bytes)?;
+        Ok(Self {
+            cap: Arc::clone(cap),
+            bytes: AtomicU64::new(bytes),
+        })
+    }
+
+    pub fn cap(&self) -> &Arc<PoolCap> {
+        &self.cap
+    }
+
+    /// What the pool takes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Takes `bytes` more; returns what the pool takes then.
+    pub fn take(&self, bytes: u64) -> Result<u64, CapReached> {
+        self.cap.take(bytes)?;
+        Ok(self.bytes.fetch_add(bytes, Relaxed) + bytes)
+    }
+
+    pub fn give_back(&self, bytes: u64) {
+        self.bytes.fetch_sub(bytes, Relaxed);
+        self.cap.give_back(bytes);
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.cap.give_back(self.bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pools_take_up_to_the_cap_together_and_give_back_when_they_are_closed() {
+        let cap = PoolCap::new(Some(100));
+        let one = Charge::new(&cap, 40).unwrap();
+        let other = Charge::new(&cap, 30).unwrap();
+        assert_eq!(one.take(30), Ok(70));
+        assert_eq!(other.take(1), Err(CapReached { cap_bytes: 100 }));
+        assert_eq!(Charge::new(&cap, 1).unwrap_err().cap_bytes, 100);
+        one.give_back(10);
+        assert_eq!((cap.used_bytes(), cap.left_bytes()), (90, 10));
+        drop(one);
+        assert_eq!((cap.used_bytes(), cap.peak_bytes()), (30, 100));
+        drop(other);
+        assert_eq!(cap.used_bytes(), 0);
+    }
+
+    #[test]
+    fn cap_below_what_is_taken_refuses_more_and_takes_nothing_away() {
+        let cap = PoolCap::new(None);
+        let charge = Charge::new(&cap, 1 << 40).unwrap();
+        cap.set(Some(10));
+        assert_eq!(cap.left_bytes(), 0);
+        assert!(charge.take(1).is_err());
+        // What a dead daemon left is there, and counts.
+        let found = Charge::existing(&cap, 5);
+        assert_eq!(cap.used_bytes(), (1 << 40) + 5);
+        charge.give_back(1 << 40);
+        assert_eq!(found.take(5), Ok(10));
+        assert!(found.take(1).is_err());
+        cap.set(None);
+        assert_eq!((cap.cap_bytes(), cap.left_bytes()), (None, u64::MAX));
+    }
+
+    #[test]
+    fn threads_that_take_at_once_never_exceed_the_cap() {
+        let cap = PoolCap::new(Some(1_000));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let charge = Charge::new(&cap, 0).unwrap();
+                    for _ in 0..2_000 {
+                        if charge.take(7).is_ok() {
+                            assert!(cap.used_bytes() <= 1_000);
+                        } else {
+                            charge.give_back(charge.bytes());
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(cap.used_bytes(), 0);
+        assert!(cap.peak_bytes() <= 1_000);
+    }
+}

@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A pool that has reached its cap: pages of zeros are evicted all the same, others stay, nothing is
+//! lost, and once there is room eviction goes on. And what the record of all this takes.
+
+use pagetide_addr::{
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
+};
+use pagetide_gmem::{
+    Activation, AddressSpace, AllocPolicy, Backing, Cause, Device, Fault, Incidents, Installed,
+    MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageState, PageTable, Place, PlaceError,
+    RegionRequest, Restrict, Restricted, StoreError, TableId, Unlimited, Wait,
+};
+use pagetide_swap::{
+    EvictReport, Evictor, Pool, PoolCap, PoolStore, PoolWords,
+    slots::Slots,
+    store::{PutError, RESUME_BYTES},
+};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+const SECTIONS: u64 = 4;
+const PAGES: u64 = SECTIONS * SECTION_PAGES;
+const PAGE: usize = 4096;
+
+/// RAM: the pages that are present.
+struct Ram(Mutex<Vec<Option<Box<[u8; PAGE]>>>>);
+
+impl Ram {
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<Box<[u8; PAGE]>>>> {
+        self.0.lock().unwrap()
+    }
+}
+
+impl Place for Ram {
+    fn install(&self, page: PageNo, content: &[u8; PAGE]) -> Result<Installed, PlaceError> {
+        let slot = &mut self.lock()[page.index()];
+        if slot.is_some() {
+            return Ok(Installed::AlreadyThere);
+        }
+        *slot = Some(Box::new(*content));
+        Ok(Installed::Installed)
+    }
+
+    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
+        self.install(page, &[0; PAGE])
+    }
+
+    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
+        for (page, bytes) in pages.iter().zip(content.as_chunks::<PAGE>().0) {
+            if self.install(page, bytes)? == Installed::AlreadyThere {
+                return Ok(page.since(pages.start));
+            }
+        }
+        Ok(pages.len())
+    }
+
+    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
+        let ram = self.lock();
+        for (page, bytes) in pages.iter().zip(into.as_chunks_mut::<PAGE>().0) {
+            *bytes = ram[page.index()].as_deref().copied().unwrap_or([0; PAGE]);
+        }
+        Ok(())
+    }
+
+    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
+        let mut ram = self.lock();
+        pages.iter().for_each(|page| ram[page.index()] = None);
+        Ok(())
+    }
+
+    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
+        Ok(self.lock()[page.index()].is_some())
+    }
+
+    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
+        let ram = self.lock();
+        let there = pages.iter().filter(|page| ram[page.index()].is_some());
+        Ok(there.map(PageNo::single).collect())
+    }
+
+    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
+        Ok(())
+    }
+
+    fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
+        panic!("{page} is poisoned");
+    }
+}
+
+impl Incidents for Ram {
+    fn foreign_page(&self, page: PageNo) {
+        panic!("a foreign page in {page}");
+    }
+
+    fn poisoned(&self, page: PageNo, why: &StoreError) {
+        panic!("{page}: {why}");
+    }
+
+    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
+        panic!("{page}: {why}");
+    }
+
+    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
+        panic!("{page}: {why}");
+    }
+}
+
+impl Mmu for Ram {
+    fn limits(&self) -> MmuLimits {
+        MmuLimits {
+            strongest: Restrict::ReadOnly,
+            ..MmuLimits::PAGED
+        }
+    }
+
+    fn restrict(
+        &self,
+        _: TableId,
+        _: SectionNo,
+        _: &PageSet,
+        _: Restrict,
+    ) -> Result<Restricted, MmuError> {
+        Ok(Restricted::Done)
+    }
+
+    fn grant(&self, _: TableId, _: PageRange, _: Access, _: Backing) -> Result<(), MmuError> {
+        Ok(())
+    }
+}
+
+/// Every third page is zero; the others do not compress.
+fn content(page: PageNo) -> [u8; PAGE] {
+    if page.0.is_multiple_of(3) {
+        return [0; PAGE];
+    }
+    let mut random = page.0 + 1;
+    std::array::from_fn(|_| {
+        random = random
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (random >> 56).to_le_bytes()[0]
+    })
+}
+
+struct Rig {
+    ram: Arc<Ram>,
+    space: Arc<AddressSpace>,
+    store: Arc<PoolStore>,
+    evictor: Evictor,
+}
+
+impl Rig {
+    fn new(folder: &Path, cap: &Arc<PoolCap>) -> Self {
+        let pages = (0..PAGES).map(|page| Some(Box::new(content(PageNo(page)))));
+        let ram = Arc::new(Ram(Mutex::new(pages.collect())));
+        let pool = Pool::create_empty(&folder.join("full.pool"), PAGES, 1, b"").unwrap();
+        let pool = Arc::new(pool.within(cap).unwrap());
+        let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
+        let memory = pagetide_gmem::PagedMemory::new(MemoryParts {
+            table: PageTable::growing(Box::new(PoolWords::of(pool))),
+            place: Arc::clone(&ram) as _,
+            store: Arc::clone(&store) as _,
+            admission: Arc::new(Unlimited),
+            incidents: Arc::clone(&ram) as _,
+            neighbours_max: 0,
+        });
+        let bytes = PAGES * PAGE_BYTES;
+        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
+        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::clone(&ram) as _);
+        space
+            .attach(&vcpus, Mode::Coherent, Activation::Now)
+            .unwrap();
+        space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
+        let evictor = Evictor::new(Arc::clone(space.memory().unwrap()), Arc::clone(&store));
+        Self {
+            ram,
+            space,
+            store,
+            evictor,
+        }
+    }
+
+    /// Evicts at most `pages_max` of a section's pages.
+    fn evict(&mut self, section: u64, pages_max: u64) -> EvictReport {
+        let section = SectionNo(section);
+        let wanted = PageSet::of_range(section, section.first_page().run(SECTION_PAGES));
+        let none = || Ok(PageSet::EMPTY);
+        let done = self
+            .evictor
+            .evict(section, &wanted, pages_max, none, |_| ());
+        done.unwrap()
+    }
+
+    fn is_stored(&self, page: PageNo) -> bool {
+        let table = self.evictor.space().table();
+        matches!(table.word(page).state(), PageState::Stored(_))
+    }
+
+    fn touch(&self, page: PageNo) {
+        let fault = Fault {
+            device: DeviceId::VCPUS,
+            pages: page.single(),
+            access: Access::Write,
+        };
+        let served = self.space.fault(&Cause::Fault(fault), Wait::Here);
+        assert!(served.is_some());
+    }
+
+    /// Every page comes back as it was.
+    fn verify(&self) {
+        for page in PageNo(0).run(PAGES).iter() {
+            self.touch(page);
+            let ram = self.ram.lock();
+            let found = ram[page.index()].as_deref();
+            assert!(found == Some(&content(page)), "{page}");
+        }
+        self.store.trim().unwrap();
+    }
+}
+
+fn zeros_of(section: u64) -> u64 {
+    let pages = SectionNo(section).first_page().run(SECTION_PAGES);
+    pages.iter().filter(|page| page.0.is_multiple_of(3)).count() as u64
+}
+
+#[test]
+fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is_lost() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    // Header and words, and chunks for some pages of the first section.
+    let cap = PoolCap::new(Some((64 << 10) + SECTIONS * PAGE_BYTES + (1 << 20)));
+    let mut rig = Rig::new(folder.path(), &cap);
+    assert_eq!(rig.store.full(), None);
+    let first = rig.evict(0, u64::MAX);
+    assert_eq!(first.zero_pages, zeros_of(0));
+    assert_eq!(first.evicted_pages + first.refused_pages, SECTION_PAGES);
+    // 15 to a chunk of 64 KiB.
+    assert_eq!(first.evicted_pages - first.zero_pages, 16 * 15);
+    assert_eq!(first.cancelled_pages, 0);
+    let full = rig.store.full().unwrap();
+    assert!(matches!(full, PutError::Cap(_)), "{full}");
+    assert!(full.to_string().contains("pagetide pool cap"), "{full}");
+    assert!(cap.used_bytes() <= cap.cap_bytes().unwrap());
+    // However few pages are wanted: zeros cost nothing, and may come last.
+    let second = rig.evict(1, 1);
+    assert_eq!(second.evicted_pages, zeros_of(1));
+    assert_eq!(second.refused_pages, SECTION_PAGES - zeros_of(1));
+    for page in SectionNo(1).first_page().run(SECTION_PAGES).iter() {
+        assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
+    }
+    rig.store.look_for_room();
+    assert_eq!(rig.store.full(), Some(full), "nothing has changed");
+    cap.set(Some(cap.used_bytes() + RESUME_BYTES));
+    rig.store.look_for_room();
+    assert_eq!(rig.store.full(), None);
+    let third = rig.evict(1, u64::MAX);
+    assert_eq!((third.evicted_pages, third.zero_pages), (16 * 15, 0));
+    cap.set(None);
+    rig.store.look_for_room();
+    for section in 0..SECTIONS {
+        rig.evict(section, u64::MAX);
+    }
+    assert!(PageNo(0).run(PAGES).iter().all(|page| rig.is_stored(page)));
+    rig.verify();
+    let bytes = rig.store.bytes();
+    assert_eq!(bytes.stored_bytes, 0);
+    let pool = rig.store.pool();
+    assert_eq!(pool.charged_bytes(), pool.allocated_bytes().unwrap());
+    assert!(pool.peak_bytes() > SECTIONS * (1 << 20), "{bytes:?}");
+}
+
+#[test]
+fn content_that_goes_makes_room_in_a_full_pool() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let cap = PoolCap::new(Some((64 << 10) + SECTIONS * PAGE_BYTES + 2 * RESUME_BYTES));
+    let mut rig = Rig::new(folder.path(), &cap);
+    rig.evict(0, u64::MAX);
+    rig.evict(1, u64::MAX);
+    assert!(rig.store.full().is_some());
+    for page in SectionNo(0).first_page().run(SECTION_PAGES).iter() {
+        rig.touch(page);
+    }
+    rig.store.look_for_room();
+    assert_eq!(rig.store.full(), None);
+    assert!(rig.evict(2, u64::MAX).evicted_pages > zeros_of(2));
+    assert!(cap.used_bytes() <= cap.cap_bytes().unwrap());
+    rig.verify();
+}
+
+#[test]
+fn page_that_is_known_to_be_free_is_not_packed_and_its_stored_copy_goes_with_its_next_use() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut rig = Rig::new(folder.path(), &PoolCap::new(None));
+    let given_up = SectionNo(2).first_page().run(SECTION_PAGES);
+    // The guest gives the section up while it is present: holes that we did not punch.
+    rig.ram.discard(given_up).unwrap();
+    let section = SectionNo(2);
+    let wanted = PageSet::of_range(section, given_up);
+    let none = || Ok(PageSet::EMPTY);
+    let nothing = rig.evictor.evict(section, &wanted, u64::MAX, none, |_| ());
+    assert!(nothing.is_err(), "{nothing:?}");
+    assert!(given_up.iter().all(|page| rig.is_stored(page)));
+    assert_eq!(rig.store.bytes().stored_bytes, 0);
+    rig.touch(given_up.start);
+    assert_eq!(
+        rig.ram.lock()[given_up.start.index()].as_deref(),
+        Some(&[0; PAGE])
+    );
+    // The guest gives stored pages up: nothing shows that, and the copies stay until a touch.
+    rig.evict(1, u64::MAX);
+    let stored_bytes = rig.store.bytes().stored_bytes;
+    rig.ram
+        .discard(SectionNo(1).first_page().run(SECTION_PAGES))
+        .unwrap();
+    assert_eq!(rig.store.bytes().stored_bytes, stored_bytes);
+    SectionNo(1)
+        .first_page()
+        .run(SECTION_PAGES)
+        .iter()
+        .for_each(|page| rig.touch(page));
+    assert_eq!(rig.store.bytes().stored_bytes, 0);
+}
+
+#[test]
+fn pool_that_is_opened_again_counts_what_it_has_even_above_the_cap() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = folder.path().join("full.pool");
+    let (content_bytes, peak_bytes) = {
+        let mut rig = Rig::new(folder.path(), &PoolCap::new(None));
+        rig.evict(0, u64::MAX);
+        rig.store.trim().unwrap();
+        let pool = rig.store.pool();
+        (pool.charged_bytes(), pool.peak_bytes())
+    };
+    let cap = PoolCap::new(Some(1 << 20));
+    let pool = Pool::open(&path).unwrap().found_within(&cap).unwrap();
+    assert_eq!(pool.charged_bytes(), content_bytes);
+    assert_eq!(cap.used_bytes(), content_bytes);
+    assert_eq!(pool.peak_bytes(), peak_bytes);
+    let pool = Arc::new(pool);
+    let store = PoolStore::new(Arc::clone(&pool));
+    assert!(matches!(store.put(&[1; 4100]), Err(PutError::Cap(_))));
+    // No word names any of the content here.
+    store.finish_adoption().unwrap();
+    assert_eq!(pool.charged_bytes(), pool.allocated_bytes().unwrap());
+    assert!(store.put(&[1; 4100]).is_ok());
+    drop(store);
+    drop(pool);
+    assert_eq!(cap.used_bytes(), 0);
+}
+
+/// The record of 8 GiB of RAM, half of it evicted and not a page of it compressible: words, sections
+/// and slots, which grow with the RAM, in what they take of memory. What else there is of a page or a
+/// section is added by its documented size: page attributes of devices (2 bits a page and 4 bytes a
+/// section for each engine), samples and sets (48 and 16 bytes a section), a policy (50).
+#[test]
+fn metadata_of_a_large_vm_is_less_than_four_thousandths_of_its_memory() {
+    const RAM_PAGES: u64 = 8 << 18;
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = folder.path().join("large.pool");
+    let pool = Arc::new(Pool::create(&path, RAM_PAGES, 1, b"").unwrap());
+    let table = PageTable::new(Box::new(PoolWords::of(Arc::clone(&pool))));
+    let mut slots = Slots::new(pool.chunk_limit());
+    for _ in 0..RAM_PAGES / 2 {
+        slots.allocate(4_100).unwrap();
+    }
+    let sections = RAM_PAGES / SECTION_PAGES;
+    let by_size = RAM_PAGES / 4 + sections * (4 + 48 + 16 + 50);
+    let in_pool = pool.allocated_bytes().unwrap();
+    assert!(in_pool >= RAM_PAGES * 8, "{in_pool}");
+    let metadata = in_pool + table.section_bytes() + slots.metadata_bytes() + by_size;
+    let limit = RAM_PAGES * PAGE_BYTES / 1_000 * 4;
+    assert!(metadata < limit, "{metadata} of {limit}");
+}
