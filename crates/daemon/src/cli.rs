@@ -12,6 +12,7 @@ use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
+use crate::scheduler::command::SchedulerArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use pagetide_report::size::ByteSize;
 
@@ -41,6 +42,9 @@ pub enum Command {
     /// I/O page faults of devices
     #[command(subcommand)]
     Iopf(IopfCommand),
+    /// Look at what concerns all VMs of the host and steer it
+    #[command(subcommand)]
+    Host(HostCommand),
     /// Say what taking over a VM would save, without taking it over
     Estimate(EstimateArgs),
     /// Measure, beside a peer in the same run
@@ -200,6 +204,13 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+}
+
+/// Commands about the host.
+#[derive(Subcommand, Debug)]
+pub enum HostCommand {
+    /// Show or change when background work (reclaim, scans) may use CPU time, beside faults
+    Scheduler(SchedulerArgs),
 }
 
 /// A limit as it is written.

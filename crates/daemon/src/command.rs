@@ -13,8 +13,8 @@ use crate::api::{
     WeightBody,
 };
 use crate::cli::{
-    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs, IopfCommand, Limit,
-    LogCommand, LogStartArgs, VmCommand,
+    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, HostCommand, InjectArgs,
+    IopfCommand, Limit, LogCommand, LogStartArgs, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
@@ -25,6 +25,7 @@ use crate::letting_go;
 use crate::name::check_name;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
+use crate::scheduler;
 use crate::slo::SloList;
 use pagetide_report::outcome::{CommandError, print, print_report};
 use pagetide_report::text::Text;
@@ -40,6 +41,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
             None => run::run_dpu(args.run),
         },
         Command::Iopf(command) => iopf(command),
+        Command::Host(HostCommand::Scheduler(args)) => scheduler::command::execute(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => lab::exec("bench", &args),
         Command::Replay(args) => lab::exec("replay", &args),
@@ -51,15 +53,15 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
 }
 
 /// An API request: the client, the path, and how the answer is printed.
-struct Call<'a> {
-    client: &'a ClientArgs,
-    method: Method,
-    path: String,
+pub(crate) struct Call<'a> {
+    pub(crate) client: &'a ClientArgs,
+    pub(crate) method: Method,
+    pub(crate) path: String,
 }
 
 impl Call<'_> {
     /// Sends `body`, if any, and prints the answer.
-    fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
+    pub(crate) fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
         self,
         body: Option<&B>,
     ) -> Result<(), CommandError> {

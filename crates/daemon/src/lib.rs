@@ -28,6 +28,7 @@ pub mod name;
 pub mod percent;
 pub mod protection;
 pub mod run;
+pub mod scheduler;
 pub mod settings;
 pub mod slo;
 pub mod state_dir;

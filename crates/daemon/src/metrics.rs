@@ -14,6 +14,7 @@ use prometheus_client::registry::Registry;
 
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
+use crate::scheduler::SchedulerClassReport;
 use crate::slo::{SloList, SloWindowReport};
 
 /// Content type of the page.
@@ -30,12 +31,14 @@ pub fn page(
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
     accounts: SloList,
+    classes: Vec<SchedulerClassReport>,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Reports {
         vms,
         devices,
         accounts,
+        classes,
     }));
     let mut page = String::new();
     prometheus_client::encoding::text::encode(&mut page, &registry)?;
@@ -47,6 +50,7 @@ struct Reports {
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
     accounts: SloList,
+    classes: Vec<SchedulerClassReport>,
 }
 
 impl Collector for Reports {
@@ -54,6 +58,7 @@ impl Collector for Reports {
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
         encode_accounts(&mut encoder, &self.accounts)?;
+        encode_all(&mut encoder, &self.classes)?;
         if self.vms.is_empty() {
             return Ok(());
         }
@@ -175,7 +180,7 @@ fn metric_type<R>(figure: &Figure<R>) -> MetricType {
 pub fn documentation() -> String {
     let mut page = String::from(
         "# Metrics\n\n\
-         Made from `crates/daemon/src/control.rs`; do not edit.\n\n\
+         Made from `crates/daemon/src/control.rs`, `slo.rs` and `scheduler/mod.rs` beside it; do not edit.\n\n\
          `GET /metrics` on the API socket answers with OpenMetrics text. Names carry their unit;\n\
          counters end in `_total`. The same figures stand in `pagetide vm show --json`,\n\
          `pagetide dpu list --json` and `pagetide dpu slo --json`, there latencies as percentiles.\n\n\
@@ -186,6 +191,7 @@ pub fn documentation() -> String {
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
     document::<DeviceReport>(&mut page);
     document_accounts(&mut page);
+    document::<SchedulerClassReport>(&mut page);
     page += "\nBuckets of latencies, in microseconds: ";
     page += &BUCKET_BOUNDS_US.map(|bound| bound.to_string()).join(", ");
     page += ".\n";
@@ -240,7 +246,7 @@ mod tests {
 
     #[test]
     fn page_tells_each_kind_of_figure_in_its_form() {
-        let page = page(vec![vm("a"), vm("b")], vec![], SloList::default()).unwrap();
+        let page = page(vec![vm("a"), vm("b")], vec![], SloList::default(), vec![]).unwrap();
         for line in [
             "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
             "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
@@ -274,7 +280,7 @@ mod tests {
             ..SloReport::default()
         };
         let devices = vec![account];
-        let page = page(vec![], vec![], SloList { devices }).unwrap();
+        let page = page(vec![], vec![], SloList { devices }, vec![]).unwrap();
         for line in [
             "pagetide_slo_p999_us{device=\"/d\",window=\"hour\"} 88.5",
             "pagetide_slo_least_iops{device=\"/d\",window=\"minute\"} 40",
@@ -286,13 +292,13 @@ mod tests {
 
     #[test]
     fn page_without_vms_holds_nothing() {
-        let page = page(vec![], vec![], SloList::default()).unwrap();
+        let page = page(vec![], vec![], SloList::default(), vec![]).unwrap();
         assert_eq!(page, "# EOF\n");
     }
 
     #[test]
     fn label_that_needs_quoting_is_quoted() {
-        let page = page(vec![vm("a\"b\n")], vec![], SloList::default()).unwrap();
+        let page = page(vec![vm("a\"b\n")], vec![], SloList::default(), vec![]).unwrap();
         assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
     }
 }

@@ -298,18 +298,20 @@ impl Rig {
                 Order::TryAgain => self.reclaimer.try_again(),
                 Order::Evict(order) => {
                     let (pages, reach) = (order.pages, order.reach);
-                    let pass = self.reclaimer.reclaim(|| now, pages, reach, || true);
+                    let pass = self.reclaimer.reclaim(|| now, pages, reach, &|| true);
                     assert!(pass.stopped.is_none(), "{pass:?}");
                     self.decisions.passed(&pass);
                 }
-                Order::KeepReady { pages } => self.reclaimer.keep_ready(|| now, pages).unwrap(),
+                Order::KeepReady { pages } => {
+                    self.reclaimer.keep_ready(|| now, pages, &|| true).unwrap()
+                }
                 _ => {}
             }
         }
     }
 
     fn sweep(&mut self, now: Duration) {
-        self.reclaimer.sweep(|| now, || now, || true).unwrap();
+        self.reclaimer.sweep(|| now, || now, &|| true).unwrap();
         self.ram.lock().touched.clear();
         self.swept_at = Some(now);
     }

@@ -35,6 +35,7 @@ mod sink;
 mod space;
 mod tracker;
 mod vm;
+mod work;
 
 use self::{
     devices::Devices,
@@ -57,6 +58,7 @@ use crate::{
         feed::{Feed, FeedConfig},
         recording::{RecordingReport, RecordingRequest},
     },
+    scheduler::{Schedule, ScheduleChange, ScheduleSettings, SchedulerReport},
     settings::RunSettings,
     slo::SloList,
 };
@@ -81,6 +83,7 @@ const LAST_TRIES: u32 = 16;
 struct Host {
     state_dir: PathBuf,
     shared: Shared,
+    schedule: Schedule,
     devices: Devices,
     vms: Roster,
 }
@@ -101,6 +104,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
+    let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
     let (devices, spaces) = Devices::start(settings)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
@@ -120,11 +124,13 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         tracker: method,
         evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
+        scheduler: Arc::clone(schedule.scheduler()),
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
         state_dir,
         shared,
+        schedule,
         devices,
         vms: Roster::new(bell),
     });
@@ -410,6 +416,18 @@ impl Control for Host {
             resident_bytes: vm.core.layout.look().allocated_bytes().map_err(failed)?,
             shortfall: shortfall.filter(|_| bytes.is_some() || evicted == 0),
         })
+    }
+
+    fn scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        Ok(self.schedule.report())
+    }
+
+    fn change_scheduler(&self, change: &ScheduleChange) -> Result<SchedulerReport, ControlError> {
+        self.schedule.change(change)
+    }
+
+    fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        self.schedule.reset()
     }
 
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {
