@@ -30,6 +30,7 @@ mod options;
 mod orders;
 pub mod pa_bitmap;
 pub mod real_size;
+pub mod schedule;
 pub mod sim;
 pub mod tracker;
 

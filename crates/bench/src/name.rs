@@ -34,6 +34,8 @@ pub enum BenchName {
     IopfRtt,
     /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
     IopfScale,
+    /// Faults of two busy VMs that are scanned and evicted from meanwhile, over the same without
+    Schedule,
     /// Translation requests a second that the performance model gets through
     Sim,
     /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and what grows faster than they

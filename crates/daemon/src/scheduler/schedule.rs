@@ -2,7 +2,7 @@
 //! [`Schedule`]: the scheduler of a running daemon with the settings that it goes by.
 
 use super::{
-    IdleTimeChoice, ScheduleChange, ScheduleSettings, SchedulerClassReport, SchedulerReport,
+    ScheduleChange, ScheduleSettings, SchedulerClassReport, SchedulerReport,
     kept::KeptSettings,
     share::{CLASSES, permilles},
     wrong,
@@ -221,6 +221,7 @@ const fn weakness_name(weakness: Weakness) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scheduler::IdleTimeChoice;
     use crate::settings::{GivenSettings, RunSettings, Settings as _};
 
     fn of_start() -> ScheduleSettings {

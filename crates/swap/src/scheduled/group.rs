@@ -4,32 +4,10 @@
 //! A thread that scans, or waits for its turn to scan, cannot reclaim. While reclaim is needed the other tasks
 //! of its VM therefore stand back.
 
-use super::{HostScheduler, SleepsFor, Turns};
+use super::{HostScheduler, faults::SleepsFor, standing::GroupState, turns::Turns};
 use pagetide_policy::scheduler::{FaultClass, TooManyTasks, WorkClass};
 use pagetide_sys::cpu;
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, Ordering::SeqCst},
-};
-
-/// What a group's tasks must know.
-#[derive(Default, Debug)]
-pub(super) struct GroupState {
-    needs_reclaim: AtomicBool,
-    is_stopped: AtomicBool,
-}
-
-impl GroupState {
-    /// Whether a task of `class` has to stand back.
-    pub(super) fn is_hurried(&self, class: WorkClass) -> bool {
-        class != WorkClass::Reclaim && self.needs_reclaim.load(SeqCst)
-    }
-
-    /// Whether no task gets a run.
-    pub(super) fn is_stopped(&self) -> bool {
-        self.is_stopped.load(SeqCst)
-    }
-}
+use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 /// See the module.
 #[derive(Clone, Debug)]
@@ -46,12 +24,6 @@ impl WorkGroup {
             scheduler: Arc::clone(scheduler),
             state: Arc::default(),
         }
-    }
-
-    /// Its scheduler.
-    #[must_use]
-    pub fn scheduler(&self) -> &Arc<HostScheduler> {
-        &self.scheduler
     }
 
     /// A task of `class` for the group's thread.

@@ -5,7 +5,8 @@ use super::{
     weakness::{BACKGROUND_NICENESS, RECLAIM_NICENESS},
     *,
 };
-use pagetide_policy::scheduler::CYCLE_US_MAX;
+use pagetide_policy::scheduler::{Basis, CYCLE_US_MAX, IdleTime, YieldReason};
+use pagetide_sys::cpu;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// Longest wait for something that must happen; far below the end of the long cycle.
@@ -233,4 +234,157 @@ fn threads_of_all_classes_get_their_runs_beside_faults() {
     assert_eq!(scheduler.settings(), settings);
     assert_eq!(scheduler.under_way.load(SeqCst), 0);
     assert!(scheduler.lock().seats.is_empty());
+}
+
+/// Nothing is ever granted but to who inherits the priority of a fault.
+fn no_work() -> SchedulerSettings {
+    let mut settings = long_cycle();
+    settings.idle_time = IdleTime::Unused;
+    let shares = &mut settings.shares_permille;
+    (shares.vcpu_faults, shares.io_faults) = (0, 0);
+    (shares.reclaim, shares.scan, shares.background) = (0, 0, 0);
+    settings
+}
+
+/// Uses CPU time.
+fn use_time(time: Duration) {
+    let until = cpu::thread_time() + time;
+    while cpu::thread_time() < until {
+        std::hint::black_box((0..1_000_u64).sum::<u64>());
+    }
+}
+
+#[test]
+fn work_at_its_maximum_time_is_held_back_until_the_scheduler_has_more_for_it() {
+    let known = cpu::affinity().unwrap();
+    let scheduler = scheduler(long_cycle());
+    let group = WorkGroup::new(&scheduler);
+    let scan = group.turns(WorkClass::Scan).unwrap();
+    assert_eq!(scan.step(None), Turn::Granted);
+    // From the next cycle on, which is further away than this test waits.
+    scheduler.change(no_work(), &known).unwrap();
+    while scan.may_stay() {
+        use_time(Duration::from_micros(50));
+    }
+    let used = || scheduler.figures(WorkClass::Scan);
+    scan.end();
+    let slice = Duration::from_micros(long_cycle().longest_run_us);
+    let total = |figures: ClassFigures| figures.own + figures.passed_down + figures.idle;
+    assert!(total(used()) >= slice, "{:?}", used());
+    drop(scan);
+
+    let scheduler = self::scheduler(no_work());
+    let group = WorkGroup::new(&scheduler);
+    let background = group.turns(WorkClass::Background).unwrap();
+    let by = Instant::now() + Duration::from_millis(10);
+    assert_eq!(background.step(Some(by)), Turn::Late);
+    assert!(!background.may_stay());
+    let held = scheduler.held(WorkClass::Background);
+    assert!(held.runs == 1 && held.time > Duration::ZERO, "{held:?}");
+    assert_eq!(scheduler.figures(WorkClass::Background).runs, 0);
+    assert_eq!(background.step(Some(by)), Turn::Late);
+}
+
+#[test]
+fn other_work_of_a_vm_stands_back_while_its_reclaim_is_needed() {
+    let scheduler = scheduler(long_cycle());
+    let (group, other) = (WorkGroup::new(&scheduler), WorkGroup::new(&scheduler));
+    let [reclaim, scan] =
+        [WorkClass::Reclaim, WorkClass::Scan].map(|class| group.turns(class).unwrap());
+    let of_other = other.turns(WorkClass::Scan).unwrap();
+    assert_eq!(scan.step(None), Turn::Granted);
+    let within = policy_and_niceness();
+    group.hurry();
+    // The thread is made ordinary at once, and the run ends with its next step.
+    if scheduler.weakness() == Weakness::Full {
+        assert_eq!((within.0, policy_and_niceness()), (5, (0, 0)));
+    }
+    assert!(!scan.may_stay());
+    assert_eq!(scan.step(None), Turn::Late);
+    assert_eq!(reclaim.step(None), Turn::Granted);
+    reclaim.end();
+    assert_eq!(of_other.step(None), Turn::Granted);
+    of_other.end();
+    group.calm();
+    assert_eq!(scan.step(None), Turn::Granted);
+}
+
+#[test]
+fn who_waits_for_a_run_is_woken_when_reclaim_is_needed_and_when_the_vm_leaves() {
+    let scheduler = scheduler(no_work());
+    let group = WorkGroup::new(&scheduler);
+    let waiting = |class| {
+        let turns = group.turns(class).unwrap();
+        let (tell, told) = channel();
+        let thread = std::thread::spawn(move || {
+            tell.send(turns.step(None)).unwrap();
+            turns
+        });
+        wait_until(&scheduler, TaskScheduler::has_tasks_waiting, "it waits");
+        (thread, told)
+    };
+    let (scan, told) = waiting(WorkClass::Scan);
+    group.hurry();
+    assert_eq!(told.recv_timeout(PATIENCE), Ok(Turn::Late));
+    drop(scan.join().unwrap());
+    let (reclaim, told) = waiting(WorkClass::Reclaim);
+    group.stop();
+    assert_eq!(told.recv_timeout(PATIENCE), Ok(Turn::Stopped));
+    let reclaim = reclaim.join().unwrap();
+    assert_eq!(reclaim.step(None), Turn::Stopped);
+    group.go_on();
+    let by = Instant::now() + Duration::from_millis(1);
+    assert_eq!(reclaim.step(Some(by)), Turn::Late);
+}
+
+#[test]
+fn who_waits_for_room_gets_reclaim_though_nothing_else_is_granted() {
+    let scheduler = scheduler(no_work());
+    let group = WorkGroup::new(&scheduler);
+    for is_fault in [true, false] {
+        let reclaim = group.turns(WorkClass::Reclaim).unwrap();
+        let (tell, told) = channel();
+        let thread = std::thread::spawn(move || {
+            tell.send(reclaim.step(None)).unwrap();
+        });
+        wait_until(&scheduler, TaskScheduler::has_tasks_waiting, "it waits");
+        if is_fault {
+            group.fault_begins(FaultClass::Vcpu);
+        }
+        let turn = group.wait_for_room(|| told.recv_timeout(PATIENCE));
+        assert_eq!(turn, Ok(Turn::Granted));
+        if is_fault {
+            group.fault_ends();
+        }
+        thread.join().unwrap();
+    }
+    assert_eq!(scheduler.faults(FaultClass::Vcpu).faults, 1);
+    assert_eq!(scheduler.under_way.load(SeqCst), 0);
+    assert_eq!(scheduler.sleeping_for_room.load(SeqCst), 0);
+    // An end without a beginning, as when a VM's work is set up while a fault is served.
+    group.fault_ends();
+    assert_eq!(scheduler.under_way.load(SeqCst), 0);
+}
+
+#[test]
+fn what_is_done_aside_is_not_at_the_expense_of_the_run_and_parts_that_hold_locks_are_less_weak() {
+    let scheduler = scheduler(long_cycle());
+    let scan = WorkGroup::new(&scheduler).turns(WorkClass::Scan).unwrap();
+    assert_eq!(scan.step(None), Turn::Granted);
+    let slice = Duration::from_micros(long_cycle().longest_run_us);
+    let aside = scan.aside(|| {
+        use_time(2 * slice);
+        policy_and_niceness()
+    });
+    assert!(scan.may_stay());
+    let firm = scan.firmly(policy_and_niceness);
+    let weak = policy_and_niceness();
+    if scheduler.weakness() == Weakness::Full {
+        let reclaim = i32::from(RECLAIM_NICENESS);
+        assert_eq!((aside, firm, weak.0), ((0, 0), (0, reclaim), 5));
+    }
+    scan.end();
+    assert!(scheduler.figures(WorkClass::Scan).overruns == 0);
+    // Without a run it is just done.
+    assert_eq!(scan.aside(|| 7), 7);
 }

@@ -6,9 +6,7 @@
 //!                                                        └─ not in time, or stopped: no run
 //! ```
 
-use super::{Asked, WorkTask};
-use pagetide_policy::scheduler::WorkClass;
-use pagetide_sys::cpu::Urgency;
+use super::task::{Asked, WorkTask};
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
     time::Instant,
@@ -39,25 +37,13 @@ impl Turns {
         }
     }
 
-    /// Ends the task's waits from another thread.
-    #[must_use]
-    pub fn stopper(&self) -> super::Stopper {
-        self.lock().stopper()
-    }
-
-    /// The class of the work.
-    #[must_use]
-    pub fn class(&self) -> WorkClass {
-        self.lock().class
-    }
-
     /// Between two steps: whether this thread may go on. If it has to yield, waits for its next run, but no
     /// longer than until `by`.
     pub fn step(&self, by: Option<Instant>) -> Turn {
-        if self.may_stay() {
+        let mut task = self.lock();
+        if task.may_stay() {
             return Turn::Granted;
         }
-        let mut task = self.lock();
         task.end_run();
         match task.ask_for_run(by) {
             Asked::Granted => Turn::Granted,
@@ -68,8 +54,7 @@ impl Turns {
 
     /// Whether a run is under way and need not yield. Does not wait.
     pub fn may_stay(&self) -> bool {
-        let mut task = self.lock();
-        task.run.is_some() && task.must_yield().is_none()
+        self.lock().may_stay()
     }
 
     /// Ends the run, if there is one: to be called before the thread waits for anything else.
@@ -79,12 +64,7 @@ impl Turns {
 
     /// Runs a part of the work that holds what faults wait for: no weaker than reclaim.
     pub fn firmly<T>(&self, work: impl FnOnce() -> T) -> T {
-        let task = self.lock();
-        let urgency = task
-            .run
-            .as_ref()
-            .map_or(Urgency::Ordinary, |run| run.urgency);
-        task.with_urgency(task.scheduler.weakness.firm(urgency), work)
+        self.lock().firmly(work)
     }
 
     /// Runs what has to be done now and is not part of the work: as an ordinary thread, and not at the
