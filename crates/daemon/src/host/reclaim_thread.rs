@@ -176,6 +176,7 @@ impl ReclaimThread {
                 {
                     self.suspend(format!("accesses cannot be told: {error}"));
                 }
+                work.background.end();
             }
             Order::Finish(Need::Limit) => self.done = Reclaimed::default(),
             Order::Finish(Need::Wish) => self.answer(),

@@ -137,7 +137,7 @@ impl WorkTask {
             urgency,
             grant,
         });
-        self.take(urgency);
+        self.weaken(urgency);
         Asked::Granted
     }
 
@@ -234,7 +234,7 @@ impl WorkTask {
         self.take(Urgency::Ordinary);
         let reason = self.ask(run, used, grants);
         if reason.is_none() {
-            self.take(run.urgency);
+            self.weaken(run.urgency);
         }
         reason
     }
@@ -275,7 +275,7 @@ impl WorkTask {
         };
         self.take(urgency);
         let result = work();
-        self.take(run.urgency);
+        self.weaken(run.urgency);
         result
     }
 
@@ -287,6 +287,13 @@ impl WorkTask {
             run.began += cpu::thread_time().saturating_sub(before);
         }
         result
+    }
+
+    /// Takes the priority of a run, unless the thread is needed for something more urgent.
+    fn weaken(&self, urgency: Urgency) {
+        if !self.group.is_hurried(self.class) {
+            self.take(urgency);
+        }
     }
 
     /// Without the right to change its priority the thread keeps the one it has.
