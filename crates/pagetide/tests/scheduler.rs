@@ -127,35 +127,17 @@ fn class<'a>(scheduler: &'a Value, name: &str) -> &'a Value {
     found.unwrap_or_else(|| panic!("no class {name} in {scheduler}"))
 }
 
-#[test]
-fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
-    if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIPPED: take-over needs root");
-        return;
-    }
-    if !vmm::is_this("vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash") {
-        return;
-    }
+/// RAM whose content is that of [`content`], with its file, which a VMM keeps open.
+fn filled_ram() -> (GuestFile, SharedMapping) {
     let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
     let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
     for page in 0..RAM_BYTES / 4096 {
         ram.copy_to(page * 4096, &content(page)).unwrap();
     }
-    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mut daemon = Daemon::start(&dir);
-    let own = std::process::id().to_string();
-    daemon.json(&["attach", "--pid", &own, "--name", "a", "--limit", "32M"]);
-    daemon.wait_until_squeezed();
-    let scheduler = daemon.scheduler();
-    assert_eq!(
-        (&scheduler["cycle_us"], &scheduler["is_kept"]),
-        (&10_000.into(), &false.into())
-    );
-    assert!(
-        class(&scheduler, "reclaim")["runs"].as_u64() > Some(0),
-        "{scheduler}"
-    );
+    (file, ram)
+}
 
+fn squeeze_by_small_shares(daemon: &mut Daemon, ram: &SharedMapping) {
     // Little for reclaim, and nothing lent: each run has to be waited for.
     let set = [
         "host",
@@ -178,7 +160,7 @@ fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
     );
     assert_eq!(class(&changed, "reclaim")["share_permille"], 100);
     // All of it comes back, and a third may stay.
-    verify(&ram);
+    verify(ram);
     daemon.wait_until_squeezed();
     let scheduler = daemon.scheduler();
     assert!(
@@ -189,26 +171,9 @@ fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
         class(&scheduler, "reclaim")["held_runs"].as_u64() > Some(0),
         "{scheduler}"
     );
+}
 
-    daemon.kill();
-    let mut daemon = Daemon::start(&dir);
-    let after = daemon.scheduler();
-    assert_eq!(
-        (&after["cycle_us"], &after["is_kept"]),
-        (&20_000.into(), &true.into())
-    );
-    assert_eq!(
-        (&after["longest_run_us"], &after["idle_time"]),
-        (&500.into(), &"unused".into())
-    );
-    verify(&ram);
-    daemon.wait_until_squeezed();
-    let reset = daemon.json(&["host", "scheduler", "--reset"]);
-    assert_eq!(
-        (&reset["cycle_us"], &reset["is_kept"]),
-        (&10_000.into(), &false.into())
-    );
-
+fn detach_without_any_run(daemon: &Daemon, ram: &SharedMapping) {
     // With nothing for any work it still ends in order: a detach asks for no run.
     let none = [
         "host",
@@ -228,7 +193,55 @@ fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
     ];
     daemon.json(&none);
     daemon.json(&["vm", "detach", "a"]);
+    verify(ram);
+}
+
+#[test]
+fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: take-over needs root");
+        return;
+    }
+    if !vmm::is_this("vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash") {
+        return;
+    }
+    let (_file, ram) = filled_ram();
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut daemon = Daemon::start(&dir);
+    let own = std::process::id().to_string();
+    daemon.json(&["attach", "--pid", &own, "--name", "a", "--limit", "32M"]);
+    daemon.wait_until_squeezed();
+    let scheduler = daemon.scheduler();
+    assert_eq!(
+        (&scheduler["cycle_us"], &scheduler["is_kept"]),
+        (&10_000.into(), &false.into())
+    );
+    assert!(
+        class(&scheduler, "reclaim")["runs"].as_u64() > Some(0),
+        "{scheduler}"
+    );
+
+    squeeze_by_small_shares(&mut daemon, &ram);
+    daemon.kill();
+    let mut daemon = Daemon::start(&dir);
+    let after = daemon.scheduler();
+    assert_eq!(
+        (&after["cycle_us"], &after["is_kept"]),
+        (&20_000.into(), &true.into())
+    );
+    assert_eq!(
+        (&after["longest_run_us"], &after["idle_time"]),
+        (&500.into(), &"unused".into())
+    );
     verify(&ram);
+    daemon.wait_until_squeezed();
+    let reset = daemon.json(&["host", "scheduler", "--reset"]);
+    assert_eq!(
+        (&reset["cycle_us"], &reset["is_kept"]),
+        (&10_000.into(), &false.into())
+    );
+
+    detach_without_any_run(&daemon, &ram);
 }
 
 /// What a client was refused with: status 2, and one line.

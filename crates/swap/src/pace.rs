@@ -15,6 +15,11 @@ pub trait Pace {
     /// Between two parts of work that must be done as a whole. May wait.
     fn pause(&self) {}
 
+    /// Most sections that are unmapped in one step, at least one.
+    fn unmapped_sections_max(&self) -> usize {
+        usize::MAX
+    }
+
     /// Runs a part that holds what faults wait for: a thread that is weak on the host must not be so in it.
     fn firmly<T>(&self, work: impl FnOnce() -> T) -> T {
         work()

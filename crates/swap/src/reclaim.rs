@@ -374,13 +374,15 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
     }
 
     fn unmap(&mut self, sections: &[SectionNo]) -> Result<Unmapped, ReclaimStop> {
-        self.pace.pause();
         let reserve = self.memory.limit.reserve();
         // A section that a fill is taking now has aged, and must not be unmapped during that.
         let free = |section: &SectionNo| reserve.withdraw(*section);
         let sections: Vec<SectionNo> = sections.iter().copied().filter(free).collect();
-        let looked = self.memory.tracker.take_out(&sections);
-        looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
+        for part in sections.chunks(self.pace.unmapped_sections_max()) {
+            self.pace.pause();
+            let looked = self.memory.tracker.take_out(part);
+            looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
+        }
         Ok(Unmapped {
             sections,
             // Only now: the age counts from when the last page was unmapped.

@@ -46,8 +46,10 @@ use serde_json::{Map, Value, json};
 use std::{path::Path, time::Duration};
 
 const NAME: &str = "schedule";
-/// Default RAM of each stand-in.
-const RAM_BYTES: u64 = 512 << 20;
+/// Default RAM of each stand-in. A burst of faults (the pages of one section) then fits twice into the
+/// headroom that reclaim keeps free; in a small VM each burst would use it up, and faults would make room
+/// themselves.
+const RAM_BYTES: u64 = 1 << 30;
 /// Default number of alternations.
 const PAIRS: u64 = 6;
 /// Default length of a slice in seconds.
