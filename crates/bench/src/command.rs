@@ -9,7 +9,7 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
     fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, sim, tracker,
+    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, schedule, sim, tracker,
 };
 
 /// Arguments of `bench`.
@@ -80,7 +80,7 @@ pub enum BenchPart {
         #[arg(long)]
         bytes: u64,
     },
-    /// The dense, busy guest of `bench real-size`, `guest-cost` and `tracker`
+    /// The dense, busy guest of `bench real-size`, `guest-cost`, `schedule` and `tracker`
     BusyGuest(crate::busy::guest::BusyGuestOptions),
     /// The device of `bench iopf-rtt` that is in another process
     IopfRttDevice {
@@ -201,6 +201,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),
+        BenchName::Schedule => schedule::run(sizes),
         BenchName::Tracker => tracker::run(sizes),
     }
 }

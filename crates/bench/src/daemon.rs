@@ -124,7 +124,8 @@ impl Daemon {
         self.send_by(Method::POST, path, body)
     }
 
-    fn send_by<B: Serialize, T: DeserializeOwned>(
+    /// Sends `body` by `method`.
+    pub(super) fn send_by<B: Serialize, T: DeserializeOwned>(
         &self,
         method: Method,
         path: &str,

@@ -31,6 +31,7 @@ mod orders;
 pub mod pa_bitmap;
 pub mod pool;
 pub mod real_size;
+pub mod schedule;
 pub mod sim;
 pub mod tracker;
 

@@ -34,6 +34,8 @@ pub enum BenchName {
     IopfRtt,
     /// Page faults of 1 to 16 tenants at a time, serialized and on the tenants' CPUs; and beside a storm
     IopfScale,
+    /// Faults of two busy VMs that are scanned and evicted from meanwhile, over the same without
+    Schedule,
     /// Translation requests per second of the performance model
     Sim,
     /// What evicted memory costs, in memory, with the paper's mix of pages: content, fragmentation, metadata

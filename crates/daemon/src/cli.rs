@@ -13,6 +13,7 @@ use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
+use crate::scheduler::command::SchedulerArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use pagetide_report::size::ByteSize;
 
@@ -45,6 +46,9 @@ pub enum Command {
     /// I/O page faults of devices
     #[command(subcommand)]
     Iopf(IopfCommand),
+    /// Look at what concerns all VMs of the host and steer it
+    #[command(subcommand)]
+    Host(HostCommand),
     /// Estimate what attaching to a VM would save, without attaching
     Estimate(EstimateArgs),
     /// Run a benchmark, with its peer in the same run
@@ -244,6 +248,13 @@ impl std::str::FromStr for GivenCap {
             _ => text.parse().map(Self::Cap),
         }
     }
+}
+
+/// Commands about the host.
+#[derive(Subcommand, Debug)]
+pub enum HostCommand {
+    /// Show or change when background work (reclaim, scans) may use CPU time, beside faults
+    Scheduler(SchedulerArgs),
 }
 
 /// A limit as it is written.

@@ -13,8 +13,8 @@ use crate::api::{
     VmList, WeightBody,
 };
 use crate::cli::{
-    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, InjectArgs, IopfCommand,
-    Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
+    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, HostCommand, InjectArgs,
+    IopfCommand, Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
@@ -26,6 +26,7 @@ use crate::name::check_name;
 use crate::pool::{PoolMax, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
+use crate::scheduler;
 use crate::slo::SloList;
 use pagetide_report::outcome::{CommandError, print, print_report};
 use pagetide_report::text::Text;
@@ -42,6 +43,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         },
         Command::Pool(command) => pool(command),
         Command::Iopf(command) => iopf(command),
+        Command::Host(HostCommand::Scheduler(args)) => scheduler::command::execute(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => lab::exec("bench", &args),
         Command::Replay(args) => lab::exec("replay", &args),
@@ -53,15 +55,15 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
 }
 
 /// An API request: the client, the path, and how the answer is printed.
-struct Call<'a> {
-    client: &'a ClientArgs,
-    method: Method,
-    path: String,
+pub(crate) struct Call<'a> {
+    pub(crate) client: &'a ClientArgs,
+    pub(crate) method: Method,
+    pub(crate) path: String,
 }
 
 impl Call<'_> {
     /// Sends `body`, if any, and prints the answer.
-    fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
+    pub(crate) fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
         self,
         body: Option<&B>,
     ) -> Result<(), CommandError> {

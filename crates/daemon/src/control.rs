@@ -29,6 +29,7 @@ use crate::injection::{InjectionReport, InjectionRequest};
 use crate::pool::PoolReport;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
+use crate::scheduler::{ScheduleChange, SchedulerReport};
 use crate::slo::SloList;
 use pagetide_dpu::WEIGHT_DEFAULT;
 
@@ -87,6 +88,19 @@ pub trait Control: Send + Sync {
     fn recording(&self) -> Result<RecordingReport, ControlError>;
     /// Ends the recording and completes its files.
     fn stop_recording(&self) -> Result<RecordingReport, ControlError>;
+    /// The scheduler of background work: its settings, and what each class has got.
+    fn scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        Err(no_scheduler())
+    }
+    /// Changes its settings from the next cycle on; they are kept over restarts.
+    fn change_scheduler(&self, change: &ScheduleChange) -> Result<SchedulerReport, ControlError> {
+        let _unused = change;
+        Err(no_scheduler())
+    }
+    /// Returns to the settings of the start.
+    fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        Err(no_scheduler())
+    }
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }
@@ -103,6 +117,12 @@ pub enum NewCap {
     Bytes(u64),
     /// That of the setting.
     Default,
+}
+
+fn no_scheduler() -> ControlError {
+    ControlError::refused(
+        "this process has no background work to schedule: name the socket of a `pagetide run` with --api",
+    )
 }
 
 /// Take over a VM.

@@ -29,6 +29,7 @@ pub mod percent;
 pub mod pool;
 pub mod protection;
 pub mod run;
+pub mod scheduler;
 pub mod settings;
 pub mod slo;
 pub mod state_dir;

@@ -15,6 +15,7 @@ use prometheus_client::registry::Registry;
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
 use crate::pool::PoolReport;
+use crate::scheduler::SchedulerClassReport;
 use crate::slo::{SloList, SloWindowReport};
 
 /// Content type of the page.
@@ -26,31 +27,28 @@ const EVICTING: (&str, &str) = (
     "1 if cold pages of the VM are evicted, 0 while something forbids it",
 );
 
+/// What the page tells.
+#[derive(Debug, Default)]
+pub struct Reports {
+    /// VMs.
+    pub vms: Vec<VmReport>,
+    /// Devices.
+    pub devices: Vec<DeviceReport>,
+    /// The pools of all VMs, if this process has VMs.
+    pub pools: Vec<PoolReport>,
+    /// Service levels.
+    pub slo: SloList,
+    /// Classes of the scheduler.
+    pub classes: Vec<SchedulerClassReport>,
+}
+
 /// The page.
-pub fn page(
-    vms: Vec<VmReport>,
-    devices: Vec<DeviceReport>,
-    pools: Vec<PoolReport>,
-    accounts: SloList,
-) -> Result<String, fmt::Error> {
+pub fn page(reports: Reports) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
-    registry.register_collector(Box::new(Reports {
-        vms,
-        devices,
-        pools,
-        accounts,
-    }));
+    registry.register_collector(Box::new(reports));
     let mut page = String::new();
     prometheus_client::encoding::text::encode(&mut page, &registry)?;
     Ok(page)
-}
-
-#[derive(Debug)]
-struct Reports {
-    vms: Vec<VmReport>,
-    devices: Vec<DeviceReport>,
-    pools: Vec<PoolReport>,
-    accounts: SloList,
 }
 
 impl Collector for Reports {
@@ -58,7 +56,8 @@ impl Collector for Reports {
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
         encode_all(&mut encoder, &self.pools)?;
-        encode_accounts(&mut encoder, &self.accounts)?;
+        encode_accounts(&mut encoder, &self.slo)?;
+        encode_all(&mut encoder, &self.classes)?;
         if self.vms.is_empty() {
             return Ok(());
         }
@@ -180,7 +179,7 @@ fn metric_type<R>(figure: &Figure<R>) -> MetricType {
 pub fn documentation() -> String {
     let mut page = String::from(
         "# Metrics\n\n\
-         Made from `crates/daemon/src/control.rs`; do not edit.\n\n\
+         Made from `crates/daemon/src/control.rs`, `slo.rs` and `scheduler/mod.rs` beside it; do not edit.\n\n\
          `GET /metrics` on the API socket answers with OpenMetrics text. Names carry their unit;\n\
          counters end in `_total`. The same figures stand in `pagetide vm show --json`,\n\
          `pagetide dpu list --json`, `pagetide pool show --json` and `pagetide dpu slo --json`, there\n\
@@ -193,6 +192,7 @@ pub fn documentation() -> String {
     document::<DeviceReport>(&mut page);
     document::<PoolReport>(&mut page);
     document_accounts(&mut page);
+    document::<SchedulerClassReport>(&mut page);
     page += "\nBuckets of latencies, in microseconds: ";
     page += &BUCKET_BOUNDS_US.map(|bound| bound.to_string()).join(", ");
     page += ".\n";
@@ -247,7 +247,11 @@ mod tests {
 
     #[test]
     fn page_tells_each_kind_of_figure_in_its_form() {
-        let page = page(vec![vm("a"), vm("b")], vec![], vec![], SloList::default()).unwrap();
+        let page = page(Reports {
+            vms: vec![vm("a"), vm("b")],
+            ..Reports::default()
+        })
+        .unwrap();
         for line in [
             "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
             "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
@@ -281,7 +285,11 @@ mod tests {
             ..SloReport::default()
         };
         let devices = vec![account];
-        let page = page(vec![], vec![], vec![], SloList { devices }).unwrap();
+        let page = page(Reports {
+            slo: SloList { devices },
+            ..Reports::default()
+        })
+        .unwrap();
         for line in [
             "pagetide_slo_p999_us{device=\"/d\",window=\"hour\"} 88.5",
             "pagetide_slo_least_iops{device=\"/d\",window=\"minute\"} 40",
@@ -293,13 +301,17 @@ mod tests {
 
     #[test]
     fn page_without_vms_holds_nothing() {
-        let page = page(vec![], vec![], vec![], SloList::default()).unwrap();
+        let page = page(Reports::default()).unwrap();
         assert_eq!(page, "# EOF\n");
     }
 
     #[test]
     fn label_that_needs_quoting_is_quoted() {
-        let page = page(vec![vm("a\"b\n")], vec![], vec![], SloList::default()).unwrap();
+        let page = page(Reports {
+            vms: vec![vm("a\"b\n")],
+            ..Reports::default()
+        })
+        .unwrap();
         assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
     }
 }

@@ -16,6 +16,7 @@ use crate::cpus::CpuList;
 use crate::percent::Percent;
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
+use crate::scheduler::{IdleTimeChoice, ShareList};
 
 /// Documentation of one setting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -263,6 +264,18 @@ settings! {
     dma_protector: ProtectorChoice = "none",
     /// Most records of the access log that are examined in a second; engines drop the others. While accesses are recorded, all are examined, whatever this is
     access_log_rate: u32 = "100000",
+    /// Shares of the CPU time of a cycle by class, in order of priority, together at most 100%; those that are not named have their defaults. This and the other settings of the scheduler can be changed by `pagetide host scheduler`, and what was changed holds until that resets it
+    scheduler_shares: ShareList = "vcpu-faults=40%,io-faults=20%,reclaim=25%,scan=10%,background=5%",
+    /// Microseconds of a cycle of the scheduler of background work, 1000 to 10000000
+    scheduler_cycle_us: u64 = "50000",
+    /// Most CPU time in microseconds that background work uses at a time, 100 to the length of a cycle
+    scheduler_longest_run_us: u64 = "2000",
+    /// What background work pays for more than that at a time, in percent of the excess; at most 1000, 0 for nothing
+    scheduler_penalty_percent: u32 = "100",
+    /// What becomes of CPU time that no class of work is entitled to: lent to any, or unused
+    scheduler_idle_time: IdleTimeChoice = "lent",
+    /// CPUs on which background work (reclaim, scans) may run, such as 0,2-5; any for all that the daemon may use
+    background_cpus: CpuList = "any",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",
     /// What is logged, in the syntax of tracing's EnvFilter

@@ -108,6 +108,35 @@ fn guest_cost_compares_attached_with_released() {
 }
 
 #[test]
+fn schedule_compares_faults_beside_background_work_with_faults_without() {
+    let size = [
+        "schedule",
+        "--ram",
+        "128M",
+        "--pairs",
+        "1",
+        "--seconds",
+        "1",
+        "--json",
+    ];
+    let Some(report) = report(&size) else {
+        return;
+    };
+    for arm in ["none", "background", "capped"] {
+        let faults = number(&report, &format!("/figures/{arm}/timed_faults_per_s"));
+        assert!(faults > 0.0, "{arm}: {report}");
+    }
+    let evicted = |arm: &str| number(&report, &format!("/figures/{arm}/evicted_pages_per_s"));
+    assert!(
+        evicted("background") > 0.0 && evicted("none") == 0.0,
+        "{report}"
+    );
+    assert!(number(&report, "/ratios/fault_p99_background_over_none") > 0.0);
+    let held = number(&report, "/figures/capped/reclaim/held_runs_per_s");
+    assert!(held > 0.0, "{report}");
+}
+
+#[test]
 fn tracker_knows_what_is_cold_and_what_came_of_it() {
     let size = ["tracker", "--ram", "64M", "--seconds", "5"];
     let words = [&size[..], &["--only", "section_50", "--json"]].concat();

@@ -3,6 +3,7 @@
 
 use crate::{
     limit::MakeRoom,
+    pace::Pace,
     reclaim::taking::Memory,
     reserve::{Claim, Reserve},
     taken::Took,
@@ -37,7 +38,7 @@ pub struct DirectReclaim {
 impl MakeRoom for DirectReclaim {
     /// Tries a few sections at most.
     fn make_room(&self, pages: u64) -> u64 {
-        let evicted = self.take_some(pages);
+        let evicted = self.take_some(pages, &|| true);
         self.reserve().direct_pages.fetch_add(evicted, Relaxed);
         evicted
     }
@@ -45,11 +46,14 @@ impl MakeRoom for DirectReclaim {
 
 impl DirectReclaim {
     /// Evicts some pages of ready sections, as [`MakeRoom::make_room`] does, but on behalf of a
-    /// reclaimer: they are not counted as a fill's.
-    pub fn take_some(&self, pages: u64) -> u64 {
+    /// reclaimer: they are not counted as a fill's. Between two sections and within one it keeps to `pace`.
+    pub fn take_some(&self, pages: u64, pace: &impl Pace) -> u64 {
         let mut worker = self.worker();
         let mut evicted = 0;
         for _ in 0..DIRECT_SECTIONS_MAX {
+            if !pace.go_on() {
+                break;
+            }
             let Some((claim, ready)) = self.reserve().claim_next((self.clock)()) else {
                 break;
             };
@@ -58,7 +62,7 @@ impl DirectReclaim {
                 continue;
             }
             let left = pages.max(DIRECT_PAGES_MIN).saturating_sub(evicted);
-            evicted += self.take(&mut worker, claim, ready, left);
+            evicted += self.take(&mut worker, claim, ready, left, pace);
             if evicted >= pages {
                 break;
             }
@@ -73,8 +77,9 @@ impl DirectReclaim {
         claim: Claim<'_>,
         ready: Ready,
         pages: u64,
+        pace: &impl Pace,
     ) -> u64 {
-        let outcome = worker.take(ready.section, pages, || claim.holds());
+        let outcome = worker.take(ready.section, pages, || claim.holds(), pace);
         let taken = outcome.taken.pages;
         if taken > 0 {
             let took = Took::of(taken, outcome.present_pages);

@@ -24,7 +24,7 @@ use crate::{
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
 use pagetide_policy::tracker::TrackerError;
-use std::sync::Arc;
+use std::{ops::ControlFlow, sync::Arc};
 
 /// Pages read, packed and committed together.
 const BATCH_PAGES: u64 = 16;
@@ -36,10 +36,12 @@ pub struct EvictReport {
     pub evicted_pages: u64,
     /// Of them, pages of zeros.
     pub zero_pages: u64,
-    /// Candidates that were needed meanwhile, and stayed.
+    /// Candidates that were needed meanwhile, and stayed; and those that `progress` did not want any more.
     pub cancelled_pages: u64,
     /// Candidates that stayed because the store is full.
     pub refused_pages: u64,
+    /// `progress` has ended it.
+    pub was_cut: bool,
 }
 
 /// Why evicting ended early. Pages evicted before that stay evicted.
@@ -101,7 +103,7 @@ impl Evictor {
     /// Evicts up to `pages_max` of the `wanted` pages of `section`; while the store is full, all of them
     /// that are zero. Once the pages are protected,
     /// `touched` returns those that must stay; `progress` is called after each batch with the number
-    /// of pages it evicted.
+    /// of pages it evicted, and may end the eviction there.
     ///
     /// # Errors
     /// [`EvictorError`].
@@ -111,7 +113,7 @@ impl Evictor {
         wanted: &PageSet,
         pages_max: u64,
         touched: impl FnOnce() -> Result<PageSet, TrackerError>,
-        mut progress: impl FnMut(u64),
+        mut progress: impl FnMut(u64) -> ControlFlow<()>,
     ) -> Result<EvictReport, EvictorError> {
         let space = Arc::clone(&self.space);
         let mut wanted = *wanted;
@@ -123,13 +125,16 @@ impl Evictor {
         let mut report = EvictReport::default();
         round.spare(&touched().map_err(EvictorError::Tracker)?);
         let begun = round.candidates();
-        for run in begun.runs(section) {
+        'runs: for run in begun.runs(section) {
             let mut first = run.start;
             while first < run.end {
                 let end = run.end.min(first.plus(BATCH_PAGES));
                 let before = report.evicted_pages;
                 self.evict_batch(&mut round, PageRange::new(first, end), &mut report)?;
-                progress(report.evicted_pages - before);
+                if progress(report.evicted_pages - before).is_break() {
+                    report.was_cut = true;
+                    break 'runs;
+                }
                 first = end;
             }
         }

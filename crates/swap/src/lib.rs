@@ -12,7 +12,8 @@
 //! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
 //!   `pagetide-policy` decides; [`reserve`]: sections ready for a fill that needs room at once;
 //!   [`heat`]: what is known of hot and cold, and its cost.
-//! - [`scheduled`]: when the threads that do this work use CPU time, beside faults.
+//! - [`scheduled`]: when the threads that do this work use CPU time, beside faults; [`pace`]: what they ask
+//!   between two steps of it.
 //!
 //! ```
 //! use pagetide_addr::PageNo;
@@ -35,6 +36,7 @@ pub mod direct;
 pub mod evictor;
 pub mod heat;
 pub mod limit;
+pub mod pace;
 pub mod pool;
 pub mod reclaim;
 pub mod reserve;
@@ -49,6 +51,7 @@ pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};
 pub use heat::{HeatCost, HeatReport};
 pub use limit::Limit;
+pub use pace::Pace;
 pub use pool::{Counter, Pool, PoolCap, PoolError, PoolWords};
 pub use reclaim::Reclaimer;
 pub use reserve::Reserve;

@@ -22,9 +22,13 @@
 //! While the store is full, the limit is *advisory* ([`Force`]): reclaim still tries to keep it, with
 //! pages of zeros, but fills neither make room nor wait for any, since there may be none.
 
-use crate::reserve::Reserve;
+use crate::{reserve::Reserve, scheduled::WorkGroup};
+use pagetide_addr::DeviceId;
 use pagetide_gmem::Admission;
-use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
+use pagetide_policy::{
+    scheduler::FaultClass,
+    watermarks::{ADMISSION_WAIT, Headroom},
+};
 use std::{
     sync::{
         Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
@@ -70,6 +74,8 @@ pub struct Limit {
     reserve: Reserve,
     /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
+    /// The VM's background work, which is told of faults and of the need for reclaim.
+    work: OnceLock<WorkGroup>,
 }
 
 #[derive(Debug, Default)]
@@ -103,6 +109,7 @@ impl Limit {
             freed: Condvar::new(),
             reserve: Reserve::default(),
             direct: OnceLock::new(),
+            work: OnceLock::new(),
         }
     }
 
@@ -130,6 +137,12 @@ impl Limit {
 
     fn is_advisory(&self) -> bool {
         self.is_advisory.load(Relaxed)
+    }
+
+    /// From now on faults and the need for reclaim are told to `work`, the VM's background work. Only the first
+    /// call has an effect.
+    pub fn tell_work(&self, work: WorkGroup) {
+        self.work.get_or_init(|| work);
     }
 
     /// Sets the limit, in pages, given how many are present now; `None` lifts it.
@@ -204,9 +217,14 @@ impl Limit {
     /// Requests a reclaim now.
     pub fn want_reclaim(&self) {
         let mut state = self.lock();
-        if !state.reclaim_wanted {
-            state.reclaim_wanted = true;
-            self.wanted.notify_all();
+        if state.reclaim_wanted {
+            return;
+        }
+        state.reclaim_wanted = true;
+        self.wanted.notify_all();
+        drop(state);
+        if let Some(work) = self.work.get() {
+            work.hurry();
         }
     }
 
@@ -215,11 +233,17 @@ impl Limit {
         self.lock().stopped = true;
         self.wanted.notify_all();
         self.freed.notify_all();
+        if let Some(work) = self.work.get() {
+            work.stop();
+        }
     }
 
     /// Undoes [`Self::stop`]: the VM is not detached after all.
     pub fn go_on(&self) {
         self.lock().stopped = false;
+        if let Some(work) = self.work.get() {
+            work.go_on();
+        }
     }
 
     /// The reclaimer's wait: until the low watermark is passed, a reclaim is requested, or
@@ -231,6 +255,10 @@ impl Limit {
             .wait_timeout_while(state, timeout, |s| !s.reclaim_wanted && !s.stopped);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let wanted = std::mem::take(&mut state.reclaim_wanted);
+        // Under the lock: a request that comes now hurries after this.
+        if let Some(work) = self.work.get() {
+            work.calm();
+        }
         match (state.stopped, wanted) {
             (true, _) => Wake::Stopped,
             (false, true) => Wake::Wanted,
@@ -285,13 +313,20 @@ impl Limit {
 
     fn wait_for_headroom(&self, pages: i64) {
         self.want_reclaim();
-        let state = self.lock();
-        let short = |state: &mut State| {
-            !state.stopped && !self.is_advisory() && self.headroom.load(Relaxed) < pages
+        let wait = || {
+            let state = self.lock();
+            let short = |state: &mut State| {
+                !state.stopped && !self.is_advisory() && self.headroom.load(Relaxed) < pages
+            };
+            let waited = self.freed.wait_timeout_while(state, ADMISSION_WAIT, short);
+            let (_state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+            timeout.timed_out()
         };
-        let waited = self.freed.wait_timeout_while(state, ADMISSION_WAIT, short);
-        let (_state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-        if timeout.timed_out() {
+        let has_timed_out = match self.work.get() {
+            Some(work) => work.wait_for_room(wait),
+            None => wait(),
+        };
+        if has_timed_out {
             self.over_limit_fills
                 .fetch_add(pages.cast_unsigned(), Relaxed);
         }
@@ -316,6 +351,21 @@ impl Default for Limit {
 }
 
 impl Admission for Limit {
+    fn fault_begins(&self, device: DeviceId) {
+        if let Some(work) = self.work.get() {
+            work.fault_begins(match device {
+                DeviceId::VCPUS => FaultClass::Vcpu,
+                _ => FaultClass::Io,
+            });
+        }
+    }
+
+    fn fault_ends(&self) {
+        if let Some(work) = self.work.get() {
+            work.fault_ends();
+        }
+    }
+
     fn admit(&self, pages: u64) {
         let pages = i64::try_from(pages).unwrap_or(0);
         if self.is_advisory() {

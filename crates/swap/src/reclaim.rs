@@ -32,6 +32,7 @@ use crate::{
     evictor::Evictor,
     heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
     limit::Limit,
+    pace::Pace,
     reserve::Reserve,
 };
 use pagetide_addr::SectionNo;
@@ -143,7 +144,7 @@ impl Reclaimer {
     }
 
     /// Continues the sweep by as much as its cost allows. `own` is the CPU time that the calling thread has
-    /// used, `cpu` that of the VMM.
+    /// used, `cpu` that of the VMM. Keeps to `pace`.
     ///
     /// # Errors
     /// The tracker's; what is known of a section is then unchanged.
@@ -153,14 +154,15 @@ impl Reclaimer {
         own: impl Fn() -> Duration,
         cpu: Duration,
         want: Want,
+        pace: &impl Pace,
     ) -> Result<(), TrackerError> {
         let sections = self.memory.evictor.space().table().section_count();
         let mut left = self.heat.sections(clock(), cpu, sections, want);
         let began = clock();
-        while left > 0 && clock().saturating_sub(began) < SAMPLE_MAX {
+        while left > 0 && clock().saturating_sub(began) < SAMPLE_MAX && pace.go_on() {
             let part = left.min(SAMPLE_BATCH);
             left -= part;
-            self.sample_part(&clock, &own, part)?;
+            self.sample_part(&clock, &own, part, pace)?;
         }
         Ok(())
     }
@@ -171,6 +173,7 @@ impl Reclaimer {
         clock: &impl Fn() -> Duration,
         own: &impl Fn() -> Duration,
         sections_max: u64,
+        pace: &impl Pace,
     ) -> Result<(), TrackerError> {
         if !self.heat.sampler.is_sweeping() {
             self.begin_sweep(clock);
@@ -190,20 +193,26 @@ impl Reclaimer {
             let present = self.memory.present(section);
             looks.extend(self.heat.sampler.look(section, &present));
         }
-        let sampled = self.memory.tracker.sample(&looks);
-        if sampled.is_err() {
-            looks.iter().for_each(|look| self.heat.sampler.failed(look));
-        }
-        let sampled = sampled?;
-        standing
-            .into_iter()
-            .try_for_each(|section| self.look_at_reserve(section))?;
+        // It holds the VMM's address space, and then the reserve.
+        let sampled = pace.firmly(|| {
+            let sampled = self.memory.tracker.sample(&looks);
+            if sampled.is_err() {
+                looks.iter().for_each(|look| self.heat.sampler.failed(look));
+            }
+            let sampled = sampled?;
+            standing
+                .into_iter()
+                .try_for_each(|section| self.look_at_reserve(section))?;
+            Ok::<_, TrackerError>(sampled)
+        })?;
         let spent = own().saturating_sub(began);
         self.heat.sampled(&looks, &sampled, looked, spent);
         if let Some(touched) = self.heat.sampler.end() {
             let now = clock();
-            let (selection, mut pages) = self.parts(clock, || false);
-            selection.swept(now, touched, &mut pages);
+            pace.firmly(|| {
+                let (selection, mut pages) = self.parts(clock, &|| false);
+                selection.swept(now, touched, &mut pages);
+            });
             self.heat.swept(clock());
         }
         Ok(())
@@ -214,7 +223,7 @@ impl Reclaimer {
         let table = space.table();
         let sections: Vec<SectionNo> = table.sections().collect();
         let is_there = |section: SectionNo| !table.pages_of(section).is_empty();
-        let (selection, mut pages) = self.parts(clock, || false);
+        let (selection, mut pages) = self.parts(clock, &|| false);
         selection.begin_sweep(sections.iter().copied(), is_there, &mut pages);
         self.heat.sampler.keep(is_there);
         self.heat.sampler.begin(sections);
@@ -231,13 +240,13 @@ impl Reclaimer {
     fn parts<'a, C, G>(
         &'a mut self,
         clock: &'a C,
-        go_on: G,
+        pace: &'a G,
     ) -> (&'a mut Selection, SectionPages<'a, C, G>) {
         let pages = SectionPages {
             memory: &mut self.memory,
             tell: &self.taken,
             clock,
-            go_on,
+            pace,
         };
         (&mut self.selection, pages)
     }
@@ -255,7 +264,7 @@ impl Reclaimer {
     }
 
     /// Sweeps all sections at once, whatever it costs. `own` is the CPU time that the calling thread has used;
-    /// `go_on` is called after every few sections.
+    /// `pace` is asked after every few sections.
     ///
     /// # Errors
     /// The tracker's.
@@ -263,12 +272,12 @@ impl Reclaimer {
         &mut self,
         clock: impl Fn() -> Duration,
         own: impl Fn() -> Duration,
-        go_on: impl Fn() -> bool,
+        pace: &impl Pace,
     ) -> Result<(), TrackerError> {
         self.begin_sweep(&clock);
         let before = self.heat.report().sweeps;
-        while self.heat.report().sweeps == before && go_on() {
-            self.sample_part(&clock, &own, SAMPLE_BATCH)?;
+        while self.heat.report().sweeps == before && pace.go_on() {
+            self.sample_part(&clock, &own, SAMPLE_BATCH, pace)?;
         }
         Ok(())
     }
@@ -284,28 +293,29 @@ impl Reclaimer {
 
     /// Sections that were found in use may be tried again.
     pub fn try_again(&mut self) {
-        let (selection, mut pages) = self.parts(&no_time, || false);
+        let (selection, mut pages) = self.parts(&no_time, &|| false);
         selection.try_again(&mut pages);
     }
 
     /// Evicts up to `pages` pages, coldest sections first, within `reach`, from sections that have been
-    /// unmapped for [`UNMAPPED_MIN`]; if that is not enough, the next ones are unmapped. `go_on` is
-    /// called before each section that is evicted. `clock` is also read after sections were unmapped.
+    /// unmapped for [`UNMAPPED_MIN`]; if that is not enough, the next ones are unmapped. `pace` is
+    /// asked before each section that is evicted, and within it. `clock` is also read after sections were
+    /// unmapped.
     pub fn reclaim(
         &mut self,
         clock: impl Fn() -> Duration,
         pages: u64,
         reach: Reach,
-        go_on: impl Fn() -> bool,
+        pace: &impl Pace,
     ) -> Reclaimed {
         self.apply_outcomes();
         let now = clock();
-        let (selection, mut memory) = self.parts(&clock, go_on);
+        let (selection, mut memory) = self.parts(&clock, pace);
         selection.reclaim(now, pages, reach, &mut memory)
     }
 
     /// Keeps about `pages` pages of cold sections unmapped, so that they can be evicted at once when
-    /// room is needed.
+    /// room is needed. Pauses as `pace` says, but does all of it.
     ///
     /// # Errors
     /// The tracker's.
@@ -313,10 +323,11 @@ impl Reclaimer {
         &mut self,
         clock: impl Fn() -> Duration,
         pages: u64,
+        pace: &impl Pace,
     ) -> Result<(), TrackerError> {
         self.apply_outcomes();
         let now = clock();
-        let (selection, mut memory) = self.parts(&clock, || false);
+        let (selection, mut memory) = self.parts(&clock, pace);
         let kept = selection.keep_ready(now, pages, &mut memory);
         kept.map_err(|stop| stop.to_string().into())
     }
@@ -340,11 +351,11 @@ struct SectionPages<'a, C, G> {
     tell: &'a TellTaken,
     /// Read after sections were unmapped.
     clock: &'a C,
-    /// Called before each eviction.
-    go_on: G,
+    /// Asked before and within each eviction.
+    pace: &'a G,
 }
 
-impl<C: Fn() -> Duration, G: Fn() -> bool> Sections for SectionPages<'_, C, G> {
+impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
     type Stop = ReclaimStop;
 
     fn present_pages(&self, section: SectionNo) -> u64 {
@@ -352,7 +363,7 @@ impl<C: Fn() -> Duration, G: Fn() -> bool> Sections for SectionPages<'_, C, G> {
     }
 
     fn evict(&mut self, section: SectionNo, pages_max: u64) -> Attempt<ReclaimStop> {
-        if !(self.go_on)() {
+        if !self.pace.go_on() {
             return Attempt::NotNow;
         }
         let limit = Arc::clone(&self.memory.limit);
@@ -360,7 +371,7 @@ impl<C: Fn() -> Duration, G: Fn() -> bool> Sections for SectionPages<'_, C, G> {
         let Some(_claim) = limit.reserve().claim(section) else {
             return Attempt::Elsewhere;
         };
-        let evicted = self.memory.take(section, pages_max, || true);
+        let evicted = self.memory.take(section, pages_max, || true, self.pace);
         if evicted.taken.pages > 0 {
             let took = Took::of(evicted.taken.pages, evicted.present_pages);
             (self.tell)(section, took);
@@ -373,8 +384,11 @@ impl<C: Fn() -> Duration, G: Fn() -> bool> Sections for SectionPages<'_, C, G> {
         // A section that a fill is taking now has aged, and must not be unmapped during that.
         let free = |section: &SectionNo| reserve.withdraw(*section);
         let sections: Vec<SectionNo> = sections.iter().copied().filter(free).collect();
-        let looked = self.memory.tracker.take_out(&sections);
-        looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
+        for part in sections.chunks(self.pace.unmapped_sections_max()) {
+            self.pace.pause();
+            let looked = self.memory.tracker.take_out(part);
+            looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
+        }
         Ok(Unmapped {
             sections,
             // Only now: the age counts from when the last page was unmapped.

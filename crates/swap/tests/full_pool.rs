@@ -16,6 +16,7 @@ use pagetide_swap::{
     store::{PutError, RESUME_BYTES},
 };
 use std::{
+    ops::ControlFlow,
     path::Path,
     sync::{Arc, Mutex, MutexGuard},
 };
@@ -187,9 +188,9 @@ impl Rig {
         let section = SectionNo(section);
         let wanted = PageSet::of_range(section, section.first_page().run(SECTION_PAGES));
         let none = || Ok(PageSet::EMPTY);
-        let done = self
-            .evictor
-            .evict(section, &wanted, pages_max, none, |_| ());
+        let done = self.evictor.evict(section, &wanted, pages_max, none, |_| {
+            ControlFlow::Continue(())
+        });
         done.unwrap()
     }
 
@@ -298,7 +299,9 @@ fn page_that_is_known_to_be_free_is_not_packed_and_its_stored_copy_goes_with_its
     let section = SectionNo(2);
     let wanted = PageSet::of_range(section, given_up);
     let none = || Ok(PageSet::EMPTY);
-    let nothing = rig.evictor.evict(section, &wanted, u64::MAX, none, |_| ());
+    let nothing = rig.evictor.evict(section, &wanted, u64::MAX, none, |_| {
+        ControlFlow::Continue(())
+    });
     assert!(nothing.is_err(), "{nothing:?}");
     assert!(given_up.iter().all(|page| rig.is_stored(page)));
     assert_eq!(rig.store.bytes().stored_bytes, 0);

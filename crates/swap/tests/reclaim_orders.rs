@@ -16,7 +16,7 @@ use pagetide_policy::{
     sampling::{Look, Sampled, Touched},
     tracker::{AccessTracker, TrackerError},
 };
-use pagetide_swap::{Evictor, HeatCost, Limit, Pool, PoolStore, Reclaimer, reclaim::Took};
+use pagetide_swap::{Evictor, HeatCost, Limit, Pace, Pool, PoolStore, Reclaimer, reclaim::Took};
 use std::{
     collections::BTreeSet,
     fmt::Write,
@@ -95,10 +95,29 @@ struct Rig {
     loop_at: Duration,
     is_waiting: bool,
     swept_at: Option<Duration>,
+    pace: TestPace,
+}
+
+/// What the scheduler says to the thread.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum TestPace {
+    Steady,
+    /// It has to pause as soon as it can, each time.
+    Halting,
+}
+
+impl Pace for TestPace {
+    fn go_on(&self) -> bool {
+        true
+    }
+
+    fn may_stay(&self) -> bool {
+        *self == Self::Steady
+    }
 }
 
 impl Rig {
-    fn new(folder: &std::path::Path) -> Self {
+    fn new(folder: &std::path::Path, pace: TestPace) -> Self {
         let place = Arc::new(FakePlace::default());
         place.put_zeros(PageNo(0).run(PAGES));
         let users = Arc::new(Users::default());
@@ -134,6 +153,7 @@ impl Rig {
             loop_at: Duration::ZERO,
             is_waiting: true,
             swept_at: None,
+            pace,
         }
     }
 
@@ -199,18 +219,22 @@ impl Rig {
                 Order::TryAgain => self.reclaimer.try_again(),
                 Order::Evict(order) => {
                     let (pages, reach) = (order.pages, order.reach);
-                    let pass = self.reclaimer.reclaim(|| now, pages, reach, || true);
+                    let pass = self.reclaimer.reclaim(|| now, pages, reach, &self.pace);
                     assert!(pass.stopped.is_none(), "{pass:?}");
                     self.decisions.passed(&pass);
                 }
-                Order::KeepReady { pages } => self.reclaimer.keep_ready(|| now, pages).unwrap(),
+                Order::KeepReady { pages } => {
+                    self.reclaimer
+                        .keep_ready(|| now, pages, &self.pace)
+                        .unwrap();
+                }
                 _ => {}
             }
         }
     }
 
     fn sweep(&mut self, now: Duration) {
-        self.reclaimer.sweep(|| now, || now, || true).unwrap();
+        self.reclaimer.sweep(|| now, || now, &self.pace).unwrap();
         self.users.lock().touched.clear();
         self.swept_at = Some(now);
     }
@@ -231,8 +255,17 @@ fn sections(text: &str) -> impl Iterator<Item = SectionNo> {
 
 #[test]
 fn orders_to_the_daemon_are_those_of_the_golden_trace() {
+    golden(TestPace::Steady);
+}
+
+#[test]
+fn orders_are_the_same_for_a_thread_that_has_to_pause_after_every_few_pages() {
+    golden(TestPace::Halting);
+}
+
+fn golden(pace: TestPace) {
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-    let mut rig = Rig::new(folder.path());
+    let mut rig = Rig::new(folder.path(), pace);
     let mut found = String::new();
     for event in GOLDEN.lines().filter(|line| !line.starts_with(' ')) {
         let words: Vec<&str> = event.split(' ').collect();

@@ -112,6 +112,28 @@ pub fn set_affinity(cpus: &[usize]) -> Result<(), CpuError> {
 /// # Errors
 /// `EPERM` without `CAP_SYS_NICE` and beyond the process's limits (`RLIMIT_RTPRIO`, `RLIMIT_NICE`).
 pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
+    set_urgency_of(0, None, urgency)
+}
+
+/// Id of this thread.
+#[must_use]
+pub fn thread_id() -> u32 {
+    rustix::thread::gettid().as_raw_pid().cast_unsigned()
+}
+
+/// Makes `thread` of this process ordinary. It must not end meanwhile: its id may be another process's
+/// thread afterwards.
+///
+/// # Errors
+/// As for [`set_urgency`], or there is no such thread.
+pub fn make_ordinary(thread: u32) -> io::Result<()> {
+    let known = Pid::from_raw(thread.cast_signed());
+    let known = known.ok_or_else(|| io::Error::from_raw_os_error(libc::ESRCH))?;
+    set_urgency_of(thread.cast_signed(), Some(known), Urgency::Ordinary)
+}
+
+/// Of the thread `id`, where 0 is the calling one, as `thread` says to other calls.
+fn set_urgency_of(id: libc::pid_t, thread: Option<Pid>, urgency: Urgency) -> io::Result<()> {
     let (policy, priority, nice) = match urgency {
         Urgency::Idle => (libc::SCHED_IDLE, 0, None),
         Urgency::Yielding(nice) => (libc::SCHED_OTHER, 0, Some(i32::from(nice))),
@@ -125,14 +147,14 @@ pub fn set_urgency(urgency: Urgency) -> io::Result<()> {
     // Threads that this one starts must not inherit the priority. The flag is never cleared,
     // because that requires a privilege.
     let policy = policy | libc::SCHED_RESET_ON_FORK;
-    // SAFETY: 0 is the calling thread, and the parameters are read during the call only.
-    let status = unsafe { libc::sched_setscheduler(0, policy, &raw const parameters) };
+    // SAFETY: the call changes no memory, and the parameters are read during it only.
+    let status = unsafe { libc::sched_setscheduler(id, policy, &raw const parameters) };
     if status != 0 {
         return Err(io::Error::last_os_error());
     }
     match nice {
-        // Without a pid this means the calling thread on Linux, not its process.
-        Some(nice) => Ok(rustix::process::setpriority_process(None, nice)?),
+        // Without a pid this means the calling thread on Linux, not its process; with one, that thread.
+        Some(nice) => Ok(rustix::process::setpriority_process(thread, nice)?),
         None => Ok(()),
     }
 }
@@ -299,6 +321,26 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    #[test]
+    fn a_weak_thread_is_made_ordinary_by_another_one_and_a_thread_that_is_none_is_refused() {
+        let (tell, told) = std::sync::mpsc::channel();
+        let (go_on, wait) = std::sync::mpsc::channel();
+        let weak = std::thread::spawn(move || {
+            set_urgency(Urgency::Idle).unwrap();
+            tell.send(thread_id()).unwrap();
+            wait.recv().unwrap();
+            policy_and_niceness()
+        });
+        let made = make_ordinary(told.recv().unwrap());
+        go_on.send(()).unwrap();
+        let found = weak.join().unwrap();
+        match made {
+            Ok(()) => assert_eq!(found, (0, 0)),
+            Err(error) => eprintln!("SKIPPED: {error}"),
+        }
+        assert!(make_ordinary(0).is_err() && make_ordinary(u32::MAX / 2).is_err());
     }
 
     /// Of this thread: fields 41 and 19 of its `stat`, counted after the name, which may have blanks.

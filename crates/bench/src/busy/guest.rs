@@ -28,6 +28,10 @@ use std::{
 
 /// Pages between two reads of the clock: some ten microseconds.
 const BATCH: u64 = 64;
+/// Touches that are faster were not served by a daemon, whatever they were.
+const FAULT_MIN: Duration = Duration::from_micros(4);
+/// Faults of a vCPU that are kept: some minutes' worth. Later ones are not.
+const FAULTS_KEPT_MAX: usize = 1 << 20;
 /// Longest wait for a vCPU to pause: it may wait for a page.
 const REST_WAIT: Duration = Duration::from_secs(60);
 
@@ -40,6 +44,12 @@ pub struct BusyGuestOptions {
     /// vCPUs
     #[arg(long, default_value_t = 1)]
     pub vcpus: u32,
+    /// CPU of the first vCPU, from the last one backwards
+    #[arg(long, default_value_t = 0)]
+    pub first_cpu: usize,
+    /// Time each touch, and keep the times of those that faulted
+    #[arg(long)]
+    pub time_faults: bool,
     /// What to do where there is no memory for that much
     #[arg(long, value_enum, default_value_t = RamSize::Exact)]
     pub size: RamSize,
@@ -87,6 +97,8 @@ pub enum Order {
     VerifyAll,
     /// Report which pages are in memory.
     Presence,
+    /// Report the times of the faults since the last such order.
+    Faults,
 }
 
 /// An answer of the stand-in.
@@ -105,6 +117,11 @@ pub enum Answer {
     Counted(Counted),
     /// See [`Presence`].
     Presence(Presence),
+    /// Times of faults.
+    Faults {
+        /// In nanoseconds.
+        ns: Vec<u32>,
+    },
     /// Done, with the time; all content read was right.
     Done {
         /// In nanoseconds.
@@ -188,12 +205,13 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
         changed: Condvar::new(),
         wrong: OnceLock::new(),
         threads: cpus.len(),
+        time_faults: options.time_faults,
     });
     for number in 0..guest.vcpus.len() {
         let guest = Arc::clone(&guest);
         // Neighbours in number are on different CPUs, the first on the last: a host's own work prefers the
         // lowest numbers.
-        let cpu = cpus[cpus.len() - 1 - number % cpus.len()];
+        let cpu = cpus[cpus.len() - 1 - (options.first_cpu + number) % cpus.len()];
         std::thread::Builder::new()
             .name(format!("CPU {number}/KVM"))
             .spawn(move || guest.run_vcpu(number, cpu))
@@ -222,12 +240,50 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
 struct Vcpu {
     operations: AtomicU64,
     longest_gap_ns: AtomicU64,
+    fault_ns: Mutex<Vec<u32>>,
+}
+
+impl Vcpu {
+    /// Keeps the time of a fault, unless there are too many already.
+    fn keep(&self, time: Duration) {
+        let mut kept = self.fault_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < FAULTS_KEPT_MAX {
+            kept.push(u32::try_from(time.as_nanos()).unwrap_or(u32::MAX));
+        }
+    }
+
+    fn take_faults(&self) -> Vec<u32> {
+        let mut kept = self.fault_ns.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut kept)
+    }
 }
 
 #[derive(Default)]
 struct Rest {
     wanted: bool,
     resting: usize,
+}
+
+/// Tells faults from touches that were slow for another reason.
+#[derive(Default)]
+struct Timed {
+    faults: u64,
+}
+
+impl Timed {
+    fn touched(&mut self, time: Duration, account: &Vcpu) {
+        if time < FAULT_MIN {
+            return;
+        }
+        match faults_of("/proc/thread-self/stat") {
+            Ok(faults) if faults > self.faults => {
+                self.faults = faults;
+                account.keep(time);
+            }
+            Ok(_) => {}
+            Err(error) => eprintln!("stand-in: faults are not known: {error}"),
+        }
+    }
 }
 
 struct Guest {
@@ -240,6 +296,7 @@ struct Guest {
     changed: Condvar,
     wrong: OnceLock<WrongPage>,
     threads: usize,
+    time_faults: bool,
 }
 
 fn faults() -> Result<u64, String> {
@@ -272,8 +329,10 @@ impl Guest {
         let account = &self.vcpus[number];
         let mut random = SplitMix64::new(number as u64 + 1);
         let mut looked = Instant::now();
+        let mut timed = Timed::default();
         while self.wrong.get().is_none() {
             for _ in 0..BATCH {
+                let begun = self.time_faults.then(Instant::now);
                 let bits = random.next_u64();
                 let page = self.hot.pick(bits);
                 // Bits that do not choose the page.
@@ -282,6 +341,9 @@ impl Guest {
                 } else if let Err(wrong) = self.ram.check_stamps(page) {
                     self.found(wrong);
                     return;
+                }
+                if let Some(begun) = begun {
+                    timed.touched(begun.elapsed(), account);
                 }
             }
             account.operations.fetch_add(BATCH, Relaxed);
@@ -391,6 +453,10 @@ impl Guest {
         match order {
             Order::Count => return Err("counting is done by its own function".into()),
             Order::Presence => return self.presence().map(Answer::Presence),
+            Order::Faults => {
+                let ns = self.vcpus.iter().flat_map(Vcpu::take_faults).collect();
+                return Ok(Answer::Faults { ns });
+            }
             Order::Pause => self.pause()?,
             Order::Resume => self.resume(),
             Order::Move { sections } => self.hot.advance(*sections),
@@ -452,6 +518,7 @@ mod tests {
             rest: Mutex::default(),
             changed: Condvar::new(),
             wrong: OnceLock::new(),
+            time_faults: false,
             threads: 2,
         })
     }
@@ -510,6 +577,8 @@ mod tests {
             ram_mib,
             size: RamSize::Exact,
             vcpus: 1,
+            first_cpu: 0,
+            time_faults: false,
             pattern: Pattern::OnePage,
             huge_pages: HugePages::NotAdvised,
         };

@@ -27,6 +27,10 @@ impl BusyGuest {
                 "--huge-pages",
                 huge.as_ref().map_or("", |huge| huge.get_name()),
             ]);
+        command.args(["--first-cpu", &options.first_cpu.to_string()]);
+        if options.time_faults {
+            command.arg("--time-faults");
+        }
         let mut process = Ordered::start(&mut command)?;
         match process.answer()? {
             Answer::Ready { fill_ns, .. } => Ok(Self {
@@ -71,6 +75,16 @@ impl BusyGuest {
         self.count()?;
         std::thread::sleep(time);
         self.count()
+    }
+
+    /// Times of the faults since the last call, in nanoseconds, if it times them.
+    pub(crate) fn faults(&mut self) -> Result<Vec<u32>, String> {
+        match self.ask(&Order::Faults)? {
+            Answer::Faults { ns } => Ok(ns),
+            other => Err(format!(
+                "the guest answered {other:?} when asked for its faults"
+            )),
+        }
     }
 
     /// Which of its pages are in memory.

@@ -29,6 +29,7 @@ use pagetide_vmm::{
 use std::{
     error::Error,
     fmt::Display,
+    ops::ControlFlow,
     path::{Path, PathBuf},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
     time::{Duration, Instant},
@@ -151,7 +152,9 @@ fn evict(memory: &Arc<PagedMemory>, store: &Arc<PoolStore>) -> Result<(), String
         let present = table.pages_in_state(section, |state| state == PageState::Present);
         let none = || Ok(PageSet::EMPTY);
         evictor
-            .evict(section, &present, u64::MAX, none, |_| ())
+            .evict(section, &present, u64::MAX, none, |_| {
+                ControlFlow::Continue(())
+            })
             .map_err(said)?;
     }
     let left: u64 = table

@@ -179,6 +179,8 @@ impl Cell {
             ram_mib: ram_bytes >> 20,
             size: RamSize::Exact,
             vcpus: hot.vcpus,
+            first_cpu: 0,
+            time_faults: false,
             pattern: Pattern::Part {
                 hot_permille: hot.hot_eighths * 125,
             },

@@ -70,6 +70,8 @@ pub(super) fn measure(
         ram_mib: bytes >> 20,
         size: RamSize::Exact,
         vcpus: VCPUS,
+        first_cpu: 0,
+        time_faults: false,
         pattern: HOT.parse().map_err(|error| format!("{error}"))?,
         huge_pages: HugePages::NotAdvised,
     };

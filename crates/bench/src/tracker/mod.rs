@@ -217,6 +217,8 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         ram_mib: plan.ram_bytes >> 20,
         size: RamSize::Exact,
         vcpus: 1,
+        first_cpu: 0,
+        time_faults: false,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,
     };

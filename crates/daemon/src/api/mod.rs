@@ -46,19 +46,21 @@ use crate::metrics;
 use crate::name::{check_name, default_name};
 use crate::pool::PoolReport;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
+use crate::scheduler;
 use crate::slo::SloList;
-use message::{Body, Failure, Query, VmName};
+pub(crate) use message::Body;
+use message::{Failure, Query, VmName};
 
 /// What a route's function gets to work with.
 #[derive(Clone)]
-struct ApiState {
+pub(crate) struct ApiState {
     control: Arc<dyn Control>,
     started: Instant,
 }
 
 impl ApiState {
     /// Runs `work` where it may block.
-    async fn run<T: Send + 'static>(
+    pub(crate) async fn run<T: Send + 'static>(
         &self,
         work: impl FnOnce(&dyn Control) -> Result<T, ControlError> + Send + 'static,
     ) -> Result<T, Failure> {
@@ -73,7 +75,8 @@ impl ApiState {
     }
 }
 
-type Answer<T> = Result<Json<T>, Failure>;
+/// A route's answer.
+pub(crate) type Answer<T> = Result<Json<T>, Failure>;
 
 #[derive(OpenApi)]
 #[openapi(
@@ -123,6 +126,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(slo))
         .routes(routes!(inject, show_injection, stop_injection))
         .routes(routes!(start_recording, show_recording, stop_recording))
+        .merge(scheduler::api::routes())
         .routes(routes!(health))
         .routes(routes!(metrics_page))
         .routes(routes!(document_page))
@@ -514,7 +518,17 @@ async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure
     let page = state
         .run(|control| {
             let pools = control.pool().into_iter().collect();
-            metrics::page(control.vms(), control.devices(), pools, control.slo(None)?)
+            let classes = control
+                .scheduler()
+                .map_or(Vec::new(), |report| report.classes);
+            let reports = metrics::Reports {
+                vms: control.vms(),
+                devices: control.devices(),
+                pools,
+                slo: control.slo(None)?,
+                classes,
+            };
+            metrics::page(reports)
                 .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
         })
         .await?;

@@ -37,6 +37,7 @@ mod sink;
 mod space;
 mod tracker;
 mod vm;
+mod work;
 
 use self::{
     devices::Devices,
@@ -60,6 +61,7 @@ use crate::{
         feed::{Feed, FeedConfig},
         recording::{RecordingReport, RecordingRequest},
     },
+    scheduler::{Schedule, ScheduleChange, ScheduleSettings, SchedulerReport},
     settings::RunSettings,
     slo::SloList,
 };
@@ -85,6 +87,7 @@ struct Host {
     state_dir: PathBuf,
     shared: Shared,
     pool_cap: KeptCap,
+    schedule: Schedule,
     devices: Devices,
     vms: Roster,
 }
@@ -106,6 +109,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
     let pool_cap = KeptCap::open(&state_dir, settings.pool_max)?;
+    let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
     let (devices, spaces) = Devices::start(settings)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
@@ -126,12 +130,14 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         tracker: method,
         evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
+        scheduler: Arc::clone(schedule.scheduler()),
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
         state_dir,
         shared,
         pool_cap,
+        schedule,
         devices,
         vms: Roster::new(bell),
     });
@@ -425,6 +431,18 @@ impl Control for Host {
 
     fn set_pool_cap(&self, cap: NewCap) -> Result<PoolReport, ControlError> {
         self.change_pool_cap(cap)
+    }
+
+    fn scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        Ok(self.schedule.report())
+    }
+
+    fn change_scheduler(&self, change: &ScheduleChange) -> Result<SchedulerReport, ControlError> {
+        self.schedule.change(change)
+    }
+
+    fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        self.schedule.reset()
     }
 
     fn detach(&self, name: &str) -> Result<DetachReport, ControlError> {

@@ -6,12 +6,15 @@
 //! what is ordered. While a hazard forbids eviction, or eviction is suspended because it has failed, the limit
 //! is not enforced, and while the pool is full it is advisory: a fill would only wait for room that cannot
 //! come.
+//!
+//! Its work asks the host's scheduler for runs ([`VmWork`]).
 
 use super::{
     core::{Heat, VmCore},
     hotplug::Hotplug,
     lock::lock,
     reclaim_requests::ReclaimRequest,
+    work::{Paced, VmWork},
 };
 use pagetide_addr::SECTION_PAGES;
 use pagetide_policy::{
@@ -19,11 +22,20 @@ use pagetide_policy::{
     sampling::Want,
     victims::Need,
 };
-use pagetide_swap::{DirectReclaim, Reclaimer, limit::Wake, reclaim::Reclaimed};
+use pagetide_swap::{
+    DirectReclaim, Pace, Reclaimer, limit::Wake, reclaim::Reclaimed, scheduled::Turn,
+};
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
-use std::{collections::BTreeSet, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Longest time for which the pool's unused memory is kept because background work is held back.
+const TRIM_HELD_MAX: Duration = Duration::from_secs(5);
 
 /// Closes the requests when the thread ends, even by a panic: no caller may wait for an answer then.
 struct CloseRequests(Arc<VmCore>);
@@ -41,6 +53,7 @@ pub(super) struct ReclaimThread {
     reclaimer: Reclaimer,
     /// What helper threads evict with.
     direct: Arc<DirectReclaim>,
+    work: Arc<VmWork>,
     /// The RAM that the reclaimer knows.
     layout: Arc<RamLayout>,
     started: Instant,
@@ -51,29 +64,36 @@ pub(super) struct ReclaimThread {
     done: Reclaimed,
     /// The VM's vCPUs, while they are stopped.
     held: Option<Held>,
+    trimmed_at: Option<Instant>,
+}
+
+/// What a [`ReclaimThread`] evicts with.
+pub(super) struct ReclaimParts {
+    pub(super) reclaimer: Reclaimer,
+    pub(super) direct: Arc<DirectReclaim>,
+    /// Most threads that evict beside this one, with `direct`.
+    pub(super) helpers: u64,
+    pub(super) work: VmWork,
+    /// Times count from this moment.
+    pub(super) started: Instant,
 }
 
 impl ReclaimThread {
-    /// Times count from `started`. At most `helpers` threads evict beside this one, with `direct`.
-    pub(super) fn new(
-        vm: Arc<VmCore>,
-        reclaimer: Reclaimer,
-        direct: Arc<DirectReclaim>,
-        helpers: u64,
-        hotplug: Hotplug,
-        started: Instant,
-    ) -> Self {
+    /// Of `vm`.
+    pub(super) fn new(vm: Arc<VmCore>, hotplug: Hotplug, parts: ReclaimParts) -> Self {
         Self {
             layout: vm.layout.now(),
             vm,
             hotplug,
-            reclaimer,
-            direct,
-            started,
-            decisions: ReclaimLoop::new(helpers),
+            reclaimer: parts.reclaimer,
+            direct: parts.direct,
+            work: Arc::new(parts.work),
+            started: parts.started,
+            decisions: ReclaimLoop::new(parts.helpers),
             request: None,
             done: Reclaimed::default(),
             held: None,
+            trimmed_at: None,
         }
     }
 
@@ -88,6 +108,7 @@ impl ReclaimThread {
             }
         }
         self.vm.holds.end(self.held.take());
+        self.work.end_run();
         if self.decisions.need() == Some(Need::Wish) {
             self.answer();
         }
@@ -121,20 +142,32 @@ impl ReclaimThread {
     fn obey(&mut self, order: Order) -> Wake {
         let (vm, started) = (Arc::clone(&self.vm), self.started);
         let clock = || started.elapsed();
+        // A run for which a pass has waited is kept until its hazards are checked.
+        let keeps_run = matches!(
+            order,
+            Order::Poll | Order::CheckHazards | Order::CorrectHeadroom | Order::Evict(_)
+        );
+        let work = Arc::clone(&self.work);
+        if !keeps_run {
+            work.end_run();
+        }
         match order {
             Order::Wait(time) => return vm.limit.wait_for_work(time),
             Order::Rest(time) => return vm.limit.rest(time),
             Order::EndSuspension => vm.gate.resume(),
             Order::Poll => {
-                self.check_hazards();
-                self.sync();
+                work.reclaim.aside(|| {
+                    self.check_hazards();
+                    self.sync();
+                });
+                self.trim_store();
             }
-            Order::CheckHazards => self.check_hazards(),
+            Order::CheckHazards => work.reclaim.aside(|| self.check_hazards()),
             Order::CorrectHeadroom => vm.enforce_limit(),
             Order::Sample(want) => self.sample(want),
             Order::Sweep { until } => {
-                let go_on = || !vm.limit.is_stopped() && clock() < until;
-                if let Err(error) = self.reclaimer.sweep(clock, cpu::thread_time, go_on) {
+                let pace = Paced::until(started + until, &work.reclaim, &vm.limit);
+                if let Err(error) = self.reclaimer.sweep(clock, cpu::thread_time, &pace) {
                     self.suspend(format!("accesses cannot be told: {error}"));
                 }
             }
@@ -143,9 +176,14 @@ impl ReclaimThread {
             Order::Release => vm.holds.end(self.held.take()),
             Order::Evict(order) => self.evict(order),
             Order::KeepReady { pages } => {
-                if let Err(error) = self.reclaimer.keep_ready(clock, pages) {
+                let pace = Paced::briefly(&work.background, &vm.limit);
+                // If it gets no run now, it is ordered again in a second.
+                if pace.go_on()
+                    && let Err(error) = self.reclaimer.keep_ready(clock, pages, &pace)
+                {
                     self.suspend(format!("accesses cannot be told: {error}"));
                 }
+                work.background.end();
             }
             Order::Finish(Need::Limit) => self.done = Reclaimed::default(),
             Order::Finish(Need::Wish) => self.answer(),
@@ -181,9 +219,6 @@ impl ReclaimThread {
         let vcpus = threads::vcpus(self.vm.vmm.pid());
         self.vm.faults.server_cpus.set(&allowed_of(&vcpus));
         self.vm.dma.tenant.set_cpus(cpus_of(vcpus));
-        if let Err(error) = self.reclaimer.trim_store() {
-            tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
-        }
         let report = self.reclaimer.heat();
         *lock(&self.vm.heat.last) = Heat {
             sets: self.reclaimer.sets().counts().to_vec(),
@@ -192,6 +227,25 @@ impl ReclaimThread {
             reserve_sections: self.reclaimer.reserve_sections(),
             metadata_bytes: self.reclaimer.metadata_bytes(),
         };
+    }
+
+    /// Gives memory that the pool no longer needs back to the system, if background work may run now, and now
+    /// and then in any case.
+    fn trim_store(&mut self) {
+        let is_late = self
+            .trimmed_at
+            .is_none_or(|at| at.elapsed() >= TRIM_HELD_MAX);
+        let work = Arc::clone(&self.work);
+        let may_run =
+            work.reclaim.may_stay() || Paced::briefly(&work.background, &self.vm.limit).go_on();
+        if !may_run && !is_late {
+            return;
+        }
+        self.trimmed_at = Some(Instant::now());
+        if let Err(error) = self.reclaimer.trim_store() {
+            tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
+        }
+        work.background.end();
     }
 
     /// Suspends eviction for a while: its cause will not go away at once.
@@ -207,12 +261,34 @@ impl ReclaimThread {
         let cpu = cpu::time_of(self.vm.vmm.pid()).unwrap_or_default();
         let started = self.started;
         let clock = || started.elapsed();
-        if let Err(error) = self.reclaimer.sample(clock, cpu::thread_time, cpu, want) {
+        let work = Arc::clone(&self.work);
+        let turns = match want {
+            Want::Pressed => &work.reclaim,
+            Want::First | Want::Much | Want::Little => &work.scan,
+        };
+        let vm = Arc::clone(&self.vm);
+        let pace = Paced::briefly(turns, &vm.limit);
+        let sampled = (self.reclaimer).sample(clock, cpu::thread_time, cpu, want, &pace);
+        turns.end();
+        if let Err(error) = sampled {
             self.suspend(format!("accesses cannot be told: {error}"));
         }
     }
 
     fn evict(&mut self, order: EvictOrder) {
+        let until = self.started + order.until;
+        // A check that took as long as it holds leaves no time to ask in.
+        let turn = match Instant::now() < until {
+            true => self.work.reclaim.step(Some(until)),
+            false => Turn::Granted,
+        };
+        if turn != Turn::Granted {
+            // Not before this thread may run is the next check of use.
+            let turn = self.work.reclaim.step(None);
+            tracing::trace!(?turn, "a pass of reclaim was held back");
+            self.decisions.passed(&held_back());
+            return;
+        }
         let pass = self.pass(order);
         self.decisions.passed(&pass);
         if let Some(stop) = &pass.stopped {
@@ -225,18 +301,26 @@ impl ReclaimThread {
     fn pass(&mut self, order: EvictOrder) -> Reclaimed {
         let (vm, started) = (Arc::clone(&self.vm), self.started);
         let clock = || started.elapsed();
-        let go_on = || !vm.limit.is_stopped() && clock() < order.until;
+        let (until, work) = (started + order.until, Arc::clone(&self.work));
         let direct = Arc::clone(&self.direct);
         let share = order.pages / (order.helpers + 1);
         std::thread::scope(|scope| {
-            let help = || help(&direct, share, &go_on);
+            let help = || match work.helper() {
+                Some(turns) => help(&direct, share, &Paced::until(until, &turns, &vm.limit)),
+                None => 0,
+            };
             let named = |number| std::thread::Builder::new().name(format!("pt-evict-{number}"));
             // A helper thread that cannot be started costs nothing but its help.
             let running: Vec<_> = (0..order.helpers)
                 .filter_map(|number| named(number).spawn_scoped(scope, help).ok())
                 .collect();
             let own = order.pages - share * running.len() as u64;
-            let mut done = self.reclaimer.reclaim(clock, own, order.reach, go_on);
+            let pace = Paced::until(until, &work.reclaim, &vm.limit);
+            let mut done = self.reclaimer.reclaim(clock, own, order.reach, &pace);
+            // Not held while this thread waits for the others.
+            work.reclaim.end();
+            // Idle sections remain: those in use, or protected, must not be evicted in their place.
+            done.has_more |= pace.was_held();
             let has_own = done.evicted_pages >= own;
             for helper in running {
                 done.evicted_pages += helper.join().unwrap_or_else(|_| {
@@ -276,11 +360,19 @@ impl ReclaimThread {
     }
 }
 
+/// The report of a pass that got no CPU time.
+fn held_back() -> Reclaimed {
+    Reclaimed {
+        has_more: true,
+        ..Reclaimed::default()
+    }
+}
+
 /// Evicts up to `pages` from prepared sections, beside the reclaimer; returns how many were evicted.
-fn help(direct: &DirectReclaim, pages: u64, go_on: &impl Fn() -> bool) -> u64 {
+fn help(direct: &DirectReclaim, pages: u64, pace: &impl Pace) -> u64 {
     let mut evicted = 0;
-    while evicted < pages && go_on() {
-        match direct.take_some((pages - evicted).min(SECTION_PAGES)) {
+    while evicted < pages && pace.go_on() {
+        match direct.take_some((pages - evicted).min(SECTION_PAGES), pace) {
             0 => break,
             some => evicted += some,
         }

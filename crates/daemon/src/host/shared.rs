@@ -3,7 +3,7 @@
 
 use super::{janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
-use pagetide_swap::{HeatCost, PoolCap, Room};
+use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler};
 use pagetide_vpri::{FaultService, IoSpaces};
 use std::{sync::Arc, time::Duration};
 
@@ -34,4 +34,6 @@ pub(super) struct Shared {
     pub(super) evict_helpers: u64,
     /// How much heat tracking may cost.
     pub(super) heat_cost: HeatCost,
+    /// When background work may use CPU time.
+    pub(super) scheduler: Arc<HostScheduler>,
 }

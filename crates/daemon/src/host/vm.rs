@@ -20,17 +20,18 @@ use super::{
     life::{Life, Stage},
     lock::lock,
     reclaim_requests::{ReclaimRequest, ReclaimRequests},
-    reclaim_thread::ReclaimThread,
+    reclaim_thread::{ReclaimParts, ReclaimThread},
     shared::Shared,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
+    work::VmWork,
 };
 use crate::{
     control::{ControlError, VmState},
     protection::vm::{VmHandles, VmProtection},
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
-use pagetide_policy::tracker::AccessTracker;
+use pagetide_policy::{scheduler::TooManyTasks, tracker::AccessTracker};
 use pagetide_swap::{
     DirectReclaim, Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took,
 };
@@ -214,15 +215,14 @@ impl Vm {
         let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
         let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
         core.limit.make_room_by(weak);
-        let helpers = shared.evict_helpers;
-        let reclaim = ReclaimThread::new(
-            Arc::clone(core),
+        let parts = ReclaimParts {
             reclaimer,
-            Arc::clone(&direct),
-            helpers,
-            hotplug,
+            direct: Arc::clone(&direct),
+            helpers: shared.evict_helpers,
+            work: VmWork::new(&shared.scheduler, &core.limit).map_err(too_many)?,
             started,
-        );
+        };
+        let reclaim = ReclaimThread::new(Arc::clone(core), hotplug, parts);
         let thread = self.start_reclaim_thread(reclaim)?;
         *lock(&self.threads) = Threads {
             reader: Some(reader),
@@ -348,6 +348,10 @@ impl Vm {
             .as_ref()
             .map_or(0.0, FaultReader::cpu_seconds)
     }
+}
+
+fn too_many(error: TooManyTasks) -> ControlError {
+    ControlError::refused(error.to_string())
 }
 
 /// The protection of a VM's memory, by the initial policy.

@@ -157,6 +157,22 @@ enum Joining<'a> {
     Reply(&'a Arc<Pending>),
 }
 
+/// A fault that the admission was told of; its end is told on drop.
+struct Told<'a>(&'a PagedMemory);
+
+impl<'a> Told<'a> {
+    fn begin(memory: &'a PagedMemory, device: DeviceId) -> Self {
+        memory.admission.fault_begins(device);
+        Self(memory)
+    }
+}
+
+impl Drop for Told<'_> {
+    fn drop(&mut self) {
+        self.0.admission.fault_ends();
+    }
+}
+
 impl PagedMemory {
     /// Makes the pages of `cause` present and grants them, or reports why it cannot. This wakes a
     /// vCPU that waits in the kernel. May evict other pages first (the limit).
@@ -194,6 +210,12 @@ impl PagedMemory {
         if !is_sound || !self.table.contains(cause.pages()) {
             return Some(Served::nothing(FaultOutcome::OutOfRange));
         }
+        let _told = match cause {
+            Cause::Readahead(_) => None,
+            Cause::Fault(fault) | Cause::Overwrite(Overwrite { fault, .. }) => {
+                Some(Told::begin(self, fault.device))
+            }
+        };
         let mut work = Work {
             memory: self,
             cause,

@@ -3,7 +3,7 @@
 //! pages.
 
 use super::{place::PlaceError, word::Content};
-use pagetide_addr::{PageNo, Tier};
+use pagetide_addr::{DeviceId, PageNo, Tier};
 
 /// Why stored content cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +69,15 @@ pub trait Admission: Send + Sync {
     /// Takes room for `pages` that were already present when they became part of the space, even if
     /// there is none.
     fn count_in(&self, pages: u64);
+
+    /// This thread begins to serve a fault of `device`, until [`Self::fault_ends`]. Work that can wait may give
+    /// way to it.
+    fn fault_begins(&self, device: DeviceId) {
+        let _untold = device;
+    }
+
+    /// This thread has served its fault, or leaves it to another one.
+    fn fault_ends(&self) {}
 }
 
 /// No limit.

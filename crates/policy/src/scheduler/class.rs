@@ -35,7 +35,7 @@ impl FaultClass {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkClass {
-    /// Reclaim below the low watermark.
+    /// Reclaim below the low watermark, and what a client asked for.
     Reclaim,
     /// Sampling, and moving sections among the sets.
     Scan,

@@ -378,6 +378,13 @@ impl TaskScheduler {
         self.under_way > 0 && self.queues.iter().any(|queue| !queue.is_empty())
     }
 
+    /// Whether a task waits, for whatever reason.
+    #[must_use]
+    pub fn has_tasks_waiting(&self) -> bool {
+        let queues = self.queues.iter().chain(&self.barred);
+        queues.into_iter().any(|queue| !queue.is_empty())
+    }
+
     /// Lets time pass: shares lapse, cycles end. A time before the last one counts as the last one.
     fn advance(&mut self, now: Duration) {
         self.now_ns = self.now_ns.max(ns(now));

@@ -5,6 +5,7 @@ use super::ReclaimStop;
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
+    pace::Pace,
 };
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::{EvictionError, PageState, PlaceError};
@@ -13,7 +14,55 @@ use pagetide_policy::{
     reclaim::Evicted,
     victims::{Taken, Then},
 };
-use std::sync::Arc;
+use std::{ops::ControlFlow, sync::Arc};
+
+/// What is wanted of one section.
+struct Wanted {
+    section: SectionNo,
+    pages: u64,
+    present: PageSet,
+}
+
+/// How it continues after an eviction round.
+struct Next {
+    then: Then,
+    /// The round was ended for a pause.
+    is_cut: bool,
+}
+
+impl Next {
+    const fn uncut(then: Then) -> Self {
+        Self {
+            then,
+            is_cut: false,
+        }
+    }
+}
+
+/// The outcome of one eviction round.
+struct Part {
+    evicted: Evicted<ReclaimStop>,
+    was_cut: bool,
+}
+
+impl Part {
+    /// Both together.
+    fn and(self, next: Self) -> Self {
+        let (first, last) = (self.evicted, next.evicted);
+        Self {
+            evicted: Evicted {
+                taken: Taken {
+                    pages: first.taken.pages + last.taken.pages,
+                    then: last.taken.then,
+                },
+                present_pages: first.present_pages,
+                mapped_pages: first.mapped_pages.max(last.mapped_pages),
+                stop: last.stop,
+            },
+            was_cut: next.was_cut,
+        }
+    }
+}
 
 /// The VM's pages, evicted a section at a time.
 pub(crate) struct Memory {
@@ -38,13 +87,36 @@ impl Memory {
     }
 
     /// Evicts up to `pages` pages of `section`; none if `holds` returns false because the memory
-    /// has changed.
+    /// has changed. Where `pace` wants a pause within the section, it ends the eviction round, pauses, and
+    /// begins another one.
     pub fn take(
         &mut self,
         section: SectionNo,
         pages: u64,
         holds: impl Fn() -> bool,
+        pace: &impl Pace,
     ) -> Evicted<ReclaimStop> {
+        let mut whole = self.take_part(section, pages, &holds, pace);
+        while whole.was_cut {
+            if !pace.go_on() {
+                // What was found out about the rest of the section is not known to the pass.
+                whole.evicted.taken.then = Then::Stop;
+                break;
+            }
+            let left = pages - whole.evicted.taken.pages;
+            let part = self.take_part(section, left, &holds, pace);
+            whole = whole.and(part);
+        }
+        whole.evicted
+    }
+
+    fn take_part(
+        &mut self,
+        section: SectionNo,
+        pages: u64,
+        holds: impl Fn() -> bool,
+        pace: &impl Pace,
+    ) -> Part {
         let there = self.section_pages(section);
         let present = self.present(section);
         let mut outcome = Evicted {
@@ -56,8 +128,21 @@ impl Memory {
             mapped_pages: 0,
             stop: None,
         };
-        match self.evict(section, pages, present, holds, &mut outcome) {
-            Ok(then) => outcome.taken.then = then,
+        let mut was_cut = false;
+        let progress = |evicted| match evicted < pages && !pace.may_stay() {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        };
+        let part = Wanted {
+            section,
+            pages,
+            present,
+        };
+        match self.evict(&part, holds, progress, &mut outcome) {
+            Ok(Next { then, is_cut }) => {
+                outcome.taken.then = then;
+                was_cut = is_cut;
+            }
             // Memory removed from the VM meanwhile is no error.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
             Err(stop) => {
@@ -65,23 +150,32 @@ impl Memory {
                 outcome.stop = Some(stop);
             }
         }
-        outcome
+        Part {
+            evicted: outcome,
+            was_cut,
+        }
     }
 
     fn section_pages(&self, section: SectionNo) -> u64 {
         self.evictor.space().table().pages_of(section).len()
     }
 
+    /// `progress` is told how many pages were evicted so far.
     fn evict(
         &mut self,
-        section: SectionNo,
-        pages: u64,
-        present: PageSet,
+        wanted: &Wanted,
         holds: impl Fn() -> bool,
+        mut progress: impl FnMut(u64) -> ControlFlow<()>,
         outcome: &mut Evicted<ReclaimStop>,
-    ) -> Result<Then, ReclaimStop> {
+    ) -> Result<Next, ReclaimStop> {
+        let Wanted {
+            section,
+            pages,
+            present,
+        } = *wanted;
+        let then = |then| Ok(Next::uncut(then));
         if present.is_empty() {
-            return Ok(Then::Emptied);
+            return then(Then::Emptied);
         }
         let mapped = self.tracker.mapped(section);
         let mapped = mapped.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
@@ -90,7 +184,7 @@ impl Memory {
         let mut wanted = present;
         wanted.subtract(&mapped);
         if wanted.is_empty() {
-            return Ok(Then::Next);
+            return then(Then::Next);
         }
         let (tracker, limit) = (&self.tracker, &self.limit);
         let touched = || match holds() {
@@ -102,15 +196,19 @@ impl Memory {
             .evict(section, &wanted, pages, touched, |batch| {
                 *evicted += batch;
                 limit.evicted(batch);
+                progress(*evicted)
             });
         match result {
             // A page that comes back meanwhile was touched by the access that needed it.
-            Ok(_) if *evicted == present.len() => Ok(Then::Emptied),
-            Ok(_)
-            | Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
-                Ok(Then::Next)
+            Ok(_) if *evicted == present.len() => then(Then::Emptied),
+            Ok(report) => Ok(Next {
+                then: Then::Next,
+                is_cut: report.was_cut,
+            }),
+            Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
+                then(Then::Next)
             }
-            Err(EvictorError::Round(EvictionError::Busy)) => Ok(Then::Busy),
+            Err(EvictorError::Round(EvictionError::Busy)) => then(Then::Busy),
             Err(EvictorError::Store(error)) => Err(ReclaimStop::Store(error)),
             Err(
                 EvictorError::Place(PlaceError::Gone)

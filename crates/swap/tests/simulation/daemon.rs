@@ -26,6 +26,7 @@ use pagetide_swap::{
 };
 use std::{
     collections::HashMap,
+    ops::ControlFlow,
     path::Path,
     sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
     time::Duration,
@@ -404,6 +405,7 @@ impl Daemon {
         let touched = || Ok(PageSet::EMPTY);
         let done = evictor.evict(section, wanted, pages_max, touched, |pages| {
             limit.evicted(pages);
+            ControlFlow::Continue(())
         });
         match done {
             Ok(report) if report.refused_pages > 0 => self.life.expect_full(),
@@ -422,7 +424,7 @@ impl Daemon {
         let _frame = self.life.frame(Frame::Evict);
         self.store.look_for_room();
         let now = self.now();
-        if let Err(error) = reclaimer.sweep(|| now, || now, || true) {
+        if let Err(error) = reclaimer.sweep(|| now, || now, &|| true) {
             self.life.expect_trouble(&*error);
         }
     }
@@ -442,7 +444,7 @@ impl Daemon {
         self.protect_some_section();
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        let done = reclaimer.reclaim(|| now, pages, reach, || true);
+        let done = reclaimer.reclaim(|| now, pages, reach, &|| true);
         self.assert_protected_are_spared(reach);
         match done.stopped {
             None if self.store.full().is_some() => self.life.expect_full(),
@@ -457,7 +459,7 @@ impl Daemon {
         };
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        if let Err(error) = reclaimer.keep_ready(|| now, pages) {
+        if let Err(error) = reclaimer.keep_ready(|| now, pages, &|| true) {
             self.life.expect_trouble(&*error);
         }
     }

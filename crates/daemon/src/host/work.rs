@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`VmWork`]: the background work of one VM, as the host's scheduler sees it.
+//!
+//! | class | what |
+//! |---|---|
+//! | reclaim | passes below the low watermark, those that a client asked for, and the heat that these need |
+//! | scan | samples above the low watermark |
+//! | background | keeping sections ready for eviction, giving the pool's unused memory back |
+//!
+//! One thread does all of it, in turns. Hazard checks belong to no class: they must not be held back, and are
+//! bounded by how often they are made. What the thread does beside that (waiting, corrections of counts) takes
+//! microseconds.
+//!
+//! # Passes and hazards
+//! A pass may evict only for as long as a hazard check holds. If the thread gets no run in that time, the pass
+//! is over without having begun; the thread then waits for its run *before* the next check, and keeps the run
+//! through that check. So checks are not repeated while the thread is held back, and none is out of date when
+//! it may evict.
+
+use pagetide_policy::scheduler::{TooManyTasks, WorkClass};
+use pagetide_swap::{
+    Limit, Pace,
+    scheduled::{HostScheduler, Turn, Turns, WorkGroup},
+};
+use std::{
+    cell::Cell,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Longest wait for a turn of a scan or of background work: meanwhile the thread does nothing else.
+const TURN_WAIT_MAX: Duration = Duration::from_secs(1);
+/// Sections unmapped in one step: some hundred microseconds. Fewer would cost the guest more TLB flushes.
+const UNMAPPED_SECTIONS_MAX: usize = 8;
+
+/// See the module.
+pub(super) struct VmWork {
+    group: WorkGroup,
+    pub(super) reclaim: Turns,
+    pub(super) scan: Turns,
+    pub(super) background: Turns,
+}
+
+impl VmWork {
+    /// Tasks for a VM; the VM's `limit` tells the scheduler of faults and of the need for reclaim from now on.
+    ///
+    /// # Errors
+    /// There are too many tasks already.
+    pub(super) fn new(scheduler: &Arc<HostScheduler>, limit: &Limit) -> Result<Self, TooManyTasks> {
+        let group = WorkGroup::new(scheduler);
+        let work = Self {
+            reclaim: group.turns(WorkClass::Reclaim)?,
+            scan: group.turns(WorkClass::Scan)?,
+            background: group.turns(WorkClass::Background)?,
+            group,
+        };
+        limit.tell_work(work.group.clone());
+        Ok(work)
+    }
+
+    /// Reclaim by another thread beside the VM's own; `None` if there are too many tasks already.
+    pub(super) fn helper(&self) -> Option<Turns> {
+        match self.group.turns(WorkClass::Reclaim) {
+            Ok(turns) => Some(turns),
+            Err(error) => {
+                tracing::debug!(%error, "no further thread evicts");
+                None
+            }
+        }
+    }
+
+    /// Ends the run of the VM's thread, if there is one: to be called before it waits.
+    pub(super) fn end_run(&self) {
+        for turns in [&self.reclaim, &self.scan, &self.background] {
+            turns.end();
+        }
+    }
+}
+
+/// Work at the pace of `turns`, until `until` or the stop of the VM's limit.
+pub(super) struct Paced<'a> {
+    turns: &'a Turns,
+    limit: &'a Limit,
+    until: Instant,
+    was_held: Cell<bool>,
+}
+
+impl<'a> Paced<'a> {
+    /// Until `until`.
+    pub(super) fn until(until: Instant, turns: &'a Turns, limit: &'a Limit) -> Self {
+        Self {
+            turns,
+            limit,
+            until,
+            was_held: Cell::new(false),
+        }
+    }
+
+    /// Work that can be left for another time.
+    pub(super) fn briefly(turns: &'a Turns, limit: &'a Limit) -> Self {
+        Self::until(Instant::now() + TURN_WAIT_MAX, turns, limit)
+    }
+
+    /// Whether the work ended because it got no run in time.
+    pub(super) fn was_held(&self) -> bool {
+        self.was_held.get()
+    }
+}
+
+impl Pace for Paced<'_> {
+    fn go_on(&self) -> bool {
+        if self.limit.is_stopped() || Instant::now() >= self.until {
+            return false;
+        }
+        match self.turns.step(Some(self.until)) {
+            Turn::Granted => true,
+            Turn::Late | Turn::Stopped => {
+                self.was_held.set(true);
+                false
+            }
+        }
+    }
+
+    fn may_stay(&self) -> bool {
+        self.turns.may_stay()
+    }
+
+    /// Whether the thread gets a run or the VM is about to leave, what was begun is completed.
+    fn pause(&self) {
+        let turn = self.turns.step(Some(Instant::now() + TURN_WAIT_MAX));
+        if turn != Turn::Granted {
+            tracing::trace!(?turn, "goes on without a run");
+        }
+    }
+
+    fn unmapped_sections_max(&self) -> usize {
+        UNMAPPED_SECTIONS_MAX
+    }
+
+    fn firmly<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.turns.firmly(work)
+    }
+}

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`GroupState`]: how the tasks of a group stand.
+
+use pagetide_policy::scheduler::WorkClass;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+
+/// What a group's tasks must know.
+#[derive(Default, Debug)]
+pub(super) struct GroupState {
+    pub(super) needs_reclaim: AtomicBool,
+    pub(super) is_stopped: AtomicBool,
+}
+
+impl GroupState {
+    /// Whether a task of `class` has to stand back.
+    pub(super) fn is_hurried(&self, class: WorkClass) -> bool {
+        class != WorkClass::Reclaim && self.needs_reclaim.load(SeqCst)
+    }
+
+    /// Whether no task gets a run.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.is_stopped.load(SeqCst)
+    }
+}

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Weakness`]: how a thread of a class yields to others on this host; and [`Placed`], where the calling
+//! thread was put last.
+//!
+//! To leave `SCHED_IDLE`, and to lower a niceness, takes `CAP_SYS_NICE` or a limit (`RLIMIT_NICE`). A thread
+//! that may not do that must not be made weak in the first place: it would stay so for ever, also while it
+//! does more urgent work or holds a lock that faults wait for. So this is tried once, on a thread of its own,
+//! before any other is made weak.
+
+use pagetide_policy::scheduler::{Basis, WorkClass};
+use pagetide_sys::cpu::{self, Urgency};
+use std::{cell::RefCell, io, sync::Arc};
+
+/// Niceness of reclaim: about a third of the weight of an ordinary thread.
+pub(super) const RECLAIM_NICENESS: u8 = 5;
+/// Niceness of background work: the highest.
+pub(super) const BACKGROUND_NICENESS: u8 = 19;
+
+/// Which priorities a thread can leave again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Weakness {
+    /// All of them.
+    Full,
+    /// Niceness, but not `SCHED_IDLE`.
+    Niceness,
+    /// None: all threads stay ordinary.
+    None,
+}
+
+impl Weakness {
+    /// What this process may do.
+    #[must_use]
+    pub fn of_this_process() -> Self {
+        let probe = std::thread::Builder::new().name("pt-probe".into());
+        let probed = probe.spawn(|| Self::probe(cpu::set_urgency));
+        match probed.map(std::thread::JoinHandle::join) {
+            Ok(Ok(weakness)) => weakness,
+            Ok(Err(_)) | Err(_) => Self::None,
+        }
+    }
+
+    /// What `set`, which changes one thread's priority, can undo. That thread may stay weak.
+    fn probe(set: impl Fn(Urgency) -> io::Result<()>) -> Self {
+        let is_undone = |weak| set(weak).and_then(|()| set(Urgency::Ordinary)).is_ok();
+        if !is_undone(Urgency::Yielding(1)) {
+            return Self::None;
+        }
+        match is_undone(Urgency::Idle) {
+            true => Self::Full,
+            false => Self::Niceness,
+        }
+    }
+
+    /// Priority of a run.
+    #[must_use]
+    pub fn urgency_of(self, class: WorkClass, basis: Basis) -> Urgency {
+        match (self, class, basis) {
+            (Self::None, ..) | (_, _, Basis::Inherited) => Urgency::Ordinary,
+            (_, WorkClass::Reclaim, _) => Urgency::Yielding(RECLAIM_NICENESS),
+            (Self::Full, WorkClass::Scan, _) => Urgency::Idle,
+            (_, WorkClass::Scan | WorkClass::Background, _) => {
+                Urgency::Yielding(BACKGROUND_NICENESS)
+            }
+        }
+    }
+
+    /// Priority of the parts of a run that hold what faults wait for: no weaker than reclaim.
+    #[must_use]
+    pub fn firm(self, urgency: Urgency) -> Urgency {
+        match urgency {
+            Urgency::Idle | Urgency::Yielding(_) => Urgency::Yielding(RECLAIM_NICENESS),
+            Urgency::Ordinary | Urgency::Eager | Urgency::Preempting(_) => urgency,
+        }
+    }
+}
+
+/// How a thread was placed last. Several tasks may take turns on one thread.
+#[derive(Debug)]
+struct Placed {
+    cpus: Option<Arc<[usize]>>,
+    urgency: Urgency,
+}
+
+thread_local! {
+    static PLACED: RefCell<Placed> = const {
+        RefCell::new(Placed { cpus: None, urgency: Urgency::Ordinary })
+    };
+}
+
+/// Puts the calling thread on `cpus`.
+///
+/// # Errors
+/// Why it is not there; it is not tried again until they change.
+pub(super) fn take_cpus(cpus: &Arc<[usize]>) -> Result<(), cpu::CpuError> {
+    PLACED.with_borrow_mut(|placed| {
+        if placed.cpus.as_ref() == Some(cpus) {
+            return Ok(());
+        }
+        placed.cpus = Some(Arc::clone(cpus));
+        cpu::set_affinity(cpus)
+    })
+}
+
+/// Gives the calling thread this priority.
+///
+/// # Errors
+/// The kernel's: the thread keeps the one it has.
+pub(super) fn take_urgency(urgency: Urgency) -> io::Result<()> {
+    PLACED.with_borrow_mut(|placed| {
+        if placed.urgency == urgency {
+            return Ok(());
+        }
+        cpu::set_urgency(urgency)?;
+        placed.urgency = urgency;
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// A thread that may not return to ordinary from what `is_final` says.
+    fn probed(is_final: impl Fn(Urgency) -> bool) -> Weakness {
+        let now = Cell::new(Urgency::Ordinary);
+        Weakness::probe(|urgency| {
+            if urgency == Urgency::Ordinary && is_final(now.get()) {
+                return Err(io::Error::from_raw_os_error(1));
+            }
+            now.set(urgency);
+            Ok(())
+        })
+    }
+
+    #[test]
+    fn a_thread_is_made_weak_only_in_ways_that_it_can_leave() {
+        assert_eq!(probed(|_| false), Weakness::Full);
+        assert_eq!(
+            probed(|urgency| urgency == Urgency::Idle),
+            Weakness::Niceness
+        );
+        assert_eq!(probed(|_| true), Weakness::None);
+        let of = |weakness: Weakness| {
+            WorkClass::ALL.map(|class| weakness.urgency_of(class, Basis::Entitled))
+        };
+        let nice = Urgency::Yielding;
+        assert_eq!(of(Weakness::Full), [nice(5), Urgency::Idle, nice(19)]);
+        assert_eq!(of(Weakness::Niceness), [nice(5), nice(19), nice(19)]);
+        assert_eq!(of(Weakness::None), [Urgency::Ordinary; 3]);
+        for weakness in [Weakness::Full, Weakness::Niceness, Weakness::None] {
+            for class in WorkClass::ALL {
+                let inherited = weakness.urgency_of(class, Basis::Inherited);
+                assert_eq!(inherited, Urgency::Ordinary);
+            }
+        }
+    }
+
+    /// Capabilities belong to a thread, and those that it starts have the same.
+    #[test]
+    fn without_the_capability_no_thread_is_made_weak_for_ever() {
+        let found = std::thread::spawn(|| {
+            let own = rustix::thread::capabilities(None).unwrap();
+            let nice = rustix::thread::CapabilitySet::SYS_NICE;
+            let less = rustix::thread::CapabilitySets {
+                effective: own.effective - nice,
+                permitted: own.permitted - nice,
+                inheritable: own.inheritable - nice,
+            };
+            rustix::thread::set_capabilities(None, less).unwrap();
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Nice);
+            // From this limit on, niceness 0 may be taken without it.
+            let may_anyway = limit.current.is_none_or(|current| current >= 20);
+            (Weakness::of_this_process(), may_anyway)
+        });
+        let (weakness, may_anyway) = found.join().unwrap();
+        assert_eq!(weakness == Weakness::None, !may_anyway);
+    }
+}
