@@ -19,7 +19,7 @@
 //! over the limit and is counted. A stalled guest is of no use, and the next reclaim brings it back
 //! under the limit.
 
-use crate::{reserve::Reserve, scheduled::WorkGroup};
+use crate::{reserve::Reserve, scheduled::group::WorkGroup};
 use pagetide_addr::DeviceId;
 use pagetide_gmem::Admission;
 use pagetide_policy::{

@@ -25,7 +25,7 @@ use pagetide_swap::{
     DirectReclaim, Pace, Reclaimer,
     limit::Wake,
     reclaim::{ReclaimStop, Reclaimed},
-    scheduled::Turn,
+    scheduled::turns::Turn,
     store::PutError,
 };
 use pagetide_sys::cpu;
