@@ -13,7 +13,7 @@ use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
-use crate::scheduler::command::SchedulerArgs;
+use crate::scheduler::args::SchedulerArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use pagetide_report::size::ByteSize;
 

@@ -22,7 +22,7 @@
 //! While the store is full, the limit is *advisory* ([`Force`]): reclaim still tries to keep it, with
 //! pages of zeros, but fills neither make room nor wait for any, since there may be none.
 
-use crate::{reserve::Reserve, scheduled::WorkGroup};
+use crate::{reserve::Reserve, scheduled::group::WorkGroup};
 use pagetide_addr::DeviceId;
 use pagetide_gmem::Admission;
 use pagetide_policy::{

@@ -38,25 +38,23 @@
 //! A weak thread may lose its CPU while it holds a lock. If a fault can wait for that lock, the fault is as
 //! slow as the weak thread. So a thread is weak only between two calls to this module, whose lock faults
 //! take, and the parts of a scan that hold what faults wait for are done with the priority of reclaim
-//! ([`Turns::firmly`]). Without the right to become ordinary again no thread is made weak ([`Weakness`]).
+//! ([`firmly`](turns::Turns::firmly)). Without the right to become ordinary again no thread is made weak ([`Weakness`]).
 //!
 //! # Groups
-//! The tasks of one VM take turns on one thread: they are a [`WorkGroup`]. When reclaim is needed
-//! ([`WorkGroup::hurry`]), a scan or background work of the same VM must not keep the thread: from then until
-//! [`WorkGroup::calm`] such a task yields and is granted nothing, and its thread is made ordinary at once by
+//! The tasks of one VM take turns on one thread: they are a [`WorkGroup`](group::WorkGroup). When reclaim is needed
+//! ([`hurry`](group::WorkGroup::hurry)), a scan or background work of the same VM must not keep the thread: from then until
+//! [`calm`](group::WorkGroup::calm) such a task yields and is granted nothing, and its thread is made ordinary at once by
 //! the thread that needs reclaim.
 
 mod faults;
-mod group;
+pub mod group;
 mod standing;
 mod task;
-mod turns;
+pub mod turns;
 mod weakness;
 
 pub use faults::{FaultUnderWay, SleepsFor};
-pub use group::WorkGroup;
 pub use task::{Stopper, WorkRun, WorkTask};
-pub use turns::{Turn, Turns};
 pub use weakness::Weakness;
 
 use faults::{Asleep, Counted, SERVED_HERE};

@@ -23,7 +23,7 @@ use pagetide_policy::{
     victims::Need,
 };
 use pagetide_swap::{
-    DirectReclaim, Pace, Reclaimer, limit::Wake, reclaim::Reclaimed, scheduled::Turn,
+    DirectReclaim, Pace, Reclaimer, limit::Wake, reclaim::Reclaimed, scheduled::turns::Turn,
 };
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};

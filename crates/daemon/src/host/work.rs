@@ -20,7 +20,11 @@
 use pagetide_policy::scheduler::{TooManyTasks, WorkClass};
 use pagetide_swap::{
     Limit, Pace,
-    scheduled::{HostScheduler, Turn, Turns, WorkGroup},
+    scheduled::{
+        HostScheduler,
+        group::WorkGroup,
+        turns::{Turn, Turns},
+    },
 };
 use std::{
     cell::Cell,

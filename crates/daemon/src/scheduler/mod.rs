@@ -12,6 +12,7 @@
 //! has changed.
 
 pub mod api;
+pub mod args;
 pub mod command;
 pub mod kept;
 mod schedule;

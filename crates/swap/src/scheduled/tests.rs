@@ -2,6 +2,8 @@
 //! Threads that obey the scheduler, in real time.
 
 use super::{
+    group::WorkGroup,
+    turns::Turn,
     weakness::{BACKGROUND_NICENESS, RECLAIM_NICENESS},
     *,
 };
