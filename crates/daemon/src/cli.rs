@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::budget::cli::{HostCommand, ShareArgs};
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
@@ -36,6 +37,9 @@ pub enum Command {
     /// Look at VMs and steer them
     #[command(subcommand)]
     Vm(VmCommand),
+    /// Look at the host's memory and divide it among VMs
+    #[command(subcommand)]
+    Host(HostCommand),
     /// Run the software DPU as a process of its own, or look at its devices and steer them
     Dpu(DpuArgs),
     /// I/O page faults of devices
@@ -132,9 +136,15 @@ pub struct AttachArgs {
     /// Name for the VM; without it the VMM's -name, else vm-PID
     #[arg(long)]
     pub name: Option<String>,
-    /// Limit on resident RAM, such as 256M
-    #[arg(long, value_name = "SIZE")]
+    /// Limit on resident RAM, such as 256M: its ceiling under a budget
+    #[arg(long, value_name = "SIZE", visible_alias = "ceiling")]
     pub limit: Option<ByteSize>,
+    /// Its share of the host's budget beside the weights of other VMs, 1 to 10000 [default: 100]
+    #[arg(long, value_name = "N")]
+    pub weight: Option<u32>,
+    /// It may always have this much of the host's budget resident [default: 16M]
+    #[arg(long, value_name = "SIZE")]
+    pub floor: Option<ByteSize>,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,
@@ -168,6 +178,8 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Change what a VM may have of the host's budget
+    Set(ShareArgs),
     /// Protect what devices of a VM are about to touch by another policy
     Protector {
         /// Name of the VM
@@ -481,6 +493,10 @@ mod tests {
             vec!["pagetide", "attach", "--pid", "x"],
             vec!["pagetide", "attach", "--pid", "1", "--limit", "50%"],
             vec!["pagetide", "vm", "limit", "a", "much"],
+            vec!["pagetide", "vm", "set", "a", "--weight", "-1"],
+            vec!["pagetide", "host", "budget", "much"],
+            vec!["pagetide", "host", "budget", "1G", "--low", "200%"],
+            vec!["pagetide", "run", "--host-budget", "some"],
             vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
             vec!["pagetide", "run", "--engines", "0"],
             vec!["pagetide", "iopf", "inject", "--device", "d", "--rate", "1"],

@@ -12,6 +12,7 @@ use crate::api::{
     self, AttachBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody, VmList,
     WeightBody,
 };
+use crate::budget;
 use crate::cli::{
     AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, InjectArgs, IopfCommand, Limit,
     LogCommand, LogStartArgs, VmCommand,
@@ -35,6 +36,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Run(args) => run::run(args),
         Command::Attach(args) => attach(args),
         Command::Vm(command) => vm(command),
+        Command::Host(command) => budget::command::host(command),
         Command::Dpu(args) => match args.command {
             Some(command) => dpu(command),
             None => run::run_dpu(args.run),
@@ -51,15 +53,15 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
 }
 
 /// An API request: the client, the path, and how the answer is printed.
-struct Call<'a> {
-    client: &'a ClientArgs,
-    method: Method,
-    path: String,
+pub(crate) struct Call<'a> {
+    pub(crate) client: &'a ClientArgs,
+    pub(crate) method: Method,
+    pub(crate) path: String,
 }
 
 impl Call<'_> {
     /// Sends `body`, if any, and prints the answer.
-    fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
+    pub(crate) fn make<B: Serialize, T: DeserializeOwned + Serialize + Text>(
         self,
         body: Option<&B>,
     ) -> Result<(), CommandError> {
@@ -83,7 +85,7 @@ impl Call<'_> {
         answer.map_err(CommandError::from)
     }
 
-    fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
+    pub(crate) fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
         self.make::<(), T>(None)
     }
 }
@@ -98,6 +100,8 @@ fn attach(args: AttachArgs) -> Result<(), CommandError> {
         pid: args.pid,
         name: args.name,
         limit_bytes: args.limit.map(|size| size.0),
+        weight: args.weight,
+        floor_bytes: args.floor.map(|size| size.0),
     }))
 }
 
@@ -135,6 +139,11 @@ fn vm(command: VmCommand) -> Result<(), CommandError> {
             };
             call_vm(&name, Method::PATCH, &client)?
                 .make::<_, VmReport>(Some(&LimitBody { limit_bytes }))
+        }
+        VmCommand::Set(args) => {
+            let mut call = call_vm(&args.name, Method::PUT, &args.client)?;
+            call.path += "/share";
+            call.make::<_, VmReport>(Some(&args.change()))
         }
         VmCommand::Protector {
             name,

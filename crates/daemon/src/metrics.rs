@@ -12,6 +12,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::budget::{self, HostReport};
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
 use crate::slo::{SloList, SloWindowReport};
@@ -27,12 +28,14 @@ const EVICTING: (&str, &str) = (
 
 /// The page.
 pub fn page(
+    host: Option<HostReport>,
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
     accounts: SloList,
 ) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Reports {
+        host,
         vms,
         devices,
         accounts,
@@ -44,6 +47,8 @@ pub fn page(
 
 #[derive(Debug)]
 struct Reports {
+    /// Absent in a process without VMs.
+    host: Option<HostReport>,
     vms: Vec<VmReport>,
     devices: Vec<DeviceReport>,
     accounts: SloList,
@@ -51,6 +56,9 @@ struct Reports {
 
 impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        if let Some(host) = &self.host {
+            budget::metrics::encode(&mut encoder, host)?;
+        }
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
         encode_accounts(&mut encoder, &self.accounts)?;
@@ -181,6 +189,7 @@ pub fn documentation() -> String {
          `pagetide dpu list --json` and `pagetide dpu slo --json`, there latencies as percentiles.\n\n\
          | metric | kind | labels | meaning |\n|---|---|---|---|\n",
     );
+    budget::metrics::document(&mut page);
     document::<VmReport>(&mut page);
     let (name, help) = EVICTING;
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
@@ -240,7 +249,7 @@ mod tests {
 
     #[test]
     fn page_tells_each_kind_of_figure_in_its_form() {
-        let page = page(vec![vm("a"), vm("b")], vec![], SloList::default()).unwrap();
+        let page = page(None, vec![vm("a"), vm("b")], vec![], SloList::default()).unwrap();
         for line in [
             "pagetide_vm_resident_bytes{vm=\"a\"} 4096",
             "pagetide_vm_vcpu_faults_total{vm=\"b\"} 17",
@@ -274,7 +283,7 @@ mod tests {
             ..SloReport::default()
         };
         let devices = vec![account];
-        let page = page(vec![], vec![], SloList { devices }).unwrap();
+        let page = page(None, vec![], vec![], SloList { devices }).unwrap();
         for line in [
             "pagetide_slo_p999_us{device=\"/d\",window=\"hour\"} 88.5",
             "pagetide_slo_least_iops{device=\"/d\",window=\"minute\"} 40",
@@ -285,14 +294,39 @@ mod tests {
     }
 
     #[test]
-    fn page_without_vms_holds_nothing() {
-        let page = page(vec![], vec![], SloList::default()).unwrap();
+    fn page_without_vms_and_host_holds_nothing() {
+        let page = page(None, vec![], vec![], SloList::default()).unwrap();
         assert_eq!(page, "# EOF\n");
     }
 
     #[test]
+    fn budget_is_told_without_labels_and_shares_of_vms_with_them() {
+        let host = HostReport {
+            budget_bytes: Some(7),
+            free_bytes: Some(3),
+            water: Some(budget::WaterState::Between),
+            ..HostReport::default()
+        };
+        let shared = VmReport {
+            weight: 100,
+            target_bytes: Some(5),
+            ..vm("a")
+        };
+        let page = page(Some(host), vec![shared], vec![], SloList::default()).unwrap();
+        for line in [
+            "pagetide_host_budget_bytes 7",
+            "pagetide_host_free_bytes 3",
+            "pagetide_host_water 2",
+            "pagetide_vm_weight{vm=\"a\"} 100",
+            "pagetide_vm_target_bytes{vm=\"a\"} 5",
+        ] {
+            assert!(page.lines().any(|l| l == line), "no {line} in\n{page}");
+        }
+    }
+
+    #[test]
     fn label_that_needs_quoting_is_quoted() {
-        let page = page(vec![vm("a\"b\n")], vec![], SloList::default()).unwrap();
+        let page = page(None, vec![vm("a\"b\n")], vec![], SloList::default()).unwrap();
         assert!(page.contains(r#"vm="a\"b\n""#), "{page}");
     }
 }

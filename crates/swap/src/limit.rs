@@ -18,13 +18,17 @@
 //! none is, it waits for the reclaimer, but not for ever: after [`ADMISSION_WAIT`] it goes ahead
 //! over the limit and is counted. A stalled guest is of no use, and the next reclaim brings it back
 //! under the limit.
+//!
+//! Where the host has a budget for all its VMs, a fill is also measured by that ([`HostShare`]): when
+//! the budget is short, the VM first evicts of its own memory, from ready sections, and does not wait.
 
-use crate::reserve::Reserve;
+use crate::{host_share::HostShare, reserve::Reserve};
+use pagetide_addr::SectionNo;
 use pagetide_gmem::Admission;
 use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
 use std::{
     sync::{
-        Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicI64, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -57,6 +61,8 @@ pub struct Limit {
     reserve: Reserve,
     /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
+    /// The VM under a budget of the host.
+    host: OnceLock<Arc<dyn HostShare>>,
 }
 
 #[derive(Debug, Default)]
@@ -89,6 +95,7 @@ impl Limit {
             freed: Condvar::new(),
             reserve: Reserve::default(),
             direct: OnceLock::new(),
+            host: OnceLock::new(),
         }
     }
 
@@ -102,6 +109,12 @@ impl Limit {
     /// has an effect.
     pub fn make_room_by(&self, direct: Weak<dyn MakeRoom>) {
         self.direct.get_or_init(|| direct);
+    }
+
+    /// From now on `host` is asked before a fill, and told of fills and evictions. Only the first call has
+    /// an effect.
+    pub fn share_host(&self, host: Arc<dyn HostShare>) {
+        self.host.get_or_init(|| host);
     }
 
     /// Sets the limit, in pages, given how many are present now; `None` lifts it.
@@ -145,6 +158,16 @@ impl Limit {
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
         self.notify_freed(headroom);
+    }
+
+    /// Pages of `section` were evicted.
+    pub fn evicted_from(&self, section: SectionNo, pages: u64) {
+        self.evicted(pages);
+        if let Some(host) = self.host.get()
+            && pages > 0
+        {
+            host.evicted(section, pages);
+        }
     }
 
     fn notify_freed(&self, headroom: i64) {
@@ -251,6 +274,43 @@ impl Limit {
         }
     }
 
+    /// Pages to be evicted before `pages` are filled, for the sake of the host. Nothing if there is no
+    /// limit: then nothing may be evicted.
+    fn pages_first(&self, pages: u64) -> u64 {
+        match (self.host.get(), self.headroom()) {
+            (
+                Some(host),
+                Headroom::Limited {
+                    limit_pages,
+                    free_pages,
+                },
+            ) => {
+                let resident = u64::try_from(limit_pages - free_pages).unwrap_or(0);
+                host.pages_first(pages, resident)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Evicts of this VM first if the host is short. One try: the fill goes ahead whatever came of it.
+    fn make_room_on_host(&self, pages: u64) {
+        let first = self.pages_first(pages);
+        if first == 0 || self.is_stopped() {
+            return;
+        }
+        let direct = self.direct.get().and_then(Weak::upgrade);
+        if direct.is_none_or(|direct| direct.make_room(first) < first) {
+            self.want_reclaim();
+        }
+    }
+
+    /// So many pages more are present, or will be.
+    fn took(&self, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.took(pages);
+        }
+    }
+
     fn wait_for_headroom(&self, pages: i64) {
         self.want_reclaim();
         let state = self.lock();
@@ -282,8 +342,8 @@ impl Default for Limit {
 }
 
 impl Admission for Limit {
-    fn admit(&self, pages: u64) {
-        let pages = i64::try_from(pages).unwrap_or(0);
+    fn admit(&self, count: u64) {
+        let pages = i64::try_from(count).unwrap_or(0);
         if self.headroom.load(Relaxed) < pages {
             // More will be needed soon.
             self.want_reclaim();
@@ -292,6 +352,8 @@ impl Admission for Limit {
         if self.headroom.load(Relaxed) < pages {
             self.wait_for_headroom(pages);
         }
+        self.make_room_on_host(count);
+        self.took(count);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
@@ -300,8 +362,9 @@ impl Admission for Limit {
 
     fn try_admit(&self, pages: u64) -> bool {
         let wanted = i64::try_from(pages).unwrap_or(UNLIMITED);
-        let there = self.headroom.load(Relaxed) >= wanted;
+        let there = self.headroom.load(Relaxed) >= wanted && self.pages_first(pages) == 0;
         if there {
+            self.took(pages);
             self.headroom.fetch_sub(wanted, Relaxed);
             if self.headroom().is_below_low() {
                 self.want_reclaim();
@@ -311,6 +374,9 @@ impl Admission for Limit {
     }
 
     fn give_back(&self, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.gave_back(pages);
+        }
         let short = self.headroom().is_below_low();
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
@@ -322,10 +388,17 @@ impl Admission for Limit {
     }
 
     fn count_in(&self, pages: u64) {
+        self.took(pages);
         let pages = i64::try_from(pages).unwrap_or(0);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
+        }
+    }
+
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.refilled(section, pages);
         }
     }
 }

@@ -12,6 +12,7 @@
 //! What any route may answer besides its own (a body that does not come, or is too long; a
 //! panic) is added to the document for all of them at once, in `document`.
 
+mod budget;
 mod document;
 mod message;
 mod server;
@@ -116,6 +117,9 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(stop_detach))
         .routes(routes!(reclaim))
+        .routes(routes!(budget::set_share))
+        .routes(routes!(budget::show_host))
+        .routes(routes!(budget::set_budget, budget::lift_budget))
         .routes(routes!(set_protector))
         .routes(routes!(list_devices, add_device, set_weight, remove_device))
         .routes(routes!(slo))
@@ -176,6 +180,8 @@ async fn attach(
                 pid: body.pid,
                 name,
                 limit_bytes: body.limit_bytes,
+                weight: body.weight,
+                floor_bytes: body.floor_bytes,
             })
         })
         .await?;
@@ -473,8 +479,13 @@ async fn health(State(state): State<ApiState>) -> Answer<Health> {
 async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure> {
     let page = state
         .run(|control| {
-            metrics::page(control.vms(), control.devices(), control.slo(None)?)
-                .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
+            metrics::page(
+                control.host().ok(),
+                control.vms(),
+                control.devices(),
+                control.slo(None)?,
+            )
+            .map_err(|error| ControlError::failed(format!("no metrics page: {error}")))
         })
         .await?;
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], page).into_response())

@@ -2,6 +2,7 @@
 //! The report of a VM.
 
 use super::{
+    budget,
     core::{Heat, VmCore},
     lock::lock,
     vm::Vm,
@@ -38,7 +39,14 @@ impl Vm {
             .sum::<u64>();
         let heat = lock(&core.heat.last).clone();
         let iopfs = core.dma.tenant.account();
+        let standing = core.seat.standing();
         let report = VmReport {
+            weight: standing.share.weight.get().into(),
+            floor_bytes: standing.share.floor.0,
+            target_bytes: standing.target.map(|bytes| bytes.0),
+            need_bytes: standing.need.map(|bytes| bytes.0),
+            target_reason: standing.reason.map(budget::reason),
+            short_fills: core.seat.short_fills(),
             name: core.name.clone(),
             pid: core.vmm.pid(),
             vmm: core.identity.vmm.clone(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Shared`]: what all VMs of the daemon share.
 
-use super::{janitor_bell::JanitorBell, tracker::SampleMethod};
+use super::{budget::Budget, janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
 use pagetide_swap::{HeatCost, Room};
 use pagetide_vpri::{FaultService, IoSpaces};
@@ -32,4 +32,6 @@ pub(super) struct Shared {
     pub(super) evict_helpers: u64,
     /// How much heat tracking may cost.
     pub(super) heat_cost: HeatCost,
+    /// What divides the host's memory among VMs.
+    pub(super) budget: Arc<Budget>,
 }

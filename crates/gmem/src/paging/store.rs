@@ -3,7 +3,7 @@
 //! pages.
 
 use super::{place::PlaceError, word::Content};
-use pagetide_addr::{PageNo, Tier};
+use pagetide_addr::{PageNo, SectionNo, Tier};
 
 /// Why stored content cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -69,6 +69,13 @@ pub trait Admission: Send + Sync {
     /// Takes room for `pages` that were already present when they became part of the space, even if
     /// there is none.
     fn count_in(&self, pages: u64);
+
+    /// So many pages of `section` were filled with content from the store: they had been evicted before.
+    /// (Pages of zeros are not counted: most were never touched.) Called with the section's lock held,
+    /// so it must neither wait nor evict.
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        let _nothing_learnt = (section, pages);
+    }
 }
 
 /// No limit.

@@ -101,7 +101,7 @@ impl Memory {
             .evictor
             .evict(section, &wanted, pages, touched, |batch| {
                 *evicted += batch;
-                limit.evicted(batch);
+                limit.evicted_from(section, batch);
             });
         match result {
             // A page that comes back meanwhile was touched by the access that needed it.
