@@ -527,6 +527,85 @@ mod tests {
         assert_eq!(stock.pages.load(Relaxed), 9);
     }
 
+    /// A host that wants `first` pages evicted before each fill, and counts what it is told.
+    #[derive(Default)]
+    struct Short {
+        first: AtomicU64,
+        resident: AtomicU64,
+        taken: AtomicI64,
+        evicted: AtomicU64,
+        refilled: AtomicU64,
+    }
+
+    impl HostShare for Short {
+        fn pages_first(&self, _pages: u64, resident_pages: u64) -> u64 {
+            self.resident.store(resident_pages, Relaxed);
+            self.first.load(Relaxed)
+        }
+        fn took(&self, pages: u64) {
+            self.taken.fetch_add(pages.cast_signed(), Relaxed);
+        }
+        fn gave_back(&self, pages: u64) {
+            self.taken.fetch_sub(pages.cast_signed(), Relaxed);
+        }
+        fn evicted(&self, _section: SectionNo, pages: u64) {
+            self.evicted.fetch_add(pages, Relaxed);
+        }
+        fn refilled(&self, _section: SectionNo, pages: u64) {
+            self.refilled.fetch_add(pages, Relaxed);
+        }
+    }
+
+    #[test]
+    fn fill_on_a_host_that_is_short_evicts_first_within_its_own_limit_and_never_waits() {
+        let limit = Arc::new(Limit::new());
+        let (host, stock) = (
+            Arc::new(Short::default()),
+            Arc::new(Stock {
+                limit: Arc::clone(&limit),
+                pages: AtomicU64::new(10),
+            }),
+        );
+        limit.share_host(Arc::clone(&host) as _);
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        host.first.store(3, Relaxed);
+        // Without a limit nothing may be evicted.
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 10);
+        limit.set(Some(10_000), 6_000);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        limit.admit(1);
+        assert_eq!(host.resident.load(Relaxed), 6_000);
+        assert_eq!(stock.pages.load(Relaxed), 6, "three, and one more");
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        assert!(!limit.try_admit(1), "who must not wait is sent away");
+        // What stands ready is not enough: the fill goes ahead, and the reclaimer is woken.
+        host.first.store(20, Relaxed);
+        limit.admit(1);
+        assert_eq!(
+            (stock.pages.load(Relaxed), limit.over_limit_fills()),
+            (0, 0)
+        );
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        host.first.store(0, Relaxed);
+        assert!(limit.try_admit(2));
+        limit.count_in(5);
+        limit.give_back(4);
+        assert_eq!(host.taken.load(Relaxed), 1 + 1 + 1 + 2 + 5 - 4);
+        limit.evicted_from(SectionNo(1), 7);
+        limit.evicted_from(SectionNo(1), 0);
+        limit.refilled(SectionNo(1), 2);
+        let told = (host.evicted.load(Relaxed), host.refilled.load(Relaxed));
+        assert_eq!(told, (7, 2));
+        // One that is being detached evicts nothing for others.
+        host.first.store(3, Relaxed);
+        stock.pages.store(9, Relaxed);
+        limit.stop();
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 9);
+    }
+
     #[test]
     fn lifted_limit_leaves_nothing_to_evict() {
         let limit = Limit::new();

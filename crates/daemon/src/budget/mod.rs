@@ -186,7 +186,6 @@ impl CeilingChange {
         }
     }
 
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
     fn is_none(&self) -> bool {
         *self == Self::Keep
     }

@@ -529,14 +529,11 @@ impl Control for Host {
 impl Host {
     /// Changes what a VM may have; its ceiling is its limit.
     fn change_share(&self, vm: &Vm, change: &ShareChange) -> Result<(), ControlError> {
-        let before = vm.core.pool.limit_bytes();
-        let limit = change.ceiling_bytes.of(before);
-        attach::check_limit(limit, vm.core.layout.look().len_bytes())?;
-        self.shared.budget.change_share(&vm.core.name, change)?;
-        if change.ceiling_bytes != CeilingChange::Keep {
-            vm.set_limit(limit);
+        if let CeilingChange::Set(limit) = change.ceiling_bytes {
+            attach::check_limit(Some(limit), vm.core.layout.look().len_bytes())?;
         }
-        Ok(())
+        let budget = &self.shared.budget;
+        budget.change_share(&vm.core.name, change, |limit| vm.set_limit(limit))
     }
 
     /// VM names by their RAM files, for matching devices.

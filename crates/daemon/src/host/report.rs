@@ -2,7 +2,7 @@
 //! The report of a VM.
 
 use super::{
-    budget,
+    budget::{self, VmSeat},
     core::{Heat, VmCore},
     lock::lock,
     vm::Vm,
@@ -39,14 +39,7 @@ impl Vm {
             .sum::<u64>();
         let heat = lock(&core.heat.last).clone();
         let iopfs = core.dma.tenant.account();
-        let standing = core.seat.standing();
         let report = VmReport {
-            weight: standing.share.weight.get().into(),
-            floor_bytes: standing.share.floor.0,
-            target_bytes: standing.target.map(|bytes| bytes.0),
-            need_bytes: standing.need.map(|bytes| bytes.0),
-            target_reason: standing.reason.map(budget::reason),
-            short_fills: core.seat.short_fills(),
             name: core.name.clone(),
             pid: core.vmm.pid(),
             vmm: core.identity.vmm.clone(),
@@ -96,7 +89,8 @@ impl Vm {
             regions,
             ..VmReport::default()
         };
-        with_protection(with_heat(report, heat), core.protection.report())
+        let report = with_protection(with_heat(report, heat), core.protection.report());
+        with_seat(report, &core.seat)
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -129,6 +123,20 @@ fn eviction_blockers(core: &VmCore) -> Vec<String> {
         .chain(stopped)
         .chain(core.gate.suspension())
         .collect()
+}
+
+/// Adds the VM's place under the host's budget to the report.
+fn with_seat(report: VmReport, seat: &VmSeat) -> VmReport {
+    let standing = seat.standing();
+    VmReport {
+        weight: standing.share.weight.get().into(),
+        floor_bytes: standing.share.floor.0,
+        target_bytes: standing.target.map(|bytes| bytes.0),
+        need_bytes: standing.need.map(|bytes| bytes.0),
+        target_reason: standing.reason.map(budget::reason),
+        short_fills: seat.short_fills(),
+        ..report
+    }
 }
 
 /// Adds the heat of the VM's memory to the report.

@@ -34,6 +34,8 @@ struct Vm {
     /// Rooms taken and not given back.
     room_taken: i64,
     is_full: bool,
+    /// Told as filled from the store.
+    refilled: Vec<(SectionNo, u64)>,
     /// Pages that may still be installed before the kernel refuses one.
     installs_left: Option<u32>,
     /// A page that the kernel neither installs nor reports as present.
@@ -139,6 +141,9 @@ impl Admission for Fake {
     }
     fn count_in(&self, pages: u64) {
         self.admit(pages);
+    }
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        self.with(|vm| vm.refilled.push((section, pages)));
     }
 }
 
@@ -489,6 +494,18 @@ fn fault_that_must_not_wait_does_nothing_without_room_or_while_the_section_is_ow
     let most = fault_at_once(&space, DPU, PageNo(0).run(64));
     assert_eq!(most, Some(installed(u64::MAX)));
     fake.with(|vm| assert_eq!((vm.room_taken, vm.present.len(), vm.loads), (64, 64, 64)));
+}
+
+#[test]
+fn refills_are_told_by_section_without_zeros_and_without_what_was_overwritten() {
+    let (fake, space) = setting();
+    set(&space, 1, PageState::Stored(Content::ZERO));
+    let filled = fault_at_once(&space, DPU, PageNo(0).run(4));
+    assert_eq!(filled, Some(installed(0b1111)));
+    overwrite(&space, 8, 2);
+    set(&space, 12, PageState::Stored(Content::ZERO));
+    assert!(fault_at_once(&space, DPU, PageNo(12).single()).is_some());
+    fake.with(|vm| assert_eq!(vm.refilled, [(SectionNo(0), 3)]));
 }
 
 #[test]

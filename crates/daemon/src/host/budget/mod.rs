@@ -333,7 +333,7 @@ impl Budget {
         }
     }
 
-    /// Changes what a VM may have. The caller puts a new ceiling into the VM's pool.
+    /// Changes what a VM may have, and hands its ceiling on to `put`: its pool and its limit have that, too.
     ///
     /// # Errors
     /// A sentence; nothing has changed.
@@ -341,7 +341,8 @@ impl Budget {
         &self,
         name: &str,
         change: &ShareChange,
-    ) -> Result<VmShare, ControlError> {
+        put: impl FnOnce(Option<u64>),
+    ) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         let Some(member) = state.members.get(name) else {
             return Err(ControlError::not_found(format!(
@@ -370,9 +371,11 @@ impl Budget {
             member.set_share(share);
         }
         state.advance((saved, tried).into());
+        // Within the lock, so that two changes reach the pool in the order in which they were written.
+        put(share.ceiling.map(|bytes| bytes.0));
         drop(state);
         self.room.ring();
-        Ok(share)
+        Ok(())
     }
 
     /// A VM is no longer there.

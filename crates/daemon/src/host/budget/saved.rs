@@ -162,20 +162,31 @@ impl SavedFile {
         }
     }
 
-    /// Replaces it.
+    /// Replaces it. There is none if it would say no more than the settings do.
     ///
     /// # Errors
     /// It says what it said before.
     pub(super) fn write(&self, saved: &Saved) -> Result<(), ControlError> {
         let json = serde_json::to_vec_pretty(saved).map_err(failed)?;
         let next = self.path.with_extension("json.new");
-        let written = write_new(&next, &json).and_then(|()| std::fs::rename(&next, &self.path));
+        let written = if *saved == Saved::at_start(None, saved.given) {
+            remove_if_there(&self.path)
+        } else {
+            write_new(&next, &json).and_then(|()| std::fs::rename(&next, &self.path))
+        };
         written.map_err(|error| {
             failed(format!(
                 "what was set could not be written to {}, so nothing has changed: {error}",
                 self.path.display()
             ))
         })
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 
@@ -252,13 +263,17 @@ mod tests {
     fn write_that_fails_leaves_what_was_there() {
         let dir = tempfile::tempdir().unwrap();
         let file = SavedFile::in_dir(dir.path());
-        let saved = Saved::at_start(None, given("1G"));
+        let saved = Saved::at_start(None, given("1G")).with_plan(None);
         file.write(&saved).unwrap();
         // A directory in the place of the new file: it cannot be made, whoever runs this.
         std::fs::create_dir(dir.path().join("budget.json.new")).unwrap();
-        let other = Saved::at_start(None, given("off"));
+        let other = saved.with_plan(Some(saved.given().plan_of(Bytes::gib(2))));
         let error = file.write(&other).unwrap_err();
         assert!(error.message.contains("nothing has changed"), "{error}");
-        assert_eq!(file.read().unwrap(), Some(saved));
+        assert_eq!(file.read().unwrap(), Some(saved.clone()));
+        // What the settings say by themselves needs no file.
+        file.write(&Saved::at_start(None, given("1G"))).unwrap();
+        assert_eq!(file.read().unwrap(), None);
+        file.write(&Saved::at_start(None, given("1G"))).unwrap();
     }
 }

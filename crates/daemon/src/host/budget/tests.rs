@@ -145,6 +145,11 @@ fn served(budget: &Arc<Budget>, name: &str, ram_mib: u64, cold_mib: u64) -> Arc<
     vm
 }
 
+/// For a change that is refused.
+fn unreached(ceiling: Option<u64>) {
+    panic!("a ceiling of {ceiling:?} was put in force");
+}
+
 fn refused<T>(outcome: Result<T, ControlError>, part: &str) {
     let Err(error) = outcome else {
         panic!("not refused: {part}");
@@ -229,7 +234,11 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
         ceiling_bytes: CeilingChange::Set(600 * MIB),
         ..floor(100)
     };
-    first.change_share("a", &change).unwrap();
+    let mut ceiling = None;
+    first
+        .change_share("a", &change, |bytes| ceiling = bytes)
+        .unwrap();
+    assert_eq!(ceiling, Some(600 * MIB));
     let marks = BudgetBody {
         low: Some("5%".parse().unwrap()),
         high: Some("100M".parse().unwrap()),
@@ -370,9 +379,9 @@ fn share_that_cannot_be_is_refused_and_changes_nothing() {
             "the ceiling of VM 'a', 99 MiB, is less than its floor of 100 MiB",
         ),
     ] {
-        refused(budget.change_share("a", &change), part);
+        refused(budget.change_share("a", &change, unreached), part);
     }
-    let nobody = budget.change_share("b", &weight(1)).unwrap_err();
+    let nobody = budget.change_share("b", &weight(1), unreached).unwrap_err();
     assert_eq!(nobody.kind, ErrorKind::NotFound);
     refused(
         budget.admit(&newcomer("b", 2000), &floor(1000)).map(drop),
@@ -384,8 +393,11 @@ fn share_that_cannot_be_is_refused_and_changes_nothing() {
     );
     assert_eq!(seat.share().standing(), standing);
     assert_eq!((budget.report(), budget.file.read().unwrap()), before);
-    budget.change_share("a", &weight(50)).unwrap();
+    budget.change_share("a", &weight(50), drop).unwrap();
     assert_eq!(budget.report().vms[0].weight, 50);
+    // All its RAM, for a VM that is smaller than the least floor.
+    let tiny = budget.admit(&newcomer("tiny", 8), &ShareChange::default());
+    assert_eq!(tiny.unwrap().share().standing().share.floor, Bytes::mib(8));
 }
 
 #[test]
@@ -410,7 +422,7 @@ fn change_that_cannot_be_written_is_not_in_force() {
     for outcome in [
         budget.set(&size(2000)),
         budget.lift(),
-        budget.change_share("a", &floor(200)).map(drop),
+        budget.change_share("a", &floor(200), unreached),
         budget.admit(&newcomer("b", 100), &floor(50)).map(drop),
     ] {
         let error = outcome.unwrap_err();
