@@ -502,7 +502,7 @@ fn refills_are_told_by_section_without_zeros_and_without_what_was_overwritten() 
     set(&space, 1, PageState::Stored(Content::ZERO));
     let filled = fault_at_once(&space, DPU, PageNo(0).run(4));
     assert_eq!(filled, Some(installed(0b1111)));
-    overwrite(&space, 8, 2);
+    assert_eq!(overwrite(&space, 8, 2), installed(0b11));
     set(&space, 12, PageState::Stored(Content::ZERO));
     assert!(fault_at_once(&space, DPU, PageNo(12).single()).is_some());
     fake.with(|vm| assert_eq!(vm.refilled, [(SectionNo(0), 3)]));
