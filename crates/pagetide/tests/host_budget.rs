@@ -323,6 +323,53 @@ fn second_daemon_is_refused(dir: &Path) {
     assert!(told.contains("another pagetide"), "{told}");
 }
 
+fn attach(daemon: &Daemon, vmms: &[(&str, Vmm)]) {
+    for (name, vmm) in vmms {
+        let pid = vmm.child.id().to_string();
+        let mut words = vec!["attach", "--pid", &pid, "--name", name, "--json"];
+        if *name == "c" {
+            words.extend(["--floor", "48M", "--weight", "200"]);
+        }
+        let told = daemon.json(&words);
+        assert_eq!(told["target_bytes"], Value::Null, "there is no budget yet");
+    }
+}
+
+/// Sets more, kills the daemon, and starts another: all of it is in force again.
+fn restarted_with_what_was_set(daemon: Daemon, dir: &Path) -> Daemon {
+    daemon.json(&[
+        "vm",
+        "set",
+        "a",
+        "--weight",
+        "50",
+        "--floor",
+        "20M",
+        "--ceiling",
+        "120M",
+        "--json",
+    ]);
+    daemon.json(&["host", "budget", "--high", "6%", "--json"]);
+    // As by a crash.
+    drop(daemon);
+    let mut daemon = Daemon::start(dir);
+    let host = daemon.host();
+    assert_eq!(number(&host, "budget_bytes"), 256 * MIB);
+    assert_eq!(number(&host, "high_bytes"), 256 * MIB * 6 / 100);
+    let (a, c) = (vm(&host, "a"), vm(&host, "c"));
+    let set = ["weight", "floor_bytes", "ceiling_bytes"].map(|field| number(a, field));
+    assert_eq!(set, [50, 20 * MIB, 120 * MIB]);
+    assert_eq!(
+        (number(c, "weight"), number(c, "floor_bytes")),
+        (200, 48 * MIB)
+    );
+    daemon.until("the budget to hold again", |daemon| {
+        let host = daemon.host();
+        number(&host, "over_bytes") == 0 && vm(&host, "a")["target_bytes"].is_u64()
+    });
+    daemon
+}
+
 #[test]
 fn memory_moves_to_the_vm_that_uses_it_and_what_was_set_survives_the_daemon() {
     if std::env::var_os(IS_VMM).is_some() {
@@ -340,15 +387,7 @@ fn memory_moves_to_the_vm_that_uses_it_and_what_was_set_survives_the_daemon() {
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     let mut vmms = ["a", "b", "c"].map(|name| (name, Vmm::start(&program)));
     let mut daemon = Daemon::start(dir.path());
-    for (name, vmm) in &vmms {
-        let pid = vmm.child.id().to_string();
-        let mut words = vec!["attach", "--pid", &pid, "--name", name, "--json"];
-        if *name == "c" {
-            words.extend(["--floor", "48M", "--weight", "200"]);
-        }
-        let told = daemon.json(&words);
-        assert_eq!(told["target_bytes"], Value::Null, "there is no budget yet");
-    }
+    attach(&daemon, &vmms);
     let host = daemon.json(&["host", "budget", BUDGET, "--json"]);
     assert_eq!(number(&host, "budget_bytes"), 256 * MIB);
     refuses_what_cannot_be(&daemon);
@@ -371,35 +410,7 @@ fn memory_moves_to_the_vm_that_uses_it_and_what_was_set_survives_the_daemon() {
         resident_mib(&host, "b") > USED_MIB - 12 && resident_mib(&host, "a") < USED_MIB - 24
     });
 
-    daemon.json(&[
-        "vm",
-        "set",
-        "a",
-        "--weight",
-        "50",
-        "--floor",
-        "20M",
-        "--ceiling",
-        "120M",
-        "--json",
-    ]);
-    daemon.json(&["host", "budget", "--high", "6%", "--json"]);
-    drop(daemon);
-    let mut daemon = Daemon::start(dir.path());
-    let host = daemon.host();
-    assert_eq!(number(&host, "budget_bytes"), 256 * MIB);
-    assert_eq!(number(&host, "high_bytes"), 256 * MIB * 6 / 100);
-    let (a, c) = (vm(&host, "a"), vm(&host, "c"));
-    let set = ["weight", "floor_bytes", "ceiling_bytes"].map(|field| number(a, field));
-    assert_eq!(set, [50, 20 * MIB, 120 * MIB]);
-    assert_eq!(
-        (number(c, "weight"), number(c, "floor_bytes")),
-        (200, 48 * MIB)
-    );
-    daemon.until("the budget to hold again", |daemon| {
-        let host = daemon.host();
-        number(&host, "over_bytes") == 0 && vm(&host, "a")["target_bytes"].is_u64()
-    });
+    let daemon = restarted_with_what_was_set(daemon, dir.path());
     for (_, vmm) in &mut vmms {
         vmm.verify();
     }
