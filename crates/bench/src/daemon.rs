@@ -152,6 +152,8 @@ impl Daemon {
     /// Takes over the VMM `pid`.
     pub(super) fn attach(&self, pid: u32, limit_bytes: Option<u64>) -> Result<VmReport, String> {
         let body = AttachBody {
+            weight: None,
+            floor_bytes: None,
             pid,
             name: Some(VM.into()),
             limit_bytes,

@@ -7,13 +7,13 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::budget::cli::{HostCommand, ShareArgs};
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
 use crate::dpu::disk::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
-use crate::scheduler::args::SchedulerArgs;
 use crate::settings::{GivenDpuSettings, GivenSettings};
 use pagetide_report::size::ByteSize;
 
@@ -46,7 +46,7 @@ pub enum Command {
     /// I/O page faults of devices
     #[command(subcommand)]
     Iopf(IopfCommand),
-    /// Look at what concerns all VMs of the host and steer it
+    /// Show the host's memory and the CPU time of background work, and divide them
     #[command(subcommand)]
     Host(HostCommand),
     /// Estimate what attaching to a VM would save, without attaching
@@ -140,9 +140,15 @@ pub struct AttachArgs {
     /// Name for the VM; without it the VMM's -name, else vm-PID
     #[arg(long)]
     pub name: Option<String>,
-    /// Limit on resident RAM, such as 256M
-    #[arg(long, value_name = "SIZE")]
+    /// Limit on resident RAM, such as 256M: its ceiling under a budget
+    #[arg(long, value_name = "SIZE", visible_alias = "ceiling")]
     pub limit: Option<ByteSize>,
+    /// Its share of the host's budget beside the weights of other VMs, 1 to 10000 [default: 100]
+    #[arg(long, value_name = "N")]
+    pub weight: Option<u32>,
+    /// It may always have this much of the host's budget resident [default: 16M]
+    #[arg(long, value_name = "SIZE")]
+    pub floor: Option<ByteSize>,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,
@@ -176,6 +182,8 @@ pub enum VmCommand {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Change what a VM may have of the host's budget
+    Set(ShareArgs),
     /// Change the policy that protects what devices of a VM are about to touch
     Protector {
         /// Name of the VM
@@ -248,13 +256,6 @@ impl std::str::FromStr for GivenCap {
             _ => text.parse().map(Self::Cap),
         }
     }
-}
-
-/// Commands about the host.
-#[derive(Subcommand, Debug)]
-pub enum HostCommand {
-    /// Show or change when background work (reclaim, scans) may use CPU time, beside faults
-    Scheduler(SchedulerArgs),
 }
 
 /// A limit as it is written.
@@ -539,6 +540,10 @@ mod tests {
             vec!["pagetide", "pool", "cap"],
             vec!["pagetide", "pool", "cap", "3M"],
             vec!["pagetide", "run", "--pool-max", "1K"],
+            vec!["pagetide", "vm", "set", "a", "--weight", "-1"],
+            vec!["pagetide", "host", "budget", "much"],
+            vec!["pagetide", "host", "budget", "1G", "--low", "200%"],
+            vec!["pagetide", "run", "--host-budget", "some"],
             vec!["pagetide", "estimate", "--pid", "1", "--minutes", "0"],
             vec!["pagetide", "run", "--engines", "0"],
             vec!["pagetide", "iopf", "inject", "--device", "d", "--rate", "1"],

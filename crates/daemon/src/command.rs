@@ -12,9 +12,10 @@ use crate::api::{
     self, AttachBody, CapBody, DeviceList, DeviceSocket, LimitBody, ProtectorBody, ReclaimBody,
     VmList, WeightBody,
 };
+use crate::budget;
 use crate::cli::{
-    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, HostCommand, InjectArgs,
-    IopfCommand, Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
+    AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, InjectArgs, IopfCommand,
+    Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
 use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
@@ -26,7 +27,6 @@ use crate::name::check_name;
 use crate::pool::{PoolMax, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
-use crate::scheduler;
 use crate::slo::SloList;
 use pagetide_report::outcome::{CommandError, print, print_report};
 use pagetide_report::text::Text;
@@ -37,13 +37,13 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Run(args) => run::run(args),
         Command::Attach(args) => attach(args),
         Command::Vm(command) => vm(command),
+        Command::Host(command) => budget::command::host(command),
         Command::Dpu(args) => match args.command {
             Some(command) => dpu(command),
             None => run::run_dpu(args.run),
         },
         Command::Pool(command) => pool(command),
         Command::Iopf(command) => iopf(command),
-        Command::Host(HostCommand::Scheduler(args)) => scheduler::command::execute(&args),
         Command::Estimate(args) => estimate::run(&args),
         Command::Bench(args) => lab::exec("bench", &args),
         Command::Replay(args) => lab::exec("replay", &args),
@@ -87,7 +87,7 @@ impl Call<'_> {
         answer.map_err(CommandError::from)
     }
 
-    fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
+    pub(crate) fn ask<T: DeserializeOwned + Serialize + Text>(self) -> Result<(), CommandError> {
         self.make::<(), T>(None)
     }
 }
@@ -102,6 +102,8 @@ fn attach(args: AttachArgs) -> Result<(), CommandError> {
         pid: args.pid,
         name: args.name,
         limit_bytes: args.limit.map(|size| size.0),
+        weight: args.weight,
+        floor_bytes: args.floor.map(|size| size.0),
     }))
 }
 
@@ -139,6 +141,11 @@ fn vm(command: VmCommand) -> Result<(), CommandError> {
             };
             call_vm(&name, Method::PATCH, &client)?
                 .make::<_, VmReport>(Some(&LimitBody { limit_bytes }))
+        }
+        VmCommand::Set(args) => {
+            let mut call = call_vm(&args.name, Method::PUT, &args.client)?;
+            call.path += "/share";
+            call.make::<_, VmReport>(Some(&args.change()))
         }
         VmCommand::Protector {
             name,

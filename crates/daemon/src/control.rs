@@ -23,6 +23,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::budget::{BudgetBody, HostReport, ShareChange};
 use crate::dpu::disk::SocketMode;
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
@@ -48,6 +49,14 @@ pub trait Control: Send + Sync {
     ///
     /// Returns when the limit is in force, not when the VM has shrunk to it.
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError>;
+    /// The host's memory, its budget and how that is divided.
+    fn host(&self) -> Result<HostReport, ControlError>;
+    /// Sets the host's budget, or changes parts of what is set.
+    fn set_budget(&self, change: &BudgetBody) -> Result<HostReport, ControlError>;
+    /// Lifts the host's budget.
+    fn lift_budget(&self) -> Result<HostReport, ControlError>;
+    /// Changes what a VM may have of the host's budget; its ceiling is its limit.
+    fn set_share(&self, name: &str, change: &ShareChange) -> Result<VmReport, ControlError>;
     /// Has another policy protect what devices of a VM are about to touch; what the one before knew is
     /// forgotten.
     fn set_protector(&self, name: &str, choice: ProtectorChoice) -> Result<VmReport, ControlError>;
@@ -134,6 +143,10 @@ pub struct AttachRequest {
     pub name: String,
     /// Limit on resident RAM in bytes; `None` means none.
     pub limit_bytes: Option<u64>,
+    /// Its share of the host's budget; `None` means the default.
+    pub weight: Option<u32>,
+    /// What it may always have resident; `None` means the least possible.
+    pub floor_bytes: Option<u64>,
 }
 
 /// Serve an image as a vhost-user-blk device.
@@ -341,6 +354,18 @@ report! {
         resident_bytes: u64 => gauge,
         /// Limit on resident RAM; absent without a limit.
         limit_bytes: Option<u64> => gauge,
+        /// Share of the host's budget, beside the weights of other VMs.
+        weight: u64 => gauge,
+        /// What it may always have resident, whatever others want.
+        floor_bytes: u64 => gauge,
+        /// The most that may be resident now, as the host's budget is divided; absent without a budget.
+        target_bytes: Option<u64> => gauge,
+        /// What the VM is taken to need of the host's budget; absent without one.
+        need_bytes: Option<u64> => gauge,
+        /// Why the target changed last.
+        target_reason: Option<String> => skip,
+        /// Fills before which the VM was to evict of its own, because the budget was short.
+        short_fills: u64 => counter,
         /// Bytes of the metadata pool that are in use, stored pages included.
         pool_bytes: u64 => gauge,
         /// The most bytes of the metadata pool that were in use since the attach.

@@ -284,6 +284,7 @@ mod tests {
             "dma_protector",
             "protected_devices",
             "tracker",
+            "target_reason",
         ];
         for (json, figures) in [
             (

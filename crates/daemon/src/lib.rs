@@ -10,6 +10,7 @@
 //! *Invariant:* only `host`, `dpu`, `protection` and `estimate` depend on the crates that do the work.
 
 pub mod api;
+pub mod budget;
 pub mod cli;
 pub mod client;
 pub mod command;

@@ -12,6 +12,7 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::Registry;
 
+use crate::budget::{self, HostReport};
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
 use crate::pool::PoolReport;
@@ -30,6 +31,8 @@ const EVICTING: (&str, &str) = (
 /// What the page tells.
 #[derive(Debug, Default)]
 pub struct Reports {
+    /// The host, if this process has VMs.
+    pub host: Option<HostReport>,
     /// VMs.
     pub vms: Vec<VmReport>,
     /// Devices.
@@ -53,6 +56,9 @@ pub fn page(reports: Reports) -> Result<String, fmt::Error> {
 
 impl Collector for Reports {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        if let Some(host) = &self.host {
+            budget::metrics::encode(&mut encoder, host)?;
+        }
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
         encode_all(&mut encoder, &self.pools)?;
@@ -186,6 +192,7 @@ pub fn documentation() -> String {
          latencies as percentiles.\n\n\
          | metric | kind | labels | meaning |\n|---|---|---|---|\n",
     );
+    budget::metrics::document(&mut page);
     document::<VmReport>(&mut page);
     let (name, help) = EVICTING;
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
@@ -300,9 +307,39 @@ mod tests {
     }
 
     #[test]
-    fn page_without_vms_holds_nothing() {
+    fn page_without_vms_and_host_holds_nothing() {
         let page = page(Reports::default()).unwrap();
         assert_eq!(page, "# EOF\n");
+    }
+
+    #[test]
+    fn budget_is_told_without_labels_and_shares_of_vms_with_them() {
+        let host = HostReport {
+            budget_bytes: Some(7),
+            free_bytes: Some(3),
+            water: Some(budget::WaterState::Between),
+            ..HostReport::default()
+        };
+        let shared = VmReport {
+            weight: 100,
+            target_bytes: Some(5),
+            ..vm("a")
+        };
+        let page = page(Reports {
+            host: Some(host),
+            vms: vec![shared],
+            ..Reports::default()
+        })
+        .unwrap();
+        for line in [
+            "pagetide_host_budget_bytes 7",
+            "pagetide_host_free_bytes 3",
+            "pagetide_host_water 2",
+            "pagetide_vm_weight{vm=\"a\"} 100",
+            "pagetide_vm_target_bytes{vm=\"a\"} 5",
+        ] {
+            assert!(page.lines().any(|l| l == line), "no {line} in\n{page}");
+        }
     }
 
     #[test]

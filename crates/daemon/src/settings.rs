@@ -12,11 +12,13 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::budget::{Amount, BudgetSetting};
 use crate::cpus::CpuList;
 use crate::percent::Percent;
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::scheduler::{IdleTimeChoice, ShareList};
+use pagetide_report::size::ByteSize;
 
 /// Documentation of one setting.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -260,6 +262,18 @@ settings! {
     tracker: TrackerChoice = "auto",
     /// Most that finding its hot memory may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",
+    /// The most that resident memory and pools of all VMs may take together, or off. What was set while the daemon ran is kept over its restarts, until one of the settings of the budget is changed
+    host_budget: BudgetSetting = "off",
+    /// Free below this, a page that is swapped in first has others of its VM evicted: a share of the budget, or a size
+    budget_min: Amount = "1%",
+    /// Free below this, memory is reclaimed until budget-high is free
+    budget_low: Amount = "2%",
+    /// From this on there is enough free memory of the budget
+    budget_high: Amount = "4%",
+    /// Between budget-low and budget-high, cold memory of all VMs is reclaimed at so many bytes a second; 0: not
+    budget_pace: ByteSize = "64M",
+    /// File locked by the one daemon of a host that has a budget. Another path is for hosts that are parts of one, such as containers with memory of their own
+    budget_lock: PathBuf = "/run/pagetide/budget.lock",
     /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
     dma_protector: ProtectorChoice = "none",
     /// Most records of the access log that are examined in a second; engines drop the others. While accesses are recorded, all are examined, whatever this is

@@ -354,6 +354,7 @@ struct RoomState {
     taken: i64,
     counted_in: u64,
     given_back: u64,
+    refilled: Vec<(SectionNo, u64)>,
 }
 
 /// A limit that is full or not, as the test says.
@@ -403,6 +404,12 @@ impl FakeRooms {
         lock(&self.state).counted_in
     }
 
+    /// Fills with content from the store, in order: section and pages.
+    #[must_use]
+    pub fn refilled(&self) -> Vec<(SectionNo, u64)> {
+        lock(&self.state).refilled.clone()
+    }
+
     /// Pages for which room was given back.
     #[must_use]
     pub fn given_back(&self) -> u64 {
@@ -440,6 +447,10 @@ impl Admission for FakeRooms {
         let mut state = lock(&self.state);
         state.taken += signed(pages);
         state.counted_in += pages;
+    }
+
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        lock(&self.state).refilled.push((section, pages));
     }
 }
 

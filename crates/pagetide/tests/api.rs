@@ -113,7 +113,14 @@ type Step = (&'static str, &'static str, &'static str, Value);
 
 /// Method, route, path and body of each step, good ones and refused ones.
 fn steps() -> Vec<Step> {
-    [device_steps(), vm_steps(), refused_steps(), log_steps()].concat()
+    [
+        device_steps(),
+        vm_steps(),
+        refused_steps(),
+        log_steps(),
+        host_steps(),
+    ]
+    .concat()
 }
 
 /// Steps that come to nothing: there is no detach to stop.
@@ -192,6 +199,41 @@ fn vm_steps() -> Vec<Step> {
         ("get", "/openapi.json", "/openapi.json", json!(null)),
         ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
         ("delete", "/v1/vms/{name}", "/v1/vms/a", json!(null)),
+    ]
+}
+
+fn host_steps() -> Vec<Step> {
+    let budget = "/v1/host/budget";
+    let share = "/v1/vms/{name}/share";
+    vec![
+        ("get", "/v1/host", "/v1/host", json!(null)),
+        ("put", budget, budget, json!({"low": "3%"})),
+        (
+            "put",
+            budget,
+            budget,
+            json!({"budget_bytes": 1 << 30, "min": "1%", "high": "64M"}),
+        ),
+        ("put", budget, budget, json!({"budget_bytes": 1u64 << 40})),
+        ("put", budget, budget, json!({"min": "0.25%"})),
+        ("put", budget, budget, json!({"budget": 7})),
+        (
+            "post",
+            "/v1/vms",
+            "/v1/vms",
+            json!({"pid": 4712, "name": "h", "weight": 50, "floor_bytes": 1 << 25}),
+        ),
+        (
+            "put",
+            share,
+            "/v1/vms/h/share",
+            json!({"weight": 200, "floor_bytes": 1 << 26, "ceiling_bytes": null}),
+        ),
+        ("put", share, "/v1/vms/h/share", json!({"weight": 0})),
+        ("put", share, "/v1/vms/h/share", json!({"weight": -1})),
+        ("put", share, "/v1/vms/none/share", json!({})),
+        ("get", "/v1/host", "/v1/host", json!(null)),
+        ("delete", budget, budget, json!(null)),
     ]
 }
 

@@ -77,6 +77,62 @@ fn clients_print_what_the_daemon_answers() {
 }
 
 #[test]
+fn budget_and_shares_are_set_shown_and_refused() {
+    let server = Server::start();
+    let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));
+    let json = |arguments: &[&str]| {
+        let (status, out, err) = run(arguments);
+        assert_eq!((status, err.as_str()), (Some(0), ""), "{arguments:?}");
+        serde_json::from_str::<Value>(&out).unwrap()
+    };
+    let vm = json(&[
+        "attach", "--pid", "4711", "--name", "web", "--weight", "50", "--floor", "64M", "--json",
+    ]);
+    assert_eq!(vm["name"], "web");
+    let (status, out, _) = run(&["host", "budget"]);
+    assert_eq!(status, Some(0));
+    assert!(out.contains("budget  off"), "{out}");
+    assert_eq!(run(&["host", "budget", "--low", "3%"]).0, Some(2));
+    let host = json(&[
+        "host", "budget", "2G", "--min", "0.5%", "--high", "64M", "--json",
+    ]);
+    assert_eq!(host["budget_bytes"], 2u64 << 30);
+    let (status, _, err) = run(&["host", "budget", "5G"]);
+    assert_eq!((status, err.lines().count()), (Some(2), 1), "{err}");
+    let (status, _, err) = run(&["host", "budget", "off", "--low", "3%"]);
+    assert_eq!((status, err.lines().count()), (Some(2), 1), "{err}");
+    assert_eq!(
+        json(&["host", "show", "--json"])["budget_bytes"],
+        2u64 << 30
+    );
+    let set = [
+        "vm",
+        "set",
+        "web",
+        "--weight",
+        "200",
+        "--floor",
+        "1G",
+        "--ceiling",
+        "4G",
+        "--json",
+    ];
+    let vm = json(&set);
+    assert_eq!(
+        (&vm["weight"], &vm["floor_bytes"], &vm["limit_bytes"]),
+        (&200.into(), &(1u64 << 30).into(), &(4u64 << 30).into())
+    );
+    assert_eq!(run(&["vm", "set", "web", "--weight", "0"]).0, Some(2));
+    let vm = json(&["vm", "set", "web", "--ceiling", "none", "--json"]);
+    assert_eq!(
+        (&vm["limit_bytes"], &vm["weight"]),
+        (&Value::Null, &200.into())
+    );
+    let off = json(&["host", "budget", "off", "--json"]);
+    assert_eq!(off["budget_bytes"], Value::Null);
+}
+
+#[test]
 fn paths_of_devices_are_made_absolute_by_the_client() {
     let server = Server::start();
     let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));

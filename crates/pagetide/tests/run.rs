@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use hyper::Method;
 use pagetide_daemon::api::{ApiSocket, Health};
+use pagetide_daemon::budget::{BudgetBody, HostReport, ShareChange};
 use pagetide_daemon::client::Client;
 use pagetide_daemon::control::{
     AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
@@ -40,6 +41,18 @@ impl Control for Ending {
         never()
     }
     fn set_limit(&self, _: &str, _: Option<u64>) -> Result<VmReport, ControlError> {
+        never()
+    }
+    fn host(&self) -> Result<HostReport, ControlError> {
+        never()
+    }
+    fn set_budget(&self, _: &BudgetBody) -> Result<HostReport, ControlError> {
+        never()
+    }
+    fn lift_budget(&self) -> Result<HostReport, ControlError> {
+        never()
+    }
+    fn set_share(&self, _: &str, _: &ShareChange) -> Result<VmReport, ControlError> {
         never()
     }
     fn set_protector(&self, _: &str, _: ProtectorChoice) -> Result<VmReport, ControlError> {

@@ -57,6 +57,8 @@ impl Level {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MemoryGroups {
     root: PathBuf,
+    /// The process, as `/proc` has it.
+    process: String,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,6 +79,16 @@ impl MemoryGroups {
     pub fn below(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
+            process: "self".to_owned(),
+        }
+    }
+
+    /// The groups of another process, as this process sees them.
+    #[must_use]
+    pub fn of_process(self, pid: u32) -> Self {
+        Self {
+            process: pid.to_string(),
+            ..self
         }
     }
 
@@ -85,14 +97,12 @@ impl MemoryGroups {
     /// # Errors
     /// Reading failed, or a file has invalid content.
     pub fn levels(&self) -> io::Result<Vec<Level>> {
-        let Some(groups) = read_if_there(&self.root.join("proc/self/cgroup"))? else {
-            return Ok(Vec::new());
-        };
-        let mounts = read_if_there(&self.root.join("proc/self/mountinfo"))?.unwrap_or_default();
-        let Some((version, own)) = own_group(&groups) else {
-            return Ok(Vec::new());
-        };
-        let Some((mount, directory)) = directory_of(version, own, &mounts) else {
+        let Some(Place {
+            version,
+            mount,
+            directory,
+        }) = self.place()?
+        else {
             return Ok(Vec::new());
         };
         let mut levels = Vec::new();
@@ -111,6 +121,70 @@ impl MemoryGroups {
         }
         Ok(levels)
     }
+
+    /// Time, in all, for which some thread of the group was stalled for memory (PSI); `None` where that
+    /// is not known: version 1, the root, a kernel without PSI.
+    ///
+    /// # Errors
+    /// Reading failed.
+    pub fn stalled_us(&self) -> io::Result<Option<u64>> {
+        let Some(place) = self.place()? else {
+            return Ok(None);
+        };
+        // The root's figure is of the whole host.
+        if place.version == Version::One || place.directory == place.mount {
+            return Ok(None);
+        }
+        let here = self.root.join(
+            place
+                .directory
+                .strip_prefix("/")
+                .unwrap_or(&place.directory),
+        );
+        let text = match read_if_there(&here.join("memory.pressure")) {
+            // PSI is compiled in and switched off.
+            Err(error)
+                if error.raw_os_error() == Some(rustix::io::Errno::OPNOTSUPP.raw_os_error()) =>
+            {
+                None
+            }
+            read => read?,
+        };
+        let some = text
+            .as_deref()
+            .and_then(|text| text.lines().find_map(|line| line.strip_prefix("some ")));
+        let total = some.and_then(|some| {
+            some.split(' ')
+                .find_map(|field| field.strip_prefix("total="))
+        });
+        Ok(total.and_then(|total| total.trim().parse().ok()))
+    }
+
+    /// The group of the memory controller; `None` if there is none that can be seen.
+    fn place(&self) -> io::Result<Option<Place>> {
+        let Some(groups) =
+            read_if_there(&self.root.join("proc").join(&self.process).join("cgroup"))?
+        else {
+            return Ok(None);
+        };
+        let mounts = read_if_there(&self.root.join("proc/self/mountinfo"))?.unwrap_or_default();
+        let place = own_group(&groups).and_then(|(version, own)| {
+            let (mount, directory) = directory_of(version, own, &mounts)?;
+            Some(Place {
+                version,
+                mount,
+                directory,
+            })
+        });
+        Ok(place)
+    }
+}
+
+/// Where a group's files are.
+struct Place {
+    version: Version,
+    mount: PathBuf,
+    directory: PathBuf,
 }
 
 /// The group of the memory controller, by `/proc/self/cgroup`: lines `number:controllers:path`.
@@ -311,6 +385,43 @@ mod tests {
                 (parent, "memory.high", 900, 50)
             ]
         );
+    }
+
+    #[test]
+    fn stalls_of_another_process_are_told_of_its_own_group_under_version_2_only() {
+        let pressure = "some avg10=0.10 avg60=0.00 avg300=0.00 total=1234\n\
+                        full avg10=0.00 avg60=0.00 avg300=0.00 total=99\n";
+        let two = [
+            ("proc/self/cgroup", "0::/\n"),
+            ("proc/7/cgroup", "0::/machine/vm\n"),
+            ("proc/8/cgroup", "0::/machine/none\n"),
+            ("proc/self/mountinfo", UNIFIED),
+            ("sys/fs/cgroup/memory.pressure", pressure),
+            ("sys/fs/cgroup/machine/vm/memory.pressure", pressure),
+            ("sys/fs/cgroup/machine/vm/memory.max", "500\n"),
+            ("sys/fs/cgroup/machine/vm/memory.current", "100\n"),
+        ];
+        let dir = tree(&two);
+        let own = MemoryGroups::below(dir.path());
+        let of = |pid| own.clone().of_process(pid);
+        assert_eq!(of(7).stalled_us().unwrap(), Some(1234));
+        assert_eq!(of(7).levels().unwrap()[0].limit_bytes, 500);
+        assert_eq!(of(8).stalled_us().unwrap(), None, "a kernel without PSI");
+        assert_eq!(
+            of(9).stalled_us().unwrap(),
+            None,
+            "a process that has ended"
+        );
+        // At the root it would be the whole host's.
+        assert_eq!(own.stalled_us().unwrap(), None);
+        let one = [
+            ("proc/7/cgroup", "4:memory:/vm\n0::/vm\n"),
+            ("proc/self/mountinfo", VERSION_1),
+            ("sys/fs/cgroup/unified/vm/memory.pressure", pressure),
+        ];
+        let dir = tree(&one);
+        let of_7 = MemoryGroups::below(dir.path()).of_process(7);
+        assert_eq!(of_7.stalled_us().unwrap(), None);
     }
 
     #[test]

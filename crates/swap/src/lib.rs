@@ -6,7 +6,8 @@
 //! - [`slots`]: room for stored content within the pool.
 //! - [`tier`]: what stored content looks like: zero, lz4, uncompressed; always with a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`.
-//! - [`limit`]: the VM's limit with its watermarks.
+//! - [`limit`]: the VM's limit with its watermarks; [`host_share`]: what a budget of the whole host has to
+//!   say beside it.
 //! - [`cgroup`]: how much memory the cgroups of this process allow; [`room`]: whether more content
 //!   fits within that.
 //! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
@@ -35,6 +36,7 @@ pub mod cgroup;
 pub mod direct;
 pub mod evictor;
 pub mod heat;
+pub mod host_share;
 pub mod limit;
 pub mod pace;
 pub mod pool;
@@ -50,6 +52,7 @@ pub mod tier;
 pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};
 pub use heat::{HeatCost, HeatReport};
+pub use host_share::HostShare;
 pub use limit::Limit;
 pub use pace::Pace;
 pub use pool::{Counter, Pool, PoolCap, PoolError, PoolWords};

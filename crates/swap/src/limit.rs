@@ -21,9 +21,12 @@
 //!
 //! While the store is full, the limit is *advisory* ([`Force`]): reclaim still tries to keep it, with
 //! pages of zeros, but fills neither make room nor wait for any, since there may be none.
+//!
+//! Where the host has a budget for all its VMs, a fill is also measured by that ([`HostShare`]): when
+//! the budget is short, the VM first evicts of its own memory, from ready sections, and does not wait.
 
-use crate::{reserve::Reserve, scheduled::group::WorkGroup};
-use pagetide_addr::DeviceId;
+use crate::{host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup};
+use pagetide_addr::{DeviceId, SectionNo};
 use pagetide_gmem::Admission;
 use pagetide_policy::{
     scheduler::FaultClass,
@@ -31,7 +34,7 @@ use pagetide_policy::{
 };
 use std::{
     sync::{
-        Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
         atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
@@ -76,6 +79,8 @@ pub struct Limit {
     direct: OnceLock<Weak<dyn MakeRoom>>,
     /// The VM's background work, which is told of faults and of the need for reclaim.
     work: OnceLock<WorkGroup>,
+    /// The VM under a budget of the host.
+    host: OnceLock<Arc<dyn HostShare>>,
 }
 
 #[derive(Debug, Default)]
@@ -110,6 +115,7 @@ impl Limit {
             reserve: Reserve::default(),
             direct: OnceLock::new(),
             work: OnceLock::new(),
+            host: OnceLock::new(),
         }
     }
 
@@ -143,6 +149,12 @@ impl Limit {
     /// call has an effect.
     pub fn tell_work(&self, work: WorkGroup) {
         self.work.get_or_init(|| work);
+    }
+
+    /// From now on `host` is asked before a fill, and told of fills and evictions. Only the first call has
+    /// an effect.
+    pub fn share_host(&self, host: Arc<dyn HostShare>) {
+        self.host.get_or_init(|| host);
     }
 
     /// Sets the limit, in pages, given how many are present now; `None` lifts it.
@@ -186,6 +198,16 @@ impl Limit {
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
         self.notify_freed(headroom);
+    }
+
+    /// Pages of `section` were evicted.
+    pub fn evicted_from(&self, section: SectionNo, pages: u64) {
+        self.evicted(pages);
+        if let Some(host) = self.host.get()
+            && pages > 0
+        {
+            host.evicted(section, pages);
+        }
     }
 
     fn notify_freed(&self, headroom: i64) {
@@ -303,11 +325,49 @@ impl Limit {
 
     /// A fill goes ahead whatever the headroom. The reclaimer is not called: it searches at its own
     /// pace.
-    fn exceed(&self, pages: i64) {
+    fn exceed(&self, count: u64) {
+        self.took(count);
+        let pages = i64::try_from(count).unwrap_or(0);
         let before = self.headroom.fetch_sub(pages, Relaxed);
         if before < pages {
-            self.over_limit_fills
-                .fetch_add(pages.cast_unsigned(), Relaxed);
+            self.over_limit_fills.fetch_add(count, Relaxed);
+        }
+    }
+
+    /// Pages to be evicted before `pages` are filled, for the sake of the host. Nothing if there is no
+    /// limit: then nothing may be evicted.
+    fn pages_first(&self, pages: u64) -> u64 {
+        match (self.host.get(), self.headroom()) {
+            (
+                Some(host),
+                Headroom::Limited {
+                    limit_pages,
+                    free_pages,
+                },
+            ) => {
+                let resident = u64::try_from(limit_pages - free_pages).unwrap_or(0);
+                host.pages_first(pages, resident)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Evicts of this VM first if the host is short. One try: the fill goes ahead whatever came of it.
+    fn make_room_on_host(&self, pages: u64) {
+        let first = self.pages_first(pages);
+        if first == 0 || self.is_stopped() {
+            return;
+        }
+        let direct = self.direct.get().and_then(Weak::upgrade);
+        if direct.is_none_or(|direct| direct.make_room(first) < first) {
+            self.want_reclaim();
+        }
+    }
+
+    /// So many pages more are present, or will be.
+    fn took(&self, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.took(pages);
         }
     }
 
@@ -366,12 +426,12 @@ impl Admission for Limit {
         }
     }
 
-    fn admit(&self, pages: u64) {
-        let pages = i64::try_from(pages).unwrap_or(0);
+    fn admit(&self, count: u64) {
         if self.is_advisory() {
-            self.exceed(pages);
+            self.exceed(count);
             return;
         }
+        let pages = i64::try_from(count).unwrap_or(0);
         if self.headroom.load(Relaxed) < pages {
             // More will be needed soon.
             self.want_reclaim();
@@ -380,6 +440,8 @@ impl Admission for Limit {
         if self.headroom.load(Relaxed) < pages {
             self.wait_for_headroom(pages);
         }
+        self.make_room_on_host(count);
+        self.took(count);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
@@ -389,11 +451,12 @@ impl Admission for Limit {
     fn try_admit(&self, pages: u64) -> bool {
         let wanted = i64::try_from(pages).unwrap_or(UNLIMITED);
         if self.is_advisory() {
-            self.exceed(wanted);
+            self.exceed(pages);
             return true;
         }
-        let there = self.headroom.load(Relaxed) >= wanted;
+        let there = self.headroom.load(Relaxed) >= wanted && self.pages_first(pages) == 0;
         if there {
+            self.took(pages);
             self.headroom.fetch_sub(wanted, Relaxed);
             if self.headroom().is_below_low() {
                 self.want_reclaim();
@@ -403,6 +466,9 @@ impl Admission for Limit {
     }
 
     fn give_back(&self, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.gave_back(pages);
+        }
         let short = self.headroom().is_below_low();
         let pages = i64::try_from(pages).unwrap_or(0);
         let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
@@ -414,10 +480,17 @@ impl Admission for Limit {
     }
 
     fn count_in(&self, pages: u64) {
+        self.took(pages);
         let pages = i64::try_from(pages).unwrap_or(0);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
+        }
+    }
+
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        if let Some(host) = self.host.get() {
+            host.refilled(section, pages);
         }
     }
 }
@@ -540,6 +613,85 @@ mod tests {
         limit.admit(1);
         assert_eq!(limit.over_limit_fills(), 1);
         // A VM that is being detached evicts nothing.
+        stock.pages.store(9, Relaxed);
+        limit.stop();
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 9);
+    }
+
+    /// A host that wants `first` pages evicted before each fill, and counts what it is told.
+    #[derive(Default)]
+    struct Short {
+        first: AtomicU64,
+        resident: AtomicU64,
+        taken: AtomicI64,
+        evicted: AtomicU64,
+        refilled: AtomicU64,
+    }
+
+    impl HostShare for Short {
+        fn pages_first(&self, _pages: u64, resident_pages: u64) -> u64 {
+            self.resident.store(resident_pages, Relaxed);
+            self.first.load(Relaxed)
+        }
+        fn took(&self, pages: u64) {
+            self.taken.fetch_add(pages.cast_signed(), Relaxed);
+        }
+        fn gave_back(&self, pages: u64) {
+            self.taken.fetch_sub(pages.cast_signed(), Relaxed);
+        }
+        fn evicted(&self, _section: SectionNo, pages: u64) {
+            self.evicted.fetch_add(pages, Relaxed);
+        }
+        fn refilled(&self, _section: SectionNo, pages: u64) {
+            self.refilled.fetch_add(pages, Relaxed);
+        }
+    }
+
+    #[test]
+    fn fill_on_a_host_that_is_short_evicts_first_within_its_own_limit_and_never_waits() {
+        let limit = Arc::new(Limit::new());
+        let (host, stock) = (
+            Arc::new(Short::default()),
+            Arc::new(Stock {
+                limit: Arc::clone(&limit),
+                pages: AtomicU64::new(10),
+            }),
+        );
+        limit.share_host(Arc::clone(&host) as _);
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        host.first.store(3, Relaxed);
+        // Without a limit nothing may be evicted.
+        limit.admit(1);
+        assert_eq!(stock.pages.load(Relaxed), 10);
+        limit.set(Some(10_000), 6_000);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        limit.admit(1);
+        assert_eq!(host.resident.load(Relaxed), 6_000);
+        assert_eq!(stock.pages.load(Relaxed), 6, "three, and one more");
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        assert!(!limit.try_admit(1), "who must not wait is sent away");
+        // What stands ready is not enough: the fill goes ahead, and the reclaimer is woken.
+        host.first.store(20, Relaxed);
+        limit.admit(1);
+        assert_eq!(
+            (stock.pages.load(Relaxed), limit.over_limit_fills()),
+            (0, 0)
+        );
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        host.first.store(0, Relaxed);
+        assert!(limit.try_admit(2));
+        limit.count_in(5);
+        limit.give_back(4);
+        assert_eq!(host.taken.load(Relaxed), 1 + 1 + 1 + 2 + 5 - 4);
+        limit.evicted_from(SectionNo(1), 7);
+        limit.evicted_from(SectionNo(1), 0);
+        limit.refilled(SectionNo(1), 2);
+        let told = (host.evicted.load(Relaxed), host.refilled.load(Relaxed));
+        assert_eq!(told, (7, 2));
+        // One that is being detached evicts nothing for others.
+        host.first.store(3, Relaxed);
         stock.pages.store(9, Relaxed);
         limit.stop();
         limit.admit(1);

@@ -198,6 +198,8 @@ impl Bench {
                 pid: guest.pid(),
                 name: Some((*name).to_owned()),
                 limit_bytes: None,
+                weight: None,
+                floor_bytes: None,
             };
             let vm: VmReport = daemon.send("/v1/vms", &body)?;
             if let Some(blocker) = vm.eviction_blockers.first() {

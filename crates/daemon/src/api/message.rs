@@ -30,9 +30,15 @@ pub struct AttachBody {
     /// Name for the VM; without one the VMM's `-name`, else `vm-PID`.
     #[serde(default)]
     pub name: Option<String>,
-    /// Limit on resident RAM.
+    /// Limit on resident RAM: its ceiling under a budget.
     #[serde(default)]
     pub limit_bytes: Option<u64>,
+    /// Its share of the host's budget beside the weights of other VMs, 1 to 10000.
+    #[serde(default)]
+    pub weight: Option<u32>,
+    /// It may always have this much of the host's budget resident.
+    #[serde(default)]
+    pub floor_bytes: Option<u64>,
 }
 
 /// Set or lift a limit.

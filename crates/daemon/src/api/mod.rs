@@ -12,6 +12,7 @@
 //! What any route may answer besides its own (a body that does not come, or is too long; a
 //! panic) is added to the document for all of them at once, in `document`.
 
+mod budget;
 mod document;
 mod message;
 mod server;
@@ -120,6 +121,9 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(show_vm, set_limit, detach))
         .routes(routes!(stop_detach))
         .routes(routes!(reclaim))
+        .routes(routes!(budget::set_share))
+        .routes(routes!(budget::show_host))
+        .routes(routes!(budget::set_budget, budget::lift_budget))
         .routes(routes!(set_protector))
         .routes(routes!(show_pool, set_pool_cap, reset_pool_cap))
         .routes(routes!(list_devices, add_device, set_weight, remove_device))
@@ -182,6 +186,8 @@ async fn attach(
                 pid: body.pid,
                 name,
                 limit_bytes: body.limit_bytes,
+                weight: body.weight,
+                floor_bytes: body.floor_bytes,
             })
         })
         .await?;
@@ -522,6 +528,7 @@ async fn metrics_page(State(state): State<ApiState>) -> Result<Response, Failure
                 .scheduler()
                 .map_or(Vec::new(), |report| report.classes);
             let reports = metrics::Reports {
+                host: control.host().ok(),
                 vms: control.vms(),
                 devices: control.devices(),
                 pools,

@@ -14,6 +14,7 @@
 
 use super::DeviceSet;
 use crate::{
+    budget::{BudgetBody, HostReport, ShareChange},
     control::{
         AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport,
         ReclaimReport, VmReport,
@@ -102,6 +103,22 @@ impl Control for DpuProcess {
     }
 
     fn set_limit(&self, _name: &str, _limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn host(&self) -> Result<HostReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn set_budget(&self, _change: &BudgetBody) -> Result<HostReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn lift_budget(&self) -> Result<HostReport, ControlError> {
+        self.no_vms_here()
+    }
+
+    fn set_share(&self, _name: &str, _change: &ShareChange) -> Result<VmReport, ControlError> {
         self.no_vms_here()
     }
 

@@ -16,7 +16,9 @@
 //! a daemon that dies while it releases a VM.
 
 use super::{
+    budget::{Governed, Newcomer, Seat},
     claim::{Claim, drain, refuse_unseen_pages, refuse_without_dpu},
+    core::VmCore,
     failure::failed,
     hotplug,
     identity::{Identity, mappings_of},
@@ -24,6 +26,7 @@ use super::{
     shared::{ENDING_WAIT, Shared},
     vm::{Prepared, Vm, empty_table_of},
 };
+use crate::budget::{CeilingChange, ShareChange};
 use crate::control::{AttachRequest, ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
@@ -41,7 +44,7 @@ use pagetide_vmm::{
 };
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Weak},
     time::Duration,
 };
 
@@ -115,6 +118,51 @@ fn not_taken(error: &TakeOverError, vmm: &VmmProcess, layout: &RamLayout) -> Con
     ControlError::refused(sentence)
 }
 
+/// Its place under the host's budget.
+fn take_seat(
+    request: &AttachRequest,
+    layout: &RamLayout,
+    shared: &Shared,
+) -> Result<Seat, ControlError> {
+    let change = ShareChange {
+        weight: request.weight,
+        floor_bytes: request.floor_bytes,
+        ceiling_bytes: CeilingChange::to(request.limit_bytes),
+    };
+    let vm = Newcomer {
+        name: &request.name,
+        pid: request.pid,
+        ram_bytes: layout.len_bytes(),
+        resident_bytes: layout.allocated_bytes().map_err(failed)?,
+    };
+    shared.budget.admit(&vm, &change)
+}
+
+/// The place under the host's budget of a VM that is recovered. What is written down of it was there first,
+/// so it holds, also where the daemon died before its pool had it.
+fn seat_again(
+    identity: &Identity,
+    layout: &RamLayout,
+    pool: &Pool,
+    shared: &Shared,
+) -> Result<Seat, ControlError> {
+    let vm = Newcomer {
+        name: &identity.name,
+        pid: identity.pid,
+        ram_bytes: layout.len_bytes(),
+        resident_bytes: layout.allocated_bytes().map_err(failed)?,
+    };
+    let seat = shared.budget.welcome_back(&vm, pool.limit_bytes());
+    let ceiling = seat.share().standing().share.ceiling;
+    pool.set_limit_bytes(ceiling.map(|bytes| bytes.0));
+    Ok(seat)
+}
+
+fn governed(vm: &Vm) -> Weak<dyn Governed> {
+    let core: Weak<VmCore> = Arc::downgrade(&vm.core);
+    core
+}
+
 fn attach_process(
     vmm: &VmmProcess,
     request: &AttachRequest,
@@ -136,6 +184,7 @@ fn attach_process(
     };
     refuse_unseen_pages(&layout)?;
     refuse_without_dpu(shared)?;
+    let seat = take_seat(request, &layout, shared)?;
     let claim = Claim::take(&layout, shared)?;
     drain(&claim.mmu.domains(), DRAIN_WAIT)?;
     claim.watch()?;
@@ -166,6 +215,7 @@ fn attach_process(
             table: empty_table_of(words_of(&pool, shared)),
             mmu: Arc::clone(&claim.mmu),
             userfaultfd: Arc::clone(&userfaultfd),
+            seat: seat.share(),
         };
         Vm::start(prepared, shared)
     })();
@@ -173,6 +223,7 @@ fn attach_process(
         Ok(vm) => {
             undo.keep();
             claim.keep();
+            seat.keep(governed(&vm));
             vm.core.look_for_hazards(Ok(Vec::new()));
             vm.core.enforce_limit();
             vm.core.limit.want_reclaim();
@@ -356,6 +407,7 @@ fn take_up(
     let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
     lifted.map_err(failed)?;
     place.wake(everything).map_err(failed)?;
+    let seat = seat_again(&identity, &layout, pool, shared)?;
     let prepared = Prepared {
         identity,
         vmm,
@@ -365,10 +417,12 @@ fn take_up(
         table,
         mmu: Arc::clone(&claim.mmu),
         userfaultfd,
+        seat: seat.share(),
     };
     let vm = Vm::start(prepared, shared)?;
     pool.count_restart();
     claim.keep();
+    seat.keep(governed(&vm));
     vm.core.enforce_limit();
     vm.core.limit.want_reclaim();
     Ok(Found::Recovered(Box::new(vm)))

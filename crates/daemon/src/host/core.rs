@@ -3,6 +3,7 @@
 
 use super::{
     blockers::{Blocker, EvictionGate},
+    budget::VmSeat,
     counters::PoolCounters,
     holds::Holds,
     identity::{self, Identity},
@@ -45,6 +46,8 @@ pub(super) struct VmCore {
     /// behind its regions.
     pub(super) space: VmSpace,
     pub(super) limit: Arc<Limit>,
+    /// Its place under the host's budget.
+    pub(super) seat: Arc<VmSeat>,
     pub(super) dma: VmDma,
     pub(super) faults: VmFaults,
     pub(super) heat: VmHeat,
@@ -189,7 +192,7 @@ impl VmCore {
         match self.layout.look().allocated_bytes() {
             Ok(bytes) => {
                 let limit = if self.may_evict() {
-                    self.pool.limit_bytes()
+                    self.seat.limit(self.pool.limit_bytes())
                 } else {
                     None
                 };

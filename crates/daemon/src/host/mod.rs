@@ -3,7 +3,8 @@
 //!
 //! [`vm`] assembles one VM (its shared parts are [`core`]), [`attach`] creates it from a running VMM or
 //! from the pool of a dead daemon, [`reclaim_thread`] keeps it within its limit, [`hotplug`] follows RAM
-//! that is plugged and unplugged, [`detach`] releases it, [`devices`] holds the software DPU. [`life`]
+//! that is plugged and unplugged, [`detach`] releases it, [`devices`] holds the software DPU. [`budget`] divides the
+//! host's memory among VMs. [`life`]
 //! decides which thread ends a VM, and [`janitor`] notices when its VMM exits. Nothing below names the
 //! [`Host`] of this file. Order at startup: wait for the rings of dead engines,
 //! then recover VMs, then let devices listen again. Nothing is thus replayed, evicted or completed while
@@ -11,6 +12,7 @@
 
 mod attach;
 mod blockers;
+mod budget;
 mod claim;
 mod core;
 mod counters;
@@ -26,6 +28,7 @@ mod janitor;
 mod janitor_bell;
 mod life;
 mod lock;
+mod pool_cap;
 mod pools;
 mod reclaim_requests;
 mod reclaim_thread;
@@ -40,16 +43,19 @@ mod vm;
 mod work;
 
 use self::{
+    budget::Budget,
     devices::Devices,
     failure::failed,
     janitor::{Janitor, Watching},
     janitor_bell::JanitorBell,
     life::{Asked, Detaching, Stage},
+    pools::{name_of, pools, refuse_other_versions},
     roster::{Roster, Watched},
     shared::Shared,
     vm::Vm,
 };
 use crate::{
+    budget::{BudgetBody, CeilingChange, HostReport, ShareChange},
     control::{
         AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
         NewCap, ReclaimReport, VmReport,
@@ -110,6 +116,11 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     refuse_other_versions(&state_dir)?;
     let pool_cap = KeptCap::open(&state_dir, settings.pool_max)?;
     let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
+    let known: Vec<_> = pools(&state_dir)?
+        .iter()
+        .map(|path| name_of(path))
+        .collect();
+    let budget = Budget::open(settings, &state_dir, &known)?;
     let (devices, spaces) = Devices::start(settings)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
@@ -131,6 +142,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
         scheduler: Arc::clone(schedule.scheduler()),
+        budget,
     };
     room::warn_if_smaller(&shared.room, &state_dir);
     let host = Arc::new(Host {
@@ -145,40 +157,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         host.devices.restore();
     }
     Janitor::new(rung).start(&host)?;
+    host.shared.budget.start()?;
     Ok(host)
-}
-
-fn pools(state_dir: &Path) -> Result<Vec<PathBuf>, ControlError> {
-    let listing = std::fs::read_dir(state_dir)
-        .map_err(|error| failed(format!("cannot list {}: {error}", state_dir.display())))?;
-    let mut pools = Vec::new();
-    for entry in listing {
-        let path = entry.map_err(failed)?.path();
-        let is_pool = |suffix| suffix == pagetide_swap::pool::POOL_SUFFIX;
-        if path.extension().is_some_and(is_pool) {
-            pools.push(path);
-        }
-    }
-    Ok(pools)
-}
-
-/// Checks that this version can read every pool before any VM is recovered: a version mismatch is best
-/// found while nothing has been touched.
-fn refuse_other_versions(state_dir: &Path) -> Result<(), ControlError> {
-    let own = pagetide_swap::pool::VERSION;
-    for path in pools(state_dir)? {
-        // A file that is no pool, or is damaged, concerns only its VM; recovery reports it.
-        if let Ok(Some(found)) = pagetide_swap::pool::version_at(&path)
-            && found != own
-        {
-            return Err(ControlError::refused(format!(
-                "pool {} was made by another version of pagetide (it has format {found}, this program reads format \
-                 {own}): no VM was recovered; start that version, or remove the pool when its VM is gone",
-                path.display(),
-            )));
-        }
-    }
-    Ok(())
 }
 
 impl Host {
@@ -208,10 +188,7 @@ impl Host {
     /// Reserves the name of a VM that could not be recovered, and keeps all devices off its RAM: their
     /// DMA would fill holes whose content is in the pool.
     fn leave_waiting(&self, path: &Path, why: &ControlError) -> Taken {
-        let name = path
-            .file_stem()
-            .map(|stem| stem.to_string_lossy().into_owned())
-            .unwrap_or_default();
+        let name = name_of(path);
         match attach::identity_of(path) {
             Ok(identity) => {
                 let vmm = match VmmProcess::reopen(identity.process()) {
@@ -400,8 +377,31 @@ impl Control for Host {
 
     fn set_limit(&self, name: &str, limit_bytes: Option<u64>) -> Result<VmReport, ControlError> {
         let vm = self.vms.get(name)?;
-        attach::check_limit(limit_bytes, vm.core.layout.look().len_bytes())?;
-        vm.set_limit(limit_bytes);
+        let change = ShareChange {
+            ceiling_bytes: CeilingChange::to(limit_bytes),
+            ..ShareChange::default()
+        };
+        self.change_share(&vm, &change)?;
+        Ok(vm.report())
+    }
+
+    fn host(&self) -> Result<HostReport, ControlError> {
+        Ok(self.shared.budget.report())
+    }
+
+    fn set_budget(&self, change: &BudgetBody) -> Result<HostReport, ControlError> {
+        self.shared.budget.set(change)?;
+        self.host()
+    }
+
+    fn lift_budget(&self) -> Result<HostReport, ControlError> {
+        self.shared.budget.lift()?;
+        self.host()
+    }
+
+    fn set_share(&self, name: &str, change: &ShareChange) -> Result<VmReport, ControlError> {
+        let vm = self.vms.get(name)?;
+        self.change_share(&vm, change)?;
         Ok(vm.report())
     }
 
@@ -552,6 +552,7 @@ impl Control for Host {
                 }
             }
         }
+        self.shared.budget.stop();
         self.shared.feed.stop();
         self.devices.shut_down();
         first.map_or(Ok(()), Err)
@@ -559,6 +560,15 @@ impl Control for Host {
 }
 
 impl Host {
+    /// Changes what a VM may have; its ceiling is its limit.
+    fn change_share(&self, vm: &Vm, change: &ShareChange) -> Result<(), ControlError> {
+        if let CeilingChange::Set(limit) = change.ceiling_bytes {
+            attach::check_limit(Some(limit), vm.core.layout.look().len_bytes())?;
+        }
+        let budget = &self.shared.budget;
+        budget.change_share(&vm.core.name, change, |limit| vm.set_limit(limit))
+    }
+
     /// VM names by their RAM files, for matching devices.
     fn names_by_file(&self) -> Vec<(pagetide_addr::FileKey, String)> {
         let keys = |vm: &Arc<Vm>| {

@@ -1,59 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The pools of all VMs together: their report, and the change of their cap.
+//! Pools in the state directory: which there are, whose, and whether this version can read them.
 
-use super::Host;
-use crate::{
-    control::{ControlError, NewCap},
-    pool::PoolReport,
-};
+use super::failure::failed;
+use crate::control::ControlError;
+use std::path::{Path, PathBuf};
 
-impl Host {
-    pub(super) fn pool_report(&self) -> PoolReport {
-        let cap = self.pool_cap.cap();
-        let tmpfs = rustix::fs::statvfs(&self.state_dir);
-        let mut report = PoolReport {
-            state_dir: self.state_dir.display().to_string(),
-            cap_bytes: cap.cap_bytes(),
-            used_bytes: cap.used_bytes(),
-            peak_bytes: cap.peak_bytes(),
-            tmpfs_free_bytes: tmpfs.map_or(0, |tmpfs| tmpfs.f_bavail * tmpfs.f_frsize),
-            ..PoolReport::default()
-        };
-        let mut ram_bytes = 0;
-        for vm in self.vms.all() {
-            let bytes = vm.core.store.bytes();
-            ram_bytes += vm.core.layout.look().len_bytes();
-            report.stored_bytes += bytes.stored_bytes;
-            report.fragmented_bytes += bytes.fragmented_bytes();
-            let devices = vm.core.protection.report().devices;
-            let policies = devices.iter().map(|device| device.policy.bytes);
-            report.metadata_bytes += vm.core.metadata_bytes() + policies.sum::<u64>();
-            report.full_vms += u64::from(vm.core.store.full().is_some());
-        }
-        report.metadata_share = share(report.metadata_bytes, ram_bytes);
-        report
-    }
-
-    /// Changes the cap; VMs whose pools were full go on as soon as there is room.
-    pub(super) fn change_pool_cap(&self, cap: NewCap) -> Result<PoolReport, ControlError> {
-        match cap {
-            NewCap::None => self.pool_cap.set(None)?,
-            NewCap::Bytes(bytes) => self.pool_cap.set(Some(bytes))?,
-            NewCap::Default => self.pool_cap.reset()?,
-        }
-        tracing::info!(cap_bytes = ?self.pool_cap.cap().cap_bytes(), "the cap of the pools was changed");
-        for vm in self.vms.all() {
-            vm.core.look_at_store();
-            vm.core.limit.want_reclaim();
-        }
-        Ok(self.pool_report())
-    }
+/// The name of the VM of a pool.
+pub(super) fn name_of(pool: &Path) -> String {
+    let stem = pool.file_stem().unwrap_or_default();
+    stem.to_string_lossy().into_owned()
 }
 
-#[expect(clippy::cast_precision_loss, reason = "sizes far below 2^53")]
-fn share(part_bytes: u64, of_bytes: u64) -> f64 {
-    match of_bytes {
-        0 => 0.0,
-        _ => part_bytes as f64 / of_bytes as f64,
+/// All pools.
+pub(super) fn pools(state_dir: &Path) -> Result<Vec<PathBuf>, ControlError> {
+    let listing = std::fs::read_dir(state_dir)
+        .map_err(|error| failed(format!("cannot list {}: {error}", state_dir.display())))?;
+    let mut pools = Vec::new();
+    for entry in listing {
+        let path = entry.map_err(failed)?.path();
+        let is_pool = |suffix| suffix == pagetide_swap::pool::POOL_SUFFIX;
+        if path.extension().is_some_and(is_pool) {
+            pools.push(path);
+        }
     }
+    Ok(pools)
+}
+
+/// Checks that this version can read every pool before any VM is recovered: a version mismatch is best
+/// found while nothing has been touched.
+pub(super) fn refuse_other_versions(state_dir: &Path) -> Result<(), ControlError> {
+    let own = pagetide_swap::pool::VERSION;
+    for path in pools(state_dir)? {
+        // A file that is no pool, or is damaged, concerns only its VM; recovery reports it.
+        if let Ok(Some(found)) = pagetide_swap::pool::version_at(&path)
+            && found != own
+        {
+            return Err(ControlError::refused(format!(
+                "pool {} was made by another version of pagetide (it has format {found}, this program reads format \
+                 {own}): no VM was recovered; start that version, or remove the pool when its VM is gone",
+                path.display(),
+            )));
+        }
+    }
+    Ok(())
 }

@@ -276,6 +276,15 @@ impl ReclaimThread {
     }
 
     fn evict(&mut self, order: EvictOrder) {
+        let work = Arc::clone(&self.work);
+        match self.held {
+            // Its vCPUs wait for this, as a fault that waits for room does.
+            Some(_) => work.hurried(|| self.evict_in_turn(order)),
+            None => self.evict_in_turn(order),
+        }
+    }
+
+    fn evict_in_turn(&mut self, order: EvictOrder) {
         let until = self.started + order.until;
         // A check that took as long as it holds leaves no time to ask in.
         let turn = match Instant::now() < until {

@@ -2,6 +2,7 @@
 //! The report of a VM.
 
 use super::{
+    budget::{self, VmSeat},
     core::{Heat, VmCore},
     lock::lock,
     vm::Vm,
@@ -91,7 +92,8 @@ impl Vm {
             ..VmReport::default()
         };
         let report = with_pool(with_heat(report, heat), core);
-        with_protection(report, core.protection.report())
+        let report = with_protection(report, core.protection.report());
+        with_seat(report, &core.seat)
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -134,6 +136,20 @@ fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
         fragmented_bytes: core.store.bytes().fragmented_bytes(),
         metadata_bytes: core.metadata_bytes(),
         pool_full: core.store.full().is_some().into(),
+        ..report
+    }
+}
+
+/// Adds the VM's place under the host's budget to the report.
+fn with_seat(report: VmReport, seat: &VmSeat) -> VmReport {
+    let standing = seat.standing();
+    VmReport {
+        weight: standing.share.weight.get().into(),
+        floor_bytes: standing.share.floor.0,
+        target_bytes: standing.target.map(|bytes| bytes.0),
+        need_bytes: standing.need.map(|bytes| bytes.0),
+        target_reason: standing.reason.map(budget::reason),
+        short_fills: seat.short_fills(),
         ..report
     }
 }

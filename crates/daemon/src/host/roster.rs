@@ -245,6 +245,8 @@ mod tests {
                 name: name.to_owned(),
                 pid,
                 limit_bytes: None,
+                weight: None,
+                floor_bytes: None,
             };
             roster.reserve(&request).unwrap();
         }

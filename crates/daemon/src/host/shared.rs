@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Shared`]: what all VMs of the daemon share.
 
-use super::{janitor_bell::JanitorBell, tracker::SampleMethod};
+use super::{budget::Budget, janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
 use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler};
 use pagetide_vpri::{FaultService, IoSpaces};
@@ -36,4 +36,6 @@ pub(super) struct Shared {
     pub(super) heat_cost: HeatCost,
     /// When background work may use CPU time.
     pub(super) scheduler: Arc<HostScheduler>,
+    /// What divides the host's memory among VMs.
+    pub(super) budget: Arc<Budget>,
 }

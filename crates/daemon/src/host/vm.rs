@@ -11,6 +11,7 @@
 
 use super::{
     blockers::EvictionGate,
+    budget::VmSeat,
     core::{DetachNews, VmCore, VmDma, VmFaults, VmHeat},
     counters::PoolCounters,
     failure::failed,
@@ -76,6 +77,8 @@ pub(super) struct Prepared {
     pub(super) table: PageTable,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) userfaultfd: Arc<Userfaultfd>,
+    /// Its place under the host's budget.
+    pub(super) seat: Arc<VmSeat>,
 }
 
 /// A table over the words of a pool, without any region.
@@ -107,6 +110,7 @@ impl Vm {
             prepared.vmm.try_clone().map_err(failed)?,
         ));
         let limit = Arc::new(Limit::new());
+        limit.share_host(Arc::clone(&prepared.seat) as _);
         let table = take_table(&mut prepared);
         let parts = space_parts(&prepared, &limit, &incidents, table, shared.neighbours_max);
         let vcpus = vcpus_of(&prepared)?;
@@ -141,6 +145,7 @@ impl Vm {
             counters: PoolCounters::new(&pool, &space.memory, &limit, &tenant),
             space,
             limit,
+            seat: prepared.seat,
             dma: VmDma {
                 mmu: prepared.mmu,
                 spaces: Arc::clone(&shared.spaces),
@@ -319,6 +324,7 @@ impl Vm {
             file.file().unmap();
         }
         core.counters.sync();
+        shared.budget.leave(&core.name);
         if let Err(error) = core.pool.remove() {
             tracing::warn!(vm = core.name, %error, "cannot remove the pool of a VM that has ended; the next start removes it");
         }

@@ -73,6 +73,11 @@ impl VmWork {
         }
     }
 
+    /// Does `work`, for which vCPUs wait: reclaim has the priority of faults meanwhile.
+    pub(super) fn hurried<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.group.wait_for_room(work)
+    }
+
     /// Ends the run of the VM's thread, if there is one: to be called before it waits.
     pub(super) fn end_run(&self) {
         for turns in [&self.reclaim, &self.scan, &self.background] {

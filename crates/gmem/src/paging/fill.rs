@@ -57,12 +57,23 @@ impl PagedMemory {
                 return (claimed, resolved);
             }
             let bytes = &buffer[..to_usize(claimed.bytes())];
+            let stored = self.filling_from_store(claimed);
             let (installed, resolved) = self.install(claimed, bytes);
             self.counters
                 .filled_pages
                 .fetch_add(installed.len(), Relaxed);
+            let stored = stored.min(installed.len());
+            if stored > 0 {
+                self.admission.refilled(run.start.section(), stored);
+            }
             (installed, resolved)
         })
+    }
+
+    /// How many of the claimed pages have content in the store; the others are zeros.
+    fn filling_from_store(&self, claimed: PageRange) -> u64 {
+        let has_content = |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Filling(content) if !content.is_zero());
+        claimed.iter().filter(has_content).count() as u64
     }
 
     /// Claims stored pages from the start of `run` and loads their content into `buffer`. Stops at

@@ -369,6 +369,18 @@ fn fault_that_must_not_wait_does_nothing_without_room_or_while_the_section_is_ow
 }
 
 #[test]
+fn refills_are_told_by_section_without_zeros_and_without_what_was_overwritten() {
+    let (vm, space) = setting();
+    set(&space, 1, PageState::Stored(Content::ZERO));
+    let filled = fault_at_once(&space, DPU, PageNo(0).run(4));
+    assert_eq!(filled, Some(installed(0b1111)));
+    assert_eq!(overwrite(&space, 8, 2), installed(0b11));
+    set(&space, 12, PageState::Stored(Content::ZERO));
+    assert!(fault_at_once(&space, DPU, PageNo(12).single()).is_some());
+    assert_eq!(vm.rooms.refilled(), [(SectionNo(0), 3)]);
+}
+
+#[test]
 fn fill_of_another_thread_is_joined_by_a_vcpu_and_sends_a_device_that_must_not_wait_away() {
     let (vm, space) = setting();
     set(&space, 8, PageState::Filling(content(8)));

@@ -3,7 +3,7 @@
 //! pages.
 
 use super::{place::PlaceError, word::Content};
-use pagetide_addr::{DeviceId, PageNo, Tier};
+use pagetide_addr::{DeviceId, PageNo, SectionNo, Tier};
 
 /// Why stored content cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +78,13 @@ pub trait Admission: Send + Sync {
 
     /// This thread has served its fault, or leaves it to another one.
     fn fault_ends(&self) {}
+
+    /// So many pages of `section` were filled with content from the store: they had been evicted before.
+    /// (Pages of zeros are not counted: most were never touched.) Called with the section's lock held,
+    /// so it must neither wait nor evict.
+    fn refilled(&self, section: SectionNo, pages: u64) {
+        let _nothing_learnt = (section, pages);
+    }
 }
 
 /// No limit.

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use pagetide_daemon::api::{ApiSocket, router, serve};
+use pagetide_daemon::budget::{BudgetBody, HostReport, HostVmReport, ShareChange};
 use pagetide_daemon::control::{
     AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
     SetReport, VmReport,
@@ -29,6 +30,7 @@ pub struct FakeControl {
     devices: Mutex<BTreeMap<PathBuf, DeviceReport>>,
     injections: Mutex<BTreeMap<String, InjectionReport>>,
     recording: Mutex<Option<RecordingReport>>,
+    budget: Mutex<Option<u64>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -88,6 +90,52 @@ impl Control for FakeControl {
             return Err(ControlError::wrong_use("no VM can work within that limit"));
         }
         vm.limit_bytes = limit_bytes;
+        Ok(vm.clone())
+    }
+
+    fn host(&self) -> Result<HostReport, ControlError> {
+        let budget_bytes = *lock(&self.budget);
+        let vm = |vm: &VmReport| HostVmReport {
+            name: vm.name.clone(),
+            floor_bytes: vm.floor_bytes,
+            ..HostVmReport::default()
+        };
+        Ok(HostReport {
+            ram_bytes: 4 << 30,
+            budget_bytes,
+            free_bytes: budget_bytes,
+            vms: lock(&self.vms).values().map(vm).collect(),
+            ..HostReport::default()
+        })
+    }
+
+    fn set_budget(&self, change: &BudgetBody) -> Result<HostReport, ControlError> {
+        let Some(bytes) = change.budget_bytes.or(*lock(&self.budget)) else {
+            return Err(ControlError::refused("there is no budget to change"));
+        };
+        if bytes > 4 << 30 {
+            return Err(ControlError::wrong_use(
+                "the budget is more than the host's memory",
+            ));
+        }
+        *lock(&self.budget) = Some(bytes);
+        self.host()
+    }
+
+    fn lift_budget(&self) -> Result<HostReport, ControlError> {
+        *lock(&self.budget) = None;
+        self.host()
+    }
+
+    fn set_share(&self, name: &str, change: &ShareChange) -> Result<VmReport, ControlError> {
+        let mut vms = lock(&self.vms);
+        let vm = vms.get_mut(name).ok_or_else(|| no_vm(name))?;
+        if change.weight == Some(0) {
+            return Err(ControlError::wrong_use("weight 0 is not possible"));
+        }
+        vm.weight = change.weight.map_or(vm.weight, u64::from);
+        vm.floor_bytes = change.floor_bytes.unwrap_or(vm.floor_bytes);
+        vm.limit_bytes = change.ceiling_bytes.of(vm.limit_bytes);
         Ok(vm.clone())
     }
 

@@ -161,6 +161,16 @@ impl Default for VmShare {
     }
 }
 
+impl VmShare {
+    /// Whether it is possible by itself, for a VM of so much RAM.
+    ///
+    /// # Errors
+    /// If floor, ceiling and RAM contradict each other.
+    pub fn check(&self, vm: VmId, ram: Bytes) -> Result<(), BudgetError> {
+        check_share(vm, self, ram)
+    }
+}
+
 /// All that was set, to be stored and to go on with after a restart.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Saved {
@@ -242,6 +252,27 @@ pub enum BudgetError {
     NoSuchVm { vm: VmId },
 }
 
+impl BudgetError {
+    /// The VM that it is about, if it is about one.
+    #[must_use]
+    pub fn vm(&self) -> Option<VmId> {
+        match self {
+            Self::FloorAboveRam { vm, .. }
+            | Self::FloorTooLow { vm, .. }
+            | Self::CeilingBelowFloor { vm, .. }
+            | Self::VmTwice { vm }
+            | Self::NoSuchVm { vm } => Some(*vm),
+            Self::BudgetAboveHost { .. }
+            | Self::BudgetAboveCgroup { .. }
+            | Self::BudgetBelowFloors { .. }
+            | Self::WatermarksOutOfOrder { .. }
+            | Self::HighTooHigh { .. }
+            | Self::Zero { .. }
+            | Self::TooManyVms => None,
+        }
+    }
+}
+
 /// Checks the host's settings by themselves.
 pub(super) fn check_plan(plan: &Plan, host: &HostMemory) -> Result<(), BudgetError> {
     let Marks {
@@ -283,7 +314,7 @@ pub(super) fn check_share(vm: VmId, share: &VmShare, ram: Bytes) -> Result<(), B
     if floor > ram {
         return Err(BudgetError::FloorAboveRam { vm, floor, ram });
     }
-    if floor < FLOOR_MIN {
+    if floor < FLOOR_MIN.min(ram) {
         return Err(BudgetError::FloorTooLow { vm, floor });
     }
     match share.ceiling.filter(|ceiling| *ceiling < floor) {

@@ -195,7 +195,7 @@ impl Memory {
             .evictor
             .evict(section, &wanted, pages, touched, |batch| {
                 *evicted += batch;
-                limit.evicted(batch);
+                limit.evicted_from(section, batch);
                 progress(*evicted)
             });
         match result {

@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Budget`]: one budget for all VMs of the daemon, put into force (ADR 0029).
+//!
+//! What each VM may have is decided by `pagetide_policy::budget`, which does no I/O. Here is what it lives by:
+//!
+//! ```text
+//!   commands, settings ──► checks ──► SavedFile ──► State ──► bell ─┐
+//!                                                                   ▼
+//!   VmCore: resident, pool, sets ──► measure ─► observe ─► step ─► targets ──► VmSeat ──► the VM's limit
+//!   its cgroup: stalls (PSI) ────────►                             gates ────► VmSeat ──► its fills
+//!   VmSeat: refaults by distance ────►
+//! ```
+//! [`seat`] is one VM under the budget as its faults and evictions see it, [`drive`] the thread that steps,
+//! [`governed`] what it needs of a VM, [`saved`] the file that outlives the daemon, [`host_lock`] what keeps
+//! two daemons with a budget apart, [`groups`] whether memory cgroups leave room for what is promised.
+//!
+//! # A change
+//! Every change is tried on a copy of what is in force, then written to the file, then put into force. One
+//! that is refused has changed nothing; one that was written survives a crash.
+//!
+//! # A VM's way
+//! It takes its [`Seat`] before anything is done to its VMM, so that a floor for which there is no room is
+//! found early. Once it is served, the driver sees it. It leaves when everything kept for it is freed.
+//! While it is detached nothing of it is evicted, and others make room for what it brings back.
+//!
+//! # Locks
+//! One lock for what is set and decided. The driver measures without it, and only commands and reports wait
+//! for it. VMs' own locks are taken within it, never the other way round: faults and reclaim know only the
+//! [`VmSeat`].
+
+mod drive;
+mod governed;
+mod groups;
+mod host_lock;
+mod saved;
+mod seat;
+mod state;
+#[cfg(test)]
+mod tests;
+
+pub(super) use governed::Governed;
+pub(super) use seat::VmSeat;
+pub(super) use state::reason;
+
+use super::lock::lock;
+use crate::{
+    budget::{BudgetBody, HostReport, ShareChange},
+    control::ControlError,
+    settings::RunSettings,
+};
+use groups::Groups;
+use host_lock::{HostLock, LOCK_WAIT};
+use pagetide_policy::budget::{Bytes, HostBudget, Plan, Rate, VmReport, VmShare};
+use saved::{Given, Saved, SavedFile, mark};
+use seat::HostRoom;
+use state::{InForce, Member, State, told};
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, Weak},
+    time::{Duration, Instant},
+};
+
+/// What a VM brings when it takes its seat.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Newcomer<'a> {
+    pub(super) name: &'a str,
+    pub(super) pid: u32,
+    pub(super) ram_bytes: u64,
+    pub(super) resident_bytes: u64,
+}
+
+/// See the module.
+pub(super) struct Budget {
+    state: Mutex<State>,
+    room: Arc<HostRoom>,
+    file: SavedFile,
+    lock_path: PathBuf,
+    state_dir: PathBuf,
+    groups: Groups,
+    started: Instant,
+}
+
+/// A VM's place under the budget; given up when it is dropped before [`Self::keep`].
+pub(super) struct Seat {
+    budget: Arc<Budget>,
+    name: String,
+    seat: Arc<VmSeat>,
+    if_dropped: IfDropped,
+}
+
+/// What becomes of a seat that is dropped.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IfDropped {
+    /// The VM was not attached: nothing is kept of it.
+    Leave,
+    /// The VM waits for a daemon that can recover it: what was set for it stays written.
+    Withdraw,
+    /// The VM is served, and leaves later.
+    Stay,
+}
+
+impl Seat {
+    /// What its faults and evictions meet.
+    pub(super) fn share(&self) -> Arc<VmSeat> {
+        Arc::clone(&self.seat)
+    }
+
+    /// The VM is served: from now on `vm` is measured and kept within its target.
+    pub(super) fn keep(mut self, vm: Weak<dyn Governed>) {
+        self.if_dropped = IfDropped::Stay;
+        // A target may have been decided already.
+        if let Some(vm) = vm.upgrade() {
+            vm.enforce();
+        }
+        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
+            member.vm = Some(vm);
+        }
+        self.budget.room.ring();
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        match self.if_dropped {
+            IfDropped::Leave => self.budget.leave(&self.name),
+            IfDropped::Withdraw => drop(self.budget.withdraw(&self.name)),
+            IfDropped::Stay => {}
+        }
+    }
+}
+
+impl Budget {
+    /// What was set before, or else what the settings say, for the daemon of `state_dir`, which has the VMs
+    /// `known`. The thread that drives it is started by [`Self::start`].
+    ///
+    /// # Errors
+    /// It is not possible on this host, another daemon has a budget, or the file cannot be read.
+    pub(super) fn open(
+        settings: &RunSettings,
+        state_dir: &Path,
+        known: &[String],
+    ) -> Result<Arc<Self>, ControlError> {
+        Self::open_with(settings, state_dir, known, Groups::of_this_host())
+    }
+
+    fn open_with(
+        settings: &RunSettings,
+        state_dir: &Path,
+        known: &[String],
+        groups: Groups,
+    ) -> Result<Arc<Self>, ControlError> {
+        let file = SavedFile::in_dir(state_dir);
+        let mut saved = Saved::at_start(file.read()?, Given::of(settings));
+        saved.vms.retain(|name, _| known.contains(name));
+        let budget = Self {
+            state: Mutex::new(State::new(saved.clone())),
+            room: Arc::default(),
+            file,
+            lock_path: settings.budget_lock.clone(),
+            state_dir: state_dir.to_owned(),
+            groups,
+            started: Instant::now(),
+        };
+        if let Some(plan) = saved.plan {
+            let fresh = budget.fresh(plan).map_err(|error| {
+                let message = format!("{}; or start with --host-budget off", error.message);
+                ControlError { message, ..error }
+            })?;
+            let held = HostLock::take(&budget.lock_path, state_dir, LOCK_WAIT)?;
+            tracing::info!(budget = %plan.budget, "VMs are kept within a budget of the host");
+            lock(&budget.state).force = Some(InForce::new(fresh, held));
+        }
+        budget.file.write(&saved)?;
+        Ok(Arc::new(budget))
+    }
+
+    /// A budget without VMs, checked against the host as it is now.
+    fn fresh(&self, plan: Plan) -> Result<HostBudget, ControlError> {
+        HostBudget::new(plan, self.groups.host()?).map_err(|error| told(&error, ""))
+    }
+
+    /// Sets the budget, or changes parts of it.
+    ///
+    /// # Errors
+    /// A sentence; nothing has changed.
+    pub(super) fn set(&self, change: &BudgetBody) -> Result<(), ControlError> {
+        let mut state = lock(&self.state);
+        let plan = changed(&state, change)?;
+        let mut tried = self.fresh(plan)?;
+        state.join_all(&mut tried)?;
+        self.groups.refuse_small(plan.budget, state.demands())?;
+        let held = match &state.force {
+            Some(_) => None,
+            None => Some(HostLock::take(
+                &self.lock_path,
+                &self.state_dir,
+                Duration::ZERO,
+            )?),
+        };
+        let saved = state.saved.with_plan(Some(plan));
+        self.file.write(&saved)?;
+        state.saved = saved;
+        match (&mut state.force, held) {
+            // What was learnt of the VMs is kept.
+            (Some(force), _) => force
+                .budget
+                .set_plan(plan)
+                .map_err(|error| told(&error, ""))?,
+            (None, Some(held)) => state.force = Some(InForce::new(tried, held)),
+            (None, None) => unreachable!("without a budget the lock was taken above"),
+        }
+        drop(state);
+        tracing::info!(budget = %plan.budget, watermarks = ?plan.watermarks, "the host's budget is set");
+        self.step();
+        Ok(())
+    }
+
+    /// Lifts the budget.
+    ///
+    /// # Errors
+    /// A sentence; nothing has changed.
+    pub(super) fn lift(&self) -> Result<(), ControlError> {
+        let mut state = lock(&self.state);
+        let saved = state.saved.with_plan(None);
+        self.file.write(&saved)?;
+        state.saved = saved;
+        self.room.lift();
+        for member in state.members.values() {
+            if member.seat.lift()
+                && let Some(vm) = member.governed()
+            {
+                vm.enforce();
+            }
+        }
+        if state.force.take().is_some() {
+            tracing::info!("the host's budget is lifted");
+        }
+        Ok(())
+    }
+
+    /// Gives a VM that is about to be attached its seat.
+    ///
+    /// # Errors
+    /// A sentence; nothing has changed.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        vm: &Newcomer<'_>,
+        change: &ShareChange,
+    ) -> Result<Seat, ControlError> {
+        let mut state = lock(&self.state);
+        let ram = Bytes(vm.ram_bytes);
+        let share = state::share_of(change, state::usual_share(ram))?;
+        let member = self.member(&mut state, vm, share);
+        share
+            .check(member.id, ram)
+            .map_err(|error| told(&error, vm.name))?;
+        let mut tried = state.force.as_ref().map(|force| force.budget.clone());
+        if let Some(budget) = &mut tried {
+            let joined = budget.join(member.id, share, member.report);
+            joined.map_err(|error| told(&error, vm.name))?;
+            let demands = state.demands().chain([member.demand(vm.name)]);
+            self.groups.refuse_small(budget.plan().budget, demands)?;
+        }
+        let saved = state.saved_with(vm.name, Some(share));
+        self.file.write(&saved)?;
+        let next = (saved, tried).into();
+        Ok(self.put(&mut state, vm.name, member, next))
+    }
+
+    /// Gives a VM whose predecessor daemon has died its seat again. What was set for it before is as it was,
+    /// as far as it is still possible: the VM must be served in any case. `ceiling` is its limit by its pool.
+    pub(super) fn welcome_back(self: &Arc<Self>, vm: &Newcomer<'_>, ceiling: Option<u64>) -> Seat {
+        let mut state = lock(&self.state);
+        let usual = state::usual_share(Bytes(vm.ram_bytes));
+        let share = state.saved.vms.get(vm.name).copied().unwrap_or(VmShare {
+            ceiling: ceiling.map(Bytes),
+            ..usual
+        });
+        let member = self.member(&mut state, vm, share);
+        let mut tried = state.force.as_ref().map(|force| force.budget.clone());
+        if let Some(budget) = &mut tried {
+            let without_floor = VmShare {
+                floor: usual.floor,
+                ..share
+            };
+            for share in [share, without_floor] {
+                match budget.join(member.id, share, member.report) {
+                    Ok(()) => {
+                        member.set_share(share);
+                        break;
+                    }
+                    Err(error) => tracing::error!(
+                        vm = vm.name,
+                        error = %told(&error, vm.name),
+                        "what was set for the VM is not possible any more: `pagetide vm set` changes it"
+                    ),
+                }
+            }
+        }
+        let next = (state.saved.clone(), tried).into();
+        let mut seat = self.put(&mut state, vm.name, member, next);
+        seat.if_dropped = IfDropped::Withdraw;
+        seat
+    }
+
+    fn member(&self, state: &mut State, vm: &Newcomer<'_>, share: VmShare) -> Member {
+        state.next_id += 1;
+        let groups = self.groups.of_process(vm.pid);
+        let seat = VmSeat::new(Arc::clone(&self.room), share, groups);
+        let report = VmReport {
+            ram: Bytes(vm.ram_bytes),
+            resident: Bytes(vm.resident_bytes),
+            ..VmReport::default()
+        };
+        Member::new(state.next_id, vm.pid, seat, report)
+    }
+
+    fn put(
+        self: &Arc<Self>,
+        state: &mut State,
+        name: &str,
+        member: Member,
+        next: state::Next,
+    ) -> Seat {
+        let seat = Arc::clone(&member.seat);
+        state.members.insert(name.to_owned(), member);
+        state.advance(next);
+        Seat {
+            budget: Arc::clone(self),
+            name: name.to_owned(),
+            seat,
+            if_dropped: IfDropped::Leave,
+        }
+    }
+
+    /// Changes what a VM may have, and hands its ceiling on to `put`: its pool and its limit have that, too.
+    ///
+    /// # Errors
+    /// A sentence; nothing has changed.
+    pub(super) fn change_share(
+        &self,
+        name: &str,
+        change: &ShareChange,
+        put: impl FnOnce(Option<u64>),
+    ) -> Result<(), ControlError> {
+        let mut state = lock(&self.state);
+        let Some(member) = state.members.get(name) else {
+            return Err(ControlError::not_found(format!(
+                "there is no VM '{name}' here"
+            )));
+        };
+        let (id, ram) = (member.id, member.now().ram);
+        let share = state::share_of(change, member.share())?;
+        share.check(id, ram).map_err(|error| told(&error, name))?;
+        let mut tried = state.force.as_ref().map(|force| force.budget.clone());
+        if let Some(budget) = &mut tried {
+            // One that could not come back under the budget comes now.
+            let set = match budget.vm(id) {
+                Some(_) => budget.set_share(id, share),
+                None => budget.join(id, share, member.now()),
+            };
+            set.map_err(|error| told(&error, name))?;
+            let changed = member.demand_with(name, share);
+            let others = state.demands().filter(|demand| demand.name != name);
+            self.groups
+                .refuse_small(budget.plan().budget, others.chain([changed]))?;
+        }
+        let saved = state.saved_with(name, Some(share));
+        self.file.write(&saved)?;
+        if let Some(member) = state.members.get(name) {
+            member.set_share(share);
+        }
+        state.advance((saved, tried).into());
+        // Within the lock, so that two changes reach the pool in the order in which they were written.
+        put(share.ceiling.map(|bytes| bytes.0));
+        drop(state);
+        self.room.ring();
+        Ok(())
+    }
+
+    /// A VM is no longer there.
+    pub(super) fn leave(&self, name: &str) {
+        if self.withdraw(name).is_none() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        let saved = state.saved_with(name, None);
+        // The next start forgets VMs that are not there.
+        if let Err(error) = self.file.write(&saved) {
+            tracing::warn!(vm = name, %error, "what was set for a VM that has left is still written down");
+        }
+        state.saved = saved;
+    }
+
+    /// A VM is no longer there, but what was set for it stays written. `None` if it was not there.
+    fn withdraw(&self, name: &str) -> Option<Member> {
+        let mut state = lock(&self.state);
+        let member = state.members.remove(name)?;
+        if let Some(force) = &mut state.force
+            && let Err(error) = force.budget.leave(member.id)
+        {
+            tracing::debug!(vm = name, %error, "it had not come under the budget");
+        }
+        drop(state);
+        self.room.ring();
+        Some(member)
+    }
+
+    /// The host, its budget and each VM.
+    pub(super) fn report(&self) -> HostReport {
+        let ram = self.groups.host().map(|host| host.ram).unwrap_or_default();
+        lock(&self.state).report(ram)
+    }
+}
+
+/// The plan that a change asks for.
+fn changed(state: &State, change: &BudgetBody) -> Result<Plan, ControlError> {
+    let mut plan = match (&state.saved.plan, change.budget_bytes) {
+        (Some(plan), bytes) => Plan {
+            budget: bytes.map_or(plan.budget, Bytes),
+            ..*plan
+        },
+        (None, Some(bytes)) => state.saved.given().plan_of(Bytes(bytes)),
+        (None, None) => {
+            return Err(ControlError::refused(
+                "there is no budget whose watermarks could be changed: set one, such as `pagetide host budget 48G`",
+            ));
+        }
+    };
+    let marks = &mut plan.watermarks;
+    for (amount, place) in [
+        (change.min, &mut marks.min),
+        (change.low, &mut marks.low),
+        (change.high, &mut marks.high),
+    ] {
+        if let Some(amount) = amount {
+            *place = mark(amount);
+        }
+    }
+    if let Some(pace) = change.pace_bytes {
+        plan.tuning.pace = Rate(Bytes(pace));
+    }
+    Ok(plan)
+}
