@@ -27,7 +27,7 @@ use crate::budget::{BudgetBody, HostReport, ShareChange};
 use crate::dpu::disk::SocketMode;
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
-use crate::pool::PoolReport;
+use crate::pool::{NO_POOLS, NewCap, PoolReport};
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler::{ScheduleChange, SchedulerReport};
@@ -112,20 +112,6 @@ pub trait Control: Send + Sync {
     }
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
-}
-
-/// Said of a DPU process.
-pub const NO_POOLS: &str = "this process has no VMs, and so no pools: ask the daemon";
-
-/// A change of the cap of the pools.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum NewCap {
-    /// No cap.
-    None,
-    /// This much.
-    Bytes(u64),
-    /// That of the setting.
-    Default,
 }
 
 fn no_scheduler() -> ControlError {

@@ -46,6 +46,20 @@ report! {
     }
 }
 
+/// Said of a DPU process.
+pub const NO_POOLS: &str = "this process has no VMs, and so no pools: ask the daemon";
+
+/// A change of the cap of the pools.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NewCap {
+    /// No cap.
+    None,
+    /// This much.
+    Bytes(u64),
+    /// That of the setting.
+    Default,
+}
+
 /// The setting `pool-max`: a size, or none.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]

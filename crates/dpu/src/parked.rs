@@ -30,9 +30,8 @@
 //!
 //! # Duties
 //! Every request that was sent is answered exactly once, even if its chain is gone by then
-//! ([`ParkedChains::abandon`], time-out). The answer is then dropped here. Until it comes, the
-//! request counts against its device's share: the number of requests that a host leaves unanswered
-//! must stay bounded.
+//! ([`ParkedChains::abandon`], time-out). The answer is then dropped here. Until it comes, the request
+//! counts against its device's share: the number that a host leaves unanswered must stay bounded.
 
 use crate::slo::course::RequestTimeline;
 use pagetide_addr::{

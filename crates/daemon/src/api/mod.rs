@@ -39,13 +39,13 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::control::{
-    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, NO_POOLS, NewCap,
-    ReclaimReport, VmReport,
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
+    VmReport,
 };
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::metrics;
 use crate::name::{check_name, default_name};
-use crate::pool::PoolReport;
+use crate::pool::{NO_POOLS, NewCap, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler;
 use crate::slo::SloList;

@@ -58,10 +58,10 @@ use crate::{
     budget::{BudgetBody, CeilingChange, HostReport, ShareChange},
     control::{
         AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
-        NewCap, ReclaimReport, VmReport,
+        ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
-    pool::{KeptCap, PoolReport},
+    pool::{KeptCap, NewCap, PoolReport},
     protection::{
         ProtectorChoice,
         feed::{Feed, FeedConfig},

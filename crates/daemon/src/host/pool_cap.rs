@@ -3,8 +3,8 @@
 
 use super::Host;
 use crate::{
-    control::{ControlError, NewCap},
-    pool::PoolReport,
+    control::ControlError,
+    pool::{NewCap, PoolReport},
 };
 
 impl Host {
