@@ -4,6 +4,7 @@
 use super::{
     budget::{self, VmSeat},
     core::{Heat, VmCore},
+    holds::Holds,
     lock::lock,
     vm::Vm,
 };
@@ -64,8 +65,6 @@ impl Vm {
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
             directly_evicted_pages: core.limit.reserve().direct_pages(),
-            holds: core.holds.count(),
-            held_seconds: core.holds.time().as_secs_f64(),
             handed_on_faults: self.handed_on_faults(),
             wp_cancels: count(Counter::CancelledPages),
             alias_faults: count(Counter::AliasFaults),
@@ -93,7 +92,7 @@ impl Vm {
         };
         let report = with_pool(with_heat(report, heat), core);
         let report = with_protection(report, core.protection.report());
-        with_seat(report, &core.seat)
+        with_holds(with_seat(report, &core.seat), &core.holds)
     }
 
     fn region(&self, file: &RamFile) -> RegionReport {
@@ -136,6 +135,15 @@ fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
         fragmented_bytes: core.store.bytes().fragmented_bytes(),
         metadata_bytes: core.metadata_bytes(),
         pool_full: core.store.full().is_some().into(),
+        ..report
+    }
+}
+
+/// Adds how often and how long the VM's vCPUs were stopped.
+fn with_holds(report: VmReport, holds: &Holds) -> VmReport {
+    VmReport {
+        holds: holds.count(),
+        held_seconds: holds.time().as_secs_f64(),
         ..report
     }
 }
