@@ -117,33 +117,35 @@ pub struct KeptCap {
 
 impl KeptCap {
     /// The cap that was set last in `state_dir`, or else that of the setting.
-    ///
-    /// # Errors
-    /// The file cannot be read, or holds no cap.
-    pub fn open(state_dir: &Path, setting: PoolMax) -> Result<Self, ControlError> {
+    #[must_use]
+    pub fn open(state_dir: &Path, setting: PoolMax) -> Self {
         let file = state_dir.join(CAP_FILE);
-        let PoolMax(cap_bytes) = match std::fs::read_to_string(&file) {
-            Ok(text) => text.trim().parse().map_err(|why| {
-                ControlError::refused(format!(
-                    "{} holds no cap of the pools ({why}): remove it, then the setting pool-max holds",
-                    file.display()
-                ))
-            })?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => setting,
-            Err(error) => return Err(broken(&file, &error)),
+        let kept = match std::fs::read_to_string(&file) {
+            Ok(text) => text.trim().parse(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(setting),
+            Err(error) => Err(error.to_string()),
         };
+        // VMs must be served whatever was set: without a daemon they wait at their next fault.
+        let PoolMax(cap_bytes) = kept.unwrap_or_else(|why| {
+            tracing::error!(
+                file = %file.display(),
+                why,
+                "what was set as the cap of the pools is lost: the setting pool-max holds"
+            );
+            setting
+        });
         if cap_bytes != setting.0 {
             tracing::info!(
                 ?cap_bytes,
                 "the pools have the cap that was set last, not that of the setting"
             );
         }
-        Ok(Self {
+        Self {
             file,
             setting,
             cap: PoolCap::new(cap_bytes),
             changing: Mutex::new(()),
-        })
+        }
     }
 
     /// The cap itself.
@@ -199,7 +201,7 @@ mod tests {
     #[test]
     fn cap_that_was_set_outlives_the_daemon_and_its_setting_until_it_is_reset() {
         let dir = tempfile::tempdir().unwrap();
-        let open = |setting: &str| KeptCap::open(dir.path(), setting.parse().unwrap()).unwrap();
+        let open = |setting: &str| KeptCap::open(dir.path(), setting.parse().unwrap());
         assert_eq!(open("1G").cap().cap_bytes(), Some(1 << 30));
         let kept = open("none");
         assert_eq!(kept.cap().cap_bytes(), None);
@@ -218,7 +220,7 @@ mod tests {
     #[test]
     fn cap_that_cannot_work_is_refused_and_changes_nothing() {
         let dir = tempfile::tempdir().unwrap();
-        let kept = KeptCap::open(dir.path(), PoolMax(Some(8 << 20))).unwrap();
+        let kept = KeptCap::open(dir.path(), PoolMax(Some(8 << 20)));
         let error = kept.set(Some(CAP_BYTES_MIN - 1)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::WrongUse);
         assert!(error.message.contains("4M"), "{}", error.message);
@@ -230,10 +232,13 @@ mod tests {
     }
 
     #[test]
-    fn damaged_file_is_named_and_the_daemon_does_not_guess() {
+    fn damaged_file_keeps_no_vm_from_being_served() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(CAP_FILE), "a lot\n").unwrap();
-        let error = KeptCap::open(dir.path(), PoolMax(None)).unwrap_err();
-        assert!(error.message.contains("pool-cap"), "{}", error.message);
+        let kept = KeptCap::open(dir.path(), PoolMax(Some(8 << 20)));
+        assert_eq!(kept.cap().cap_bytes(), Some(8 << 20));
+        kept.set(Some(16 << 20)).unwrap();
+        let again = KeptCap::open(dir.path(), PoolMax(None));
+        assert_eq!(again.cap().cap_bytes(), Some(16 << 20));
     }
 }

@@ -119,8 +119,25 @@ fn steps() -> Vec<Step> {
         refused_steps(),
         log_steps(),
         host_steps(),
+        background_steps(),
     ]
     .concat()
+}
+
+/// Pools and the scheduler of background work.
+fn background_steps() -> Vec<Step> {
+    let (pool, scheduler) = ("/v1/pool", "/v1/host/scheduler");
+    vec![
+        ("get", pool, pool, json!(null)),
+        ("put", pool, pool, json!({"cap_bytes": 1 << 30})),
+        ("put", pool, pool, json!({"cap_bytes": 0})),
+        ("put", pool, pool, json!({"cap_bytes": null})),
+        ("delete", pool, pool, json!(null)),
+        ("get", scheduler, scheduler, json!(null)),
+        ("patch", scheduler, scheduler, json!({"cycle_us": 1000})),
+        ("patch", scheduler, scheduler, json!({"cycle_us": 0})),
+        ("delete", scheduler, scheduler, json!(null)),
+    ]
 }
 
 /// Steps that come to nothing: there is no detach to stop.

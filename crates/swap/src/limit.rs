@@ -67,6 +67,8 @@ pub enum Force {
 
 /// See the module.
 pub struct Limit {
+    /// As in the state: whoever only looks takes no lock that fills need.
+    is_stopped: AtomicBool,
     is_advisory: AtomicBool,
     pages: AtomicI64,
     headroom: AtomicI64,
@@ -106,6 +108,7 @@ impl Limit {
     pub fn new() -> Self {
         Self {
             is_advisory: AtomicBool::new(false),
+            is_stopped: AtomicBool::new(false),
             pages: AtomicI64::new(UNLIMITED),
             headroom: AtomicI64::new(UNLIMITED),
             over_limit_fills: AtomicU64::new(0),
@@ -252,7 +255,10 @@ impl Limit {
 
     /// Ends every wait, now and later, until [`Self::go_on`].
     pub fn stop(&self) {
-        self.lock().stopped = true;
+        let mut state = self.lock();
+        state.stopped = true;
+        self.is_stopped.store(true, Relaxed);
+        drop(state);
         self.wanted.notify_all();
         self.freed.notify_all();
         if let Some(work) = self.work.get() {
@@ -262,7 +268,10 @@ impl Limit {
 
     /// Undoes [`Self::stop`]: the VM is not detached after all.
     pub fn go_on(&self) {
-        self.lock().stopped = false;
+        let mut state = self.lock();
+        state.stopped = false;
+        self.is_stopped.store(false, Relaxed);
+        drop(state);
         if let Some(work) = self.work.get() {
             work.go_on();
         }
@@ -272,19 +281,29 @@ impl Limit {
     /// `timeout`.
     pub fn wait_for_work(&self, timeout: Duration) -> Wake {
         let state = self.lock();
+        // Before the wait: a request is served, and other work stands back, until the next one. Under the
+        // lock: a request that comes now hurries after this.
+        if let (false, Some(work)) = (state.reclaim_wanted, self.work.get()) {
+            work.calm();
+        }
         let waited = self
             .wanted
             .wait_timeout_while(state, timeout, |s| !s.reclaim_wanted && !s.stopped);
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let wanted = std::mem::take(&mut state.reclaim_wanted);
-        // Under the lock: a request that comes now hurries after this.
-        if let Some(work) = self.work.get() {
-            work.calm();
-        }
         match (state.stopped, wanted) {
             (true, _) => Wake::Stopped,
             (false, true) => Wake::Wanted,
             (false, false) => Wake::Timer,
+        }
+    }
+
+    /// Other work of the VM need not stand back any more, if there is room again.
+    pub fn calm_if_there_is_room(&self) {
+        if let Some(work) = self.work.get()
+            && !self.headroom().is_below_low()
+        {
+            work.calm();
         }
     }
 
@@ -304,7 +323,7 @@ impl Limit {
     /// True from [`Self::stop`] until [`Self::go_on`].
     #[must_use]
     pub fn is_stopped(&self) -> bool {
-        self.lock().stopped
+        self.is_stopped.load(Relaxed)
     }
 
     /// Makes room for `pages`, as far as sections are ready.

@@ -386,7 +386,8 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
         let sections: Vec<SectionNo> = sections.iter().copied().filter(free).collect();
         for part in sections.chunks(self.pace.unmapped_sections_max()) {
             self.pace.pause();
-            let looked = self.memory.tracker.take_out(part);
+            // Weak threads must not hold the VMM's address space.
+            let looked = self.pace.firmly(|| self.memory.tracker.take_out(part));
             looked.map_err(|error| ReclaimStop::Kernel(error.to_string()))?;
         }
         Ok(Unmapped {

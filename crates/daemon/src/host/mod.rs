@@ -114,7 +114,7 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
-    let pool_cap = KeptCap::open(&state_dir, settings.pool_max)?;
+    let pool_cap = KeptCap::open(&state_dir, settings.pool_max);
     let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
     let known: Vec<_> = pools(&state_dir)?
         .iter()

@@ -28,14 +28,7 @@ use pagetide_swap::{
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
-use std::{
-    collections::BTreeSet,
-    sync::Arc,
-    time::{Duration, Instant},
-};
-
-/// Longest time for which the pool's unused memory is kept because background work is held back.
-const TRIM_HELD_MAX: Duration = Duration::from_secs(5);
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 /// Closes the requests when the thread ends, even by a panic: no caller may wait for an answer then.
 struct CloseRequests(Arc<VmCore>);
@@ -64,7 +57,6 @@ pub(super) struct ReclaimThread {
     done: Reclaimed,
     /// The VM's vCPUs, while they are stopped.
     held: Option<Held>,
-    trimmed_at: Option<Instant>,
 }
 
 /// What a [`ReclaimThread`] evicts with.
@@ -93,7 +85,6 @@ impl ReclaimThread {
             request: None,
             done: Reclaimed::default(),
             held: None,
-            trimmed_at: None,
         }
     }
 
@@ -156,11 +147,12 @@ impl ReclaimThread {
             Order::Rest(time) => return vm.limit.rest(time),
             Order::EndSuspension => vm.gate.resume(),
             Order::Poll => {
+                // Trimming holds what fills need, so it is no work of a weak thread.
                 work.reclaim.aside(|| {
                     self.check_hazards();
                     self.sync();
+                    self.trim_store();
                 });
-                self.trim_store();
             }
             Order::CheckHazards => work.reclaim.aside(|| self.check_hazards()),
             Order::CorrectHeadroom => vm.enforce_limit(),
@@ -176,6 +168,9 @@ impl ReclaimThread {
             Order::Release => vm.holds.end(self.held.take()),
             Order::Evict(order) => self.evict(order),
             Order::KeepReady { pages } => {
+                if self.request.is_none() {
+                    vm.limit.calm_if_there_is_room();
+                }
                 let pace = Paced::briefly(&work.background, &vm.limit);
                 // If it gets no run now, it is ordered again in a second.
                 if pace.go_on()
@@ -229,23 +224,11 @@ impl ReclaimThread {
         };
     }
 
-    /// Gives memory that the pool no longer needs back to the system, if background work may run now, and now
-    /// and then in any case.
+    /// Gives memory that the pool no longer needs back to the system.
     fn trim_store(&mut self) {
-        let is_late = self
-            .trimmed_at
-            .is_none_or(|at| at.elapsed() >= TRIM_HELD_MAX);
-        let work = Arc::clone(&self.work);
-        let may_run =
-            work.reclaim.may_stay() || Paced::briefly(&work.background, &self.vm.limit).go_on();
-        if !may_run && !is_late {
-            return;
-        }
-        self.trimmed_at = Some(Instant::now());
         if let Err(error) = self.reclaimer.trim_store() {
             tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
         }
-        work.background.end();
     }
 
     /// Suspends eviction for a while: its cause will not go away at once.
@@ -329,7 +312,7 @@ impl ReclaimThread {
             // Not held while this thread waits for the others.
             work.reclaim.end();
             // Idle sections remain: those in use, or protected, must not be evicted in their place.
-            done.has_more |= pace.was_held();
+            done.has_more |= pace.was_held() || (pace.ran_out() && done.evicted_pages > 0);
             let has_own = done.evicted_pages >= own;
             for helper in running {
                 done.evicted_pages += helper.join().unwrap_or_else(|_| {

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | reclaim | passes below the low watermark, those that a client asked for, and the heat that these need |
 //! | scan | samples above the low watermark |
-//! | background | keeping sections ready for eviction, giving the pool's unused memory back |
+//! | background | keeping sections ready for eviction |
 //!
 //! One thread does all of it, in turns. Hazard checks belong to no class: they must not be held back, and are
 //! bounded by how often they are made. What the thread does beside that (waiting, corrections of counts) takes
@@ -92,6 +92,7 @@ pub(super) struct Paced<'a> {
     limit: &'a Limit,
     until: Instant,
     was_held: Cell<bool>,
+    ran_out: Cell<bool>,
 }
 
 impl<'a> Paced<'a> {
@@ -102,6 +103,7 @@ impl<'a> Paced<'a> {
             limit,
             until,
             was_held: Cell::new(false),
+            ran_out: Cell::new(false),
         }
     }
 
@@ -114,15 +116,27 @@ impl<'a> Paced<'a> {
     pub(super) fn was_held(&self) -> bool {
         self.was_held.get()
     }
+
+    /// Whether the work ended because its time was over.
+    pub(super) fn ran_out(&self) -> bool {
+        self.ran_out.get()
+    }
+
+    fn is_over(&self) -> bool {
+        let is_over = Instant::now() >= self.until;
+        self.ran_out.set(self.ran_out.get() || is_over);
+        is_over
+    }
 }
 
 impl Pace for Paced<'_> {
     fn go_on(&self) -> bool {
-        if self.limit.is_stopped() || Instant::now() >= self.until {
+        if self.limit.is_stopped() || self.is_over() {
             return false;
         }
         match self.turns.step(Some(self.until)) {
-            Turn::Granted => true,
+            // The wait for it, and for a CPU, may have taken all the time.
+            Turn::Granted => !self.is_over(),
             Turn::Late | Turn::Stopped => {
                 self.was_held.set(true);
                 false
@@ -131,12 +145,16 @@ impl Pace for Paced<'_> {
     }
 
     fn may_stay(&self) -> bool {
-        self.turns.may_stay()
+        !self.is_over() && self.turns.may_stay()
     }
 
-    /// Whether the thread gets a run or the VM is about to leave, what was begun is completed.
+    /// Whether the thread gets a run or the VM is about to leave, what was begun is completed; after the time
+    /// is over without further waits.
     fn pause(&self) {
-        let turn = self.turns.step(Some(Instant::now() + TURN_WAIT_MAX));
+        if self.is_over() {
+            return;
+        }
+        let turn = self.turns.step(Some(self.until));
         if turn != Turn::Granted {
             tracing::trace!(?turn, "goes on without a run");
         }

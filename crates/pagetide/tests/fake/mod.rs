@@ -13,8 +13,10 @@ use pagetide_daemon::control::{
 };
 
 use pagetide_daemon::injection::{InjectionReport, InjectionRequest};
+use pagetide_daemon::pool::{NewCap, PoolReport};
 use pagetide_daemon::protection::ProtectorChoice;
 use pagetide_daemon::protection::recording::{RecordingReport, RecordingRequest};
+use pagetide_daemon::scheduler::{ScheduleChange, SchedulerReport};
 use pagetide_daemon::slo::{SloList, SloReport, SloWindowReport, SlowRequestReport};
 
 /// Pid of which the fake says that it is no VMM.
@@ -31,6 +33,8 @@ pub struct FakeControl {
     injections: Mutex<BTreeMap<String, InjectionReport>>,
     recording: Mutex<Option<RecordingReport>>,
     budget: Mutex<Option<u64>>,
+    cap: Mutex<Option<u64>>,
+    cycle_us: Mutex<u64>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -137,6 +141,43 @@ impl Control for FakeControl {
         vm.floor_bytes = change.floor_bytes.unwrap_or(vm.floor_bytes);
         vm.limit_bytes = change.ceiling_bytes.of(vm.limit_bytes);
         Ok(vm.clone())
+    }
+
+    fn pool(&self) -> Option<PoolReport> {
+        Some(PoolReport {
+            cap_bytes: *lock(&self.cap),
+            ..PoolReport::default()
+        })
+    }
+
+    fn set_pool_cap(&self, cap: NewCap) -> Result<PoolReport, ControlError> {
+        *lock(&self.cap) = match cap {
+            NewCap::Bytes(0) => return Err(ControlError::wrong_use("a cap of 0 cannot work")),
+            NewCap::Bytes(bytes) => Some(bytes),
+            NewCap::None | NewCap::Default => None,
+        };
+        Ok(self.pool().unwrap_or_default())
+    }
+
+    fn scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        Ok(SchedulerReport {
+            cycle_us: *lock(&self.cycle_us),
+            ..SchedulerReport::default()
+        })
+    }
+
+    fn change_scheduler(&self, change: &ScheduleChange) -> Result<SchedulerReport, ControlError> {
+        match change.cycle_us {
+            Some(0) => return Err(ControlError::wrong_use("a cycle of 0 cannot work")),
+            Some(cycle_us) => *lock(&self.cycle_us) = cycle_us,
+            None => {}
+        }
+        self.scheduler()
+    }
+
+    fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
+        *lock(&self.cycle_us) = 0;
+        self.scheduler()
     }
 
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {

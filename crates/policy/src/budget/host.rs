@@ -179,6 +179,12 @@ impl HostBudget {
         &self.plan
     }
 
+    /// The host is as `host` says from now on: its limits were raised or lowered. The plan is checked against
+    /// it by the next [`Self::set_plan`].
+    pub fn set_host(&mut self, host: HostMemory) {
+        self.host = host;
+    }
+
     /// Everything that was set. What was learnt is not part of it: after a restart, targets start at
     /// what is resident, and needs are learnt again within seconds.
     #[must_use]

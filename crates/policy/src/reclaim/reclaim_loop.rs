@@ -489,7 +489,9 @@ impl ReclaimLoop {
 
     fn step_next(&mut self, reclaim: &mut Reclaim, at: &Situation) -> Order {
         loop {
+            // While the VM is held there is no time for that.
             if reclaim.repeated.is_some()
+                && !matches!(reclaim.hold, Hold::Until(_))
                 && let Some(order) = self.look_round(at.now)
             {
                 return order;

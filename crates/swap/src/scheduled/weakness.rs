@@ -78,12 +78,13 @@ impl Weakness {
 #[derive(Debug)]
 struct Placed {
     cpus: Option<Arc<[usize]>>,
-    urgency: Urgency,
+    /// `None`: as it was when the thread began, which inherits it.
+    urgency: Option<Urgency>,
 }
 
 thread_local! {
     static PLACED: RefCell<Placed> = const {
-        RefCell::new(Placed { cpus: None, urgency: Urgency::Ordinary })
+        RefCell::new(Placed { cpus: None, urgency: None })
     };
 }
 
@@ -107,11 +108,11 @@ pub(super) fn take_cpus(cpus: &Arc<[usize]>) -> Result<(), cpu::CpuError> {
 /// The kernel's: the thread keeps the one it has.
 pub(super) fn take_urgency(urgency: Urgency) -> io::Result<()> {
     PLACED.with_borrow_mut(|placed| {
-        if placed.urgency == urgency {
+        if placed.urgency == Some(urgency) {
             return Ok(());
         }
         cpu::set_urgency(urgency)?;
-        placed.urgency = urgency;
+        placed.urgency = Some(urgency);
         Ok(())
     })
 }

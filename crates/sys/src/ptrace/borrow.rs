@@ -156,7 +156,11 @@ fn try_one(process: &ProcessFd, memory: &File, thread: u32) -> Result<Option<Fou
     let boost = Boost::lend(thread).ok();
     let seized = match seize(pid, thread) {
         // One of ours that is held: another one may do.
-        Err(PtraceError::NotPermitted { .. }) if is_traced_by_us(pid, thread) => return Ok(None),
+        Err(PtraceError::NotPermitted { .. } | PtraceError::Seccomp { .. })
+            if is_traced_by_us(pid, thread) =>
+        {
+            return Ok(None);
+        }
         seized => seized?,
     };
     let since = match seized {

@@ -7,7 +7,7 @@
 
 use super::{
     super::{failure::failed, lock::lock},
-    Budget,
+    Budget, come_back,
     governed::Governed,
     seat::{Standing, VmSeat},
     state::{InForce, State},
@@ -22,6 +22,8 @@ use std::{
 
 /// Time between two steps.
 const PERIOD: Duration = Duration::from_millis(500);
+/// Time between two attempts to put into force what was not possible at the start.
+const RETRY: Duration = Duration::from_secs(5);
 /// Least time between two steps.
 const STEP_MIN: Duration = Duration::from_millis(100);
 
@@ -67,7 +69,12 @@ impl Budget {
             if in_force {
                 self.step();
             }
-            self.room.wait(in_force.then_some(PERIOD));
+            let waits = !in_force && self.try_again();
+            let pause = match in_force {
+                true => Some(PERIOD),
+                false => waits.then_some(RETRY),
+            };
+            self.room.wait(pause);
             if in_force {
                 let early = STEP_MIN.saturating_sub(stepped.elapsed());
                 std::thread::sleep(early);
@@ -92,6 +99,14 @@ impl Budget {
         else {
             return;
         };
+        // Who could not come before may find room now.
+        for (name, member) in members.iter() {
+            if budget.vm(member.id).is_none()
+                && let Err(error) = come_back(budget, member)
+            {
+                tracing::debug!(vm = name, %error, "it does not come under the budget as it was set");
+            }
+        }
         for vm in &seen {
             // Whoever left since has nothing to be observed.
             if let Err(error) = budget.observe(vm.id, vm.report, &vm.refaults) {

@@ -50,7 +50,7 @@ use crate::{
 };
 use groups::Groups;
 use host_lock::{HostLock, LOCK_WAIT};
-use pagetide_policy::budget::{Bytes, HostBudget, Plan, Rate, VmReport, VmShare};
+use pagetide_policy::budget::{BudgetError, Bytes, HostBudget, Plan, Rate, VmReport, VmShare};
 use saved::{Given, Saved, SavedFile, mark};
 use seat::HostRoom;
 use state::{InForce, Member, State, told};
@@ -108,12 +108,12 @@ impl Seat {
     /// The VM is served: from now on `vm` is measured and kept within its target.
     pub(super) fn keep(mut self, vm: Weak<dyn Governed>) {
         self.if_dropped = IfDropped::Stay;
-        // A target may have been decided already.
+        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
+            member.vm = Some(Weak::clone(&vm));
+        }
+        // A target may have been decided before that.
         if let Some(vm) = vm.upgrade() {
             vm.enforce();
-        }
-        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
-            member.vm = Some(vm);
         }
         self.budget.room.ring();
     }
@@ -150,7 +150,17 @@ impl Budget {
         groups: Groups,
     ) -> Result<Arc<Self>, ControlError> {
         let file = SavedFile::in_dir(state_dir);
-        let mut saved = Saved::at_start(file.read()?, Given::of(settings));
+        // VMs must be served whatever was set: without a daemon they wait at their next fault.
+        let must_serve = !known.is_empty();
+        let before = match file.read() {
+            Err(error) if must_serve => {
+                tracing::error!(%error, "what was set of the host's budget is lost");
+                file.set_aside();
+                None
+            }
+            before => before?,
+        };
+        let mut saved = Saved::at_start(before, Given::of(settings));
         saved.vms.retain(|name, _| known.contains(name));
         let budget = Self {
             state: Mutex::new(State::new(saved.clone())),
@@ -162,16 +172,47 @@ impl Budget {
             started: Instant::now(),
         };
         if let Some(plan) = saved.plan {
-            let fresh = budget.fresh(plan).map_err(|error| {
-                let message = format!("{}; or start with --host-budget off", error.message);
-                ControlError { message, ..error }
-            })?;
-            let held = HostLock::take(&budget.lock_path, state_dir, LOCK_WAIT)?;
-            tracing::info!(budget = %plan.budget, "VMs are kept within a budget of the host");
-            lock(&budget.state).force = Some(InForce::new(fresh, held));
+            match budget.in_force(plan, LOCK_WAIT) {
+                Ok(force) => lock(&budget.state).force = Some(force),
+                Err(error) if must_serve => tracing::error!(
+                    %error,
+                    budget = %plan.budget,
+                    "VMs are served without the host's budget, which is tried again"
+                ),
+                Err(error) => {
+                    let way_out = match saved.is_by_command() {
+                        true => format!("remove {}", budget.file.path.display()),
+                        false => "start with --host-budget off".to_owned(),
+                    };
+                    let message = format!("{}; or {way_out}", error.message);
+                    return Err(ControlError { message, ..error });
+                }
+            }
         }
         budget.file.write(&saved)?;
         Ok(Arc::new(budget))
+    }
+
+    /// `plan` in force, without VMs. Another daemon is given `wait` to let go of its own.
+    fn in_force(&self, plan: Plan, wait: Duration) -> Result<InForce, ControlError> {
+        let fresh = self.fresh(plan)?;
+        let held = HostLock::take(&self.lock_path, &self.state_dir, wait)?;
+        tracing::info!(budget = %plan.budget, "VMs are kept within a budget of the host");
+        Ok(InForce::new(fresh, held))
+    }
+
+    /// Tries to put into force what was set and was not possible until now. Returns false if there is nothing
+    /// to try.
+    fn try_again(&self) -> bool {
+        let mut state = lock(&self.state);
+        let (Some(plan), None) = (state.saved.plan, &state.force) else {
+            return false;
+        };
+        match self.in_force(plan, Duration::ZERO) {
+            Ok(force) => state.force = Some(force),
+            Err(error) => tracing::debug!(%error, "the host's budget is still not possible"),
+        }
+        true
     }
 
     /// A budget without VMs, checked against the host as it is now.
@@ -186,8 +227,17 @@ impl Budget {
     pub(super) fn set(&self, change: &BudgetBody) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         let plan = changed(&state, change)?;
-        let mut tried = self.fresh(plan)?;
-        state.join_all(&mut tried)?;
+        let mut next = match &state.force {
+            // What was learnt of the VMs is kept.
+            Some(force) => {
+                let mut next = force.budget.clone();
+                next.set_host(self.groups.host()?);
+                next.set_plan(plan).map_err(|error| told(&error, ""))?;
+                next
+            }
+            None => self.fresh(plan)?,
+        };
+        state.join_all(&mut next)?;
         self.groups.refuse_small(plan.budget, state.demands())?;
         let held = match &state.force {
             Some(_) => None,
@@ -201,12 +251,8 @@ impl Budget {
         self.file.write(&saved)?;
         state.saved = saved;
         match (&mut state.force, held) {
-            // What was learnt of the VMs is kept.
-            (Some(force), _) => force
-                .budget
-                .set_plan(plan)
-                .map_err(|error| told(&error, ""))?,
-            (None, Some(held)) => state.force = Some(InForce::new(tried, held)),
+            (Some(force), _) => force.budget = next,
+            (None, Some(held)) => state.force = Some(InForce::new(next, held)),
             (None, None) => unreachable!("without a budget the lock was taken above"),
         }
         drop(state);
@@ -278,24 +324,14 @@ impl Budget {
         });
         let member = self.member(&mut state, vm, share);
         let mut tried = state.force.as_ref().map(|force| force.budget.clone());
-        if let Some(budget) = &mut tried {
-            let without_floor = VmShare {
-                floor: usual.floor,
-                ..share
-            };
-            for share in [share, without_floor] {
-                match budget.join(member.id, share, member.report) {
-                    Ok(()) => {
-                        member.set_share(share);
-                        break;
-                    }
-                    Err(error) => tracing::error!(
-                        vm = vm.name,
-                        error = %told(&error, vm.name),
-                        "what was set for the VM is not possible any more: `pagetide vm set` changes it"
-                    ),
-                }
-            }
+        if let Some(budget) = &mut tried
+            && let Err(error) = come_back(budget, &member)
+        {
+            tracing::error!(
+                vm = vm.name,
+                error = %told(&error, vm.name),
+                "what was set for the VM is not possible any more: `pagetide vm set` changes it"
+            );
         }
         let next = (state.saved.clone(), tried).into();
         let mut seat = self.put(&mut state, vm.name, member, next);
@@ -411,6 +447,25 @@ impl Budget {
         let ram = self.groups.host().map(|host| host.ram).unwrap_or_default();
         lock(&self.state).report(ram)
     }
+}
+
+/// Brings a VM under `budget` with what was set for it, or else with the least floor.
+///
+/// # Errors
+/// Why it did not come with what was set; it may have come all the same.
+fn come_back(budget: &mut HostBudget, member: &Member) -> Result<(), BudgetError> {
+    let (share, report) = (member.share(), member.now());
+    let Err(error) = budget.join(member.id, share, report) else {
+        return Ok(());
+    };
+    let least = VmShare {
+        floor: state::usual_share(report.ram).floor,
+        ..share
+    };
+    if budget.join(member.id, least, report).is_ok() {
+        member.set_share(least);
+    }
+    Err(error)
 }
 
 /// The plan that a change asks for.

@@ -111,6 +111,11 @@ impl Saved {
         }
     }
 
+    /// True if the settings alone would have no budget: it was set by command.
+    pub(super) fn is_by_command(&self) -> bool {
+        self.plan.is_some() && self.given.plan().is_none()
+    }
+
     /// The settings that the daemon was started with.
     pub(super) fn given(&self) -> &Given {
         &self.given
@@ -120,7 +125,7 @@ impl Saved {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct SavedFile {
-    path: PathBuf,
+    pub(super) path: PathBuf,
 }
 
 impl SavedFile {
@@ -159,6 +164,15 @@ impl SavedFile {
             other => Err(unreadable(format!(
                 "it has version {other}, and this program reads {VERSION}"
             ))),
+        }
+    }
+
+    /// Puts a file that cannot be read out of the way, for a person to look at.
+    pub(super) fn set_aside(&self) {
+        let aside = self.path.with_extension("json.unreadable");
+        match std::fs::rename(&self.path, &aside) {
+            Ok(()) => tracing::warn!(path = %aside.display(), "the file is kept under this name"),
+            Err(error) => tracing::warn!(%error, "the file cannot be renamed"),
         }
     }
 

@@ -13,7 +13,7 @@
 use super::super::lock::lock;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
 use pagetide_policy::budget::{
-    Admission, Bytes, Fill, Gate, Permille, Refaults, VmShare, Workingset,
+    Admission, Bytes, FLOOR_MIN, Fill, Gate, Permille, Refaults, VmShare, Workingset,
 };
 use pagetide_swap::{HostShare, cgroup::MemoryGroups};
 use std::{
@@ -142,7 +142,8 @@ impl VmSeat {
     pub(in crate::host) fn limit(&self, own: Option<u64>) -> Option<u64> {
         match self.target.load(Relaxed) {
             NONE => own,
-            target => Some(own.unwrap_or(NONE).min(target)),
+            // With less a VM does not work at all, and its faults would wait for ever.
+            target => Some(own.unwrap_or(NONE).min(target.max(FLOOR_MIN.0))),
         }
     }
 

@@ -132,12 +132,14 @@ impl State {
         }
     }
 
-    /// Brings every VM under `budget`.
+    /// Brings every VM under `budget` that is not there yet.
     ///
     /// # Errors
     /// Of the first VM that cannot come.
     pub(super) fn join_all(&self, budget: &mut HostBudget) -> Result<(), ControlError> {
-        for (name, member) in &self.members {
+        let missing = |(_, member): &(&String, &Member)| budget.vm(member.id).is_none();
+        let missing: Vec<_> = self.members.iter().filter(missing).collect();
+        for (name, member) in missing {
             let joined = budget.join(member.id, member.share(), member.now());
             joined.map_err(|error| told(&error, name))?;
         }

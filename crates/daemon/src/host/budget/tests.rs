@@ -472,3 +472,86 @@ fn thread_steps_by_itself_when_a_vm_comes_and_ends_when_told() {
         std::thread::yield_now();
     }
 }
+
+#[test]
+fn vms_are_served_without_a_budget_that_is_not_possible_and_it_comes_when_it_is() {
+    let rig = Rig::new();
+    let first = rig.open("off");
+    first.set(&size(2000)).unwrap();
+    let seat = first.admit(&newcomer("a", 1000), &floor(100)).unwrap();
+    let vm = Figures::new(&seat, 1000, 0);
+    let weak: Weak<Figures> = Arc::downgrade(&vm);
+    seat.keep(weak);
+    drop(first);
+    // Without VMs a start is refused, and the way out is one.
+    rig.put("proc/meminfo", "MemTotal:  1048576 kB\n");
+    refused(rig.try_open("off", &[]).map(drop), "budget.json");
+    let second = rig.try_open("off", &["a"]).unwrap();
+    let back = second.welcome_back(&newcomer("a", 1000), None);
+    assert_eq!(back.share().standing().share.floor, Bytes::mib(100));
+    assert_eq!(second.report().budget_bytes, None);
+    assert!(second.try_again(), "there is something to try");
+    assert_eq!(second.report().budget_bytes, None);
+    rig.put("proc/meminfo", "MemTotal:  16777216 kB\n");
+    assert!(second.try_again());
+    assert_eq!(second.report().budget_bytes, Some(2000 * MIB));
+    assert!(!second.try_again());
+    drop(back);
+}
+
+#[test]
+fn file_that_cannot_be_read_is_kept_and_keeps_no_vm_from_being_served() {
+    let rig = Rig::new();
+    rig.put("state/budget.json", "{");
+    let error = rig.try_open("1G", &[]).map(drop).unwrap_err();
+    assert!(error.message.contains("budget.json"), "{error}");
+    let budget = rig.try_open("1G", &["a"]).unwrap();
+    assert_eq!(budget.report().budget_bytes, Some(1 << 30));
+    let aside = rig.root.path().join("state/budget.json.unreadable");
+    assert_eq!(std::fs::read(aside).unwrap(), b"{");
+}
+
+#[test]
+fn budget_is_raised_as_far_as_the_host_allows_now() {
+    let rig = Rig::new();
+    rig.put("proc/meminfo", "MemTotal:  2097152 kB\n");
+    let budget = rig.open("1G");
+    refused(budget.set(&size(3000)), "");
+    rig.put("proc/meminfo", "MemTotal:  16777216 kB\n");
+    budget.set(&size(3000)).unwrap();
+    assert_eq!(budget.report().budget_bytes, Some(3000 * MIB));
+    budget.set(&size(4000)).unwrap();
+}
+
+#[test]
+fn vm_that_had_no_room_under_the_budget_comes_when_there_is_some() {
+    let rig = Rig::new();
+    let first = rig.open("4G");
+    let seats: Vec<_> = ["a", "b"]
+        .map(|name| first.admit(&newcomer(name, 1000), &floor(900)).unwrap())
+        .into();
+    let vms = ["a", "b"].map(String::from);
+    for (seat, name) in seats.into_iter().zip(&vms) {
+        let vm = Figures::new(&seat, 1000, 0);
+        let weak: Weak<Figures> = Arc::downgrade(&vm);
+        seat.keep(weak);
+        assert!(first.report().vms.iter().any(|vm| vm.name == *name));
+    }
+    drop(first);
+    let second = rig.try_open("24M", &["a", "b"]).unwrap();
+    let back = vms
+        .each_ref()
+        .map(|name| second.welcome_back(&newcomer(name, 1000), None));
+    let under = |budget: &Budget| {
+        let state = lock(&budget.state);
+        let force = state.force.as_ref().unwrap();
+        let members = state.members.values();
+        members
+            .filter(|member| force.budget.vm(member.id).is_some())
+            .count()
+    };
+    assert_eq!(under(&second), 1);
+    second.set(&size(4096)).unwrap();
+    assert_eq!(under(&second), 2);
+    drop(back);
+}
