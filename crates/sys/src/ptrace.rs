@@ -34,7 +34,7 @@
 //!   When that thread ends, the kernel detaches every thread that it has seized and not detached,
 //!   stopped or not. So no thread stays stopped by us, whatever fails.
 //!
-//! [`hold`] only stops threads, several at a time, and lets them go on.
+//! [`hold()`] only stops threads, several at a time, and lets them go on.
 #![expect(unsafe_code, reason = "ptrace and waitpid have no safe wrapper")]
 
 mod stopped;
