@@ -9,7 +9,7 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
     fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, schedule, sim, tracker,
+    iopf_scale, name::BenchName, overhead, pa_bitmap, pool, real_size, schedule, sim, tracker,
 };
 
 /// Arguments of `bench`.
@@ -193,6 +193,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
+        BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),

@@ -26,6 +26,8 @@ pub enum BenchName {
     GmemVa,
     /// What page faults do to the throughput and the tail of a disk, pause against out of order
     IopfImpact,
+    /// What programs in a stock guest lose by its being attached, while nothing is evicted: CPU, memory, disk, redis
+    Overhead,
     /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
     PaBitmap,
     /// What one tenant's page faults do to another's requests on the same engine

@@ -12,20 +12,20 @@ const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
 
-/// Of real-size, guest-cost, schedule, tracker and pool, the rounds also of fault and fault-parallel; others take
-/// none.
+/// Of real-size, guest-cost, overhead, schedule, tracker and pool, the rounds also of fault and fault-parallel;
+/// others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
     /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each of two (schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
-    /// Alternations of each cell (guest-cost: 30, schedule: 6), rounds (real-size: 3, fault: 6, fault-parallel: 8)
+    /// Alternations of each cell (guest-cost: 30, overhead: 20, schedule: 6), rounds (real-size: 3, fault: 6, fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (guest-cost: 5, schedule: 6), longest search for cold pages (tracker: 300)
+    /// Length of a slice (guest-cost, overhead: 5, schedule: 6), longest search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
-    /// Only cells whose names contain this (guest-cost, tracker)
+    /// Only cells or loads whose names contain this (guest-cost, overhead, tracker)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -72,22 +72,27 @@ impl SizeOptions {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
         let pool = name == BenchName::Pool;
         let schedule = name == BenchName::Schedule;
+        let overhead = name == BenchName::Overhead;
         let sized = tracker || cost || pool || schedule || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
-            ("--setting", !self.settings.is_empty(), sized),
+            ("--setting", !self.settings.is_empty(), sized || overhead),
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || sized && !tracker && !pool,
+                faults || overhead || sized && !tracker && !pool,
             ),
             (
                 "--seconds",
                 self.seconds.is_some(),
-                tracker || cost || schedule,
+                tracker || cost || overhead || schedule,
             ),
-            ("--only", self.only.is_some(), tracker || cost),
+            (
+                "--only",
+                self.only.is_some(),
+                tracker || cost || overhead,
+            ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

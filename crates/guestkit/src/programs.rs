@@ -8,6 +8,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use pagetide_guest::loads::Load;
+
 use crate::image::Addition;
 
 /// A program cannot be provided to a guest.
@@ -40,6 +42,13 @@ pub struct Program {
     pub name: &'static str,
 }
 
+/// Loads on disks.
+pub const FIO: Program = Program {
+    package: "fio",
+    path: "/usr/bin/fio",
+    name: "bin/fio",
+};
+
 /// Loads on CPU and memory.
 pub const STRESS_NG: Program = Program {
     package: "stress-ng",
@@ -60,6 +69,24 @@ pub const REDIS_BENCHMARK: Program = Program {
     path: "/usr/bin/redis-benchmark",
     name: "bin/redis-benchmark",
 };
+
+/// Prime numbers, and writes to memory.
+pub const SYSBENCH: Program = Program {
+    package: "sysbench",
+    path: "/usr/bin/sysbench",
+    name: "bin/sysbench",
+};
+
+/// The programs that a load runs.
+#[must_use]
+pub const fn of_load(load: Load) -> &'static [Program] {
+    match load {
+        Load::StressVm | Load::StressStream => &[STRESS_NG],
+        Load::Redis => &[REDIS_SERVER, REDIS_BENCHMARK],
+        Load::SysbenchCpu | Load::SysbenchMemory => &[SYSBENCH],
+        Load::Fio => &[FIO],
+    }
+}
 
 impl Program {
     /// The program and its shared objects.

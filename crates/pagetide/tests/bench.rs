@@ -188,6 +188,7 @@ fn options_that_mean_nothing_are_wrong_use() {
         &["real-size", "--ram", "16M"],
         &["guest-cost", "--ram", "1G,2G"],
         &["guest-cost", "--setting", "dma-protector"],
+        &["overhead", "--ram", "1G"],
     ] {
         let output = bench(words);
         assert_eq!(output.status.code(), Some(2), "{words:?}");
