@@ -134,7 +134,7 @@ impl Limit {
         self.direct.get_or_init(|| direct);
     }
 
-    /// From now on the limit means this for fills; those that wait are let go by [`Force::Advisory`].
+    /// From now on the limit means this for fills; those that wait are released by [`Force::Advisory`].
     pub fn set_force(&self, force: Force) {
         let is_advisory = force == Force::Advisory;
         if self.is_advisory.swap(is_advisory, Relaxed) != is_advisory {

@@ -8,7 +8,7 @@
 //! Nothing in the threads is read or changed. An interrupted system call is restarted by the kernel, as
 //! after a stop for a remote call; a vCPU leaves `KVM_RUN` as for a signal.
 //!
-//! The threads are let go by the end of the tracer: the kernel detaches all that it seized, stopped or
+//! The threads are released by the end of the tracer: the kernel detaches all that it seized, stopped or
 //! not. So they go on if this process is killed, too; and since the tracer ends by itself after a
 //! time, if the caller hangs.
 
