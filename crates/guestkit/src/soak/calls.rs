@@ -113,7 +113,9 @@ impl Caller {
         match choice {
             1..=8 => self.limit(board),
             9..=10 => {
-                let bytes = self.with_random(|random| random.between(1, 64) * MIB).to_string();
+                let bytes = self
+                    .with_random(|random| random.between(1, 64) * MIB)
+                    .to_string();
                 self.ok(board, &["vm", "reclaim", NAME, "--bytes", &bytes]);
             }
             11..=18 => self.look(board, choice),
