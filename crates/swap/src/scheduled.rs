@@ -117,6 +117,31 @@ struct State {
     timer: Option<Timer>,
 }
 
+impl State {
+    /// How long the thread of the waiting task `id` may wait without a look at the time; `None`: as long as it
+    /// likes, another one looks.
+    fn lead(&mut self, id: TaskId) -> Option<Duration> {
+        if self.timer.as_ref().is_some_and(|timer| timer.leader != id) {
+            return None;
+        }
+        let until = self.machine.wait_until()?;
+        self.timer = Some(Timer { leader: id, until });
+        Some(until)
+    }
+
+    /// The thread of `id` waits no more: another one looks at the time from now on.
+    fn stop_leading(&mut self, id: TaskId) {
+        if self.timer.as_ref().is_some_and(|timer| timer.leader != id) {
+            return;
+        }
+        self.timer = None;
+        let next = self.machine.next_waiting();
+        if let Some(seat) = next.and_then(|id| self.seats.get(&id)) {
+            seat.changed.notify_all();
+        }
+    }
+}
+
 /// The timer that one of the waiting threads keeps for all of them.
 #[derive(Debug)]
 struct Timer {
@@ -356,29 +381,6 @@ impl HostScheduler {
             && until < timer.until
         {
             leader.changed.notify_all();
-        }
-    }
-
-    /// How long the thread of the waiting task `id` may wait without a look at the time; `None`: as long as it likes,
-    /// another one looks.
-    fn lead(&self, state: &mut State, id: TaskId) -> Option<Duration> {
-        if state.timer.as_ref().is_some_and(|timer| timer.leader != id) {
-            return None;
-        }
-        let until = state.machine.wait_until()?;
-        state.timer = Some(Timer { leader: id, until });
-        Some(until)
-    }
-
-    /// The thread of `id` waits no more: another one looks at the time from now on.
-    fn stop_leading(&self, state: &mut State, id: TaskId) {
-        if state.timer.as_ref().is_some_and(|timer| timer.leader != id) {
-            return;
-        }
-        state.timer = None;
-        let next = state.machine.next_waiting();
-        if let Some(seat) = next.and_then(|id| state.seats.get(&id)) {
-            seat.changed.notify_all();
         }
     }
 

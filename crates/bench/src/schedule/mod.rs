@@ -404,7 +404,11 @@ fn describe(none: &[Slice], background: &[Slice], capped: &Slice, report: &mut B
         .insert("capped_used_over_share".into(), ratio.into());
     let slices = || background.iter().chain([capped]);
     let sum = |figure: fn(&Used) -> f64| -> f64 {
-        let of = |slice: &Slice| WORK.iter().map(|class| figure(&slice.class(class))).sum::<f64>();
+        let of = |slice: &Slice| {
+            WORK.iter()
+                .map(|class| figure(&slice.class(class)))
+                .sum::<f64>()
+        };
         slices().map(of).sum()
     };
     let (withheld, overrun) = (

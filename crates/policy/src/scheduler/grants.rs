@@ -175,8 +175,8 @@ impl TaskScheduler {
         let own = (self.phase() == Phase::Last).then_some(Source::Own);
         let passed = (!self.is_burst()).then_some(Source::OwnAndPassed);
         let sources = own.into_iter().chain(passed);
-        let mut entitled =
-            sources.flat_map(|source| WorkClass::ALL.map(|class| self.next_entitled(class, source)));
+        let mut entitled = sources
+            .flat_map(|source| WorkClass::ALL.map(|class| self.next_entitled(class, source)));
         entitled.find_map(|next| next).or_else(|| self.next_idle())
     }
 

@@ -178,14 +178,14 @@ impl WorkTask {
                 if is_held {
                     self.count_held(&mut state, asked_at);
                 }
-                self.scheduler.stop_leading(&mut state, self.id);
+                state.stop_leading(self.id);
                 return Ok(grant);
             }
             is_held = true;
             // It may be woken only to look at the time, and then vCPUs come first.
             self.take(self.scheduler.weakness.waiting());
             let changed = Arc::clone(&seat.changed);
-            let until = self.scheduler.lead(&mut state, self.id);
+            let until = state.lead(self.id);
             let until = [until, by].into_iter().flatten().min();
             let wait = until.map_or(Duration::MAX, |until| until.saturating_sub(now));
             let waited = changed.wait_timeout(state, wait);
@@ -200,7 +200,7 @@ impl WorkTask {
             None => state.machine.withdraw(self.scheduler.now(), self.id),
         }
         self.scheduler.dispatch(&mut state);
-        self.scheduler.stop_leading(&mut state, self.id);
+        state.stop_leading(self.id);
         drop(state);
         self.take(Urgency::Ordinary);
         Err(given_up)

@@ -140,7 +140,10 @@ impl Simulation {
                 // Nobody looks at once when a burst is over, or when enough is passed down.
                 self.patience += TICK_NS;
                 let both = (&self.model, &self.scheduler);
-                assert!(self.patience <= LOOK_NS_MAX.cast_signed() + TICK_NS, "{both:?}");
+                assert!(
+                    self.patience <= LOOK_NS_MAX.cast_signed() + TICK_NS,
+                    "{both:?}"
+                );
             }
         }
     }
@@ -308,7 +311,10 @@ impl Simulation {
         let now = self.model.now;
         let grants = self.scheduler.dispatch(time(now));
         for grant in &grants {
-            let next = self.model.next_paid().expect("the model grants nothing more");
+            let next = self
+                .model
+                .next_paid()
+                .expect("the model grants nothing more");
             let (at, basis, _) = next;
             let slice = self.model.grant(next);
             let granted = (grant.task, grant.basis, grant.slice);
@@ -439,12 +445,18 @@ fn a_task_beyond_its_time_is_held_back_and_one_that_obeys_is_not() {
     scheduler.want(us(1_500), rude);
     scheduler.want(us(1_500), good);
     let grants = scheduler.dispatch(us(1_500));
-    let granted: Vec<_> = grants.iter().map(|grant| (grant.task, grant.slice)).collect();
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.slice))
+        .collect();
     assert_eq!(granted, [(good, us(400))]);
     assert!(scheduler.wait_until().unwrap() <= us(2_700));
     assert!(scheduler.dispatch(us(2_699)).is_empty());
     let grants = scheduler.dispatch(us(2_700));
-    let granted: Vec<_> = grants.iter().map(|grant| (grant.task, grant.slice)).collect();
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.slice))
+        .collect();
     assert_eq!(granted, [(rude, us(400))]);
     scheduler.ended(us(3_100), rude, us(400));
     scheduler.want(us(3_100), rude);
@@ -498,7 +510,10 @@ fn a_penalty_costs_a_task_as_much_time_as_it_says() {
         let penalty = (figures.overrun * percent / 100).as_secs_f64();
         let withheld = figures.withheld.as_secs_f64();
         let told = format!("{percent} %: {figures:?}");
-        assert!(withheld <= 1.01 * penalty && withheld >= 0.9 * penalty, "{told}");
+        assert!(
+            withheld <= 1.01 * penalty && withheld >= 0.9 * penalty,
+            "{told}"
+        );
         // The CPU is idle while the only task is barred, and at no other time.
         assert_eq!(passed, used[0] + figures.withheld, "{percent} %");
     }
@@ -621,7 +636,10 @@ fn a_fault_that_waits_for_room_gets_its_own_vms_reclaim_past_faults_debt_and_pen
     scheduler.room_wanted(us(160), VM);
     scheduler.room_wanted(us(160), VM);
     let grants = scheduler.dispatch(us(160));
-    let granted: Vec<_> = grants.iter().map(|grant| (grant.task, grant.basis)).collect();
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.basis))
+        .collect();
     assert_eq!(granted, [(reclaim, Basis::Inherited)]);
     scheduler.room_found(us(200), VM);
     assert_eq!(scheduler.must_yield(us(210), reclaim), None);
