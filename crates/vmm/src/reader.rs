@@ -262,9 +262,6 @@ impl FaultReader {
         let spawned = std::thread::Builder::new()
             .name(format!("faults-{}", vmm.pid()))
             .spawn(move || {
-                if let Err(error) = cpu::set_urgency(Urgency::Eager) {
-                    tracing::debug!(%error, "the reader of faults stays an ordinary thread");
-                }
                 let outcome = reading.run_to_the_end(sink.as_ref());
                 reading.told.say_ended();
                 match outcome {
@@ -404,6 +401,9 @@ impl Reading {
     }
 
     fn run(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
+        if let Err(error) = cpu::set_urgency(Urgency::Eager) {
+            tracing::debug!(%error, "the reader of faults stays an ordinary thread");
+        }
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.counters
             .thread
