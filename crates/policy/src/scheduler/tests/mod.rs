@@ -11,10 +11,6 @@ use pagetide_random::SplitMix64;
 const STEP_TICKS_MAX: u64 = 60;
 /// The longest runs that are tried.
 const RUN_US_MAX: u64 = 900;
-/// The longest runs that are tried.
-const RUN_US_MAX: u64 = 900;
-/// A task that waits for the end of a burst looks again so much later at most.
-const LOOK_NS_MAX: i64 = FAULT_LULL_NS.cast_signed();
 const KNOWN: [usize; 4] = [0, 1, 2, 3];
 /// Whose tasks they are, where that does not matter.
 const VM: GroupId = GroupId(1);
