@@ -173,8 +173,8 @@ fn squeeze_by_small_shares(daemon: &mut Daemon, ram: &SharedMapping) {
     );
 }
 
-fn detach_without_any_run(daemon: &Daemon, ram: &SharedMapping) {
-    // With nothing for any work it still ends in order: a detach asks for no run.
+fn detach_with_next_to_no_run(daemon: &Daemon, ram: &SharedMapping) {
+    // With next to nothing for any work it still ends in order: a detach asks for no run.
     let none = [
         "host",
         "scheduler",
@@ -183,7 +183,7 @@ fn detach_without_any_run(daemon: &Daemon, ram: &SharedMapping) {
         "--io-faults",
         "0%",
         "--reclaim",
-        "0%",
+        "0.1%",
         "--scan",
         "0%",
         "--background",
@@ -241,7 +241,7 @@ fn vm_is_squeezed_whatever_is_set_and_what_was_set_holds_after_a_crash() {
         (&10_000.into(), &false.into())
     );
 
-    detach_without_any_run(&daemon, &ram);
+    detach_with_next_to_no_run(&daemon, &ram);
 }
 
 /// What a client was refused with: status 2, and one line.
@@ -264,6 +264,10 @@ fn what_makes_no_sense_is_refused_with_status_2_and_changes_nothing() {
     for (flags, part) in [
         (["--scheduler-shares", "reclaim=60%"], "above 100 %"),
         (["--scheduler-shares", "swap=1%"], "'swap' is no class"),
+        (
+            ["--scheduler-shares", "reclaim=0%"],
+            "a share of 0 for reclaim",
+        ),
         (["--scheduler-cycle-us", "0"], "a cycle of 0 us"),
         (["--background-cpus", "1023"], "CPU 1023 is not among"),
         (
@@ -290,6 +294,7 @@ fn what_makes_no_sense_is_refused_with_status_2_and_changes_nothing() {
         (vec!["--cycle-us", "0"], "a cycle of 0 us"),
         (vec!["--reclaim", "90%"], "above 100 %"),
         (vec!["--reclaim", "101%"], "'101%' is no share"),
+        (vec!["--reclaim", "0%"], "a share of 0 for reclaim"),
         (vec!["--background-cpus", "1023"], "CPU 1023 is not among"),
         (vec!["--background-cpus", ""], "is no list of CPUs"),
         (vec!["--penalty-percent", "1001"], "a penalty of 1001 %"),
