@@ -38,6 +38,7 @@ mod words;
 
 pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
 pub use file::version_at;
+pub use within::TmpfsRoom;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;

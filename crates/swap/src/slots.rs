@@ -420,6 +420,14 @@ impl Slots {
         self.unused.iter().filter(has_memory).count() as u64 * CHUNK_BYTES
     }
 
+    /// Bytes of chunks that are not in use and hold no memory.
+    #[must_use]
+    pub fn unused_bytes(&self) -> u64 {
+        let appended = self.unused.len() as u64 * CHUNK_BYTES - self.spare_bytes();
+        let beyond = u64::from(self.chunk_limit).saturating_sub(self.chunks.len() as u64);
+        appended + beyond * CHUNK_BYTES
+    }
+
     /// Bytes of chunks that hold memory.
     #[must_use]
     pub fn chunk_bytes(&self) -> u64 {

@@ -13,12 +13,13 @@ use pagetide_gmem::{
 use pagetide_swap::{
     EvictReport, Evictor, Pool, PoolCap, PoolStore, PoolWords,
     slots::Slots,
-    store::{PutError, RESUME_BYTES},
+    store::{FULL_MIN, PutError, RESUME_BYTES},
 };
 use std::{
     ops::ControlFlow,
     path::Path,
     sync::{Arc, Mutex, MutexGuard},
+    time::Instant,
 };
 
 const SECTIONS: u64 = 4;
@@ -221,6 +222,11 @@ impl Rig {
     }
 }
 
+/// When a store that is full now may take content again.
+fn later() -> Instant {
+    Instant::now() + FULL_MIN
+}
+
 fn zeros_of(section: u64) -> u64 {
     let pages = SectionNo(section).first_page().run(SECTION_PAGES);
     pages.iter().filter(|page| page.0.is_multiple_of(3)).count() as u64
@@ -250,15 +256,15 @@ fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is
     for page in SectionNo(1).first_page().run(SECTION_PAGES).iter() {
         assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
     }
-    rig.store.look_for_room();
+    rig.store.look_for_room(later());
     assert_eq!(rig.store.full(), Some(full), "nothing has changed");
     cap.set(Some(cap.used_bytes() + RESUME_BYTES));
-    rig.store.look_for_room();
+    rig.store.look_for_room(Instant::now());
     assert_eq!(rig.store.full(), None);
     let third = rig.evict(1, u64::MAX);
     assert_eq!((third.evicted_pages, third.zero_pages), (16 * 15, 0));
     cap.set(None);
-    rig.store.look_for_room();
+    rig.store.look_for_room(Instant::now());
     for section in 0..SECTIONS {
         rig.evict(section, u64::MAX);
     }
@@ -282,7 +288,7 @@ fn content_that_goes_makes_room_in_a_full_pool() {
     for page in SectionNo(0).first_page().run(SECTION_PAGES).iter() {
         rig.touch(page);
     }
-    rig.store.look_for_room();
+    rig.store.look_for_room(later());
     assert_eq!(rig.store.full(), None);
     assert!(rig.evict(2, u64::MAX).evicted_pages > zeros_of(2));
     assert!(cap.used_bytes() <= cap.cap_bytes().unwrap());

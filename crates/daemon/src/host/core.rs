@@ -145,7 +145,7 @@ impl VmCore {
     /// Looks whether the store is full, and whether a full one has room again. The limit of fills follows:
     /// none waits for room that may not come.
     pub(super) fn look_at_store(&self) {
-        self.store.look_for_room();
+        self.store.look_for_room(Instant::now());
         let full = self.store.full();
         if self.gate.store_is(&self.name, full) {
             self.enforce_limit();

@@ -88,12 +88,24 @@ impl Pool {
         Ok(())
     }
 
-    /// Memory that could still be allocated on the tmpfs.
+    /// The tmpfs that the pool is on.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn tmpfs_left_bytes(&self) -> std::io::Result<u64> {
+    pub fn tmpfs_room(&self) -> std::io::Result<TmpfsRoom> {
         let tmpfs = rustix::fs::fstatvfs(&self.file)?;
-        Ok(tmpfs.f_bavail * tmpfs.f_frsize)
+        Ok(TmpfsRoom {
+            left_bytes: tmpfs.f_bavail * tmpfs.f_frsize,
+            len_bytes: tmpfs.f_blocks * tmpfs.f_frsize,
+        })
     }
+}
+
+/// A tmpfs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TmpfsRoom {
+    /// Memory that could still be allocated on it.
+    pub left_bytes: u64,
+    /// Its size.
+    pub len_bytes: u64,
 }
