@@ -414,7 +414,7 @@ impl Daemon {
             ControlFlow::Continue(())
         });
         match done {
-            Ok(report) if report.refused_pages > 0 => self.life.expect_full(),
+            Ok(report) if !report.refused.is_empty() => self.life.expect_full(),
             Ok(_)
             | Err(EvictorError::Round(
                 EvictionError::Nothing | EvictionError::Busy | EvictionError::RoundUnderWay,
