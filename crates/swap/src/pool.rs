@@ -36,7 +36,7 @@ mod identity;
 mod within;
 mod words;
 
-pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
+pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
 pub use file::version_at;
 pub use within::TmpfsRoom;
 pub use words::PoolWords;

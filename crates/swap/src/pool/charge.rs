@@ -10,15 +10,23 @@
 //! ```text
 //!   cap ────────────────────────────
 //!     │  a chunk that would cross it is refused: the store is full
-//!   used = pool 1 + pool 2 + …          each a Charge, given back when the pool is closed
+//!   used = pool 1 + pool 2 + …          each a Charge, given back when the pool is closed,
+//!                                       or a LeftPool, until it is opened
 //! ```
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+use std::{
+    io,
+    os::unix::fs::MetadataExt as _,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
 };
 
 const NO_CAP: u64 = u64::MAX;
+/// Unit in which the kernel tells what a file takes.
+const BLOCK_BYTES: u64 = 512;
 /// Least cap that can be set: the words of a VM of 1 GiB and some chunks of content.
 pub const CAP_BYTES_MIN: u64 = 4 << 20;
 
@@ -166,9 +174,47 @@ impl Drop for Charge {
     }
 }
 
+/// A pool that a dead daemon left and nobody has opened: its VM waits to be recovered. What it takes counts all
+/// the same, until this is dropped.
+#[derive(Debug)]
+pub struct LeftPool(#[expect(dead_code, reason = "it counts as long as it lives")] Charge);
+
+impl LeftPool {
+    /// The pool at `path`.
+    ///
+    /// # Errors
+    /// What it takes cannot be read.
+    pub fn at(path: &Path, cap: &Arc<PoolCap>) -> io::Result<Self> {
+        Ok(Self(Charge::existing(cap, bytes_at(path)?)))
+    }
+}
+
+/// Memory that the pool at `path` takes.
+///
+/// # Errors
+/// It cannot be read.
+pub fn bytes_at(path: &Path) -> io::Result<u64> {
+    Ok(std::fs::metadata(path)?.blocks() * BLOCK_BYTES)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pool_that_nobody_has_opened_counts_until_somebody_does() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = dir.path().join("left.pool");
+        let cap = PoolCap::new(Some(100));
+        assert!(LeftPool::at(&path, &cap).is_err());
+        std::fs::write(&path, vec![1; 10_000]).unwrap();
+        let left = LeftPool::at(&path, &cap).unwrap();
+        assert_eq!(cap.used_bytes(), 12 << 10);
+        assert_eq!(bytes_at(&path).unwrap(), 12 << 10);
+        assert!(Charge::new(&cap, 1).is_err());
+        drop(left);
+        assert_eq!(cap.used_bytes(), 0);
+    }
 
     #[test]
     fn pools_take_up_to_the_cap_together_and_give_back_when_they_are_closed() {

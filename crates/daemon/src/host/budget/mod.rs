@@ -20,7 +20,9 @@
 //!
 //! # A VM's way
 //! It takes its [`Seat`] before anything is done to its VMM, so that a floor for which there is no room is
-//! found early. Once it is served, the driver sees it. It leaves when everything kept for it is freed.
+//! found early. Once it is served, the driver sees it. One that a dead daemon left has its seat, and is measured,
+//! before the first VM is recovered: what it takes is there, whether or not its recovery succeeds
+//! ([`super::waiting`]). It leaves when everything kept for it is freed.
 //! While it is detached nothing of it is evicted, and others make room for what it brings back.
 //!
 //! # Locks
@@ -105,17 +107,22 @@ impl Seat {
         Arc::clone(&self.seat)
     }
 
+    /// From now on `vm` is measured, for a VM that is not served yet.
+    pub(super) fn watch(&self, vm: Weak<dyn Governed>) {
+        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
+            member.vm = Some(vm);
+        }
+        self.budget.room.ring();
+    }
+
     /// The VM is served: from now on `vm` is measured and kept within its target.
     pub(super) fn keep(mut self, vm: Weak<dyn Governed>) {
         self.if_dropped = IfDropped::Stay;
-        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
-            member.vm = Some(Weak::clone(&vm));
-        }
+        self.watch(Weak::clone(&vm));
         // A target may have been decided before that.
         if let Some(vm) = vm.upgrade() {
             vm.enforce();
         }
-        self.budget.room.ring();
     }
 }
 

@@ -25,6 +25,7 @@ struct Figures {
     cold: AtomicU64,
     seat: Arc<VmSeat>,
     enforced: AtomicU64,
+    eviction: Eviction,
 }
 
 impl Figures {
@@ -35,6 +36,19 @@ impl Figures {
             cold: AtomicU64::new(cold_mib * MIB),
             seat: seat.share(),
             enforced: AtomicU64::new(0),
+            eviction: Eviction::Possible,
+        })
+    }
+
+    /// One that waits to be recovered.
+    fn waiting(seat: &Seat, ram_mib: u64) -> Arc<Self> {
+        Arc::new(Self {
+            ram: ram_mib * MIB,
+            resident: AtomicU64::new(ram_mib * MIB),
+            cold: AtomicU64::new(0),
+            seat: seat.share(),
+            enforced: AtomicU64::new(0),
+            eviction: Eviction::Blocked,
         })
     }
 
@@ -54,14 +68,16 @@ impl Governed for Figures {
             ram: Bytes(self.ram),
             resident,
             heat,
-            eviction: Eviction::Possible,
+            eviction: self.eviction,
             ..VmReport::default()
         })
     }
 
     fn enforce(&self) {
         self.enforced.fetch_add(1, Relaxed);
-        if let Some(limit) = self.seat.limit(None) {
+        if self.eviction == Eviction::Possible
+            && let Some(limit) = self.seat.limit(None)
+        {
             let over = self.resident.load(Relaxed).saturating_sub(limit);
             self.resident.fetch_sub(over, Relaxed);
             let cold = self.cold.load(Relaxed);
@@ -272,6 +288,43 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
     drop(third);
     let fourth = rig.try_open("2G", &[]).unwrap();
     assert!(lock(&fourth.state).saved.vms.is_empty(), "its pool is gone");
+}
+
+#[test]
+fn vm_that_waits_to_be_recovered_counts_as_memory_that_stays_until_it_is_served_or_gone() {
+    let rig = Rig::new();
+    let budget = rig.try_open("1G", &["waits"]).unwrap();
+    let seat = budget.welcome_back(&newcomer("waits", 600), None);
+    let waiting = Figures::waiting(&seat, 600);
+    let weak: Weak<Figures> = Arc::downgrade(&waiting);
+    seat.watch(weak);
+    let other = served(&budget, "other", 800, 0);
+    for second in 0..10 {
+        budget.step_at(Duration::from_secs(second));
+    }
+    assert!(other.target_mib() <= 1024 - 600, "{}", other.target_mib());
+    let report = budget.report();
+    assert_eq!(report.vms[1].resident_bytes, 600 * MIB, "nothing of it is evicted");
+    assert_eq!(
+        report.used_bytes,
+        600 * MIB + other.resident.load(Relaxed),
+        "both count"
+    );
+    // Its recovery succeeds later on: it gives what it does not need.
+    let vm = Figures::new(&seat, 600, 500);
+    let weak: Weak<Figures> = Arc::downgrade(&vm);
+    seat.keep(weak);
+    drop(waiting);
+    for second in 10..20 {
+        budget.step_at(Duration::from_secs(second));
+    }
+    assert!(vm.resident.load(Relaxed) < 600 * MIB);
+    assert_eq!(budget.report().vms.len(), 2);
+    // Another one's VMM ends while it waits.
+    let seat = budget.welcome_back(&newcomer("gone", 100), None);
+    assert_eq!(budget.report().vms.len(), 3);
+    drop(seat);
+    assert_eq!(budget.report().vms.len(), 2);
 }
 
 #[test]
