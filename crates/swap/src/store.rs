@@ -7,9 +7,9 @@
 //! for slots that are free in chunks it has, and only while those are many. Pages of zeros need no room: they
 //! are evicted all the same.
 //!
-//! A store is full for [`FULL_MIN`] at least, and until there is room for [`resume_bytes`]: else it would be
-//! full and have room by turns near its cap, each time for a few pages, and each time fills would wait for
-//! them. Only a cap that was changed is no reason to wait.
+//! A store is full for [`FULL_MIN`] at least, and until there is room for [`resume_bytes`] of its share of the
+//! cap and of the tmpfs. Else it would be full and have room by turns near its cap, each time for a few pages,
+//! and each time fills would wait for them. Only a cap that was changed is no reason to wait.
 
 use crate::{
     pool::{CapReached, Pool},
@@ -34,7 +34,7 @@ pub const RESUME_BYTES: u64 = 1 << 20;
 /// Most of it: more would only be wasted.
 const RESUME_BYTES_MAX: u64 = 256 << 20;
 const _: () = assert!(RESUME_BYTES <= RESUME_BYTES_MAX);
-/// Part of a cap, or of a tmpfs, that must be free for content to be taken again.
+/// Part of a share of the cap, or of a tmpfs, that must be free for content to be taken again.
 const RESUME_PART: u64 = 16;
 /// A full store stays full for at least this long.
 pub const FULL_MIN: Duration = Duration::from_secs(5);
@@ -44,7 +44,7 @@ const FREE_PART: u64 = 16;
 /// Empty chunks kept for the next content.
 const SPARE_CHUNKS: usize = 4;
 
-/// Bytes of `of_bytes`, a cap or a tmpfs, that must be free for a full store to take content again.
+/// Bytes of `of_bytes`, a share of the cap or a tmpfs, that must be free for a full store to take content again.
 #[must_use]
 pub fn resume_bytes(of_bytes: u64) -> u64 {
     (of_bytes / RESUME_PART).clamp(RESUME_BYTES, RESUME_BYTES_MAX)
@@ -226,7 +226,7 @@ impl PoolStore {
     /// The cap is another than the one that refused content.
     fn has_another_cap(&self, why: &PutError) -> bool {
         match why {
-            PutError::Cap(reached) => self.pool.cap().cap_bytes() != Some(reached.cap_bytes),
+            PutError::Cap(reached) => self.pool.cap().cap_bytes() != Some(reached.cap_bytes()),
             PutError::Full { .. } | PutError::Group(_) | PutError::File(_) => false,
         }
     }
@@ -239,14 +239,13 @@ impl PoolStore {
         let has = |left_bytes: u64, of_bytes| {
             left_bytes.saturating_add(spare_bytes) >= resume_bytes(of_bytes)
         };
-        let cap = self.pool.cap();
         let has_tmpfs = || match self.pool.tmpfs_room() {
             Ok(tmpfs) => has(tmpfs.left_bytes, tmpfs.len_bytes),
             // Only trying tells.
             Err(_) => true,
         };
         has(area_bytes, 0)
-            && has(cap.left_bytes(), cap.cap_bytes().unwrap_or(0))
+            && has(self.pool.cap_left_bytes(), self.pool.share_bytes())
             && self.room.shortage().is_none()
             && has_tmpfs()
     }
@@ -308,7 +307,7 @@ impl PoolStore {
         // The chunk is charged when it is allocated, and a charge beyond the group's limit kills
         // the process.
         let taken = self.room.take(CHUNK_BYTES).map_err(PutError::from);
-        if let Err(why) = taken.and_then(|()| Ok(self.pool.take(CHUNK_BYTES)?)) {
+        if let Err(why) = taken.and_then(|()| Ok(self.pool.take_for_content(CHUNK_BYTES)?)) {
             slots.chunk_without_memory(&allocated, bytes);
             return Err(why);
         }
@@ -503,7 +502,7 @@ mod tests {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let (store, page) = capped(&dir);
         let pool = store.pool();
-        pool.take(pool.cap().left_bytes()).unwrap();
+        pool.take_for_content(pool.cap_left_bytes()).unwrap();
         assert!(matches!(store.put(&page), Err(PutError::Cap(_))));
         let later = Instant::now() + FULL_MIN;
         let is_full_at = |now| {
@@ -516,7 +515,7 @@ mod tests {
         assert!(is_full_at(Instant::now()), "a moment after it was full");
         assert!(!is_full_at(later));
         // Whoever raises the cap need not wait.
-        pool.take(pool.cap().left_bytes()).unwrap();
+        pool.take_for_content(pool.cap_left_bytes()).unwrap();
         assert!(store.put(&page).is_err() && is_full_at(Instant::now()));
         pool.cap().set(Some(128 << 20));
         assert!(!is_full_at(Instant::now()));

@@ -24,7 +24,7 @@ use super::{
     identity::{self, Identity, mappings_of},
     room,
     shared::{ENDING_WAIT, Shared},
-    vm::{Prepared, Vm, empty_table_of},
+    vm::{Prepared, Vm, empty_table_of, put_into},
     waiting::Expected,
 };
 use crate::budget::{CeilingChange, ShareChange};
@@ -172,7 +172,7 @@ fn attach_process(
     let path = pool_path(state_dir, &request.name);
     room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
     let pool = Arc::new(make_pool(&path, &layout, &identity, shared)?);
-    pool.set_limit_bytes(request.limit_bytes);
+    put_into(&pool, &seat.share().standing().share);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
     let taken =

@@ -493,7 +493,7 @@ impl Host {
             attach::check_limit(Some(limit), vm.core.layout.look().len_bytes())?;
         }
         let budget = &self.shared.budget;
-        budget.change_share(&vm.core.name, change, |limit| vm.set_limit(limit))
+        budget.change_share(&vm.core.name, change, |share| vm.set_share(&share))
     }
 
     /// VM names by their RAM files, for matching devices.

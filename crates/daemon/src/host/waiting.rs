@@ -11,6 +11,7 @@ use super::{
     identity,
     pools::name_of,
     shared::Shared,
+    vm::put_into,
 };
 use crate::control::ControlError;
 use pagetide_policy::budget::{Bytes, Eviction, VmReport};
@@ -77,8 +78,7 @@ impl Expected {
             .seat
             .get_or_insert_with(|| budget.welcome_back(vm, pool.limit_bytes()));
         let seat = seat.share();
-        let ceiling = seat.standing().share.ceiling;
-        pool.set_limit_bytes(ceiling.map(|bytes| bytes.0));
+        put_into(pool, &seat.standing().share);
         seat
     }
 

@@ -376,7 +376,7 @@ impl Budget {
         }
     }
 
-    /// Changes what a VM may have, and hands its ceiling on to `put`: its pool and its limit have that, too.
+    /// Changes what a VM may have, and hands it on to `put`: its pool has ceiling and weight, too.
     ///
     /// # Errors
     /// A sentence; nothing has changed.
@@ -384,7 +384,7 @@ impl Budget {
         &self,
         name: &str,
         change: &ShareChange,
-        put: impl FnOnce(Option<u64>),
+        put: impl FnOnce(VmShare),
     ) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         let Some(member) = state.members.get(name) else {
@@ -415,7 +415,7 @@ impl Budget {
         }
         state.advance((saved, tried).into());
         // Within the lock, so that two changes reach the pool in the order in which they were written.
-        put(share.ceiling.map(|bytes| bytes.0));
+        put(share);
         drop(state);
         self.room.ring();
         Ok(())

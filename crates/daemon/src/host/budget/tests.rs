@@ -162,8 +162,8 @@ fn served(budget: &Arc<Budget>, name: &str, ram_mib: u64, cold_mib: u64) -> Arc<
 }
 
 /// For a change that is refused.
-fn unreached(ceiling: Option<u64>) {
-    panic!("a ceiling of {ceiling:?} was put in force");
+fn unreached(share: VmShare) {
+    panic!("{share:?} was put in force");
 }
 
 fn refused<T>(outcome: Result<T, ControlError>, part: &str) {
@@ -250,11 +250,11 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
         ceiling_bytes: CeilingChange::Set(600 * MIB),
         ..floor(100)
     };
-    let mut ceiling = None;
+    let mut put = VmShare::default();
     first
-        .change_share("a", &change, |bytes| ceiling = bytes)
+        .change_share("a", &change, |share| put = share)
         .unwrap();
-    assert_eq!(ceiling, Some(600 * MIB));
+    assert_eq!((put.ceiling, put.weight.get()), (Some(Bytes::mib(600)), 200));
     let marks = BudgetBody {
         low: Some("5%".parse().unwrap()),
         high: Some("100M".parse().unwrap()),
