@@ -468,6 +468,7 @@ impl Control for Host {
 
     fn shut_down(&self) -> Result<(), ControlError> {
         self.vms.close();
+        self.shared.budget.stop();
         let mut first = None;
         for vm in self.vms.all() {
             let name = vm.core.name.clone();
@@ -479,7 +480,6 @@ impl Control for Host {
                 }
             }
         }
-        self.shared.budget.stop();
         self.shared.feed.stop();
         self.devices.shut_down();
         first.map_or(Ok(()), Err)

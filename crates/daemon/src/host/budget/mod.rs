@@ -278,13 +278,7 @@ impl Budget {
         self.file.write(&saved)?;
         state.saved = saved;
         self.room.lift();
-        for member in state.members.values() {
-            if member.seat.lift()
-                && let Some(vm) = member.governed()
-            {
-                vm.enforce();
-            }
-        }
+        state.lift_targets();
         if state.force.take().is_some() {
             tracing::info!("the host's budget is lifted");
         }

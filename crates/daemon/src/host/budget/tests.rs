@@ -315,6 +315,7 @@ fn vm_that_waits_to_be_recovered_counts_as_memory_that_stays_until_it_is_served_
     let weak: Weak<Figures> = Arc::downgrade(&vm);
     seat.keep(weak);
     drop(waiting);
+    budget.set(&size(700)).unwrap();
     for second in 10..20 {
         budget.step_at(Duration::from_secs(second));
     }
@@ -325,6 +326,45 @@ fn vm_that_waits_to_be_recovered_counts_as_memory_that_stays_until_it_is_served_
     assert_eq!(budget.report().vms.len(), 3);
     drop(seat);
     assert_eq!(budget.report().vms.len(), 2);
+}
+
+#[test]
+fn nothing_is_evicted_for_the_sake_of_others_once_the_daemon_ends() {
+    let rig = Rig::new();
+    let budget = rig.open("1G");
+    let (first, last) = (
+        served(&budget, "first", 800, 0),
+        served(&budget, "last", 800, 0),
+    );
+    budget.set(&size(900)).unwrap();
+    let kept = last.resident.load(Relaxed);
+    assert!(kept < 800 * MIB);
+    budget.stop();
+    assert!(first.seat.limit(None).is_none() && last.seat.limit(None).is_none());
+    // All of the first one comes back.
+    first.resident.store(800 * MIB, Relaxed);
+    budget.step_at(Duration::from_secs(9));
+    assert_eq!(last.resident.load(Relaxed), kept);
+    assert_eq!(last.seat.pages_first(1, kept / 4096), 0);
+    assert!(budget.file.read().unwrap().unwrap().plan.is_some(), "for the next daemon");
+}
+
+#[test]
+fn group_of_a_vmm_must_allow_the_ram_that_was_plugged_in_since_the_vm_came() {
+    let rig = Rig::new();
+    rig.put("proc/77/cgroup", "0::/vms\n");
+    rig.put("sys/fs/cgroup/vms/memory.max", "2147483648\n");
+    rig.put("sys/fs/cgroup/vms/memory.current", "1\n");
+    let budget = rig.open("off");
+    let seat = budget
+        .admit(&newcomer("a", 1000), &ShareChange::default())
+        .unwrap();
+    budget.set(&size(4000)).unwrap();
+    let grown = Figures::new(&seat, 3000, 0);
+    let weak: Weak<Figures> = Arc::downgrade(&grown);
+    seat.keep(weak);
+    refused(budget.set(&size(4001)), "lets it have 2.9 GiB");
+    budget.set(&size(1500)).unwrap();
 }
 
 #[test]
