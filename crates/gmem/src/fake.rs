@@ -355,6 +355,7 @@ struct RoomState {
     counted_in: u64,
     given_back: u64,
     refilled: Vec<(SectionNo, u64)>,
+    faulted: Vec<DeviceId>,
 }
 
 /// A limit that is full or not, as the test says.
@@ -410,6 +411,12 @@ impl FakeRooms {
         lock(&self.state).refilled.clone()
     }
 
+    /// Devices whose faults began, in order.
+    #[must_use]
+    pub fn faulted(&self) -> Vec<DeviceId> {
+        lock(&self.state).faulted.clone()
+    }
+
     /// Pages for which room was given back.
     #[must_use]
     pub fn given_back(&self) -> u64 {
@@ -447,6 +454,10 @@ impl Admission for FakeRooms {
         let mut state = lock(&self.state);
         state.taken += signed(pages);
         state.counted_in += pages;
+    }
+
+    fn fault_begins(&self, device: DeviceId) {
+        lock(&self.state).faulted.push(device);
     }
 
     fn refilled(&self, section: SectionNo, pages: u64) {

@@ -36,8 +36,9 @@ mod identity;
 mod within;
 mod words;
 
-pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
+pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
 pub use file::version_at;
+pub use within::TmpfsRoom;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
