@@ -154,13 +154,15 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
     let mut daemon = start(dir.path(), &group);
     assert!(daemon.log().contains("memory cgroup"), "{}", daemon.log());
     // A budget that the group does not allow.
-    let request = ("PUT", "/v1/host/budget", json!({"budget_bytes": 2 * GROUP_BYTES}));
+    let request = (
+        "PUT",
+        "/v1/host/budget",
+        json!({"budget_bytes": 2 * GROUP_BYTES}),
+    );
     let part = "limit of 96 MiB of a memory cgroup";
     refuses_both(&daemon, &["host", "budget", "192M"], &request, part);
     let own = std::process::id().to_string();
-    daemon.json(&[
-        "attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT,
-    ]);
+    daemon.json(&["attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT]);
     let blockers = |daemon: &Daemon| show(daemon)["eviction_blockers"].to_string();
     daemon.until("word of the cgroup", |daemon| {
         blockers(daemon).contains("memory cgroup")

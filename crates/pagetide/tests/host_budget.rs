@@ -272,7 +272,12 @@ fn refuses_vms_that_cannot_be(daemon: &Daemon, vmm: &Vmm) {
         ("POST", "/v1/vms", body)
     };
     for (flag, given, request, part) in [
-        ("--weight", "0", with("weight", 0), "weight 0 is not possible"),
+        (
+            "--weight",
+            "0",
+            with("weight", 0),
+            "weight 0 is not possible",
+        ),
         (
             "--floor",
             "161M",

@@ -144,9 +144,7 @@ fn refuse_bad_caps(daemon: &Daemon) {
 fn fill_up(daemon: &mut Daemon) -> Value {
     daemon.json(&["pool", "cap", "8M"]);
     let own = std::process::id().to_string();
-    daemon.json(&[
-        "attach", "--pid", &own, "--name", "a", "--limit", "16M",
-    ]);
+    daemon.json(&["attach", "--pid", &own, "--name", "a", "--limit", "16M"]);
     daemon.until("zeros evicted from a full pool", |daemon| {
         let vm = vm_of(daemon);
         blockers(daemon).contains("reached their cap") && number(&vm, "zero_pages") >= PAGES / 2

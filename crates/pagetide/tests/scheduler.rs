@@ -202,7 +202,11 @@ fn what_makes_no_sense_is_refused_with_status_2_and_changes_nothing() {
         (vec!["--longest-run-us", "20000"], "does not fit"),
         (vec!["--reset", "--cycle-us", "20000"], "give it alone"),
     ] {
-        refuses(&daemon, &[&["host", "scheduler"], &words[..]].concat(), part);
+        refuses(
+            &daemon,
+            &[&["host", "scheduler"], &words[..]].concat(),
+            part,
+        );
         let after = scheduler_of(&daemon);
         for setting in [
             "cycle_us",

@@ -560,20 +560,29 @@ mod tests {
     fn new_chunk_is_one_that_holds_memory_already_if_there_is_any() {
         let mut slots = Slots::new(8);
         // A chunk each.
-        let taken: Vec<_> = (1..=4).map(|k| slots.allocate(k * 1_000).unwrap()).collect();
+        let taken: Vec<_> = (1..=4)
+            .map(|k| slots.allocate(k * 1_000).unwrap())
+            .collect();
         slots.free(taken[0].slot, 1_000);
         assert_eq!(slots.take_empty_chunks(0), [0]);
         slots.free(taken[2].slot, 3_000);
         assert_eq!(slots.spare_bytes(), CHUNK_BYTES);
         assert_eq!(slots.unused_bytes(), 5 * CHUNK_BYTES);
         let next = slots.allocate(4_100).unwrap();
-        assert_eq!((next.slot.chunk(), next.new_chunk), (2, None), "it is charged already");
+        assert_eq!(
+            (next.slot.chunk(), next.new_chunk),
+            (2, None),
+            "it is charged already"
+        );
         assert_eq!(slots.spare_bytes(), 0);
         // Only now one that needs memory, which is not to be had.
         let refused = slots.allocate(500).unwrap();
         assert_eq!(refused.new_chunk, Some(0));
         slots.chunk_without_memory(&refused, 500);
-        assert_eq!((slots.spare_bytes(), slots.unused_bytes()), (0, 5 * CHUNK_BYTES));
+        assert_eq!(
+            (slots.spare_bytes(), slots.unused_bytes()),
+            (0, 5 * CHUNK_BYTES)
+        );
         assert_eq!(slots.chunk_bytes(), 3 * CHUNK_BYTES);
     }
 }

@@ -536,7 +536,11 @@ mod tests {
         assert!(matches!(refused, PutError::Full { .. }), "{refused}");
         let later = Instant::now() + FULL_MIN;
         store.look_for_room(later);
-        assert_eq!(store.full(), Some(refused), "cap and tmpfs have room, the area has not");
+        assert_eq!(
+            store.full(),
+            Some(refused),
+            "cap and tmpfs have room, the area has not"
+        );
         let most = stored.len() / 20 * 16;
         stored.drain(..most).for_each(|content| store.free(content));
         store.look_for_room(later);

@@ -339,7 +339,11 @@ fn search_of_a_full_pool_for_zeros_goes_on_after_a_pause_behind_what_was_refused
         assert!(done.stopped.is_none(), "{done:?}");
         assert!(pace.0.get() > 0, "it stays at the same pages");
     }
-    for page in PageNo(0).run(PAGES).iter().filter(|page| page.0 >= SECTION_PAGES) {
+    for page in PageNo(0)
+        .run(PAGES)
+        .iter()
+        .filter(|page| page.0 >= SECTION_PAGES)
+    {
         assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
     }
     rig.verify();

@@ -35,7 +35,9 @@ impl Ram {
     pub fn verify(&self) {
         let mut found = vec![0; 4096];
         for page in 0..self.pages {
-            self.mapping.copy_from(page * PAGE_BYTES, &mut found).unwrap();
+            self.mapping
+                .copy_from(page * PAGE_BYTES, &mut found)
+                .unwrap();
             assert!(found == (self.content)(page), "page {page}");
         }
     }

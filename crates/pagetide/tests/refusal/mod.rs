@@ -27,7 +27,9 @@ fn ask(daemon: &Daemon, (method, path, body): &Request<'_>) -> (u16, Value) {
     let body = body.to_string();
     let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n");
     let length = format!("content-length: {}\r\n\r\n", body.len());
-    stream.write_all((head + &length + &body).as_bytes()).unwrap();
+    stream
+        .write_all((head + &length + &body).as_bytes())
+        .unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();

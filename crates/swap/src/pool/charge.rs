@@ -342,10 +342,16 @@ mod tests {
             cap_bytes: 1_000,
             share_bytes: 500,
         };
-        assert_eq!((noise.left_bytes(), noise.take_for_content(1)), (0, Err(refused)));
+        assert_eq!(
+            (noise.left_bytes(), noise.take_for_content(1)),
+            (0, Err(refused))
+        );
         // Words come first: a VM that is attached needs them.
         assert_eq!(noise.take(1), Ok(751));
-        assert_eq!((other.left_bytes(), other.take_for_content(249)), (249, Ok(249)));
+        assert_eq!(
+            (other.left_bytes(), other.take_for_content(249)),
+            (249, Ok(249))
+        );
         assert!(matches!(
             other.take_for_content(1),
             Err(CapReached::Whole { .. })
@@ -360,7 +366,10 @@ mod tests {
         drop(noise);
         assert_eq!(other.share_bytes(), 1_000);
         cap.set(None);
-        assert_eq!((other.left_bytes(), other.share_bytes()), (u64::MAX, u64::MAX));
+        assert_eq!(
+            (other.left_bytes(), other.share_bytes()),
+            (u64::MAX, u64::MAX)
+        );
     }
 
     #[test]

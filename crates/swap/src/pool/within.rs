@@ -3,9 +3,11 @@
 //! when it is freed.
 
 use super::{
-    Cell, Pool, PoolError,
+    Pool,
     charge::{CapReached, Charge, PoolCap},
+    error::PoolError,
     file::remove_quietly,
+    format::Cell,
 };
 use pagetide_sys::memory_file::FileError;
 use std::sync::{Arc, atomic::Ordering};
@@ -87,7 +89,9 @@ impl Pool {
 
     /// Takes `bytes` that are about to be allocated for content from the cap.
     pub(crate) fn take_for_content(&self, bytes: u64) -> Result<(), CapReached> {
-        self.charge.take_for_content(bytes).map(|taken| self.took(taken))
+        self.charge
+            .take_for_content(bytes)
+            .map(|taken| self.took(taken))
     }
 
     /// Takes `bytes` that are about to be allocated for page words from the cap.

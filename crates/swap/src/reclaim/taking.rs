@@ -131,12 +131,7 @@ impl Memory {
         whole.evicted
     }
 
-    fn take_part(
-        &mut self,
-        part: Wanted,
-        holds: impl Fn() -> bool,
-        pace: &impl Pace,
-    ) -> Part {
+    fn take_part(&mut self, part: Wanted, holds: impl Fn() -> bool, pace: &impl Pace) -> Part {
         let (section, pages) = (part.section, part.pages);
         let there = self.section_pages(section);
         let mut outcome = Evicted {

@@ -138,8 +138,15 @@ mod tests {
         assert!(large.pool_bytes > 2 * large.swapped_bytes);
         assert!(large.frees_memory());
         let report = large.report();
-        assert_eq!(report.stored, Bytes::mib(128 + 16), "the sum counts all of it");
-        assert_eq!((report.swapped, report.content), (Bytes::mib(64), Bytes::mib(16)));
+        assert_eq!(
+            report.stored,
+            Bytes::mib(128 + 16),
+            "the sum counts all of it"
+        );
+        assert_eq!(
+            (report.swapped, report.content),
+            (Bytes::mib(64), Bytes::mib(16))
+        );
         assert!(!kept(64 * GIB, 64 * MIB, 64 * MIB).frees_memory());
     }
 }

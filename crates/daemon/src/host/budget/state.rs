@@ -113,10 +113,7 @@ impl Member {
         Demand {
             name,
             pid: self.pid,
-            most: share
-                .ceiling
-                .unwrap_or(Bytes(u64::MAX))
-                .min(self.now().ram),
+            most: share.ceiling.unwrap_or(Bytes(u64::MAX)).min(self.now().ram),
         }
     }
 }

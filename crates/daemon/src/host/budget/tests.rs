@@ -254,7 +254,10 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
     first
         .change_share("a", &change, |share| put = share)
         .unwrap();
-    assert_eq!((put.ceiling, put.weight.get()), (Some(Bytes::mib(600)), 200));
+    assert_eq!(
+        (put.ceiling, put.weight.get()),
+        (Some(Bytes::mib(600)), 200)
+    );
     let marks = BudgetBody {
         low: Some("5%".parse().unwrap()),
         high: Some("100M".parse().unwrap()),
@@ -304,7 +307,11 @@ fn vm_that_waits_to_be_recovered_counts_as_memory_that_stays_until_it_is_served_
     }
     assert!(other.target_mib() <= 1024 - 600, "{}", other.target_mib());
     let report = budget.report();
-    assert_eq!(report.vms[1].resident_bytes, 600 * MIB, "nothing of it is evicted");
+    assert_eq!(
+        report.vms[1].resident_bytes,
+        600 * MIB,
+        "nothing of it is evicted"
+    );
     assert_eq!(
         report.used_bytes,
         600 * MIB + other.resident.load(Relaxed),
@@ -346,7 +353,10 @@ fn nothing_is_evicted_for_the_sake_of_others_once_the_daemon_ends() {
     budget.step_at(Duration::from_secs(9));
     assert_eq!(last.resident.load(Relaxed), kept);
     assert_eq!(last.seat.pages_first(1, kept / 4096), 0);
-    assert!(budget.file.read().unwrap().unwrap().plan.is_some(), "for the next daemon");
+    assert!(
+        budget.file.read().unwrap().unwrap().plan.is_some(),
+        "for the next daemon"
+    );
 }
 
 #[test]
