@@ -7,8 +7,8 @@ use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
 use crate::{
-    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness, fault,
-    fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
+    fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
     iopf_scale, name::BenchName, pa_bitmap, pool, real_size, schedule, sim, tracker,
 };
 

@@ -122,7 +122,10 @@ fn report(recipe: &Recipe, seeds: &[Seed]) -> BenchReport {
     let mut report = BenchReport::new(NAME);
     let figures = &mut report.figures;
     figures.insert("seeds".into(), seeds.len().into());
-    figures.insert("days".into(), (recipe.time.as_secs() / DAY.as_secs()).into());
+    figures.insert(
+        "days".into(),
+        (recipe.time.as_secs() / DAY.as_secs()).into(),
+    );
     figures.insert("vms".into(), recipe.vms.into());
     promises(seeds, figures);
     events(seeds, figures);
@@ -131,13 +134,24 @@ fn report(recipe: &Recipe, seeds: &[Seed]) -> BenchReport {
     trades(seeds, figures);
     figures.insert("fair_after_s".into(), fair_after(seeds));
     let of = |figure: fn(&Figures) -> Permille| {
-        median(seeds.iter().map(|seed| to_f64(figure(&seed.days).0.into()) / 1e3))
+        median(
+            seeds
+                .iter()
+                .map(|seed| to_f64(figure(&seed.days).0.into()) / 1e3),
+        )
     };
     let (done, split) = (of(|days| days.done), of(|days| days.done_split));
     figures.insert("done_share".into(), thousandths(done));
-    figures.insert("done_worst_share".into(), thousandths(of(|days| days.done_worst)));
-    report.peers.insert("split_done_share".into(), thousandths(split));
-    report.ratios.insert("done_over_split".into(), thousandths(done / split));
+    figures.insert(
+        "done_worst_share".into(),
+        thousandths(of(|days| days.done_worst)),
+    );
+    report
+        .peers
+        .insert("split_done_share".into(), thousandths(split));
+    report
+        .ratios
+        .insert("done_over_split".into(), thousandths(done / split));
     report
 }
 
@@ -148,10 +162,19 @@ fn promises(seeds: &[Seed], figures: &mut Map<String, Value>) {
     let all = |figure: fn(&Figures) -> u64| both().map(figure).sum::<u64>();
     let starved = both().map(|days| days.starved_longest).max();
     for (name, value) in [
-        ("over_beyond_fills_max_bytes", most(|days| days.over_beyond_fill_max)),
+        (
+            "over_beyond_fills_max_bytes",
+            most(|days| days.over_beyond_fill_max),
+        ),
         ("over_max_bytes", most(|days| days.over_max)),
-        ("promised_beyond_budget_max_bytes", most(|days| days.promised_max.less(days.budget))),
-        ("floors_broken", all(|days| days.floors_broken + days.targets_below_floor)),
+        (
+            "promised_beyond_budget_max_bytes",
+            most(|days| days.promised_max.less(days.budget)),
+        ),
+        (
+            "floors_broken",
+            all(|days| days.floors_broken + days.targets_below_floor),
+        ),
         ("starved_vms", all(|days| days.starved)),
         ("starved_longest_s", starved.unwrap_or_default().as_secs()),
         ("starved_after_s", STARVED_AFTER.as_secs()),
@@ -161,7 +184,8 @@ fn promises(seeds: &[Seed], figures: &mut Map<String, Value>) {
 }
 
 fn events(seeds: &[Seed], figures: &mut Map<String, Value>) {
-    let all = |figure: fn(&Figures) -> u64| seeds.iter().map(|seed| figure(&seed.days)).sum::<u64>();
+    let all =
+        |figure: fn(&Figures) -> u64| seeds.iter().map(|seed| figure(&seed.days)).sum::<u64>();
     for (name, value) in [
         ("steps", all(|days| days.steps)),
         ("vms_that_came", all(|days| days.came)),
@@ -170,9 +194,11 @@ fn events(seeds: &[Seed], figures: &mut Map<String, Value>) {
     ] {
         figures.insert(name.into(), value.into());
     }
-    let evicted = median(seeds.iter().map(|seed| {
-        to_f64(seed.days.evicted.0) / to_f64(seed.days.budget.0)
-    }));
+    let evicted = median(
+        seeds
+            .iter()
+            .map(|seed| to_f64(seed.days.evicted.0) / to_f64(seed.days.budget.0)),
+    );
     figures.insert("evicted_over_budget".into(), thousandths(evicted));
 }
 
@@ -183,7 +209,10 @@ fn water(seeds: &[Seed]) -> Value {
         let there: u64 = seeds.iter().map(|seed| seed.days.water_steps[state]).sum();
         rounded(to_f64(there) / to_f64(steps.max(1)))
     };
-    let named = WATER.iter().zip(0..).map(|(name, state)| ((*name).to_owned(), share(state).into()));
+    let named = WATER
+        .iter()
+        .zip(0..)
+        .map(|(name, state)| ((*name).to_owned(), share(state).into()));
     Value::Object(named.collect())
 }
 
@@ -223,7 +252,8 @@ fn fair_after(seeds: &[Seed]) -> Value {
         return Value::Null;
     };
     let of = |index: usize| {
-        let times: Option<Vec<Duration>> = seeds.iter().map(|seed| seed.changes[index].after).collect();
+        let times: Option<Vec<Duration>> =
+            seeds.iter().map(|seed| seed.changes[index].after).collect();
         times.and_then(|times| times.into_iter().max())
     };
     let named = first.changes.iter().enumerate().map(|(index, settled)| {

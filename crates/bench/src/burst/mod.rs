@@ -39,7 +39,7 @@ use self::{
     outside::{Look, Outside, Used},
     report::{Measured, Sizes, describe},
     served::Served,
-    slice::{Rates, Reference, Slice, Told},
+    slice::{BURSTING, Rates, Reference, STEADY, Slice, Told},
 };
 use super::{
     busy::{
@@ -87,10 +87,8 @@ const BURST_PERMILLE: u32 = 500;
 /// Present of both VMs under the budget, in thousandths of one RAM, while its high watermark is free: three
 /// quarters are working sets once the burst is over.
 const RESIDENT_PERMILLE: u64 = 1100;
-/// Names of the tenants, and their places.
+/// Names of the tenants.
 const VMS: [&str; 2] = ["steady", "bursting"];
-const STEADY: usize = 0;
-const BURSTING: usize = 1;
 /// Time for a stand-in to bring its working set back, and to warm up.
 const SETTLE: Duration = Duration::from_secs(2);
 /// Longest time until memory is as the watermarks want it.
@@ -327,13 +325,16 @@ impl Bench {
         let group = self.group.as_ref().map_err(String::clone)?;
         group.lift()?;
         // It is switched off, and everything read back.
-        drop(zram);
+        drop((used, zram));
         Ok(Some(slice))
     }
 
     /// From everything evicted to the state before the burst: both working sets are back, and what is cold of the
     /// steady VM takes what is left.
-    fn fill_up(&mut self, used_bytes: impl Fn(&Outside) -> Result<u64, String>) -> Result<(), String> {
+    fn fill_up(
+        &mut self,
+        used_bytes: impl Fn(&Outside) -> Result<u64, String>,
+    ) -> Result<(), String> {
         self.each_guest(&Order::Resume)?;
         std::thread::sleep(SETTLE);
         self.guests[STEADY].obey(&Order::TouchAll)?;
@@ -529,17 +530,26 @@ impl Seen {
             Some(after) => after.as_secs_f64(),
             None => -burst.duration_since(at).as_secs_f64(),
         };
-        let rates = self.rates.into_iter().map(|(from, to, [steady, bursting])| Rates {
-            from_s: since(from),
-            to_s: since(to),
-            steady,
-            bursting,
-        });
-        let told = self.told.windows(2).map(|pair| told(&pair[0], &pair[1], since(pair[1].at)));
+        let rates = self
+            .rates
+            .into_iter()
+            .map(|(from, to, [steady, bursting])| Rates {
+                from_s: since(from),
+                to_s: since(to),
+                steady,
+                bursting,
+            });
+        let told = self
+            .told
+            .windows(2)
+            .map(|pair| told(&pair[0], &pair[1], since(pair[1].at)));
         Slice {
             rates: rates.collect(),
             told: told.collect(),
-            used: used.into_iter().map(|(at, bytes)| (since(at), bytes)).collect(),
+            used: used
+                .into_iter()
+                .map(|(at, bytes)| (since(at), bytes))
+                .collect(),
             faults,
             served,
         }
@@ -552,7 +562,11 @@ fn told(before: &Asked, now: &Asked, at_s: f64) -> Told {
         counted.map(|set| set.sections).sum()
     };
     let hot = |vm: &VmReport| sections(vm, |set| WARM.contains(&set));
-    let all: u64 = now.vms.iter().map(|vm| vm.ram_bytes / pagetide_addr::SECTION_BYTES).sum();
+    let all: u64 = now
+        .vms
+        .iter()
+        .map(|vm| vm.ram_bytes / pagetide_addr::SECTION_BYTES)
+        .sum();
     let warm: u64 = now.vms.iter().map(hot).sum();
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let available = (now.at - before.at).as_secs_f64() * to_f64(cpus as u64);

@@ -35,7 +35,10 @@ impl Outside {
     /// If a RAM is not found.
     pub(super) fn of(pids: &[u32], state_dir: &Path) -> Result<Self, String> {
         Ok(Self {
-            rams: pids.iter().map(|pid| ram_of(*pid)).collect::<Result<_, _>>()?,
+            rams: pids
+                .iter()
+                .map(|pid| ram_of(*pid))
+                .collect::<Result<_, _>>()?,
             pools: state_dir.to_owned(),
         })
     }
@@ -57,7 +60,10 @@ impl Outside {
         let mut sum = 0;
         for entry in fs::read_dir(&self.pools).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
-            if path.extension().is_some_and(|extension| extension == "pool") {
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "pool")
+            {
                 sum += blocks_of(&path)?;
             }
         }
@@ -102,9 +108,7 @@ pub(super) struct Look {
 
 impl Look {
     /// Begins to look; `used_bytes` says what is used.
-    pub(super) fn begin(
-        used_bytes: impl Fn() -> Result<u64, String> + Send + 'static,
-    ) -> Self {
+    pub(super) fn begin(used_bytes: impl Fn() -> Result<u64, String> + Send + 'static) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let told = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {

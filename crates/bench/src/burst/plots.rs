@@ -11,11 +11,13 @@
 //! | `burst.json` | all of it as numbers | |
 
 use super::{
-    BURSTING, STEADY,
     report::{Measured, Sizes},
-    slice::{Rates, Slice},
+    slice::{BURSTING, Rates, STEADY, Slice},
 };
-use crate::harness::{figures::{rounded, to_f64}, latencies::Latencies};
+use crate::harness::{
+    figures::{rounded, to_f64},
+    latencies::Latencies,
+};
 use pagetide_chart::{Axis, Chart, Scale, Series, Shape};
 use serde_json::{Value, json};
 use std::{
@@ -73,7 +75,10 @@ impl<'a> OverTime<'a> {
     }
 
     fn line(&self, name: &str, points: impl Iterator<Item = (f64, f64)>) -> Series {
-        let points: Vec<(f64, f64)> = points.map(|(at_s, y)| (at_s + self.before_s, y)).filter(|(x, _)| *x >= 0.0).collect();
+        let points: Vec<(f64, f64)> = points
+            .map(|(at_s, y)| (at_s + self.before_s, y))
+            .filter(|(x, _)| *x >= 0.0)
+            .collect();
         let every = points.len().div_ceil(POINTS_MAX).max(1);
         Series {
             name: name.to_owned(),
@@ -82,7 +87,10 @@ impl<'a> OverTime<'a> {
     }
 
     fn chart(&self, title: &str, y: (&str, Scale), series: Vec<Series>) -> Chart {
-        let y_max = series.iter().map(|series| series.shape.top()).fold(0.0, f64::max);
+        let y_max = series
+            .iter()
+            .map(|series| series.shape.top())
+            .fold(0.0, f64::max);
         Chart {
             title: title.to_owned(),
             x: Axis::Numbers {
@@ -104,7 +112,10 @@ fn mib(bytes: u64) -> f64 {
 
 fn free(sizes: &Sizes, slice: &Slice) -> Chart {
     let over = OverTime::of(slice);
-    let free = slice.used.iter().map(|(at_s, used)| (*at_s, mib(sizes.budget_bytes.saturating_sub(*used))));
+    let free = slice
+        .used
+        .iter()
+        .map(|(at_s, used)| (*at_s, mib(sizes.budget_bytes.saturating_sub(*used))));
     let level = |name: &str, bytes: u64| {
         let ends = [-over.before_s, slice.end_s()];
         over.line(name, ends.into_iter().map(|at_s| (at_s, mib(bytes))))
@@ -122,16 +133,39 @@ fn throughput(round: &Measured) -> Chart {
     let over = OverTime::of(&round.ours);
     let reference = &round.reference;
     let line = |name: &str, slice: &Slice, of: fn(&Rates) -> f64, before: f64| {
-        let points = slice.rates.iter().map(|rates| ((rates.from_s + rates.to_s) / 2.0, of(rates) / before));
+        let points = slice
+            .rates
+            .iter()
+            .map(|rates| ((rates.from_s + rates.to_s) / 2.0, of(rates) / before));
         over.line(name, points)
     };
     let mut series = vec![
-        line("bursting", &round.ours, |rates| rates.bursting, reference.bursting),
-        line("steady", &round.ours, |rates| rates.steady, reference.steady),
+        line(
+            "bursting",
+            &round.ours,
+            |rates| rates.bursting,
+            reference.bursting,
+        ),
+        line(
+            "steady",
+            &round.ours,
+            |rates| rates.steady,
+            reference.steady,
+        ),
     ];
     if let Some(zram) = &round.zram {
-        series.push(line("bursting, zram", zram, |rates| rates.bursting, reference.bursting));
-        series.push(line("steady, zram", zram, |rates| rates.steady, reference.steady));
+        series.push(line(
+            "bursting, zram",
+            zram,
+            |rates| rates.bursting,
+            reference.bursting,
+        ));
+        series.push(line(
+            "steady, zram",
+            zram,
+            |rates| rates.steady,
+            reference.steady,
+        ));
     }
     let title = "Throughput over that of the larger working set with all memory present";
     over.chart(title, ("share", Scale::Shares), series)
@@ -142,25 +176,51 @@ fn scheduler(slice: &Slice) -> Chart {
     let classes = slice.told.first().map_or(0, |told| told.shares.len());
     let series = (0..classes).map(|class| {
         let name = &slice.told[0].shares[class].0;
-        over.line(name, slice.told.iter().map(|told| (told.at_s, told.shares[class].1)))
+        over.line(
+            name,
+            slice
+                .told
+                .iter()
+                .map(|told| (told.at_s, told.shares[class].1)),
+        )
     });
     let series = series.collect();
-    over.chart("CPU time by class of the scheduler", ("share of all CPUs", Scale::Shares), series)
+    over.chart(
+        "CPU time by class of the scheduler",
+        ("share of all CPUs", Scale::Shares),
+        series,
+    )
 }
 
 fn heat(slice: &Slice) -> Chart {
     let over = OverTime::of(slice);
     let hot = |name: &str, tenant: usize| {
-        let most = slice.told.iter().flat_map(|told| told.hot_sections).max().unwrap_or(0).max(1);
-        let points = slice.told.iter().map(|told| (told.at_s, to_f64(told.hot_sections[tenant]) / to_f64(most)));
+        let most = slice
+            .told
+            .iter()
+            .flat_map(|told| told.hot_sections)
+            .max()
+            .unwrap_or(0)
+            .max(1);
+        let points = slice
+            .told
+            .iter()
+            .map(|told| (told.at_s, to_f64(told.hot_sections[tenant]) / to_f64(most)));
         over.line(&format!("{name} (100% are {most} sections)"), points)
     };
     let series = vec![
         hot("hot, bursting", BURSTING),
         hot("hot, steady", STEADY),
-        over.line("cold share", slice.told.iter().map(|told| (told.at_s, told.cold_share))),
+        over.line(
+            "cold share",
+            slice.told.iter().map(|told| (told.at_s, told.cold_share)),
+        ),
     ];
-    over.chart("Hot sections and cold share", ("share", Scale::Shares), series)
+    over.chart(
+        "Hot sections and cold share",
+        ("share", Scale::Shares),
+        series,
+    )
 }
 
 /// The share of `latencies` that took at most so long.
@@ -177,7 +237,10 @@ fn faults(round: &Measured) -> Chart {
     let mut series = vec![
         line("served", round.ours.served.shares(FAULT_MAX_US)),
         line("whole", distribution(&round.ours.faults)),
-        line("bare userfaultfd", distribution(&round.reference.round_trips)),
+        line(
+            "bare userfaultfd",
+            distribution(&round.reference.round_trips),
+        ),
     ];
     if let Some(zram) = &round.zram {
         series.push(line("whole, zram", distribution(&zram.faults)));
@@ -238,7 +301,13 @@ fn points(points: &[(f64, f64)]) -> Vec<Value> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::{report::tests::{SIZES, measured}, slice::tests::slice}, *};
+    use super::{
+        super::{
+            report::tests::{SIZES, measured},
+            slice::tests::slice,
+        },
+        *,
+    };
 
     #[test]
     fn each_picture_has_its_lines_and_the_data_is_complete() {

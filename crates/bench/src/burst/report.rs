@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The figures of the bench, from all rounds.
 
-use super::{
-    BURSTING, STEADY,
-    slice::{Reference, Slice},
-};
+use super::slice::{BURSTING, Reference, STEADY, Slice, Told};
 use crate::harness::{
     figures::{median, rounded, thousandths, to_f64},
     latencies::Latencies,
@@ -45,13 +42,17 @@ impl Measured {
     }
 
     fn free_min_bytes(&self, sizes: &Sizes) -> u64 {
-        sizes.budget_bytes.saturating_sub(self.ours.used_max_bytes())
+        sizes
+            .budget_bytes
+            .saturating_sub(self.ours.used_max_bytes())
     }
 }
 
 /// Share of `latencies` that took at most `us`.
 pub(super) fn share_within(latencies: &Latencies, us: f64) -> f64 {
-    let within = (0..=1000).rev().find(|permille| latencies.us(*permille) <= us);
+    let within = (0..=1000)
+        .rev()
+        .find(|permille| latencies.us(*permille) <= us);
     to_f64(within.unwrap_or(0) as u64) / 1e3
 }
 
@@ -91,11 +92,18 @@ fn recovery(rounds: &[Measured], report: &mut BenchReport) {
     figures.insert("recovery_s".into(), thousandths(of(rounds, ours)));
     let all: Vec<f64> = rounds.iter().map(|round| rounded(ours(round))).collect();
     figures.insert("recovery_s_by_round".into(), json!(all));
-    let recovered = rounds.iter().filter(|round| round.ours.has_recovered(round.reference.bursting));
+    let recovered = rounds
+        .iter()
+        .filter(|round| round.ours.has_recovered(round.reference.bursting));
     figures.insert("recovered_rounds".into(), recovered.count().into());
-    let after = of(rounds, |round| round.ours.after_share(round.reference.bursting));
+    let after = of(rounds, |round| {
+        round.ours.after_share(round.reference.bursting)
+    });
     figures.insert("after_share".into(), thousandths(after));
-    let with_zram: Vec<(&Measured, &Slice)> = rounds.iter().filter_map(|round| Some((round, round.zram.as_ref()?))).collect();
+    let with_zram: Vec<(&Measured, &Slice)> = rounds
+        .iter()
+        .filter_map(|round| Some((round, round.zram.as_ref()?)))
+        .collect();
     if with_zram.is_empty() {
         return;
     }
@@ -103,8 +111,13 @@ fn recovery(rounds: &[Measured], report: &mut BenchReport) {
     let beyond = median(with_zram.iter().map(|both| ours(both.0) - theirs(both)));
     figures.insert("recovery_beyond_zram_s".into(), thousandths(beyond));
     let by_round: Vec<f64> = with_zram.iter().map(|both| rounded(theirs(both))).collect();
-    let median_of = |figure: &dyn Fn(&(&Measured, &Slice)) -> f64| thousandths(median(with_zram.iter().map(figure)));
-    let used = with_zram.iter().map(|(_, zram)| zram.used_max_bytes()).max();
+    let median_of = |figure: &dyn Fn(&(&Measured, &Slice)) -> f64| {
+        thousandths(median(with_zram.iter().map(figure)))
+    };
+    let used = with_zram
+        .iter()
+        .map(|(_, zram)| zram.used_max_bytes())
+        .max();
     let zram = json!({
         "recovery_s": median_of(&theirs),
         "recovery_s_by_round": by_round,
@@ -118,9 +131,17 @@ fn recovery(rounds: &[Measured], report: &mut BenchReport) {
     });
     report.peers.insert("zram".into(), zram);
     let over = median(with_zram.iter().map(|both| ours(both.0) / theirs(both)));
-    report.ratios.insert("recovery_over_zram".into(), thousandths(over));
-    let p90 = median(with_zram.iter().map(|(round, zram)| round.ours.faults.us(900) / zram.faults.us(900)));
-    report.ratios.insert("whole_p90_over_zram".into(), thousandths(p90));
+    report
+        .ratios
+        .insert("recovery_over_zram".into(), thousandths(over));
+    let p90 = median(
+        with_zram
+            .iter()
+            .map(|(round, zram)| round.ours.faults.us(900) / zram.faults.us(900)),
+    );
+    report
+        .ratios
+        .insert("whole_p90_over_zram".into(), thousandths(p90));
 }
 
 fn tenants(rounds: &[Measured], figures: &mut Map<String, Value>) {
@@ -128,19 +149,45 @@ fn tenants(rounds: &[Measured], figures: &mut Map<String, Value>) {
     let hot = |tenant: usize, from: f64, to: f64| {
         of(rounds, |round| {
             let end = round.ours.end_s();
-            let told = |told: &super::slice::Told| to_f64(told.hot_sections[tenant]);
+            let told = |told: &Told| to_f64(told.hot_sections[tenant]);
             round.ours.told_between(from * end, to * end, told)
         })
     };
     for (name, value) in [
-        ("steady_least_share", of(rounds, |round| round.ours.steady_least_share(round.reference.steady))),
-        ("hot_steady_share", of(rounds, |round| round.ours.hot_share(STEADY, 0.0))),
-        ("hot_bursting_share", of(rounds, |round| round.ours.hot_share(BURSTING, half(round)))),
+        (
+            "steady_least_share",
+            of(rounds, |round| {
+                round.ours.steady_least_share(round.reference.steady)
+            }),
+        ),
+        (
+            "hot_steady_share",
+            of(rounds, |round| round.ours.hot_share(STEADY, 0.0)),
+        ),
+        (
+            "hot_bursting_share",
+            of(rounds, |round| round.ours.hot_share(BURSTING, half(round))),
+        ),
         ("hot_bursting_sections_before", hot(BURSTING, -1.0, 0.0)),
         ("hot_bursting_sections_after", hot(BURSTING, 0.5, 2.0)),
-        ("cold_share_before", of(rounds, |round| round.ours.told_between(-9.0, 0.0, |told| told.cold_share))),
-        ("cold_least_share", of(rounds, |round| round.ours.cold_least_share())),
-        ("cold_share_after", of(rounds, |round| round.ours.told_between(half(round), f64::INFINITY, |told| told.cold_share))),
+        (
+            "cold_share_before",
+            of(rounds, |round| {
+                round.ours.told_between(-9.0, 0.0, |told| told.cold_share)
+            }),
+        ),
+        (
+            "cold_least_share",
+            of(rounds, |round| round.ours.cold_least_share()),
+        ),
+        (
+            "cold_share_after",
+            of(rounds, |round| {
+                round
+                    .ours
+                    .told_between(half(round), f64::INFINITY, |told| told.cold_share)
+            }),
+        ),
     ] {
         figures.insert(name.into(), thousandths(value));
     }
@@ -148,17 +195,48 @@ fn tenants(rounds: &[Measured], figures: &mut Map<String, Value>) {
 
 fn faults(rounds: &[Measured], figures: &mut Map<String, Value>) {
     for (name, value) in [
-        ("served_within_10us_share", of(rounds, |round| round.ours.served.share_within(round.served_limit_us()))),
+        (
+            "served_within_10us_share",
+            of(rounds, |round| {
+                round.ours.served.share_within(round.served_limit_us())
+            }),
+        ),
         ("served_limit_us", of(rounds, Measured::served_limit_us)),
-        ("served_faults", of(rounds, |round| round.ours.served.count())),
-        ("whole_within_share", of(rounds, |round| share_within(&round.ours.faults, round.whole_limit_us()))),
+        (
+            "served_faults",
+            of(rounds, |round| round.ours.served.count()),
+        ),
+        (
+            "whole_within_share",
+            of(rounds, |round| {
+                share_within(&round.ours.faults, round.whole_limit_us())
+            }),
+        ),
         ("whole_limit_us", of(rounds, Measured::whole_limit_us)),
-        ("whole_faults", of(rounds, |round| to_f64(round.ours.faults.count() as u64))),
-        ("whole_p50_us", of(rounds, |round| round.ours.faults.us(500))),
-        ("whole_p90_us", of(rounds, |round| round.ours.faults.us(900))),
-        ("whole_p99_us", of(rounds, |round| round.ours.faults.us(990))),
-        ("uffdio_copy_us", of(rounds, |round| round.reference.copies.us(500))),
-        ("uffd_round_trip_us", of(rounds, |round| round.reference.round_trips.us(500))),
+        (
+            "whole_faults",
+            of(rounds, |round| to_f64(round.ours.faults.count() as u64)),
+        ),
+        (
+            "whole_p50_us",
+            of(rounds, |round| round.ours.faults.us(500)),
+        ),
+        (
+            "whole_p90_us",
+            of(rounds, |round| round.ours.faults.us(900)),
+        ),
+        (
+            "whole_p99_us",
+            of(rounds, |round| round.ours.faults.us(990)),
+        ),
+        (
+            "uffdio_copy_us",
+            of(rounds, |round| round.reference.copies.us(500)),
+        ),
+        (
+            "uffd_round_trip_us",
+            of(rounds, |round| round.reference.round_trips.us(500)),
+        ),
     ] {
         figures.insert(name.into(), thousandths(value));
     }
@@ -171,7 +249,9 @@ fn scheduler(rounds: &[Measured], figures: &mut Map<String, Value>) {
     };
     let share = |class: usize, from: f64, to: f64| {
         of(rounds, |round| {
-            round.ours.told_between(from, to, |told| told.shares[class].1)
+            round
+                .ours
+                .told_between(from, to, |told| told.shares[class].1)
         })
     };
     let named = first.shares.iter().enumerate().map(|(class, (name, _))| {

@@ -30,14 +30,19 @@ impl Served {
         let buckets: Option<Vec<(f64, f64)>> = buckets.collect();
         match buckets {
             Some(buckets) if !buckets.is_empty() => Ok(Self(buckets)),
-            _ => Err(format!("the metrics do not tell how long faults of {vm} took")),
+            _ => Err(format!(
+                "the metrics do not tell how long faults of {vm} took"
+            )),
         }
     }
 
     /// Those after `before`.
     pub(super) fn since(&self, before: &Self) -> Self {
         let both = self.0.iter().zip(&before.0);
-        Self(both.map(|((bound, now), (_, then))| (*bound, now - then)).collect())
+        Self(
+            both.map(|((bound, now), (_, then))| (*bound, now - then))
+                .collect(),
+        )
     }
 
     /// How many there are.
@@ -65,7 +70,9 @@ impl Served {
     /// Bounds up to `max_us`, and the share within each.
     pub(super) fn shares(&self, max_us: f64) -> Vec<(f64, f64)> {
         let within = self.0.iter().filter(|(bound, _)| *bound <= max_us);
-        within.map(|(bound, count)| (*bound, count / self.count())).collect()
+        within
+            .map(|(bound, count)| (*bound, count / self.count()))
+            .collect()
     }
 }
 
@@ -94,7 +101,13 @@ pagetide_vm_vcpu_fault_us_count{vm=\"two\"} 100\n";
         let before = Served::of(PAGE, "two").unwrap();
         let served = Served::of(&later, "two").unwrap().since(&before);
         assert!((served.count() - 200.0).abs() < 1e-9);
-        for (us, share) in [(10.0, 0.05), (12.5, 0.3), (15.0, 0.55), (99.0, 0.55), (0.0, 0.0)] {
+        for (us, share) in [
+            (10.0, 0.05),
+            (12.5, 0.3),
+            (15.0, 0.55),
+            (99.0, 0.55),
+            (0.0, 0.0),
+        ] {
             assert!((served.share_within(us) - share).abs() < 1e-9, "{us}");
         }
         assert_eq!(served.shares(12.0), [(10.0, 0.05)]);

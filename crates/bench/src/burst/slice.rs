@@ -8,6 +8,9 @@ use crate::harness::{
     latencies::Latencies,
 };
 
+/// Places of the tenants.
+pub(super) const STEADY: usize = 0;
+pub(super) const BURSTING: usize = 1;
 /// Throughput counts as recovered when its mean over so many samples is back.
 const RECOVERED_SAMPLES: usize = 5;
 /// Share of the throughput before that counts as back.
@@ -63,7 +66,11 @@ impl Slice {
     /// When the tenant's throughput was back at [`RECOVERED_SHARE`] of `before`, and stayed there for half a
     /// second; the end of the slice if it never was.
     pub(super) fn recovery_s(&self, before: f64) -> f64 {
-        let after: Vec<&Rates> = self.rates.iter().filter(|rates| rates.from_s >= 0.0).collect();
+        let after: Vec<&Rates> = self
+            .rates
+            .iter()
+            .filter(|rates| rates.from_s >= 0.0)
+            .collect();
         let is_back = |part: &&[&Rates]| {
             mean(part.iter().map(|rates| rates.bursting)) >= RECOVERED_SHARE * before
         };
@@ -83,14 +90,24 @@ impl Slice {
     /// Median throughput of the tenant in the last third, over `before`.
     pub(super) fn after_share(&self, before: f64) -> f64 {
         let end = self.rates.last().map_or(0.0, |rates| rates.to_s);
-        let late = self.rates.iter().filter(|rates| rates.from_s >= end * 2.0 / 3.0);
+        let late = self
+            .rates
+            .iter()
+            .filter(|rates| rates.from_s >= end * 2.0 / 3.0);
         median(late.map(|rates| rates.bursting)) / before
     }
 
     /// The least that the steady tenant did in half a second after the burst, over `before`.
     pub(super) fn steady_least_share(&self, before: f64) -> f64 {
-        let after: Vec<f64> = self.rates.iter().filter(|rates| rates.from_s >= 0.0).map(|rates| rates.steady).collect();
-        let means = after.windows(RECOVERED_SAMPLES).map(|part| mean(part.iter().copied()));
+        let after: Vec<f64> = self
+            .rates
+            .iter()
+            .filter(|rates| rates.from_s >= 0.0)
+            .map(|rates| rates.steady)
+            .collect();
+        let means = after
+            .windows(RECOVERED_SAMPLES)
+            .map(|part| mean(part.iter().copied()));
         means.fold(f64::INFINITY, f64::min) / before
     }
 
@@ -111,15 +128,25 @@ impl Slice {
     }
 
     /// Median of a figure that the daemon told, between two times.
-    pub(super) fn told_between(&self, from_s: f64, to_s: f64, figure: impl Fn(&Told) -> f64) -> f64 {
-        let within = self.told.iter().filter(|told| (from_s..to_s).contains(&told.at_s));
+    pub(super) fn told_between(
+        &self,
+        from_s: f64,
+        to_s: f64,
+        figure: impl Fn(&Told) -> f64,
+    ) -> f64 {
+        let within = self
+            .told
+            .iter()
+            .filter(|told| (from_s..to_s).contains(&told.at_s));
         median(within.map(figure))
     }
 
     /// The least cold share from the burst on.
     pub(super) fn cold_least_share(&self) -> f64 {
         let after = self.told.iter().filter(|told| told.at_s >= 0.0);
-        after.map(|told| told.cold_share).fold(f64::INFINITY, f64::min)
+        after
+            .map(|told| told.cold_share)
+            .fold(f64::INFINITY, f64::min)
     }
 
     /// End of the slice.
@@ -138,7 +165,11 @@ pub(super) mod tests {
             from_s: f64::from(tenth) / 10.0,
             to_s: f64::from(tenth + 1) / 10.0,
             steady: if tenth == 3 { 50.0 } else { 100.0 },
-            bursting: if (0..i32::try_from(stall).unwrap()).contains(&tenth) { 10.0 } else { 200.0 },
+            bursting: if (0..i32::try_from(stall).unwrap()).contains(&tenth) {
+                10.0
+            } else {
+                200.0
+            },
         });
         let told = (-10..30).map(|fifth| Told {
             at_s: f64::from(fifth) / 5.0,

@@ -6,12 +6,13 @@ use super::super::{
     fill::{Claim, share_out},
 };
 use super::{
-    DAY, Figures, Recipe, STARVED_AFTER,
-    guest::{Account, Guest},
-    life::{Operator, Place, Turn},
+    guest::{Account, Guest, share_of, touches_of},
+    life::{Operator, Place, Turn, first_guests},
+    recipe::{DAY, Events, Figures, Recipe, STARVED_AFTER},
 };
 use pagetide_random::SplitMix64;
-use std::{collections::HashMap, time::Duration};
+use rustc_hash::FxHashMap;
+use std::time::Duration;
 
 /// Parts of a step in which a guest touches, fills and evicts in turn.
 pub(super) const PARTS: u32 = 4;
@@ -23,7 +24,7 @@ pub(super) struct Days {
     places: Vec<Place>,
     /// By place.
     pub guests: Vec<Option<Guest>>,
-    by_id: HashMap<VmId, usize>,
+    by_id: FxHashMap<VmId, usize>,
     order: SplitMix64,
     operator: Operator,
     host: HostMemory,
@@ -40,7 +41,11 @@ impl Days {
     /// A host for `guests`, which never change, under `plan`.
     pub fn of(guests: Vec<Guest>, plan: Plan, step: Duration) -> Self {
         let host = HostMemory {
-            ram: guests.iter().map(|guest| guest.ram).sum::<Bytes>().max(plan.budget),
+            ram: guests
+                .iter()
+                .map(|guest| guest.ram)
+                .sum::<Bytes>()
+                .max(plan.budget),
             cgroup_limit: None,
         };
         let mut days = Self {
@@ -48,9 +53,9 @@ impl Days {
             now: Duration::ZERO,
             places: Vec::new(),
             guests: Vec::new(),
-            by_id: HashMap::new(),
+            by_id: FxHashMap::default(),
             order: SplitMix64::new(1),
-            operator: Operator::new(1, super::Events::NONE),
+            operator: Operator::new(1, Events::NONE),
             host,
             budget: HostBudget::new(plan, host).expect("the plan is sound"),
             used: Bytes::ZERO,
@@ -74,7 +79,7 @@ impl Days {
 
     /// That of `recipe`.
     pub fn new(recipe: &Recipe) -> Self {
-        let (places, guests): (Vec<Place>, Vec<Guest>) = super::first_guests(recipe);
+        let (places, guests): (Vec<Place>, Vec<Guest>) = first_guests(recipe);
         let ram: Bytes = guests.iter().map(|guest| guest.ram).sum();
         let days = Self::of(guests, Plan::new(recipe.budget.of(ram)), recipe.step);
         Self {
@@ -294,11 +299,12 @@ impl Days {
         self.gone.evicted += account.evicted;
         self.gone.floors_broken += account.floors_broken;
         // One that was hardly there says nothing.
-        let one_day = super::touches_of(DAY);
+        let one_day = touches_of(DAY);
         let worse = |(done, wanted): (u64, u64)| {
-            u128::from(account.done) * u128::from(wanted) < u128::from(done) * u128::from(account.wanted)
+            u128::from(account.done) * u128::from(wanted)
+                < u128::from(done) * u128::from(account.wanted)
         };
-        if account.wanted >= one_day.min(super::touches_of(self.now)) && self.worst.is_none_or(worse) {
+        if account.wanted >= one_day.min(touches_of(self.now)) && self.worst.is_none_or(worse) {
             self.worst = Some((account.done, account.wanted));
         }
     }
@@ -312,8 +318,8 @@ impl Days {
         let gone = &self.gone;
         let (done, wanted) = self.worst.unwrap_or((0, 0));
         Figures {
-            done: super::share_of(gone.done, gone.wanted),
-            done_worst: super::share_of(done, wanted),
+            done: share_of(gone.done, gone.wanted),
+            done_worst: share_of(done, wanted),
             evicted: gone.evicted,
             floors_broken: gone.floors_broken,
             ..self.figures

@@ -2,7 +2,7 @@
 //! How much memory a guest uses at what time.
 
 use super::super::{Bytes, units::millis};
-use super::DAY;
+use super::recipe::DAY;
 use pagetide_random::SplitMix64;
 use std::time::Duration;
 
@@ -12,10 +12,7 @@ pub(super) enum Demand {
     /// It follows the day, with bursts and idle hours.
     Daily(Daily),
     /// About the same all the time.
-    Steady {
-        around: Bytes,
-        random: SplitMix64,
-    },
+    Steady { around: Bytes, random: SplitMix64 },
 }
 
 /// See [`super`].

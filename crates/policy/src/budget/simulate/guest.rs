@@ -68,8 +68,14 @@ pub(super) struct Over {
 
 impl Guest {
     /// One that has touched `touched`, of which so much is resident and nothing is known yet.
-    pub fn new(id: VmId, share: VmShare, ram: Bytes, memory: (Bytes, Bytes), demand: Demand) -> Self {
-        let (touched, resident) = memory;
+    pub fn new(
+        id: VmId,
+        share: VmShare,
+        ram: Bytes,
+        touched: Bytes,
+        resident: Bytes,
+        demand: Demand,
+    ) -> Self {
         Self {
             id,
             share,
@@ -301,11 +307,22 @@ impl Guest {
     }
 }
 
-pub(super) fn nanos(time: Duration) -> u64 {
+fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Touches in `time` by all vCPUs at so many nanoseconds each.
-pub(super) fn touches(time: Duration, each_ns: u64) -> u64 {
+fn touches(time: Duration, each_ns: u64) -> u64 {
     nanos(time) / each_ns * TOUCHERS
+}
+
+/// The share of the work that was `wanted`.
+pub(super) fn share_of(done: u64, wanted: u64) -> Permille {
+    let share = u128::from(done) * 1000 / u128::from(wanted.max(1));
+    Permille(u16::try_from(share).unwrap_or(u16::MAX))
+}
+
+/// Touches of a guest that never waits, in `time`.
+pub(super) fn touches_of(time: Duration) -> u64 {
+    touches(time, nanos(TOUCH))
 }

@@ -6,9 +6,9 @@
 
 use super::super::{Bytes, Permille, VmId, VmShare, Weight};
 use super::{
-    DAY, Events,
     demand::{Daily, Demand, State},
     guest::Guest,
+    recipe::{Events, Recipe},
 };
 use pagetide_random::SplitMix64;
 use std::time::Duration;
@@ -79,9 +79,7 @@ impl Place {
         let Some(mean) = self.events.stay else {
             return Duration::MAX;
         };
-        let mean_s = mean.as_secs().max(1);
-        let half = mean_s / 2;
-        now + Duration::from_secs(half + self.random(0).below(mean_s))
+        now + Duration::from_secs(self.random(0).below(2 * mean.as_secs()))
     }
 
     /// The VM of this turn, as it has just booted.
@@ -114,7 +112,7 @@ impl Place {
             random: self.random(2),
         });
         let id = VmId(self.turn * self.places + self.number);
-        let mut guest = Guest::new(id, share, ram, (booted, booted), demand);
+        let mut guest = Guest::new(id, share, ram, booted, booted, demand);
         guest.ratio = ratio;
         guest
     }
@@ -145,6 +143,14 @@ impl Place {
         self.stage = Stage::Free;
         self.until = now + GAP_MAX;
     }
+}
+
+/// The places of `recipe` with their first VMs.
+pub(super) fn first_guests(recipe: &Recipe) -> (Vec<Place>, Vec<Guest>) {
+    let places = u64::from(recipe.vms);
+    (0..places)
+        .map(|number| Place::first(recipe.seed, number, places, recipe.events))
+        .unzip()
 }
 
 /// When the daemon is started anew, and an operator changes a VM's share.
@@ -181,15 +187,5 @@ impl Operator {
         let weights = [50, 100, 200, 400];
         let weight = Weight::try_from(weights[self.random.index(4)]).unwrap_or_default();
         Some((place, weight))
-    }
-}
-
-impl Default for Events {
-    fn default() -> Self {
-        Self {
-            stay: Some(DAY * 10),
-            restart: Some(DAY * 2),
-            reweigh: Some(DAY / 2),
-        }
     }
 }

@@ -3,11 +3,7 @@
 //! and how soon a change is over.
 
 use super::super::{Bytes, Permille, Plan, VmId, VmShare, Weight};
-use super::{
-    days::Days,
-    demand::Demand,
-    guest::Guest,
-};
+use super::{days::Days, demand::Demand, guest::Guest};
 use pagetide_random::SplitMix64;
 use std::time::Duration;
 
@@ -52,8 +48,7 @@ fn steady(seed: u64, number: u64, permille: u64) -> Guest {
         ..VmShare::default()
     };
     let tenth = RAM.part(1, 10);
-    let memory = (RAM.part(9, 10), tenth);
-    Guest::new(VmId(number), share, RAM, memory, demand)
+    Guest::new(VmId(number), share, RAM, RAM.part(9, 10), tenth, demand)
 }
 
 /// Two equal VMs that both want more than half of what there is, for `time`.
@@ -99,7 +94,8 @@ const CHANGES: [(&str, Change); 4] = [
             VmId(100),
             VmShare::default(),
             RAM,
-            (RAM.part(1, 50), RAM.part(1, 50)),
+            RAM.part(1, 50),
+            RAM.part(1, 50),
             steady(1, 100, 700).demand,
         );
         days.guests.push(None);
@@ -121,7 +117,9 @@ pub fn changes(seed: u64) -> Vec<Settled> {
         happens(&mut days);
         let begun = days.now;
         let mut fair_since = None;
-        while days.now < begun + FAIR_WITHIN && fair_since.is_none_or(|since| days.now < since + SETTLE / 10) {
+        while days.now < begun + FAIR_WITHIN
+            && fair_since.is_none_or(|since| days.now < since + SETTLE / 10)
+        {
             days.step();
             fair_since = if is_fair(&days) {
                 fair_since.or(Some(days.now))
@@ -139,9 +137,8 @@ pub fn changes(seed: u64) -> Vec<Settled> {
 
 /// Whether each has what it uses, or its share of what others leave.
 fn is_fair(days: &Days) -> bool {
-    let enough = |(guest, fair): (&Guest, Bytes)| {
-        guest.resident() >= FAIR.of(guest.working_set.min(fair))
-    };
+    let enough =
+        |(guest, fair): (&Guest, Bytes)| guest.resident() >= FAIR.of(guest.working_set.min(fair));
     days.there().zip(days.shares_of_users()).all(enough)
 }
 
@@ -152,7 +149,11 @@ mod tests {
     #[test]
     fn equal_vms_keep_what_they_have() {
         let traded = equals(3, Duration::from_secs(3600));
-        assert!(traded.lowered < traded.budget.part(1, 10), "{}", traded.lowered);
+        assert!(
+            traded.lowered < traded.budget.part(1, 10),
+            "{}",
+            traded.lowered
+        );
         assert!(traded.least >= Permille(900), "{}", traded.least.0);
     }
 
