@@ -173,7 +173,7 @@ fn promises(seeds: &[Seed], figures: &mut Map<String, Value>) {
         ),
         (
             "floors_broken",
-            all(|days| days.floors_broken + days.targets_below_floor),
+            all(|days| days.floors_broken + days.floors_short),
         ),
         ("starved_vms", all(|days| days.starved)),
         ("starved_longest_s", starved.unwrap_or_default().as_secs()),

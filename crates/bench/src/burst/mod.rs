@@ -71,7 +71,7 @@ use pagetide_daemon::{
 };
 use serde_json::{Value, json};
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };

@@ -198,8 +198,6 @@ impl Days {
         for guest in self.there() {
             promised += guest.target + guest.stored();
         }
-        let low_targets = |guest: &&Guest| guest.target < guest.floor();
-        self.figures.targets_below_floor += self.there().filter(low_targets).count() as u64;
         self.figures.promised_max = self.figures.promised_max.max(promised);
         self.figures.water_steps[decision.water as usize] += 1;
         self.figures.below_min_steps += u64::from(decision.water == Water::BelowMin);
@@ -272,6 +270,7 @@ impl Days {
         let fair = self.fair_shares();
         let (mut unused, mut touched) = (Bytes::ZERO, Bytes::ZERO);
         for (guest, fair) in self.guests.iter_mut().flatten().zip(fair) {
+            self.figures.floors_short += u64::from(guest.lacks_floor());
             let (cold, all) = guest.cold_share();
             unused += cold;
             touched += all;

@@ -184,6 +184,13 @@ impl Guest {
         self.working_set = working_set;
     }
 
+    /// Whether it wants more than it has, has all that its target allows, and that is less than its
+    /// floor.
+    pub fn lacks_floor(&self) -> bool {
+        let resident = self.resident();
+        self.target < self.floor() && resident + FILL > self.target && resident < self.working_set
+    }
+
     /// The daemon was started anew: it knows neither heat nor what was evicted when.
     pub fn forget(&mut self) {
         self.forgotten = self.swapped();

@@ -124,7 +124,7 @@ mod tests {
     fn check(figures: &Figures) {
         assert_eq!(figures.over_beyond_fill_max, Bytes::ZERO);
         assert!(figures.promised_max <= figures.budget);
-        assert_eq!((figures.targets_below_floor, figures.floors_broken), (0, 0));
+        assert_eq!((figures.floors_short, figures.floors_broken), (0, 0));
         assert_eq!(figures.starved, 0, "{:?}", figures.starved_longest);
     }
 

@@ -96,8 +96,9 @@ pub struct Figures {
     pub water_steps: Vec<u64>,
     /// Steps by the cold share of what all VMs have touched, in whole percents from 0 to 100.
     pub cold_steps: Vec<u64>,
-    /// Targets below a floor, counted by step and VM.
-    pub targets_below_floor: u64,
+    /// Steps at whose end a VM wanted more than it had, and could not have it though it had less than
+    /// its floor; counted by VM.
+    pub floors_short: u64,
     /// Evictions that took a VM from its floor or more to less.
     pub floors_broken: u64,
     /// How often a VM had, for [`STARVED_AFTER`], less than seven eighths of what it used, or of its
