@@ -28,7 +28,7 @@ pub struct SizeOptions {
     /// fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (burst: 12 after the burst, guest-cost: 5, schedule: 6), longest search for cold pages
+    /// Length of a slice (burst: 10 after the burst, guest-cost: 5, schedule: 6), longest search for cold pages
     /// (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
@@ -38,6 +38,9 @@ pub struct SizeOptions {
     /// Setting of the daemon, as in its file; may be given again
     #[arg(long = "setting", value_name = "NAME=VALUE")]
     pub settings: Vec<GivenSetting>,
+    /// Seconds with demands that change, after the bursts (burst: 300; Taiji's Fig 15 has 3600)
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
+    pub online: Option<u64>,
     /// Days of virtual time (budget: 100)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=DAYS_MAX))]
     pub days: Option<u64>,
@@ -107,6 +110,7 @@ impl SizeOptions {
                 self.seconds.is_some(),
                 tracker || cost || schedule || burst,
             ),
+            ("--online", self.online.is_some(), burst),
             ("--days", self.days.is_some(), budget),
             ("--vms", self.vms.is_some(), budget),
             ("--seeds", self.seeds.is_some(), budget),

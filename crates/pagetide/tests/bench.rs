@@ -125,6 +125,8 @@ fn burst_tells_memory_recovery_and_faults_and_draws_them() {
         "1",
         "--seconds",
         "2",
+        "--online",
+        "6",
         "--plots",
         plots.to_str().unwrap(),
         "--json",
@@ -152,6 +154,7 @@ fn burst_tells_memory_recovery_and_faults_and_draws_them() {
         let share = number(&report, &format!("/figures/{name}"));
         assert!((0.0..=1.0).contains(&share), "{name}: {report}");
     }
+    assert!(number(&report, "/figures/online/served_faults") > 0.0);
     let drawn = std::fs::read_to_string(plots.join("burst-throughput.svg")).unwrap();
     assert!(drawn.contains("<svg") && drawn.contains("bursting"));
     if report["peers"]["zram"].is_string() {
@@ -264,6 +267,7 @@ fn options_that_mean_nothing_are_wrong_use() {
         &["fault", "--ram", "1G"][..],
         &["tracker", "--pairs", "3"],
         &["burst", "--days", "3"],
+        &["budget", "--online", "3"],
         &["budget", "--vms", "0"],
         &["real-size", "--ram", "16M"],
         &["guest-cost", "--ram", "1G,2G"],

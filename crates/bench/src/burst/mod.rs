@@ -28,18 +28,22 @@
 //! to the page being there (*served*), from its metrics. `--plots DIR` draws the last round, and writes its data.
 
 mod cgroup;
+mod online;
 mod outside;
 mod plots;
 mod report;
+mod seen;
 mod served;
 mod slice;
 
 use self::{
     cgroup::{Group, bytes_in},
-    outside::{Look, Outside, Used},
+    online::{Demand, TURN},
+    outside::{Look, Outside},
     report::{Measured, Sizes, describe},
+    seen::{Asked, Seen},
     served::Served,
-    slice::{BURSTING, Rates, Reference, STEADY, Slice, Told},
+    slice::{BURSTING, Reference, STEADY, Slice},
 };
 use super::{
     busy::{
@@ -52,7 +56,6 @@ use super::{
     fault::{floor, zram::ZramSwap},
     harness::{
         figures::to_f64,
-        latencies::Latencies,
         report::{BenchError, BenchReport, failed, unable},
         rounds::{Round, WarmUp, progress, rounds},
     },
@@ -67,7 +70,7 @@ use pagetide_daemon::{
     budget::{BudgetBody, HostReport},
     client::vm_path,
     control::{ReclaimReport, VmReport},
-    scheduler::{SchedulerClassReport, SchedulerReport, api::PATH as SCHEDULER},
+    scheduler::{SchedulerReport, api::PATH as SCHEDULER},
 };
 use serde_json::{Value, json};
 use std::{
@@ -81,6 +84,8 @@ const RAM_BYTES: u64 = 1 << 30;
 const PAIRS: u64 = 3;
 /// Seconds that are looked at after the burst.
 const SLICE_SECONDS: u64 = 10;
+/// Length of what comes after the bursts; the paper's is an hour.
+const ONLINE_SECONDS: u64 = 300;
 /// Of the RAM, in thousandths: the working set of each tenant, and that of the one that bursts afterwards.
 const HOT_PERMILLE: u32 = 250;
 const BURST_PERMILLE: u32 = 500;
@@ -105,9 +110,6 @@ const REFERENCE: Duration = Duration::from_secs(2);
 const RECLAIMS_MAX: u32 = 20;
 /// Pages of a measurement of the bare userfaultfd.
 const FLOOR_PAGES: u64 = 4096;
-/// Sets on the warm side.
-const WARM: [&str; 3] = ["hot", "warm", "active"];
-
 /// See the module.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Arm {
@@ -137,9 +139,15 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     if let Some(reason) = bench.group.as_ref().err().or(bench.no_zram.as_ref()) {
         report.peers.insert("zram".into(), json!(reason));
     }
-    if let (Some(dir), Some(last)) = (&options.plots, measured.last()) {
-        let files = plots::draw(dir, &bench.sizes, last).map_err(failed)?;
-        report.figures.insert("plots".into(), json!(files));
+    let length = Duration::from_secs(options.online.unwrap_or(ONLINE_SECONDS));
+    let online = bench.online(length, &interrupted).map_err(failed)?;
+    if let Some(last) = measured.last() {
+        let figures = online::describe(&bench.sizes, last, &online);
+        report.figures.insert("online".into(), figures);
+        if let Some(dir) = &options.plots {
+            let files = plots::draw(dir, &bench.sizes, last, &online).map_err(failed)?;
+            report.figures.insert("plots".into(), json!(files));
+        }
     }
     bench.end().map_err(failed)?;
     Ok(report)
@@ -279,17 +287,52 @@ impl Bench {
         })
     }
 
-    fn ours(&mut self) -> Result<Slice, String> {
+    /// Both under the budget, in the state before a burst.
+    fn begin_ours(&mut self) -> Result<(), String> {
         self.attach()?;
         self.each_guest(&Order::Pause)?;
         self.evict_all()?;
         self.set_budget(self.sizes.budget_bytes)?;
-        self.fill_up(|outside| outside.used_bytes())?;
+        self.fill_up(|outside| outside.used_bytes())
+    }
+
+    fn ours(&mut self) -> Result<Slice, String> {
+        self.begin_ours()?;
         let outside = self.outside.clone();
         let slice = self.burst(Arm::Ours, move || outside.used_bytes())?;
         self.resize(HOT_PERMILLE)?;
         self.release()?;
         Ok(slice)
+    }
+
+    /// Both under the budget for so long, with demands that change ([`online`]).
+    fn online(&mut self, length: Duration, interrupted: &Interrupted) -> Result<Slice, String> {
+        progress(NAME, format_args!("{} s online", length.as_secs()));
+        self.begin_ours()?;
+        let outside = self.outside.clone();
+        let (mut seen, mut faults) = (Seen::default(), Vec::new());
+        let mut demands = [Demand::of(STEADY), Demand::of(BURSTING)];
+        self.guests[BURSTING].faults()?;
+        let served = self.served(Arm::Ours)?;
+        self.rates()?;
+        let look = Look::begin(move || outside.used_bytes());
+        let begun = Instant::now();
+        while begun.elapsed() < length {
+            interrupted.check()?;
+            for (guest, demand) in self.guests.iter_mut().zip(&mut demands) {
+                let hot_permille = demand.next();
+                guest.obey(&Order::Resize { hot_permille })?;
+            }
+            let end = (Instant::now() + TURN).min(begun + length);
+            self.watch(Arm::Ours, end, &mut seen)?;
+            faults.extend(self.guests[BURSTING].faults()?);
+        }
+        let served = self.served(Arm::Ours)?.since(&served);
+        self.each_guest(&Order::Resize {
+            hot_permille: HOT_PERMILLE,
+        })?;
+        self.release()?;
+        Ok(seen.slice(begun, look.end()?, faults.into_iter().collect(), served))
     }
 
     fn on_zram(&mut self) -> Result<Option<Slice>, String> {
@@ -508,80 +551,6 @@ fn limit_within(budget: u64, ram: u64, resident: u64, stored: u64) -> u64 {
     )]
     let limit = limit.clamp(0.0, ram) as u64;
     limit
-}
-
-/// What the daemon said.
-struct Asked {
-    at: Instant,
-    vms: [VmReport; 2],
-    classes: Vec<SchedulerClassReport>,
-}
-
-/// Samples as they come.
-#[derive(Default)]
-struct Seen {
-    rates: Vec<(Instant, Instant, [f64; 2])>,
-    told: Vec<Asked>,
-}
-
-impl Seen {
-    fn slice(self, burst: Instant, used: Used, faults: Latencies, served: Served) -> Slice {
-        let since = |at: Instant| match at.checked_duration_since(burst) {
-            Some(after) => after.as_secs_f64(),
-            None => -burst.duration_since(at).as_secs_f64(),
-        };
-        let rates = self
-            .rates
-            .into_iter()
-            .map(|(from, to, [steady, bursting])| Rates {
-                from_s: since(from),
-                to_s: since(to),
-                steady,
-                bursting,
-            });
-        let told = self
-            .told
-            .windows(2)
-            .map(|pair| told(&pair[0], &pair[1], since(pair[1].at)));
-        Slice {
-            rates: rates.collect(),
-            told: told.collect(),
-            used: used
-                .into_iter()
-                .map(|(at, bytes)| (since(at), bytes))
-                .collect(),
-            faults,
-            served,
-        }
-    }
-}
-
-fn told(before: &Asked, now: &Asked, at_s: f64) -> Told {
-    let sections = |vm: &VmReport, is_counted: fn(&str) -> bool| -> u64 {
-        let counted = vm.sections.iter().filter(|set| is_counted(&set.set));
-        counted.map(|set| set.sections).sum()
-    };
-    let hot = |vm: &VmReport| sections(vm, |set| WARM.contains(&set));
-    let all: u64 = now
-        .vms
-        .iter()
-        .map(|vm| vm.ram_bytes / pagetide_addr::SECTION_BYTES)
-        .sum();
-    let warm: u64 = now.vms.iter().map(hot).sum();
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let available = (now.at - before.at).as_secs_f64() * to_f64(cpus as u64);
-    let used = |class: &SchedulerClassReport| {
-        class.own_seconds + class.passed_down_seconds + class.idle_seconds + class.inherited_seconds
-    };
-    let classes = before.classes.iter().zip(&now.classes);
-    Told {
-        at_s,
-        hot_sections: [hot(&now.vms[STEADY]), hot(&now.vms[BURSTING])],
-        cold_share: 1.0 - to_f64(warm) / to_f64(all.max(1)),
-        shares: classes
-            .map(|(before, now)| (now.class.clone(), (used(now) - used(before)) / available))
-            .collect(),
-    }
 }
 
 #[cfg(test)]

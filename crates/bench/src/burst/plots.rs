@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Pictures of one round, after Taiji Fig 14, and the data they are drawn from.
+//! Pictures of one round and of what came after the rounds, by Taiji's Fig 14 and 15, and the data they are
+//! drawn from.
 //!
-//! | file | shows | Fig 14 |
+//! | file | shows | Fig |
 //! |---|---|---|
-//! | `burst-free.svg` | free memory of the budget beside its watermarks | e |
+//! | `burst-free.svg` | free memory of the budget beside its watermarks | 14e |
 //! | `burst-throughput.svg` | both tenants, ours and on zram, over what they do with all memory present | – |
-//! | `burst-scheduler.svg` | CPU time by class of the scheduler | b |
-//! | `burst-heat.svg` | hot sections and the cold share | c, d |
-//! | `burst-faults.svg` | distribution of fault times | f |
+//! | `burst-scheduler.svg` | CPU time by class of the scheduler | 14b |
+//! | `burst-heat.svg` | hot sections and the cold share | 14c, d |
+//! | `burst-faults.svg` | distribution of fault times | 14f |
+//! | `online-free.svg` | free memory of the budget | 15a |
+//! | `online-cold.svg` | distribution of the cold share | 15b |
+//! | `online-faults.svg` | distribution of fault times | 15d |
 //! | `burst.json` | all of it as numbers | |
 
 use super::{
+    online::cold_shares,
     report::{Measured, Sizes},
-    slice::{BURSTING, Rates, STEADY, Slice},
+    slice::{BURSTING, Rates, STEADY, Slice, Told},
 };
 use crate::harness::{
     figures::{rounded, to_f64},
@@ -30,11 +35,16 @@ const FAULT_MAX_US: f64 = 60.0;
 /// Most points of a line: a picture has some hundred pixels.
 const POINTS_MAX: usize = 800;
 
-/// Draws `round` into `dir`, which is made if necessary; returns the files.
+/// Draws `round` and `online` into `dir`, which is made if necessary; returns the files.
 ///
 /// # Errors
 /// If one cannot be drawn or written.
-pub(super) fn draw(dir: &Path, sizes: &Sizes, round: &Measured) -> Result<Vec<PathBuf>, String> {
+pub(super) fn draw(
+    dir: &Path,
+    sizes: &Sizes,
+    round: &Measured,
+    online: &Slice,
+) -> Result<Vec<PathBuf>, String> {
     fs::create_dir_all(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
     let charts = [
         ("burst-free.svg", free(sizes, &round.ours)),
@@ -42,13 +52,16 @@ pub(super) fn draw(dir: &Path, sizes: &Sizes, round: &Measured) -> Result<Vec<Pa
         ("burst-scheduler.svg", scheduler(&round.ours)),
         ("burst-heat.svg", heat(&round.ours)),
         ("burst-faults.svg", faults(round)),
+        ("online-free.svg", free(sizes, online)),
+        ("online-cold.svg", cold(online)),
+        ("online-faults.svg", online_faults(round, online)),
     ];
     let mut files = Vec::new();
     for (name, chart) in charts {
         let svg = chart.svg().map_err(|error| error.to_string())?;
         files.push(write(&dir.join(name), &svg)?);
     }
-    let data = serde_json::to_string(&data(sizes, round)).map_err(|error| error.to_string())?;
+    let data = serde_json::to_string(&data(sizes, round, online)).map_err(|error| error.to_string())?;
     files.push(write(&dir.join("burst.json"), &(data + "\n"))?);
     Ok(files)
 }
@@ -101,7 +114,9 @@ impl<'a> OverTime<'a> {
             y_max: y_max * 1.05,
             y_scale: y.1,
             series,
-            mark: Some((self.before_s, "burst".to_owned())),
+            mark: (self.slice.rates.first())
+                .filter(|first| first.from_s < 0.0)
+                .map(|_| (self.before_s, "burst".to_owned())),
         }
     }
 }
@@ -229,24 +244,17 @@ fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     points.filter(|(us, _)| *us <= FAULT_MAX_US).collect()
 }
 
-fn faults(round: &Measured) -> Chart {
-    let line = |name: &str, points: Vec<(f64, f64)>| Series {
+/// A line of a distribution.
+fn shares_of(name: &str, points: Vec<(f64, f64)>) -> Series {
+    Series {
         name: name.to_owned(),
         shape: Shape::Line(points),
-    };
-    let mut series = vec![
-        line("served", round.ours.served.shares(FAULT_MAX_US)),
-        line("whole", distribution(&round.ours.faults)),
-        line(
-            "bare userfaultfd",
-            distribution(&round.reference.round_trips),
-        ),
-    ];
-    if let Some(zram) = &round.zram {
-        series.push(line("whole, zram", distribution(&zram.faults)));
     }
+}
+
+fn fault_chart(title: &str, round: &Measured, series: Vec<Series>) -> Chart {
     Chart {
-        title: "Faults after the burst, by the time they took".to_owned(),
+        title: title.to_owned(),
         x: Axis::Numbers {
             name: "microseconds".to_owned(),
             max: FAULT_MAX_US,
@@ -259,26 +267,84 @@ fn faults(round: &Measured) -> Chart {
     }
 }
 
-fn data(sizes: &Sizes, round: &Measured) -> Value {
-    let slice = |slice: &Slice| {
-        json!({
-            "rates": slice.rates.iter().map(|rates| json!({
-                "from_s": rounded(rates.from_s),
-                "to_s": rounded(rates.to_s),
-                "steady_per_s": rates.steady.round(),
-                "bursting_per_s": rates.bursting.round(),
-            })).collect::<Vec<_>>(),
-            "told": slice.told.iter().map(|told| json!({
-                "at_s": rounded(told.at_s),
-                "hot_sections": { "steady": told.hot_sections[STEADY], "bursting": told.hot_sections[BURSTING] },
-                "cold_share": rounded(told.cold_share),
-                "scheduler_share": told.shares.iter().map(|(class, share)| (class.clone(), json!(rounded(*share)))).collect::<serde_json::Map<_, _>>(),
-            })).collect::<Vec<_>>(),
-            "used": slice.used.iter().map(|(at_s, bytes)| json!({ "at_s": rounded(*at_s), "bytes": bytes })).collect::<Vec<_>>(),
-            "whole": points(&distribution(&slice.faults)),
-            "served": points(&slice.served.shares(FAULT_MAX_US)),
-        })
+fn faults(round: &Measured) -> Chart {
+    let mut series = vec![
+        shares_of("served", round.ours.served.shares(FAULT_MAX_US)),
+        shares_of("whole", distribution(&round.ours.faults)),
+        shares_of(
+            "bare userfaultfd",
+            distribution(&round.reference.round_trips),
+        ),
+    ];
+    if let Some(zram) = &round.zram {
+        series.push(shares_of("whole, zram", distribution(&zram.faults)));
+    }
+    fault_chart("Faults after the burst, by the time they took", round, series)
+}
+
+fn online_faults(round: &Measured, online: &Slice) -> Chart {
+    let series = vec![
+        shares_of("served", online.served.shares(FAULT_MAX_US)),
+        shares_of("whole", distribution(&online.faults)),
+    ];
+    fault_chart("Faults online, by the time they took", round, series)
+}
+
+/// Shares of the time in which at most so much was cold.
+fn cold(online: &Slice) -> Chart {
+    let shares = cold_shares(online);
+    let all = to_f64(shares.len().max(1) as u64);
+    let points = shares
+        .iter()
+        .zip(1..)
+        .map(|(share, number)| (share * 100.0, to_f64(number) / all));
+    let every = shares.len().div_ceil(POINTS_MAX).max(1);
+    Chart {
+        title: "Cold share online".to_owned(),
+        x: Axis::Numbers {
+            name: "percent cold".to_owned(),
+            max: 100.0,
+        },
+        y_name: "share of the time".to_owned(),
+        y_max: 1.0,
+        y_scale: Scale::Shares,
+        series: vec![shares_of("cold share", points.step_by(every).collect())],
+        mark: None,
+    }
+}
+
+/// At most [`POINTS_MAX`] of `all`.
+fn some<T>(all: &[T], one: impl Fn(&T) -> Value) -> Vec<Value> {
+    let every = all.len().div_ceil(POINTS_MAX).max(1);
+    all.iter().step_by(every).map(one).collect()
+}
+
+fn slice_data(slice: &Slice) -> Value {
+    let scheduler = |told: &Told| {
+        let shares = told.shares.iter();
+        let named = shares.map(|(class, share)| (class.clone(), json!(rounded(*share))));
+        Value::Object(named.collect())
     };
+    json!({
+        "rates": some(&slice.rates, |rates| json!({
+            "from_s": rounded(rates.from_s),
+            "to_s": rounded(rates.to_s),
+            "steady_per_s": rates.steady.round(),
+            "bursting_per_s": rates.bursting.round(),
+        })),
+        "told": some(&slice.told, |told| json!({
+            "at_s": rounded(told.at_s),
+            "hot_sections": { "steady": told.hot_sections[STEADY], "bursting": told.hot_sections[BURSTING] },
+            "cold_share": rounded(told.cold_share),
+            "scheduler_share": scheduler(told),
+        })),
+        "used": some(&slice.used, |(at_s, bytes)| json!({ "at_s": rounded(*at_s), "bytes": bytes })),
+        "whole": points(&distribution(&slice.faults)),
+        "served": points(&slice.served.shares(FAULT_MAX_US)),
+    })
+}
+
+fn data(sizes: &Sizes, round: &Measured, online: &Slice) -> Value {
     json!({
         "budget_bytes": sizes.budget_bytes,
         "min_bytes": sizes.min_bytes,
@@ -289,8 +355,9 @@ fn data(sizes: &Sizes, round: &Measured) -> Value {
             "bursting_per_s": round.reference.bursting.round(),
             "uffd_round_trip": points(&distribution(&round.reference.round_trips)),
         },
-        "ours": slice(&round.ours),
-        "zram": round.zram.as_ref().map(slice),
+        "ours": slice_data(&round.ours),
+        "zram": round.zram.as_ref().map(slice_data),
+        "online": slice_data(online),
     })
 }
 
@@ -312,14 +379,19 @@ mod tests {
     #[test]
     fn each_picture_has_its_lines_and_the_data_is_complete() {
         let dir = tempfile::tempdir().unwrap();
-        let files = draw(dir.path(), &SIZES, &measured(Some(slice(15)))).unwrap();
-        assert_eq!(files.len(), 6);
+        let round = measured(Some(slice(15)));
+        let files = draw(dir.path(), &SIZES, &round, &slice(0)).unwrap();
+        assert_eq!(files.len(), 9);
         let read = |name: &str| fs::read_to_string(dir.path().join(name)).unwrap();
         for (name, lines) in [
             ("burst-free.svg", 4),
             ("burst-throughput.svg", 4),
             ("burst-scheduler.svg", 2),
             ("burst-heat.svg", 3),
+            ("burst-faults.svg", 4),
+            ("online-free.svg", 4),
+            ("online-cold.svg", 1),
+            ("online-faults.svg", 2),
         ] {
             // The axes have one each, and the mark.
             let svg = read(name);
