@@ -215,6 +215,7 @@ impl Bench {
     fn measure_sizes(&mut self) -> Result<Sizes, String> {
         progress(NAME, "measuring what the content takes");
         self.attach()?;
+        self.each_guest(&Order::Pause)?;
         self.evict_all()?;
         let (ram, pools) = (2 * self.ram_bytes, self.outside.pool_bytes()?);
         let resident = self.ram_bytes * RESIDENT_PERMILLE / 1000;
