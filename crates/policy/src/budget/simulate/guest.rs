@@ -107,8 +107,12 @@ impl Guest {
         self.touched.less(self.resident())
     }
 
+    fn content(&self) -> Bytes {
+        self.ratio.of(self.swapped())
+    }
+
     pub fn stored(&self) -> Bytes {
-        self.ratio.of(self.swapped()) + METADATA.of(self.ram)
+        self.content() + METADATA.of(self.ram)
     }
 
     pub fn used(&self) -> Bytes {
@@ -144,6 +148,7 @@ impl Guest {
             ram: self.ram,
             resident: self.resident(),
             swapped: self.swapped(),
+            content: self.content(),
             stored: self.stored(),
             heat: if self.scanned { heat } else { Heat::default() },
             ..VmReport::default()
