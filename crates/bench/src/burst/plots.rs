@@ -61,7 +61,8 @@ pub(super) fn draw(
         let svg = chart.svg().map_err(|error| error.to_string())?;
         files.push(write(&dir.join(name), &svg)?);
     }
-    let data = serde_json::to_string(&data(sizes, round, online)).map_err(|error| error.to_string())?;
+    let data =
+        serde_json::to_string(&data(sizes, round, online)).map_err(|error| error.to_string())?;
     files.push(write(&dir.join("burst.json"), &(data + "\n"))?);
     Ok(files)
 }
@@ -279,7 +280,11 @@ fn faults(round: &Measured) -> Chart {
     if let Some(zram) = &round.zram {
         series.push(shares_of("whole, zram", distribution(&zram.faults)));
     }
-    fault_chart("Faults after the burst, by the time they took", round, series)
+    fault_chart(
+        "Faults after the burst, by the time they took",
+        round,
+        series,
+    )
 }
 
 fn online_faults(round: &Measured, online: &Slice) -> Chart {

@@ -29,7 +29,13 @@ pub(super) struct Seen {
 
 impl Seen {
     /// All of it, by the time since `burst`.
-    pub(super) fn slice(self, burst: Instant, used: Used, faults: Latencies, served: Served) -> Slice {
+    pub(super) fn slice(
+        self,
+        burst: Instant,
+        used: Used,
+        faults: Latencies,
+        served: Served,
+    ) -> Slice {
         let since = |at: Instant| match at.checked_duration_since(burst) {
             Some(after) => after.as_secs_f64(),
             None => -burst.duration_since(at).as_secs_f64(),
