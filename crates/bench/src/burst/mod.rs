@@ -321,7 +321,7 @@ impl Bench {
         while begun.elapsed() < length {
             interrupted.check()?;
             for (guest, demand) in self.guests.iter_mut().zip(&mut demands) {
-                let hot_permille = demand.next();
+                let hot_permille = demand.next_permille();
                 guest.obey(&Order::Resize { hot_permille })?;
             }
             let end = (Instant::now() + TURN).min(begun + length);

@@ -37,7 +37,7 @@ impl Demand {
     }
 
     /// The working set of the next turn, in thousandths of the RAM.
-    pub(super) fn next(&mut self) -> u32 {
+    pub(super) fn next_permille(&mut self) -> u32 {
         let some = u32::try_from(self.0.below(u64::from(HOT_PERMILLE) * 2 / 5)).unwrap_or(0);
         match self.0.below(10) {
             0 => BURST_PERMILLE,
@@ -75,11 +75,11 @@ pub(super) fn cold_shares(slice: &Slice) -> Vec<f64> {
 pub(super) fn describe(sizes: &Sizes, round: &Measured, slice: &Slice) -> Value {
     let cold = cold_shares(slice);
     let at = |permille: usize| cold.get((cold.len() * permille / 1000).min(cold.len().max(1) - 1));
-    let least = slice.used_max_bytes();
+    let most_used = slice.used_max_bytes();
     let copy_us = round.reference.copies.us(500);
     json!({
         "seconds": rounded(slice.end_s()),
-        "free_min_bytes": sizes.budget_bytes.saturating_sub(least),
+        "free_min_bytes": sizes.budget_bytes.saturating_sub(most_used),
         "water_share": water(sizes, slice),
         "cold_share": {
             "least": at(0).copied().map(rounded),
@@ -110,12 +110,14 @@ mod tests {
     fn demands_differ_by_tenant_and_are_the_same_again() {
         let some = |tenant| {
             let mut demand = Demand::of(tenant);
-            (0..200).map(|_| demand.next()).collect::<Vec<u32>>()
+            (0..200)
+                .map(|_| demand.next_permille())
+                .collect::<Vec<u32>>()
         };
         assert_eq!(some(0), some(0));
         assert_ne!(some(0), some(1));
         for permille in [BURST_PERMILLE, HOT_PERMILLE / 10] {
-            let count = some(0).iter().filter(|next| **next == permille).count();
+            let count = some(0).iter().filter(|turn| **turn == permille).count();
             assert!((5..40).contains(&count), "{permille}: {count} of 200");
         }
     }
