@@ -312,7 +312,7 @@ impl Bench {
         self.begin_ours()?;
         let outside = self.outside.clone();
         let (mut seen, mut faults) = (Seen::default(), Vec::new());
-        let mut demands = [Demand::of(STEADY), Demand::of(BURSTING)];
+        let mut demands = [STEADY, BURSTING].map(|tenant| Demand::of(tenant, HOT_PERMILLE));
         self.guests[BURSTING].faults()?;
         let served = self.served(Arm::Ours)?;
         self.rates()?;

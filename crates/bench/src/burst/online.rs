@@ -4,12 +4,11 @@
 //!
 //! | turns | working set, of what it is before the burst |
 //! |---|---|
-//! | eight in ten | four to six fifths |
+//! | eight in ten | four to six fifths of it |
 //! | one in ten | twice as much |
 //! | one in ten | a tenth: the tenant is idle |
 
 use super::{
-    BURST_PERMILLE, HOT_PERMILLE,
     report::{Measured, Sizes, share_within},
     slice::Slice,
 };
@@ -28,21 +27,29 @@ const NEARLY_ALL_US: f64 = 15.0;
 const WATER: [&str; 4] = ["below_min", "below_low", "between", "above_high"];
 
 /// What a tenant uses, turn after turn.
-pub(super) struct Demand(SplitMix64);
+pub(super) struct Demand {
+    random: SplitMix64,
+    /// The working set before the burst, in thousandths of the RAM.
+    hot_permille: u32,
+}
 
 impl Demand {
-    /// That of the tenant at this place.
-    pub(super) fn of(tenant: usize) -> Self {
-        Self(SplitMix64::stream(SEED, tenant as u64))
+    /// That of the tenant at this place, whose working set is of `hot_permille` before the burst.
+    pub(super) fn of(tenant: usize, hot_permille: u32) -> Self {
+        Self {
+            random: SplitMix64::stream(SEED, tenant as u64),
+            hot_permille,
+        }
     }
 
     /// The working set of the next turn, in thousandths of the RAM.
     pub(super) fn next_permille(&mut self) -> u32 {
-        let some = u32::try_from(self.0.below(u64::from(HOT_PERMILLE) * 2 / 5)).unwrap_or(0);
-        match self.0.below(10) {
-            0 => BURST_PERMILLE,
-            1 => HOT_PERMILLE / 10,
-            _ => HOT_PERMILLE * 4 / 5 + some,
+        let usual = self.hot_permille;
+        let some = self.random.below(u64::from(usual) * 2 / 5);
+        match self.random.below(10) {
+            0 => usual * 2,
+            1 => usual / 10,
+            _ => usual * 4 / 5 + u32::try_from(some).unwrap_or(0),
         }
     }
 }
@@ -109,14 +116,14 @@ mod tests {
     #[test]
     fn demands_differ_by_tenant_and_are_the_same_again() {
         let some = |tenant| {
-            let mut demand = Demand::of(tenant);
+            let mut demand = Demand::of(tenant, 250);
             (0..200)
                 .map(|_| demand.next_permille())
                 .collect::<Vec<u32>>()
         };
         assert_eq!(some(0), some(0));
         assert_ne!(some(0), some(1));
-        for permille in [BURST_PERMILLE, HOT_PERMILLE / 10] {
+        for permille in [500, 25] {
             let count = some(0).iter().filter(|turn| **turn == permille).count();
             assert!((5..40).contains(&count), "{permille}: {count} of 200");
         }
