@@ -382,7 +382,10 @@ mod tests {
         }
         let error = "run tea 4".parse::<Order>().expect_err("no load");
         let said = error.to_string();
-        assert!(said.contains("'tea'") && said.contains("sysbench-cpu"), "{said}");
+        assert!(
+            said.contains("'tea'") && said.contains("sysbench-cpu"),
+            "{said}"
+        );
     }
 
     #[test]

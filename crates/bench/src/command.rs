@@ -7,8 +7,8 @@ use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
 use crate::{
-    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, fairness, fault,
-    fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
+    fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
     iopf_scale, name::BenchName, overhead, pa_bitmap, pool, real_size, schedule, sim, tracker,
 };
 
@@ -190,6 +190,8 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
             &fault_parallel::FaultParallelOptions::of_rounds(sizes.pairs),
         ),
         BenchName::Blk => blk::run(),
+        BenchName::Budget => budget::run(sizes),
+        BenchName::Burst => burst::run(sizes),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),

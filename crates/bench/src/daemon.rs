@@ -115,6 +115,13 @@ impl Daemon {
             .map_err(|error| self.with_log(error))
     }
 
+    /// The page of metrics.
+    pub(super) fn metrics(&self) -> Result<String, String> {
+        self.runtime
+            .block_on(self.client.text("/metrics"))
+            .map_err(|error| self.with_log(error))
+    }
+
     /// Posts `body`.
     pub(super) fn send<B: Serialize, T: DeserializeOwned>(
         &self,

@@ -9,6 +9,8 @@ pub mod access_log;
 pub mod adp;
 pub mod adp_live;
 pub mod blk;
+pub mod budget;
+pub mod burst;
 pub mod busy;
 pub mod command;
 mod daemon;

@@ -20,6 +20,10 @@ pub enum BenchName {
     Fairness,
     /// 4 KiB I/O of vhost-user-blk, beside qemu-storage-daemon
     Blk,
+    /// A hundred days of fifty VMs under one budget, in virtual time, beside a fixed split of it
+    Budget,
+    /// A tenant whose working set doubles, under a budget, beside kernel zram under a memory cgroup
+    Burst,
     /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators

@@ -5,24 +5,31 @@ use super::memory::RAM_BYTES_MIN;
 use crate::name::BenchName;
 use clap::Args;
 use pagetide_report::size::ByteSize;
-use std::{str::FromStr, time::Duration};
+use std::{path::PathBuf, str::FromStr, time::Duration};
 
 /// Longest slice or search: an hour.
 const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
+/// Ten years.
+const DAYS_MAX: u64 = 3650;
+/// VMs that one budget may have.
+const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, guest-cost, overhead, schedule, tracker and pool, the rounds also of fault and fault-parallel;
-/// others take none.
+/// Of real-size, burst, guest-cost, overhead, schedule, tracker and pool, the rounds also of fault and
+/// fault-parallel, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each of two (schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each of two (burst,
+    /// schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
-    /// Alternations of each cell (guest-cost: 30, overhead: 20, schedule: 6), rounds (real-size: 3, fault: 6, fault-parallel: 8)
+    /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (real-size: 3, fault: 6,
+    /// fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (guest-cost, overhead: 5, schedule: 6), longest search for cold pages (tracker: 300)
+    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, schedule: 6), longest search for cold
+    /// pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker)
@@ -31,6 +38,21 @@ pub struct SizeOptions {
     /// Setting of the daemon, as in its file; may be given again
     #[arg(long = "setting", value_name = "NAME=VALUE")]
     pub settings: Vec<GivenSetting>,
+    /// Seconds with demands that change, after the bursts (burst: 300; Taiji's Fig 15 has 3600)
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
+    pub online: Option<u64>,
+    /// Days of virtual time (budget: 100)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=DAYS_MAX))]
+    pub days: Option<u64>,
+    /// VMs at a time (budget: 50)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=VMS_MAX))]
+    pub vms: Option<u32>,
+    /// Seeds, from 1 on (budget: 2)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
+    pub seeds: Option<u64>,
+    /// Draw pictures of what happened as SVG files in this directory (burst)
+    #[arg(long, value_name = "DIR")]
+    pub plots: Option<PathBuf>,
     /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
     #[arg(long = "peer-setting", value_name = "NAME=VALUE")]
     pub peer_settings: Vec<GivenSetting>,
@@ -73,7 +95,8 @@ impl SizeOptions {
         let pool = name == BenchName::Pool;
         let schedule = name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
-        let sized = tracker || cost || pool || schedule || name == BenchName::RealSize;
+        let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
+        let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
@@ -86,13 +109,14 @@ impl SizeOptions {
             (
                 "--seconds",
                 self.seconds.is_some(),
-                tracker || cost || overhead || schedule,
+                tracker || cost || overhead || schedule || burst,
             ),
-            (
-                "--only",
-                self.only.is_some(),
-                tracker || cost || overhead,
-            ),
+            ("--online", self.online.is_some(), burst),
+            ("--days", self.days.is_some(), budget),
+            ("--vms", self.vms.is_some(), budget),
+            ("--seeds", self.seeds.is_some(), budget),
+            ("--plots", self.plots.is_some(), burst),
+            ("--only", self.only.is_some(), tracker || cost || overhead),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

@@ -128,6 +128,23 @@ impl Client {
         self.read(status, &body)
     }
 
+    /// Asks for a page of text, such as the metrics.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub async fn text(&self, path: &str) -> Result<String, ClientError> {
+        let exchange = self.exchange(Method::GET, path, Bytes::new());
+        let answer = tokio::time::timeout(self.ask_wait, exchange).await;
+        let (status, body) = answer.map_err(|_| ClientError::Silent {
+            path: self.socket.clone(),
+            waited_s: self.ask_wait.as_secs(),
+        })??;
+        if !status.is_success() {
+            return self.read(status, &body);
+        }
+        Ok(String::from_utf8_lossy(&body).into_owned())
+    }
+
     /// Sends a JSON body and reads a JSON answer.
     pub async fn send<B: Serialize, T: DeserializeOwned>(
         &self,

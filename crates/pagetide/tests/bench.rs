@@ -84,6 +84,87 @@ fn real_size_has_all_figures_of_each_size() {
 }
 
 #[test]
+fn budget_runs_the_same_days_again_by_the_same_seeds_and_keeps_what_it_promises() {
+    let words = [
+        "budget", "--days", "8", "--vms", "6", "--seeds", "2", "--json",
+    ];
+    // No VM is started, so it needs no root.
+    let run = || -> Value {
+        let output = bench(&words);
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{said}");
+        serde_json::from_slice(&output.stdout).expect("one JSON object")
+    };
+    let report = run();
+    assert_eq!(report, run());
+    for name in ["over_beyond_fills_max_bytes", "floors_broken"] {
+        assert_eq!(report["figures"][name], 0, "{name}: {report}");
+    }
+    for name in ["vms_that_came", "restarts", "evicted_over_budget"] {
+        assert!(
+            number(&report, &format!("/figures/{name}")) > 0.0,
+            "{report}"
+        );
+    }
+    for change in ["demand", "weight", "join", "leave"] {
+        let path = format!("/figures/fair_after_s/{change}");
+        assert!(number(&report, &path) > 0.0, "{report}");
+    }
+    assert!(number(&report, "/ratios/done_over_split") > 0.0);
+}
+
+#[test]
+fn burst_tells_memory_recovery_and_faults_and_draws_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let plots = dir.path().join("plots");
+    let words = [
+        "burst",
+        "--ram",
+        "128M",
+        "--pairs",
+        "1",
+        "--seconds",
+        "2",
+        "--online",
+        "6",
+        "--plots",
+        plots.to_str().unwrap(),
+        "--json",
+    ];
+    let Some(report) = report_with_swap(&words) else {
+        return;
+    };
+    for name in [
+        "budget_bytes",
+        "recovery_s",
+        "after_share",
+        "served_faults",
+        "whole_faults",
+        "uffd_round_trip_us",
+        "hot_bursting_sections_after",
+    ] {
+        let value = number(&report, &format!("/figures/{name}"));
+        assert!(value > 0.0, "{name}: {report}");
+    }
+    for name in [
+        "served_within_10us_share",
+        "whole_within_share",
+        "cold_least_share",
+    ] {
+        let share = number(&report, &format!("/figures/{name}"));
+        assert!((0.0..=1.0).contains(&share), "{name}: {report}");
+    }
+    assert!(number(&report, "/figures/online/served_faults") > 0.0);
+    let drawn = std::fs::read_to_string(plots.join("burst-throughput.svg")).unwrap();
+    assert!(drawn.contains("<svg") && drawn.contains("bursting"));
+    if report["peers"]["zram"].is_string() {
+        eprintln!("SKIPPED: {}", report["peers"]["zram"]);
+        return;
+    }
+    assert!(number(&report, "/peers/zram/recovery_s") >= 0.0);
+}
+
+#[test]
 fn guest_cost_compares_attached_with_released() {
     let size = [
         "guest-cost",
@@ -185,6 +266,9 @@ fn options_that_mean_nothing_are_wrong_use() {
     for words in [
         &["fault", "--ram", "1G"][..],
         &["tracker", "--pairs", "3"],
+        &["burst", "--days", "3"],
+        &["budget", "--online", "3"],
+        &["budget", "--vms", "0"],
         &["real-size", "--ram", "16M"],
         &["guest-cost", "--ram", "1G,2G"],
         &["guest-cost", "--setting", "dma-protector"],

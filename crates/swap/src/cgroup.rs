@@ -166,6 +166,14 @@ impl MemoryGroups {
         Ok(total.and_then(|total| total.trim().parse().ok()))
     }
 
+    /// Directory of the process's own group; `None` if there is none that can be seen.
+    ///
+    /// # Errors
+    /// Reading failed.
+    pub fn directory(&self) -> io::Result<Option<PathBuf>> {
+        Ok(self.place()?.map(|place| place.directory))
+    }
+
     /// The group of the memory controller; `None` if there is none that can be seen.
     fn place(&self) -> io::Result<Option<Place>> {
         let Some(groups) =

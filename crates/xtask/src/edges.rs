@@ -14,7 +14,7 @@
 //!             gmem     sys              │
 //!               └── addr ┴──────────────┘
 //! ```
-//! and `report` below `daemon` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
+//! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
 //! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, and
 //! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`. The table names direct neighbours below;
 //! their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
@@ -25,8 +25,9 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 26] = [
+const BELOW: [(&str, &[&str]); 27] = [
     ("pagetide-addr", &[]),
+    ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
@@ -72,7 +73,12 @@ const BELOW: [(&str, &[&str]); 26] = [
     ),
     (
         "pagetide-bench",
-        &["pagetide-ats-pri", "pagetide-daemon", "pagetide-sim"],
+        &[
+            "pagetide-ats-pri",
+            "pagetide-chart",
+            "pagetide-daemon",
+            "pagetide-sim",
+        ],
     ),
     ("pagetide-lab", &["pagetide-bench", "pagetide-conformance"]),
     ("pagetide", &["pagetide-daemon", "pagetide-lab"]),

@@ -48,7 +48,11 @@ pub(super) fn run(test: Test, seconds: u64) -> Result<Ran, LoadError> {
 
 /// The figures in a report of sysbench.
 fn ran_by(report: &str) -> Option<Ran> {
-    let value = |name: &str| report.lines().find_map(|line| line.trim().strip_prefix(name));
+    let value = |name: &str| {
+        report
+            .lines()
+            .find_map(|line| line.trim().strip_prefix(name))
+    };
     let operations = value("total number of events:")?.trim();
     Ran::of(operations, value("total time:")?.trim().strip_suffix('s')?)
 }

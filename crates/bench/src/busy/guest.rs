@@ -86,6 +86,11 @@ pub enum Order {
         /// By this many sections.
         sections: u64,
     },
+    /// Make a hot piece larger or smaller.
+    Resize {
+        /// To so much of the RAM, in thousandths.
+        hot_permille: u32,
+    },
     /// Read one word of each page from the first to the last, on one thread.
     TouchAll,
     /// Check some pages at random, all their bytes.
@@ -460,6 +465,7 @@ impl Guest {
             Order::Pause => self.pause()?,
             Order::Resume => self.resume(),
             Order::Move { sections } => self.hot.advance(*sections),
+            Order::Resize { hot_permille } => self.hot.resize(*hot_permille),
             Order::TouchAll => (0..self.ram.pages())
                 .try_for_each(|page| self.ram.check_stamps(PageNo(page)))
                 .map_err(wrong)?,

@@ -141,7 +141,7 @@ pub struct HotPages {
 #[derive(Debug)]
 enum Places {
     /// `count` sections from `first` on, wrapping around.
-    Piece { first: AtomicU64, count: u64 },
+    Piece { first: AtomicU64, count: AtomicU64 },
     /// Sections by their numbers, ascending.
     Sections(Vec<u32>),
     /// Pages by their numbers, ascending.
@@ -153,12 +153,11 @@ impl HotPages {
     /// kept in 32 bits, which is 16 TiB.
     #[must_use]
     pub fn new(pattern: Pattern, sections: u64) -> Self {
-        let share = |of: u64, permille: u32| (of * u64::from(permille) / 1000).clamp(1, of);
         let places = match pattern {
             Pattern::Part { hot_permille } | Pattern::Moving { hot_permille, .. } => {
                 Places::Piece {
                     first: AtomicU64::new(0),
-                    count: share(sections, hot_permille),
+                    count: AtomicU64::new(share(sections, hot_permille)),
                 }
             }
             Pattern::Sections { hot_permille } => {
@@ -187,7 +186,8 @@ impl HotPages {
         let in_section = |section: u64| PageNo(section * SECTION_PAGES + low % SECTION_PAGES);
         match &self.places {
             Places::Piece { first, count } => {
-                let section = first.load(Ordering::Relaxed) + within(*count, high);
+                let count = count.load(Ordering::Relaxed);
+                let section = first.load(Ordering::Relaxed) + within(count, high);
                 in_section(if section < self.sections {
                     section
                 } else {
@@ -212,10 +212,19 @@ impl HotPages {
         match &self.places {
             Places::Piece { first, count } => {
                 let first = first.load(Ordering::Relaxed);
-                (section + self.sections - first) % self.sections < *count
+                let count = count.load(Ordering::Relaxed);
+                (section + self.sections - first) % self.sections < count
             }
             Places::Sections(sections) => sections.binary_search(&to_u32(section)).is_ok(),
             Places::Pages(pages) => pages.binary_search(&to_u32(page.0)).is_ok(),
+        }
+    }
+
+    /// Makes a hot piece so large that it is `hot_permille` of the RAM; its first section stays. Other
+    /// patterns stay as they are.
+    pub fn resize(&self, hot_permille: u32) {
+        if let Places::Piece { count, .. } = &self.places {
+            count.store(share(self.sections, hot_permille), Ordering::Relaxed);
         }
     }
 
@@ -227,6 +236,11 @@ impl HotPages {
             first.store(moved, Ordering::Relaxed);
         }
     }
+}
+
+/// So many thousandths of `of`, but at least one.
+fn share(of: u64, permille: u32) -> u64 {
+    (of * u64::from(permille) / 1000).clamp(1, of)
 }
 
 fn to_u32(number: u64) -> u32 {
@@ -293,6 +307,16 @@ mod tests {
         assert_eq!(hot(&pages), picked(&pages));
         pages.advance(5);
         assert!(pages.is_hot(PageNo(0)) && !pages.is_hot(PageNo(19 * SECTION_PAGES)));
+    }
+
+    #[test]
+    fn piece_grows_from_its_first_section_on() {
+        let pages = HotPages::new("part:250".parse().unwrap(), SECTIONS);
+        pages.advance(18);
+        pages.resize(500);
+        let sections: BTreeSet<u64> = hot(&pages).iter().map(|p| p / SECTION_PAGES).collect();
+        assert!(sections.into_iter().eq((0..8).chain(18..20)));
+        assert_eq!(hot(&pages), picked(&pages));
     }
 
     #[test]

@@ -19,7 +19,7 @@ fn failed(error: impl Display) -> String {
 }
 
 /// Times fills and round trips, `pages` of each, in nanoseconds. The thread stays on `cpu` meanwhile.
-pub(super) fn measure(pages: u64, cpu: usize) -> Result<(Vec<u32>, Vec<u32>), String> {
+pub(crate) fn measure(pages: u64, cpu: usize) -> Result<(Vec<u32>, Vec<u32>), String> {
     let before = cpu::affinity().map_err(failed)?;
     cpu::set_affinity(&[cpu]).map_err(failed)?;
     let measured = fills(pages).and_then(|fills| Ok((fills, round_trips(pages)?)));

@@ -33,7 +33,7 @@
 //! variance would hide the fault's.
 
 pub(super) mod content;
-mod floor;
+pub(super) mod floor;
 pub mod guest;
 pub(super) mod process;
 pub(super) mod touch;

@@ -64,7 +64,10 @@ fn become_qemu(
     let (mut suffix, mut additions) = ("-loads".to_owned(), Vec::new());
     for program in programs(&arguments_given.loads) {
         let file = PathBuf::from(program.name);
-        suffix += &format!("-{}", file.file_name().unwrap_or_default().to_string_lossy());
+        suffix += &format!(
+            "-{}",
+            file.file_name().unwrap_or_default().to_string_lossy()
+        );
         additions.extend(program.additions()?);
     }
     let image = image::prepare_with(&Extras {

@@ -2,16 +2,16 @@
 //! Plots of the analysis, after VPRI Fig 9 to 11: footprints of all devices, footprint over time,
 //! sections and simulated faults by access count, reuse intervals.
 //!
-//! This module chooses the content of the plots; `analyze_chart` draws them.
+//! This module chooses the content of the plots; `pagetide_chart` draws them.
 
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use pagetide_access_log::{PartialFile, Service, TraceError};
+use pagetide_chart::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 use pagetide_trace::AccessAnalysis;
 
-use super::analyze_chart::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
 use super::analyze_report::{Addresses, AnalyzeReport, TraceAnalysis, of_memory, range};
 
 /// Draws the plots of a report into `dir`, which is created if necessary; returns the files.

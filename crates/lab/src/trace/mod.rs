@@ -5,7 +5,6 @@
 //! progress, and reports as text.
 
 mod analyze;
-mod analyze_chart;
 mod analyze_plot;
 mod analyze_report;
 pub mod args;
