@@ -28,6 +28,7 @@ mod memory;
 pub mod name;
 mod options;
 mod orders;
+pub mod overcommit;
 pub mod pa_bitmap;
 pub mod pool;
 pub mod real_size;

@@ -12,17 +12,17 @@ const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
 
-/// Of real-size, guest-cost, schedule, tracker and pool, the rounds also of fault and fault-parallel; others take
+/// Of real-size, guest-cost, schedule, overcommit, tracker and pool, the rounds also of fault and fault-parallel; others take
 /// none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each of two (schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each VM (schedule, overcommit)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
-    /// Alternations of each cell (guest-cost: 30, schedule: 6), rounds (real-size: 3, fault: 6, fault-parallel: 8)
+    /// Alternations of each cell (guest-cost: 30, schedule: 6), rounds (overcommit: 4, real-size: 3, fault: 6, fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (guest-cost: 5, schedule: 6), longest search for cold pages (tracker: 300)
+    /// Length of a slice (guest-cost: 5, schedule: 6, overcommit: 8), longest search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells whose names contain this (guest-cost, tracker)
@@ -71,7 +71,7 @@ impl SizeOptions {
     pub fn check(&self, name: BenchName) -> Result<(), String> {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
         let pool = name == BenchName::Pool;
-        let schedule = name == BenchName::Schedule;
+        let schedule = matches!(name, BenchName::Schedule | BenchName::Overcommit);
         let sized = tracker || cost || pool || schedule || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
