@@ -158,6 +158,7 @@ impl Bench {
         figures.extend(per_second(&counts, self.slice));
         self.host.lift_budget()?;
         self.host.detach()?;
+        self.guests.touch_all()?;
         Ok(Slice {
             requests: Requests::of(&served),
             figures,

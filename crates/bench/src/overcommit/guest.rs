@@ -13,7 +13,7 @@ use crate::{
     },
     orders::say,
 };
-use pagetide_addr::SECTION_PAGES;
+use pagetide_addr::{PageNo, SECTION_PAGES};
 use pagetide_random::SplitMix64;
 use pagetide_sys::{clock, cpu};
 use serde::{Deserialize, Serialize};
@@ -79,6 +79,8 @@ pub enum Order {
         /// In thousandths.
         used_permille: u32,
     },
+    /// Touch all pages, so that all are present: those of zeros are not brought back by a detach.
+    TouchAll,
     /// Check all bytes of all pages.
     VerifyAll,
 }
@@ -254,12 +256,11 @@ impl Guest {
                 self.set.resize(*used_permille);
                 Answer::Done
             }
-            Order::VerifyAll => match self.ram.check_all(1) {
-                Ok(()) => Answer::Done,
-                Err(wrong) => Answer::Failed {
-                    reason: wrong.to_string(),
-                },
-            },
+            Order::TouchAll => {
+                let mut pages = (0..self.ram.pages()).map(PageNo);
+                done(pages.try_for_each(|page| self.ram.check_stamps(page)))
+            }
+            Order::VerifyAll => done(self.ram.check_all(1)),
         }
     }
 
@@ -277,6 +278,15 @@ impl Guest {
             wall_ns,
             ns: record.ns[..kept].to_vec(),
         }
+    }
+}
+
+fn done(checked: Result<(), WrongPage>) -> Answer {
+    match checked {
+        Ok(()) => Answer::Done,
+        Err(wrong) => Answer::Failed {
+            reason: wrong.to_string(),
+        },
     }
 }
 
@@ -332,6 +342,7 @@ mod tests {
         }
         assert_eq!(served.ns.len() as u64, served.requests);
         assert!(served.ns.iter().all(|ns| (1..u32::MAX).contains(ns)));
+        assert_eq!(guest.obey(&Order::TouchAll), Answer::Done);
         assert_eq!(guest.obey(&Order::VerifyAll), Answer::Done);
     }
 

@@ -69,6 +69,12 @@ impl Guests {
         done(answer(&mut self.0[vm])?)
     }
 
+    /// Makes all touch all of their RAM.
+    pub(super) fn touch_all(&mut self) -> Result<(), String> {
+        self.order_all(&Order::TouchAll)?;
+        self.answers()?.into_iter().try_for_each(done)
+    }
+
     /// Compares every byte of all.
     pub(super) fn verify_all(&mut self) -> Result<(), String> {
         self.order_all(&Order::VerifyAll)?;

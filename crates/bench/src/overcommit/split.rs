@@ -139,6 +139,7 @@ impl Bench {
             Arm::Shared => self.host.lift_budget()?,
         }
         self.host.detach()?;
+        self.guests.touch_all()?;
         Ok(slices)
     }
 
