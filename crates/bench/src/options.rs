@@ -25,7 +25,7 @@ pub struct SizeOptions {
     /// Length of a slice (guest-cost: 5, schedule: 6, overcommit: 8), longest search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
-    /// Only cells whose names contain this (guest-cost, tracker)
+    /// Only cells whose names contain this (guest-cost, tracker, overcommit: four-vms, two-vms)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -71,7 +71,8 @@ impl SizeOptions {
     pub fn check(&self, name: BenchName) -> Result<(), String> {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
         let pool = name == BenchName::Pool;
-        let schedule = matches!(name, BenchName::Schedule | BenchName::Overcommit);
+        let overcommit = name == BenchName::Overcommit;
+        let schedule = overcommit || name == BenchName::Schedule;
         let sized = tracker || cost || pool || schedule || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
@@ -87,7 +88,11 @@ impl SizeOptions {
                 self.seconds.is_some(),
                 tracker || cost || schedule,
             ),
-            ("--only", self.only.is_some(), tracker || cost),
+            (
+                "--only",
+                self.only.is_some(),
+                tracker || cost || overcommit,
+            ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

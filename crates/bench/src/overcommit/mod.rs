@@ -64,6 +64,11 @@ const ROUNDS: u64 = 4;
 /// Default length of a slice in seconds.
 const SLICE_SECONDS: u64 = 8;
 
+/// Fewer rounds have two VMs whose sets change, each with two changes,
+const ROUNDS_A_CHANGE: usize = 4;
+/// and longer slices: the sets must be seen to have changed, and the memory must move.
+const SLICES_A_CHANGE: u32 = 3;
+
 /// The slices of each arm, by round.
 #[derive(Default)]
 struct Measured {
@@ -94,8 +99,12 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     figures.insert("smaller".into(), json!(smaller));
     figures.insert("slice_s".into(), plan.slice.as_secs_f64().into());
     let mut measured = Measured::default();
-    plan.four_vms(&interrupted, &mut measured, &mut report)?;
-    plan.two_vms(&interrupted, &mut measured, &mut report)?;
+    if options.includes("four-vms") {
+        plan.four_vms(&interrupted, &mut measured, &mut report)?;
+    }
+    if options.includes("two-vms") {
+        plan.two_vms(&interrupted, &mut measured, &mut report)?;
+    }
     measured.describe(&mut report);
     Ok(report)
 }
@@ -149,8 +158,9 @@ impl Plan<'_> {
     ) -> Result<(), BenchError> {
         progress(NAME, "two VMs whose working sets change");
         let mut bench =
-            split::Bench::prepare(self.ram_bytes, self.slice, self.options).map_err(unable)?;
-        for round in rounds(NAME, self.rounds.div_ceil(2), WarmUp::None) {
+            split::Bench::prepare(self.ram_bytes, self.slice * SLICES_A_CHANGE, self.options)
+                .map_err(unable)?;
+        for round in rounds(NAME, self.rounds.div_ceil(ROUNDS_A_CHANGE), WarmUp::None) {
             for arm in round.turns(split::Arm::ALL) {
                 interrupted.check().map_err(failed)?;
                 let slices = bench.slices(arm).map_err(failed)?;
@@ -183,7 +193,7 @@ impl Measured {
         more_is_better(ratios, "throughput_over_all_memory", pairs(ours, all, per_s));
         less_is_better(ratios, "p99_over_all_memory", pairs(ours, all, p99));
         // A peer that was not measured in each round has no pairs.
-        if self.zram.len() == ours.len() {
+        if self.zram.len() == ours.len() && !ours.is_empty() {
             let zram = &self.zram;
             report.peers.insert("zram".into(), figures_of(zram));
             more_is_better(ratios, "throughput_over_zram", pairs(ours, zram, per_s));
