@@ -84,6 +84,8 @@ pub enum BenchPart {
     BusyGuest(crate::busy::guest::BusyGuestOptions),
     /// A VM of `bench overcommit`
     RequestGuest(crate::overcommit::guest::RequestGuestOptions),
+    /// Makes the RAM of a real guest of `bench overcommit` present
+    FillRam(crate::overcommit::real::FillRamOptions),
     /// The device of `bench iopf-rtt` that is in another process
     IopfRttDevice {
         /// Socket of its VPRI function
@@ -166,6 +168,9 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         }
         BenchPart::RequestGuest(options) => {
             crate::overcommit::guest::run(&options).map_err(CommandError::failed)
+        }
+        BenchPart::FillRam(options) => {
+            crate::overcommit::real::fill_ram(&options).map_err(CommandError::failed)
         }
         BenchPart::IopfRttDevice { socket, cpu } => {
             crate::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)

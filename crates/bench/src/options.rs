@@ -25,7 +25,7 @@ pub struct SizeOptions {
     /// Length of a slice (guest-cost: 5, schedule: 6, overcommit: 8), longest search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
-    /// Only cells whose names contain this (guest-cost, tracker, overcommit: four-vms, two-vms)
+    /// Only cells whose names contain this (guest-cost, tracker, overcommit: four-vms, two-vms, four-guests)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again

@@ -2,10 +2,11 @@
 //! Four VMs that demand more than the budget: with all memory, under the daemon's budget, and on the peer.
 
 use super::{
-    guest::RequestGuestOptions,
+    guest::{RequestGuestOptions, Served},
     host::{Counts, Host, evicted_bytes, resident_bytes, stored_bytes},
     peer::{Peer, swapped_in_pages},
     process::{Guests, Requests},
+    vms::{Speed, Vms},
     working_set::Choice,
 };
 use crate::{
@@ -42,16 +43,19 @@ impl Arm {
 
 /// What came of a slice of an arm.
 pub(super) struct Slice {
+    /// Of all VMs together.
     pub requests: Requests,
+    /// Of each VM.
+    pub vms: Vec<Speed>,
     /// Figures of this arm, by name: the same in each slice.
     pub figures: Vec<(&'static str, f64)>,
 }
 
 /// The resources of a run, dropped in this order: the daemon detaches before the VMs end, and those end before
 /// their cgroup is removed.
-pub(super) struct Bench {
+pub(super) struct Bench<V> {
     host: Host,
-    guests: Guests,
+    guests: V,
     peer: Result<Peer, String>,
     /// Why a peer that there is was not measured.
     no_peer: Option<String>,
@@ -61,31 +65,49 @@ pub(super) struct Bench {
     _dirs: [TempDir; 2],
 }
 
-impl Bench {
-    /// VMs of `ram_bytes` each.
-    pub(super) fn prepare(ram_bytes: u64, slice: Duration, options: &SizeOptions) -> Result<Self, String> {
+/// What is there before the VMs, which are started in it.
+pub(super) struct Place<'a> {
+    /// A folder on disk.
+    pub dir: &'a Path,
+    /// The memory cgroup of the peer's arm, if there is one.
+    pub group: Option<&'a Path>,
+}
+
+/// The stand-ins, with `sections` each.
+pub(super) fn stand_ins(place: &Place<'_>, sections: u32) -> Result<Guests, String> {
+    let vms = (0..).zip(COLD_PERMILLE).map(|(number, cold_permille)| {
+        // Half of what is used within ten minutes is used all the time, and the other half in turn.
+        let used_permille = (1000 - cold_permille) / 2;
+        RequestGuestOptions {
+            sections,
+            cpu: number,
+            used_permille,
+            choice: Choice::Zipf,
+            moves_permille: 1000 - cold_permille - used_permille,
+            rate: None,
+            seed: number as u64 + 1,
+            group: place.group.map(Path::to_owned),
+        }
+    });
+    Guests::start(place.dir, vms)
+}
+
+impl<V: Vms> Bench<V> {
+    /// VMs with `demand_bytes` of RAM together, as `start` starts them.
+    pub(super) fn prepare(
+        demand_bytes: u64,
+        slice: Duration,
+        options: &SizeOptions,
+        start: impl FnOnce(&Place<'_>) -> Result<V, String>,
+    ) -> Result<Self, String> {
         let in_memory = directory_in(Path::new("/dev/shm"))?;
         let on_disk = directory_in(&std::env::temp_dir())?;
-        let demand_bytes = COLD_PERMILLE.len() as u64 * ram_bytes;
         let budget_bytes = demand_bytes / DEMAND_TENTHS * 10;
         let peer = Peer::prepare(demand_bytes, budget_bytes);
-        let group = peer.as_ref().ok().map(|peer| peer.group().to_owned());
-        let sections = sections_of(ram_bytes)?;
-        let vms = (0..).zip(COLD_PERMILLE).map(|(number, cold_permille)| {
-            // Half of what is used within ten minutes is used all the time, and the other half in turn.
-            let used_permille = (1000 - cold_permille) / 2;
-            RequestGuestOptions {
-                sections,
-                cpu: number,
-                used_permille,
-                choice: Choice::Zipf,
-                moves_permille: 1000 - cold_permille - used_permille,
-                rate: None,
-                seed: number as u64 + 1,
-                group: group.clone(),
-            }
-        });
-        let guests = Guests::start(on_disk.path(), vms)?;
+        let guests = start(&Place {
+            dir: on_disk.path(),
+            group: peer.as_ref().ok().map(Peer::group),
+        })?;
         let state_dir = in_memory.path().join("daemon");
         Ok(Self {
             host: Host::start(&state_dir, &flags(&options.settings), demand_bytes)?,
@@ -126,23 +148,22 @@ impl Bench {
 
     fn with_all_memory(&mut self) -> Result<Slice, String> {
         std::thread::sleep(SETTLE);
-        let served = self.guests.measure(self.slice, || Ok(()))?;
-        Ok(Slice {
-            requests: Requests::of(&served),
-            figures: Vec::new(),
-        })
+        let served = self.guests.measure(self.slice, &mut || Ok(()))?;
+        Ok(Slice::of(&served, Vec::new()))
     }
 
     fn under_budget(&mut self) -> Result<Slice, String> {
-        self.host.attach(self.guests.pids(), None)?;
+        self.host.attach(self.guests.pids().into_iter(), None)?;
         self.host.set_budget(self.budget_bytes)?;
         let budget = self.budget_bytes;
         let squeeze = self.host.wait_until(|host| host.used_bytes <= budget)?;
+        // The daemon goes on until its high watermark is free.
+        let rest = self.host.wait_for_rest()?;
         std::thread::sleep(SETTLE);
         let before = self.host.counts()?;
         let mut most_used_bytes = 0;
         let host = &self.host;
-        let served = self.guests.measure(self.slice, || {
+        let served = self.guests.measure(self.slice, &mut || {
             most_used_bytes = host.now()?.used_bytes.max(most_used_bytes);
             Ok(())
         })?;
@@ -150,6 +171,7 @@ impl Bench {
         let now = self.host.now()?;
         let mut figures = vec![
             ("squeeze_s", squeeze.as_secs_f64()),
+            ("rest_s", rest.as_secs_f64()),
             ("resident_mib", mib(resident_bytes(&now))),
             ("stored_mib", mib(stored_bytes(&now))),
             ("evicted_mib", mib(evicted_bytes(&now))),
@@ -159,10 +181,7 @@ impl Bench {
         self.host.lift_budget()?;
         self.host.detach()?;
         self.guests.touch_all()?;
-        Ok(Slice {
-            requests: Requests::of(&served),
-            figures,
-        })
+        Ok(Slice::of(&served, figures))
     }
 
     fn on_zram(&mut self) -> Result<Option<Slice>, String> {
@@ -183,7 +202,7 @@ impl Bench {
             std::thread::sleep(SETTLE / 50);
         }
         let before = swapped_in_pages()?;
-        let served = self.guests.measure(self.slice, || peer.follow())?;
+        let served = self.guests.measure(self.slice, &mut || peer.follow())?;
         let swapped_in = swapped_in_pages()?.saturating_sub(before);
         let figures = vec![
             ("squeeze_s", squeeze.as_secs_f64()),
@@ -193,15 +212,22 @@ impl Bench {
             ("faults_per_s", to_f64(swapped_in) / self.slice.as_secs_f64()),
         ];
         peer.end()?;
-        Ok(Some(Slice {
-            requests: Requests::of(&served),
-            figures,
-        }))
+        Ok(Some(Slice::of(&served, figures)))
     }
 
     /// Compares every byte.
     pub(super) fn end(mut self) -> Result<(), String> {
         self.guests.verify_all()
+    }
+}
+
+impl Slice {
+    fn of(served: &[Served], figures: Vec<(&'static str, f64)>) -> Self {
+        Self {
+            requests: Requests::of(served),
+            vms: served.iter().map(Speed::of).collect(),
+            figures,
+        }
     }
 }
 

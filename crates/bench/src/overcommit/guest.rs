@@ -157,7 +157,8 @@ pub fn run(options: &RequestGuestOptions) -> Result<(), String> {
     guest.serve()
 }
 
-fn join(group: &Path) -> Result<(), String> {
+/// Makes this process one of `group`.
+pub(super) fn join(group: &Path) -> Result<(), String> {
     let processes = group.join("cgroup.procs");
     let pid = std::process::id().to_string();
     std::fs::write(&processes, pid).map_err(|error| format!("{}: {error}", processes.display()))

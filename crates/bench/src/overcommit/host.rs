@@ -18,6 +18,12 @@ const HOST: &str = "/v1/host";
 const BUDGET: &str = "/v1/host/budget";
 /// Between two looks at memory that is being reclaimed.
 const LOOK: Duration = Duration::from_millis(50);
+/// The VMs are at rest when in this time
+const REST: Duration = Duration::from_secs(1);
+/// no more than this was evicted: what is used by turns comes and goes all the time.
+const REST_PAGES: u64 = 256;
+/// Longest wait for that. A VM that never rests is measured as it is.
+const REST_MAX: Duration = Duration::from_secs(30);
 /// Longest wait for memory to be reclaimed: a minute, and a second for each 16 MiB.
 fn patience(ram_bytes: u64) -> Duration {
     Duration::from_secs(60 + (ram_bytes >> 24))
@@ -139,6 +145,20 @@ impl Host {
                 )));
             }
             std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Waits until reclaim has come to rest; returns how long that took.
+    pub(super) fn wait_for_rest(&self) -> Result<Duration, String> {
+        let begun = Instant::now();
+        let mut before = self.counts()?;
+        loop {
+            std::thread::sleep(REST);
+            let now = self.counts()?;
+            if now.since(before).evicted_pages <= REST_PAGES || begun.elapsed() > REST_MAX {
+                return Ok(begun.elapsed());
+            }
+            before = now;
         }
     }
 

@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! VMs that serve requests, as the bench controls them.
 
-use super::guest::{Answer, Order, RequestGuestOptions, Served};
+use super::{
+    guest::{Answer, Order, RequestGuestOptions, Served},
+    vms::{Beside, Vms, while_measuring},
+};
 use crate::{
     harness::{figures::to_f64, latencies::Latencies},
     orders::{Ordered, vmm_program},
 };
 use clap::ValueEnum as _;
-use std::{
-    path::Path,
-    process::Command,
-    time::{Duration, Instant},
-};
-
-/// Between two looks at what happens beside a measurement.
-const LOOK: Duration = Duration::from_millis(50);
+use std::{path::Path, process::Command, time::Duration};
 
 /// Running VMs; ended on drop.
 pub(super) struct Guests(Vec<Ordered>);
@@ -38,29 +34,12 @@ impl Guests {
         Ok(guests)
     }
 
-    /// Their process ids.
-    pub(super) fn pids(&self) -> impl Iterator<Item = u32> {
-        self.0.iter().map(Ordered::pid)
+    fn order_all(&mut self, order: &Order) -> Result<(), String> {
+        self.0.iter_mut().try_for_each(|guest| guest.order(order))
     }
 
-    /// The requests that each serves in `time` from now on; `beside` is called again and again meanwhile.
-    pub(super) fn measure(
-        &mut self,
-        time: Duration,
-        mut beside: impl FnMut() -> Result<(), String>,
-    ) -> Result<Vec<Served>, String> {
-        let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-        self.order_all(&Order::Measure { ms })?;
-        let begun = Instant::now();
-        while begun.elapsed() < time {
-            beside()?;
-            std::thread::sleep(LOOK);
-        }
-        let served = self.answers()?.into_iter().map(|answer| match answer {
-            Answer::Served(served) => Ok(served),
-            other => Err(format!("a VM answered {other:?} when asked to measure")),
-        });
-        served.collect()
+    fn answers(&mut self) -> Result<Vec<Answer>, String> {
+        self.0.iter_mut().map(answer).collect()
     }
 
     /// Makes one use another part of its RAM, from now on.
@@ -68,25 +47,32 @@ impl Guests {
         self.0[vm].order(&Order::Resize { used_permille })?;
         done(answer(&mut self.0[vm])?)
     }
+}
 
-    /// Makes all touch all of their RAM.
-    pub(super) fn touch_all(&mut self) -> Result<(), String> {
+impl Vms for Guests {
+    fn pids(&self) -> Vec<u32> {
+        self.0.iter().map(Ordered::pid).collect()
+    }
+
+    fn measure(&mut self, time: Duration, beside: &mut Beside<'_>) -> Result<Vec<Served>, String> {
+        let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.order_all(&Order::Measure { ms })?;
+        while_measuring(time, beside)?;
+        let served = self.answers()?.into_iter().map(|answer| match answer {
+            Answer::Served(served) => Ok(served),
+            other => Err(format!("a VM answered {other:?} when asked to measure")),
+        });
+        served.collect()
+    }
+
+    fn touch_all(&mut self) -> Result<(), String> {
         self.order_all(&Order::TouchAll)?;
         self.answers()?.into_iter().try_for_each(done)
     }
 
-    /// Compares every byte of all.
-    pub(super) fn verify_all(&mut self) -> Result<(), String> {
+    fn verify_all(&mut self) -> Result<(), String> {
         self.order_all(&Order::VerifyAll)?;
         self.answers()?.into_iter().try_for_each(done)
-    }
-
-    fn order_all(&mut self, order: &Order) -> Result<(), String> {
-        self.0.iter_mut().try_for_each(|guest| guest.order(order))
-    }
-
-    fn answers(&mut self) -> Result<Vec<Answer>, String> {
-        self.0.iter_mut().map(answer).collect()
     }
 }
 

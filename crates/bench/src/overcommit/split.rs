@@ -17,6 +17,7 @@ use super::{
     guest::{RequestGuestOptions, TOUCHES},
     host::{Host, resident_bytes, stored_bytes},
     process::Guests,
+    vms::Vms as _,
     working_set::Choice,
 };
 use crate::{
@@ -115,12 +116,12 @@ impl Bench {
         let limit = self.limit_bytes;
         match arm {
             Arm::Split => {
-                self.host.attach(self.guests.pids(), Some(limit))?;
+                self.host.attach(self.guests.pids().into_iter(), Some(limit))?;
                 let kept = |host: &HostReport| host.vms.iter().all(|vm| vm.resident_bytes <= limit);
                 self.host.wait_until(kept)?;
             }
             Arm::Shared => {
-                self.host.attach(self.guests.pids(), None)?;
+                self.host.attach(self.guests.pids().into_iter(), None)?;
                 self.host.set_budget(self.budget_bytes)?;
                 let budget = self.budget_bytes;
                 self.host.wait_until(|host| host.used_bytes <= budget)?;
@@ -152,7 +153,7 @@ impl Bench {
         }
         let begun = Instant::now();
         let host = &self.host;
-        let served = self.guests.measure(self.slice, || {
+        let served = self.guests.measure(self.slice, &mut || {
             seen.push((begun.elapsed(), resident_in(&host.now()?, growing)));
             Ok(())
         })?;
