@@ -88,11 +88,7 @@ impl SizeOptions {
                 self.seconds.is_some(),
                 tracker || cost || schedule,
             ),
-            (
-                "--only",
-                self.only.is_some(),
-                tracker || cost || overcommit,
-            ),
+            ("--only", self.only.is_some(), tracker || cost || overcommit),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

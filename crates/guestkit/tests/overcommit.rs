@@ -21,7 +21,15 @@ fn four_guests_serve_the_same_under_a_budget_of_two_thirds_of_their_memory() {
             return;
         }
     }
-    let size = ["--pairs", "1", "--seconds", "2", "--only", "four-guests", "--json"];
+    let size = [
+        "--pairs",
+        "1",
+        "--seconds",
+        "2",
+        "--only",
+        "four-guests",
+        "--json",
+    ];
     let output = Command::new(binary)
         .args(["bench", "overcommit"])
         .args(size)
@@ -40,7 +48,8 @@ fn four_guests_serve_the_same_under_a_budget_of_two_thirds_of_their_memory() {
             assert!(served > 0.0, "{service}, {arm}: {report}");
         }
     }
-    let over_mib = (number("/figures/guests_demand_bytes") - number("/figures/guests_budget_bytes"))
+    let over_mib = (number("/figures/guests_demand_bytes")
+        - number("/figures/guests_budget_bytes"))
         / f64::from(1 << 20);
     let evicted_mib = number("/figures/guests/pagetide/evicted_mib");
     assert!(evicted_mib > over_mib, "what is over is away: {report}");

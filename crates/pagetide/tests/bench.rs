@@ -179,7 +179,10 @@ fn overcommit_compares_the_budget_with_all_memory_and_with_a_static_split() {
     let of = |name: &str| number(&report, &format!("/peers/zram/{name}"));
     let taken_mib = of("resident_mib") + of("stored_mib");
     let budget_mib = budget / f64::from(1 << 20);
-    assert!(taken_mib < 1.1 * budget_mib, "zram pays for what it stores: {report}");
+    assert!(
+        taken_mib < 1.1 * budget_mib,
+        "zram pays for what it stores: {report}"
+    );
 }
 
 #[test]

@@ -37,7 +37,9 @@ impl Sources {
     }
 
     fn check(&self, number: u64) -> Result<(), ServiceError> {
-        let known = usize::try_from(number).ok().and_then(|place| self.outputs.get(place));
+        let known = usize::try_from(number)
+            .ok()
+            .and_then(|place| self.outputs.get(place));
         match known == Some(&compile(number)?) {
             true => Ok(()),
             false => Err(ServiceError::Wrong(format!("the compiled source {number}"))),
@@ -63,8 +65,13 @@ fn source(number: u64) -> PathBuf {
 /// The hash of the assembler.
 fn compile(number: u64) -> Result<u64, ServiceError> {
     let mut command = Command::new(PROGRAM);
-    command.args(["-quiet", "-O1", "-o", "-"]).arg(source(number));
-    let output = command.stdin(Stdio::null()).output().map_err(io_failed(PROGRAM))?;
+    command
+        .args(["-quiet", "-O1", "-o", "-"])
+        .arg(source(number));
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(io_failed(PROGRAM))?;
     if !output.status.success() || output.stdout.is_empty() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         return Err(io_failed(PROGRAM)(io::Error::other(said)));
@@ -77,7 +84,8 @@ fn compile(number: u64) -> Result<u64, ServiceError> {
 /// A source that no other is like.
 fn program(number: u64) -> String {
     let function = |name: u64| {
-        let [a, b, c] = [1, 2, 3].map(|salt| pattern::mix(number * FUNCTIONS + name + salt) % 1000 + 1);
+        let [a, b, c] =
+            [1, 2, 3].map(|salt| pattern::mix(number * FUNCTIONS + name + salt) % 1000 + 1);
         format!(
             "int f{name}(int *v, int n) {{\n  int s = {a};\n  for (int i = 0; i < n; i++) {{\n    \
              if (v[i] % {b} == 0) s += v[i] * {c};\n    else s ^= v[(i + {a}) % n] - s / {b};\n    \
@@ -96,7 +104,10 @@ mod tests {
     fn sources_differ_and_have_all_their_functions() {
         let (first, second) = (program(0), program(1));
         assert_ne!(first, second);
-        assert_eq!(first.matches("\nint f").count() + 1, usize::try_from(FUNCTIONS).unwrap_or(0));
+        assert_eq!(
+            first.matches("\nint f").count() + 1,
+            usize::try_from(FUNCTIONS).unwrap_or(0)
+        );
         assert_eq!(first.matches('{').count(), first.matches('}').count());
     }
 }

@@ -35,7 +35,9 @@ impl Drop for Files {
 impl Files {
     pub(super) fn prepare() -> Result<Self, ServiceError> {
         let failed = io_failed(BUSYBOX);
-        let up = Command::new(BUSYBOX).args(["ifconfig", "lo", "127.0.0.1", "up"]).status();
+        let up = Command::new(BUSYBOX)
+            .args(["ifconfig", "lo", "127.0.0.1", "up"])
+            .status();
         if !up.map_err(&failed)?.success() {
             return Err(failed(io::Error::other("the loopback does not come up")));
         }

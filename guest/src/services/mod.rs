@@ -192,19 +192,14 @@ pub fn run(seed: u64, port: &mut File) -> io::Result<()> {
     writeln!(port, "ready")?;
     for line in BufReader::new(port.try_clone()?).lines() {
         let line = line?;
-        let answer = obey(&line, seed, &mut serving).unwrap_or_else(|error| {
-            format!("failed {}", error.to_string().replace('\n', "; "))
-        });
+        let answer = obey(&line, seed, &mut serving)
+            .unwrap_or_else(|error| format!("failed {}", error.to_string().replace('\n', "; ")));
         writeln!(port, "{answer}")?;
     }
     Ok(())
 }
 
-fn obey(
-    line: &str,
-    seed: u64,
-    serving: &mut Option<Arc<Serving>>,
-) -> Result<String, ServiceError> {
+fn obey(line: &str, seed: u64, serving: &mut Option<Arc<Serving>>) -> Result<String, ServiceError> {
     let done = || "done".to_owned();
     match (line.parse()?, &serving) {
         (Order::Prepare(name), None) => {
@@ -292,7 +287,14 @@ mod tests {
         assert_eq!(prepared, Order::Prepare(ServiceName::Sqlite));
         let measured = order("measure 1500").expect("an order");
         assert_eq!(measured, Order::Measure(Duration::from_millis(1500)));
-        for wrong in ["", "prepare", "prepare tea", "measure 0", "measure 1 2", "verify all"] {
+        for wrong in [
+            "",
+            "prepare",
+            "prepare tea",
+            "measure 0",
+            "measure 1 2",
+            "verify all",
+        ] {
             let error = order(wrong).expect_err("no order");
             assert!(error.to_string().contains(&format!("'{wrong}'")), "{error}");
         }
@@ -338,7 +340,10 @@ mod tests {
         let answer = serving.measure(Duration::from_millis(20)).expect("served");
         let mut words = answer.split(' ');
         assert_eq!(words.next(), Some("served"));
-        let served: u64 = words.next().and_then(|word| word.parse().ok()).expect("a number");
+        let served: u64 = words
+            .next()
+            .and_then(|word| word.parse().ok())
+            .expect("a number");
         assert!((1..=requests.load(Relaxed)).contains(&served), "{answer}");
         requests.store(0, Relaxed);
         let failing = begin(0);

@@ -85,7 +85,9 @@ impl Keys {
 
     fn send(&mut self, words: &[&[u8]]) -> Result<(), ServiceError> {
         let stream = self.stream.get_mut();
-        stream.write_all(&request(words)).map_err(io_failed(PROGRAM))
+        stream
+            .write_all(&request(words))
+            .map_err(io_failed(PROGRAM))
     }
 
     fn value(&self, key: u64, generation: u32) -> Vec<u8> {

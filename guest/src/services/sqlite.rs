@@ -58,7 +58,10 @@ impl Rows {
         for first in (0..count).step_by(BATCH as usize) {
             all.tell("BEGIN;")?;
             for id in first..count.min(first + BATCH) {
-                all.tell(&format!("INSERT INTO rows VALUES ({id}, '{}');", body(id, 0)))?;
+                all.tell(&format!(
+                    "INSERT INTO rows VALUES ({id}, '{}');",
+                    body(id, 0)
+                ))?;
             }
             all.tell("COMMIT;")?;
         }
@@ -68,7 +71,8 @@ impl Rows {
 
     fn tell(&mut self, statement: &str) -> Result<(), ServiceError> {
         let told = writeln!(self.statements, "{statement}");
-        told.and_then(|()| self.statements.flush()).map_err(io_failed(PROGRAM))
+        told.and_then(|()| self.statements.flush())
+            .map_err(io_failed(PROGRAM))
     }
 
     /// The one row of the answer.
@@ -94,7 +98,9 @@ impl Rows {
             "UPDATE rows SET body = '{text}' WHERE id = {id} RETURNING id;"
         ))?;
         if got != id.to_string() {
-            return Err(ServiceError::Wrong(format!("row {id}, which is to be updated,")));
+            return Err(ServiceError::Wrong(format!(
+                "row {id}, which is to be updated,"
+            )));
         }
         self.generations[place(id)] = next;
         Ok(())

@@ -112,7 +112,11 @@ impl Ram {
     pub fn fill(&self, threads: usize) {
         self.in_parallel(threads, |page| {
             let version = self.versions[page.index()].load(Relaxed);
-            for (word, value) in self.words_of(page).iter().zip(words(self.mix, page, version)) {
+            for (word, value) in self
+                .words_of(page)
+                .iter()
+                .zip(words(self.mix, page, version))
+            {
                 word.store(value, Relaxed);
             }
             Ok(())

@@ -175,7 +175,10 @@ impl<V: Vms> Bench<V> {
             ("resident_mib", mib(resident_bytes(&now))),
             ("stored_mib", mib(stored_bytes(&now))),
             ("evicted_mib", mib(evicted_bytes(&now))),
-            ("most_used_over_budget", to_f64(most_used_bytes) / to_f64(budget)),
+            (
+                "most_used_over_budget",
+                to_f64(most_used_bytes) / to_f64(budget),
+            ),
         ];
         figures.extend(per_second(&counts, self.slice));
         self.host.lift_budget()?;
@@ -209,7 +212,10 @@ impl<V: Vms> Bench<V> {
             ("resident_mib", mib(peer.resident_bytes()?)),
             ("stored_mib", mib(peer.stored_bytes()?)),
             ("limit_mib", mib(peer.limit_bytes())),
-            ("faults_per_s", to_f64(swapped_in) / self.slice.as_secs_f64()),
+            (
+                "faults_per_s",
+                to_f64(swapped_in) / self.slice.as_secs_f64(),
+            ),
         ];
         peer.end()?;
         Ok(Some(Slice::of(&served, figures)))
@@ -249,7 +255,10 @@ pub(super) fn per_second(counts: &Counts, time: Duration) -> Vec<(&'static str, 
         ("faults_per_s", per_s(counts.faults)),
         ("readahead_pages_per_s", per_s(counts.readahead_pages)),
         ("evicted_pages_per_s", per_s(counts.evicted_pages)),
-        ("directly_evicted_pages_per_s", per_s(counts.directly_evicted_pages)),
+        (
+            "directly_evicted_pages_per_s",
+            per_s(counts.directly_evicted_pages),
+        ),
         ("over_limit_fills_per_s", per_s(counts.over_limit_fills)),
         ("short_fills_per_s", per_s(counts.short_fills)),
         ("sampled_pages_per_s", per_s(counts.sampled_pages)),

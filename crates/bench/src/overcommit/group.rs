@@ -86,7 +86,13 @@ impl Group {
         };
         let text = self.read(name)?;
         let number = text.trim().parse();
-        number.map_err(|_| format!("{} says '{}'", self.directory.join(name).display(), text.trim()))
+        number.map_err(|_| {
+            format!(
+                "{} says '{}'",
+                self.directory.join(name).display(),
+                text.trim()
+            )
+        })
     }
 
     /// Shared memory in that: RAM of the VMs.
@@ -141,8 +147,14 @@ mod tests {
 
     #[test]
     fn shared_memory_is_found_in_either_versions_statistics() {
-        assert_eq!(shared_in("cache 9\nrss 1\nshmem 8192\ntotal_shmem 9\n"), Some(8192));
-        assert_eq!(shared_in("anon 1\nfile 2\nshmem 4096\nshmem_thp 0\n"), Some(4096));
+        assert_eq!(
+            shared_in("cache 9\nrss 1\nshmem 8192\ntotal_shmem 9\n"),
+            Some(8192)
+        );
+        assert_eq!(
+            shared_in("anon 1\nfile 2\nshmem 4096\nshmem_thp 0\n"),
+            Some(4096)
+        );
         assert_eq!(shared_in("shmem_thp 0\n"), None);
     }
 

@@ -199,7 +199,10 @@ impl Guest {
             eprintln!("stand-in: the vCPU goes where the kernel likes: {error}");
         }
         let mut random = SplitMix64::new(self.options.seed);
-        let between = self.options.rate.map(|rate| Duration::from_secs(1) / rate.max(1));
+        let between = self
+            .options
+            .rate
+            .map(|rate| Duration::from_secs(1) / rate.max(1));
         let mut due = Instant::now();
         loop {
             let begun = Instant::now();
@@ -273,7 +276,9 @@ impl Guest {
         self.measures.store(false, Relaxed);
         let wall_ns = clock::ns(begun.elapsed());
         let record = self.lock();
-        let kept = usize::try_from(record.requests).unwrap_or(TIMES_MAX).min(TIMES_MAX);
+        let kept = usize::try_from(record.requests)
+            .unwrap_or(TIMES_MAX)
+            .min(TIMES_MAX);
         Served {
             requests: record.requests,
             wall_ns,
@@ -353,7 +358,10 @@ mod tests {
         let mut record = guest.lock();
         record.requests = TIMES_MAX as u64;
         record.add(Duration::from_micros(1));
-        assert_eq!((record.requests, record.ns.len()), (TIMES_MAX as u64 + 1, TIMES_MAX));
+        assert_eq!(
+            (record.requests, record.ns.len()),
+            (TIMES_MAX as u64 + 1, TIMES_MAX)
+        );
     }
 
     #[test]

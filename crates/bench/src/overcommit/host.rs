@@ -57,7 +57,10 @@ impl Host {
         ram_bytes: u64,
     ) -> Result<Self, String> {
         // The budget of the bench is no budget of this host.
-        let lock = format!("--budget-lock={}", state_dir.with_extension("lock").display());
+        let lock = format!(
+            "--budget-lock={}",
+            state_dir.with_extension("lock").display()
+        );
         let settings = [&[lock][..], settings].concat();
         Ok(Self {
             daemon: Daemon::start_for(state_dir, &settings, ram_bytes)?,

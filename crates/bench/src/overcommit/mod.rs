@@ -150,8 +150,12 @@ impl Plan<'_> {
             arms::stand_ins(place, sections)
         });
         let bench = bench.map_err(unable)?;
-        report.figures.insert("demand_bytes".into(), bench.demand_bytes().into());
-        report.figures.insert("budget_bytes".into(), bench.budget_bytes().into());
+        report
+            .figures
+            .insert("demand_bytes".into(), bench.demand_bytes().into());
+        report
+            .figures
+            .insert("budget_bytes".into(), bench.budget_bytes().into());
         let (arms, no_peer) = self.rounds_of(bench, self.rounds, interrupted)?;
         if let Some(reason) = no_peer {
             report.peers.insert("zram".into(), json!(reason));
@@ -176,8 +180,12 @@ impl Plan<'_> {
                 return Ok(());
             }
         };
-        report.figures.insert("guests_demand_bytes".into(), bench.demand_bytes().into());
-        report.figures.insert("guests_budget_bytes".into(), bench.budget_bytes().into());
+        report
+            .figures
+            .insert("guests_demand_bytes".into(), bench.demand_bytes().into());
+        report
+            .figures
+            .insert("guests_budget_bytes".into(), bench.budget_bytes().into());
         let rounds = self.rounds.div_ceil(ROUNDS_A_GUEST);
         let (arms, no_peer) = self.rounds_of(bench, rounds, interrupted)?;
         if let Some(reason) = no_peer {
@@ -231,7 +239,9 @@ impl Plan<'_> {
             }
         }
         let budget = bench.budget_bytes();
-        report.figures.insert("shared_budget_bytes".into(), budget.into());
+        report
+            .figures
+            .insert("shared_budget_bytes".into(), budget.into());
         progress(NAME, "comparing every byte");
         bench.end().map_err(failed)
     }
@@ -265,10 +275,17 @@ impl Arms {
             more_is_better(ratios, &throughput_name, pairs(ours, theirs, throughput));
             less_is_better(ratios, &p99_name, pairs(ours, theirs, p99));
         };
-        both(["throughput_over_all_memory", "p99_over_all_memory"], ours, all);
+        both(
+            ["throughput_over_all_memory", "p99_over_all_memory"],
+            ours,
+            all,
+        );
         if let Some(zram) = self.peer() {
             both(["throughput_over_zram", "p99_over_zram"], ours, zram);
-            let names = ["zram_throughput_over_all_memory", "zram_p99_over_all_memory"];
+            let names = [
+                "zram_throughput_over_all_memory",
+                "zram_p99_over_all_memory",
+            ];
             both(names, zram, all);
         }
     }
@@ -282,7 +299,8 @@ impl Measured {
             figures.insert("pagetide".into(), figures_of(&self.stand_ins.pagetide));
             let throughput = |a: &Slice, b: &Slice| a.requests.per_s / b.requests.per_s;
             let p99 = |a: &Slice, b: &Slice| a.requests.times.us(990) / b.requests.times.us(990);
-            self.stand_ins.ratios("", [throughput, p99], &mut report.ratios);
+            self.stand_ins
+                .ratios("", [throughput, p99], &mut report.ratios);
             if let Some(zram) = self.stand_ins.peer() {
                 report.peers.insert("zram".into(), figures_of(zram));
             }
@@ -307,7 +325,8 @@ impl Measured {
             figures.insert("guests".into(), Value::Object(arms.collect()));
             let throughput = |a: &Slice, b: &Slice| mean_ratio(a, b, |vm| vm.per_s);
             let p99 = |a: &Slice, b: &Slice| mean_ratio(a, b, |vm| vm.p99_us);
-            self.guests.ratios("guests_", [throughput, p99], &mut report.ratios);
+            self.guests
+                .ratios("guests_", [throughput, p99], &mut report.ratios);
         }
     }
 }
@@ -315,7 +334,9 @@ impl Measured {
 /// Geometric mean over the VMs.
 fn mean_ratio(a: &Slice, b: &Slice, figure: fn(&Speed) -> f64) -> f64 {
     let ratios = a.vms.iter().zip(&b.vms).map(|(a, b)| figure(a) / figure(b));
-    let (sum, count) = ratios.fold((0.0, 0.0), |(sum, count), ratio| (sum + ratio.ln(), count + 1.0));
+    let (sum, count) = ratios.fold((0.0, 0.0), |(sum, count), ratio| {
+        (sum + ratio.ln(), count + 1.0)
+    });
     f64::exp(sum / count)
 }
 
@@ -393,8 +414,8 @@ fn medians<'a>(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use super::process::Requests;
+    use super::*;
     use crate::harness::latencies::Latencies;
 
     fn slice(per_s: f64, us: u32) -> Slice {
@@ -455,13 +476,18 @@ mod tests {
         assert_eq!(report.figures["pagetide"]["resident_mib"], json!(198.0));
         assert_eq!(report.peers["zram"]["p99_us"], json!(10.0));
         assert!((ratio("guests_throughput_over_zram") - 1.1).abs() < 1e-9);
-        assert_eq!(report.figures["guests"]["pagetide"]["sqlite"]["p99_us"], json!(12.0));
+        assert_eq!(
+            report.figures["guests"]["pagetide"]["sqlite"]["p99_us"],
+            json!(12.0)
+        );
     }
 
     #[test]
     fn peer_that_was_not_measured_leaves_its_reason_and_no_ratio() {
         let mut report = BenchReport::new(NAME);
-        report.peers.insert("zram".into(), json!("this kernel has no zram"));
+        report
+            .peers
+            .insert("zram".into(), json!("this kernel has no zram"));
         let without = Measured {
             stand_ins: Arms {
                 zram: vec![slice(1.0, 1)],

@@ -147,7 +147,8 @@ impl Peer {
 
 /// Pages that were swapped in on this host until now.
 pub(super) fn swapped_in_pages() -> Result<u64, String> {
-    let vmstat = std::fs::read_to_string("/proc/vmstat").map_err(|error| format!("/proc/vmstat: {error}"))?;
+    let vmstat = std::fs::read_to_string("/proc/vmstat")
+        .map_err(|error| format!("/proc/vmstat: {error}"))?;
     Ok(swapped_in(&vmstat))
 }
 
@@ -155,7 +156,9 @@ pub(super) fn swapped_in_pages() -> Result<u64, String> {
 fn swapped_in(vmstat: &str) -> u64 {
     let lines = vmstat.lines().filter_map(|line| line.split_once(' '));
     let counted = lines.filter(|(name, _)| matches!(*name, "pswpin" | "swpin_zero"));
-    counted.filter_map(|(_, pages)| pages.trim().parse::<u64>().ok()).sum()
+    counted
+        .filter_map(|(_, pages)| pages.trim().parse::<u64>().ok())
+        .sum()
 }
 
 /// Daemons that serve a VM: they have its userfaultfd open.
@@ -164,7 +167,11 @@ fn serving_daemons(proc: &Path) -> Result<Vec<u32>, String> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(proc).map_err(failed)? {
         let entry = entry.map_err(failed)?;
-        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+        let Some(pid) = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok())
+        else {
             continue;
         };
         // A process may end while it is looked at.
@@ -186,7 +193,9 @@ fn has_userfaultfd(descriptors: &Path) -> bool {
     let Ok(entries) = std::fs::read_dir(descriptors) else {
         return false;
     };
-    let mut links = entries.flatten().map(|entry| std::fs::read_link(entry.path()));
+    let mut links = entries
+        .flatten()
+        .map(|entry| std::fs::read_link(entry.path()));
     links.any(|link| link.is_ok_and(|link| link == Path::new(USERFAULTFD)))
 }
 
@@ -216,7 +225,10 @@ mod tests {
 
     #[test]
     fn pages_swapped_in_are_those_of_zeros_too() {
-        assert_eq!(swapped_in("pgpgin 5\npswpin 7\npswpout 9\nswpin_zero 30\n"), 37);
+        assert_eq!(
+            swapped_in("pgpgin 5\npswpin 7\npswpout 9\nswpin_zero 30\n"),
+            37
+        );
         assert_eq!(swapped_in("pswpin 7\n"), 7);
     }
 }

@@ -84,7 +84,10 @@ fn start(dir: &Path, options: &RequestGuestOptions) -> Result<Ordered, String> {
         .args(["--sections", &options.sections.to_string()])
         .args(["--cpu", &options.cpu.to_string()])
         .args(["--used-permille", &options.used_permille.to_string()])
-        .args(["--choice", choice.as_ref().map_or("", |name| name.get_name())])
+        .args([
+            "--choice",
+            choice.as_ref().map_or("", |name| name.get_name()),
+        ])
         .args(["--moves-permille", &options.moves_permille.to_string()])
         .args(["--seed", &options.seed.to_string()]);
     if let Some(rate) = options.rate {
@@ -125,7 +128,10 @@ impl Requests {
         let per_s = |served: &Served| to_f64(served.requests) * 1e9 / to_f64(served.wall_ns.max(1));
         Self {
             per_s: served.iter().map(per_s).sum(),
-            times: served.iter().flat_map(|served| served.ns.iter().copied()).collect(),
+            times: served
+                .iter()
+                .flat_map(|served| served.ns.iter().copied())
+                .collect(),
         }
     }
 }

@@ -83,7 +83,9 @@ impl RealGuests {
     }
 
     fn tell_all(&mut self, order: &str) -> Result<(), String> {
-        self.guests.iter_mut().try_for_each(|guest| guest.tell(order))
+        self.guests
+            .iter_mut()
+            .try_for_each(|guest| guest.tell(order))
     }
 
     fn expect_all(&mut self, wanted: &str) -> Result<(), String> {
@@ -108,7 +110,8 @@ impl Vms for RealGuests {
         let mut served = Vec::new();
         for (guest, service) in self.guests.iter_mut().zip(SERVICES) {
             let line = guest.line_within(PATIENCE)?;
-            let one = served_in(&line).ok_or_else(|| format!("the guest with {service}: {line}"))?;
+            let one =
+                served_in(&line).ok_or_else(|| format!("the guest with {service}: {line}"))?;
             served.push(one);
         }
         Ok(served)
@@ -123,7 +126,9 @@ impl Vms for RealGuests {
             }
             let status = command.status().map_err(|error| error.to_string())?;
             if !status.success() {
-                return Err(format!("the RAM of the guest {pid} cannot be made present: {status}"));
+                return Err(format!(
+                    "the RAM of the guest {pid} cannot be made present: {status}"
+                ));
             }
         }
         Ok(())
@@ -137,12 +142,19 @@ impl Vms for RealGuests {
 
 /// An answer to `measure`: requests, nanoseconds, and quantiles of their times.
 fn served_in(line: &str) -> Option<Served> {
-    let mut numbers = line.strip_prefix("served ")?.split(' ').map(str::parse::<u64>);
+    let mut numbers = line
+        .strip_prefix("served ")?
+        .split(' ')
+        .map(str::parse::<u64>);
     let mut next = || numbers.next().transpose().unwrap_or(None);
     let (requests, wall_ns) = (next()?, next()?);
     let ns = numbers.map(|ns| ns.map(|ns| u32::try_from(ns).unwrap_or(u32::MAX)));
     match ns.collect::<Result<Vec<_>, _>>() {
-        Ok(ns) => Some(Served { requests, wall_ns, ns }),
+        Ok(ns) => Some(Served {
+            requests,
+            wall_ns,
+            ns,
+        }),
         Err(_) => None,
     }
 }
@@ -165,7 +177,8 @@ pub fn fill_ram(options: &FillRamOptions) -> Result<(), String> {
         }
         let file = File::options().write(true).open(&path).map_err(failed)?;
         let bytes = file.metadata().map_err(failed)?.len();
-        return fallocate(&file, FallocateFlags::empty(), 0, bytes).map_err(|error| failed(error.into()));
+        return fallocate(&file, FallocateFlags::empty(), 0, bytes)
+            .map_err(|error| failed(error.into()));
     }
     Err(format!("the process {} has no RAM of a guest", options.pid))
 }
@@ -183,7 +196,13 @@ mod tests {
             ns: vec![5, 70, u32::MAX],
         };
         assert_eq!(served, Some(wanted));
-        for wrong in ["failed redis: x", "served", "served 3", "served 3 5 x", "done"] {
+        for wrong in [
+            "failed redis: x",
+            "served",
+            "served 3",
+            "served 3 5 x",
+            "done",
+        ] {
             assert_eq!(served_in(wrong), None, "{wrong}");
         }
     }

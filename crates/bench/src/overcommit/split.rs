@@ -79,7 +79,11 @@ pub(super) struct Bench {
 
 impl Bench {
     /// VMs of `ram_bytes` each.
-    pub(super) fn prepare(ram_bytes: u64, slice: Duration, options: &SizeOptions) -> Result<Self, String> {
+    pub(super) fn prepare(
+        ram_bytes: u64,
+        slice: Duration,
+        options: &SizeOptions,
+    ) -> Result<Self, String> {
         let in_memory = directory_in(Path::new("/dev/shm"))?;
         let on_disk = directory_in(&std::env::temp_dir())?;
         let sections = sections_of(ram_bytes)?;
@@ -116,7 +120,8 @@ impl Bench {
         let limit = self.limit_bytes;
         match arm {
             Arm::Split => {
-                self.host.attach(self.guests.pids().into_iter(), Some(limit))?;
+                self.host
+                    .attach(self.guests.pids().into_iter(), Some(limit))?;
                 let kept = |host: &HostReport| host.vms.iter().all(|vm| vm.resident_bytes <= limit);
                 self.host.wait_until(kept)?;
             }

@@ -153,7 +153,10 @@ mod tests {
         let (most, least) = (sections.values().max(), sections.values().min());
         let ratio = most.zip(least).map(|(most, least)| most / least);
         // 20 to the 0.99.
-        assert!(ratio.is_some_and(|ratio| (16..24).contains(&ratio)), "{ratio:?}");
+        assert!(
+            ratio.is_some_and(|ratio| (16..24).contains(&ratio)),
+            "{ratio:?}"
+        );
     }
 
     #[test]
@@ -166,7 +169,11 @@ mod tests {
         let came: Vec<_> = after.keys().filter(|s| !before.contains_key(*s)).collect();
         assert_eq!((left.len(), came.len()), (1, 1));
         assert_eq!(before[left[0]], after[came[0]]);
-        assert!(after.iter().all(|(s, count)| before.get(s).is_none_or(|was| was == count)));
+        assert!(
+            after
+                .iter()
+                .all(|(s, count)| before.get(s).is_none_or(|was| was == count))
+        );
         for _ in 0..SECTIONS - 1 {
             set.move_on();
         }

@@ -98,7 +98,9 @@ impl Trial {
 
     fn lower(&mut self, from: Bytes, step: Bytes, seen: &Seen) {
         let rate = Rate(FASTEST.0.max(seen.resident.part(1, FASTEST_PARTS)));
-        let most = rate.over(seen.length).min(seen.resident.part(1, STEP_PARTS));
+        let most = rate
+            .over(seen.length)
+            .min(seen.resident.part(1, STEP_PARTS));
         self.step = step.min(most);
         self.trusted = Some(from.less(self.step));
     }
@@ -125,7 +127,9 @@ mod tests {
     fn seconds(trial: &mut Trial, resident: Bytes, used: Bytes, count: u32) -> (Bytes, Bytes) {
         let (mut resident, mut refaulted_in_all) = (resident, Bytes::ZERO);
         for _ in 0..count {
-            resident = trial.trusted().map_or(resident, |trusted| trusted.min(resident));
+            resident = trial
+                .trusted()
+                .map_or(resident, |trusted| trusted.min(resident));
             let refaulted = used.less(resident);
             resident += refaulted;
             refaulted_in_all += refaulted;

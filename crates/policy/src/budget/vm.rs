@@ -254,7 +254,11 @@ impl Vm {
             length: period.length,
         };
         let may_be_tried = self.report.eviction == Eviction::Possible && self.pressure(period) == 0;
-        let lack = if may_be_tried { period.lack } else { Lack::None };
+        let lack = if may_be_tried {
+            period.lack
+        } else {
+            Lack::None
+        };
         self.trial.go_on(&seen, lack);
         self.trial.trusted().unwrap_or(self.report.ram)
     }
