@@ -66,7 +66,8 @@ fn source(number: u64) -> PathBuf {
 fn compile(number: u64) -> Result<u64, ServiceError> {
     let mut command = Command::new(PROGRAM);
     command
-        .args(["-quiet", "-O1", "-o", "-"])
+        // There are no headers in the guest, and the sources need none.
+        .args(["-quiet", "-fpreprocessed", "-O1", "-o", "-"])
         .arg(source(number));
     let output = command
         .stdin(Stdio::null())

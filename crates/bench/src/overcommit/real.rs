@@ -13,11 +13,14 @@ use super::{
     vms::{Beside, Vms, while_measuring},
 };
 use crate::orders::{Ordered, kit_program, this_program};
-use rustix::fs::{FallocateFlags, fallocate};
+use pagetide_addr::PAGE_BYTES;
+use pagetide_sys::mapping::SharedMapping;
 use std::{
     fs::File,
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     process::Command,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
     time::Duration,
 };
 
@@ -175,12 +178,29 @@ pub fn fill_ram(options: &FillRamOptions) -> Result<(), String> {
         if !link.to_string_lossy().starts_with(RAM_LINK) {
             continue;
         }
-        let file = File::options().write(true).open(&path).map_err(failed)?;
-        let bytes = file.metadata().map_err(failed)?.len();
-        return fallocate(&file, FallocateFlags::empty(), 0, bytes)
-            .map_err(|error| failed(error.into()));
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(failed)?;
+        return read_all(&file).map_err(|error| format!("{}: {error}", folder.display()));
     }
     Err(format!("the process {} has no RAM of a guest", options.pid))
+}
+
+/// Reads a word of each page: a hole of a file in memory becomes a page of zeros by that. (Pages that were
+/// only allocated cannot be told from absent ones, and no daemon takes them over.)
+fn read_all(file: &File) -> Result<(), Box<dyn std::error::Error>> {
+    let bytes = file.metadata()?.len();
+    let mapping = SharedMapping::new(file.as_fd(), bytes)?;
+    for page in 0..bytes / PAGE_BYTES {
+        let words = mapping.atomic_u64s(page * PAGE_BYTES, 1);
+        let word = words
+            .and_then(<[AtomicU64]>::first)
+            .ok_or("it is shorter than it was")?;
+        std::hint::black_box(word.load(Relaxed));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ const NOTICED_PARTS: u64 = 4;
 /// A trial was of use if it took more than one part in this many of what was resident.
 const USE_PARTS: u64 = 8;
 /// Pause after a trial, and the longest after trials in vain.
-const REST: Duration = Duration::from_secs(10);
+const REST: Duration = Duration::from_secs(2);
 const REST_MAX: Duration = Duration::from_secs(320);
 
 /// Whether a VM under the budget refaults so much that it lacks memory.
@@ -157,8 +157,8 @@ mod tests {
         let all = Bytes::mib(640);
         let (resident, refaulted) = seconds(&mut trial, all, all, 1000);
         assert_eq!(resident, all);
-        // 10, 20, 40 … 320 s apart: seven trials of 20 MiB each.
-        assert!(refaulted <= Bytes::mib(8 * 20), "{refaulted}");
+        // 2, 4, 8 … 256, 320 s apart: ten trials of 20 MiB each.
+        assert!(refaulted <= Bytes::mib(11 * 20), "{refaulted}");
     }
 
     #[test]
