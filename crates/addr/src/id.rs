@@ -11,12 +11,16 @@ pub struct DeviceId(pub u32);
 impl DeviceId {
     /// The vCPUs of the VM, and everything else that runs in its VMM.
     pub const VCPUS: Self = Self(0);
+    /// The daemon itself, which brings pages back though no guest and no device waits for them.
+    pub const DAEMON: Self = Self(u32::MAX);
 }
 
 impl std::fmt::Display for DeviceId {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if *self == Self::VCPUS {
             write!(f, "the CPU")
+        } else if *self == Self::DAEMON {
+            write!(f, "the daemon")
         } else {
             write!(f, "device {}", self.0)
         }

@@ -284,8 +284,8 @@ settings! {
     scheduler_cycle_us: u64 = "50000",
     /// Most CPU time in microseconds that background work uses at a time, 100 to the length of a cycle
     scheduler_longest_run_us: u64 = "2000",
-    /// What background work pays for more than that at a time, in percent of the excess; at most 1000, 0 for nothing
-    scheduler_penalty_percent: u32 = "0",
+    /// For how long background work that used more than that is granted nothing, in percent of the excess; at most 1000
+    scheduler_penalty_percent: u32 = "100",
     /// What becomes of CPU time that no class of work is entitled to: lent to any, or unused
     scheduler_idle_time: IdleTimeChoice = "lent",
     /// CPUs on which background work (reclaim, scans) may run, such as 0,2-5; any for all that the daemon may use

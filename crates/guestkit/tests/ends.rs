@@ -208,7 +208,7 @@ impl Yard {
         }
     }
 
-    /// The VM is dead, or let go: nothing is left of it. If something is, another daemon takes over, so that
+    /// The VM is dead, or detached: nothing is left of it. If something is, another daemon takes over, so that
     /// each finding is one of its own.
     fn expect_nothing_left(&mut self) {
         let before = self.findings.len();

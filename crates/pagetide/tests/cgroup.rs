@@ -2,18 +2,22 @@
 //! A daemon in a memory cgroup that is smaller than its pool would become: it stops evicting in time, says so,
 //! and goes on when there is room again. The VMM is this process: a file of RAM, mapped shared.
 
+mod daemon;
+mod ram;
+mod refusal;
 mod vmm;
 
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
-
+use daemon::{Daemon, command, number};
 use pagetide_random::SplitMix64;
-use pagetide_sys::mapping::SharedMapping;
-use pagetide_sys::memory_file::GuestFile;
-use serde_json::Value;
-use std::os::fd::AsFd;
+use ram::Ram;
+use refusal::refuses_both;
+use serde_json::{Value, json};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
 const MIB: u64 = 1 << 20;
 const RAM_BYTES: u64 = 192 * MIB;
@@ -24,7 +28,6 @@ const GROUP_BYTES: u64 = 96 * MIB;
 const MARGIN_BYTES: u64 = 16 * MIB;
 /// Of that, what the daemon itself may come to take.
 const OWN_BYTES: u64 = 8 * MIB;
-const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A memory cgroup of our own, of whatever version there is.
 struct Group {
@@ -103,77 +106,21 @@ impl Drop for Group {
     }
 }
 
-struct Daemon {
-    child: Child,
-    dir: tempfile::TempDir,
+/// A daemon in `dir` and in `group`.
+fn start(dir: &Path, group: &Group) -> Daemon {
+    let daemon = command(dir, &[]);
+    let mut within = Command::new("sh");
+    within
+        .args(["-c", "echo $$ > \"$1\" && shift && exec \"$@\"", "sh"])
+        .arg(group.path.join("cgroup.procs"))
+        .arg(daemon.get_program())
+        .args(daemon.get_args())
+        .stdin(Stdio::null());
+    Daemon::start(dir, within)
 }
 
-impl Daemon {
-    fn start(group: &Group) -> Self {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let log = fs::File::create(dir.path().join("log")).unwrap();
-        let child = Command::new("sh")
-            .args(["-c", "echo $$ > \"$1\" && shift && exec \"$@\"", "sh"])
-            .arg(group.path.join("cgroup.procs"))
-            .arg(env!("CARGO_BIN_EXE_pagetide"))
-            .args(["run", "--state-dir"])
-            .arg(dir.path().join("state"))
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        let mut daemon = Self { child, dir };
-        daemon.until("an answer", |daemon| {
-            daemon.client(&["vm", "list"]).status.success()
-        });
-        daemon
-    }
-
-    fn client(&self, words: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_pagetide"))
-            .args(words)
-            .env("PAGETIDE_API", self.dir.path().join("state/api.sock"))
-            .output()
-            .unwrap()
-    }
-
-    fn json(&self, words: &[&str]) -> Value {
-        let output = self.client(words);
-        let told = || String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(
-            output.status.success(),
-            "{words:?}: {}\n{}",
-            told(),
-            self.log()
-        );
-        serde_json::from_slice(&output.stdout).unwrap()
-    }
-
-    fn show(&self) -> Value {
-        self.json(&["vm", "show", "a", "--json"])
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap()
-    }
-
-    fn until(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
-        let begun = Instant::now();
-        while !holds(self) {
-            let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none(), "{ended:?} before {what}: {}", self.log());
-            assert!(begun.elapsed() < PATIENCE, "no {what}: {}", self.log());
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        if let Err(error) = self.child.kill().and_then(|()| self.child.wait().map(drop)) {
-            eprintln!("the daemon: {error}");
-        }
-    }
+fn show(daemon: &Daemon) -> Value {
+    daemon.json(&["vm", "show", "a"])
 }
 
 /// Bytes that do not compress, and follow from their page's number.
@@ -182,20 +129,6 @@ fn content(page: u64) -> Vec<u8> {
     (0..512)
         .flat_map(|_| random.next_u64().to_le_bytes())
         .collect()
-}
-
-fn verify(ram: &SharedMapping) {
-    let mut found = vec![0; 4096];
-    for page in 0..RAM_BYTES / 4096 {
-        ram.copy_from(page * 4096, &mut found).unwrap();
-        assert!(found == content(page), "page {page}");
-    }
-}
-
-fn number(vm: &Value, name: &str) -> u64 {
-    vm[name]
-        .as_u64()
-        .unwrap_or_else(|| panic!("{name} in {vm}"))
 }
 
 #[test]
@@ -216,22 +149,25 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
             return;
         }
     };
-    let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
-    let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
-    for page in 0..RAM_BYTES / 4096 {
-        ram.copy_to(page * 4096, &content(page)).unwrap();
-    }
-    let mut daemon = Daemon::start(&group);
+    let ram = Ram::filled(RAM_BYTES, content);
+    let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+    let mut daemon = start(dir.path(), &group);
     assert!(daemon.log().contains("memory cgroup"), "{}", daemon.log());
+    // A budget that the group does not allow.
+    let request = (
+        "PUT",
+        "/v1/host/budget",
+        json!({"budget_bytes": 2 * GROUP_BYTES}),
+    );
+    let part = "limit of 96 MiB of a memory cgroup";
+    refuses_both(&daemon, &["host", "budget", "192M"], &request, part);
     let own = std::process::id().to_string();
-    daemon.json(&[
-        "attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT, "--json",
-    ]);
-    let blockers = |daemon: &Daemon| daemon.show()["eviction_blockers"].to_string();
+    daemon.json(&["attach", "--pid", &own, "--name", "a", "--limit", VM_LIMIT]);
+    let blockers = |daemon: &Daemon| show(daemon)["eviction_blockers"].to_string();
     daemon.until("word of the cgroup", |daemon| {
         blockers(daemon).contains("memory cgroup")
     });
-    let vm = daemon.show();
+    let vm = show(&daemon);
     assert_eq!(vm["state"], "serving-only", "{vm}");
     assert!(number(&vm, "evicted_pages") > 0, "{vm}");
     assert!(number(&vm, "resident_bytes") > 32 * MIB, "{vm}");
@@ -247,15 +183,15 @@ fn daemon_in_a_small_memory_cgroup_stops_evicting_in_time_and_goes_on_when_there
         "{charged}"
     );
     // All of it is served, with the group as full as it gets.
-    verify(&ram);
+    ram.verify();
     assert_eq!(group.oom_kills(), 0);
     let said = daemon.log().matches("not evicting").count();
     assert!((1..=20).contains(&said), "{said} times: {}", daemon.log());
     group.set_limit(GROUP_BYTES * 4).unwrap();
     daemon.until("eviction to the limit", |daemon| {
-        blockers(daemon) == "[]" && number(&daemon.show(), "resident_bytes") <= 34 * MIB
+        blockers(daemon) == "[]" && number(&show(daemon), "resident_bytes") <= 34 * MIB
     });
-    daemon.json(&["vm", "detach", "a", "--json"]);
-    verify(&ram);
+    daemon.json(&["vm", "detach", "a"]);
+    ram.verify();
     assert_eq!(group.oom_kills(), 0);
 }

@@ -5,18 +5,25 @@
 //! A VMM is a process of this program with a file of RAM, mapped shared, and an emulator's name. It touches a
 //! part of its RAM again and again, as it is told on its input, and compares what it reads.
 
-use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+mod daemon;
+mod refusal;
 
-use pagetide_sys::mapping::SharedMapping;
-use pagetide_sys::memory_file::GuestFile;
-use serde_json::Value;
+use daemon::{Daemon, command, number};
+use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
+use refusal::{refuses, refuses_both};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::fd::AsFd,
+    path::Path,
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
 
 /// Set in a process that is a VMM.
 const IS_VMM: &str = "PAGETIDE_TEST_IS_VMM";
@@ -32,7 +39,6 @@ const USED_MIB: u64 = 112;
 /// A fill goes ahead, counted, if no page could be evicted within a tenth of a second: on a busy machine a
 /// few may be under way at any moment. With the least of eviction they would come to hundreds of MiB.
 const UNDER_WAY_BYTES: u64 = 8 * MIB;
-const PATIENCE: Duration = Duration::from_secs(240);
 
 /// Mostly the page's number, so that it compresses, and partly mixed.
 fn content(page: u64) -> Vec<u8> {
@@ -155,106 +161,12 @@ impl Drop for Vmm {
     }
 }
 
-/// A daemon; killed on drop, as by a crash.
-struct Daemon {
-    child: Child,
-    dir: PathBuf,
+fn start(dir: &Path) -> Daemon {
+    Daemon::start(dir, command(dir, &[]))
 }
 
-impl Daemon {
-    fn start(dir: &Path) -> Self {
-        let log = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(dir.join("log"))
-            .unwrap();
-        let child = Self::command(dir, "state", &[])
-            .stderr(log)
-            .spawn()
-            .unwrap();
-        let mut daemon = Self {
-            child,
-            dir: dir.to_owned(),
-        };
-        daemon.until("an answer", |daemon| {
-            daemon.client(&["vm", "list"]).status.success()
-        });
-        daemon
-    }
-
-    fn command(dir: &Path, state: &str, more: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pagetide"));
-        command
-            .args(["run", "--state-dir"])
-            .arg(dir.join(state))
-            .arg("--budget-lock")
-            .arg(dir.join("budget.lock"))
-            .args(more)
-            .stdin(Stdio::null());
-        command
-    }
-
-    fn client(&self, words: &[&str]) -> Output {
-        Command::new(env!("CARGO_BIN_EXE_pagetide"))
-            .args(words)
-            .env("PAGETIDE_API", self.dir.join("state/api.sock"))
-            .output()
-            .unwrap()
-    }
-
-    fn json(&self, words: &[&str]) -> Value {
-        let output = self.client(words);
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(output.status.success(), "{words:?}: {told}\n{}", self.log());
-        serde_json::from_slice(&output.stdout).unwrap()
-    }
-
-    /// A command that is refused with `part` in its one sentence.
-    fn refuses(&self, words: &[&str], part: &str) {
-        let output = self.client(words);
-        let told = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{words:?}: {told}");
-        assert!(told.contains(part), "{words:?}: {told}");
-    }
-
-    fn host(&self) -> Value {
-        self.json(&["host", "show", "--json"])
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.dir.join("log")).unwrap()
-    }
-
-    fn until(&mut self, what: &str, mut holds: impl FnMut(&Self) -> bool) {
-        let begun = Instant::now();
-        while !holds(self) {
-            let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none(), "{ended:?} before {what}: {}", self.log());
-            if begun.elapsed() > PATIENCE {
-                let host = self.client(&["host", "show"]).stdout;
-                panic!(
-                    "no {what}: {}{}",
-                    String::from_utf8_lossy(&host),
-                    self.log()
-                );
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        if let Err(error) = self.child.kill().and_then(|()| self.child.wait().map(drop)) {
-            eprintln!("the daemon: {error}");
-        }
-    }
-}
-
-fn number(of: &Value, name: &str) -> u64 {
-    of[name]
-        .as_u64()
-        .unwrap_or_else(|| panic!("{name} in {of}"))
+fn host_of(daemon: &Daemon) -> Value {
+    daemon.json(&["host", "show"])
 }
 
 fn vm<'a>(host: &'a Value, name: &str) -> &'a Value {
@@ -280,29 +192,68 @@ fn sum_holds(host: &Value) {
     assert!(number(host, "over_bytes") <= UNDER_WAY_BYTES, "{host}");
 }
 
+/// What cannot be is refused by the command and by the API alike, and changes nothing.
 fn refuses_what_cannot_be(daemon: &Daemon) {
-    let before = daemon.host();
-    daemon.refuses(&["host", "budget", "64M"], "the floors of its 3 VMs");
-    daemon.refuses(
-        &["host", "budget", "1000000G"],
-        "more than the host's memory",
-    );
-    daemon.refuses(&["host", "budget", "--low", "9%"], "out of order");
-    daemon.refuses(
+    let before = host_of(daemon);
+    let budget = |body| ("PUT", "/v1/host/budget", body);
+    let share = |name, body| {
+        let path = match name {
+            "a" => "/v1/vms/a/share",
+            _ => "/v1/vms/c/share",
+        };
+        ("PUT", path, body)
+    };
+    let size = |bytes: u64| budget(json!({ "budget_bytes": bytes }));
+    for (words, request, part) in [
+        (
+            &["host", "budget", "64M"][..],
+            size(64 * MIB),
+            "the floors of its 3 VMs",
+        ),
+        (
+            &["host", "budget", "1000000G"],
+            size(1_000_000 << 30),
+            "more than the host's memory",
+        ),
+        (
+            &["host", "budget", "--low", "9%"],
+            budget(json!({"low": "9%"})),
+            "out of order",
+        ),
+        (
+            &["vm", "set", "a", "--weight", "0"],
+            share("a", json!({"weight": 0})),
+            "weight 0 is not possible",
+        ),
+        (
+            &["vm", "set", "a", "--floor", "161M"],
+            share("a", json!({"floor_bytes": 161 * MIB})),
+            "more than its RAM",
+        ),
+        (
+            &["vm", "set", "a", "--floor", "15M"],
+            share("a", json!({"floor_bytes": 15 * MIB})),
+            "less than 16 MiB",
+        ),
+        (
+            &["vm", "set", "c", "--ceiling", "32M"],
+            share("c", json!({"ceiling_bytes": 32 * MIB})),
+            "less than its floor",
+        ),
+        (
+            &["vm", "limit", "c", "32M"],
+            ("PATCH", "/v1/vms/c", json!({"limit_bytes": 32 * MIB})),
+            "less than its floor",
+        ),
+    ] {
+        refuses_both(daemon, words, &request, part);
+    }
+    refuses(
+        daemon,
         &["host", "budget", "off", "--low", "3%"],
         "mean nothing without",
     );
-    daemon.refuses(
-        &["vm", "set", "a", "--weight", "0"],
-        "weight 0 is not possible",
-    );
-    daemon.refuses(&["vm", "set", "a", "--floor", "161M"], "more than its RAM");
-    daemon.refuses(
-        &["vm", "set", "c", "--ceiling", "32M"],
-        "less than its floor",
-    );
-    daemon.refuses(&["vm", "limit", "c", "32M"], "less than its floor");
-    let after = daemon.host();
+    let after = host_of(daemon);
     for field in ["budget_bytes", "low_bytes"] {
         assert_eq!(before[field], after[field]);
     }
@@ -313,20 +264,53 @@ fn refuses_what_cannot_be(daemon: &Daemon) {
     }
 }
 
+/// So is a VM that is about to be attached: it stays as it was.
+fn refuses_vms_that_cannot_be(daemon: &Daemon, vmm: &Vmm) {
+    let pid = vmm.child.id();
+    let with = |field: &str, value: u64| {
+        let body = json!({"pid": pid, "name": "z", field: value});
+        ("POST", "/v1/vms", body)
+    };
+    for (flag, given, request, part) in [
+        (
+            "--weight",
+            "0",
+            with("weight", 0),
+            "weight 0 is not possible",
+        ),
+        (
+            "--floor",
+            "161M",
+            with("floor_bytes", 161 * MIB),
+            "more than its RAM",
+        ),
+    ] {
+        let pid = pid.to_string();
+        let words = ["attach", "--pid", &pid, "--name", "z", flag, given];
+        refuses_both(daemon, &words, &request, part);
+    }
+    assert!(host_of(daemon)["vms"].as_array().unwrap().is_empty());
+}
+
 /// Another daemon on this host.
 fn second_daemon_is_refused(dir: &Path) {
-    let second = Daemon::command(dir, "second", &["--host-budget", "64M"])
-        .output()
-        .unwrap();
+    let mut second = Command::new(env!("CARGO_BIN_EXE_pagetide"));
+    second
+        .args(["run", "--host-budget", "64M", "--state-dir"])
+        .arg(dir.join("second"))
+        .arg("--budget-lock")
+        .arg(dir.join("budget.lock"));
+    let second = second.stdin(Stdio::null()).output().unwrap();
     let told = String::from_utf8_lossy(&second.stderr).into_owned();
     assert_eq!(second.status.code(), Some(2), "{told}");
     assert!(told.contains("another pagetide"), "{told}");
+    assert!(!dir.join("second/api.sock").exists(), "it does not answer");
 }
 
 fn attach(daemon: &Daemon, vmms: &[(&str, Vmm)]) {
     for (name, vmm) in vmms {
         let pid = vmm.child.id().to_string();
-        let mut words = vec!["attach", "--pid", &pid, "--name", name, "--json"];
+        let mut words = vec!["attach", "--pid", &pid, "--name", name];
         if *name == "c" {
             words.extend(["--floor", "48M", "--weight", "200"]);
         }
@@ -347,13 +331,12 @@ fn restarted_with_what_was_set(daemon: Daemon, dir: &Path) -> Daemon {
         "20M",
         "--ceiling",
         "120M",
-        "--json",
     ]);
-    daemon.json(&["host", "budget", "--high", "6%", "--json"]);
+    daemon.json(&["host", "budget", "--high", "6%"]);
     // As by a crash.
     drop(daemon);
-    let mut daemon = Daemon::start(dir);
-    let host = daemon.host();
+    let mut daemon = start(dir);
+    let host = host_of(&daemon);
     assert_eq!(number(&host, "budget_bytes"), 256 * MIB);
     assert_eq!(number(&host, "high_bytes"), 256 * MIB * 6 / 100);
     let (a, c) = (vm(&host, "a"), vm(&host, "c"));
@@ -364,7 +347,7 @@ fn restarted_with_what_was_set(daemon: Daemon, dir: &Path) -> Daemon {
         (200, 48 * MIB)
     );
     daemon.until("the budget to hold again", |daemon| {
-        let host = daemon.host();
+        let host = host_of(daemon);
         number(&host, "over_bytes") == 0 && vm(&host, "a")["target_bytes"].is_u64()
     });
     daemon
@@ -386,25 +369,26 @@ fn memory_moves_to_the_vm_that_uses_it_and_what_was_set_survives_the_daemon() {
     fs::hard_link(&own, &program).unwrap();
     let dir = tempfile::tempdir_in("/dev/shm").unwrap();
     let mut vmms = ["a", "b", "c"].map(|name| (name, Vmm::start(&program)));
-    let mut daemon = Daemon::start(dir.path());
+    let mut daemon = start(dir.path());
+    refuses_vms_that_cannot_be(&daemon, &vmms[0].1);
     attach(&daemon, &vmms);
-    let host = daemon.json(&["host", "budget", BUDGET, "--json"]);
+    let host = daemon.json(&["host", "budget", BUDGET]);
     assert_eq!(number(&host, "budget_bytes"), 256 * MIB);
     refuses_what_cannot_be(&daemon);
     second_daemon_is_refused(dir.path());
 
     vmms[0].1.uses(USED_MIB);
     daemon.until("memory for the busy VM within the budget", |daemon| {
-        let host = daemon.host();
+        let host = host_of(daemon);
         number(&host, "over_bytes") == 0 && resident_mib(&host, "a") > USED_MIB - 12
     });
-    sum_holds(&daemon.host());
+    sum_holds(&host_of(&daemon));
 
     // The other one begins, and the first ends.
     vmms[0].1.uses(0);
     vmms[1].1.uses(USED_MIB);
     daemon.until("memory for the other VM", |daemon| {
-        let host = daemon.host();
+        let host = host_of(daemon);
         sum_holds(&host);
         assert!(number(vm(&host, "c"), "target_bytes") >= 48 * MIB, "{host}");
         resident_mib(&host, "b") > USED_MIB - 12 && resident_mib(&host, "a") < USED_MIB - 24
@@ -414,13 +398,13 @@ fn memory_moves_to_the_vm_that_uses_it_and_what_was_set_survives_the_daemon() {
     for (_, vmm) in &mut vmms {
         vmm.verify();
     }
-    sum_holds(&daemon.host());
-    let told = daemon.json(&["host", "budget", "off", "--json"]);
+    sum_holds(&host_of(&daemon));
+    let told = daemon.json(&["host", "budget", "off"]);
     assert_eq!(told["budget_bytes"], Value::Null);
     for (name, vmm) in &mut vmms {
-        daemon.json(&["vm", "detach", name, "--json"]);
+        daemon.json(&["vm", "detach", name]);
         vmm.uses(0);
         vmm.verify();
     }
-    assert!(daemon.host()["vms"].as_array().unwrap().is_empty());
+    assert!(host_of(&daemon)["vms"].as_array().unwrap().is_empty());
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A start in a state directory of another version: nothing is taken up, nothing is changed.
+//! A start in a state directory of another version: nothing is recovered, nothing is changed.
 //!
-//! Whether VMs were taken up is seen by a pool whose VMM has ended: that is what is done with it first, it is
+//! Whether VMs were recovered is seen by a pool whose VMM has ended: that is what is done with it first, it is
 //! removed.
 
 mod bounded;

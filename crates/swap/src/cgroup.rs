@@ -21,8 +21,12 @@
 //! Memory charged only to the VMM is not counted: guest pages that `UFFDIO_COPY` fills are charged
 //! to the VMM's group.
 
+mod mounts;
+
+use mounts::Mounts;
 use std::io;
 use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
 
 /// Limits from here on mean "unlimited": version 1 then reports the largest number of whole pages
 /// in an `i64`.
@@ -53,10 +57,11 @@ impl Level {
 }
 
 /// The memory cgroups of this process, read each time: a process may be moved, and limits may
-/// change.
-#[derive(Clone, PartialEq, Eq, Debug)]
+/// change. Only where the hierarchies are mounted is known from before, until that changes.
+#[derive(Clone, Debug)]
 pub struct MemoryGroups {
     root: PathBuf,
+    mounts: Arc<Mounts>,
     /// The process, as `/proc` has it.
     process: String,
 }
@@ -93,6 +98,7 @@ impl MemoryGroups {
     pub fn below(root: &Path) -> Self {
         Self {
             root: root.to_owned(),
+            mounts: Arc::new(Mounts::of(&root.join("proc/self/mountinfo"))),
             process: "self".to_owned(),
         }
     }
@@ -184,7 +190,7 @@ impl MemoryGroups {
         else {
             return Ok(None);
         };
-        let mounts = read_if_there(&self.root.join("proc/self/mountinfo"))?.unwrap_or_default();
+        let mounts = self.mounts.of_cgroups()?;
         let place = own_group(&groups).and_then(|(version, own)| {
             let (mount, directory) = directory_of(version, own, &mounts)?;
             Some(Place {

@@ -39,7 +39,7 @@ pub struct EvictReport {
     /// Candidates that were needed meanwhile, and stayed; and those that `progress` did not want any more.
     pub cancelled_pages: u64,
     /// Candidates that stayed because the store is full.
-    pub refused_pages: u64,
+    pub refused: PageSet,
     /// `progress` has ended it.
     pub was_cut: bool,
 }
@@ -138,7 +138,7 @@ impl Evictor {
                 first = end;
             }
         }
-        report.cancelled_pages = begun.len() - report.evicted_pages - report.refused_pages;
+        report.cancelled_pages = begun.len() - report.evicted_pages - report.refused.len();
         Ok(report)
     }
 
@@ -164,7 +164,7 @@ impl Evictor {
                 continue;
             }
             if !takes_content && !is_zero(content) {
-                report.refused_pages += 1;
+                report.refused.insert(page);
                 continue;
             }
             let stored = match self.packer.pack(self.store.seed(), page, content) {
@@ -173,7 +173,7 @@ impl Evictor {
             };
             match stored {
                 Ok(content) => batch.push((page, content)),
-                Err(error) if error.is_full() => report.refused_pages += 1,
+                Err(error) if error.is_full() => report.refused.insert(page),
                 Err(error) => {
                     failed = Some(error);
                     break;

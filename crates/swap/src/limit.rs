@@ -65,6 +65,17 @@ pub enum Force {
     Advisory,
 }
 
+/// What is to hold of a limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Ruling {
+    /// The limit, or none.
+    pub limit_pages: Option<u64>,
+    /// The kernel's count of present pages.
+    pub resident_pages: u64,
+    /// What it means for fills.
+    pub force: Force,
+}
+
 /// See the module.
 pub struct Limit {
     /// As in the state: whoever only looks takes no lock that fills need.
@@ -76,6 +87,8 @@ pub struct Limit {
     state: Mutex<State>,
     wanted: Condvar,
     freed: Condvar,
+    /// Held while what is to hold is found out and put in force.
+    ruling: Mutex<()>,
     reserve: Reserve,
     /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
@@ -115,6 +128,7 @@ impl Limit {
             state: Mutex::default(),
             wanted: Condvar::new(),
             freed: Condvar::new(),
+            ruling: Mutex::default(),
             reserve: Reserve::default(),
             direct: OnceLock::new(),
             work: OnceLock::new(),
@@ -134,7 +148,7 @@ impl Limit {
         self.direct.get_or_init(|| direct);
     }
 
-    /// From now on the limit means this for fills; those that wait are let go by [`Force::Advisory`].
+    /// From now on the limit means this for fills; those that wait are released by [`Force::Advisory`].
     pub fn set_force(&self, force: Force) {
         let is_advisory = force == Force::Advisory;
         if self.is_advisory.swap(is_advisory, Relaxed) != is_advisory {
@@ -178,6 +192,16 @@ impl Limit {
             .unwrap_or(UNLIMITED);
         self.pages.store(limit, Relaxed);
         self.correct(resident_pages);
+    }
+
+    /// Puts in force what `find` finds, if it finds anything, without requesting a reclaim. Several threads may
+    /// do this: each finds what was set before its call, so the last one's ruling has everything.
+    pub fn rule(&self, find: impl FnOnce() -> Option<Ruling>) {
+        let _ruling = self.ruling.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(ruling) = find() {
+            self.set_force(ruling.force);
+            self.put_right(ruling.limit_pages, ruling.resident_pages);
+        }
     }
 
     /// Sets the headroom from the kernel's count of present pages.
@@ -508,7 +532,10 @@ impl Admission for Limit {
     }
 
     fn refilled(&self, section: SectionNo, pages: u64) {
-        if let Some(host) = self.host.get() {
+        // What a VM that is being detached brings back tells nothing of what it needs.
+        if let Some(host) = self.host.get()
+            && !self.is_stopped()
+        {
             host.refilled(section, pages);
         }
     }
@@ -638,6 +665,42 @@ mod tests {
         assert_eq!(stock.pages.load(Relaxed), 9);
     }
 
+    #[test]
+    fn ruling_that_began_earlier_never_ends_up_in_force_over_a_later_one() {
+        let limit = Arc::new(Limit::new());
+        let set = Arc::new(AtomicU64::new(5_000));
+        let found = |set: &AtomicU64| {
+            Some(Ruling {
+                limit_pages: Some(set.load(Relaxed)),
+                resident_pages: 0,
+                force: Force::Enforced,
+            })
+        };
+        let (over, is_over) = std::sync::mpsc::channel();
+        let mut later = None;
+        limit.rule(|| {
+            let ruling = found(&set);
+            // Another thread sets another limit and wants it in force.
+            let (limit, set) = (Arc::clone(&limit), Arc::clone(&set));
+            later = Some(std::thread::spawn(move || {
+                set.store(9_000, Relaxed);
+                limit.rule(|| found(&set));
+                over.send(()).unwrap();
+            }));
+            let waited = is_over.recv_timeout(Duration::from_millis(50));
+            assert!(waited.is_err(), "it did not wait for this one");
+            ruling
+        });
+        later.unwrap().join().unwrap();
+        assert!(matches!(
+            limit.headroom(),
+            Headroom::Limited {
+                limit_pages: 9_000,
+                ..
+            }
+        ));
+    }
+
     /// A host that wants `first` pages evicted before each fill, and counts what it is told.
     #[derive(Default)]
     struct Short {
@@ -715,6 +778,9 @@ mod tests {
         limit.stop();
         limit.admit(1);
         assert_eq!(stock.pages.load(Relaxed), 9);
+        // Nor does it need what it brings back.
+        limit.refilled(SectionNo(1), 2);
+        assert_eq!(host.refilled.load(Relaxed), 2);
     }
 
     #[test]

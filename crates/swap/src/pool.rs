@@ -31,18 +31,24 @@
 //! swap where that is permitted: a fault that waits for a page waits for the pool.
 
 mod charge;
+mod error;
 mod file;
+mod format;
 mod identity;
 mod within;
 mod words;
 
-pub use charge::{CAP_BYTES_MIN, CapReached, PoolCap};
+pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
+pub use error::PoolError;
 pub use file::version_at;
+pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
+pub use within::TmpfsRoom;
 pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
 use charge::Charge;
 use file::{at, keep_as, map, open_locked, remove_quietly};
+use format::{Cell, FIRST_COUNTER, HEADER_BYTES, HEADER_CELLS, MAGIC, NO_LIMIT};
 use pagetide_addr::{PAGE_BYTES, SECTION_PAGES};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
@@ -57,143 +63,8 @@ use std::{
     },
 };
 
-const MAGIC: u64 = u64::from_le_bytes(*b"PAGETIDE");
-/// Version of the format.
-pub const VERSION: u64 = 1;
-const HEADER_BYTES: u64 = 64 << 10;
-const HEADER_CELLS: usize = 512;
-/// Most pages of a VM: 16 TiB.
-pub const PAGES_MAX: u64 = 1 << 32;
-/// Fewest pages there is room for: 1 TiB.
-const CAPACITY_PAGES_MIN: u64 = 1 << 28;
-const NO_LIMIT: u64 = u64::MAX;
 /// Ending of a pool's file name.
 pub const POOL_SUFFIX: &str = "pool";
-
-/// Cells of the header. Numbers are on disk.
-#[derive(Clone, Copy)]
-enum Cell {
-    Magic = 0,
-    Version = 1,
-    HeaderBytes = 2,
-    PageCount = 3,
-    WordsAt = 4,
-    ContentAt = 5,
-    ContentBytes = 6,
-    Seed = 7,
-    Limit = 8,
-    Restarts = 9,
-    Identity = 10,
-    UserfaultfdNumber = 11,
-    Phase = 12,
-    PauseUs = 13,
-    /// 0 in a pool from before memory could grow: the capacity then is the page count.
-    CapacityPages = 14,
-    /// The most bytes that the pool has taken.
-    PeakBytes = 15,
-}
-const FIRST_COUNTER: usize = 32;
-
-/// How far the attach or detach of a VM has come. Numbers are on disk.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Phase {
-    /// Words are not set yet and nothing was evicted: a successor releases the VM.
-    Attaching,
-    /// Words are valid.
-    Attached,
-    /// All content is back in its place: a successor releases the VM.
-    LettingGo,
-}
-
-/// Counters that continue where a dead daemon left them. Numbers are on disk: add at the end.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[expect(
-    missing_docs,
-    reason = "each counts what its name says, since the VM was attached"
-)]
-pub enum Counter {
-    EvictedPages,
-    VcpuFaults,
-    DeviceFaults,
-    AliasFaults,
-    DiscardedPages,
-    OverLimitFills,
-    CancelledPages,
-    NeighbourPages,
-    PoisonedPages,
-    FilledPages,
-    JoinedFaults,
-}
-
-/// Why a pool cannot be created or used.
-#[derive(Debug, thiserror::Error)]
-pub enum PoolError {
-    /// A system call on the pool's path failed.
-    #[error("pool {path}: {operation} failed: {source}")]
-    Path {
-        /// The file.
-        path: PathBuf,
-        /// What was tried.
-        operation: &'static str,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
-    /// Memory could not be allocated to the file, or another operation on it failed.
-    #[error("pool {path}: {source}")]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: FileError,
-    },
-    /// The file could not be mapped.
-    #[error("pool {path}: {source}")]
-    Map {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: MappingError,
-    },
-    /// It is not on tmpfs.
-    #[error(
-        "pool {0} is not on tmpfs: it must survive the daemon but not the host; choose a state directory on tmpfs, such as one under /dev/shm"
-    )]
-    NotTmpfs(PathBuf),
-    /// A pool exists already.
-    #[error(
-        "pool {0} exists already: it holds the evicted pages of a VM that could not be recovered; restart the daemon to \
-         try again, or remove the file when that VM is gone"
-    )]
-    Exists(PathBuf),
-    /// Another daemon has it.
-    #[error("pool {0} is in use by another daemon")]
-    InUse(PathBuf),
-    /// It is not a pool, or a damaged one.
-    #[error("pool {path} cannot be used: {why}")]
-    Damaged {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong.
-        why: String,
-    },
-    /// The cap of all pools does not allow it.
-    #[error(transparent)]
-    Cap(#[from] CapReached),
-    /// The VM is larger than a pool can describe.
-    #[error("{0} pages are more than a pool can hold ({PAGES_MAX})")]
-    TooLarge(u64),
-    /// The identity does not fit.
-    #[error("identity of {0} bytes does not fit into a pool's header")]
-    IdentityTooLong(usize),
-}
-
-/// Pages a pool should have room for, given how many a VM has now: four times as many, and at least
-/// 1 TiB.
-#[must_use]
-pub fn capacity_for(page_count: u64) -> u64 {
-    let capacity = page_count.saturating_mul(4).max(CAPACITY_PAGES_MIN);
-    capacity.min(PAGES_MAX)
-}
 
 /// Pages that a new pool has words for, and pages it has room for.
 #[derive(Clone, Copy)]

@@ -6,9 +6,10 @@
 //!                                                                   begin() ── waits
 //!   fault() ─── counter + 1 ─────►                                    ▲
 //!     … serves it                  dispatch ◄── every event           │ grant
-//!   drop ────── counter - 1 ─────►   └───────────────────────────────►┘
-//!        only if work is held:       under one lock                 run: go_on() between two steps
-//!        dispatch                                                   drop ── time used, dispatch
+//!   drop ────── counter - 1 ─────►   │      ◄── timer of one of them  │
+//!               and when             └───────────────────────────────►┘
+//!                                    under one lock                 run: go_on() between two steps
+//!                                                                   drop ── time used, dispatch
 //! ```
 //! Threads of work block in [`WorkTask::begin`] until they are granted a run. They do their work in steps
 //! and ask [`WorkRun::go_on`] between two of them; on a reason to yield they drop the run and begin again.
@@ -16,13 +17,17 @@
 //! leaves waiting uses none.
 //!
 //! # What faults pay
-//! A fault adds to a counter when it begins and subtracts when it ends. It takes the lock only when it is
-//! the last one under way and work is held back by faults. No lost wake-up: a thread about to wait sets
-//! `held` before it reads the counter, and a fault subtracts before it reads `held`, all of it sequentially
-//! consistent, so at least one of them sees the other.
+//! A fault adds to a counter when it begins; when it ends, it notes the time and subtracts. It takes no lock and
+//! wakes nobody: the vCPU that was served needs this CPU now. Work goes on after a lull, and looks itself whether
+//! there is one.
 //!
-//! A fault that sleeps is not under way: [`FaultUnderWay::sleep`]. If it sleeps for want of room, reclaim
-//! runs with its priority meanwhile.
+//! A fault that sleeps for want of room is not under way, and takes the lock: reclaim of its VM runs with its
+//! priority meanwhile.
+//!
+//! # The timer
+//! Time alone may entitle a task to a run. If each waiting thread watched the clock for that, all of them would
+//! wake at once for the one that is next. So one of them, the *leader*, waits with a timer; it dispatches for all,
+//! and who is granted nothing sleeps on. A leader that leaves hands over to the next one.
 //!
 //! # How threads are made weak
 //! | class | priority | why |
@@ -36,8 +41,8 @@
 //! in any case.
 //!
 //! A weak thread may lose its CPU while it holds a lock. If a fault can wait for that lock, the fault is as
-//! slow as the weak thread. So a thread is weak only between two calls to this module, whose lock faults
-//! take, and the parts of a scan that hold what faults wait for are done with the priority of reclaim
+//! slow as the weak thread. So between two runs no thread is weaker than reclaim, for it takes this module's
+//! lock, and the parts of a scan that hold what faults wait for are done with the priority of reclaim
 //! ([`firmly`](turns::Turns::firmly)). Without the right to become ordinary again no thread is made weak ([`Weakness`]).
 //!
 //! # Groups
@@ -53,14 +58,14 @@ mod task;
 pub mod turns;
 mod weakness;
 
-pub use faults::{FaultUnderWay, SleepsFor};
+pub use faults::FaultUnderWay;
 pub use task::{Stopper, WorkRun, WorkTask};
 pub use weakness::Weakness;
 
 use faults::{Asleep, Counted, SERVED_HERE};
 use pagetide_policy::scheduler::{
-    ClassFigures, FaultClass, FaultLoad, Grant, SchedulerSettings, SettingsError, TaskId,
-    TaskScheduler, TooManyTasks, WorkClass,
+    ClassFigures, FAULT_LULL_NS, FaultClass, FaultLoad, Grant, GroupId, SchedulerSettings,
+    SettingsError, TaskId, TaskScheduler, TooManyTasks, WorkClass,
 };
 use standing::GroupState;
 use std::{
@@ -68,7 +73,7 @@ use std::{
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{
-            AtomicBool, AtomicU32, AtomicU64,
+            AtomicU32, AtomicU64,
             Ordering::{Relaxed, SeqCst},
         },
     },
@@ -76,7 +81,7 @@ use std::{
 };
 
 /// A task's place in the scheduler.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Seat {
     changed: Arc<Condvar>,
     grant: Option<Grant>,
@@ -109,6 +114,39 @@ struct State {
     machine: TaskScheduler,
     seats: HashMap<TaskId, Seat>,
     held: [Held; WorkClass::ALL.len()],
+    timer: Option<Timer>,
+}
+
+impl State {
+    /// How long the thread of the waiting task `id` may wait without a look at the time; `None`: as long as it
+    /// likes, another one looks.
+    fn lead(&mut self, id: TaskId) -> Option<Duration> {
+        if self.timer.as_ref().is_some_and(|timer| timer.leader != id) {
+            return None;
+        }
+        let until = self.machine.wait_until()?;
+        self.timer = Some(Timer { leader: id, until });
+        Some(until)
+    }
+
+    /// The thread of `id` waits no more: another one looks at the time from now on.
+    fn stop_leading(&mut self, id: TaskId) {
+        if self.timer.as_ref().is_some_and(|timer| timer.leader != id) {
+            return;
+        }
+        self.timer = None;
+        let next = self.machine.next_waiting();
+        if let Some(seat) = next.and_then(|id| self.seats.get(&id)) {
+            seat.changed.notify_all();
+        }
+    }
+}
+
+/// The timer that one of the waiting threads keeps for all of them.
+#[derive(Debug)]
+struct Timer {
+    leader: TaskId,
+    until: Duration,
 }
 
 /// See the module.
@@ -118,14 +156,14 @@ pub struct HostScheduler {
     state: Mutex<State>,
     /// Faults under way, without those that sleep.
     under_way: AtomicU32,
-    sleeping_for_room: AtomicU32,
+    /// When the last fault ended, in nanoseconds since the start; 0 if there was none.
+    last_fault_ns: AtomicU64,
+    groups: AtomicU64,
     /// Time used by faults and not reported yet, by class.
     fault_ns: [AtomicU64; 2],
     /// The same, reported.
     reported_ns: [AtomicU64; 2],
     faults: [AtomicU64; 2],
-    /// Whether work waits that was held back by faults.
-    held: AtomicBool,
     /// Counts dispatches that granted runs, which may outrank others.
     grants: AtomicU64,
     /// Threads that could not be placed or made weak.
@@ -143,6 +181,7 @@ impl HostScheduler {
             machine: TaskScheduler::new(settings, known, Duration::ZERO)?,
             seats: HashMap::new(),
             held: Default::default(),
+            timer: None,
         };
         let weakness = Weakness::of_this_process();
         if weakness != Weakness::Full {
@@ -155,11 +194,11 @@ impl HostScheduler {
             started: Instant::now(),
             state: Mutex::new(state),
             under_way: AtomicU32::new(0),
-            sleeping_for_room: AtomicU32::new(0),
+            last_fault_ns: AtomicU64::new(0),
+            groups: AtomicU64::new(0),
             fault_ns: Default::default(),
             reported_ns: Default::default(),
             faults: Default::default(),
-            held: AtomicBool::new(false),
             grants: AtomicU64::new(0),
             unplaced: AtomicU64::new(0),
             weakness,
@@ -222,12 +261,17 @@ impl HostScheduler {
         self.unplaced.load(Relaxed)
     }
 
-    /// A task of `class`, for one thread.
+    /// A task of `class` that is a group by itself, for one thread.
     ///
     /// # Errors
     /// There are too many already.
     pub fn task(self: &Arc<Self>, class: WorkClass) -> Result<WorkTask, TooManyTasks> {
-        self.task_with(class, Arc::default())
+        self.task_with(class, self.new_group())
+    }
+
+    fn new_group(&self) -> Arc<GroupState> {
+        let number = self.groups.fetch_add(1, Relaxed);
+        Arc::new(GroupState::new(GroupId(number)))
     }
 
     fn task_with(
@@ -236,10 +280,13 @@ impl HostScheduler {
         group: Arc<GroupState>,
     ) -> Result<WorkTask, TooManyTasks> {
         let mut state = self.lock();
-        let id = state.machine.add(class)?;
+        let id = state.machine.add(class, group.id)?;
         let seat = Seat {
+            changed: Arc::default(),
+            grant: None,
+            is_stopped: false,
             group: Arc::clone(&group),
-            ..Seat::default()
+            weak_thread: None,
         };
         state.seats.insert(id, seat);
         drop(state);
@@ -266,18 +313,18 @@ impl HostScheduler {
         drop(ended);
     }
 
-    /// Runs `sleep`, in which this thread waits: so does the fault that it serves, if there is one.
-    /// Whoever waits for room lends reclaim the priority of faults.
-    pub fn sleep<T>(&self, why: SleepsFor, sleep: impl FnOnce() -> T) -> T {
+    /// Runs `wait`, in which this thread waits for room in the memory of `group`: so does the fault that it
+    /// serves, if there is one. Reclaim of that group has the priority of faults meanwhile.
+    fn wait_for_room<T>(&self, group: GroupId, wait: impl FnOnce() -> T) -> T {
         match SERVED_HERE.with_borrow_mut(Vec::pop) {
             Some(mut fault) => {
-                let result = fault.sleep(why, sleep);
+                let result = fault.asleep(group, wait);
                 SERVED_HERE.with_borrow_mut(|faults| faults.push(fault));
                 result
             }
             None => {
-                let _asleep = Asleep::begin(self, why, Counted::No);
-                sleep()
+                let _asleep = Asleep::begin(self, group, Counted::No);
+                wait()
             }
         }
     }
@@ -295,9 +342,11 @@ impl HostScheduler {
         for (total, ns) in self.reported_ns.iter().zip(used) {
             total.fetch_add(ns, Relaxed);
         }
+        // The counter first: a fault that has left it has noted the time before.
+        let under_way = self.under_way.load(SeqCst);
         let load = FaultLoad {
-            under_way: self.under_way.load(SeqCst),
-            waiting_for_reclaim: self.sleeping_for_room.load(SeqCst),
+            under_way,
+            last_end: self.last_fault(),
             used: used.map(Duration::from_nanos),
         };
         let now = self.now();
@@ -305,28 +354,42 @@ impl HostScheduler {
         now
     }
 
+    fn last_fault(&self) -> Option<Duration> {
+        let ns = self.last_fault_ns.load(SeqCst);
+        (ns > 0).then(|| Duration::from_nanos(ns))
+    }
+
+    /// Whether faults are under way at `now`, or were a moment ago.
+    fn is_burst(&self, now: Duration) -> bool {
+        let lull = Duration::from_nanos(FAULT_LULL_NS);
+        self.under_way.load(SeqCst) > 0 || self.last_fault().is_some_and(|end| now < end + lull)
+    }
+
     /// Grants what can be granted now, and wakes the threads concerned.
     fn dispatch(&self, state: &mut State) {
-        // Before the counter is read; pairs with the end of a fault.
-        self.held.store(true, SeqCst);
         let now = self.report_faults(state);
         for grant in state.machine.dispatch(now) {
             self.grants.fetch_add(1, SeqCst);
-            let seat = state.seats.entry(grant.task).or_default();
-            seat.changed.notify_all();
-            seat.grant = Some(grant);
+            if let Some(seat) = state.seats.get_mut(&grant.task) {
+                seat.changed.notify_all();
+                seat.grant = Some(grant);
+            }
         }
-        if !state.machine.has_held() {
-            self.held.store(false, SeqCst);
+        if let Some(timer) = &state.timer
+            && let Some(leader) = state.seats.get(&timer.leader)
+            && let Some(until) = state.machine.wait_until()
+            && until < timer.until
+        {
+            leader.changed.notify_all();
         }
     }
 
     /// A fault has ended or fallen asleep.
     fn fault_ended(&self) {
-        let was_last = self.under_way.fetch_sub(1, SeqCst) == 1;
-        if was_last && self.held.load(SeqCst) {
-            self.dispatch(&mut self.lock());
-        }
+        let now_ns = u64::try_from(self.now().as_nanos()).unwrap_or(u64::MAX);
+        // Before it leaves the counter, see `report_faults`.
+        self.last_fault_ns.store(now_ns.max(1), SeqCst);
+        self.under_way.fetch_sub(1, SeqCst);
     }
 }
 

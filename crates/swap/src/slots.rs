@@ -16,7 +16,9 @@
 //! slot and length ([`Slots::adopt`]). So there is no second record that a crash could make
 //! disagree with the first.
 //!
-//! Lower chunks are filled first, so that a shrinking store leaves whole chunks empty at its end.
+//! Lower chunks are filled first, so that a shrinking store leaves whole chunks empty at its end. But a new
+//! chunk is an empty one that still holds memory, if there is any: that is charged already, and costs neither a
+//! system call nor room.
 //!
 //! # What it costs
 //! A chunk in use takes 24 bytes of this process, as long as it has at most 64 slots: then one word has
@@ -171,7 +173,9 @@ pub struct Slots {
     chunk_limit: u32,
     /// Chunks with a free slot, by slot units.
     partial: Vec<BTreeSet<u32>>,
-    /// Chunks not in use; some of them hold memory.
+    /// Chunks not in use that hold memory.
+    empty: BTreeSet<u32>,
+    /// Chunks not in use that hold none.
     unused: BTreeSet<u32>,
     chunks_with_memory: u64,
     /// Bytes of slots that are taken.
@@ -202,6 +206,7 @@ impl Slots {
             chunks: Vec::new(),
             chunk_limit,
             partial: vec![BTreeSet::new(); SLOT_UNITS_MAX as usize + 1],
+            empty: BTreeSet::new(),
             unused: BTreeSet::new(),
             chunks_with_memory: 0,
             used_bytes: 0,
@@ -244,8 +249,11 @@ impl Slots {
     /// yet.
     pub fn chunk_without_memory(&mut self, allocated: &Allocated, bytes: u32) {
         self.free(allocated.slot, bytes);
-        if let Some(number) = allocated.new_chunk {
+        if let Some(number) = allocated.new_chunk
+            && self.empty.remove(&number)
+        {
             self.take_memory(number);
+            self.unused.insert(number);
         }
     }
 
@@ -262,7 +270,8 @@ impl Slots {
     }
 
     fn open_chunk(&mut self, units: u32) -> Result<u32, SlotError> {
-        let number = match self.unused.pop_first() {
+        let unused = || self.unused.pop_first();
+        let number = match self.empty.pop_first().or_else(unused) {
             Some(number) => number,
             None => self.append_chunk()?,
         };
@@ -329,7 +338,7 @@ impl Slots {
             self.box_bytes -= chunk.taken.bytes();
             chunk.end();
             self.partial[units as usize].remove(&number);
-            self.unused.insert(number);
+            self.empty.insert(number);
         } else {
             self.partial[units as usize].insert(number);
         }
@@ -377,18 +386,16 @@ impl Slots {
         Ok(())
     }
 
-    /// Returns all but `keep` of the empty chunks that still hold memory; the caller must release
+    /// Returns all but the lowest `keep` of the empty chunks that still hold memory; the caller must release
     /// their memory before anything else is allocated.
     pub fn take_empty_chunks(&mut self, keep: usize) -> Vec<u32> {
-        let empty: Vec<u32> = self
-            .unused
-            .iter()
-            .copied()
-            .filter(|number| self.chunks[*number as usize].has_memory)
-            .collect();
-        let taken: Vec<u32> = empty.into_iter().skip(keep).collect();
-        for number in &taken {
-            self.take_memory(*number);
+        let mut taken = Vec::with_capacity(self.empty.len().saturating_sub(keep));
+        while self.empty.len() > keep
+            && let Some(number) = self.empty.pop_last()
+        {
+            self.take_memory(number);
+            self.unused.insert(number);
+            taken.push(number);
         }
         taken
     }
@@ -416,8 +423,14 @@ impl Slots {
     /// Bytes of chunks that hold memory and no content.
     #[must_use]
     pub fn spare_bytes(&self) -> u64 {
-        let has_memory = |number: &&u32| self.chunks[**number as usize].has_memory;
-        self.unused.iter().filter(has_memory).count() as u64 * CHUNK_BYTES
+        self.empty.len() as u64 * CHUNK_BYTES
+    }
+
+    /// Bytes of chunks that are not in use and hold no memory.
+    #[must_use]
+    pub fn unused_bytes(&self) -> u64 {
+        let beyond = u64::from(self.chunk_limit).saturating_sub(self.chunks.len() as u64);
+        (self.unused.len() as u64 + beyond) * CHUNK_BYTES
     }
 
     /// Bytes of chunks that hold memory.
@@ -430,7 +443,7 @@ impl Slots {
     #[must_use]
     pub fn metadata_bytes(&self) -> u64 {
         let partial = self.partial.iter().map(BTreeSet::len).sum::<usize>();
-        let entries = (partial + self.unused.len()) as u64;
+        let entries = (partial + self.empty.len() + self.unused.len()) as u64;
         let chunks = (self.chunks.capacity() * size_of::<Chunk>()) as u64;
         let sets = (self.partial.len() * size_of::<BTreeSet<u32>>()) as u64;
         chunks + self.box_bytes + sets + entries * SET_ENTRY_BYTES
@@ -541,5 +554,35 @@ mod tests {
         assert!(slots.take_empty_chunks(1).is_empty(), "one is kept");
         assert_eq!(slots.take_empty_chunks(0), [0]);
         assert_eq!(slots.allocate(4_100).unwrap().new_chunk, Some(0));
+    }
+
+    #[test]
+    fn new_chunk_is_one_that_holds_memory_already_if_there_is_any() {
+        let mut slots = Slots::new(8);
+        // A chunk each.
+        let taken: Vec<_> = (1..=4)
+            .map(|k| slots.allocate(k * 1_000).unwrap())
+            .collect();
+        slots.free(taken[0].slot, 1_000);
+        assert_eq!(slots.take_empty_chunks(0), [0]);
+        slots.free(taken[2].slot, 3_000);
+        assert_eq!(slots.spare_bytes(), CHUNK_BYTES);
+        assert_eq!(slots.unused_bytes(), 5 * CHUNK_BYTES);
+        let next = slots.allocate(4_100).unwrap();
+        assert_eq!(
+            (next.slot.chunk(), next.new_chunk),
+            (2, None),
+            "it is charged already"
+        );
+        assert_eq!(slots.spare_bytes(), 0);
+        // Only now one that needs memory, which is not to be had.
+        let refused = slots.allocate(500).unwrap();
+        assert_eq!(refused.new_chunk, Some(0));
+        slots.chunk_without_memory(&refused, 500);
+        assert_eq!(
+            (slots.spare_bytes(), slots.unused_bytes()),
+            (0, 5 * CHUNK_BYTES)
+        );
+        assert_eq!(slots.chunk_bytes(), 3 * CHUNK_BYTES);
     }
 }

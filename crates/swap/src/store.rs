@@ -3,9 +3,13 @@
 //!
 //! # Full
 //! A chunk needs memory from three sides: the cap of all pools, the daemon's memory cgroup, the tmpfs.
-//! Where one of them refuses, the store is *full*: it says so ([`PoolStore::full`]) until there is room
-//! for [`RESUME_BYTES`], and meanwhile takes content only for slots that are free in chunks it has, and
-//! only while those are many. Pages of zeros need no room: they are evicted all the same.
+//! Where one of them refuses, the store is *full*: it says so ([`PoolStore::full`]), and takes content only
+//! for slots that are free in chunks it has, and only while those are many. Pages of zeros need no room: they
+//! are evicted all the same.
+//!
+//! A store is full for [`FULL_MIN`] at least, and until there is room for [`resume_bytes`] of its share of the
+//! cap and of the tmpfs. Else it would be full and have room by turns near its cap, each time for a few pages,
+//! and each time fills would wait for them. Only a cap that was changed is no reason to wait.
 
 use crate::{
     pool::{CapReached, Pool},
@@ -22,15 +26,29 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
+    time::{Duration, Instant},
 };
 
-/// A full store takes content again when there is room for this much.
+/// Least room with which a full store takes content again.
 pub const RESUME_BYTES: u64 = 1 << 20;
+/// Most of it: more would only be wasted.
+const RESUME_BYTES_MAX: u64 = 256 << 20;
+const _: () = assert!(RESUME_BYTES <= RESUME_BYTES_MAX);
+/// Part of a share of the cap, or of a tmpfs, that must be free for content to be taken again.
+const RESUME_PART: u64 = 16;
+/// A full store stays full for at least this long.
+pub const FULL_MIN: Duration = Duration::from_secs(5);
 /// Content is packed for a full store only while more than this part of its chunks is free: to pack what
 /// then finds no slot of its size costs as much as to store it.
 const FREE_PART: u64 = 16;
 /// Empty chunks kept for the next content.
 const SPARE_CHUNKS: usize = 4;
+
+/// Bytes of `of_bytes`, a share of the cap or a tmpfs, that must be free for a full store to take content again.
+#[must_use]
+pub fn resume_bytes(of_bytes: u64) -> u64 {
+    (of_bytes / RESUME_PART).clamp(RESUME_BYTES, RESUME_BYTES_MAX)
+}
 
 /// Why content cannot be stored.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -97,6 +115,13 @@ pub struct TierCounts {
     pub stored_bytes: AtomicU64,
 }
 
+/// The first refusal since there was room.
+#[derive(Clone, Debug)]
+struct Refusal {
+    why: PutError,
+    at: Instant,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct PoolStore {
@@ -105,8 +130,8 @@ pub struct PoolStore {
     slots: Mutex<Slots>,
     room: Arc<Room>,
     counts: TierCounts,
-    /// Why content was refused last, until there is room again.
-    full: Mutex<Option<PutError>>,
+    /// Until there is room again.
+    full: Mutex<Option<Refusal>>,
     /// The same, for who only wants to know whether.
     is_full: AtomicBool,
 }
@@ -172,7 +197,7 @@ impl PoolStore {
     /// Why content is refused, if the store is full.
     #[must_use]
     pub fn full(&self) -> Option<PutError> {
-        self.lock_full().clone()
+        self.lock_full().as_ref().map(|refusal| refusal.why.clone())
     }
 
     /// True if packing content for this store is worth while: it is not full, or has many free slots.
@@ -185,40 +210,58 @@ impl PoolStore {
         slots.free_bytes() > RESUME_BYTES.max(slots.chunk_bytes() / FREE_PART)
     }
 
-    /// A full store looks whether it has room again.
-    pub fn look_for_room(&self) {
-        if self.is_full.load(Relaxed) && self.has_room() {
+    /// A full store looks whether it has room again, at `now`.
+    pub fn look_for_room(&self, now: Instant) {
+        let Some(refusal) = self.lock_full().clone() else {
+            return;
+        };
+        let is_over = now.saturating_duration_since(refusal.at) >= FULL_MIN;
+        if (is_over || self.has_another_cap(&refusal.why)) && self.has_room() {
             let mut full = self.lock_full();
             *full = None;
             self.is_full.store(false, Relaxed);
         }
     }
 
+    /// The cap is another than the one that refused content.
+    fn has_another_cap(&self, why: &PutError) -> bool {
+        match why {
+            PutError::Cap(reached) => self.pool.cap().cap_bytes() != Some(reached.cap_bytes()),
+            PutError::Full { .. } | PutError::Group(_) | PutError::File(_) => false,
+        }
+    }
+
     fn has_room(&self) -> bool {
-        let spare_bytes = self.lock().spare_bytes();
-        let wanted_bytes = RESUME_BYTES.saturating_sub(spare_bytes);
-        let has_tmpfs = || {
-            let left = self.pool.tmpfs_left_bytes();
-            // If that is unknown, only trying tells.
-            left.map_or(true, |left| left >= wanted_bytes)
+        let (spare_bytes, area_bytes) = {
+            let slots = self.lock();
+            (slots.spare_bytes(), slots.unused_bytes())
         };
-        wanted_bytes == 0
-            || self.pool.cap().left_bytes() >= wanted_bytes
-                && self.room.shortage().is_none()
-                && has_tmpfs()
+        let has = |left_bytes: u64, of_bytes| {
+            left_bytes.saturating_add(spare_bytes) >= resume_bytes(of_bytes)
+        };
+        let has_tmpfs = || match self.pool.tmpfs_room() {
+            Ok(tmpfs) => has(tmpfs.left_bytes, tmpfs.len_bytes),
+            // Only trying tells.
+            Err(_) => true,
+        };
+        has(area_bytes, 0)
+            && has(self.pool.cap_left_bytes(), self.pool.share_bytes())
+            && self.room.shortage().is_none()
+            && has_tmpfs()
     }
 
     fn refused(&self, why: &PutError) {
         if why.is_full() {
             let mut full = self.lock_full();
-            if full.is_none() {
-                *full = Some(why.clone());
-                self.is_full.store(true, Relaxed);
-            }
+            full.get_or_insert_with(|| Refusal {
+                why: why.clone(),
+                at: Instant::now(),
+            });
+            self.is_full.store(true, Relaxed);
         }
     }
 
-    fn lock_full(&self) -> MutexGuard<'_, Option<PutError>> {
+    fn lock_full(&self) -> MutexGuard<'_, Option<Refusal>> {
         self.full.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -264,7 +307,7 @@ impl PoolStore {
         // The chunk is charged when it is allocated, and a charge beyond the group's limit kills
         // the process.
         let taken = self.room.take(CHUNK_BYTES).map_err(PutError::from);
-        if let Err(why) = taken.and_then(|()| Ok(self.pool.take(CHUNK_BYTES)?)) {
+        if let Err(why) = taken.and_then(|()| Ok(self.pool.take_for_content(CHUNK_BYTES)?)) {
             slots.chunk_without_memory(&allocated, bytes);
             return Err(why);
         }
@@ -444,5 +487,63 @@ mod tests {
             let content = store.put(packed).unwrap();
             assert_eq!(store.tier(content), tier);
         }
+    }
+
+    /// A store in a pool of a cap of 64 MiB, with a page that does not compress.
+    fn capped(dir: &tempfile::TempDir) -> (PoolStore, Vec<u8>) {
+        let cap = crate::pool::PoolCap::new(Some(64 << 20));
+        let pool = Pool::create(&dir.path().join("c.pool"), 64, 3, b"").unwrap();
+        let store = PoolStore::new(Arc::new(pool.within(&cap).unwrap()));
+        (store, vec![1; STORED_BYTES_MAX])
+    }
+
+    #[test]
+    fn store_near_its_cap_stays_full_until_usage_is_well_below_it_and_for_a_while() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let (store, page) = capped(&dir);
+        let pool = store.pool();
+        pool.take_for_content(pool.cap_left_bytes()).unwrap();
+        assert!(matches!(store.put(&page), Err(PutError::Cap(_))));
+        let later = Instant::now() + FULL_MIN;
+        let is_full_at = |now| {
+            store.look_for_room(now);
+            store.full().is_some()
+        };
+        pool.give_back(2 * RESUME_BYTES);
+        assert!(is_full_at(later), "near its cap");
+        pool.give_back((64 << 20) / RESUME_PART - 2 * RESUME_BYTES);
+        assert!(is_full_at(Instant::now()), "a moment after it was full");
+        assert!(!is_full_at(later));
+        // Whoever raises the cap need not wait.
+        pool.take_for_content(pool.cap_left_bytes()).unwrap();
+        assert!(store.put(&page).is_err() && is_full_at(Instant::now()));
+        pool.cap().set(Some(128 << 20));
+        assert!(!is_full_at(Instant::now()));
+    }
+
+    #[test]
+    fn store_whose_content_area_is_exhausted_stays_full_until_chunks_are_free() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let (mut store, page) = capped(&dir);
+        store.slots = Mutex::new(Slots::new(20));
+        let mut stored = Vec::new();
+        let refused = loop {
+            match store.put(&page) {
+                Ok(content) => stored.push(content),
+                Err(refused) => break refused,
+            }
+        };
+        assert!(matches!(refused, PutError::Full { .. }), "{refused}");
+        let later = Instant::now() + FULL_MIN;
+        store.look_for_room(later);
+        assert_eq!(
+            store.full(),
+            Some(refused),
+            "cap and tmpfs have room, the area has not"
+        );
+        let most = stored.len() / 20 * 16;
+        stored.drain(..most).for_each(|content| store.free(content));
+        store.look_for_room(later);
+        assert_eq!(store.full(), None);
     }
 }

@@ -10,15 +10,22 @@ use pagetide_gmem::{
     MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageState, PageTable, Place, PlaceError,
     RegionRequest, Restrict, Restricted, StoreError, TableId, Unlimited, Wait,
 };
+use pagetide_policy::{
+    sampling::{Look, Sampled, Touched},
+    tracker::{AccessTracker, TrackerError},
+};
 use pagetide_swap::{
-    EvictReport, Evictor, Pool, PoolCap, PoolStore, PoolWords,
+    EvictReport, Evictor, HeatCost, Limit, Pace, Pool, PoolCap, PoolStore, PoolWords, Reclaimer,
+    reclaim::{Reach, UNMAPPED_MIN},
     slots::Slots,
-    store::{PutError, RESUME_BYTES},
+    store::{FULL_MIN, PutError, RESUME_BYTES},
 };
 use std::{
+    cell::Cell,
     ops::ControlFlow,
     path::Path,
     sync::{Arc, Mutex, MutexGuard},
+    time::{Duration, Instant},
 };
 
 const SECTIONS: u64 = 4;
@@ -221,6 +228,11 @@ impl Rig {
     }
 }
 
+/// When a store that is full now may take content again.
+fn later() -> Instant {
+    Instant::now() + FULL_MIN
+}
+
 fn zeros_of(section: u64) -> u64 {
     let pages = SectionNo(section).first_page().run(SECTION_PAGES);
     pages.iter().filter(|page| page.0.is_multiple_of(3)).count() as u64
@@ -235,7 +247,7 @@ fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is
     assert_eq!(rig.store.full(), None);
     let first = rig.evict(0, u64::MAX);
     assert_eq!(first.zero_pages, zeros_of(0));
-    assert_eq!(first.evicted_pages + first.refused_pages, SECTION_PAGES);
+    assert_eq!(first.evicted_pages + first.refused.len(), SECTION_PAGES);
     // 15 to a chunk of 64 KiB.
     assert_eq!(first.evicted_pages - first.zero_pages, 16 * 15);
     assert_eq!(first.cancelled_pages, 0);
@@ -246,19 +258,19 @@ fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is
     // However few pages are wanted: zeros cost nothing, and may come last.
     let second = rig.evict(1, 1);
     assert_eq!(second.evicted_pages, zeros_of(1));
-    assert_eq!(second.refused_pages, SECTION_PAGES - zeros_of(1));
+    assert_eq!(second.refused.len(), SECTION_PAGES - zeros_of(1));
     for page in SectionNo(1).first_page().run(SECTION_PAGES).iter() {
         assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
     }
-    rig.store.look_for_room();
+    rig.store.look_for_room(later());
     assert_eq!(rig.store.full(), Some(full), "nothing has changed");
     cap.set(Some(cap.used_bytes() + RESUME_BYTES));
-    rig.store.look_for_room();
+    rig.store.look_for_room(Instant::now());
     assert_eq!(rig.store.full(), None);
     let third = rig.evict(1, u64::MAX);
     assert_eq!((third.evicted_pages, third.zero_pages), (16 * 15, 0));
     cap.set(None);
-    rig.store.look_for_room();
+    rig.store.look_for_room(Instant::now());
     for section in 0..SECTIONS {
         rig.evict(section, u64::MAX);
     }
@@ -269,6 +281,72 @@ fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is
     let pool = rig.store.pool();
     assert_eq!(pool.charged_bytes(), pool.allocated_bytes().unwrap());
     assert!(pool.peak_bytes() > SECTIONS * (1 << 20), "{bytes:?}");
+}
+
+/// Nobody touches anything.
+struct Untouched;
+
+impl AccessTracker for Untouched {
+    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
+        Ok(Sampled {
+            touched: vec![Touched::default(); looks.len()],
+            ..Sampled::default()
+        })
+    }
+
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        Ok(vec![Touched::default(); sections.len()])
+    }
+
+    fn mapped(&self, _: SectionNo) -> Result<PageSet, TrackerError> {
+        Ok(PageSet::EMPTY)
+    }
+}
+
+/// Has to pause as soon as it can, each time, and goes on so many times.
+struct Halting(Cell<u64>);
+
+impl Pace for Halting {
+    fn go_on(&self) -> bool {
+        let left = self.0.get();
+        self.0.set(left.saturating_sub(1));
+        left > 0
+    }
+
+    fn may_stay(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn search_of_a_full_pool_for_zeros_goes_on_after_a_pause_behind_what_was_refused() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let cap = PoolCap::new(Some((64 << 10) + SECTIONS * PAGE_BYTES + RESUME_BYTES));
+    let mut rig = Rig::new(folder.path(), &cap);
+    rig.evict(0, u64::MAX);
+    assert!(rig.store.full().is_some());
+    let evictor = rig.evictor.another();
+    let limit = Arc::new(Limit::new());
+    let mut reclaimer = Reclaimer::new(evictor, limit, Arc::new(Untouched), HeatCost::default());
+    let now = Cell::new(Duration::ZERO);
+    let clock = || now.get();
+    reclaimer.sweep(clock, clock, &|| true).unwrap();
+    // The first pass unmaps what the second takes. A pause comes at most after each page.
+    for _ in 0..2 {
+        now.set(now.get() + UNMAPPED_MIN);
+        let pace = Halting(Cell::new(2 * PAGES));
+        let done = reclaimer.reclaim(clock, PAGES, Reach::AllResting, &pace);
+        assert!(done.stopped.is_none(), "{done:?}");
+        assert!(pace.0.get() > 0, "it stays at the same pages");
+    }
+    for page in PageNo(0)
+        .run(PAGES)
+        .iter()
+        .filter(|page| page.0 >= SECTION_PAGES)
+    {
+        assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
+    }
+    rig.verify();
 }
 
 #[test]
@@ -282,7 +360,7 @@ fn content_that_goes_makes_room_in_a_full_pool() {
     for page in SectionNo(0).first_page().run(SECTION_PAGES).iter() {
         rig.touch(page);
     }
-    rig.store.look_for_room();
+    rig.store.look_for_room(later());
     assert_eq!(rig.store.full(), None);
     assert!(rig.evict(2, u64::MAX).evicted_pages > zeros_of(2));
     assert!(cap.used_bytes() <= cap.cap_bytes().unwrap());

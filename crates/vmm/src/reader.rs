@@ -11,6 +11,11 @@
 //! fault's thread. That means reading a file in `/proc` (some 20 µs), so it is not done at every
 //! fault, and ever less often as long as the answer stays the same.
 //!
+//! # Priority
+//! The CPU that a faulting thread leaves goes to whoever the kernel's scheduler finds most deserving, and a
+//! background thread that has waited long for a CPU may be that. So the reader has niceness -20, where that is
+//! allowed: it works for some microseconds, for a thread that waits for it.
+//!
 //! # Waiting
 //! The reader waits in `read` itself. The kernel mostly runs a thread that the fill has woken at
 //! once; if it faults again, the reader finds the next message without having slept. If not, the
@@ -29,7 +34,7 @@ use crate::process::VmmProcess;
 use crate::servers::{FaultServers, ServerCpus, words_of};
 use crate::threads::last_cpu;
 use pagetide_addr::{Access, Hva, PAGE_BYTES, PageNo, PageRange};
-use pagetide_sys::cpu;
+use pagetide_sys::cpu::{self, Urgency};
 use pagetide_sys::interrupt;
 use pagetide_sys::process::ProcessError;
 use pagetide_sys::uffd::{
@@ -396,6 +401,9 @@ impl Reading {
     }
 
     fn run(&mut self, sink: &dyn FaultSink) -> Result<End, ReaderError> {
+        if let Err(error) = cpu::set_urgency(Urgency::Eager) {
+            tracing::debug!(%error, "the reader of faults stays an ordinary thread");
+        }
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.counters
             .thread

@@ -254,7 +254,7 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
-/// Attach, verify, evict, verify, run on, let go, verify.
+/// Attach, verify, evict, verify, run on, detach, verify.
 fn whole_way(more: &[&str]) {
     if !can_run() {
         return;

@@ -29,8 +29,10 @@ use std::{
 
 /// Pages between two reads of the clock: some ten microseconds.
 const BATCH: u64 = 64;
-/// Touches that are faster were not served by a daemon, whatever they were.
+/// Faults that are faster were not served by a daemon, but by the kernel alone.
 const FAULT_MIN: Duration = Duration::from_micros(4);
+/// Touches that are faster were no faults at all.
+const TOUCH_MAX: Duration = Duration::from_nanos(400);
 /// Faults of a vCPU that are kept: some minutes' worth. Later ones are not.
 const FAULTS_KEPT_MAX: usize = 1 << 20;
 /// Longest wait for a vCPU to pause: it may wait for a page.
@@ -273,17 +275,15 @@ struct Timed {
 
 impl Timed {
     fn touched(&mut self, time: Duration, account: &Vcpu) {
-        if time < FAULT_MIN {
+        if time < TOUCH_MAX {
             return;
         }
-        match faults_of("/proc/thread-self/stat") {
-            Ok(faults) if faults > self.faults => {
-                self.faults = faults;
-                account.keep(time);
-            }
-            Ok(_) => {}
-            Err(error) => eprintln!("stand-in: faults are not known: {error}"),
+        // Fast ones are counted, too: a later touch that is only slow is then not taken for a fault.
+        let faults = cpu::thread_faults();
+        if faults > self.faults && time >= FAULT_MIN {
+            account.keep(time);
         }
+        self.faults = faults;
     }
 }
 

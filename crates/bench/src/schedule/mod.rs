@@ -8,13 +8,14 @@
 //!
 //! | arm | limits | background work |
 //! |---|---|---|
-//! | none | none | the scheduler grants no run |
+//! | none | none | none: no share for scans and the rest, and reclaim has nothing to do |
 //! | background | half again the hot piece | both VMs are scanned, and evicted from as the piece moves on |
 //! | capped | as background | small shares, no idle time, and nothing passed down |
 //!
 //! The first two alternate. All start alike: everything is evicted while the vCPUs pause, then they go on, and
 //! the slice begins [`SETTLE`] later. The third shows that work at its maximum time is held back: what it used
-//! of the CPUs beside its share. (What it used for a fault that waited for room counts as that fault's.)
+//! of the CPUs beside its share. (What it used for a fault that waited for room counts as that fault's.) And in
+//! both arms with work, tasks that used more than the maximum time of a run were granted nothing for so long.
 
 use super::{
     busy::{
@@ -85,7 +86,8 @@ impl Arm {
             ..ScheduleChange::default()
         };
         match self {
-            Self::None => Some(shares(0, 0, 0)),
+            // Reclaim always has a share, but nothing to do without a limit.
+            Self::None => Some(shares(1, 0, 0)),
             Self::Background => None,
             Self::Capped => Some(shares(10, 5, 5)),
         }
@@ -124,6 +126,7 @@ struct Used {
     held_runs: f64,
     held_seconds: f64,
     overruns: f64,
+    overrun_seconds: f64,
     withheld_seconds: f64,
 }
 
@@ -348,6 +351,7 @@ fn used_since(
             held_runs: to_f64(after.held_runs - before.held_runs),
             held_seconds: after.held_seconds - before.held_seconds,
             overruns: to_f64(after.overruns - before.overruns),
+            overrun_seconds: after.overrun_seconds - before.overrun_seconds,
             withheld_seconds: after.withheld_seconds - before.withheld_seconds,
         };
         (after.class.clone(), used)
@@ -398,6 +402,23 @@ fn describe(none: &[Slice], background: &[Slice], capped: &Slice, report: &mut B
     report
         .ratios
         .insert("capped_used_over_share".into(), ratio.into());
+    let slices = || background.iter().chain([capped]);
+    let sum = |figure: fn(&Used) -> f64| -> f64 {
+        let of = |slice: &Slice| {
+            WORK.iter()
+                .map(|class| figure(&slice.class(class)))
+                .sum::<f64>()
+        };
+        slices().map(of).sum()
+    };
+    let (withheld, overrun) = (
+        sum(|used| used.withheld_seconds),
+        sum(|used| used.overrun_seconds),
+    );
+    let ratio = rounded(withheld / overrun);
+    report
+        .ratios
+        .insert("withheld_over_overrun".into(), ratio.into());
 }
 
 fn figures_of(slices: &[Slice], cpus: usize) -> Value {
@@ -437,6 +458,7 @@ fn figures_of(slices: &[Slice], cpus: usize) -> Value {
             "held_runs_per_s": of_class(|used| used.held_runs),
             "held_s_per_s": of_class(|used| used.held_seconds),
             "overruns_per_s": of_class(|used| used.overruns),
+            "overrun_ms_per_s": of_class(|used| used.overrun_seconds * 1e3),
             "withheld_ms_per_s": of_class(|used| used.withheld_seconds * 1e3),
         });
         add(class, value);

@@ -21,10 +21,11 @@ use super::{
     core::VmCore,
     failure::failed,
     hotplug,
-    identity::{Identity, mappings_of},
+    identity::{self, Identity, mappings_of},
     room,
     shared::{ENDING_WAIT, Shared},
-    vm::{Prepared, Vm, empty_table_of},
+    vm::{Prepared, Vm, empty_table_of, put_into},
+    waiting::Expected,
 };
 use crate::budget::{CeilingChange, ShareChange};
 use crate::control::{AttachRequest, ControlError, ErrorKind};
@@ -138,26 +139,6 @@ fn take_seat(
     shared.budget.admit(&vm, &change)
 }
 
-/// The place under the host's budget of a VM that is recovered. What is written down of it was there first,
-/// so it holds, also where the daemon died before its pool had it.
-fn seat_again(
-    identity: &Identity,
-    layout: &RamLayout,
-    pool: &Pool,
-    shared: &Shared,
-) -> Result<Seat, ControlError> {
-    let vm = Newcomer {
-        name: &identity.name,
-        pid: identity.pid,
-        ram_bytes: layout.len_bytes(),
-        resident_bytes: layout.allocated_bytes().map_err(failed)?,
-    };
-    let seat = shared.budget.welcome_back(&vm, pool.limit_bytes());
-    let ceiling = seat.share().standing().share.ceiling;
-    pool.set_limit_bytes(ceiling.map(|bytes| bytes.0));
-    Ok(seat)
-}
-
 fn governed(vm: &Vm) -> Weak<dyn Governed> {
     let core: Weak<VmCore> = Arc::downgrade(&vm.core);
     core
@@ -191,7 +172,7 @@ fn attach_process(
     let path = pool_path(state_dir, &request.name);
     room::refuse_if_short(&shared.room, layout.len_bytes(), request.limit_bytes)?;
     let pool = Arc::new(make_pool(&path, &layout, &identity, shared)?);
-    pool.set_limit_bytes(request.limit_bytes);
+    put_into(&pool, &seat.share().standing().share);
     let undo = UndoPool(Some(Arc::clone(&pool)));
     // If this fails (another userfaultfd, too little privilege, an old kernel), the VM is as it was.
     let taken =
@@ -316,7 +297,7 @@ pub(super) enum Found {
 /// # Errors
 /// An error message: it cannot be read.
 pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
-    read_identity(&Pool::open(path).map_err(failed)?)
+    identity::of_pool(&Pool::open(path).map_err(failed)?)
 }
 
 /// Removes the pool of a VM that could not be recovered and has ended.
@@ -328,23 +309,15 @@ pub(super) fn remove_pool(state_dir: &Path, name: &str) -> Result<(), ControlErr
     pool.remove().map_err(failed)
 }
 
-fn read_identity(pool: &Pool) -> Result<Identity, ControlError> {
-    serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
-        failed(format!(
-            "pool {}: its identity cannot be read: {error}",
-            pool.path().display()
-        ))
-    })
-}
-
-/// Recovers the VM of the pool at `path`.
+/// Recovers a VM.
 ///
 /// # Errors
 /// An error message; the pool stays where it is.
-pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlError> {
-    let pool = Pool::open(path).and_then(|pool| pool.found_within(&shared.pool_cap));
-    let pool = Arc::new(pool.map_err(failed)?);
-    let identity = read_identity(&pool)?;
+pub(super) fn recover(expected: &mut Expected, shared: &Shared) -> Result<Found, ControlError> {
+    let pool = Pool::open(&expected.path).map_err(failed)?;
+    expected.pool_is_opened();
+    let pool = Arc::new(pool.found_within(&shared.pool_cap).map_err(failed)?);
+    let identity = identity::of_pool(&pool)?;
     let vmm = match VmmProcess::reopen(identity.process()) {
         Ok(vmm) => vmm,
         Err(Refusal::NoSuchProcess { .. } | Refusal::PidUsedAgain { .. }) => {
@@ -358,7 +331,7 @@ pub(super) fn recover(path: &Path, shared: &Shared) -> Result<Found, ControlErro
         }
         Err(refusal) => return Err(refused(&refusal)),
     };
-    take_up(&pool, identity, &vmm, shared).or_else(|error| {
+    take_up(&pool, identity, &vmm, expected, shared).or_else(|error| {
         if !vmm.ends_within(ENDING_WAIT) {
             return Err(error);
         }
@@ -372,6 +345,7 @@ fn take_up(
     pool: &Arc<Pool>,
     identity: Identity,
     vmm: &VmmProcess,
+    expected: &mut Expected,
     shared: &Shared,
 ) -> Result<Found, ControlError> {
     let vmm = vmm.try_clone().map_err(failed)?;
@@ -407,7 +381,13 @@ fn take_up(
     let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
     lifted.map_err(failed)?;
     place.wake(everything).map_err(failed)?;
-    let seat = seat_again(&identity, &layout, pool, shared)?;
+    let newcomer = Newcomer {
+        name: &identity.name,
+        pid: identity.pid,
+        ram_bytes: layout.len_bytes(),
+        resident_bytes: layout.allocated_bytes().map_err(failed)?,
+    };
+    let seat = expected.seat_of(&newcomer, pool, shared);
     let prepared = Prepared {
         identity,
         vmm,
@@ -417,12 +397,12 @@ fn take_up(
         table,
         mmu: Arc::clone(&claim.mmu),
         userfaultfd,
-        seat: seat.share(),
+        seat,
     };
     let vm = Vm::start(prepared, shared)?;
     pool.count_restart();
     claim.keep();
-    seat.keep(governed(&vm));
+    expected.is_served_as(governed(&vm));
     vm.core.enforce_limit();
     vm.core.limit.want_reclaim();
     Ok(Found::Recovered(Box::new(vm)))

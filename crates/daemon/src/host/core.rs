@@ -16,7 +16,10 @@ use super::{
 use crate::{control::ControlError, protection::vm::VmProtection};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_policy::sets::Level;
-use pagetide_swap::{HeatReport, Limit, Pool, PoolStore, limit::Force};
+use pagetide_swap::{
+    HeatReport, Limit, Pool, PoolStore,
+    limit::{Force, Ruling},
+};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -145,7 +148,7 @@ impl VmCore {
     /// Looks whether the store is full, and whether a full one has room again. The limit of fills follows:
     /// none waits for room that may not come.
     pub(super) fn look_at_store(&self) {
-        self.store.look_for_room();
+        self.store.look_for_room(Instant::now());
         let full = self.store.full();
         if self.gate.store_is(&self.name, full) {
             self.enforce_limit();
@@ -187,23 +190,30 @@ impl VmCore {
         self.gate.suspend(&self.name, why);
     }
 
-    /// Corrects the limit's count by what the kernel reports as resident.
+    /// Puts the limit in force that is set now, none while nothing may be evicted, with its count corrected by
+    /// what the kernel reports as resident.
     pub(super) fn enforce_limit(&self) {
-        match self.layout.look().allocated_bytes() {
-            Ok(bytes) => {
-                let limit = if self.may_evict() {
-                    self.seat.limit(self.pool.limit_bytes())
-                } else {
-                    None
-                };
-                self.limit.set_force(match self.store.full() {
+        self.limit.rule(|| {
+            let resident_bytes = match self.layout.look().allocated_bytes() {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    tracing::warn!(vm = self.name, %error, "how much is resident is unknown");
+                    return None;
+                }
+            };
+            // One that is being detached has its limit stopped.
+            let limit = match self.may_evict() && !self.limit.is_stopped() {
+                true => self.seat.limit(self.pool.limit_bytes()),
+                false => None,
+            };
+            Some(Ruling {
+                limit_pages: limit.map(|bytes| bytes / PAGE_BYTES),
+                resident_pages: resident_bytes / PAGE_BYTES,
+                force: match self.store.full() {
                     Some(_) => Force::Advisory,
                     None => Force::Enforced,
-                });
-                self.limit
-                    .put_right(limit.map(|bytes| bytes / PAGE_BYTES), bytes / PAGE_BYTES);
-            }
-            Err(error) => tracing::warn!(vm = self.name, %error, "how much is resident is unknown"),
-        }
+                },
+            })
+        });
     }
 }

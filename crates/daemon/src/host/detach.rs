@@ -17,10 +17,9 @@ use super::{
     vm::Vm,
 };
 use crate::control::{ControlError, ErrorKind};
-use pagetide_addr::{Access, PageNo, PageRange, PageSet};
+use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet};
 use pagetide_gmem::{Cause, Fault, FaultOutcome, PageState, Wait};
 use pagetide_vmm::{layout::RamLayout, takeover};
-use pagetide_vpri::DPU;
 use std::{
     sync::{
         Arc,
@@ -51,7 +50,8 @@ impl Vm {
     ) -> Result<u64, ControlError> {
         self.core.detach.stop.store(false, Relaxed);
         let reclaim = self.stop_reclaim_thread();
-        self.core.limit.put_right(None, 0);
+        // There is none while it is stopped.
+        self.core.enforce_limit();
         let filled = self.fill_all(shared);
         let (filled, ram) =
             filled.map_err(|error| self.failed_detach(reclaim, error, detaching))?;
@@ -235,7 +235,7 @@ impl Vm {
     fn fill_run(&self, run: PageRange) -> Result<(), ControlError> {
         let (reply, outcome) = mpsc::channel();
         let fault = Fault {
-            device: DPU,
+            device: DeviceId::DAEMON,
             pages: run,
             access: Access::Write,
         };

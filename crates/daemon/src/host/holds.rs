@@ -19,8 +19,8 @@ pub(super) struct Holds {
 }
 
 impl Holds {
-    /// Stops the vCPUs of `vmm`, which runs the VM called `name`, for `time` at most. `None` if that is not possible now; reclaim then goes on
-    /// with what the VM leaves alone.
+    /// Stops the vCPUs of `vmm`, which runs the VM called `name`, for `time` at most. `None` if that is not
+    /// possible now; reclaim then goes on with what the VM leaves alone.
     pub(super) fn begin(&self, name: &str, vmm: &ProcessFd, time: Duration) -> Option<Held> {
         let held = match threads::hold_vcpus(vmm, time) {
             Ok(held) => held,

@@ -79,6 +79,19 @@ impl Identity {
     }
 }
 
+/// The identity in `pool`.
+///
+/// # Errors
+/// An error message: it cannot be read.
+pub(super) fn of_pool(pool: &Pool) -> Result<Identity, ControlError> {
+    serde_json::from_slice(&pool.identity().map_err(failed)?).map_err(|error| {
+        failed(format!(
+            "pool {}: its identity cannot be read: {error}",
+            pool.path().display()
+        ))
+    })
+}
+
 /// Writes `identity` into the pool atomically.
 pub(super) fn remember(pool: &Pool, identity: &Identity) -> Result<(), ControlError> {
     let json = serde_json::to_vec(identity).map_err(failed)?;

@@ -3,12 +3,13 @@
 //!
 //! [`vm`] assembles one VM (its shared parts are [`core`]), [`attach`] creates it from a running VMM or
 //! from the pool of a dead daemon, [`reclaim_thread`] keeps it within its limit, [`hotplug`] follows RAM
-//! that is plugged and unplugged, [`detach`] releases it, [`devices`] holds the software DPU. [`budget`] divides the
-//! host's memory among VMs. [`life`]
-//! decides which thread ends a VM, and [`janitor`] notices when its VMM exits. Nothing below names the
-//! [`Host`] of this file. Order at startup: wait for the rings of dead engines,
-//! then recover VMs, then let devices listen again. Nothing is thus replayed, evicted or completed while
-//! a dead process still writes.
+//! that is plugged and unplugged, [`detach`] releases it, [`devices`] holds the software DPU. [`budget`]
+//! divides the host's memory among VMs. [`recovering`] deals with what a dead daemon left, [`waiting`] with
+//! what counts of that before it is recovered. [`life`] decides which thread ends a VM, and [`janitor`]
+//! notices when its VMM exits. Nothing below names the [`Host`] of this file, but for [`recovering`] and
+//! [`pool_cap`], which are parts of it. Order at startup: wait for the rings of dead engines, count what is
+//! there, then recover VMs, then let devices listen again. Nothing is thus replayed, evicted or completed
+//! while a dead process still writes.
 
 mod attach;
 mod blockers;
@@ -32,6 +33,7 @@ mod pool_cap;
 mod pools;
 mod reclaim_requests;
 mod reclaim_thread;
+mod recovering;
 mod report;
 mod room;
 mod roster;
@@ -40,6 +42,7 @@ mod sink;
 mod space;
 mod tracker;
 mod vm;
+mod waiting;
 mod work;
 
 use self::{
@@ -50,6 +53,7 @@ use self::{
     janitor_bell::JanitorBell,
     life::{Asked, Detaching, Stage},
     pools::{name_of, pools, refuse_other_versions},
+    recovering::Taken,
     roster::{Roster, Watched},
     shared::Shared,
     vm::Vm,
@@ -73,10 +77,7 @@ use crate::{
 };
 use pagetide_addr::PAGE_BYTES;
 use pagetide_swap::Room;
-use pagetide_vmm::{
-    Refusal,
-    process::{VmmIdentity, VmmProcess},
-};
+use pagetide_vmm::process::VmmIdentity;
 use std::{
     path::{Path, PathBuf},
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -145,6 +146,9 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         budget,
     };
     room::warn_if_smaller(&shared.room, &state_dir);
+    // Before VMs are recovered, which may take a while: some are large, and some will wait.
+    let expected = recovering::expect_all(&state_dir, &shared)?;
+    shared.budget.start()?;
     let host = Arc::new(Host {
         state_dir,
         shared,
@@ -153,82 +157,14 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         devices,
         vms: Roster::new(bell),
     });
-    if host.recover_all()? == Taken::AllKnown {
+    if host.recover_all(expected) == Taken::AllKnown {
         host.devices.restore();
     }
     Janitor::new(rung).start(&host)?;
-    host.shared.budget.start()?;
     Ok(host)
 }
 
 impl Host {
-    /// Recovers every VM that has a pool. If one cannot be recovered, this logs the reason and leaves
-    /// the pool: it is the VM's memory.
-    fn recover_all(&self) -> Result<Taken, ControlError> {
-        let mut taken = Taken::AllKnown;
-        for path in pools(&self.state_dir)? {
-            match attach::recover(&path, &self.shared) {
-                Ok(attach::Found::Recovered(vm)) => self.put(Arc::new(*vm)),
-                Ok(attach::Found::Removed) => {}
-                Err(error) => {
-                    tracing::error!(
-                        pool = %path.display(),
-                        %error,
-                        "a VM could not be recovered; it waits, and its pool is kept"
-                    );
-                    if self.leave_waiting(&path, &error) == Taken::SomeUnknown {
-                        taken = Taken::SomeUnknown;
-                    }
-                }
-            }
-        }
-        Ok(taken)
-    }
-
-    /// Reserves the name of a VM that could not be recovered, and keeps all devices off its RAM: their
-    /// DMA would fill holes whose content is in the pool.
-    fn leave_waiting(&self, path: &Path, why: &ControlError) -> Taken {
-        let name = name_of(path);
-        match attach::identity_of(path) {
-            Ok(identity) => {
-                let vmm = match VmmProcess::reopen(identity.process()) {
-                    Ok(vmm) => Some(vmm),
-                    Err(Refusal::NoSuchProcess { .. } | Refusal::PidUsedAgain { .. }) => {
-                        self.drop_waiting(&name);
-                        return Taken::AllKnown;
-                    }
-                    Err(error) => {
-                        tracing::warn!(vm = name, %error, "its VMM cannot be watched");
-                        None
-                    }
-                };
-                identity.files().for_each(|key| self.shared.spaces.bar(key));
-                self.vms.put_waiting(name, vmm, why.message.clone());
-                Taken::AllKnown
-            }
-            Err(error) => {
-                tracing::error!(
-                    pool = %path.display(),
-                    %error,
-                    "the pool does not tell whose RAM it is; no device is served until that pool is gone"
-                );
-                self.vms.put_waiting(name, None, why.message.clone());
-                Taken::SomeUnknown
-            }
-        }
-    }
-
-    /// The VMM of a VM that could not be recovered has ended: its pool is no longer needed.
-    fn drop_waiting(&self, name: &str) {
-        tracing::info!(
-            vm = name,
-            "the VMM of a VM that could not be recovered has ended; its pool is removed"
-        );
-        if let Err(error) = attach::remove_pool(&self.state_dir, name) {
-            tracing::warn!(vm = name, %error, "its pool stays behind");
-        }
-    }
-
     /// The VM is attached. Its fault reader may already have failed by now.
     fn put(&self, vm: Arc<Vm>) {
         if let Some(why) = self.vms.put(vm.core.name.clone(), Arc::clone(&vm)) {
@@ -339,15 +275,6 @@ impl Watching for Host {
             self.stop_unserved(&vm, why);
         }
     }
-}
-
-/// What is known about the VMs whose pools were found.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Taken {
-    /// Each was recovered, or at least its RAM is known and kept from devices.
-    AllKnown,
-    /// The RAM of at least one is not known.
-    SomeUnknown,
 }
 
 impl Control for Host {
@@ -541,6 +468,7 @@ impl Control for Host {
 
     fn shut_down(&self) -> Result<(), ControlError> {
         self.vms.close();
+        self.shared.budget.stop();
         let mut first = None;
         for vm in self.vms.all() {
             let name = vm.core.name.clone();
@@ -552,7 +480,6 @@ impl Control for Host {
                 }
             }
         }
-        self.shared.budget.stop();
         self.shared.feed.stop();
         self.devices.shut_down();
         first.map_or(Ok(()), Err)
@@ -566,7 +493,7 @@ impl Host {
             attach::check_limit(Some(limit), vm.core.layout.look().len_bytes())?;
         }
         let budget = &self.shared.budget;
-        budget.change_share(&vm.core.name, change, |limit| vm.set_limit(limit))
+        budget.change_share(&vm.core.name, change, |share| vm.set_share(&share))
     }
 
     /// VM names by their RAM files, for matching devices.

@@ -154,7 +154,17 @@ impl ReclaimThread {
                     self.trim_store();
                 });
             }
-            Order::CheckHazards => work.reclaim.aside(|| self.check_hazards()),
+            Order::CheckHazards => {
+                // It takes milliseconds, and is of use only if the pass after it gets a run.
+                let ask = || work.reclaim.step(None);
+                let turn = match self.held {
+                    Some(_) => work.hurried(ask),
+                    None => ask(),
+                };
+                tracing::trace!(?turn, "checks for hazards");
+                self.decisions.check_begins(started.elapsed());
+                work.reclaim.aside(|| self.check_hazards());
+            }
             Order::CorrectHeadroom => vm.enforce_limit(),
             Order::Sample(want) => self.sample(want),
             Order::Sweep { until } => {

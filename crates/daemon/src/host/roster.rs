@@ -5,7 +5,7 @@
 //! calls ever work on one VM or one pool. A VM whose pool could not be recovered keeps its name too: the
 //! pool holds the only copy of its evicted pages.
 
-use super::{janitor_bell::JanitorBell, lock::lock, vm::Vm};
+use super::{janitor_bell::JanitorBell, lock::lock, pools::name_of, vm::Vm, waiting::Expected};
 use crate::control::{AttachRequest, ControlError};
 use pagetide_vmm::process::{VmmIdentity, VmmProcess};
 use std::{
@@ -28,6 +28,8 @@ enum Slot {
         /// Its VMM, if known.
         vmm: Option<Arc<VmmProcess>>,
         why: String,
+        /// What it takes counts as long as it waits.
+        _counted: Option<Box<Expected>>,
     },
 }
 
@@ -140,10 +142,15 @@ impl Roster {
         }
     }
 
-    /// Records that the pool of this name could not be recovered.
-    pub(super) fn put_waiting(&self, name: String, vmm: Option<VmmProcess>, why: String) {
-        let vmm = vmm.map(Arc::new);
-        drop(self.settle(name, Slot::Waiting { vmm, why }));
+    /// Records that this VM could not be recovered.
+    pub(super) fn put_waiting(&self, vm: Expected, vmm: Option<VmmProcess>, why: String) {
+        let name = name_of(&vm.path);
+        let slot = Slot::Waiting {
+            vmm: vmm.map(Arc::new),
+            why,
+            _counted: Some(Box::new(vm)),
+        };
+        drop(self.settle(name, slot));
     }
 
     fn settle(&self, name: String, slot: Slot) -> Option<Slot> {
@@ -257,6 +264,7 @@ mod tests {
             let slot = Slot::Waiting {
                 vmm: None,
                 why: String::new(),
+                _counted: None,
             };
             match roster.settle(name.to_owned(), slot) {
                 Some(Slot::Attaching { reader_failed, .. }) => reader_failed,

@@ -32,7 +32,7 @@ use crate::{
     protection::vm::{VmHandles, VmProtection},
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
-use pagetide_policy::{scheduler::TooManyTasks, tracker::AccessTracker};
+use pagetide_policy::{budget::VmShare, scheduler::TooManyTasks, tracker::AccessTracker};
 use pagetide_swap::{
     DirectReclaim, Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took,
 };
@@ -260,9 +260,9 @@ impl Vm {
         }
     }
 
-    /// Sets the limit and stores it in the pool.
-    pub(super) fn set_limit(&self, limit_bytes: Option<u64>) {
-        self.core.pool.set_limit_bytes(limit_bytes);
+    /// Its ceiling is its limit, which is stored in the pool; by its weight it shares the cap of the pools.
+    pub(super) fn set_share(&self, share: &VmShare) {
+        put_into(&self.core.pool, share);
         self.core.enforce_limit();
         self.core.limit.want_reclaim();
     }
@@ -354,6 +354,12 @@ impl Vm {
             .as_ref()
             .map_or(0.0, FaultReader::cpu_seconds)
     }
+}
+
+/// Hands a VM's share on to its pool.
+pub(super) fn put_into(pool: &Pool, share: &VmShare) {
+    pool.set_limit_bytes(share.ceiling.map(|bytes| bytes.0));
+    pool.set_weight(share.weight.get());
 }
 
 fn too_many(error: TooManyTasks) -> ControlError {

@@ -7,15 +7,15 @@
 //! | scan | samples above the low watermark |
 //! | background | keeping sections ready for eviction |
 //!
-//! One thread does all of it, in turns. Hazard checks belong to no class: they must not be held back, and are
-//! bounded by how often they are made. What the thread does beside that (waiting, corrections of counts) takes
-//! microseconds.
+//! One thread does all of it, in turns. The hazard check of each second belongs to no class: it must not be held
+//! back. What the thread does beside that (waiting, corrections of counts) takes microseconds.
 //!
 //! # Passes and hazards
-//! A pass may evict only for as long as a hazard check holds. If the thread gets no run in that time, the pass
-//! is over without having begun; the thread then waits for its run *before* the next check, and keeps the run
-//! through that check. So checks are not repeated while the thread is held back, and none is out of date when
-//! it may evict.
+//! A pass may evict only for as long as a hazard check holds. So the thread waits for its run *before* that check,
+//! which takes milliseconds and would itself disturb the faults for which the pass would be held back; it keeps
+//! the run through the check, which is not charged to it. If a pass gets no run in time, it is over without
+//! having begun. So checks are not repeated while the thread is held back, and none is out of date when it may
+//! evict.
 
 use pagetide_policy::scheduler::{TooManyTasks, WorkClass};
 use pagetide_swap::{
@@ -112,7 +112,7 @@ impl<'a> Paced<'a> {
         Self::until(Instant::now() + TURN_WAIT_MAX, turns, limit)
     }
 
-    /// Whether the work ended because it got no run in time.
+    /// Whether the work ended because it got no run in time, or one when the time was over.
     pub(super) fn was_held(&self) -> bool {
         self.was_held.get()
     }
@@ -134,14 +134,11 @@ impl Pace for Paced<'_> {
         if self.limit.is_stopped() || self.is_over() {
             return false;
         }
-        match self.turns.step(Some(self.until)) {
-            // The wait for it, and for a CPU, may have taken all the time.
-            Turn::Granted => !self.is_over(),
-            Turn::Late | Turn::Stopped => {
-                self.was_held.set(true);
-                false
-            }
-        }
+        let turn = self.turns.step(Some(self.until));
+        // The wait for it, and for a CPU, may have taken all the time.
+        let goes_on = turn == Turn::Granted && !self.is_over();
+        self.was_held.set(!goes_on);
+        goes_on
     }
 
     fn may_stay(&self) -> bool {

@@ -180,7 +180,7 @@ report! {
         overruns: u64 => counter,
         /// CPU time used beyond the maximum time of runs.
         overrun_seconds: f64 => counter,
-        /// CPU time by which later runs were shortened as a penalty for that.
+        /// Time for which work was granted nothing, as a penalty for that.
         withheld_seconds: f64 => counter,
         /// CPU time owed that was forgiven because it was too much.
         forgiven_seconds: f64 => counter,

@@ -67,7 +67,6 @@ mod patience;
 mod queue;
 mod reports;
 mod request;
-mod resume;
 mod scratch;
 mod start;
 mod stop;

@@ -213,7 +213,8 @@ impl PagedMemory {
         let _told = match cause {
             Cause::Readahead(_) => None,
             Cause::Fault(fault) | Cause::Overwrite(Overwrite { fault, .. }) => {
-                Some(Told::begin(self, fault.device))
+                let is_awaited = fault.device != DeviceId::DAEMON;
+                is_awaited.then(|| Told::begin(self, fault.device))
             }
         };
         let mut work = Work {

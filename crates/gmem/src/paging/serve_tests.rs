@@ -369,6 +369,20 @@ fn fault_that_must_not_wait_does_nothing_without_room_or_while_the_section_is_ow
 }
 
 #[test]
+fn pages_that_the_daemon_brings_back_are_filled_without_being_a_fault_of_anybody() {
+    let (vm, space) = setting();
+    for device in [DeviceId::DAEMON, DPU, DeviceId::VCPUS] {
+        let pages = PageNo(u64::from(device.0 % 8) * 4).run(4);
+        assert_eq!(
+            fault_at_once(&space, device, pages),
+            Some(installed(0b1111))
+        );
+    }
+    assert_eq!(vm.counts(), [12; 3]);
+    assert_eq!(vm.rooms.faulted(), [DPU, DeviceId::VCPUS]);
+}
+
+#[test]
 fn refills_are_told_by_section_without_zeros_and_without_what_was_overwritten() {
     let (vm, space) = setting();
     set(&space, 1, PageState::Stored(Content::ZERO));

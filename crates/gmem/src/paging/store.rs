@@ -71,7 +71,7 @@ pub trait Admission: Send + Sync {
     fn count_in(&self, pages: u64);
 
     /// This thread begins to serve a fault of `device`, until [`Self::fault_ends`]. Work that can wait may give
-    /// way to it.
+    /// way to it. Not told of what the daemon itself asks for: nobody waits for that.
     fn fault_begins(&self, device: DeviceId) {
         let _untold = device;
     }

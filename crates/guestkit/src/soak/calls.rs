@@ -9,7 +9,8 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use super::deaths::Dice;
+use pagetide_random::SplitMix64;
+
 use super::stand::{Device, Stand};
 use super::{Board, NAME, http, say};
 use crate::product::Clients;
@@ -33,7 +34,7 @@ pub struct Caller {
     spare: Device,
     recordings: PathBuf,
     limit_bytes: u64,
-    dice: Mutex<Dice>,
+    random: Mutex<SplitMix64>,
 }
 
 /// The required outcome of a call.
@@ -56,7 +57,7 @@ impl Caller {
             spare,
             recordings: stand.folder().to_owned(),
             limit_bytes,
-            dice: Mutex::new(Dice::new(seed, 2)),
+            random: Mutex::new(SplitMix64::stream(seed, 2)),
         }
     }
 
@@ -87,9 +88,9 @@ impl Caller {
     /// Calls until the soak is over.
     pub fn run(&self, board: &Board) {
         while !board.is_over() {
-            let (choice, rest) = self.with_dice(|dice| {
-                let rest = dice.between(REST_MS.0, REST_MS.1);
-                (dice.between(0, DETACH_ONE_IN), rest)
+            let (choice, rest) = self.with_random(|random| {
+                let rest = random.between(REST_MS.0, REST_MS.1);
+                (random.between(0, DETACH_ONE_IN), rest)
             });
             if choice == 0 {
                 self.let_go_and_attach_again(board);
@@ -103,7 +104,7 @@ impl Caller {
     fn let_go_and_attach_again(&self, board: &Board) {
         // Whether it was detached or the daemon died meanwhile: below it is attached again.
         self.ok(board, &["vm", "detach", NAME]);
-        let away = self.with_dice(|dice| dice.between(0, 2_000));
+        let away = self.with_random(|random| random.between(0, 2_000));
         board.rest(Duration::from_millis(away));
         self.attach_with_limit(board);
     }
@@ -112,7 +113,9 @@ impl Caller {
         match choice {
             1..=8 => self.limit(board),
             9..=10 => {
-                let bytes = self.with_dice(|dice| dice.between(1, 64) * MIB).to_string();
+                let bytes = self
+                    .with_random(|random| random.between(1, 64) * MIB)
+                    .to_string();
                 self.ok(board, &["vm", "reclaim", NAME, "--bytes", &bytes]);
             }
             11..=18 => self.look(board, choice),
@@ -126,7 +129,7 @@ impl Caller {
     }
 
     fn limit(&self, board: &Board) {
-        let share = self.with_dice(|dice| dice.between(60, 160));
+        let share = self.with_random(|random| random.between(60, 160));
         let limit = if share > 150 {
             "none".to_owned()
         } else {
@@ -164,7 +167,7 @@ impl Caller {
             self.ok(board, &["iopf", "stop", "--device", &device]);
             return;
         }
-        let (rate, ms) = self.with_dice(|dice| (dice.between(1, 100), dice.between(1, 20)));
+        let (rate, ms) = self.with_random(|random| (random.between(1, 100), random.between(1, 20)));
         let (rate, latency) = (rate.to_string(), format!("{ms}ms"));
         let words = ["iopf", "inject", "--device", &device, "--seconds", "3"];
         let how = ["--rate", &rate, "--latency", &latency];
@@ -173,7 +176,7 @@ impl Caller {
 
     fn protect(&self, board: &Board) {
         let policies = ["none", "lru", "adp", "adaptive"];
-        let choice = self.with_dice(|dice| dice.between(0, policies.len() as u64));
+        let choice = self.with_random(|random| random.between(0, policies.len() as u64));
         let policy = policies[usize::try_from(choice).unwrap_or(0)];
         self.ok(board, &["vm", "protector", NAME, policy]);
     }
@@ -234,7 +237,7 @@ impl Caller {
             &["dpu", "remove", "--socket", "/nowhere"],
             &["dpu", "log", "start", "--dir", "/nowhere"],
         ];
-        let choice = self.with_dice(|dice| dice.between(0, calls.len() as u64));
+        let choice = self.with_random(|random| random.between(0, calls.len() as u64));
         let words = calls[usize::try_from(choice).unwrap_or(0)];
         self.make(board, words, Call::Wrong);
     }
@@ -265,12 +268,12 @@ impl Caller {
         }
     }
 
-    fn with_dice<T>(&self, use_it: impl FnOnce(&mut Dice) -> T) -> T {
-        let mut dice = self
-            .dice
+    fn with_random<T>(&self, use_it: impl FnOnce(&mut SplitMix64) -> T) -> T {
+        let mut random = self
+            .random
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        use_it(&mut dice)
+        use_it(&mut random)
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pagetide_guest::pattern::mix;
+use pagetide_random::SplitMix64;
 
 use super::report::{KILLS_AN_HOUR, longest_gap_ms};
 use super::stand::Stand;
@@ -31,36 +31,13 @@ const DISK_TIMEOUT: Duration = Duration::from_secs(30);
 /// A longer gap of the guest ends the soak: more deaths would show nothing.
 const GAP_MAX_MS: u64 = 60_000;
 
-/// Random numbers that follow from a seed.
-#[derive(Clone, Copy, Debug)]
-pub struct Dice(u64);
-
-impl Dice {
-    /// From a seed and a purpose, so that each purpose has its own sequence.
-    #[must_use]
-    pub const fn new(seed: u64, purpose: u64) -> Self {
-        Self(mix(seed ^ mix(purpose)))
-    }
-
-    /// A number.
-    pub fn any(&mut self) -> u64 {
-        self.0 = mix(self.0);
-        self.0
-    }
-
-    /// A number from `least` on, below `end`.
-    pub fn between(&mut self, least: u64, end: u64) -> u64 {
-        least + self.any() % (end - least).max(1)
-    }
-}
-
 /// The course of deaths.
 pub struct Deaths {
     began: Instant,
     length: Duration,
     next: Instant,
     line: Instant,
-    dice: Dice,
+    random: SplitMix64,
     /// Failed requests of the guest's disk that this daemon has reported.
     failed: BTreeMap<&'static str, u64>,
 }
@@ -75,7 +52,7 @@ impl Deaths {
             length,
             next: now + Duration::from_millis(LIFE_MS.1),
             line: now,
-            dice: Dice::new(options.seed, 1),
+            random: SplitMix64::stream(options.seed, 1),
             failed: BTreeMap::new(),
         }
     }
@@ -99,7 +76,7 @@ impl Deaths {
             self.count_failed_requests(stand, board);
             stand.product.kill();
             Board::count(&board.kills);
-            let away = self.dice.between(0, AWAY_MS);
+            let away = self.random.between(0, AWAY_MS);
             thread::sleep(Duration::from_millis(away));
             self.restart(stand, board)?;
         }
@@ -176,7 +153,7 @@ impl Deaths {
         let wanted = self.began.elapsed().as_secs_f64() / 3600.0 * KILLS_AN_HOUR * MARGIN;
         let behind = (board.kills.load(Relaxed) as f64) < wanted;
         let longest = if behind { LIFE_IN_HASTE_MS } else { LIFE_MS.1 };
-        Duration::from_millis(self.dice.between(LIFE_MS.0, longest))
+        Duration::from_millis(self.random.between(LIFE_MS.0, longest))
     }
 
     /// Counts requests of the guest's disk that failed under this daemon, by its own reports.
@@ -231,21 +208,5 @@ impl Deaths {
             board.attaches.load(Relaxed),
             board.attacks.load(Relaxed),
         ));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn dice_repeat_by_seed_and_stay_in_range() {
-        let (mut one, mut same, mut other) = (Dice::new(7, 1), Dice::new(7, 1), Dice::new(7, 2));
-        assert_eq!(one.any(), same.any());
-        assert_ne!(one.any(), other.any());
-        for _ in 0..1000 {
-            let number = one.between(5, 9);
-            assert!((5..9).contains(&number));
-        }
     }
 }

@@ -9,7 +9,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::deaths::Dice;
+use pagetide_random::SplitMix64;
+
 use super::stand::Stand;
 use super::{Board, Options, SoakError, file_error};
 use crate::hostile::{Attack, Failure, Held, Target, attacks};
@@ -25,7 +26,7 @@ const HOLD_MS: (u64, u64) = (0, 1_500);
 pub struct Attacker {
     target: Target,
     attacks: Vec<Attack>,
-    dice: Dice,
+    random: SplitMix64,
 }
 
 /// One for each device that is attacked.
@@ -42,7 +43,7 @@ pub fn attackers(stand: &Stand, options: &Options) -> Result<Vec<Attacker>, Soak
                 folder,
             },
             attacks: chosen(&options.attacks),
-            dice: Dice::new(options.seed, 100 + number as u64),
+            random: SplitMix64::stream(options.seed, 100 + number as u64),
         });
     }
     Ok(attackers)
@@ -64,17 +65,17 @@ fn folder(run_folder: &Path, number: usize) -> Result<PathBuf, SoakError> {
 impl Attacker {
     /// Attacks until the soak is over.
     pub fn run(&self, board: &Board) {
-        let mut dice = self.dice;
+        let mut random = self.random.clone();
         while !board.is_over() && !self.attacks.is_empty() {
-            let choice = dice.between(0, self.attacks.len() as u64);
-            let attack = &self.attacks[usize::try_from(choice).unwrap_or(0)];
+            let choice = random.index(self.attacks.len());
+            let attack = &self.attacks[choice];
             let held = attack.run(&self.target);
             if was_made(&held) {
                 board.count_attack(&attack.name);
             }
-            board.rest(Duration::from_millis(dice.between(HOLD_MS.0, HOLD_MS.1)));
+            board.rest(Duration::from_millis(random.between(HOLD_MS.0, HOLD_MS.1)));
             drop(held);
-            board.rest(Duration::from_millis(dice.between(REST_MS.0, REST_MS.1)));
+            board.rest(Duration::from_millis(random.between(REST_MS.0, REST_MS.1)));
         }
     }
 }

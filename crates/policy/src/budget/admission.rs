@@ -87,12 +87,13 @@ impl Gate {
     }
 }
 
-/// What a byte evicted frees in a VM, going by what was evicted so far.
-pub(super) fn saving(swapped: Bytes, stored: Bytes) -> Permille {
+/// What a byte evicted frees in a VM, going by the content of what was evicted so far. Metadata is no part of
+/// that: it is there whatever is evicted.
+pub(super) fn saving(swapped: Bytes, content: Bytes) -> Permille {
     if swapped == Bytes::ZERO {
         return SAVING_UNKNOWN;
     }
-    let share = swapped.less(stored).part(1000, swapped.0).0;
+    let share = swapped.less(content).part(1000, swapped.0).0;
     Permille(u16::try_from(share).unwrap_or(1000)).max(SAVING_MIN)
 }
 

@@ -299,7 +299,7 @@ impl HostBudget {
             min: marks.min,
             target: vm.target.unwrap_or(vm.report.resident),
             floor: vm.floor(),
-            saving: saving(vm.report.swapped, vm.report.stored),
+            saving: saving(vm.report.swapped, vm.report.content),
         })
     }
 

@@ -170,8 +170,12 @@ impl Guest {
         self.hot + self.aged.iter().copied().sum()
     }
 
+    fn content(&self) -> Bytes {
+        self.ratio.of(self.footprint().less(self.resident()))
+    }
+
     fn stored(&self) -> Bytes {
-        self.ratio.of(self.footprint().less(self.resident())) + Permille(4).of(self.ram)
+        self.content() + Permille(4).of(self.ram)
     }
 
     fn used(&self) -> Bytes {
@@ -184,6 +188,7 @@ impl Guest {
             ram: self.ram,
             resident: self.resident(),
             swapped: self.footprint().less(self.resident()),
+            content: self.content(),
             stored: self.stored(),
             heat: Heat::default()
                 .with(Level::Hot, self.hot)

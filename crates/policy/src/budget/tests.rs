@@ -44,6 +44,7 @@ impl Tame {
             ram: self.ram,
             resident: self.resident,
             swapped: self.ram.less(self.resident),
+            content: self.stored,
             stored: self.stored,
             heat: Heat::default()
                 .with(Level::Hot, hot)
@@ -521,6 +522,21 @@ fn others_pay_for_memory_that_cannot_be_evicted() {
 }
 
 #[test]
+fn what_evicting_frees_is_judged_by_content_whatever_the_words_of_a_large_vm_take() {
+    let mut budget = HostBudget::new(plan(), HOST).unwrap();
+    let report = VmReport {
+        ram: Bytes::gib(64),
+        resident: Bytes::gib(1),
+        swapped: Bytes::mib(64),
+        content: Bytes::mib(16),
+        stored: Bytes::mib(16 + 128),
+        ..VmReport::default()
+    };
+    budget.join(VmId(1), share(100, 100), report).unwrap();
+    assert_eq!(budget.gate(VmId(1)).unwrap().saving, Permille(750));
+}
+
+#[test]
 fn floors_give_way_only_to_what_is_stored_and_come_back() {
     let mut host = Host::new(plan())
         .with(1, share(100, 4000), tame(9000, 4000, 4000))
@@ -817,6 +833,7 @@ impl Chaos {
             ram,
             resident,
             swapped: ram.less(resident),
+            content: Bytes::ZERO,
             stored: self.amount(600),
             heat,
             pressure: (self.random.below(2) == 0)

@@ -71,7 +71,9 @@ pub struct VmReport {
     pub resident: Bytes,
     /// How much is swapped out, as the guest counts it.
     pub swapped: Bytes,
-    /// What is stored of that: memory for content and for metadata, with what is lost to
+    /// The content of that as it is stored: what evicting more will cost is measured by it.
+    pub content: Bytes,
+    /// What the VM's pool takes: memory for content and for metadata, with what is lost to
     /// fragmentation. It counts against the budget.
     pub stored: Bytes,
     /// Resident memory by heat. What is in no set counts as in use.

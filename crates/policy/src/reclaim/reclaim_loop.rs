@@ -332,6 +332,11 @@ impl ReclaimLoop {
         }
     }
 
+    /// The check of hazards that was ordered last begins only `now`: what it finds holds from then.
+    pub fn check_begins(&mut self, now: Duration) {
+        self.checked_at = Some(now);
+    }
+
     /// A pass has been made.
     pub fn passed<Stop>(&mut self, pass: &PassReport<Stop>) {
         let Some(reclaim) = &mut self.reclaim else {

@@ -77,7 +77,7 @@ pub struct Unmapped {
 /// The outcome of [`Sections::evict`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Attempt<Stop> {
-    /// There is no time for it in this pass.
+    /// There is no time for it, nor for others in this pass.
     NotNow,
     /// Another thread is evicting it, and will report that.
     Elsewhere,
@@ -324,8 +324,9 @@ impl Selection {
             plan = next;
         }
         done.rests = plan.resting_pages > 0;
-        // Where nearly everything is in use, more is tried at a time.
+        // Where nearly everything is in use, more is tried at a time. A pass that had no time has not found out.
         self.ahead_factor = match done.evicted_pages < pages / 8 {
+            true if plan.was_cut => self.ahead_factor,
             true => (2 * self.ahead_factor).min(AHEAD_FACTOR_MAX),
             false => 1,
         };
@@ -390,6 +391,8 @@ impl Selection {
                     warm.extend(evicted.is_warm().then_some(section));
                     taken = evicted.taken;
                     stopped = evicted.stop;
+                    // In the middle of the section its time was over.
+                    plan.was_cut |= taken.then == Then::Stop && stopped.is_none();
                 }
                 Attempt::Elsewhere => {}
                 Attempt::NotNow if plan.is_full() => {}

@@ -222,3 +222,20 @@ fn ready_sections_are_kept_without_evicting_any() {
     selection.ram_changed((0..4).map(SectionNo));
     assert_eq!(selection.reserve_sections(), 0);
 }
+
+#[test]
+fn a_pass_that_had_no_time_tries_no_more_the_next_time() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    selection.reclaim(NOW, 80, Reach::ColdOnly, &mut memory);
+    memory.now += UNMAPPED_MIN;
+    let before = selection.ahead_factor;
+    memory.has_no_time = true;
+    let cut = selection.reclaim(memory.now, 80, Reach::ColdOnly, &mut memory);
+    assert_eq!((cut.evicted_pages, selection.ahead_factor), (0, before));
+    // One that found everything in use does.
+    memory.has_no_time = false;
+    memory.in_use = vec![0, 1, 2, 3];
+    selection.reclaim(memory.now, 80, Reach::ColdOnly, &mut memory);
+    assert_eq!(selection.ahead_factor, 2 * before);
+}

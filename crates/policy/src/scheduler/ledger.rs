@@ -58,10 +58,9 @@ impl Draw {
         }
     }
 
-    /// What is left of the class's own part after a use of `used_ns`: passed time is used first.
+    /// What is left of the class's own part after a use of `used_ns`: that part is used first.
     pub(super) fn own_left_ns(&self, used_ns: u64) -> u64 {
-        self.own_ns
-            .saturating_sub(used_ns.saturating_sub(self.passed_ns()))
+        self.own_ns.saturating_sub(used_ns)
     }
 }
 
@@ -206,36 +205,36 @@ impl Ledger {
         sum.max(0).cast_unsigned()
     }
 
-    /// Draws `amount_ns` for a run of `class`, which must be available: passed time first, because it
-    /// is not available while a fault is under way, and of that the part that the fewest others may
-    /// draw.
+    /// Draws `amount_ns` for a run of `class`, which must be available: of its own share first, so that no more is
+    /// guaranteed to it later than it still lacks; then of what was passed down, and of that first the part that
+    /// the fewest others may draw.
     pub(super) fn draw(&mut self, class: WorkClass, source: Source, amount_ns: u64) -> Draw {
         assert!(amount_ns <= self.available_ns(class, source));
-        let mut draw = Draw::default();
-        let mut left = amount_ns;
-        if source == Source::OwnAndPassed {
-            for level in (0..class.level()).rev() {
-                let part = left.min(self.accounts[level].passed_ns);
-                self.accounts[level].passed_ns -= part;
-                draw.passed_ns[level] = part;
-                left -= part;
-            }
+        let own_ns = &mut self.accounts[class.level()].own_ns;
+        let mut draw = Draw {
+            own_ns: amount_ns.min((*own_ns).max(0).cast_unsigned()),
+            ..Draw::default()
+        };
+        *own_ns -= draw.own_ns.cast_signed();
+        let mut left = amount_ns - draw.own_ns;
+        for level in (0..class.level()).rev() {
+            let part = left.min(self.accounts[level].passed_ns);
+            self.accounts[level].passed_ns -= part;
+            draw.passed_ns[level] = part;
+            left -= part;
         }
-        draw.own_ns = left;
-        self.accounts[class.level()].own_ns -= left.cast_signed();
         draw
     }
 
     /// A run of `class` ended in the cycle in which it drew, and has not used `unused_ns` of `draw`.
     pub(super) fn give_back(&mut self, class: WorkClass, draw: &Draw, unused_ns: u64) {
-        let own = unused_ns.min(draw.own_ns);
-        self.accounts[class.level()].own_ns += own.cast_signed();
-        let mut left = unused_ns - own;
+        let mut left = unused_ns;
         for (account, drawn) in self.accounts.iter_mut().zip(draw.passed_ns) {
             let part = left.min(drawn);
             account.passed_ns += part;
             left -= part;
         }
+        self.accounts[class.level()].own_ns += left.min(draw.own_ns).cast_signed();
     }
 
     /// A run of `class` has used `overrun_ns` more than it was granted.

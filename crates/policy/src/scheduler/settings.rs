@@ -80,6 +80,9 @@ impl SchedulerSettings {
             let percent = self.penalty_percent;
             return Err(SettingsError::Penalty { percent });
         }
+        if self.shares_permille.reclaim == 0 {
+            return Err(SettingsError::NoReclaim);
+        }
         let sum_permille = self.shares_permille.levels().iter().sum();
         if sum_permille > WHOLE_PERMILLE {
             return Err(SettingsError::Shares { sum_permille });
@@ -148,6 +151,11 @@ pub enum SettingsError {
         /// Their sum.
         sum_permille: u64,
     },
+    /// Reclaim would have no share.
+    #[error(
+        "a share of 0 for reclaim would leave it without CPU time as long as faults come, and no limit could be kept: set it to 0.1 % or more"
+    )]
+    NoReclaim,
     /// The list of CPUs is empty.
     #[error("the list of CPUs is empty, so no work could ever run: name at least one CPU")]
     NoCpu,
@@ -226,13 +234,15 @@ mod tests {
             (edited(|s| s.penalty_percent = 1_001), "1001 %"),
             (edited(|s| s.shares_permille.scan = 101), "1001 thousandths"),
             (edited(|s| s.shares_permille.scan = u32::MAX), "above 100 %"),
+            (edited(|s| s.shares_permille.reclaim = 0), "to 0.1 %"),
             (edited(|s| s.cpus.clear()), "empty"),
             (edited(|s| s.cpus = vec![0, 4]), "CPU 4 is not"),
             (edited(|s| s.cpus = vec![1, 3, 1]), "CPU 1 is named twice"),
         ] {
             let said = wrong.check(&known).unwrap_err().to_string();
             assert!(said.contains(part), "{said}");
-            assert!(!said.contains(['.', '\n']), "one sentence: {said}");
+            let is_one = !said.contains('\n') && !said.contains(". ") && !said.ends_with('.');
+            assert!(is_one, "one sentence: {said}");
         }
         let beyond = [usize::MAX];
         assert!(edited(|s| s.cpus = beyond.to_vec()).check(&beyond).is_err());

@@ -14,6 +14,10 @@ pub const TASKS_MAX: usize = 4_096;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct TaskId(pub(super) u64);
 
+/// Tasks that can make room for the same faults: those of one VM.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct GroupId(pub u64);
+
 /// One task more than [`TASKS_MAX`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
@@ -50,7 +54,7 @@ pub struct Grant {
 pub enum YieldReason {
     /// Its slice is used up, or a whole cycle has passed since it began.
     SliceOver,
-    /// A fault is under way.
+    /// A fault is under way, or was a moment ago.
     Fault,
     /// Its CPU is needed by an entitled task of a higher class, or by any if this run is on idle time.
     Outranked,
@@ -61,8 +65,8 @@ pub enum YieldReason {
 pub struct FaultLoad {
     /// Under way now, without those that sleep.
     pub under_way: u32,
-    /// That sleep until reclaim has made room.
-    pub waiting_for_reclaim: u32,
+    /// When the last one ended, if there was one.
+    pub last_end: Option<Duration>,
     /// CPU time used since the last report, by [`FaultClass`](super::FaultClass).
     pub used: [Duration; FAULT_CLASSES],
 }
@@ -84,7 +88,7 @@ pub struct ClassFigures {
     pub overruns: u64,
     /// CPU time used beyond slices, in total.
     pub overrun: Duration,
-    /// Slices were shortened by this, in total, as penalties.
+    /// Time for which tasks were barred, in total, as penalties.
     pub withheld: Duration,
     /// Debt beyond [`DEBT_CYCLES_MAX`](super::DEBT_CYCLES_MAX).
     pub forgiven: Duration,
@@ -112,16 +116,20 @@ pub(super) enum TaskState {
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) class: WorkClass,
+    pub(super) group: GroupId,
     pub(super) state: TaskState,
+    /// Number of its last request.
+    pub(super) request: u64,
+    /// Penalties that it has not begun to pay.
     pub(super) owed_ns: u64,
-    /// The cycle in which its last run ended, without those with the priority of a fault.
-    pub(super) last_cycle: u64,
+    /// Until when it pays.
+    pub(super) barred_until_ns: u64,
 }
 
 impl Task {
-    /// Whether it must wait until `cycle` has ended because of what it owes.
-    pub(super) fn is_barred(&self, cycle: u64) -> bool {
-        self.owed_ns > 0 && self.last_cycle == cycle
+    /// Whether it pays a penalty at `now_ns`.
+    pub(super) fn is_barred(&self, now_ns: u64) -> bool {
+        now_ns < self.barred_until_ns
     }
 }
 

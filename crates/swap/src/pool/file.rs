@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The file of a pool: locked by its one user, created under another name, mapped whole.
 
-use super::{MAGIC, PoolError};
+use super::{error::PoolError, format::MAGIC};
 use pagetide_sys::{
     mapping::SharedMapping,
     memory_file::{GuestFile, LockWait, Locked},

@@ -10,7 +10,11 @@
 //! that half current. A pool from the time when there was only one identity has it in the first
 //! half, or in both halves if it is long.
 
-use super::{Cell, HEADER_BYTES, Pool, PoolError};
+use super::{
+    Pool,
+    error::PoolError,
+    format::{Cell, HEADER_BYTES},
+};
 use pagetide_addr::to_usize;
 use std::sync::{PoisonError, atomic::Ordering};
 

@@ -3,9 +3,11 @@
 //! when it is freed.
 
 use super::{
-    Cell, Pool, PoolError,
+    Pool,
     charge::{CapReached, Charge, PoolCap},
+    error::PoolError,
     file::remove_quietly,
+    format::Cell,
 };
 use pagetide_sys::memory_file::FileError;
 use std::sync::{Arc, atomic::Ordering};
@@ -68,12 +70,38 @@ impl Pool {
         self.cell(Cell::PeakBytes).load(Ordering::Relaxed)
     }
 
-    /// Takes `bytes` that are about to be allocated from the cap.
-    pub(crate) fn take(&self, bytes: u64) -> Result<(), CapReached> {
-        let taken = self.charge.take(bytes)?;
+    /// What content may still take of the cap; `u64::MAX` without one.
+    #[must_use]
+    pub fn cap_left_bytes(&self) -> u64 {
+        self.charge.left_bytes()
+    }
+
+    /// The pool's part of the cap, by weight; `u64::MAX` without a cap.
+    #[must_use]
+    pub fn share_bytes(&self) -> u64 {
+        self.charge.share_bytes()
+    }
+
+    /// The VM's weight, by which pools share the cap.
+    pub fn set_weight(&self, weight: u32) {
+        self.charge.set_weight(weight);
+    }
+
+    /// Takes `bytes` that are about to be allocated for content from the cap.
+    pub(crate) fn take_for_content(&self, bytes: u64) -> Result<(), CapReached> {
+        self.charge
+            .take_for_content(bytes)
+            .map(|taken| self.took(taken))
+    }
+
+    /// Takes `bytes` that are about to be allocated for page words from the cap.
+    pub(crate) fn take_for_words(&self, bytes: u64) -> Result<(), CapReached> {
+        self.charge.take(bytes).map(|taken| self.took(taken))
+    }
+
+    fn took(&self, taken_bytes: u64) {
         self.cell(Cell::PeakBytes)
-            .fetch_max(taken, Ordering::Relaxed);
-        Ok(())
+            .fetch_max(taken_bytes, Ordering::Relaxed);
     }
 
     /// Gives back what was taken and is no longer allocated.
@@ -88,12 +116,24 @@ impl Pool {
         Ok(())
     }
 
-    /// Memory that could still be allocated on the tmpfs.
+    /// The tmpfs that the pool is on.
     ///
     /// # Errors
     /// The kernel's.
-    pub fn tmpfs_left_bytes(&self) -> std::io::Result<u64> {
+    pub fn tmpfs_room(&self) -> std::io::Result<TmpfsRoom> {
         let tmpfs = rustix::fs::fstatvfs(&self.file)?;
-        Ok(tmpfs.f_bavail * tmpfs.f_frsize)
+        Ok(TmpfsRoom {
+            left_bytes: tmpfs.f_bavail * tmpfs.f_frsize,
+            len_bytes: tmpfs.f_blocks * tmpfs.f_frsize,
+        })
     }
+}
+
+/// A tmpfs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TmpfsRoom {
+    /// Memory that could still be allocated on it.
+    pub left_bytes: u64,
+    /// Its size.
+    pub len_bytes: u64,
 }

@@ -74,7 +74,7 @@ impl WordArray for PoolWords {
             self.room
                 .take_once(bytes)
                 .map_err(|shortage| over_quota(pages, shortage))?;
-            pool.take(bytes)
+            pool.take_for_words(bytes)
                 .map_err(|reached| over_quota(pages, reached))?;
         }
         pool.begin_words(&missing).map_err(|error| {

@@ -21,6 +21,8 @@ struct Wanted {
     section: SectionNo,
     pages: u64,
     present: PageSet,
+    /// Of them, those that a full store has refused: they need not be read again.
+    refused: PageSet,
 }
 
 /// How it continues after an eviction round.
@@ -28,6 +30,7 @@ struct Next {
     then: Then,
     /// The round was ended for a pause.
     is_cut: bool,
+    refused: PageSet,
 }
 
 impl Next {
@@ -35,6 +38,7 @@ impl Next {
         Self {
             then,
             is_cut: false,
+            refused: PageSet::EMPTY,
         }
     }
 }
@@ -43,12 +47,16 @@ impl Next {
 struct Part {
     evicted: Evicted<ReclaimStop>,
     was_cut: bool,
+    /// By a full store.
+    refused: PageSet,
 }
 
 impl Part {
     /// Both together.
     fn and(self, next: Self) -> Self {
         let (first, last) = (self.evicted, next.evicted);
+        let mut refused = self.refused;
+        refused.unite(&next.refused);
         Self {
             evicted: Evicted {
                 taken: Taken {
@@ -60,6 +68,7 @@ impl Part {
                 stop: last.stop,
             },
             was_cut: next.was_cut,
+            refused,
         }
     }
 }
@@ -88,7 +97,8 @@ impl Memory {
 
     /// Evicts up to `pages` pages of `section`; none if `holds` returns false because the memory
     /// has changed. Where `pace` wants a pause within the section, it ends the eviction round, pauses, and
-    /// begins another one.
+    /// begins another one, behind what a full store has refused: else it would find nothing but that, in one
+    /// round after the other.
     pub fn take(
         &mut self,
         section: SectionNo,
@@ -96,52 +106,52 @@ impl Memory {
         holds: impl Fn() -> bool,
         pace: &impl Pace,
     ) -> Evicted<ReclaimStop> {
-        let mut whole = self.take_part(section, pages, &holds, pace);
+        let whole = Wanted {
+            section,
+            pages,
+            present: self.present(section),
+            refused: PageSet::EMPTY,
+        };
+        let mut whole = self.take_part(whole, &holds, pace);
         while whole.was_cut {
             if !pace.go_on() {
                 // What was found out about the rest of the section is not known to the pass.
                 whole.evicted.taken.then = Then::Stop;
                 break;
             }
-            let left = pages - whole.evicted.taken.pages;
-            let part = self.take_part(section, left, &holds, pace);
+            let rest = Wanted {
+                section,
+                pages: pages - whole.evicted.taken.pages,
+                present: self.present(section),
+                refused: whole.refused,
+            };
+            let part = self.take_part(rest, &holds, pace);
             whole = whole.and(part);
         }
         whole.evicted
     }
 
-    fn take_part(
-        &mut self,
-        section: SectionNo,
-        pages: u64,
-        holds: impl Fn() -> bool,
-        pace: &impl Pace,
-    ) -> Part {
+    fn take_part(&mut self, part: Wanted, holds: impl Fn() -> bool, pace: &impl Pace) -> Part {
+        let (section, pages) = (part.section, part.pages);
         let there = self.section_pages(section);
-        let present = self.present(section);
         let mut outcome = Evicted {
             taken: Taken {
                 pages: 0,
                 then: Then::Next,
             },
-            present_pages: present.len(),
+            present_pages: part.present.len(),
             mapped_pages: 0,
             stop: None,
         };
-        let mut was_cut = false;
+        let (mut was_cut, mut refused) = (false, PageSet::EMPTY);
         let progress = |evicted| match evicted < pages && !pace.may_stay() {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         };
-        let part = Wanted {
-            section,
-            pages,
-            present,
-        };
         match self.evict(&part, holds, progress, &mut outcome) {
-            Ok(Next { then, is_cut }) => {
-                outcome.taken.then = then;
-                was_cut = is_cut;
+            Ok(next) => {
+                outcome.taken.then = next.then;
+                (was_cut, refused) = (next.is_cut, next.refused);
             }
             // Memory removed from the VM meanwhile is no error.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
@@ -153,6 +163,7 @@ impl Memory {
         Part {
             evicted: outcome,
             was_cut,
+            refused,
         }
     }
 
@@ -172,6 +183,7 @@ impl Memory {
             section,
             pages,
             present,
+            refused,
         } = *wanted;
         let then = |then| Ok(Next::uncut(then));
         if present.is_empty() {
@@ -183,6 +195,7 @@ impl Memory {
         let evicted = &mut outcome.taken.pages;
         let mut wanted = present;
         wanted.subtract(&mapped);
+        wanted.subtract(&refused);
         if wanted.is_empty() {
             return then(Then::Next);
         }
@@ -204,6 +217,7 @@ impl Memory {
             Ok(report) => Ok(Next {
                 then: Then::Next,
                 is_cut: report.was_cut,
+                refused: report.refused,
             }),
             Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {
                 then(Then::Next)

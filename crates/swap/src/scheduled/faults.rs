@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`FaultUnderWay`]: a fault as the scheduler counts it, awake or asleep.
+//! [`FaultUnderWay`]: a fault as the scheduler counts it, awake or waiting for room.
 
 use super::HostScheduler;
-use pagetide_policy::scheduler::FaultClass;
+use pagetide_policy::scheduler::{FaultClass, GroupId};
 use std::{
     cell::RefCell,
     sync::{
@@ -11,15 +11,6 @@ use std::{
     },
     time::Instant,
 };
-
-/// Why a fault sleeps.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum SleepsFor {
-    /// Reclaim has to make room for it.
-    Room,
-    /// A slow tier, or another thread that fills the page.
-    Other,
-}
 
 thread_local! {
     /// Faults that this thread serves: one, unless serving it leads to another.
@@ -44,11 +35,12 @@ impl FaultUnderWay {
         }
     }
 
-    /// Runs `sleep`, in which the thread waits and needs no CPU.
-    pub fn sleep<T>(&mut self, why: SleepsFor, sleep: impl FnOnce() -> T) -> T {
+    /// Runs `wait`, in which the thread waits for room in the memory of `group`.
+    pub(super) fn asleep<T>(&mut self, group: GroupId, wait: impl FnOnce() -> T) -> T {
         self.count_time();
-        let _asleep = Asleep::begin(&self.scheduler, why, Counted::Yes);
-        let result = sleep();
+        let asleep = Asleep::begin(&self.scheduler, group, Counted::Yes);
+        let result = wait();
+        drop(asleep);
         self.since = Instant::now();
         result
     }
@@ -75,30 +67,24 @@ pub(super) enum Counted {
     No,
 }
 
-/// While a thread sleeps, also if it panics.
+/// While a thread waits for room, also if it panics.
 pub(super) struct Asleep<'a> {
     scheduler: &'a HostScheduler,
-    why: SleepsFor,
+    group: GroupId,
     counted: Counted,
 }
 
 impl<'a> Asleep<'a> {
-    pub(super) fn begin(scheduler: &'a HostScheduler, why: SleepsFor, counted: Counted) -> Self {
-        match (why, counted) {
-            (SleepsFor::Room, _) => {
-                // Before it ends to be under way: reclaim must not be seen as held for nobody.
-                scheduler.sleeping_for_room.fetch_add(1, SeqCst);
-                if counted == Counted::Yes {
-                    scheduler.under_way.fetch_sub(1, SeqCst);
-                }
-                scheduler.dispatch(&mut scheduler.lock());
-            }
-            (SleepsFor::Other, Counted::Yes) => scheduler.fault_ended(),
-            (SleepsFor::Other, Counted::No) => {}
+    pub(super) fn begin(scheduler: &'a HostScheduler, group: GroupId, counted: Counted) -> Self {
+        let mut state = scheduler.lock();
+        state.machine.room_wanted(scheduler.now(), group);
+        if counted == Counted::Yes {
+            scheduler.fault_ended();
         }
+        scheduler.dispatch(&mut state);
         Self {
             scheduler,
-            why,
+            group,
             counted,
         }
     }
@@ -109,8 +95,8 @@ impl Drop for Asleep<'_> {
         if self.counted == Counted::Yes {
             self.scheduler.under_way.fetch_add(1, SeqCst);
         }
-        if self.why == SleepsFor::Room {
-            self.scheduler.sleeping_for_room.fetch_sub(1, SeqCst);
-        }
+        let mut state = self.scheduler.lock();
+        let now = self.scheduler.now();
+        state.machine.room_found(now, self.group);
     }
 }

@@ -4,7 +4,7 @@
 //! A thread that scans, or waits for its turn to scan, cannot reclaim. While reclaim is needed the other tasks
 //! of its VM therefore stand back.
 
-use super::{HostScheduler, faults::SleepsFor, standing::GroupState, turns::Turns};
+use super::{HostScheduler, standing::GroupState, turns::Turns};
 use pagetide_policy::scheduler::{FaultClass, TooManyTasks, WorkClass};
 use pagetide_sys::cpu;
 use std::sync::{Arc, atomic::Ordering::SeqCst};
@@ -22,7 +22,7 @@ impl WorkGroup {
     pub fn new(scheduler: &Arc<HostScheduler>) -> Self {
         Self {
             scheduler: Arc::clone(scheduler),
-            state: Arc::default(),
+            state: scheduler.new_group(),
         }
     }
 
@@ -85,8 +85,8 @@ impl WorkGroup {
         self.scheduler.fault_ends();
     }
 
-    /// Runs `wait`, in which this thread waits until reclaim has made room.
+    /// Runs `wait`, in which this thread waits until reclaim of this group has made room.
     pub fn wait_for_room<T>(&self, wait: impl FnOnce() -> T) -> T {
-        self.scheduler.sleep(SleepsFor::Room, wait)
+        self.scheduler.wait_for_room(self.state.id, wait)
     }
 }

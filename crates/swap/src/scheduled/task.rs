@@ -92,6 +92,11 @@ impl WorkTask {
         }
     }
 
+    #[cfg(test)]
+    pub(super) fn id(&self) -> TaskId {
+        self.id
+    }
+
     /// Whether a run is under way that need not yield.
     pub(super) fn may_stay(&mut self) -> bool {
         self.run.is_some() && self.must_yield().is_none()
@@ -173,13 +178,17 @@ impl WorkTask {
                 if is_held {
                     self.count_held(&mut state, asked_at);
                 }
+                state.stop_leading(self.id);
                 return Ok(grant);
             }
             is_held = true;
+            // It may be woken only to look at the time, and then vCPUs come first.
+            self.take(self.scheduler.weakness.waiting());
             let changed = Arc::clone(&seat.changed);
-            let until = state.machine.wait_until(self.id);
-            let until = by.map_or(until, |by| by.min(until));
-            let waited = changed.wait_timeout(state, until.saturating_sub(now));
+            let until = state.lead(self.id);
+            let until = [until, by].into_iter().flatten().min();
+            let wait = until.map_or(Duration::MAX, |until| until.saturating_sub(now));
+            let waited = changed.wait_timeout(state, wait);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         };
         if is_held {
@@ -191,6 +200,9 @@ impl WorkTask {
             None => state.machine.withdraw(self.scheduler.now(), self.id),
         }
         self.scheduler.dispatch(&mut state);
+        state.stop_leading(self.id);
+        drop(state);
+        self.take(Urgency::Ordinary);
         Err(given_up)
     }
 
@@ -227,7 +239,7 @@ impl WorkTask {
             return Some(YieldReason::Outranked);
         }
         let (now, grants) = (scheduler.now(), scheduler.grants.load(SeqCst));
-        let is_calm = scheduler.under_way.load(SeqCst) == 0 && grants == run.grants;
+        let is_calm = !scheduler.is_burst(now) && grants == run.grants;
         if is_calm && now < run.until {
             return None;
         }
@@ -279,10 +291,10 @@ impl WorkTask {
         result
     }
 
-    /// Runs `work`, whose CPU time is not the run's.
+    /// The same for `work` whose CPU time is not the run's.
     pub(super) fn aside<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let before = cpu::thread_time();
-        let result = self.with_urgency(Urgency::Ordinary, work);
+        let result = self.firmly(work);
         if let Some(run) = &mut self.run {
             run.began += cpu::thread_time().saturating_sub(before);
         }

@@ -3,7 +3,7 @@
 
 use super::{
     group::WorkGroup,
-    turns::Turn,
+    turns::{Turn, Turns},
     weakness::{BACKGROUND_NICENESS, RECLAIM_NICENESS},
     *,
 };
@@ -102,13 +102,17 @@ fn a_fault_makes_work_yield_and_its_end_lets_it_go_on() {
         let fault = scheduler.fault(FaultClass::Vcpu);
         wait_until(
             &scheduler,
-            TaskScheduler::has_held,
+            TaskScheduler::has_tasks_waiting,
             "work waits while a fault is under way",
         );
         drop(fault);
     }
     let last = scheduler.fault(FaultClass::Vcpu);
-    wait_until(&scheduler, TaskScheduler::has_held, "the last run yields");
+    wait_until(
+        &scheduler,
+        TaskScheduler::has_tasks_waiting,
+        "the last run yields",
+    );
     stopper.stop();
     thread.join().unwrap();
     drop(last);
@@ -118,19 +122,84 @@ fn a_fault_makes_work_yield_and_its_end_lets_it_go_on() {
     assert!(yielded.count() > 10);
 }
 
-#[test]
-fn a_fault_that_sleeps_for_room_gets_reclaim_at_once() {
-    let scheduler = scheduler(long_cycle());
-    let _other = scheduler.fault(FaultClass::Io);
-    let mut fault = scheduler.fault(FaultClass::Vcpu);
-    let (stopper, told, thread) = worker(&scheduler, WorkClass::Reclaim);
-    fault.sleep(SleepsFor::Room, || {
-        let (basis, _) = told.recv_timeout(PATIENCE).unwrap();
-        assert_eq!(basis, Basis::Inherited);
+/// A thread that waits for a turn of reclaim of `group`, and tells what came of it.
+fn reclaimer(
+    scheduler: &HostScheduler,
+    group: &WorkGroup,
+    waiting: usize,
+) -> (std::thread::JoinHandle<Turns>, Receiver<Turn>) {
+    let reclaim = group.turns(WorkClass::Reclaim).unwrap();
+    let (tell, told) = channel();
+    let thread = std::thread::spawn(move || {
+        tell.send(reclaim.step(None)).unwrap();
+        reclaim.end();
+        reclaim
     });
-    stopper.stop();
-    thread.join().unwrap();
+    let wait = |machine: &TaskScheduler| machine.tasks_waiting() == waiting;
+    wait_until(scheduler, wait, "it waits");
+    (thread, told)
+}
+
+#[test]
+fn a_fault_that_sleeps_for_room_gets_its_own_vms_reclaim_at_once_and_no_others() {
+    let scheduler = scheduler(long_cycle());
+    let other_fault = scheduler.fault(FaultClass::Io);
+    let groups = [(); 2].map(|()| WorkGroup::new(&scheduler));
+    let (others, told_other) = reclaimer(&scheduler, &groups[0], 1);
+    let (own, told) = reclaimer(&scheduler, &groups[1], 2);
+    groups[1].fault_begins(FaultClass::Vcpu);
+    let turn = groups[1].wait_for_room(|| told.recv_timeout(PATIENCE));
+    assert_eq!(turn, Ok(Turn::Granted));
+    drop(own.join().unwrap());
+    groups[1].fault_ends();
+    assert_eq!(scheduler.figures(WorkClass::Reclaim).runs, 1);
     assert!(scheduler.figures(WorkClass::Reclaim).inherited > Duration::ZERO);
+    drop(other_fault);
+    assert_eq!(told_other.recv_timeout(PATIENCE), Ok(Turn::Granted));
+    drop(others.join().unwrap());
+}
+
+#[test]
+fn one_of_the_waiting_threads_looks_at_the_time_and_hands_over_when_it_leaves() {
+    let scheduler = scheduler(long_cycle());
+    let fault = scheduler.fault(FaultClass::Vcpu);
+    let mut workers: Vec<_> = WorkClass::ALL
+        .into_iter()
+        .map(|class| {
+            let task = scheduler.task(class).unwrap();
+            let (id, stopper) = (task.id(), task.stopper());
+            (id, stopper, begin(task))
+        })
+        .collect();
+    let all_wait = |machine: &TaskScheduler| machine.tasks_waiting() == 3;
+    wait_until(&scheduler, all_wait, "all of them wait");
+    let leader = || {
+        let started = Instant::now();
+        loop {
+            if let Some(timer) = &scheduler.lock().timer {
+                return timer.leader;
+            }
+            assert!(started.elapsed() < PATIENCE, "nobody looks at the time");
+        }
+    };
+    while workers.len() > 1 {
+        let first = leader();
+        let at = workers.iter().position(|(id, ..)| *id == first).unwrap();
+        let (_, stopper, thread) = workers.swap_remove(at);
+        stopper.stop();
+        assert!(!thread.join().unwrap());
+        assert_ne!(leader(), first);
+    }
+    // The last one would wait for ever if nobody looked.
+    drop(fault);
+    let (_, _, thread) = workers.pop().unwrap();
+    assert!(thread.join().unwrap());
+    assert!(scheduler.lock().timer.is_none());
+}
+
+/// A thread that begins one run; whether it got it.
+fn begin(mut task: WorkTask) -> std::thread::JoinHandle<bool> {
+    std::thread::spawn(move || task.begin().is_some())
 }
 
 #[test]
@@ -157,7 +226,11 @@ fn a_waiting_thread_ends_when_it_is_stopped_and_is_granted_nothing_after() {
         assert!(waiting.begin().is_none());
         assert!(waiting.begin().is_none());
     });
-    wait_until(&scheduler, TaskScheduler::has_held, "the task waits");
+    wait_until(
+        &scheduler,
+        TaskScheduler::has_tasks_waiting,
+        "the task waits",
+    );
     stopper.stop();
     thread.join().unwrap();
     drop(fault);
@@ -211,15 +284,12 @@ fn threads_of_all_classes_get_their_runs_beside_faults() {
         .map(|class| worker(&scheduler, class))
         .collect();
     for round in 0..40 {
-        // Some faults at a time, and one that sleeps.
+        // Some faults at a time.
         let faults = [(); 3].map(|()| scheduler.fault(FaultClass::Vcpu));
-        let mut sleeper = scheduler.fault(FaultClass::Io);
         let (_, told, _) = &workers[round % workers.len()];
         while told.try_recv().is_ok() {}
         // A scan may have to wait for a CPU that nothing else on this host wants.
-        sleeper.sleep(SleepsFor::Other, || {
-            told.recv_timeout(10 * PATIENCE).unwrap()
-        });
+        told.recv_timeout(10 * PATIENCE).unwrap();
         drop(faults);
         settings.longest_run_us = 500 + round as u64;
         scheduler
@@ -238,13 +308,13 @@ fn threads_of_all_classes_get_their_runs_beside_faults() {
     assert!(scheduler.lock().seats.is_empty());
 }
 
-/// Nothing is ever granted but to who inherits the priority of a fault.
-fn no_work() -> SchedulerSettings {
+/// A hundredth of a second in a cycle for scans, as little for reclaim, and nothing besides.
+fn little_work() -> SchedulerSettings {
     let mut settings = long_cycle();
     settings.idle_time = IdleTime::Unused;
     let shares = &mut settings.shares_permille;
     (shares.vcpu_faults, shares.io_faults) = (0, 0);
-    (shares.reclaim, shares.scan, shares.background) = (0, 0, 0);
+    (shares.reclaim, shares.scan, shares.background) = (1, 1, 0);
     settings
 }
 
@@ -264,7 +334,7 @@ fn work_at_its_maximum_time_is_held_back_until_the_scheduler_has_more_for_it() {
     let scan = group.turns(WorkClass::Scan).unwrap();
     assert_eq!(scan.step(None), Turn::Granted);
     // From the next cycle on, which is further away than this test waits.
-    scheduler.change(no_work(), &known).unwrap();
+    scheduler.change(little_work(), &known).unwrap();
     while scan.may_stay() {
         use_time(Duration::from_micros(50));
     }
@@ -275,16 +345,19 @@ fn work_at_its_maximum_time_is_held_back_until_the_scheduler_has_more_for_it() {
     assert!(total(used()) >= slice, "{:?}", used());
     drop(scan);
 
-    let scheduler = self::scheduler(no_work());
-    let group = WorkGroup::new(&scheduler);
-    let background = group.turns(WorkClass::Background).unwrap();
-    let by = Instant::now() + Duration::from_millis(10);
-    assert_eq!(background.step(Some(by)), Turn::Late);
-    assert!(!background.may_stay());
-    let held = scheduler.held(WorkClass::Background);
-    assert!(held.runs == 1 && held.time > Duration::ZERO, "{held:?}");
-    assert_eq!(scheduler.figures(WorkClass::Background).runs, 0);
-    assert_eq!(background.step(Some(by)), Turn::Late);
+    let scheduler = self::scheduler(little_work());
+    let scan = WorkGroup::new(&scheduler).turns(WorkClass::Scan).unwrap();
+    let share = Duration::from_micros(CYCLE_US_MAX / 1_000);
+    let by = Instant::now() + 20 * share;
+    while scan.step(Some(by)) == Turn::Granted {
+        use_time(Duration::from_micros(50));
+    }
+    assert!(!scan.may_stay());
+    let figures = scheduler.figures(WorkClass::Scan);
+    assert!(figures.own - figures.overrun <= share, "{figures:?}");
+    assert_eq!(figures.idle, Duration::ZERO);
+    let held = scheduler.held(WorkClass::Scan);
+    assert!(held.runs > 0 && held.time > Duration::ZERO, "{held:?}");
 }
 
 #[test]
@@ -313,7 +386,8 @@ fn other_work_of_a_vm_stands_back_while_its_reclaim_is_needed() {
 
 #[test]
 fn who_waits_for_a_run_is_woken_when_reclaim_is_needed_and_when_the_vm_leaves() {
-    let scheduler = scheduler(no_work());
+    let scheduler = scheduler(little_work());
+    let _fault = scheduler.fault(FaultClass::Io);
     let group = WorkGroup::new(&scheduler);
     let waiting = |class| {
         let turns = group.turns(class).unwrap();
@@ -341,15 +415,11 @@ fn who_waits_for_a_run_is_woken_when_reclaim_is_needed_and_when_the_vm_leaves() 
 
 #[test]
 fn who_waits_for_room_gets_reclaim_though_nothing_else_is_granted() {
-    let scheduler = scheduler(no_work());
+    let scheduler = scheduler(little_work());
+    let other_fault = scheduler.fault(FaultClass::Io);
     let group = WorkGroup::new(&scheduler);
     for is_fault in [true, false] {
-        let reclaim = group.turns(WorkClass::Reclaim).unwrap();
-        let (tell, told) = channel();
-        let thread = std::thread::spawn(move || {
-            tell.send(reclaim.step(None)).unwrap();
-        });
-        wait_until(&scheduler, TaskScheduler::has_tasks_waiting, "it waits");
+        let (thread, told) = reclaimer(&scheduler, &group, 1);
         if is_fault {
             group.fault_begins(FaultClass::Vcpu);
         }
@@ -358,11 +428,11 @@ fn who_waits_for_room_gets_reclaim_though_nothing_else_is_granted() {
         if is_fault {
             group.fault_ends();
         }
-        thread.join().unwrap();
+        drop(thread.join().unwrap());
     }
+    drop(other_fault);
     assert_eq!(scheduler.faults(FaultClass::Vcpu).faults, 1);
     assert_eq!(scheduler.under_way.load(SeqCst), 0);
-    assert_eq!(scheduler.sleeping_for_room.load(SeqCst), 0);
     // An end without a beginning, as when a VM's work is set up while a fault is served.
     group.fault_ends();
     assert_eq!(scheduler.under_way.load(SeqCst), 0);
@@ -383,7 +453,7 @@ fn what_is_done_aside_is_not_at_the_expense_of_the_run_and_parts_that_hold_locks
     let weak = policy_and_niceness();
     if scheduler.weakness() == Weakness::Full {
         let reclaim = i32::from(RECLAIM_NICENESS);
-        assert_eq!((aside, firm, weak.0), ((0, 0), (0, reclaim), 5));
+        assert_eq!((aside, firm, weak.0), ((0, reclaim), (0, reclaim), 5));
     }
     scan.end();
     assert!(scheduler.figures(WorkClass::Scan).overruns == 0);

@@ -67,8 +67,8 @@ impl Turns {
         self.lock().firmly(work)
     }
 
-    /// Runs what has to be done now and is not part of the work: as an ordinary thread, and not at the
-    /// expense of the run, if there is one.
+    /// Runs what has to be done now and is not part of the work: no weaker than reclaim, and not at the expense of
+    /// the run, if there is one.
     pub fn aside<T>(&self, work: impl FnOnce() -> T) -> T {
         self.lock().aside(work)
     }

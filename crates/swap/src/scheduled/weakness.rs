@@ -64,6 +64,13 @@ impl Weakness {
         }
     }
 
+    /// Priority of a thread that waits for a run: it takes the scheduler's lock now and then, so it is no weaker
+    /// than reclaim.
+    #[must_use]
+    pub fn waiting(self) -> Urgency {
+        self.urgency_of(WorkClass::Reclaim, Basis::Entitled)
+    }
+
     /// Priority of the parts of a run that hold what faults wait for: no weaker than reclaim.
     #[must_use]
     pub fn firm(self, urgency: Urgency) -> Urgency {

@@ -22,6 +22,7 @@ use pagetide_swap::{
     evictor::EvictorError,
     limit::MakeRoom as _,
     reclaim::{Reach, Took, UNMAPPED_MIN},
+    store::FULL_MIN,
     tier::PAGE,
 };
 use std::{
@@ -29,7 +30,7 @@ use std::{
     ops::ControlFlow,
     path::Path,
     sync::{Arc, Mutex, PoisonError, atomic::AtomicU64},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Addresses of the simulated space: far more than any VM here has pages.
@@ -283,6 +284,11 @@ impl Daemon {
         devices.insert(device, attached);
     }
 
+    /// Long after the store was found full: a run must not depend on the host's clock.
+    fn look_for_room(&self) {
+        self.store.look_for_room(Instant::now() + 2 * FULL_MIN);
+    }
+
     fn take_room(&self, room: Room) {
         if room == Room::Ample {
             return;
@@ -295,7 +301,7 @@ impl Daemon {
         for _ in 0..some {
             self.store.free(hogs.pop().expect("a pool holds more"));
         }
-        self.store.look_for_room();
+        self.look_for_room();
         *self.hogs.lock().unwrap_or_else(PoisonError::into_inner) = hogs;
     }
 
@@ -408,7 +414,7 @@ impl Daemon {
             ControlFlow::Continue(())
         });
         match done {
-            Ok(report) if report.refused_pages > 0 => self.life.expect_full(),
+            Ok(report) if !report.refused.is_empty() => self.life.expect_full(),
             Ok(_)
             | Err(EvictorError::Round(
                 EvictionError::Nothing | EvictionError::Busy | EvictionError::RoundUnderWay,
@@ -422,7 +428,7 @@ impl Daemon {
             return;
         };
         let _frame = self.life.frame(Frame::Evict);
-        self.store.look_for_room();
+        self.look_for_room();
         let now = self.now();
         if let Err(error) = reclaimer.sweep(|| now, || now, &|| true) {
             self.life.expect_trouble(&*error);

@@ -8,7 +8,7 @@
 //! ```
 //! With an unplug the guest stops using the memory, but the devices' requests
 //! go on, for a guest is not to be trusted; and the VMM unmaps it at once or
-//! when the daemon has let go of it. From the moment a removal has succeeded no
+//! when the daemon has released it. From the moment a removal has succeeded no
 //! device may reach the memory, and the daemon may not touch it.
 //!
 //! Which memory is in the slot is written into the pool's identity before it is

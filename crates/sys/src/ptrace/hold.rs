@@ -8,7 +8,7 @@
 //! Nothing in the threads is read or changed. An interrupted system call is restarted by the kernel, as
 //! after a stop for a remote call; a vCPU leaves `KVM_RUN` as for a signal.
 //!
-//! The threads are let go by the end of the tracer: the kernel detaches all that it seized, stopped or
+//! The threads are released by the end of the tracer: the kernel detaches all that it seized, stopped or
 //! not. So they go on if this process is killed, too; and since the tracer ends by itself after a
 //! time, if the caller hangs.
 
@@ -17,6 +17,7 @@ use super::raw::{Stop, Waited, interrupt, request, wait_for};
 use super::run::favour_this_thread;
 use crate::process::ProcessFd;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -38,15 +39,20 @@ pub struct Held {
     /// Threads that were asked to stop and have not.
     pub deaf: usize,
     since: Instant,
+    /// When the tracer ended the hold, which may be before the caller does.
+    ended: Arc<OnceLock<Instant>>,
     release: Option<Sender<()>>,
     tracer: Option<JoinHandle<()>>,
 }
 
 impl Held {
-    /// How long the threads have been held.
+    /// How long the threads have been held: until now, or until the tracer let them go by itself.
     #[must_use]
     pub fn elapsed(&self) -> Duration {
-        self.since.elapsed()
+        match self.ended.get() {
+            Some(ended) => ended.saturating_duration_since(self.since),
+            None => self.since.elapsed(),
+        }
     }
 }
 
@@ -72,6 +78,8 @@ pub fn hold(process: &ProcessFd, threads: &[u32], limits: HoldLimits) -> Result<
     let (release, released) = mpsc::channel();
     let (tell, told) = mpsc::channel();
     let (pid, threads) = (process.pid(), threads.to_vec());
+    let ended = Arc::new(OnceLock::new());
+    let tell_end = Arc::clone(&ended);
     let tracer = std::thread::Builder::new()
         .name("pt-hold".to_owned())
         .spawn(move || {
@@ -79,6 +87,7 @@ pub fn hold(process: &ProcessFd, threads: &[u32], limits: HoldLimits) -> Result<
             let stopped = stop_all(pid, &threads, limits.stop_wait);
             if tell.send(stopped).is_ok() {
                 await_release(&released, limits.hold_max);
+                tell_end.get_or_init(Instant::now);
             }
         })
         .map_err(|source| PtraceError::Kernel {
@@ -90,6 +99,7 @@ pub fn hold(process: &ProcessFd, threads: &[u32], limits: HoldLimits) -> Result<
         stopped: 0,
         deaf: 0,
         since,
+        ended,
         release: Some(release),
         tracer: Some(tracer),
     };

@@ -11,7 +11,7 @@
 //! The service knows only the [`FaultSource`] and nothing behind it; sources come
 //! and go. The **dispatcher** is the top half: it takes requests from all
 //! sources, some of each in turn, and hands each to a worker. It never waits and
-//! never fills. **Workers** are the bottom half ([`worker`]): one for each tenant
+//! never fills. **Workers** are the bottom half ([`workers`]): one for each tenant
 //! and CPU, made when first needed, on the CPU that [`placement`] chooses. So the
 //! tenant that caused a fault pays for its work; a fault that waits (for the
 //! limit, for another filler, for an injected delay) delays only faults of its
@@ -45,33 +45,30 @@ mod duty;
 mod later;
 mod pause;
 mod placement;
-mod serve;
 mod sources;
-mod tenant;
 #[cfg(test)]
 mod tests;
 mod unclaimed;
 mod urgency;
 mod vm;
-mod worker;
 mod worker_place;
+mod workers;
 
 pub use account::{Account, Latencies};
 pub use placement::{CpuLoad, TenantCpus, VcpuPlace};
 pub use sources::FaultSourceId;
-pub use tenant::Tenant;
 pub use urgency::Preempt;
 pub use vm::DPU;
+pub use workers::Tenant;
 
 use self::{
     duty::Duty,
     later::Later,
     placement::BusyTimes,
-    serve::serve_at_once,
     sources::Sources,
     unclaimed::Unclaimed,
-    worker::{Order, Patience, Queue, WorkerSeed, start},
     worker_place::Home,
+    workers::{Order, Patience, Queue, WorkerSeed, start},
 };
 use crate::{
     mmu::DmaMmu,
@@ -356,7 +353,7 @@ impl FaultService {
         let request = duty.request();
         let wants_worker = request.hold_us > 0 || request.kind == RequestKind::Prefault;
         let duty = match tenant.vm().try_enter() {
-            Some(_inside) if !wants_worker => match serve_at_once(tenant.vm(), duty) {
+            Some(_inside) if !wants_worker => match tenant.vm().serve_at_once(duty) {
                 Ok(()) => return,
                 Err(mut duty) => {
                     duty.put_off();

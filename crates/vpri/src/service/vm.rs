@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`TenantVm`]: a VM as its page requests see it: its memory, its CPUs, its account, and the gate
-//! that closes when it leaves. It knows nothing of who serves the requests.
+//! that closes when it leaves; and how a request for it is served, by a worker, which may wait, or by
+//! an engine, which may not. It knows nothing of either.
 
 use super::{
     account::Account,
+    duty::Duty,
     pause::{Pause, Waited},
     placement::{BusyTimes, TenantCpus},
 };
 use crate::mmu::DmaMmu;
 use arc_swap::{ArcSwap, Guard};
 use crossbeam_queue::ArrayQueue;
-use pagetide_addr::{DeviceId, PageRange, PageRequest, RequestKind, SectionNo, Tier};
-use pagetide_gmem::{AddressSpace, Fault};
+use pagetide_addr::{
+    DeviceId, OVERWRITE_PAGES_MAX, PageRange, PageRequest, RequestKind, SectionNo, Tier,
+};
+use pagetide_gmem::{AddressSpace, Cause, Fault, FaultOutcome, Overwrite, Served, Wait};
 use std::{
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError,
@@ -28,6 +32,10 @@ pub const DPU: DeviceId = DeviceId(1);
 const NEWS_MAX: usize = 4096;
 /// Most sections reported of one page request; a device may ask for a terabyte.
 const SECTIONS_A_FAULT: usize = 8;
+
+/// Pages of a prefault that are filled: as many as a fault serves that may not wait. More would delay
+/// demands, and everything else on the CPU of a worker that preempts.
+const PREFAULT_PAGES: u64 = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gate {
@@ -111,7 +119,7 @@ impl TenantVm {
         self.leaving.wait(time)
     }
 
-    pub(super) fn fault(&self, request: &PageRequest) -> Option<Fault> {
+    fn fault(&self, request: &PageRequest) -> Option<Fault> {
         let pages = self.mmu.in_space(request.domain, request.pages)?;
         Some(Fault {
             device: DPU,
@@ -145,8 +153,108 @@ impl TenantVm {
         }
     }
 
-    pub(super) fn tier_of(&self, pages: PageRange) -> Tier {
+    fn tier_of(&self, pages: PageRange) -> Tier {
         let memory = self.space.memory();
         memory.map_or(Tier::Unknown, |memory| memory.tier_of(pages))
+    }
+
+    /// Serves it if that needs no waiting; otherwise gives it back. The gate is held.
+    pub(super) fn serve_at_once(&self, mut duty: Duty) -> Result<(), Duty> {
+        let Some(fault) = self.fault(duty.request()) else {
+            duty.answer(FaultOutcome::OutOfRange);
+            return Ok(());
+        };
+        duty.begin();
+        let tier = self.tier_of(fault.pages);
+        // One that was given back was already reported.
+        if duty.tier() == Tier::Present {
+            self.note_fault(duty.request(), fault.pages, tier);
+        }
+        duty.set_tier(tier);
+        match duty.request().kind {
+            RequestKind::Demand | RequestKind::AliasFault => {
+                match self.space.fault(&Cause::Fault(fault), Wait::Never) {
+                    Some(served) => duty.answer(served.outcome),
+                    None => return Err(duty),
+                }
+            }
+            RequestKind::Prefault => duty.answer(self.prefault(fault)),
+            RequestKind::Overwrite { slot } => {
+                return self.overwrite(duty, fault, slot, Wait::Never);
+            }
+        }
+        Ok(())
+    }
+
+    /// Serves what [`Self::serve_at_once`] gave back.
+    pub(super) fn serve_waiting(&self, duty: Duty) {
+        let Some(fault) = self.fault(duty.request()) else {
+            duty.answer(FaultOutcome::OutOfRange);
+            return;
+        };
+        if let RequestKind::Overwrite { slot } = duty.request().kind {
+            if let Err(duty) = self.overwrite(duty, fault, slot, Wait::Here) {
+                // A call that may wait is always over.
+                duty.answer(FaultOutcome::Lost);
+            }
+            return;
+        }
+        let reply = Box::new(move |outcome| duty.answer(outcome));
+        self.space.fault(&Cause::Fault(fault), Wait::Reply(reply));
+    }
+
+    /// Installs what the device has written; gives the duty back if that would take time that `wait`
+    /// does not allow.
+    fn overwrite(&self, duty: Duty, fault: Fault, slot: u32, wait: Wait) -> Result<(), Duty> {
+        let content = match read_bounced(&duty, slot, fault.pages) {
+            Ok(content) => content,
+            Err(outcome) => {
+                duty.answer(outcome);
+                return Ok(());
+            }
+        };
+        let overwrite = Overwrite {
+            fault,
+            content: &content,
+            still_wanted: &|| duty.source().still_wants(slot),
+        };
+        match self.space.fault(&Cause::Overwrite(overwrite), wait) {
+            Some(Served { outcome, installed }) => {
+                duty.answer_overwrite(outcome, installed);
+                Ok(())
+            }
+            None => Err(duty),
+        }
+    }
+
+    /// Fills the first pages, if that is possible without waiting. No DMA waits for the others: the
+    /// device requests them again when one does.
+    fn prefault(&self, fault: Fault) -> FaultOutcome {
+        let start = fault.pages.start;
+        let end = start.saturating_plus(PREFAULT_PAGES).min(fault.pages.end);
+        let part = Fault {
+            pages: PageRange::new(start, end),
+            ..fault
+        };
+        match self.space.fault(&Cause::Fault(part), Wait::Never) {
+            Some(served) => served.outcome,
+            None => {
+                self.account.drop_prefault();
+                FaultOutcome::Present
+            }
+        }
+    }
+}
+
+/// The bytes that the device has written. A request whose slots do not hold all of it is invalid.
+fn read_bounced(duty: &Duty, slot: u32, pages: PageRange) -> Result<Vec<u8>, FaultOutcome> {
+    let mut content = Vec::new();
+    let is_sound = pages.len() <= OVERWRITE_PAGES_MAX
+        && duty.source().read_bounced(slot, pages.len(), &mut content)
+        && content.len() as u64 == pages.bytes();
+    if is_sound {
+        Ok(content)
+    } else {
+        Err(FaultOutcome::OutOfRange)
     }
 }

@@ -50,9 +50,14 @@ impl Budget {
         }
     }
 
-    /// Ends the thread soon. Targets stay as they are.
+    /// Ends the thread soon, and lifts all targets: the daemon ends, so every VM is detached, one after the other.
+    /// What would be evicted of one for the sake of another comes back in a moment. What was set stays written.
     pub(in crate::host) fn stop(&self) {
-        lock(&self.state).stopped = true;
+        let mut state = lock(&self.state);
+        state.stopped = true;
+        self.room.lift();
+        state.lift_targets();
+        drop(state);
         self.room.ring();
     }
 
@@ -91,6 +96,9 @@ impl Budget {
     pub(super) fn step_at(&self, now: Duration) {
         let seen = self.measure();
         let mut state = lock(&self.state);
+        if state.stopped {
+            return;
+        }
         let State { force, members, .. } = &mut *state;
         // It may have been lifted meanwhile.
         let Some(InForce {

@@ -20,7 +20,9 @@
 //!
 //! # A VM's way
 //! It takes its [`Seat`] before anything is done to its VMM, so that a floor for which there is no room is
-//! found early. Once it is served, the driver sees it. It leaves when everything kept for it is freed.
+//! found early. Once it is served, the driver sees it. One that a dead daemon left has its seat, and is measured,
+//! before the first VM is recovered: what it takes is there, whether or not its recovery succeeds
+//! ([`super::waiting`]). It leaves when everything kept for it is freed.
 //! While it is detached nothing of it is evicted, and others make room for what it brings back.
 //!
 //! # Locks
@@ -105,17 +107,22 @@ impl Seat {
         Arc::clone(&self.seat)
     }
 
+    /// From now on `vm` is measured, for a VM that is not served yet.
+    pub(super) fn watch(&self, vm: Weak<dyn Governed>) {
+        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
+            member.vm = Some(vm);
+        }
+        self.budget.room.ring();
+    }
+
     /// The VM is served: from now on `vm` is measured and kept within its target.
     pub(super) fn keep(mut self, vm: Weak<dyn Governed>) {
         self.if_dropped = IfDropped::Stay;
-        if let Some(member) = lock(&self.budget.state).members.get_mut(&self.name) {
-            member.vm = Some(Weak::clone(&vm));
-        }
+        self.watch(Weak::clone(&vm));
         // A target may have been decided before that.
         if let Some(vm) = vm.upgrade() {
             vm.enforce();
         }
-        self.budget.room.ring();
     }
 }
 
@@ -271,13 +278,7 @@ impl Budget {
         self.file.write(&saved)?;
         state.saved = saved;
         self.room.lift();
-        for member in state.members.values() {
-            if member.seat.lift()
-                && let Some(vm) = member.governed()
-            {
-                vm.enforce();
-            }
-        }
+        state.lift_targets();
         if state.force.take().is_some() {
             tracing::info!("the host's budget is lifted");
         }
@@ -369,7 +370,7 @@ impl Budget {
         }
     }
 
-    /// Changes what a VM may have, and hands its ceiling on to `put`: its pool and its limit have that, too.
+    /// Changes what a VM may have, and hands it on to `put`: its pool has ceiling and weight, too.
     ///
     /// # Errors
     /// A sentence; nothing has changed.
@@ -377,7 +378,7 @@ impl Budget {
         &self,
         name: &str,
         change: &ShareChange,
-        put: impl FnOnce(Option<u64>),
+        put: impl FnOnce(VmShare),
     ) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
         let Some(member) = state.members.get(name) else {
@@ -408,7 +409,7 @@ impl Budget {
         }
         state.advance((saved, tried).into());
         // Within the lock, so that two changes reach the pool in the order in which they were written.
-        put(share.ceiling.map(|bytes| bytes.0));
+        put(share);
         drop(state);
         self.room.ring();
         Ok(())

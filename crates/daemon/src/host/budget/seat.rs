@@ -341,6 +341,16 @@ mod tests {
         assert_eq!(seat.limit(None), Some(50 << 20));
         assert_eq!(seat.limit(Some(20 << 20)), Some(20 << 20));
         assert_eq!(seat.limit(Some(90 << 20)), Some(50 << 20));
+        let little = Standing {
+            target: Some(FLOOR_MIN.less(Bytes(PAGE_BYTES))),
+            ..seat.standing()
+        };
+        assert!(seat.decided(Some(GATE), little));
+        assert_eq!(
+            seat.limit(None),
+            Some(FLOOR_MIN.0),
+            "with less no VM works, however short the budget"
+        );
         assert!(seat.lift());
         assert_eq!(seat.limit(Some(90 << 20)), Some(90 << 20));
         assert_eq!(seat.limit(None), None);

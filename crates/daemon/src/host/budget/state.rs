@@ -104,7 +104,7 @@ impl Member {
         now.unwrap_or(self.report)
     }
 
-    /// What it may have at most.
+    /// What it may have at most, with the RAM that it has now.
     pub(super) fn demand<'a>(&self, name: &'a str) -> Demand<'a> {
         self.demand_with(name, self.share())
     }
@@ -113,10 +113,7 @@ impl Member {
         Demand {
             name,
             pid: self.pid,
-            most: share
-                .ceiling
-                .unwrap_or(Bytes(u64::MAX))
-                .min(self.report.ram),
+            most: share.ceiling.unwrap_or(Bytes(u64::MAX)).min(self.now().ram),
         }
     }
 }
@@ -144,6 +141,17 @@ impl State {
             joined.map_err(|error| told(&error, name))?;
         }
         Ok(())
+    }
+
+    /// From now on no VM has a target.
+    pub(super) fn lift_targets(&self) {
+        for member in self.members.values() {
+            if member.seat.lift()
+                && let Some(vm) = member.governed()
+            {
+                vm.enforce();
+            }
+        }
     }
 
     /// What each VM may have at most.

@@ -25,6 +25,7 @@ struct Figures {
     cold: AtomicU64,
     seat: Arc<VmSeat>,
     enforced: AtomicU64,
+    eviction: Eviction,
 }
 
 impl Figures {
@@ -35,6 +36,19 @@ impl Figures {
             cold: AtomicU64::new(cold_mib * MIB),
             seat: seat.share(),
             enforced: AtomicU64::new(0),
+            eviction: Eviction::Possible,
+        })
+    }
+
+    /// One that waits to be recovered.
+    fn waiting(seat: &Seat, ram_mib: u64) -> Arc<Self> {
+        Arc::new(Self {
+            ram: ram_mib * MIB,
+            resident: AtomicU64::new(ram_mib * MIB),
+            cold: AtomicU64::new(0),
+            seat: seat.share(),
+            enforced: AtomicU64::new(0),
+            eviction: Eviction::Blocked,
         })
     }
 
@@ -54,14 +68,16 @@ impl Governed for Figures {
             ram: Bytes(self.ram),
             resident,
             heat,
-            eviction: Eviction::Possible,
+            eviction: self.eviction,
             ..VmReport::default()
         })
     }
 
     fn enforce(&self) {
         self.enforced.fetch_add(1, Relaxed);
-        if let Some(limit) = self.seat.limit(None) {
+        if self.eviction == Eviction::Possible
+            && let Some(limit) = self.seat.limit(None)
+        {
             let over = self.resident.load(Relaxed).saturating_sub(limit);
             self.resident.fetch_sub(over, Relaxed);
             let cold = self.cold.load(Relaxed);
@@ -146,8 +162,8 @@ fn served(budget: &Arc<Budget>, name: &str, ram_mib: u64, cold_mib: u64) -> Arc<
 }
 
 /// For a change that is refused.
-fn unreached(ceiling: Option<u64>) {
-    panic!("a ceiling of {ceiling:?} was put in force");
+fn unreached(share: VmShare) {
+    panic!("{share:?} was put in force");
 }
 
 fn refused<T>(outcome: Result<T, ControlError>, part: &str) {
@@ -234,11 +250,14 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
         ceiling_bytes: CeilingChange::Set(600 * MIB),
         ..floor(100)
     };
-    let mut ceiling = None;
+    let mut put = VmShare::default();
     first
-        .change_share("a", &change, |bytes| ceiling = bytes)
+        .change_share("a", &change, |share| put = share)
         .unwrap();
-    assert_eq!(ceiling, Some(600 * MIB));
+    assert_eq!(
+        (put.ceiling, put.weight.get()),
+        (Some(Bytes::mib(600)), 200)
+    );
     let marks = BudgetBody {
         low: Some("5%".parse().unwrap()),
         high: Some("100M".parse().unwrap()),
@@ -272,6 +291,90 @@ fn what_was_set_is_in_force_again_after_a_restart_and_settings_that_change_win()
     drop(third);
     let fourth = rig.try_open("2G", &[]).unwrap();
     assert!(lock(&fourth.state).saved.vms.is_empty(), "its pool is gone");
+}
+
+#[test]
+fn vm_that_waits_to_be_recovered_counts_as_memory_that_stays_until_it_is_served_or_gone() {
+    let rig = Rig::new();
+    let budget = rig.try_open("1G", &["waits"]).unwrap();
+    let seat = budget.welcome_back(&newcomer("waits", 600), None);
+    let waiting = Figures::waiting(&seat, 600);
+    let weak: Weak<Figures> = Arc::downgrade(&waiting);
+    seat.watch(weak);
+    let other = served(&budget, "other", 800, 0);
+    for second in 0..10 {
+        budget.step_at(Duration::from_secs(second));
+    }
+    assert!(other.target_mib() <= 1024 - 600, "{}", other.target_mib());
+    let report = budget.report();
+    assert_eq!(
+        report.vms[1].resident_bytes,
+        600 * MIB,
+        "nothing of it is evicted"
+    );
+    assert_eq!(
+        report.used_bytes,
+        600 * MIB + other.resident.load(Relaxed),
+        "both count"
+    );
+    // Its recovery succeeds later on: it gives what it does not need.
+    let vm = Figures::new(&seat, 600, 500);
+    let weak: Weak<Figures> = Arc::downgrade(&vm);
+    seat.keep(weak);
+    drop(waiting);
+    budget.set(&size(700)).unwrap();
+    for second in 10..20 {
+        budget.step_at(Duration::from_secs(second));
+    }
+    assert!(vm.resident.load(Relaxed) < 600 * MIB);
+    assert_eq!(budget.report().vms.len(), 2);
+    // Another one's VMM ends while it waits.
+    let seat = budget.welcome_back(&newcomer("gone", 100), None);
+    assert_eq!(budget.report().vms.len(), 3);
+    drop(seat);
+    assert_eq!(budget.report().vms.len(), 2);
+}
+
+#[test]
+fn nothing_is_evicted_for_the_sake_of_others_once_the_daemon_ends() {
+    let rig = Rig::new();
+    let budget = rig.open("1G");
+    let (first, last) = (
+        served(&budget, "first", 800, 0),
+        served(&budget, "last", 800, 0),
+    );
+    budget.set(&size(900)).unwrap();
+    let kept = last.resident.load(Relaxed);
+    assert!(kept < 800 * MIB);
+    budget.stop();
+    assert!(first.seat.limit(None).is_none() && last.seat.limit(None).is_none());
+    // All of the first one comes back.
+    first.resident.store(800 * MIB, Relaxed);
+    budget.step_at(Duration::from_secs(9));
+    assert_eq!(last.resident.load(Relaxed), kept);
+    assert_eq!(last.seat.pages_first(1, kept / 4096), 0);
+    assert!(
+        budget.file.read().unwrap().unwrap().plan.is_some(),
+        "for the next daemon"
+    );
+}
+
+#[test]
+fn group_of_a_vmm_must_allow_the_ram_that_was_plugged_in_since_the_vm_came() {
+    let rig = Rig::new();
+    rig.put("proc/77/cgroup", "0::/vms\n");
+    rig.put("sys/fs/cgroup/vms/memory.max", "2147483648\n");
+    rig.put("sys/fs/cgroup/vms/memory.current", "1\n");
+    let budget = rig.open("off");
+    let seat = budget
+        .admit(&newcomer("a", 1000), &ShareChange::default())
+        .unwrap();
+    budget.set(&size(4000)).unwrap();
+    let grown = Figures::new(&seat, 3000, 0);
+    let weak: Weak<Figures> = Arc::downgrade(&grown);
+    seat.keep(weak);
+    refused(budget.set(&size(4001)), "lets it have 2.9 GiB");
+    budget.set(&size(1500)).unwrap();
 }
 
 #[test]

@@ -11,11 +11,17 @@ use pagetide_random::SplitMix64;
 const STEP_TICKS_MAX: u64 = 60;
 /// The longest runs that are tried.
 const RUN_US_MAX: u64 = 900;
-const SLICE_MIN: i64 = SLICE_NS_MIN.cast_signed();
 const KNOWN: [usize; 4] = [0, 1, 2, 3];
+/// Whose tasks they are, where that does not matter.
+const VM: GroupId = GroupId(1);
 
 fn time(ns: i64) -> Duration {
     Duration::from_nanos(ns.try_into().unwrap())
+}
+
+/// The first task of each class is of one VM, and so on.
+fn group_of(task: usize) -> usize {
+    task / WorkClass::ALL.len()
 }
 
 fn small(cpus: usize) -> SchedulerSettings {
@@ -35,7 +41,7 @@ struct Habits {
     rest_ticks_max: u64,
     /// A fault, or a change of faults, every so many ticks; 0 for never.
     fault_ticks: u64,
-    /// Each such time, one in so many that a fault waits for reclaim; 0 for never.
+    /// Each such time, one in so many that a fault begins to wait for room; 0 for never.
     waits_one_in: u64,
 }
 
@@ -83,7 +89,8 @@ impl Simulation {
         Self {
             ids: classes
                 .iter()
-                .map(|class| scheduler.add(*class).unwrap())
+                .enumerate()
+                .map(|(at, class)| scheduler.add(*class, GroupId(group_of(at) as u64)).unwrap())
                 .collect(),
             scheduler,
             model: Model::new(settings, classes),
@@ -126,10 +133,13 @@ impl Simulation {
             if self.events() {
                 self.dispatch();
             } else if self.model.next().is_some() && !self.model.is_short_of_tasks() {
-                // A task that lives on what is passed down may look that much later.
+                // Nobody looks at once when a burst is over, or when enough is passed down.
                 self.patience += TICK_NS;
                 let both = (&self.model, &self.scheduler);
-                assert!(self.patience <= SLICE_MIN + TICK_NS, "{both:?}");
+                assert!(
+                    self.patience <= LOOK_NS_MAX.cast_signed() + TICK_NS,
+                    "{both:?}"
+                );
             }
         }
     }
@@ -179,11 +189,20 @@ impl Simulation {
             } else {
                 0
             },
-            waiting_for_reclaim: u32::from(waits > 0 && self.random.below(waits) == 0),
+            last_end: (self.model.under_way > 0).then(|| self.now()),
             used: [(); 2].map(|()| time(self.random.below(50).cast_signed() * TICK_NS)),
         };
         self.model.report_faults(&load);
         self.scheduler.report_faults(self.now(), &load);
+        let group = self.random.index(self.model.tasks.len());
+        let (now, id) = (self.now(), GroupId(group as u64));
+        if self.model.short_of_room[group] > 0 {
+            self.model.short_of_room[group] -= 1;
+            self.scheduler.room_found(now, id);
+        } else if waits > 0 && self.random.below(waits) == 0 {
+            self.model.short_of_room[group] += 1 + u32::from(is_busy);
+            (0..=u32::from(is_busy)).for_each(|_| self.scheduler.room_wanted(now, id));
+        }
         true
     }
 
@@ -206,8 +225,8 @@ impl Simulation {
             background: share(),
         };
         // More than its tasks can use, at times.
-        let rest = 1_001 - shares.levels().iter().sum::<u64>();
-        shares.reclaim = u32::try_from(self.random.below(rest)).unwrap();
+        let rest = 1_000 - shares.levels().iter().sum::<u64>();
+        shares.reclaim = 1 + u32::try_from(self.random.below(rest)).unwrap();
         settings.shares_permille = shares;
         self.scheduler
             .change(self.now(), settings.clone(), &KNOWN)
@@ -225,7 +244,7 @@ impl Simulation {
                 self.next[at] = Next::Waits;
                 true
             }
-            Next::Waits => time(now) >= self.scheduler.wait_until(self.ids[at]),
+            Next::Waits => self.is_time_to_look(),
             Next::Looks {
                 at: when,
                 since,
@@ -236,6 +255,11 @@ impl Simulation {
             }
             _ => false,
         }
+    }
+
+    fn is_time_to_look(&self) -> bool {
+        let until = self.scheduler.wait_until();
+        until.is_none_or(|until| self.now() >= until)
     }
 
     /// A running task looks at its time.
@@ -283,7 +307,10 @@ impl Simulation {
         let now = self.model.now;
         let grants = self.scheduler.dispatch(time(now));
         for grant in &grants {
-            let next = self.model.next().expect("the model grants nothing more");
+            let next = self
+                .model
+                .next_paid()
+                .expect("the model grants nothing more");
             let (at, basis, _) = next;
             let slice = self.model.grant(next);
             let granted = (grant.task, grant.basis, grant.slice);
@@ -303,7 +330,7 @@ impl Simulation {
                 manner,
             };
         }
-        assert_eq!(self.model.next(), None, "left waiting at {now}");
+        assert_eq!(self.model.next_paid(), None, "left waiting at {now}");
         assert_eq!(*self.scheduler.settings(), self.model.settings);
     }
 }
@@ -368,18 +395,18 @@ fn a_class_that_overruns_all_the_time_gets_its_share_in_the_long_run() {
     settings.shares_permille = Shares {
         vcpu_faults: 0,
         io_faults: 0,
-        reclaim: 0,
+        reclaim: 100,
         scan: 0,
-        background: 100,
+        background: 0,
     };
     let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
-    let task = scheduler.add(WorkClass::Background).unwrap();
+    let task = scheduler.add(WorkClass::Reclaim, VM).unwrap();
     let (mut now, step, mut used) = (Duration::ZERO, Duration::from_millis(3), Duration::ZERO);
     let end = Duration::from_secs(10);
     while now < end {
         scheduler.want(now, task);
         while scheduler.dispatch(now).is_empty() {
-            let next = scheduler.wait_until(task);
+            let next = scheduler.wait_until().unwrap();
             assert!(next > now);
             now = next;
         }
@@ -394,7 +421,7 @@ fn a_class_that_overruns_all_the_time_gets_its_share_in_the_long_run() {
         "{used:?} of {share:?}"
     );
     assert_eq!(
-        scheduler.figures(WorkClass::Background).forgiven,
+        scheduler.figures(WorkClass::Reclaim).forgiven,
         Duration::ZERO
     );
 }
@@ -404,36 +431,32 @@ fn a_task_beyond_its_time_is_held_back_and_one_that_obeys_is_not() {
     let mut settings = small(2);
     settings.penalty_percent = 200;
     let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
-    let rude = scheduler.add(WorkClass::Scan).unwrap();
-    let good = scheduler.add(WorkClass::Scan).unwrap();
+    let rude = scheduler.add(WorkClass::Scan, VM).unwrap();
+    let good = scheduler.add(WorkClass::Scan, VM).unwrap();
     let us = Duration::from_micros;
     scheduler.want(us(0), rude);
     assert_eq!(scheduler.dispatch(us(0)).len(), 1);
-    // 600 us too long, so 1200 us of its next slices are withheld: four cycles at the shortest slice.
+    // 600 us too long, so it is barred for 1200 us, from its next turn on.
     scheduler.ended(us(1_000), rude, us(1_000));
-    let mut runs = Vec::new();
-    for cycle in 0..7 {
-        let begin = us(1_000) + us(5_000) * cycle;
-        scheduler.want(begin, rude);
-        scheduler.want(begin, good);
-        let grants = scheduler.dispatch(begin);
-        assert!(
-            grants
-                .iter()
-                .any(|grant| grant.task == good && grant.slice == us(400))
-        );
-        let slice = grants
-            .iter()
-            .find(|grant| grant.task == rude)
-            .map(|grant| grant.slice);
-        runs.push(slice.map_or(0, |slice| slice.as_micros()));
-        scheduler.ended(begin + us(10), good, us(10));
-        match slice {
-            Some(_) => scheduler.ended(begin + us(10), rude, us(10)),
-            None => scheduler.withdraw(begin + us(10), rude),
-        }
-    }
-    assert_eq!(runs, [0, 100, 100, 100, 100, 400, 400]);
+    scheduler.want(us(1_500), rude);
+    scheduler.want(us(1_500), good);
+    let grants = scheduler.dispatch(us(1_500));
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.slice))
+        .collect();
+    assert_eq!(granted, [(good, us(400))]);
+    assert!(scheduler.wait_until().unwrap() <= us(2_700));
+    assert!(scheduler.dispatch(us(2_699)).is_empty());
+    let grants = scheduler.dispatch(us(2_700));
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.slice))
+        .collect();
+    assert_eq!(granted, [(rude, us(400))]);
+    scheduler.ended(us(3_100), rude, us(400));
+    scheduler.want(us(3_100), rude);
+    assert_eq!(scheduler.dispatch(us(3_100)).len(), 1, "it has paid");
     let figures = scheduler.figures(WorkClass::Scan);
     assert_eq!(
         (figures.overruns, figures.overrun, figures.withheld),
@@ -441,54 +464,198 @@ fn a_task_beyond_its_time_is_held_back_and_one_that_obeys_is_not() {
     );
 }
 
+/// Runs tasks of one class that want to run all the time, on one CPU, each with steps of so many microseconds;
+/// returns the CPU time that each got, the time that passed, and the class's figures.
+fn race(penalty_percent: u32, steps_us: &[u64]) -> (Vec<Duration>, Duration, ClassFigures) {
+    let mut settings = small(1);
+    settings.penalty_percent = penalty_percent;
+    let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
+    let add = |_: &u64| scheduler.add(WorkClass::Reclaim, VM).unwrap();
+    let ids: Vec<_> = steps_us.iter().map(add).collect();
+    let mut used = vec![Duration::ZERO; ids.len()];
+    let mut now = Duration::ZERO;
+    ids.iter().for_each(|id| scheduler.want(now, *id));
+    loop {
+        let Some(grant) = scheduler.dispatch(now).pop() else {
+            now = scheduler.wait_until().unwrap();
+            continue;
+        };
+        let at = ids.iter().position(|id| *id == grant.task).unwrap();
+        let step = Duration::from_micros(steps_us[at]);
+        let mut run = Duration::ZERO;
+        while run < grant.slice {
+            run += step;
+        }
+        now += run;
+        used[at] += run;
+        scheduler.ended(now, grant.task, run);
+        if now > Duration::from_secs(2) {
+            return (used, now, scheduler.figures(WorkClass::Reclaim));
+        }
+        scheduler.want(now, grant.task);
+    }
+}
+
 #[test]
-fn a_fault_that_waits_for_reclaim_gets_it_past_faults_debt_and_penalty() {
+fn a_penalty_costs_a_task_as_much_time_as_it_says() {
+    for percent in [0, 10, 100, 400] {
+        // 700 us where 400 are allowed.
+        let (used, passed, figures) = race(percent, &[350]);
+        assert!(figures.runs > 500 && figures.overruns * 10 > figures.runs * 9);
+        // Overruns within the grace cost nothing, and the last one has not been paid for.
+        let penalty = (figures.overrun * percent / 100).as_secs_f64();
+        let withheld = figures.withheld.as_secs_f64();
+        let told = format!("{percent} %: {figures:?}");
+        assert!(
+            withheld <= 1.01 * penalty && withheld >= 0.9 * penalty,
+            "{told}"
+        );
+        // The CPU is idle while the only task is barred, and at no other time.
+        assert_eq!(passed, used[0] + figures.withheld, "{percent} %");
+    }
+}
+
+#[test]
+fn what_a_barred_task_does_not_get_goes_to_others() {
+    let (used, passed, figures) = race(400, &[350, 50]);
+    assert_eq!(used[0] + used[1], passed);
+    assert!(figures.withheld > Duration::ZERO);
+    // Runs of 700 and 400 us by turns, but the first one is barred for three of the other's runs.
+    let share = used[0].as_secs_f64() / passed.as_secs_f64();
+    assert!(share > 0.2 && share < 0.4, "{share}");
+    let (used, passed, _) = race(0, &[350, 50]);
+    assert_eq!(used[0] + used[1], passed);
+    assert!(used[0] > used[1]);
+}
+
+#[test]
+fn work_goes_on_after_a_lull_and_not_between_two_faults_of_a_burst() {
+    let mut settings = small(2);
+    settings.cycle_us = 100_000;
+    let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
+    let [first, second] = [(); 2].map(|()| scheduler.add(WorkClass::Background, VM).unwrap());
+    let us = Duration::from_micros;
+    scheduler.want(us(0), first);
+    assert_eq!(scheduler.dispatch(us(0)).len(), 1);
+    let fault = |under_way, last_end| FaultLoad {
+        under_way,
+        last_end,
+        ..FaultLoad::default()
+    };
+    for fault_us in [100, 150, 200] {
+        scheduler.report_faults(us(fault_us), &fault(1, None));
+        let must = scheduler.must_yield(us(fault_us), first);
+        assert_eq!(must, Some(YieldReason::Fault));
+        let end = us(fault_us + 20);
+        scheduler.report_faults(end, &fault(0, Some(end)));
+        let must = scheduler.must_yield(end + us(5), first);
+        assert_eq!(must, Some(YieldReason::Fault), "between two of them, too");
+    }
+    scheduler.ended(us(230), first, us(230));
+    scheduler.want(us(230), first);
+    scheduler.want(us(230), second);
+    let lull = us(220) + Duration::from_nanos(FAULT_LULL_NS);
+    assert!(scheduler.dispatch(us(230)).is_empty());
+    // Whoever waits looks soon in a short burst, and less often in a long one.
+    let until = scheduler.wait_until().unwrap();
+    assert_eq!(until, us(230) + Duration::from_nanos(FAULT_LULL_NS));
+    assert!(scheduler.dispatch(lull - us(1)).is_empty());
+    assert_eq!(scheduler.dispatch(lull).len(), 2);
+    scheduler.ended(lull, second, us(0));
+    scheduler.want(lull, second);
+    let mut now = lull;
+    for _ in 0..50 {
+        scheduler.report_faults(now, &fault(1, None));
+        now += us(500);
+    }
+    assert!(scheduler.dispatch(now).is_empty());
+    let until = scheduler.wait_until().unwrap();
+    assert_eq!(until, now + Duration::from_nanos(LOOK_NS_MAX));
+}
+
+#[test]
+fn what_a_class_got_between_two_bursts_is_not_guaranteed_once_more() {
+    let mut settings = small(1);
+    settings.idle_time = IdleTime::Unused;
+    let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
+    let task = scheduler.add(WorkClass::Reclaim, VM).unwrap();
+    let us = Duration::from_micros;
+    let mut now = us(0);
+    // Its share is a quarter of 5 ms.
+    while now < us(1_300) {
+        scheduler.want(now, task);
+        let slice = scheduler.dispatch(now)[0].slice;
+        now += slice;
+        scheduler.ended(now, task, slice);
+    }
+    let load = FaultLoad {
+        under_way: 1,
+        ..FaultLoad::default()
+    };
+    scheduler.report_faults(now, &load);
+    scheduler.want(now, task);
+    while now < us(4_900) {
+        assert!(scheduler.dispatch(now).is_empty(), "{now:?}");
+        now += us(100);
+    }
+    // The next cycle's share is.
+    assert_eq!(scheduler.dispatch(us(5_000 + 3_750)).len(), 1);
+}
+
+#[test]
+fn a_fault_that_waits_for_room_gets_its_own_vms_reclaim_past_faults_debt_and_penalty() {
     let mut scheduler = TaskScheduler::new(small(1), &KNOWN, Duration::ZERO).unwrap();
     let [reclaim, scan] =
-        [WorkClass::Reclaim, WorkClass::Scan].map(|class| scheduler.add(class).unwrap());
+        [WorkClass::Reclaim, WorkClass::Scan].map(|class| scheduler.add(class, VM).unwrap());
+    let others = scheduler.add(WorkClass::Reclaim, GroupId(2)).unwrap();
     let us = Duration::from_micros;
     scheduler.want(us(0), reclaim);
     assert_eq!(scheduler.dispatch(us(0)).len(), 1);
     // More than it can have in many cycles.
     scheduler.ended(us(100), reclaim, us(20_000));
     scheduler.want(us(100), scan);
+    scheduler.want(us(100), reclaim);
     assert_eq!(scheduler.dispatch(us(100))[0].task, scan);
-    scheduler.report_faults(
-        us(150),
-        &FaultLoad {
-            under_way: 1,
-            ..FaultLoad::default()
-        },
-    );
+    scheduler.want(us(120), others);
+    assert!(scheduler.dispatch(us(120)).is_empty());
+    let load = FaultLoad {
+        under_way: 1,
+        ..FaultLoad::default()
+    };
+    scheduler.report_faults(us(150), &load);
     assert_eq!(
         scheduler.must_yield(us(150), scan),
         Some(YieldReason::Fault)
     );
-    scheduler.want(us(150), reclaim);
     assert!(scheduler.dispatch(us(150)).is_empty());
-    let load = FaultLoad {
-        under_way: 1,
-        waiting_for_reclaim: 1,
-        ..FaultLoad::default()
-    };
-    scheduler.report_faults(us(160), &load);
+    // Two faults wait, the first no longer than until 200.
+    scheduler.room_wanted(us(160), VM);
+    scheduler.room_wanted(us(160), VM);
     let grants = scheduler.dispatch(us(160));
-    assert_eq!(
-        grants.iter().map(|grant| grant.basis).collect::<Vec<_>>(),
-        [Basis::Inherited]
-    );
-    assert_eq!(scheduler.must_yield(us(170), reclaim), None);
+    let granted: Vec<_> = grants
+        .iter()
+        .map(|grant| (grant.task, grant.basis))
+        .collect();
+    assert_eq!(granted, [(reclaim, Basis::Inherited)]);
+    scheduler.room_found(us(200), VM);
+    assert_eq!(scheduler.must_yield(us(210), reclaim), None);
     let before = scheduler.figures(WorkClass::Reclaim);
     scheduler.ended(us(400), reclaim, us(240));
     let after = scheduler.figures(WorkClass::Reclaim);
     assert_eq!(after.inherited, us(240));
     assert_eq!((after.own, after.overruns), (before.own, before.overruns));
+    scheduler.want(us(400), reclaim);
+    assert_eq!(scheduler.dispatch(us(400)).len(), 1, "one still waits");
+    scheduler.ended(us(410), reclaim, us(10));
+    scheduler.room_found(us(420), VM);
+    scheduler.want(us(420), reclaim);
+    assert!(scheduler.dispatch(us(420)).is_empty());
 }
 
 #[test]
 fn new_settings_wait_for_the_cycle_and_wrong_ones_change_nothing() {
     let mut scheduler = TaskScheduler::new(small(1), &KNOWN, Duration::ZERO).unwrap();
-    let task = scheduler.add(WorkClass::Scan).unwrap();
+    let task = scheduler.add(WorkClass::Scan, VM).unwrap();
     let us = Duration::from_micros;
     let wrong = SchedulerSettings {
         cycle_us: 0,
@@ -514,15 +681,15 @@ fn new_settings_wait_for_the_cycle_and_wrong_ones_change_nothing() {
 #[test]
 fn a_run_that_is_not_reported_loses_its_cpu_after_a_cycle() {
     let mut scheduler = TaskScheduler::new(small(1), &KNOWN, Duration::ZERO).unwrap();
-    let [stuck, other] = [(); 2].map(|()| scheduler.add(WorkClass::Scan).unwrap());
+    let [stuck, other] = [(); 2].map(|()| scheduler.add(WorkClass::Scan, VM).unwrap());
     scheduler.want(Duration::ZERO, stuck);
     scheduler.want(Duration::ZERO, other);
     assert_eq!(scheduler.dispatch(Duration::ZERO)[0].task, stuck);
-    let mut until = scheduler.wait_until(other);
+    let mut until = scheduler.wait_until().unwrap();
     let granted = loop {
         match scheduler.dispatch(until).first() {
             Some(grant) => break grant.task,
-            None => until = scheduler.wait_until(other),
+            None => until = scheduler.wait_until().unwrap(),
         }
     };
     assert_eq!((granted, until), (other, Duration::from_micros(5_000)));
@@ -534,8 +701,10 @@ fn a_run_that_is_not_reported_loses_its_cpu_after_a_cycle() {
 
 #[test]
 fn long_silence_costs_no_more_than_a_short_one_and_pays_debts() {
-    let mut scheduler = TaskScheduler::new(small(1), &KNOWN, Duration::ZERO).unwrap();
-    let task = scheduler.add(WorkClass::Reclaim).unwrap();
+    let mut settings = small(1);
+    settings.penalty_percent = 0;
+    let mut scheduler = TaskScheduler::new(settings, &KNOWN, Duration::ZERO).unwrap();
+    let task = scheduler.add(WorkClass::Reclaim, VM).unwrap();
     scheduler.want(Duration::ZERO, task);
     assert_eq!(scheduler.dispatch(Duration::ZERO).len(), 1);
     scheduler.ended(Duration::from_secs(60), task, Duration::from_secs(60));
@@ -580,19 +749,14 @@ fn settings_survive_as_text_and_unknown_fields_are_refused() {
 #[test]
 fn one_task_more_than_allowed_is_refused_and_a_removed_one_makes_room() {
     let mut scheduler = TaskScheduler::new(small(1), &KNOWN, Duration::ZERO).unwrap();
-    let first = scheduler.add(WorkClass::Scan).unwrap();
+    let first = scheduler.add(WorkClass::Scan, VM).unwrap();
     for _ in 1..TASKS_MAX {
-        scheduler.add(WorkClass::Background).unwrap();
+        scheduler.add(WorkClass::Background, VM).unwrap();
     }
-    assert_eq!(scheduler.add(WorkClass::Scan), Err(TooManyTasks));
+    assert_eq!(scheduler.add(WorkClass::Scan, VM), Err(TooManyTasks));
     scheduler.want(Duration::ZERO, first);
-    let load = FaultLoad {
-        under_way: 1,
-        ..FaultLoad::default()
-    };
-    scheduler.report_faults(Duration::ZERO, &load);
-    assert!(scheduler.has_held());
+    assert!(scheduler.has_tasks_waiting());
     scheduler.remove(Duration::ZERO, first);
-    assert!(!scheduler.has_held());
-    assert!(scheduler.add(WorkClass::Scan).is_ok());
+    assert!(!scheduler.has_tasks_waiting() && scheduler.wait_until().is_none());
+    assert!(scheduler.add(WorkClass::Scan, VM).is_ok());
 }

@@ -2,8 +2,8 @@
 //! A naive scheduler: lists and ticks of a microsecond, no queue and no closed form.
 
 use super::super::{
-    Basis, DEBT_CYCLES_MAX, FaultLoad, IdleTime, OVERRUN_GRACE_NS, PENALTY_RUNS_MAX, SLICE_NS_MIN,
-    SchedulerSettings, WorkClass, YieldReason,
+    Basis, DEBT_CYCLES_MAX, FAULT_LULL_NS, FaultLoad, IdleTime, OVERRUN_GRACE_NS, PENALTY_RUNS_MAX,
+    SLICE_NS_MIN, SchedulerSettings, WorkClass, YieldReason,
 };
 
 pub(super) const TICK_NS: i64 = 1_000;
@@ -30,8 +30,13 @@ pub(super) struct ModelTask {
     /// The order of its request, if it waits.
     pub(super) waits: Option<u64>,
     pub(super) run: Option<ModelRun>,
+    /// Tasks of one group make room for its faults.
+    pub(super) group: usize,
     owed: i64,
-    last_cycle: i64,
+    barred_until: i64,
+    is_barred: bool,
+    /// The order in which it was barred.
+    bar: u64,
 }
 
 /// All of it is public to the tests, which also check its sums.
@@ -47,7 +52,9 @@ pub(super) struct Model {
     fault_used: [i64; 2],
     fault_lapsed: [i64; 2],
     pub(super) under_way: u32,
-    pub(super) waiting_for_reclaim: u32,
+    lull: i64,
+    /// Faults that wait for room, by group.
+    pub(super) short_of_room: Vec<u32>,
     pub(super) tasks: Vec<ModelTask>,
     orders: u64,
     /// In this cycle and by level: all that has lapsed, and what was drawn and not given back.
@@ -74,12 +81,15 @@ fn time(time: std::time::Duration) -> i64 {
 
 impl Model {
     pub(super) fn new(settings: SchedulerSettings, classes: &[WorkClass]) -> Self {
-        let task = |class: &WorkClass| ModelTask {
+        let task = |(at, class): (usize, &WorkClass)| ModelTask {
             class: *class,
             waits: None,
             run: None,
+            group: super::group_of(at),
             owed: 0,
-            last_cycle: 0,
+            barred_until: 0,
+            is_barred: false,
+            bar: 0,
         };
         let mut model = Self {
             settings,
@@ -92,8 +102,9 @@ impl Model {
             fault_used: [0; 2],
             fault_lapsed: [0; 2],
             under_way: 0,
-            waiting_for_reclaim: 0,
-            tasks: classes.iter().map(task).collect(),
+            lull: 0,
+            short_of_room: vec![0; classes.len()],
+            tasks: classes.iter().enumerate().map(task).collect(),
             orders: 0,
             lapsed: [0; 5],
             drawn: [0; 5],
@@ -115,27 +126,18 @@ impl Model {
         self.settings.cpus.len().try_into().unwrap()
     }
 
-    fn able(&self, task: &ModelTask) -> bool {
-        task.waits.is_some() && !(task.owed > 0 && task.last_cycle == self.cycle)
+    fn able(task: &ModelTask) -> bool {
+        task.waits.is_some() && !task.is_barred
     }
 
     fn demand(&self, class: WorkClass) -> i64 {
         let counts =
-            |task: &&ModelTask| task.class == class && (task.run.is_some() || self.able(task));
+            |task: &&ModelTask| task.class == class && (task.run.is_some() || Self::able(task));
         self.tasks.iter().filter(counts).count().try_into().unwrap()
     }
 
     fn open(&mut self) {
         let demand = WorkClass::ALL.map(|class| self.demand(class));
-        let waits = |task: &ModelTask| task.waits.filter(|_| !self.able(task));
-        let tasks = self.tasks.iter().enumerate();
-        let barred = tasks.filter_map(|(at, task)| Some((waits(task)?, at)));
-        // They join the queue now, behind those that wait already.
-        let mut barred: Vec<_> = barred.collect();
-        barred.sort_unstable();
-        for (_, at) in barred {
-            self.want(at);
-        }
         if let Some(settings) = self.next.take() {
             self.settings = settings;
         }
@@ -186,11 +188,16 @@ impl Model {
         if self.now == self.start + self.cycle_ns() {
             self.open();
         }
+        for task in &mut self.tasks {
+            task.is_barred &= self.now < task.barred_until;
+        }
     }
 
     pub(super) fn report_faults(&mut self, load: &FaultLoad) {
         self.under_way = load.under_way;
-        self.waiting_for_reclaim = load.waiting_for_reclaim;
+        if let Some(end) = load.last_end {
+            self.lull = self.lull.max(time(end) + FAULT_LULL_NS.cast_signed());
+        }
         for (sum, used) in self.fault_used.iter_mut().zip(load.used) {
             *sum += time(used);
         }
@@ -198,7 +205,10 @@ impl Model {
 
     pub(super) fn want(&mut self, task: usize) {
         self.orders += 1;
-        self.tasks[task].waits = Some(self.orders);
+        let task = &mut self.tasks[task];
+        task.waits = Some(self.orders);
+        task.is_barred = self.now < task.barred_until;
+        task.bar = self.orders;
     }
 
     pub(super) fn ran(&mut self, task: usize, used: i64) {
@@ -219,26 +229,25 @@ impl Model {
         let class = self.tasks[task].class;
         if run.cycle == self.cycle && run.basis == Basis::Entitled {
             let mut unused = (run.slice - run.used).max(0);
+            // The class's own time was used first.
             let mut back = |drawn: i64| {
                 let part = unused.min(drawn);
                 unused -= part;
                 part
             };
-            let own = back(run.own);
-            self.own[level(class)] += own;
-            self.drawn[level(class)] -= own;
             for at in 0..5 {
                 let part = back(run.passed[at]);
                 self.passed[at] += part;
                 self.drawn[level(class)] -= part;
             }
-        }
-        if run.basis != Basis::Inherited {
-            self.tasks[task].last_cycle = self.cycle;
+            let own = back(run.own);
+            self.own[level(class)] += own;
+            self.drawn[level(class)] -= own;
         }
         let overrun = run.used - run.slice;
         if run.basis != Basis::Inherited && overrun > OVERRUN_GRACE_NS.cast_signed() {
             let penalty = overrun * i64::from(self.settings.penalty_percent) / 100;
+            let penalty = (penalty + TICK_NS - 1) / TICK_NS * TICK_NS;
             let most = PENALTY_RUNS_MAX.cast_signed() * self.longest();
             let task = &mut self.tasks[task];
             task.owed = (task.owed + penalty).min(most);
@@ -269,7 +278,15 @@ impl Model {
 
     /// Whether work must wait because of faults.
     fn is_held(&self) -> bool {
-        self.under_way > 0 && !self.is_last()
+        self.is_burst() && !self.is_last()
+    }
+
+    pub(super) fn is_burst(&self) -> bool {
+        self.under_way > 0 || self.now < self.lull
+    }
+
+    fn inherits(&self, task: &ModelTask) -> bool {
+        task.class == WorkClass::Reclaim && self.short_of_room[task.group] > 0
     }
 
     /// Whether the rest of the cycle just suffices for what is left of the shares.
@@ -286,8 +303,7 @@ impl Model {
                 .filter(|task| task.class == class)
                 .filter_map(|t| t.run.as_ref())
             {
-                let used_of_own = (run.used - run.passed.iter().sum::<i64>()).max(0);
-                left += (run.own - used_of_own).max(0);
+                left += (run.own - run.used).max(0);
             }
             work.push((left, self.demand(class).min(self.cpus())));
         }
@@ -315,11 +331,10 @@ impl Model {
         if run.used >= run.slice || self.now >= run.stale {
             return Some(YieldReason::SliceOver);
         }
-        let inherits = task.class == WorkClass::Reclaim && self.waiting_for_reclaim > 0;
-        if run.basis == Basis::Inherited || inherits {
+        if run.basis == Basis::Inherited || self.inherits(task) {
             return None;
         }
-        if self.is_held() || (self.under_way > 0 && run.basis == Basis::Idle) {
+        if self.is_held() || (self.is_burst() && run.basis == Basis::Idle) {
             return Some(YieldReason::Fault);
         }
         let own = (self.rank(task, run), run.order);
@@ -331,21 +346,35 @@ impl Model {
         (ahead >= self.settings.cpus.len()).then_some(YieldReason::Outranked)
     }
 
-    /// The next run to grant: the task, its basis, and what its class may use.
+    /// The next run to grant, after those whose turn it was have begun to pay what they owe.
+    pub(super) fn next_paid(&mut self) -> Option<(usize, Basis, i64)> {
+        loop {
+            let next = self.next()?;
+            let task = &mut self.tasks[next.0];
+            if next.1 == Basis::Inherited || task.owed == 0 {
+                return Some(next);
+            }
+            task.barred_until = self.now + task.owed;
+            self.orders += 1;
+            (task.owed, task.is_barred, task.bar) = (0, true, self.orders);
+        }
+    }
+
+    /// The next turn: the task, its basis, and what its class may use.
     pub(super) fn next(&self) -> Option<(usize, Basis, i64)> {
         let waiting = |class: WorkClass| {
             let tasks = self.tasks.iter().enumerate();
-            let able = tasks.filter(|(_, task)| task.class == class && self.able(task));
+            let able = tasks.filter(|(_, task)| task.class == class && Self::able(task));
             able.min_by_key(|(_, task)| task.waits).map(|(at, _)| at)
         };
-        let reclaim = |task: &ModelTask| task.class == WorkClass::Reclaim && task.waits.is_some();
-        if self.waiting_for_reclaim > 0 {
-            let tasks = self.tasks.iter().enumerate();
-            let asked = tasks.filter(|(_, task)| reclaim(task));
-            let first = asked.min_by_key(|(_, task)| (!self.able(task), task.waits));
-            if let Some((at, _)) = first {
-                return Some((at, Basis::Inherited, 0));
-            }
+        let tasks = self.tasks.iter().enumerate();
+        let asked = tasks.filter(|(_, task)| self.inherits(task) && task.waits.is_some());
+        let first = asked.min_by_key(|(_, task)| match Self::able(task) {
+            true => (false, task.waits),
+            false => (true, Some(task.bar)),
+        });
+        if let Some((at, _)) = first {
+            return Some((at, Basis::Inherited, 0));
         }
         if self.is_held() {
             return None;
@@ -371,7 +400,7 @@ impl Model {
             let passed: i64 = self.passed[..level(class)].iter().sum();
             let all = self.own[level(class)] + passed;
             let own_rank = if self.is_last() { 3 } else { 0 } + class.index();
-            if self.under_way == 0
+            if !self.is_burst()
                 && all >= SLICE_MIN
                 && is_free(own_rank)
                 && let Some(at) = waiting(class)
@@ -379,7 +408,7 @@ impl Model {
                 return Some((at, Basis::Entitled, all));
             }
         }
-        let is_lent = self.settings.idle_time == IdleTime::Lent && self.under_way == 0;
+        let is_lent = self.settings.idle_time == IdleTime::Lent && !self.is_burst();
         if is_lent && self.occupying().len() < self.settings.cpus.len() {
             let first = WorkClass::ALL.into_iter().find_map(waiting);
             return first.map(|at| (at, Basis::Idle, 0));
@@ -391,36 +420,21 @@ impl Model {
     pub(super) fn grant(&mut self, (at, basis, available): (usize, Basis, i64)) -> i64 {
         let class = self.tasks[at].class;
         let longest = self.longest();
-        let mut slice = match basis {
+        let slice = match basis {
             Basis::Entitled => available.min(longest),
             Basis::Idle | Basis::Inherited => longest,
         };
-        let cycle = self.cycle;
-        let task = &mut self.tasks[at];
-        if basis != Basis::Inherited {
-            let rested = cycle - task.last_cycle - 1;
-            if task.owed > 0 {
-                task.owed = (task.owed - rested * longest).max(0);
-            }
-            if task.owed > 0 {
-                slice = (longest - task.owed).max(SLICE_MIN).min(slice);
-                task.owed -= (longest - slice).max(SLICE_MIN).min(task.owed);
-            }
-        }
-        let (mut passed, mut left) = ([0; 5], slice);
+        let (mut passed, mut own) = ([0; 5], 0);
         if basis == Basis::Entitled {
-            // Own time only, if that is what was available.
-            if available != self.own[level(class)] {
-                for from in (0..level(class)).rev() {
-                    passed[from] = left.min(self.passed[from]);
-                    self.passed[from] -= passed[from];
-                    left -= passed[from];
-                }
+            own = slice.min(self.own[level(class)].max(0));
+            let mut rest = slice - own;
+            for from in (0..level(class)).rev() {
+                passed[from] = rest.min(self.passed[from]);
+                self.passed[from] -= passed[from];
+                rest -= passed[from];
             }
-            self.own[level(class)] -= left;
+            self.own[level(class)] -= own;
             self.drawn[level(class)] += slice;
-        } else {
-            left = 0;
         }
         self.orders += 1;
         let stale = self.now + self.cycle_ns();
@@ -431,8 +445,8 @@ impl Model {
             slice,
             used: 0,
             passed,
-            own: left,
-            cycle,
+            own,
+            cycle: self.cycle,
             stale,
             order: self.orders,
         });

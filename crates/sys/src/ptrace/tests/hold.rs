@@ -63,6 +63,10 @@ fn held_threads_go_on_after_the_longest_time_though_nobody_releases_them() {
     };
     let held = hold(&child.process(), &[child.pid.cast_unsigned()], limits).unwrap();
     await_progress(words);
+    // They have been let go: no more time counts as held.
+    let length = held.elapsed();
+    await_progress(words);
+    assert_eq!(held.elapsed(), length);
     drop(held);
     words[0].store(1, Ordering::Relaxed);
     assert_eq!(child.exit_status(), 0);
