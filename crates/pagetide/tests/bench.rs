@@ -148,7 +148,7 @@ fn overcommit_compares_the_budget_with_all_memory_and_with_a_static_split() {
         "1",
         // Four real guests take minutes: a test of the kit has them.
         "--only",
-        "-vms",
+        "vms",
         "--json",
     ];
     let Some(report) = report_with_swap(&size) else {

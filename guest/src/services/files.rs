@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 const BUSYBOX: &str = "/bin/busybox";
 const ADDRESS: &str = "127.0.0.1:80";
-const FILE_BYTES: u64 = 64 << 10;
+const FILE_BYTES: usize = 64 << 10;
 const PATIENCE: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -41,7 +41,7 @@ impl Files {
         if !up.map_err(&failed)?.success() {
             return Err(failed(io::Error::other("the loopback does not come up")));
         }
-        let count = make_files(DATA_BYTES / FILE_BYTES)?;
+        let count = make_files(files_of(DATA_BYTES))?;
         let server = Command::new(BUSYBOX)
             .args(["httpd", "-f", "-p", ADDRESS, "-h", WORK])
             .stdin(Stdio::null())
@@ -59,7 +59,7 @@ impl Files {
     }
 
     fn check(&mut self, file: u64) -> Result<(), ServiceError> {
-        let mut answer = Vec::with_capacity(FILE_BYTES as usize + 512);
+        let mut answer = Vec::with_capacity(FILE_BYTES + 512);
         let fetched = TcpStream::connect(ADDRESS).and_then(|mut stream| {
             stream.write_all(format!("GET /{file} HTTP/1.0\r\n\r\n").as_bytes())?;
             stream.read_to_end(&mut answer)
@@ -106,9 +106,9 @@ pub(super) fn check_files(count: u64) -> Result<(), ServiceError> {
 
 /// How many files hold so much.
 pub(super) const fn files_of(bytes: u64) -> u64 {
-    bytes / FILE_BYTES
+    bytes / FILE_BYTES as u64
 }
 
 fn text(file: u64) -> Vec<u8> {
-    content(pattern::key(3, file, 0), FILE_BYTES as usize)
+    content(pattern::key(3, file, 0), FILE_BYTES)
 }

@@ -17,7 +17,7 @@ const VALUE_BYTES: usize = 1024;
 /// Of a request.
 const KEYS_A_REQUEST: u64 = 16;
 /// Written without waiting for an answer, while the data is made.
-const BATCH: u64 = 64;
+const BATCH: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(120);
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -52,8 +52,8 @@ impl Keys {
             generations: vec![0; usize::try_from(DATA_BYTES).unwrap_or(0) / VALUE_BYTES],
         };
         let all = keys.generations.len() as u64;
-        for first in (0..all).step_by(BATCH as usize) {
-            keys.write(&(first..all.min(first + BATCH)).collect::<Vec<_>>())?;
+        for first in (0..all).step_by(BATCH) {
+            keys.write(&(first..all.min(first + BATCH as u64)).collect::<Vec<_>>())?;
         }
         Ok(keys)
     }

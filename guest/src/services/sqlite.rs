@@ -12,7 +12,7 @@ const DATABASE: &str = "/tmp/service/rows.db";
 const BODY_BYTES: usize = 3900;
 const READS_A_REQUEST: u64 = 4;
 /// Rows written by one transaction, while the data is made.
-const BATCH: u64 = 256;
+const BATCH: usize = 256;
 
 /// See the module.
 pub(super) struct Rows {
@@ -55,9 +55,9 @@ impl Rows {
         all.ask("PRAGMA journal_mode = TRUNCATE;")?;
         all.tell("CREATE TABLE rows (id INTEGER PRIMARY KEY, body TEXT);")?;
         let count = count as u64;
-        for first in (0..count).step_by(BATCH as usize) {
+        for first in (0..count).step_by(BATCH) {
             all.tell("BEGIN;")?;
-            for id in first..count.min(first + BATCH) {
+            for id in first..count.min(first + BATCH as u64) {
                 all.tell(&format!(
                     "INSERT INTO rows VALUES ({id}, '{}');",
                     body(id, 0)
