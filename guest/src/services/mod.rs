@@ -331,12 +331,15 @@ mod tests {
 
     #[test]
     fn requests_are_counted_while_measured_and_a_wrong_one_is_told_with_the_next_order() {
-        let requests = Arc::new(AtomicU64::new(0));
         let begin = |fails_at| {
-            let requests = Arc::clone(&requests);
-            Serving::begin(Box::new(Counter { requests, fails_at }), 5)
+            let requests = Arc::new(AtomicU64::new(0));
+            let counter = Counter {
+                requests: Arc::clone(&requests),
+                fails_at,
+            };
+            (requests, Serving::begin(Box::new(counter), 5))
         };
-        let serving = begin(u64::MAX);
+        let (requests, serving) = begin(u64::MAX);
         let mut served = 0;
         while served == 0 {
             let answer = serving.measure(Duration::from_millis(5)).expect("served");
@@ -346,11 +349,9 @@ mod tests {
             assert_eq!(words.len(), 2 + times, "{answer}");
         }
         assert!(served <= requests.load(Relaxed));
-        requests.store(0, Relaxed);
-        let failing = begin(0);
-        while failing.failed.lock().expect("no panic").is_none() {
+        let (_, failing) = begin(3);
+        while lock(&failing.failed).is_none() {
             thread::yield_now();
-            requests.store(0, Relaxed);
         }
         let mut serving = Some(failing);
         let error = obey("measure 5", 1, &mut serving).expect_err("it failed");
