@@ -42,6 +42,9 @@ pub enum BenchName {
     IopfScale,
     /// Faults of two busy VMs that are scanned and evicted from meanwhile, over the same without
     Schedule,
+    /// Requests of VMs that demand half again their budget, over those with all memory and over kernel zram; and
+    /// two VMs whose working sets change, over a static split
+    Overcommit,
     /// Translation requests per second of the performance model
     Sim,
     /// What evicted memory costs, in memory, with the paper's mix of pages: content, fragmentation, metadata

@@ -88,6 +88,13 @@ pub const fn of_load(load: Load) -> &'static [Program] {
     }
 }
 
+/// The shell of sqlite.
+pub const SQLITE: Program = Program {
+    package: "sqlite3",
+    path: "/usr/bin/sqlite3",
+    name: "bin/sqlite3",
+};
+
 impl Program {
     /// The program and its shared objects.
     ///
@@ -98,23 +105,42 @@ impl Program {
         if !Path::new(path).exists() {
             return Err(ProgramError::Missing { path, package });
         }
-        let output = Command::new("ldd").arg(path).output()?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(ProgramError::Objects(format!("{path}: {said}")));
-        }
-        let list = String::from_utf8_lossy(&output.stdout);
-        let mut additions = vec![Addition::copy(Path::new(path), self.name)];
-        for object in objects(&list)? {
-            let name = object
-                .strip_prefix("/")
-                .unwrap_or(&object)
-                .to_string_lossy()
-                .into_owned();
-            additions.push(Addition::copy(&object, &name));
-        }
-        Ok(additions)
+        with_objects(Path::new(path), self.name)
     }
+}
+
+/// The compiler proper of gcc, as `bin/cc1`, and its shared objects. Its path has gcc's version in it.
+///
+/// # Errors
+/// gcc or a shared object is not installed.
+pub fn compiler() -> Result<Vec<Addition>, ProgramError> {
+    let (path, package) = ("gcc", "gcc");
+    let asked = Command::new(path).arg("-print-prog-name=cc1").output();
+    let Ok(answer) = asked else {
+        return Err(ProgramError::Missing { path, package });
+    };
+    let cc1 = String::from_utf8_lossy(&answer.stdout).trim().to_owned();
+    with_objects(Path::new(&cc1), "bin/cc1")
+}
+
+/// The program at `path` as `name`, and its shared objects.
+fn with_objects(path: &Path, name: &str) -> Result<Vec<Addition>, ProgramError> {
+    let output = Command::new("ldd").arg(path).output()?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(ProgramError::Objects(format!("{}: {said}", path.display())));
+    }
+    let list = String::from_utf8_lossy(&output.stdout);
+    let mut additions = vec![Addition::copy(path, name)];
+    for object in objects(&list)? {
+        let name = object
+            .strip_prefix("/")
+            .unwrap_or(&object)
+            .to_string_lossy()
+            .into_owned();
+        additions.push(Addition::copy(&object, &name));
+    }
+    Ok(additions)
 }
 
 /// The paths in an answer of `ldd`.
