@@ -123,6 +123,7 @@ pub enum Counter {
     PoisonedPages,
     FilledPages,
     JoinedFaults,
+    SwappedInAheadPages,
 }
 
 /// Why a pool cannot be created or used.
