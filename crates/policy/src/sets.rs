@@ -12,7 +12,7 @@
 //!   not touched for the time of its set: one set colder          (see `set_times.rs`)
 //! ```
 //! New sections and those that came back by a fault are Active: in between, on the warm side.
-//! A section that was swapped in ahead of any touch is Inactive until it is touched.
+//! A section that was swapped in ahead of any touch is Cool until it is touched.
 //!
 //! # Order of arrival
 //! Within a set the first to arrive is the coldest. A touch of a section that is Hot already counts as
@@ -336,9 +336,10 @@ impl HotColdSets {
         self.refill(section, Level::Active, Used::Yes);
     }
 
-    /// `section` has pages again that nobody has asked for yet: Inactive, if it was empty.
+    /// `section` has pages again that nobody has asked for yet: Cool, if it was empty. The next scan may find it
+    /// touched only because its pages were mapped just now; a second one shows that it is in use.
     pub fn filled_ahead(&mut self, section: SectionNo) {
-        self.refill(section, Level::Inactive, Used::NotYet);
+        self.refill(section, Level::Cool, Used::NotYet);
     }
 
     fn refill(&mut self, section: SectionNo, to: Level, used: Used) {

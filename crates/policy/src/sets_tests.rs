@@ -181,7 +181,7 @@ fn emptied_section_is_not_offered_until_it_is_touched_or_filled() {
     all.sets.filled(SectionNo(1));
     assert_eq!(all.level(1), Some(Level::Active));
     all.sets.filled_ahead(SectionNo(3));
-    assert_eq!(all.level(3), Some(Level::Inactive));
+    assert_eq!(all.level(3), Some(Level::Cool));
     assert_eq!(numbers(all.sets.empty_sections()), []);
     // What is in a set already stays where it is.
     all.sets.filled(SectionNo(2));
@@ -208,6 +208,9 @@ fn section_is_in_use_if_it_was_touched_or_came_back_and_has_not_sunk_since() {
     all.sets.filled(SectionNo(3));
     assert_eq!(in_use(&all), [0, 3]);
     all.sets.used(named(&[1, 2, 4]));
+    assert_eq!(in_use(&all), [0, 1, 3, 4]);
+    all.sets.used(named(&[2]));
+    all.sets.used(named(&[2]));
     assert_eq!(in_use(&all), [0, 1, 2, 3, 4]);
     // Once it is empty: whether it was in use when it was emptied.
     all.sets.emptied(SectionNo(0));
@@ -421,7 +424,7 @@ fn sets_equal_those_that_visit_every_section_over_random_scans() {
                 }
                 5 => {
                     sets.filled_ahead(SectionNo(section));
-                    model.filled(section, Level::Inactive);
+                    model.filled(section, Level::Cool);
                 }
                 6 if step % 11 == 0 => {
                     times = some_times(&mut random);

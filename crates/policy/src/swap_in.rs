@@ -25,12 +25,14 @@
 //! [`Headroom::spare_pages`]: crate::watermarks::Headroom::spare_pages
 
 use crate::{
+    cells::List,
+    links::Links,
     prefetch::WAITING_MAX,
     section_set::SectionSet,
     sets::{HotColdSets, Level},
 };
 use pagetide_addr::SectionNo;
-use std::{collections::VecDeque, time::Duration};
+use std::time::Duration;
 
 /// For how long a section is known to have been in use: the time over which the paper measures cold memory
 /// (2.1.3).
@@ -97,39 +99,57 @@ impl Waiting {
     }
 }
 
+/// Since when a section waits.
+#[derive(Clone, Copy, Debug)]
+struct Since {
+    at: Duration,
+    is_begun: bool,
+}
+
 /// Sections that wait, each once.
 #[derive(Debug, Default)]
 struct Queue {
-    waiting: VecDeque<Waiting>,
-    there: SectionSet,
+    sections: Links<Since>,
+    /// The latest last.
+    waiting: List,
 }
 
 impl Queue {
-    /// Waits as the first; the last leave if there are too many.
-    fn push(&mut self, waiting: Waiting) {
-        if !self.there.insert(waiting.section) {
-            return;
+    /// Waits as the latest; the first leaves if there are too many.
+    fn push(&mut self, new: Waiting) {
+        if let Some(slot) = self.sections.find(new.section) {
+            self.sections.remove(&mut self.waiting, slot);
         }
-        self.waiting.push_front(waiting);
-        if self.waiting.len() > WAITING_MAX
-            && let Some(last) = self.waiting.pop_back()
+        let since = Since {
+            at: new.at,
+            is_begun: new.is_begun,
+        };
+        self.sections
+            .insert_last(&mut self.waiting, new.section, since);
+        if self.waiting.len() > WAITING_MAX as u64
+            && let Some(first) = self.waiting.first()
         {
-            self.there.remove(last.section);
+            self.sections.remove(&mut self.waiting, first);
         }
     }
 
     fn pop(&mut self) -> Option<Waiting> {
-        let first = self.waiting.pop_front()?;
-        self.there.remove(first.section);
-        Some(first)
+        let latest = self.waiting.last()?;
+        let Since { at, is_begun } = *self.sections.value(latest);
+        let section = self.sections.remove(&mut self.waiting, latest);
+        Some(Waiting {
+            section,
+            at,
+            is_begun,
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.waiting.len() == 0
     }
 
     fn clear(&mut self) {
         while self.pop().is_some() {}
-    }
-
-    fn bytes(&self) -> u64 {
-        (self.waiting.capacity() * size_of::<Waiting>()) as u64 + self.there.bytes()
     }
 }
 
@@ -176,10 +196,10 @@ impl SwapIn {
     /// What is wanted first, if anything.
     #[must_use]
     pub fn wanted(&self) -> Option<Wanted> {
-        if !self.together.waiting.is_empty() {
+        if !self.together.is_empty() {
             return Some(Wanted::Together);
         }
-        (!self.ahead.waiting.is_empty()).then_some(Wanted::Ahead)
+        (!self.ahead.is_empty()).then_some(Wanted::Ahead)
     }
 
     /// The next section to be filled. Those that are cold by now, or have waited for too long, are forgotten.
@@ -219,7 +239,7 @@ impl SwapIn {
     /// Memory it takes, in bytes, about.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.short.bytes() + self.ahead.bytes() + self.together.bytes()
+        self.short.bytes() + self.ahead.sections.bytes() + self.together.sections.bytes()
     }
 }
 
@@ -236,7 +256,6 @@ mod tests {
     use super::*;
     use crate::set_times::TIME_MIN;
     use pagetide_random::SplitMix64;
-    use std::collections::BTreeSet;
 
     const NOW: Duration = Duration::from_secs(100);
     const A: SectionNo = SectionNo(1);
@@ -262,7 +281,8 @@ mod tests {
         let all: Vec<u64> = (0..3)
             .filter_map(|_| next(&mut swap_in, Wanted::Ahead, NOW, &sets))
             .collect();
-        assert_eq!(all, [2, 1]);
+        // The first was evicted once more, after the second.
+        assert_eq!(all, [1, 2]);
         assert_eq!(swap_in.wanted(), None);
     }
 
@@ -351,16 +371,14 @@ mod tests {
                 assert_eq!(next(&mut swap_in, Wanted::Ahead, NOW, &sets), model.pop());
             } else {
                 swap_in.evicted(SectionNo(section), NOW, Use::Lately);
-                if !model.contains(&section) {
-                    model.push(section);
-                    let surplus = model.len().saturating_sub(WAITING_MAX);
-                    model.drain(..surplus);
-                }
+                model.retain(|other| *other != section);
+                model.push(section);
+                let surplus = model.len().saturating_sub(WAITING_MAX);
+                model.drain(..surplus);
             }
-            assert_eq!(swap_in.ahead.waiting.len(), model.len());
-            assert_eq!(swap_in.ahead.there.len(), model.len() as u64);
+            assert_eq!(swap_in.ahead.waiting.len(), model.len() as u64);
         }
-        let there: BTreeSet<SectionNo> = swap_in.ahead.there.iter().collect();
-        assert_eq!(there, model.into_iter().map(SectionNo).collect());
+        let left = std::iter::from_fn(|| next(&mut swap_in, Wanted::Ahead, NOW, &sets));
+        assert!(left.eq(model.into_iter().rev()));
     }
 }

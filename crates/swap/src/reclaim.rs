@@ -445,7 +445,7 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
         let is_stored = |state| matches!(state, PageState::Stored(_));
         let stored = table.pages_in_state(section, is_stored);
         let mut pages = 0;
-        for run in stored.runs(section).flat_map(in_steps) {
+        for run in stored.runs(section).into_iter().flat_map(in_steps) {
             let goes_on = pages == 0 || self.pace.may_stay() || self.pace.go_on();
             let filled = match goes_on && pages < pages_max {
                 true => self.fill(run),

@@ -447,7 +447,7 @@ fn swap_in_fills_all_that_is_stored_whatever_a_fault_may_read_ahead_and_counts_a
     assert_eq!(space.fault(&more, Wait::Never), Some(installed(0)));
     vm.rooms.make_room();
     let ahead = Cause::Readahead(Readahead::Next(PageNo(12).run(2)));
-    space.fault(&ahead, Wait::Never).unwrap();
+    assert_eq!(space.fault(&ahead, Wait::Never), Some(installed(0b11)));
     assert_eq!(vm.rooms.refilled(), [(SectionNo(0), 2)]);
 }
 

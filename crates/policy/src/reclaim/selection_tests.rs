@@ -279,7 +279,7 @@ fn only_what_was_in_use_comes_back_and_not_what_a_client_has_had_evicted() {
     assert_eq!(selection.wanted_back(), None);
     // A guess is the first to go.
     let level = selection.sets().level(SectionNo(3));
-    assert_eq!(level, Some(Level::Inactive));
+    assert_eq!(level, Some(Level::Cool));
     let (_, selection) = after_eviction(Need::Wish);
     assert_eq!(selection.wanted_back(), None);
 }
