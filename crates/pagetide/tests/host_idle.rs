@@ -153,10 +153,20 @@ fn idle_vm_shrinks_by_itself_and_has_its_memory_back_at_once_when_it_wakes() {
     touch(&ram, 0..RAM_BYTES / PAGE_BYTES);
 }
 
+/// Ends a thread, also when the test fails meanwhile.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Uses part of the RAM again and again, until its faults are below a hundredth of those of the first second.
 fn wakes(ram: &SharedMapping, daemon: &mut Daemon) {
     let ends = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ending = Ending(&ends);
         let begun = Instant::now();
         scope.spawn(|| {
             let pages = (0..USED_BYTES / PAGE_BYTES).cycle();
@@ -174,7 +184,6 @@ fn wakes(ram: &SharedMapping, daemon: &mut Daemon) {
             seconds.last().is_some_and(|last| *last * 100 < seconds[0])
         });
         let used = number(&daemon.vm(), "resident_bytes");
-        ends.store(true, Relaxed);
         assert!(used + 2 * MIB >= USED_BYTES, "{used} resident");
         eprintln!("faults in each second: {seconds:?}");
     });

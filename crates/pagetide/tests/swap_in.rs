@@ -191,10 +191,20 @@ fn what_was_in_use_comes_back_untouched_when_the_limit_is_raised_and_nothing_is_
     ram.verify();
 }
 
+/// Ends a thread, also when the test fails meanwhile.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Uses part of the RAM again and again until `is_enough`.
 fn use_until(ram: &Ram, daemon: &mut Daemon, is_enough: impl Fn(&Daemon) -> bool) {
     let ends = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ending = Ending(&ends);
         scope.spawn(|| {
             let pages = (0..USED_BYTES / PAGE_BYTES).cycle();
             pages
@@ -202,7 +212,6 @@ fn use_until(ram: &Ram, daemon: &mut Daemon, is_enough: impl Fn(&Daemon) -> bool
                 .for_each(|page| ram.touch(page));
         });
         daemon.until("many evictions", &is_enough);
-        ends.store(true, Relaxed);
     });
 }
 
