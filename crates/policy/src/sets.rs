@@ -115,8 +115,9 @@ struct SectionHeat {
     /// When it arrived in its list.
     since: Tick,
     /// Its list, whether it was used since it was last empty or added (of an empty one: whether it was in use
-    /// when it was emptied), and a mark: the last scan that saw it touched, or the last look that found it there. The marks wrap around after 2^28 scans, which take years;
-    /// a section that was not touched in all that time would be wrong for one scan.
+    /// when it was emptied), and a mark: the last scan that saw it touched, or the last look that found it
+    /// there. The marks wrap around after 2^28 scans, which take years; a section that was not touched in all
+    /// that time would be wrong for one scan.
     packed: u32,
 }
 
