@@ -412,6 +412,8 @@ report! {
         protected_devices: Vec<DeviceProtectionReport> => skip,
         /// Pages swapped in along with a faulting neighbour.
         readahead_pages: u64 => counter,
+        /// Pages swapped in before anything asked for them: they were in use when they were evicted, their section is in use again, or (swap-in-together) one that was evicted with them.
+        swapped_in_ahead_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
         discarded_pages: u64 => counter,
         /// Fills that went over the limit because nothing could be evicted first.

@@ -18,6 +18,7 @@ use crate::percent::Percent;
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::scheduler::{IdleTimeChoice, ShareList};
+use pagetide_policy::{set_times::SetTimes, swap_in::Together};
 use pagetide_report::size::ByteSize;
 
 /// Documentation of one setting.
@@ -94,6 +95,25 @@ pub enum TrackerChoice {
     Idle,
     /// All pages are unmapped at each scan: for comparison.
     Whole,
+}
+
+/// Something that is done or not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Switch {
+    /// It is done.
+    On,
+    /// It is not.
+    Off,
+}
+
+impl From<Switch> for Together {
+    fn from(switch: Switch) -> Self {
+        match switch {
+            Switch::On => Self::On,
+            Switch::Off => Self::Off,
+        }
+    }
 }
 
 /// Form of the log on stderr.
@@ -262,6 +282,10 @@ settings! {
     tracker: TrackerChoice = "auto",
     /// Most that finding its hot memory may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's
     tracker_cost: Percent = "0.5%",
+    /// How long a section of a VM stays in each of the sets between hot and cold: quick (known within a minute), paper (ten minutes from hot to cold), or either with other times, such as paper:scan=30s,hot=5min,warm=2min,active=2min,inactive=2min,cool=1min; scan is the time between two scans while cold memory is wanted
+    set_times: SetTimes = "quick",
+    /// Whether a vCPU's or device's fault has the rest of its 2 MiB section swapped in by background work, as far as the limit leaves room: on or off
+    swap_in_together: Switch = "off",
     /// The most that resident memory and pools of all VMs may take together, or off. What was set while the daemon ran is kept over its restarts, until one of the settings of the budget is changed
     host_budget: BudgetSetting = "off",
     /// Free below this, a page that is swapped in first has others of its VM evicted: a share of the budget, or a size
@@ -407,6 +431,14 @@ impl std::str::FromStr for Count {
     }
 }
 
+impl std::str::FromStr for Switch {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        <Self as ValueEnum>::from_str(text, false)
+    }
+}
+
 impl std::str::FromStr for LogFormat {
     type Err = String;
 
@@ -529,7 +561,13 @@ mod tests {
 
     #[test]
     fn value_of_wrong_type_or_out_of_range_is_an_error_with_its_line() {
-        for text in ["engines = \"two\"", "engines = 0", "engine-poll-us = -1"] {
+        for text in [
+            "engines = \"two\"",
+            "engines = 0",
+            "engine-poll-us = -1",
+            "set-times = \"paper:hot=0s\"",
+            "swap-in-together = \"yes\"",
+        ] {
             let error = file(text).unwrap_err().to_string();
             assert!(error.contains("line 1"), "{error}");
         }

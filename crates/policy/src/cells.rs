@@ -4,8 +4,8 @@
 //! ```text
 //!   List { first ─────────────► cell ◄──► cell ◄──► cell ◄───────────── last }
 //! ```
-//! One vector of cells serves any number of lists; a cell is in one of them, or in none. Every step is O(1),
-//! including the joining of two lists and the rotation of one. The owners, `links.rs` and `dense_links.rs`,
+//! One vector of cells serves any number of lists; a cell is in one of them, or in none. Every step is O(1).
+//! The owners, `links.rs` and `dense_links.rs`,
 //! know which section a cell is for, and which cells are free.
 
 use crate::chunks::push;
@@ -156,20 +156,6 @@ impl<T> Cells<T> {
             None => list.last = before,
         }
         list.len -= 1;
-    }
-
-    /// Puts all of `more` at the end of `list`.
-    pub(crate) fn append(&mut self, list: &mut List, more: List) {
-        let (Some(last), Some(first)) = (list.last, more.first) else {
-            if list.len == 0 {
-                *list = more;
-            }
-            return;
-        };
-        self.at_mut(last).after = Some(first);
-        self.at_mut(first).before = Some(last);
-        list.last = more.last;
-        list.len += more.len;
     }
 }
 

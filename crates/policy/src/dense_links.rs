@@ -136,11 +136,6 @@ impl<T: Copy + Default> DenseLinks<T> {
     pub(crate) fn take_out(&mut self, list: &mut List, slot: Slot) {
         self.cells.take_out(list, slot);
     }
-
-    /// Puts all of `more` at the end of `list`.
-    pub(crate) fn append(&mut self, list: &mut List, more: List) {
-        self.cells.append(list, more);
-    }
 }
 
 #[cfg(test)]
@@ -174,7 +169,7 @@ mod tests {
         model: &mut Model,
     ) {
         let section = [50, 1 << 40][random.index(2)] + random.below(20);
-        let [from, to] = [random.index(3), random.index(3)];
+        let to = random.index(3);
         let place = (0..3).find_map(|list| {
             let at = model[list].iter().position(|entry| entry.0 == section)?;
             Some((list, at))
@@ -182,12 +177,6 @@ mod tests {
         let slot = links.find(SectionNo(section));
         assert_eq!(slot.is_some(), place.is_some());
         match (slot, place) {
-            _ if from != to && random.below(12) == 0 => {
-                let more = std::mem::take(&mut lists[from]);
-                links.append(&mut lists[to], more);
-                let more = std::mem::take(&mut model[from]);
-                model[to].extend(more);
-            }
             (Some(slot), Some((list, at))) if random.below(2) == 0 => {
                 links.remove(&mut lists[list], slot);
                 model[list].remove(at);

@@ -7,21 +7,23 @@
 //!
 //! - [`watermarks`]: when reclaim begins and ends; [`reclaim`]: what the reclaim thread does, and which
 //!   sections it unmaps and evicts.
-//! - [`sets`]: how hot each section is; [`victims`]: which one is evicted next.
+//! - [`sets`]: how hot each section is, with its [`set_times`]; [`victims`]: which one is evicted next.
 //! - [`sampling`]: which pages are watched to learn that, by a [`tracker`]; [`candidates`]: sections selected for
 //!   eviction.
 //! - [`budget`]: how much memory each VM of a host may have.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
 //!   [`prefetch`]: which sections are filled before a device asks for them.
+//! - [`swap_in`]: which sections come back before a vCPU asks for them.
 //! - [`scheduler`]: when the threads that do all this may use CPU time.
 //!
 //! ```
 //! use pagetide_addr::SectionNo;
-//! use pagetide_policy::sets::{Drift, HotColdSets, Level};
+//! use pagetide_policy::sets::{HotColdSets, Level};
+//! use std::time::Duration;
 //!
 //! let mut sets = HotColdSets::new(2);
-//! for _scan in 0..3 {
-//!     sets.scanned([SectionNo(1)], Drift::OneSet);
+//! for scan in 1..=3 {
+//!     sets.scanned(Duration::from_secs(5 * scan), [SectionNo(1)]);
 //! }
 //! assert_eq!(sets.level(SectionNo(0)), Some(Level::Cold));
 //! assert_eq!(sets.level(SectionNo(1)), Some(Level::Hot));
@@ -40,9 +42,11 @@ pub mod reclaim;
 pub mod sampling;
 pub mod scheduler;
 mod section_set;
+pub mod set_times;
 pub mod sets;
 #[cfg(test)]
 mod sets_tests;
+pub mod swap_in;
 pub mod tracker;
 pub mod victims;
 pub mod watermarks;

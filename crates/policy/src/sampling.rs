@@ -15,7 +15,7 @@
 //! ```
 //! What a sample misses: in a section where one page in `n` is used between two sweeps, it finds a
 //! use with probability `1 - (1 - 1/n)^8`: 0.66 for every eighth page, 0.02 for one page of
-//! 512. Such a section drifts to the cold sets. It is then unmapped as a whole and checked once more
+//! 512. Such a section sinks to the cold sets. It is then unmapped as a whole and checked once more
 //! before any of it is evicted ([`crate::candidates`]); pages mapped again stay.
 //!
 //! # What it costs
@@ -42,12 +42,13 @@ use std::{collections::HashMap, time::Duration};
 
 /// Pages of a section that are watched from one sweep to the next.
 pub const SAMPLE_PAGES: usize = 8;
-/// A sweep takes at least this long while cold sections are wanted.
+/// A sweep takes at least this long while cold sections are wanted, unless another time is set.
 pub const SWEEP_WANTED: Duration = Duration::from_secs(5);
 /// The same after an attach, until [`SWEEPS_TO_KNOW`] sweeps have been made: cold memory is known within a
 /// minute where the cost allows it. The cost bounds sweeps of large or busy VMs to a slower pace.
 pub const SWEEP_FIRST: Duration = Duration::from_secs(10);
-/// After so many sweeps a section that was not touched has drifted to the coldest set.
+/// After so many sweeps a section that was not touched is in the coldest set, with the times of
+/// [`SetTimes::QUICK`](crate::set_times::SetTimes::QUICK).
 pub const SWEEPS_TO_KNOW: u64 = 5;
 /// The same as long as cold sections are not wanted.
 pub const SWEEP_IDLE: Duration = Duration::from_secs(240);
@@ -275,13 +276,13 @@ pub enum Want {
 }
 
 impl Want {
-    /// A sweep takes at least this long.
+    /// A sweep takes at least this long, if it is to take at least `scan` while cold sections are wanted.
     #[must_use]
-    pub const fn sweep_min(self) -> Duration {
+    pub const fn sweep_min(self, scan: Duration) -> Duration {
         match self {
             Self::Little => SWEEP_IDLE,
             Self::First => SWEEP_FIRST,
-            Self::Much | Self::Pressed => SWEEP_WANTED,
+            Self::Much | Self::Pressed => scan,
         }
     }
 }
@@ -328,6 +329,7 @@ impl Account {
 #[derive(Debug)]
 pub struct Pace {
     share_ppm: u64,
+    scan: Duration,
     guest: Account,
     own: Account,
     seen: Option<(Duration, Duration)>,
@@ -346,12 +348,18 @@ impl Pace {
         };
         Self {
             share_ppm: share_ppm.into(),
+            scan: SWEEP_WANTED,
             guest: full(),
             own: full(),
             seen: None,
             wanted_left: 0,
             owed_left: 0,
         }
+    }
+
+    /// From now on a sweep takes at least `scan` while cold sections are wanted.
+    pub fn set_scan(&mut self, scan: Duration) {
+        self.scan = scan;
     }
 
     /// Number of sections, out of `of`, that may be sampled now. `cpu` is the CPU time of the VMM
@@ -367,7 +375,7 @@ impl Pace {
         self.guest
             .earn(self.share_of(used.max(passed / ASLEEP_PARTS)));
         self.own.earn(self.share_of(passed) * factor);
-        let wanted = portion(&mut self.wanted_left, of, passed, want.sweep_min());
+        let wanted = portion(&mut self.wanted_left, of, passed, want.sweep_min(self.scan));
         let owed = portion(&mut self.owed_left, of, passed, SWEEP_MAX);
         // At the first call nothing is known and both accounts are full.
         let wanted = if passed == 0 { of } else { wanted };
@@ -463,8 +471,8 @@ mod tests {
     fn sweep_comes_by_each_section_and_by_hot_ones_seldom() {
         let mut sets = HotColdSets::default();
         sets.follow((0..8).map(SectionNo));
-        for _ in 0..4 {
-            sets.scanned([SectionNo(6), SectionNo(7)], crate::sets::Drift::OneSet);
+        for scan in 1..=4 {
+            sets.scanned(scan * SECOND, [SectionNo(6), SectionNo(7)]);
         }
         assert_eq!(sets.level(SectionNo(7)), Some(Level::Hot));
         let mut sampler = Sampler::new(1);
@@ -539,6 +547,10 @@ mod tests {
         assert!((8191..=8193).contains(&looked), "{looked}");
         let looked = run(&mut pace, 50, 1, (1, 1), Want::Much);
         assert!((81_000..=82_000).contains(&looked), "{looked}");
+        pace.set_scan(10 * SECOND);
+        let looked = run(&mut pace, 50, 1, (1, 1), Want::Much);
+        assert!((40_900..=41_000).contains(&looked), "{looked}");
+        pace.set_scan(SWEEP_WANTED);
         let calm = run(&mut pace, 100, 1, (1, 15_000), Want::Much);
         let pressed = run(&mut pace, 100, 1, (1, 15_000), Want::Pressed);
         assert!(pressed > 3 * calm, "{calm} {pressed}");

@@ -25,15 +25,16 @@
 //! So the third pass is left out as long as free memory is above the low watermark, or if there was
 //! no time to try all the others.
 
-use crate::sets::{Drift, HotColdSets, Level};
+use crate::{
+    set_times::SetTimes,
+    sets::{HotColdSets, Level},
+};
 use pagetide_addr::SectionNo;
 use std::time::Duration;
 
 /// How long a page must have been unmapped before it may be evicted. A reference that a copy in the
 /// kernel took just before the unmapping is gone by then.
 pub const UNMAPPED_MIN: Duration = Duration::from_millis(50);
-/// Sections drift towards cold at most this often, however often the VM is scanned under pressure.
-pub const DRIFT_MIN: Duration = Duration::from_secs(1);
 
 /// Times that one reclaim tries again before it gives up for now.
 const TRIES_MAX: u32 = 4;
@@ -120,7 +121,6 @@ pub struct Reclaimed {
 #[derive(Debug, Default)]
 pub struct Victims {
     sets: HotColdSets,
-    drifted_at: Option<Duration>,
 }
 
 impl Victims {
@@ -135,27 +135,35 @@ impl Victims {
         &self.sets
     }
 
+    /// From now on these times hold.
+    pub fn set_times(&mut self, times: SetTimes) {
+        self.sets.set_times(times);
+    }
+
+    /// It is `now`.
+    pub fn passed(&mut self, now: Duration) {
+        self.sets.passed(now);
+    }
+
     /// A scan has found that exactly these sections were touched since the previous one. `now` is
     /// when the last page was unmapped. The cost is proportional to the sections touched.
     pub fn scanned(&mut self, now: Duration, touched: impl IntoIterator<Item = SectionNo>) {
-        let is_late = |at: Duration| now.saturating_sub(at) >= DRIFT_MIN;
-        let drift = if self.drifted_at.is_none_or(is_late) {
-            self.drifted_at = Some(now);
-            Drift::OneSet
-        } else {
-            Drift::None
-        };
-        self.sets.scanned(touched, drift);
+        self.sets.scanned(now, touched);
     }
 
     /// These sections were found in use between two scans.
     pub fn used(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
-        self.sets.scanned(sections, Drift::None);
+        self.sets.used(sections);
     }
 
     /// `section` had lost all its pages, and has some again.
     pub fn filled(&mut self, section: SectionNo) {
         self.sets.filled(section);
+    }
+
+    /// `section` had lost all its pages, and has some again that nobody asked for yet.
+    pub fn filled_ahead(&mut self, section: SectionNo) {
+        self.sets.filled_ahead(section);
     }
 
     /// `section` has lost all its pages, by other means than a pass.
@@ -213,13 +221,14 @@ impl Victims {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::set_times::TIME_MIN;
 
     /// Sections 0 and 1 are cold, 2 is cool, 3 is hot; 1 and 3 are protected.
     fn victims() -> Victims {
         let mut victims = Victims::default();
         victims.follow((0..4).map(SectionNo));
         for (scan, touched) in [&[2, 3][..], &[3], &[3], &[3]].iter().enumerate() {
-            let at = DRIFT_MIN * u32::try_from(scan).unwrap();
+            let at = TIME_MIN * u32::try_from(scan + 1).unwrap();
             victims.scanned(at, touched.iter().copied().map(SectionNo));
         }
         let levels = (0..4).map(|section| victims.sets().level(SectionNo(section)).unwrap());
@@ -320,16 +329,16 @@ mod tests {
     }
 
     #[test]
-    fn scans_in_quick_succession_let_nothing_drift() {
+    fn scans_in_quick_succession_let_nothing_sink() {
         let mut victims = Victims::default();
         victims.follow([SectionNo(0)]);
         for scan in 0..20 {
-            victims.scanned(DRIFT_MIN / 20 * scan, []);
+            victims.scanned(TIME_MIN / 20 * scan, []);
         }
-        let level = victims.sets().level(SectionNo(0));
-        assert_eq!(level, Some(Level::Inactive), "one drift, at the first scan");
-        victims.scanned(DRIFT_MIN, []);
-        assert_eq!(victims.sets().level(SectionNo(0)), Some(Level::Cool));
+        let level = |victims: &Victims| victims.sets().level(SectionNo(0));
+        assert_eq!(level(&victims), Some(Level::Active));
+        victims.scanned(TIME_MIN, []);
+        assert_eq!(level(&victims), Some(Level::Inactive));
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //!     │   ╲ 3 %
 //!   high watermark ─ reclaim ends
 //!     │   ╲ 6 %
-//!   ──────────────── cold sections are kept ready for eviction from here on
+//!   ──────────────── cold sections are kept ready for eviction from here on; beyond it memory is spare,
+//!                    and what was in use lately comes back into it ([`crate::swap_in`])
 //! ```
 //! Watermarks are named for what is *free* under the limit: free memory falls below low, and rises
 //! above high. The daemon's limit and a replay both ask here.
@@ -81,6 +82,29 @@ impl Headroom {
         }
     }
 
+    /// Pages that can come before reclaim begins; `u64::MAX` without a limit.
+    #[must_use]
+    pub fn pages_above_low(self) -> u64 {
+        self.pages_above(LOW_PERMILLE)
+    }
+
+    /// Pages that can come unasked: with fewer than twice the high watermark free, cold sections would be made
+    /// ready for eviction. `u64::MAX` without a limit.
+    #[must_use]
+    pub fn spare_pages(self) -> u64 {
+        self.pages_above(2 * HIGH_PERMILLE)
+    }
+
+    fn pages_above(self, permille: i64) -> u64 {
+        match self {
+            Self::Unlimited => u64::MAX,
+            Self::Limited {
+                limit_pages,
+                free_pages,
+            } => u64::try_from(free_pages.saturating_sub(part(limit_pages, permille))).unwrap_or(0),
+        }
+    }
+
     /// Pages that should be ready for eviction, so that a fill that finds no room need not wait until
     /// they have aged: as many as the high watermark, while fewer than twice as many are free. 0 if
     /// the limit is far.
@@ -135,6 +159,28 @@ mod tests {
         let none = Headroom::Unlimited;
         assert!(!none.is_below_low() && !none.is_limited() && !none.is_over());
         assert_eq!((none.pages_to_high(), none.reserve_pages()), (0, 0));
+    }
+
+    #[test]
+    fn pages_come_unasked_as_long_as_none_need_be_made_ready_for_eviction() {
+        for (free, above_low, spare) in [
+            (-1, 0, 0),
+            (1500, 0, 0),
+            (1600, 100, 0),
+            (6000, 4500, 0),
+            (6001, 4501, 1),
+            (100_000, 98_500, 94_000),
+        ] {
+            let headroom = of(100_000, free);
+            let found = (headroom.pages_above_low(), headroom.spare_pages());
+            assert_eq!(found, (above_low, spare), "{free} free");
+            assert!(spare == 0 || headroom.reserve_pages() == 0);
+        }
+        let none = Headroom::Unlimited;
+        assert_eq!(
+            (none.pages_above_low(), none.spare_pages()),
+            (u64::MAX, u64::MAX)
+        );
     }
 
     #[test]

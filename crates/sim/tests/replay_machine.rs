@@ -5,6 +5,7 @@
 use pagetide_addr::{Access, DeviceId, SectionNo};
 use pagetide_policy::{
     candidates::Ready,
+    prefetch::{Prefetched, Rest},
     protect::{Fate, Protector, Touch},
     reclaim::{
         Attempt, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection, Situation, Unmapped,
@@ -87,6 +88,7 @@ struct Counts {
     wasted: u64,
     protected_section_ms: u64,
     brought_back_section_ms: u64,
+    ahead: u64,
     first_faults: u64,
 }
 
@@ -106,6 +108,7 @@ impl Counts {
             protected_section_ms: u64::try_from(protected_ms).unwrap(),
             brought_back_section_ms: u64::try_from(account.brought_back.section_ns / 1_000_000)
                 .unwrap(),
+            ahead: account.swapped_in_ahead,
             first_faults: account.devices.iter().map(|d| d.first_faults).sum(),
         }
     }
@@ -182,6 +185,21 @@ impl Sections for Pages {
 
     fn offer(&mut self, ready: Vec<Ready>) {
         self.reserve = ready;
+    }
+
+    fn swap_in(&mut self, section: SectionNo, _: u64) -> Option<Prefetched> {
+        let is_absent = !self.present.contains(&section);
+        let has_room = self.free() >= SECTION_PAGES;
+        let (pages, rest) = match (is_absent, has_room) {
+            (true, true) => (16, Rest::None),
+            (true, false) => (0, Rest::Some),
+            (false, _) => (0, Rest::None),
+        };
+        if pages > 0 {
+            self.present.insert(section);
+            self.counts.ahead += 1;
+        }
+        Some(Prefetched { pages, rest })
     }
 }
 
@@ -378,6 +396,7 @@ impl Naive {
                 eviction: Eviction::Allowed,
                 sweeps: self.pages.counts.scans,
                 requested_pages: None,
+                wanted_back: self.selection.wanted_back(),
             });
             let until = |time: Duration| {
                 self.pages.now_ms + u64::try_from(time.as_millis()).expect("not for ever")
@@ -401,12 +420,16 @@ impl Naive {
                 Order::Sweep { .. } => self.sweep(),
                 Order::TryAgain => self.selection.try_again(&mut self.pages),
                 Order::Evict(order) => {
-                    let (pages, reach) = (order.pages, order.reach);
-                    let pass = self.selection.reclaim(now, pages, reach, &mut self.pages);
+                    let (pages, reach, need) = (order.pages, order.reach, order.need);
+                    let pass = (self.selection).reclaim(now, pages, reach, need, &mut self.pages);
                     self.decisions.passed(&pass);
                 }
                 Order::KeepReady { pages } => {
                     let Ok(()) = self.selection.keep_ready(now, pages, &mut self.pages);
+                }
+                Order::SwapIn { wanted, pages } => {
+                    let filled = (self.selection).swap_in(now, wanted, pages, &mut self.pages);
+                    self.decisions.swapped_in(filled);
                 }
                 _ => {}
             }

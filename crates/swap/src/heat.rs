@@ -74,6 +74,11 @@ impl Heat {
         self.report
     }
 
+    /// From now on a sweep takes at least `scan` while cold sections are wanted.
+    pub fn set_scan(&mut self, scan: Duration) {
+        self.pace.set_scan(scan);
+    }
+
     /// Number of sections, out of `of`, that may be sampled now.
     pub fn sections(&mut self, now: Duration, cpu: Duration, of: u64, want: Want) -> u64 {
         self.pace.sections(now, cpu, of, want)

@@ -12,7 +12,7 @@
 //!   fits within that.
 //! - [`evictor`]: evicts one section; [`reclaim`]: which sections, and how many, as
 //!   `pagetide-policy` decides; [`reserve`]: sections ready for a fill that needs room at once;
-//!   [`heat`]: what is known of hot and cold, and its cost.
+//!   [`heat`]: what is known of hot and cold, and its cost; [`together`]: sections that faults have led back to.
 //! - [`scheduled`]: when the threads that do this work use CPU time, beside faults; [`pace`]: what they ask
 //!   between two steps of it.
 //!
@@ -48,6 +48,7 @@ pub mod slots;
 pub mod store;
 mod taken;
 pub mod tier;
+pub mod together;
 
 pub use direct::DirectReclaim;
 pub use evictor::{EvictReport, Evictor};

@@ -25,8 +25,10 @@
 //! Where the host has a budget for all its VMs, a fill is also measured by that ([`HostShare`]): when
 //! the budget is short, the VM first evicts of its own memory, from ready sections, and does not wait.
 
-use crate::{host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup};
-use pagetide_addr::{DeviceId, SectionNo};
+use crate::{
+    host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup, together::FaultedSections,
+};
+use pagetide_addr::{DeviceId, SECTION_PAGES, SectionNo};
 use pagetide_gmem::Admission;
 use pagetide_policy::{
     scheduler::FaultClass,
@@ -90,6 +92,7 @@ pub struct Limit {
     /// Held while what is to hold is found out and put in force.
     ruling: Mutex<()>,
     reserve: Reserve,
+    faulted: FaultedSections,
     /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
     /// The VM's background work, which is told of faults and of the need for reclaim.
@@ -101,13 +104,20 @@ pub struct Limit {
 #[derive(Debug, Default)]
 struct State {
     reclaim_wanted: bool,
+    swap_in_wanted: bool,
     stopped: bool,
+}
+
+impl State {
+    fn wants_anything(&self) -> bool {
+        self.reclaim_wanted || self.swap_in_wanted || self.stopped
+    }
 }
 
 /// Why the reclaimer woke.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wake {
-    /// The low watermark was passed, or a reclaim was requested.
+    /// The low watermark was passed, a reclaim was requested, or a fault has led to memory that is wanted back.
     Wanted,
     /// The timeout has expired.
     Timer,
@@ -130,6 +140,7 @@ impl Limit {
             freed: Condvar::new(),
             ruling: Mutex::default(),
             reserve: Reserve::default(),
+            faulted: FaultedSections::default(),
             direct: OnceLock::new(),
             work: OnceLock::new(),
             host: OnceLock::new(),
@@ -140,6 +151,12 @@ impl Limit {
     #[must_use]
     pub fn reserve(&self) -> &Reserve {
         &self.reserve
+    }
+
+    /// Sections that faults have led back to.
+    #[must_use]
+    pub fn faulted(&self) -> &FaultedSections {
+        &self.faulted
     }
 
     /// From now on `direct` makes room for fills that need it, as long as it lives. Only the first call
@@ -312,9 +329,10 @@ impl Limit {
         }
         let waited = self
             .wanted
-            .wait_timeout_while(state, timeout, |s| !s.reclaim_wanted && !s.stopped);
+            .wait_timeout_while(state, timeout, |s| !s.wants_anything());
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let wanted = std::mem::take(&mut state.reclaim_wanted);
+        let swap_in = std::mem::take(&mut state.swap_in_wanted);
+        let wanted = std::mem::take(&mut state.reclaim_wanted) || swap_in;
         match (state.stopped, wanted) {
             (true, _) => Wake::Stopped,
             (false, true) => Wake::Wanted,
@@ -411,6 +429,15 @@ impl Limit {
     fn took(&self, pages: u64) {
         if let Some(host) = self.host.get() {
             host.took(pages);
+        }
+    }
+
+    /// Has the reclaim thread bring back what was evicted with a page of `section`, if there is room for that.
+    fn note_faulted(&self, section: SectionNo) {
+        let has_room = self.headroom().pages_above_low() >= SECTION_PAGES;
+        if has_room && self.faulted.note(section) {
+            self.lock().swap_in_wanted = true;
+            self.wanted.notify_all();
         }
     }
 
@@ -538,12 +565,16 @@ impl Admission for Limit {
         {
             host.refilled(section, pages);
         }
+        if self.faulted.is_on() {
+            self.note_faulted(section);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagetide_policy::swap_in::Together;
     use std::sync::Arc;
 
     #[test]
@@ -810,6 +841,24 @@ mod tests {
         while limit.wait_for_work(Duration::from_secs(10)) != Wake::Wanted {}
         limit.set_force(Force::Advisory);
         filler.join().unwrap();
+    }
+
+    #[test]
+    fn refill_wakes_the_reclaimer_once_if_its_neighbours_are_wanted_and_have_room() {
+        let limit = Limit::new();
+        limit.put_right(Some(100_000), 50_000);
+        limit.refilled(SectionNo(3), 1);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        limit.faulted().set(Together::On);
+        limit.refilled(SectionNo(3), 1);
+        limit.refilled(SectionNo(3), 1);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        assert_eq!(limit.faulted().take(), [SectionNo(3)]);
+        limit.put_right(Some(100_000), 98_200);
+        limit.refilled(SectionNo(4), 1);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Timer);
+        assert_eq!(limit.faulted().take(), []);
     }
 
     #[test]

@@ -35,13 +35,17 @@ use crate::{
     pace::Pace,
     reserve::Reserve,
 };
-use pagetide_addr::SectionNo;
+use pagetide_addr::{PageNo, PageRange, SectionNo};
+use pagetide_gmem::{Cause, PageState, Readahead, Wait};
 use pagetide_policy::{
     candidates::Ready,
+    prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
     reclaim::{Attempt, Sections, Selection, Unmapped, is_warm},
     sampling::Want,
+    set_times::SetTimes,
     sets::HotColdSets,
+    swap_in::Wanted,
     tracker::{AccessTracker, TrackerError},
 };
 use std::{
@@ -53,10 +57,13 @@ pub(crate) mod taking;
 
 use taking::Memory;
 
-pub use pagetide_policy::victims::{Reach, UNMAPPED_MIN};
+pub use pagetide_policy::victims::{Need, Reach, UNMAPPED_MIN};
 
 /// Longest time that one call of [`Reclaimer::sample`] runs.
 const SAMPLE_MAX: Duration = Duration::from_millis(20);
+
+/// Pages that are asked for at a time when a section is swapped in: some ten microseconds.
+const SWAP_IN_PAGES: usize = 16;
 
 /// See the module. One per VM.
 pub struct Reclaimer {
@@ -99,6 +106,12 @@ impl Reclaimer {
     /// was evicted.
     pub fn tell(&mut self, taken: impl Fn(SectionNo, Took) + Send + Sync + 'static) {
         self.taken = Arc::new(taken);
+    }
+
+    /// From now on sections are scanned, and stay in their sets, for these times.
+    pub fn set_times(&mut self, times: SetTimes) {
+        self.selection.set_times(times);
+        self.heat.set_scan(times.scan);
     }
 
     /// A direct reclaim from this reclaimer's reserve, as it is set up now, with the same `clock` and
@@ -306,12 +319,13 @@ impl Reclaimer {
         clock: impl Fn() -> Duration,
         pages: u64,
         reach: Reach,
+        need: Need,
         pace: &impl Pace,
     ) -> Reclaimed {
         self.apply_outcomes();
         let now = clock();
         let (selection, mut memory) = self.parts(&clock, pace);
-        selection.reclaim(now, pages, reach, &mut memory)
+        selection.reclaim(now, pages, reach, need, &mut memory)
     }
 
     /// Keeps about `pages` pages of cold sections unmapped, so that they can be evicted at once when
@@ -330,6 +344,28 @@ impl Reclaimer {
         let (selection, mut memory) = self.parts(&clock, pace);
         let kept = selection.keep_ready(now, pages, &mut memory);
         kept.map_err(|stop| stop.to_string().into())
+    }
+
+    /// Why sections are wanted back `now`, if there are any.
+    pub fn wanted_back(&mut self, now: Duration) -> Option<Wanted> {
+        let faulted = self.memory.limit.faulted().take();
+        self.selection.faulted(now, faulted);
+        self.selection.wanted_back()
+    }
+
+    /// Fills about `pages` pages of sections that are wanted back for this reason, as far as there is room for
+    /// them and `pace` lets it; returns how many it filled. Waits for nothing else, and evicts nothing.
+    pub fn swap_in(
+        &mut self,
+        clock: impl Fn() -> Duration,
+        wanted: Wanted,
+        pages: u64,
+        pace: &impl Pace,
+    ) -> u64 {
+        self.apply_outcomes();
+        let now = clock();
+        let (selection, mut memory) = self.parts(&clock, pace);
+        selection.swap_in(now, wanted, pages, &mut memory)
     }
 
     /// Returns memory that the store no longer needs to the system.
@@ -400,6 +436,50 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
     fn offer(&mut self, ready: Vec<Ready>) {
         self.memory.limit.reserve().offer(ready);
     }
+
+    fn swap_in(&mut self, section: SectionNo, pages_max: u64) -> Option<Prefetched> {
+        if !self.pace.go_on() {
+            return None;
+        }
+        let table = self.memory.evictor.space().table();
+        let is_stored = |state| matches!(state, PageState::Stored(_));
+        let stored = table.pages_in_state(section, is_stored);
+        let mut pages = 0;
+        for run in stored.runs(section).into_iter().flat_map(in_steps) {
+            let goes_on = pages == 0 || self.pace.may_stay() || self.pace.go_on();
+            let filled = match goes_on && pages < pages_max {
+                true => self.fill(run),
+                false => 0,
+            };
+            if filled == 0 {
+                let rest = Rest::Some;
+                return Some(Prefetched { pages, rest });
+            }
+            pages += filled;
+        }
+        let rest = Rest::None;
+        Some(Prefetched { pages, rest })
+    }
+}
+
+impl<C, G: Pace> SectionPages<'_, C, G> {
+    /// Fills stored pages, as far as there is room and nothing is in the way; returns how many.
+    fn fill(&self, run: PageRange) -> u64 {
+        let cause = Cause::Readahead(Readahead::SwapIn(run));
+        let space = self.memory.evictor.space();
+        // It holds the section's lock, and a fault may wait for what it fills.
+        let served = self.pace.firmly(|| space.fault(&cause, Wait::Never));
+        served.map_or(0, |served| served.installed.count_ones().into())
+    }
+}
+
+/// A run in parts of [`SWAP_IN_PAGES`] pages at most.
+fn in_steps(run: PageRange) -> impl Iterator<Item = PageRange> {
+    let part = move |first: PageNo| {
+        let end = first.plus(SWAP_IN_PAGES as u64).min(run.end);
+        PageRange::new(first, end)
+    };
+    run.iter().step_by(SWAP_IN_PAGES).map(part)
 }
 
 #[cfg(test)]

@@ -16,7 +16,7 @@ use pagetide_policy::{
 };
 use pagetide_swap::{
     EvictReport, Evictor, HeatCost, Limit, Pace, Pool, PoolCap, PoolStore, PoolWords, Reclaimer,
-    reclaim::{Reach, UNMAPPED_MIN},
+    reclaim::{Need, Reach, UNMAPPED_MIN},
     slots::Slots,
     store::{FULL_MIN, PutError, RESUME_BYTES},
 };
@@ -335,7 +335,7 @@ fn search_of_a_full_pool_for_zeros_goes_on_after_a_pause_behind_what_was_refused
     for _ in 0..2 {
         now.set(now.get() + UNMAPPED_MIN);
         let pace = Halting(Cell::new(2 * PAGES));
-        let done = reclaimer.reclaim(clock, PAGES, Reach::AllResting, &pace);
+        let done = reclaimer.reclaim(clock, PAGES, Reach::AllResting, Need::Limit, &pace);
         assert!(done.stopped.is_none(), "{done:?}");
         assert!(pace.0.get() > 0, "it stays at the same pages");
     }

@@ -13,7 +13,7 @@ use pagetide_gmem::{
 };
 use pagetide_policy::{
     reclaim::{Eviction, Order, ReclaimLoop, Situation},
-    sampling::{Look, Sampled, Touched},
+    sampling::{Look, SWEEP_WANTED, Sampled, Touched},
     tracker::{AccessTracker, TrackerError},
 };
 use pagetide_swap::{Evictor, HeatCost, Limit, Pace, Pool, PoolStore, Reclaimer, reclaim::Took};
@@ -200,6 +200,7 @@ impl Rig {
                 eviction: Eviction::Allowed,
                 sweeps: self.reclaimer.heat().sweeps,
                 requested_pages: None,
+                wanted_back: self.reclaimer.wanted_back(now),
             });
             let line = format!("{} {order:?}", now.as_millis());
             self.users.lock().log.push(line);
@@ -210,7 +211,7 @@ impl Rig {
                     return;
                 }
                 Order::Sample(want) => {
-                    let is_due = |at: Duration| now - at >= want.sweep_min();
+                    let is_due = |at: Duration| now - at >= want.sweep_min(SWEEP_WANTED);
                     if self.swept_at.is_none_or(is_due) {
                         self.sweep(now);
                     }
@@ -218,8 +219,8 @@ impl Rig {
                 Order::Sweep { .. } => self.sweep(now),
                 Order::TryAgain => self.reclaimer.try_again(),
                 Order::Evict(order) => {
-                    let (pages, reach) = (order.pages, order.reach);
-                    let pass = self.reclaimer.reclaim(|| now, pages, reach, &self.pace);
+                    let (pages, reach, need) = (order.pages, order.reach, order.need);
+                    let pass = (self.reclaimer).reclaim(|| now, pages, reach, need, &self.pace);
                     assert!(pass.stopped.is_none(), "{pass:?}");
                     self.decisions.passed(&pass);
                 }
@@ -227,6 +228,11 @@ impl Rig {
                     self.reclaimer
                         .keep_ready(|| now, pages, &self.pace)
                         .unwrap();
+                }
+                Order::SwapIn { wanted, pages } => {
+                    let filled = (self.reclaimer).swap_in(|| now, wanted, pages, &self.pace);
+                    self.users.lock().log.push(format!("filled {filled}"));
+                    self.decisions.swapped_in(filled);
                 }
                 _ => {}
             }

@@ -84,5 +84,6 @@ fn of_memory(memory: &Arc<PagedMemory>) -> Vec<(Counter, Count)> {
         PoisonedPages => poisoned_pages,
         FilledPages => filled_pages,
         JoinedFaults => joined_faults,
+        SwappedInAheadPages => swapped_in_ahead_pages,
     }
 }

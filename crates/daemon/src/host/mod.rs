@@ -142,6 +142,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         tracker: method,
         evict_helpers: evict_helpers(settings.evict_threads),
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
+        set_times: settings.set_times,
+        together: settings.swap_in_together.into(),
         scheduler: Arc::clone(schedule.scheduler()),
         budget,
     };

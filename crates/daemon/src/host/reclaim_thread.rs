@@ -126,6 +126,7 @@ impl ReclaimThread {
             },
             sweeps: self.reclaimer.heat().sweeps,
             requested_pages: self.request.as_ref().map(|request| request.pages),
+            wanted_back: self.reclaimer.wanted_back(self.started.elapsed()),
         }
     }
 
@@ -189,6 +190,12 @@ impl ReclaimThread {
                     self.suspend(format!("accesses cannot be told: {error}"));
                 }
                 work.background.end();
+            }
+            Order::SwapIn { wanted, pages } => {
+                let pace = Paced::briefly(&work.background, &vm.limit);
+                let filled = self.reclaimer.swap_in(clock, wanted, pages, &pace);
+                work.background.end();
+                self.decisions.swapped_in(filled);
             }
             Order::Finish(Need::Limit) => self.done = Reclaimed::default(),
             Order::Finish(Need::Wish) => self.answer(),
@@ -318,7 +325,8 @@ impl ReclaimThread {
                 .collect();
             let own = order.pages - share * running.len() as u64;
             let pace = Paced::until(until, &work.reclaim, &vm.limit);
-            let mut done = self.reclaimer.reclaim(clock, own, order.reach, &pace);
+            let EvictOrder { reach, need, .. } = order;
+            let mut done = self.reclaimer.reclaim(clock, own, reach, need, &pace);
             // Not held while this thread waits for the others.
             work.reclaim.end();
             // Idle sections remain: those in use, or protected, must not be evicted in their place.

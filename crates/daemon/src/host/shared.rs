@@ -3,6 +3,7 @@
 
 use super::{budget::Budget, janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
+use pagetide_policy::{set_times::SetTimes, swap_in::Together};
 use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler};
 use pagetide_vpri::{FaultService, IoSpaces};
 use std::{sync::Arc, time::Duration};
@@ -34,6 +35,10 @@ pub(super) struct Shared {
     pub(super) evict_helpers: u64,
     /// How much heat tracking may cost.
     pub(super) heat_cost: HeatCost,
+    /// How long a section stays in each of the hot and cold sets.
+    pub(super) set_times: SetTimes,
+    /// Whether a fault brings back what was evicted with its page.
+    pub(super) together: Together,
     /// When background work may use CPU time.
     pub(super) scheduler: Arc<HostScheduler>,
     /// What divides the host's memory among VMs.

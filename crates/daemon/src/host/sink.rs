@@ -69,8 +69,8 @@ impl FaultSink for VmSink {
         let memory = self.space.memory()?;
         match memory.readahead_after(fault.page)? {
             Readahead::Around(pages) => Some(pages),
-            next @ Readahead::Next(_) => {
-                memory.fault(&Cause::Readahead(next), Wait::Never);
+            at_once @ (Readahead::Next(_) | Readahead::SwapIn(_)) => {
+                memory.fault(&Cause::Readahead(at_once), Wait::Never);
                 None
             }
         }

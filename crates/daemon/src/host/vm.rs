@@ -208,6 +208,8 @@ impl Vm {
         let evictor = Evictor::new(Arc::clone(&core.space.memory), Arc::clone(&core.store));
         let limit = Arc::clone(&core.limit);
         let mut reclaimer = Reclaimer::new(evictor, limit, tracker, shared.heat_cost);
+        reclaimer.set_times(shared.set_times);
+        core.limit.faulted().set(shared.together);
         reclaimer.spare(Arc::clone(core.protection.protected()));
         let protection = Arc::clone(&core.protection);
         reclaimer.tell(move |section, took| {

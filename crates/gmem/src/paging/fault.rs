@@ -39,6 +39,8 @@ pub struct MemoryCounters {
     pub overwritten_pages: Count,
     /// Pages read ahead with a page that faulted.
     pub readahead_pages: Count,
+    /// Pages swapped in that no fault had led to.
+    pub swapped_in_ahead_pages: Count,
     /// Faults that joined a fill under way.
     pub joined_faults: Count,
     /// Faults on pages that were present: protected, granted late, or woken needlessly.

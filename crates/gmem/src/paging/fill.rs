@@ -27,6 +27,15 @@ const ZERO_PAGE: [u8; 4096] = [0; 4096];
 /// Most pages filled in one go, under one hold of the section's lock.
 pub(super) const FILL_PAGES_MAX: u64 = 16;
 
+/// What a fill goes back to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// A fault, on one of the pages or near them: they were evicted too early.
+    ByFault,
+    /// Nothing asked for the pages yet.
+    ByNobody,
+}
+
 /// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, whose initial content is arbitrary.
 #[cfg(not(loom))]
 fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
@@ -46,7 +55,7 @@ fn with_buffer<R>(work: impl FnOnce(&mut [u8]) -> R) -> R {
 impl PagedMemory {
     /// Fills the stored pages at the start of `run` with their content. It lies in one section,
     /// whose lock is held shared. Returns as [`Self::install`] does.
-    pub(super) fn fill(&self, run: PageRange) -> (PageRange, Resolved) {
+    pub(super) fn fill(&self, run: PageRange, asked: Asked) -> (PageRange, Resolved) {
         with_buffer(|buffer| {
             let (claimed, problem) = self.claim_and_load(run, buffer);
             if claimed.is_empty() {
@@ -63,7 +72,7 @@ impl PagedMemory {
                 .filled_pages
                 .fetch_add(installed.len(), Relaxed);
             let stored = stored.min(installed.len());
-            if stored > 0 {
+            if stored > 0 && asked == Asked::ByFault {
                 self.admission.refilled(run.start.section(), stored);
             }
             (installed, resolved)

@@ -17,6 +17,8 @@
 //! since its section was last evicted from, and the [`DENSE_FAULTS`]th fills the rest of the block:
 //! one wake-up in four, and never more than four pages for each that was accessed.
 //!
+//! *Swap-in*: a whole section is wanted back before anybody touches it again. What is wanted is not decided here.
+//!
 //! The faulting page is installed first, so its vCPU never waits for the others. Readahead takes
 //! only pages of the same section that are stored and at hand, and never at the limit.
 //! `pagetide bench fault` measures with and without it.
@@ -43,6 +45,10 @@ pub enum Readahead {
     Next(PageRange),
     /// The pages around it, in any order: for a thread that has time.
     Around(PageRange),
+    /// Pages that no fault has led to: they were in use lately, or evicted together with one that is. For a
+    /// thread that has time. How many neighbours a fault may have is no bound for them, and they are not
+    /// reported as refilled: a guess shows no need.
+    SwapIn(PageRange),
 }
 
 impl Readahead {
@@ -50,7 +56,7 @@ impl Readahead {
     #[must_use]
     pub const fn pages(self) -> PageRange {
         match self {
-            Self::Next(pages) | Self::Around(pages) => pages,
+            Self::Next(pages) | Self::Around(pages) | Self::SwapIn(pages) => pages,
         }
     }
 
@@ -58,7 +64,7 @@ impl Readahead {
     pub(super) const fn step_pages(self) -> u64 {
         match self {
             Self::Next(_) => FILL_PAGES_MAX,
-            Self::Around(_) => AROUND_STEP,
+            Self::Around(_) | Self::SwapIn(_) => AROUND_STEP,
         }
     }
 }

@@ -31,7 +31,7 @@
 
 use super::{
     fault::{Fault, FaultOutcome},
-    fill::FILL_PAGES_MAX,
+    fill::{Asked, FILL_PAGES_MAX},
     memory::{PagedMemory, Resolved},
     overwrite::Overwrite,
     place::{Installed, PlaceError},
@@ -249,9 +249,14 @@ impl PagedMemory {
     fn take_room(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<u64> {
         let pages = cause.pages();
         let absent = match (cause, joining) {
-            (Cause::Readahead(_), _) => {
+            (Cause::Readahead(readahead), _) => {
                 let absent = self.absent_at_hand(pages).unwrap_or(0);
-                let wanted = absent.min(self.neighbours_max.into());
+                let wanted = match readahead {
+                    Readahead::Next(_) | Readahead::Around(_) => {
+                        absent.min(self.neighbours_max.into())
+                    }
+                    Readahead::SwapIn(_) => absent,
+                };
                 let has_room = wanted > 0 && self.admission.try_admit(wanted);
                 return Some(if has_room { wanted } else { 0 });
             }
@@ -464,7 +469,8 @@ impl<'a> Work<'a> {
             .min(page.plus(self.step_pages()));
         let run = PageRange::new(page, end);
         let (installed, resolved) = match self.cause {
-            Cause::Fault(_) | Cause::Readahead(_) => memory.fill(run),
+            Cause::Readahead(Readahead::SwapIn(_)) => memory.fill(run, Asked::ByNobody),
+            Cause::Fault(_) | Cause::Readahead(_) => memory.fill(run, Asked::ByFault),
             Cause::Overwrite(overwrite) => {
                 let claimed = memory.claim(run);
                 if claimed.is_empty() {
@@ -505,6 +511,9 @@ impl<'a> Work<'a> {
             Cause::Fault(_) => {}
             Cause::Overwrite(_) => {
                 (counters.overwritten_pages).fetch_add(installed.len(), Relaxed);
+            }
+            Cause::Readahead(Readahead::SwapIn(_)) => {
+                (counters.swapped_in_ahead_pages).fetch_add(installed.len(), Relaxed);
             }
             Cause::Readahead(_) => {
                 (counters.readahead_pages).fetch_add(installed.len(), Relaxed);

@@ -442,6 +442,30 @@ fn readahead_fills_stored_pages_up_to_its_limit_and_leaves_all_others_alone() {
 }
 
 #[test]
+fn swap_in_fills_all_that_is_stored_whatever_a_fault_may_read_ahead_and_counts_as_no_refault() {
+    let (vm, space) = setting();
+    make_present(&vm, &space, 3, OLD);
+    let section = Cause::Readahead(Readahead::SwapIn(PageNo(2).run(10)));
+    assert_eq!(
+        space.fault(&section, Wait::Never),
+        Some(installed(0b11_1111_1101))
+    );
+    assert_eq!(vm.rooms.taken(), 9);
+    assert_eq!(vm.rooms.refilled(), []);
+    let counters = space.memory().unwrap().counters();
+    let [ahead, read_ahead] = [&counters.swapped_in_ahead_pages, &counters.readahead_pages]
+        .map(|counter| counter.load(Ordering::Relaxed));
+    assert_eq!((ahead, read_ahead), (9, 0));
+    vm.rooms.fill_up();
+    let more = Cause::Readahead(Readahead::SwapIn(PageNo(12).run(4)));
+    assert_eq!(space.fault(&more, Wait::Never), Some(installed(0)));
+    vm.rooms.make_room();
+    let ahead = Cause::Readahead(Readahead::Next(PageNo(12).run(2)));
+    assert_eq!(space.fault(&ahead, Wait::Never), Some(installed(0b11)));
+    assert_eq!(vm.rooms.refilled(), [(SectionNo(0), 2)]);
+}
+
+#[test]
 fn readahead_never_waits_whatever_its_caller_may() {
     let (vm, space) = setting();
     let ahead = Cause::Readahead(Readahead::Around(PageNo(0).run(16)));

@@ -57,7 +57,7 @@ const WRITE_KIB_A_SECOND: u64 = 512;
 /// The VM's limit, in per cent of the resident memory before: the deepest of the paper's reclaim (0 to
 /// 50%).
 pub(super) const LIMIT_PERCENT: u64 = 50;
-/// A section that was not touched for this long has drifted to the evictor's coldest set.
+/// A section that was not touched for this long has sunk to the evictor's coldest set.
 const REACH: Duration = Duration::from_secs(15);
 /// Divisor of the policy's times.
 pub(super) const TIMES_DIVIDED_BY: u64 = 300 / REACH.as_secs();

@@ -8,6 +8,7 @@
 //!   limit     below the low watermark: reclaim up to the high one
 //!   reserve   a little above it, at most once a second: keep cold sections ready
 //!   requests  each is a reclaim of its own
+//!   swap in   what was in use lately, into spare memory, in turns
 //! ```
 //! A reclaim goes through the steps of [`passes`]. A pass that leaves
 //! sections to age is repeated after [`UNMAPPED_MIN`], and one that had no time for all sections at
@@ -32,12 +33,18 @@
 //! through protected ones; the next one waits for [`SUSPENSION`], and for twice as long each time that
 //! one has found nothing.
 
-use super::selection::PassReport;
+use super::{
+    orders::{Content, EvictOrder, Eviction, Order, Situation},
+    selection::PassReport,
+};
 use crate::{
+    prefetch::{TURN, TURN_PAGES},
     sampling::{SWEEPS_TO_KNOW, Want},
+    swap_in::Wanted,
     victims::{Need, Reach, Step, UNMAPPED_MIN, passes},
     watermarks::Headroom,
 };
+use pagetide_addr::SECTION_PAGES;
 use std::time::Duration;
 
 /// Longest wait for work. Hazards are checked, counts corrected and the reserve filled at most this
@@ -65,6 +72,7 @@ const HELD_STEPS: usize = 2;
 const _: () =
     assert!(LEARNING_REST.as_nanos() * (SWEEPS_TO_BEGIN as u128) < LEARNING_MAX.as_nanos());
 const _: () = assert!(SWEEPS_TO_BEGIN <= SWEEPS_TO_KNOW);
+const _: () = assert!(TURN_PAGES >= SECTION_PAGES);
 const _: () = assert!(UNMAPPED_MIN.as_nanos() < HOLD_MAX.as_nanos());
 const _: () = assert!(HOLD_MAX.as_nanos() * 10 <= HOLD_EVERY.as_nanos());
 /// Eviction that a full pool or a kernel error stopped is tried again after this time.
@@ -72,96 +80,6 @@ pub const SUSPENSION: Duration = Duration::from_secs(5);
 
 /// Longest time between two searches for pages of zeros while the store is full.
 const ZEROS_REST_MAX: Duration = Duration::from_secs(80);
-
-/// Whether content can be stored.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub enum Content {
-    /// It can.
-    #[default]
-    Taken,
-    /// The store is full: only pages of zeros can be evicted.
-    Refused,
-}
-
-/// Whether pages may be evicted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Eviction {
-    /// They may.
-    Allowed,
-    /// A hazard forbids it, or it is suspended.
-    Blocked,
-}
-
-/// All that the loop is told each time.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Situation {
-    /// The time.
-    pub now: Duration,
-    /// How far the limit is.
-    pub headroom: Headroom,
-    /// Whether pages may be evicted.
-    pub eviction: Eviction,
-    /// Sweeps over all sections so far.
-    pub sweeps: u64,
-    /// Pages that the oldest open request wants evicted, if there is one.
-    pub requested_pages: Option<u64>,
-}
-
-/// A pass to be made.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct EvictOrder {
-    /// Pages to be evicted.
-    pub pages: u64,
-    /// Within which sections.
-    pub reach: Reach,
-    /// Threads that take part beside the reclaim thread.
-    pub helpers: u64,
-    /// The pass ends at this time, however much was evicted.
-    pub until: Duration,
-}
-
-/// What is to be done next.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use]
-pub enum Order {
-    /// Wait until the low watermark is passed or a request comes, but no longer than this.
-    Wait(Duration),
-    /// Wait for this time, whatever comes.
-    Rest(Duration),
-    /// Suspended eviction may be tried again.
-    EndSuspension,
-    /// Follow the VM's RAM, check for hazards, correct all counts.
-    Poll,
-    /// Check for hazards.
-    CheckHazards,
-    /// Correct the count of present pages.
-    CorrectHeadroom,
-    /// Continue the sweep.
-    Sample(Want),
-    /// Sweep all sections now; give up at `until`.
-    Sweep {
-        /// The time to give up.
-        until: Duration,
-    },
-    /// Sections that were found in use may be tried again.
-    TryAgain,
-    /// Stop the VM's vCPUs, until [`Order::Release`] or for this time. Where that is not possible the
-    /// loop goes on all the same.
-    Hold(Duration),
-    /// Let them go on.
-    Release,
-    /// Evict, and report it by [`ReclaimLoop::passed`].
-    Evict(EvictOrder),
-    /// Keep cold sections with about this many pages ready for eviction.
-    KeepReady {
-        /// The pages.
-        pages: u64,
-    },
-    /// A reclaim is over. If it was for a request ([`Need::Wish`]), the request is to be answered.
-    Finish(Need),
-    /// Answer all requests: nothing can be evicted.
-    RefuseRequests,
-}
 
 /// Where the loop is in its round.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -172,6 +90,7 @@ enum Stage {
     Limit,
     Reserve,
     Requests,
+    SwapIn,
 }
 
 /// How far a reclaim is.
@@ -277,6 +196,9 @@ pub struct ReclaimLoop {
     /// When the last search for pages of zeros ended, and how long the next one waits.
     zeros_at: Option<Duration>,
     zeros_rest: Duration,
+    /// When sections were last swapped in, and the time to the next turn.
+    swapped_in_at: Option<Duration>,
+    swap_in_rest: Duration,
 }
 
 impl ReclaimLoop {
@@ -298,6 +220,8 @@ impl ReclaimLoop {
             content: Content::Taken,
             zeros_at: None,
             zeros_rest: SUSPENSION,
+            swapped_in_at: None,
+            swap_in_rest: TURN,
         }
     }
 
@@ -353,6 +277,15 @@ impl ReclaimLoop {
             reclaim.repeated.is_some() && pass.evicted_pages == 0 && !pass.has_more;
     }
 
+    /// An [`Order::SwapIn`] was carried out, and has filled so many pages. After none the next one waits for
+    /// [`ROUND`]: its reason will not go away at once.
+    pub fn swapped_in(&mut self, pages: u64) {
+        self.swap_in_rest = match pages {
+            0 => ROUND,
+            _ => TURN,
+        };
+    }
+
     /// What the reclaim under way is for.
     #[must_use]
     pub fn need(&self) -> Option<Need> {
@@ -381,7 +314,10 @@ impl ReclaimLoop {
         match self.stage {
             Stage::Wait => {
                 self.stage = Stage::Look;
-                return Some(Order::Wait(ROUND));
+                return Some(Order::Wait(match swap_in_pages(at) {
+                    0 => ROUND,
+                    _ => self.swap_in_rest,
+                }));
             }
             Stage::Look => match self.look_round(at.now) {
                 Some(order) => return Some(order),
@@ -416,10 +352,23 @@ impl ReclaimLoop {
             }
             Stage::Requests => match at.requested_pages {
                 Some(_) => self.reclaim = Some(Reclaim::new(Need::Wish)),
-                None => self.stage = Stage::Wait,
+                None => self.stage = Stage::SwapIn,
             },
+            Stage::SwapIn => {
+                self.stage = Stage::Wait;
+                return self.swap_in(at);
+            }
         }
         None
+    }
+
+    fn swap_in(&mut self, at: &Situation) -> Option<Order> {
+        let (wanted, pages) = (at.wanted_back?, swap_in_pages(at));
+        if pages == 0 || !is_due(self.swapped_in_at, self.swap_in_rest, at.now) {
+            return None;
+        }
+        self.swapped_in_at = Some(at.now);
+        Some(Order::SwapIn { wanted, pages })
     }
 
     fn look_round(&mut self, now: Duration) -> Option<Order> {
@@ -518,7 +467,7 @@ impl ReclaimLoop {
                 return Order::Finish(reclaim.need);
             }
             if let Some(reach) = reclaim.repeated {
-                return Order::Evict(self.evict_order(pages, reach, at.now));
+                return Order::Evict(self.evict_order(pages, reach, reclaim.need, at.now));
             }
             let Some(step) = passes(reclaim.need).nth(reclaim.begun) else {
                 return self.last_resort(reclaim, at);
@@ -550,7 +499,7 @@ impl ReclaimLoop {
         }
     }
 
-    fn evict_order(&self, pages: u64, reach: Reach, now: Duration) -> EvictOrder {
+    fn evict_order(&self, pages: u64, reach: Reach, need: Need, now: Duration) -> EvictOrder {
         let helpers = match reach {
             // Helpers evict prepared sections, and none of those is protected.
             Reach::Protected => 0,
@@ -559,10 +508,21 @@ impl ReclaimLoop {
         EvictOrder {
             pages,
             reach,
+            need,
             helpers,
             until: self.checked_at.unwrap_or(now) + HAZARDS_HOLD,
         }
     }
+}
+
+/// Pages that may be swapped in now, in whole sections: about as many as a turn takes, and no more than fit.
+fn swap_in_pages(at: &Situation) -> u64 {
+    let room = match at.wanted_back {
+        None => 0,
+        Some(Wanted::Together) => at.headroom.pages_above_low(),
+        Some(Wanted::Ahead) => at.headroom.spare_pages(),
+    };
+    room.min(TURN_PAGES) / SECTION_PAGES * SECTION_PAGES
 }
 
 /// How urgently heat must be known.

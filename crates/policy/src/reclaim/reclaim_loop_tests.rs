@@ -26,6 +26,7 @@ impl Vm {
                 eviction: Eviction::Allowed,
                 sweeps: SWEEPS_TO_KNOW,
                 requested_pages: None,
+                wanted_back: None,
             },
         };
         assert_eq!(vm.next(), Order::Wait(ROUND));
@@ -493,4 +494,65 @@ fn full_store_is_searched_for_zeros_once_and_less_often_as_long_as_there_are_non
     assert!(rests[7] < rests[1] + 2, "{rests:?}");
     vm.decisions.set_content(Content::Taken);
     assert_eq!(steps_of(&vm.round(&pass(0))), steps(Need::Limit));
+}
+
+fn with_spare(spare_pages: i64) -> Vm {
+    let mut vm = Vm::new(LIMIT * 6 / 100 + spare_pages);
+    vm.at.wanted_back = Some(Wanted::Ahead);
+    vm
+}
+
+#[test]
+fn what_was_in_use_lately_comes_back_in_turns_into_spare_memory_by_whole_sections() {
+    for (spare, pages) in [(511, None), (512, Some(512)), (1500, Some(1024))] {
+        let mut vm = with_spare(spare);
+        let wanted = Wanted::Ahead;
+        let expected: Vec<Order> = (pages.iter())
+            .map(|pages| Order::SwapIn {
+                wanted,
+                pages: *pages,
+            })
+            .collect();
+        assert_eq!(vm.round(&pass(0)), expected, "{spare} spare");
+    }
+    let mut vm = with_spare(0);
+    vm.at.headroom = Headroom::Unlimited;
+    assert_eq!(vm.round(&pass(0)).len(), 1);
+    vm.at.eviction = Eviction::Blocked;
+    vm.at.now += ROUND;
+    assert_eq!(vm.round(&pass(0)), [Order::RefuseRequests]);
+}
+
+#[test]
+fn turns_follow_one_another_while_pages_come_back_and_a_round_apart_after_one_in_vain() {
+    let mut vm = with_spare(5000);
+    for (filled, rest) in [(1024, TURN), (1, TURN), (0, ROUND), (0, ROUND), (7, TURN)] {
+        let began = vm.at.now;
+        assert_eq!(vm.round(&pass(0)).len(), 1);
+        vm.decisions.swapped_in(filled);
+        // The wait that the round ended with was decided before.
+        vm.at.now = began + rest / 2;
+        assert_eq!(vm.round(&pass(0)), []);
+        vm.at.now = began + rest;
+    }
+    // Nothing is wanted any more.
+    vm.at.wanted_back = None;
+    assert_eq!(vm.round(&pass(0)), []);
+    let mut next = || vm.next();
+    let is_wait = |order: &Order| matches!(order, Order::Wait(_));
+    let wait = std::iter::repeat_with(&mut next).find(is_wait);
+    assert_eq!(wait, Some(Order::Wait(ROUND)));
+}
+
+#[test]
+fn what_was_evicted_together_comes_back_down_to_the_low_watermark_and_a_reclaim_goes_first() {
+    let mut vm = Vm::new(LIMIT * 15 / 1000 + 600);
+    let wanted = Wanted::Together;
+    vm.at.wanted_back = Some(wanted);
+    let orders = vm.round(&pass(0));
+    assert_eq!(orders.last(), Some(&Order::SwapIn { wanted, pages: 512 }));
+    let mut vm = Vm::new(LIMIT / 100);
+    vm.at.wanted_back = Some(wanted);
+    let is_swap_in = |order: &Order| matches!(order, Order::SwapIn { .. });
+    assert!(!vm.round(&pass(0)).iter().any(is_swap_in));
 }

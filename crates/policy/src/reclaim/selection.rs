@@ -14,14 +14,21 @@
 //! with a check of all these sections, and so does a pass that falls short: pages that came back
 //! without a touch are evicted before protected ones.
 //!
+//! # Sections that come back unasked
+//! The way in is ordered here too: [`Selection::swap_in`] has the sections filled that [`SwapIn`] names, which
+//! is told of all evictions and scans.
+//!
 //! What is done to pages is behind [`Sections`]; times are durations since any fixed moment.
 
 use super::plan::Plan;
 use crate::{
     candidates::{After, Candidates, Readiness, Ready},
+    prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
-    sets::HotColdSets,
-    victims::{Reach, Taken, Then, Victims},
+    set_times::SetTimes,
+    sets::{HotColdSets, Level},
+    swap_in::{SwapIn, Use, Wanted},
+    victims::{Need, Reach, Taken, Then, Victims},
 };
 use pagetide_addr::SectionNo;
 use std::{sync::Arc, time::Duration};
@@ -63,6 +70,10 @@ pub trait Sections {
 
     /// From now on fills that need room may evict these, coldest first, and no others.
     fn offer(&mut self, ready: Vec<Ready>);
+
+    /// Fills up to about `pages_max` stored pages of `section` that can be filled without a wait or an eviction;
+    /// `None` if there is no time for it in this turn.
+    fn swap_in(&mut self, section: SectionNo, pages_max: u64) -> Option<Prefetched>;
 }
 
 /// The outcome of [`Sections::unmap`].
@@ -183,6 +194,9 @@ pub struct Selection {
     victims: Victims,
     candidates: Candidates,
     protected: Arc<ProtectedSections>,
+    swap_in: SwapIn,
+    /// What the last pass was for.
+    need: Need,
     /// Whether sections without pages were checked since the last sweep.
     looked_at_empty: bool,
     /// Multiple of the wanted pages that is unmapped ahead.
@@ -195,6 +209,8 @@ impl Default for Selection {
             victims: Victims::default(),
             candidates: Candidates::default(),
             protected: Arc::default(),
+            swap_in: SwapIn::default(),
+            need: Need::Limit,
             looked_at_empty: false,
             ahead_factor: 1,
         }
@@ -211,6 +227,11 @@ impl Selection {
     #[must_use]
     pub fn protected(&self) -> &Arc<ProtectedSections> {
         &self.protected
+    }
+
+    /// From now on a section stays in a set for these times.
+    pub fn set_times(&mut self, times: SetTimes) {
+        self.victims.set_times(times);
     }
 
     /// From now on exactly these sections exist; see [`HotColdSets::follow`].
@@ -232,7 +253,7 @@ impl Selection {
     /// Memory that sets and candidates take, in bytes, about.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.victims.sets().bytes() + self.candidates.bytes()
+        self.victims.sets().bytes() + self.candidates.bytes() + self.swap_in.bytes()
     }
 
     /// Number of sections unmapped for eviction.
@@ -271,7 +292,13 @@ impl Selection {
         touched: impl IntoIterator<Item = SectionNo>,
         memory: &mut impl Sections,
     ) {
-        self.victims.scanned(now, touched);
+        let touched: Vec<SectionNo> = touched.into_iter().collect();
+        self.victims.scanned(now, touched.iter().copied());
+        for section in touched {
+            if self.sets().level(section) >= Some(Level::Warm) {
+                self.swap_in.rose(section, now);
+            }
+        }
         // Sections that were in use may be idle by now.
         self.try_again(memory);
         self.looked_at_empty = false;
@@ -279,16 +306,28 @@ impl Selection {
 
     /// Another thread has evicted pages of `section`.
     pub fn evicted_elsewhere(&mut self, section: SectionNo, after: After) {
+        self.note_evicted(section);
         self.candidates.evicted(section, after);
         if after == After::Warm {
             self.victims.used([section]);
         }
     }
 
+    /// For [`SwapIn`]: pages of `section` were evicted.
+    fn note_evicted(&mut self, section: SectionNo) {
+        let used = match (self.need, self.sets().is_in_use(section)) {
+            (Need::Limit, true) => Use::Lately,
+            (Need::Limit, false) | (Need::Wish, _) => Use::Unknown,
+        };
+        let now = self.sets().now();
+        self.swap_in.evicted(section, now, used);
+    }
+
     /// Memory was added or removed, and page numbers may be reused: from now on no section is known to
     /// be unmapped, and the sets hold the sections that there are now.
     pub fn ram_changed(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
         self.candidates.forget_all();
+        self.swap_in.forget_all();
         self.victims.follow(sections);
     }
 
@@ -306,8 +345,14 @@ impl Selection {
         now: Duration,
         pages: u64,
         reach: Reach,
+        need: Need,
         memory: &mut M,
     ) -> PassReport<M::Stop> {
+        self.victims.passed(now);
+        self.need = need;
+        if need == Need::Wish {
+            self.swap_in.forget_ahead();
+        }
         if reach == Reach::Protected && self.protected.is_empty() {
             return PassReport::default();
         }
@@ -351,10 +396,63 @@ impl Selection {
         pages: u64,
         memory: &mut M,
     ) -> Result<(), M::Stop> {
+        self.victims.passed(now);
         let (_, plan) = self.pass(now, pages, Purpose::KeepReady, Reach::ColdOnly, memory);
         let unmapped = self.unmap(&plan.next, memory);
         self.offer(memory);
         unmapped
+    }
+
+    /// Which sections are wanted back first, if any.
+    #[must_use]
+    pub fn wanted_back(&self) -> Option<Wanted> {
+        self.swap_in.wanted()
+    }
+
+    /// Pages of these sections have come back by faults `now`, and what was evicted with them is wanted too.
+    pub fn faulted(&mut self, now: Duration, sections: impl IntoIterator<Item = SectionNo>) {
+        for section in sections {
+            self.swap_in.faulted(section, now);
+        }
+    }
+
+    /// Fills about `pages` pages of sections that are wanted back for this reason; returns how many it filled.
+    pub fn swap_in(
+        &mut self,
+        now: Duration,
+        wanted: Wanted,
+        pages: u64,
+        memory: &mut impl Sections,
+    ) -> u64 {
+        self.victims.passed(now);
+        let (mut filled, mut left) = (0, pages);
+        while left > 0 {
+            let Some(next) = self.swap_in.next(wanted, now, self.victims.sets()) else {
+                break;
+            };
+            // It is unmapped to be evicted: it must be as cold as that.
+            if self.candidates.stands(next.section) {
+                continue;
+            }
+            let Some(done) = memory.swap_in(next.section, left) else {
+                self.swap_in.put_back(wanted, next);
+                break;
+            };
+            filled += done.pages;
+            // Finding that there is nothing to fill takes time too.
+            left = left.saturating_sub(done.pages.max(1));
+            if done.pages > 0 {
+                self.victims.filled_ahead(next.section);
+            }
+            match (done.rest, done.pages) {
+                (Rest::None, _) => self.swap_in.is_done(next.section),
+                // There is no room after all, or nothing of it can be had: it waits for a fault, for otherwise
+                // it might keep all others waiting. The turn is over.
+                (Rest::Some, 0) => break,
+                (Rest::Some, _) => self.swap_in.put_back(wanted, next.begun()),
+            }
+        }
+        filled
     }
 
     fn pass<M: Sections>(
@@ -366,7 +464,7 @@ impl Selection {
         memory: &mut M,
     ) -> (PassReport<M::Stop>, Plan) {
         let mut stopped = None;
-        let (mut warm, mut offered) = (Vec::new(), 0_u64);
+        let (mut warm, mut gone, mut offered) = (Vec::new(), Vec::new(), 0_u64);
         let mut plan = Plan::new(pages.saturating_mul(self.ahead_factor));
         let protected = |section| self.protected.contains(section);
         let candidates = &mut self.candidates;
@@ -389,6 +487,7 @@ impl Selection {
                         candidates.evicted(section, after);
                     }
                     warm.extend(evicted.is_warm().then_some(section));
+                    gone.extend((evicted.taken.pages > 0).then_some(section));
                     taken = evicted.taken;
                     stopped = evicted.stop;
                     // In the middle of the section its time was over.
@@ -405,6 +504,9 @@ impl Selection {
             taken
         };
         let done = self.victims.offer(pages, reach, protected, evict);
+        for section in gone {
+            self.note_evicted(section);
+        }
         self.victims.used(warm);
         self.protected.count_taken(done.protected_pages);
         let report = PassReport {

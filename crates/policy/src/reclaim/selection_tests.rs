@@ -2,10 +2,7 @@
 //! Passes over a handful of sections.
 
 use super::*;
-use crate::{
-    sets::Level,
-    victims::{DRIFT_MIN, UNMAPPED_MIN},
-};
+use crate::{set_times::TIME_MIN, sets::Level, victims::UNMAPPED_MIN};
 use std::convert::Infallible;
 
 const NOW: Duration = Duration::from_secs(60);
@@ -23,6 +20,9 @@ struct Memory {
     has_no_time: bool,
     unmapped: Vec<u64>,
     offered: Vec<u64>,
+    /// Pages that a limit has room for.
+    room: u64,
+    swapped_in: Vec<u64>,
 }
 
 impl Sections for Memory {
@@ -67,6 +67,30 @@ impl Sections for Memory {
     fn offer(&mut self, ready: Vec<Ready>) {
         self.offered = ready.iter().map(|ready| ready.section.0).collect();
     }
+
+    fn swap_in(&mut self, section: SectionNo, pages_max: u64) -> Option<Prefetched> {
+        if self.has_no_time {
+            return None;
+        }
+        let stored = u64::from(self.absent.contains(&section.0)) * PAGES;
+        if stored == 0 {
+            return Some(Prefetched {
+                pages: 0,
+                rest: Rest::None,
+            });
+        }
+        let pages = stored.min(pages_max).min(self.room);
+        self.room -= pages;
+        if pages == stored {
+            self.absent.retain(|absent| *absent != section.0);
+            self.swapped_in.push(section.0);
+        }
+        let rest = match pages == stored {
+            true => Rest::None,
+            false => Rest::Some,
+        };
+        Some(Prefetched { pages, rest })
+    }
 }
 
 /// Sections 0 and 1 are cold, 2 is cool, 3 is hot; 1 and 3 are protected.
@@ -78,7 +102,7 @@ fn selection(memory: &mut Memory) -> Selection {
     selection.spare(Arc::new(protected));
     selection.follow((0..4).map(SectionNo));
     for (sweep, touched) in [&[2, 3][..], &[3], &[3], &[3]].iter().enumerate() {
-        let at = DRIFT_MIN * u32::try_from(sweep).unwrap();
+        let at = TIME_MIN * u32::try_from(sweep + 1).unwrap();
         selection.swept(at, touched.iter().copied().map(SectionNo), memory);
     }
     memory.now = NOW;
@@ -87,10 +111,11 @@ fn selection(memory: &mut Memory) -> Selection {
 
 /// A pass now, and another one when what it unmapped has aged; what is absent then.
 fn evict(memory: &mut Memory, selection: &mut Selection, pages: u64, reach: Reach) -> Vec<u64> {
-    let first = selection.reclaim(memory.now, pages, reach, memory);
+    let first = selection.reclaim(memory.now, pages, reach, Need::Limit, memory);
     assert!(first.evicted_pages == 0 || !first.rests, "{first:?}");
     memory.now += UNMAPPED_MIN;
-    selection.reclaim(memory.now, pages - first.evicted_pages, reach, memory);
+    let left = pages - first.evicted_pages;
+    selection.reclaim(memory.now, left, reach, Need::Limit, memory);
     memory.absent.clone()
 }
 
@@ -98,14 +123,20 @@ fn evict(memory: &mut Memory, selection: &mut Selection, pages: u64, reach: Reac
 fn nothing_is_evicted_before_it_has_been_unmapped_for_long_enough() {
     let mut memory = Memory::default();
     let mut selection = selection(&mut memory);
-    let first = selection.reclaim(NOW, 10, Reach::ColdOnly, &mut memory);
+    let first = selection.reclaim(NOW, 10, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!((first.evicted_pages, first.rests), (0, true));
     assert_eq!(memory.unmapped, [0, 2]);
     assert_eq!(memory.offered, [0, 2]);
     let early = NOW + UNMAPPED_MIN / 2;
-    let again = selection.reclaim(early, 10, Reach::ColdOnly, &mut memory);
+    let again = selection.reclaim(early, 10, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!((again.evicted_pages, again.rests), (0, true));
-    let aged = selection.reclaim(NOW + UNMAPPED_MIN, 10, Reach::ColdOnly, &mut memory);
+    let aged = selection.reclaim(
+        NOW + UNMAPPED_MIN,
+        10,
+        Reach::ColdOnly,
+        Need::Limit,
+        &mut memory,
+    );
     assert_eq!((aged.evicted_pages, aged.rests), (10, false));
     assert_eq!(memory.absent, [0]);
     // What is left over stays ready.
@@ -168,13 +199,13 @@ fn section_found_in_use_is_no_longer_among_the_cold_ones_whoever_found_it() {
     let level = |selection: &Selection, section| selection.sets().level(SectionNo(section));
     assert_eq!(level(&selection, 0), Some(Level::Cold));
     evict(&mut memory, &mut selection, 10, Reach::ColdOnly);
-    assert_eq!(level(&selection, 0), Some(Level::Cold.touched()));
+    assert_eq!(level(&selection, 0), Some(Level::Cold.warmer()));
     assert_eq!(level(&selection, 1), Some(Level::Cold));
     // Few of its pages were in use.
     selection.evicted_elsewhere(SectionNo(1), After::Tried);
     assert_eq!(level(&selection, 1), Some(Level::Cold));
     selection.evicted_elsewhere(SectionNo(1), After::Warm);
-    assert_eq!(level(&selection, 1), Some(Level::Cold.touched()));
+    assert_eq!(level(&selection, 1), Some(Level::Cold.warmer()));
 }
 
 #[test]
@@ -195,14 +226,14 @@ fn section_that_came_back_untouched_is_evicted_before_protected_ones() {
 fn pass_without_time_has_more_only_if_it_made_progress_and_leaves_what_others_evict() {
     let mut memory = Memory::default();
     let mut selection = selection(&mut memory);
-    selection.reclaim(NOW, 20, Reach::ColdOnly, &mut memory);
+    selection.reclaim(NOW, 20, Reach::ColdOnly, Need::Limit, &mut memory);
     memory.now += UNMAPPED_MIN;
     memory.has_no_time = true;
-    let cut = selection.reclaim(memory.now, 20, Reach::ColdOnly, &mut memory);
+    let cut = selection.reclaim(memory.now, 20, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!((cut.evicted_pages, cut.has_more), (0, false));
     memory.has_no_time = false;
     memory.elsewhere = Some(0);
-    let other = selection.reclaim(memory.now, 20, Reach::ColdOnly, &mut memory);
+    let other = selection.reclaim(memory.now, 20, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!((other.evicted_pages, other.has_more), (10, false));
     assert_eq!(memory.absent, [2]);
     selection.evicted_elsewhere(SectionNo(0), After::Emptied);
@@ -227,15 +258,106 @@ fn ready_sections_are_kept_without_evicting_any() {
 fn a_pass_that_had_no_time_tries_no_more_the_next_time() {
     let mut memory = Memory::default();
     let mut selection = selection(&mut memory);
-    selection.reclaim(NOW, 80, Reach::ColdOnly, &mut memory);
+    selection.reclaim(NOW, 80, Reach::ColdOnly, Need::Limit, &mut memory);
     memory.now += UNMAPPED_MIN;
     let before = selection.ahead_factor;
     memory.has_no_time = true;
-    let cut = selection.reclaim(memory.now, 80, Reach::ColdOnly, &mut memory);
+    let cut = selection.reclaim(memory.now, 80, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!((cut.evicted_pages, selection.ahead_factor), (0, before));
     // One that found everything in use does.
     memory.has_no_time = false;
     memory.in_use = vec![0, 1, 2, 3];
-    selection.reclaim(memory.now, 80, Reach::ColdOnly, &mut memory);
+    selection.reclaim(memory.now, 80, Reach::ColdOnly, Need::Limit, &mut memory);
     assert_eq!(selection.ahead_factor, 2 * before);
+}
+
+/// All but the protected sections are evicted for this; what is wanted back then.
+fn after_eviction(need: Need) -> (Memory, Selection) {
+    let mut memory = Memory {
+        room: 1000,
+        ..Memory::default()
+    };
+    let mut selection = selection(&mut memory);
+    selection.spare(Arc::default());
+    for now in [NOW, NOW + UNMAPPED_MIN] {
+        memory.now = now;
+        selection.reclaim(now, 40, Reach::AllResting, need, &mut memory);
+    }
+    assert_eq!(memory.absent, [0, 1, 2, 3]);
+    (memory, selection)
+}
+
+#[test]
+fn only_what_was_in_use_comes_back_and_not_what_a_client_has_had_evicted() {
+    let (mut memory, mut selection) = after_eviction(Need::Limit);
+    assert_eq!(selection.wanted_back(), Some(Wanted::Ahead));
+    let filled = selection.swap_in(NOW + UNMAPPED_MIN, Wanted::Ahead, 100, &mut memory);
+    assert_eq!((filled, memory.swapped_in.as_slice()), (10, &[3][..]));
+    assert_eq!(selection.wanted_back(), None);
+    // A guess is the first to go.
+    let level = selection.sets().level(SectionNo(3));
+    assert_eq!(level, Some(Level::Cool));
+    let (_, selection) = after_eviction(Need::Wish);
+    assert_eq!(selection.wanted_back(), None);
+}
+
+#[test]
+fn client_that_wants_memory_ends_what_was_to_come_back() {
+    let (mut memory, mut selection) = after_eviction(Need::Limit);
+    selection.reclaim(memory.now, 10, Reach::ColdOnly, Need::Wish, &mut memory);
+    assert_eq!(selection.wanted_back(), None);
+}
+
+#[test]
+fn swap_in_ends_its_turn_without_time_or_room_and_goes_on_in_another() {
+    let (mut memory, mut selection) = after_eviction(Need::Limit);
+    memory.has_no_time = true;
+    assert_eq!(selection.swap_in(NOW, Wanted::Ahead, 100, &mut memory), 0);
+    assert_eq!(selection.wanted_back(), Some(Wanted::Ahead));
+    memory.has_no_time = false;
+    assert_eq!(selection.swap_in(NOW, Wanted::Ahead, 4, &mut memory), 4);
+    assert_eq!(selection.wanted_back(), Some(Wanted::Ahead));
+    assert_eq!(selection.swap_in(NOW, Wanted::Ahead, 100, &mut memory), 10);
+    assert_eq!(memory.swapped_in, [3]);
+    assert_eq!(selection.wanted_back(), None);
+    // One for which there is no room does not keep others waiting.
+    selection.faulted(NOW, [0, 1].map(SectionNo));
+    memory.room = 0;
+    assert_eq!(
+        selection.swap_in(NOW, Wanted::Together, 100, &mut memory),
+        0
+    );
+    memory.room = 1000;
+    assert_eq!(
+        selection.swap_in(NOW, Wanted::Together, 100, &mut memory),
+        10
+    );
+    assert_eq!(memory.swapped_in, [3, 0]);
+}
+
+#[test]
+fn fault_brings_back_what_was_evicted_with_its_page_however_cold() {
+    let (mut memory, mut selection) = after_eviction(Need::Wish);
+    let sections = [0, 1].map(SectionNo);
+    selection.faulted(NOW, sections);
+    assert_eq!(selection.wanted_back(), Some(Wanted::Together));
+    selection.swap_in(NOW, Wanted::Together, 100, &mut memory);
+    assert_eq!(memory.swapped_in, [1, 0]);
+    assert_eq!(selection.wanted_back(), None);
+}
+
+#[test]
+fn section_found_touched_scan_after_scan_gets_back_what_was_evicted_of_it() {
+    let (mut memory, mut selection) = after_eviction(Need::Wish);
+    // A page of the coldest section has come back by a fault, and is used.
+    for scan in 1..=3 {
+        assert_eq!(selection.wanted_back(), None, "scan {scan}");
+        selection.swept(NOW + scan * TIME_MIN, [SectionNo(0)], &mut memory);
+        if selection.sets().level(SectionNo(0)) >= Some(Level::Warm) {
+            break;
+        }
+    }
+    assert_eq!(selection.wanted_back(), Some(Wanted::Ahead));
+    selection.swap_in(NOW + 3 * TIME_MIN, Wanted::Ahead, 100, &mut memory);
+    assert_eq!(memory.swapped_in, [0]);
 }

@@ -112,6 +112,7 @@ fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
         bring_backs: after.bring_backs - before.bring_backs,
         wasted_bring_backs: after.wasted_bring_backs - before.wasted_bring_backs,
         refused_bring_backs: after.refused_bring_backs - before.refused_bring_backs,
+        swapped_in_ahead: after.swapped_in_ahead - before.swapped_in_ahead,
         brought_back: less(after.brought_back, before.brought_back),
         protected: less(after.protected, before.protected),
         devices: devices.collect(),

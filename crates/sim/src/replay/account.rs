@@ -169,6 +169,8 @@ pub struct VmAccount {
     pub wasted_bring_backs: u64,
     /// Requests to prefetch a section that were refused.
     pub refused_bring_backs: u64,
+    /// Sections swapped in though nothing had asked for them: they had been in use, and there was room again.
+    pub swapped_in_ahead: u64,
     /// Prefetched sections that have not been touched since: this memory is a cost of policies, too.
     pub brought_back: Share,
     /// Sections protected for any of its devices.

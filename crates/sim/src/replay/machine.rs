@@ -197,6 +197,7 @@ impl VmReplay {
             over_limit_fills: counts.over_limit_fills,
             bring_backs: counts.prefetches,
             wasted_bring_backs: counts.wasted_prefetches,
+            swapped_in_ahead: counts.swapped_in_ahead,
             devices: self.devices.iter().map(|d| d.account.clone()).collect(),
             ..self.account.clone()
         }

@@ -14,13 +14,14 @@
 //!   goes ahead, and counts as one over the limit if there is no room until [`ADMISSION_WAIT`] later:
 //!   in the daemon it would have waited.
 //!
-//! A fill counts as a touch by its requester: the page tables have the page then. A prefetched section
-//! counts as untouched.
+//! A fill counts as a touch by its requester: the page tables have the page then. A section that was prefetched
+//! or swapped in ahead counts as untouched. Since a section is one page, nothing is evicted together with it.
 
 use super::touched::TouchedSections;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
 use pagetide_policy::{
     candidates::{After, Ready},
+    prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
     reclaim::{
         Attempt, DIRECT_SECTIONS_MAX, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection,
@@ -102,6 +103,8 @@ pub(super) struct Counts {
     pub(super) wasted_prefetches: u64,
     /// Prefetched sections that are present and not touched yet.
     pub(super) prefetched: u64,
+    /// Swapped in though nothing had asked for them.
+    pub(super) swapped_in_ahead: u64,
 }
 
 /// The states of all sections, on which the orders are carried out.
@@ -164,6 +167,22 @@ impl Sections for States {
     fn offer(&mut self, ready: Vec<Ready>) {
         self.reserve = ready.into();
     }
+
+    fn swap_in(&mut self, section: SectionNo, _pages_max: u64) -> Option<Prefetched> {
+        let is_evicted = self.sections[section.index()].is(State::EVICTED);
+        let mut done = Prefetched {
+            pages: 0,
+            rest: Rest::None,
+        };
+        if is_evicted && !self.has_room() {
+            done.rest = Rest::Some;
+        } else if is_evicted {
+            self.put(section, State::PRESENT);
+            self.counts.swapped_in_ahead += 1;
+            done.pages = self.section_pages;
+        }
+        Some(done)
+    }
 }
 
 impl States {
@@ -201,6 +220,13 @@ impl States {
             mapped_pages: u64::from(is_mapped) * present_pages,
             stop: None,
         }
+    }
+
+    fn put(&mut self, section: SectionNo, how: State) {
+        let state = &mut self.sections[section.index()];
+        *state = state.and(how).but(State::EVICTED);
+        self.present += 1;
+        self.filled.push(section);
     }
 
     /// Evicts a section that is ready, for a fill that needs room.
@@ -400,7 +426,7 @@ impl Memory {
         if !self.states.has_room() {
             self.states.waiting_fills.push_back(now + ADMISSION_WAIT);
         }
-        self.put(section, State::PRESENT);
+        self.states.put(section, State::PRESENT);
         self.touch(section);
         self.wake(now);
     }
@@ -426,17 +452,11 @@ impl Memory {
         if !self.states.has_room() {
             return PrefetchOutcome::NoRoom;
         }
-        self.put(section, State::PRESENT.and(State::PREFETCHED));
+        self.states
+            .put(section, State::PRESENT.and(State::PREFETCHED));
         self.states.counts.prefetches += 1;
         self.states.counts.prefetched += 1;
         PrefetchOutcome::Filled
-    }
-
-    fn put(&mut self, section: SectionNo, how: State) {
-        let state = &mut self.states.sections[section.index()];
-        *state = state.and(how).but(State::EVICTED);
-        self.states.present += 1;
-        self.states.filled.push(section);
     }
 
     /// Wakes the reclaim loop if memory is below the low watermark and it waits for that.
@@ -456,6 +476,7 @@ impl Memory {
                 eviction: Eviction::Allowed,
                 sweeps: self.states.counts.sweeps,
                 requested_pages: None,
+                wanted_back: self.selection.wanted_back(),
             });
             #[cfg(test)]
             self.states
@@ -468,7 +489,8 @@ impl Memory {
                     return;
                 }
                 Order::Sample(want) => {
-                    let is_due = |at: Duration| now.saturating_sub(at) >= want.sweep_min();
+                    let scan = self.selection.sets().times().scan;
+                    let is_due = |at: Duration| now.saturating_sub(at) >= want.sweep_min(scan);
                     if self.swept_at.is_none_or(is_due) {
                         self.sweep(now);
                     }
@@ -476,14 +498,20 @@ impl Memory {
                 Order::Sweep { .. } => self.sweep(now),
                 Order::TryAgain => self.selection.try_again(&mut self.states),
                 Order::Evict(order) => {
-                    let (pages, reach) = (order.pages, order.reach);
-                    let pass = self.selection.reclaim(now, pages, reach, &mut self.states);
+                    let (pages, reach, need) = (order.pages, order.reach, order.need);
+                    let pass = (self.selection).reclaim(now, pages, reach, need, &mut self.states);
                     self.decisions.passed(&pass);
                     let protected = pass.protected_pages / self.states.section_pages;
                     self.states.counts.evicted_protected += protected;
                 }
                 Order::KeepReady { pages } => {
                     let Ok(()) = self.selection.keep_ready(now, pages, &mut self.states);
+                }
+                Order::SwapIn { wanted, pages } => {
+                    let filled = self.selection.swap_in(now, wanted, pages, &mut self.states);
+                    #[cfg(test)]
+                    self.states.log.push(format!("filled {filled}"));
+                    self.decisions.swapped_in(filled);
                 }
                 // Nothing forbids eviction here, counts are exact, and nobody sends requests. Accesses are
                 // those of the trace, at its times: a hold stops none of them.

@@ -66,3 +66,50 @@ fn orders_to_a_replay_are_those_of_the_golden_trace() {
     }
     assert_eq!(GOLDEN.lines().count(), found.lines().count());
 }
+
+/// A VM of 240 sections that uses the first 140 each second, under a limit of 100, for a minute; and then stands
+/// still until its memory is within the limit.
+fn pressed() -> Memory {
+    let mut memory = Memory::new(SECTIONS, 2 << 20, Start::AllPresent, Arc::default());
+    memory.set_limit(Some(100));
+    for second in 1..=60 {
+        pass_to(&mut memory, ms(second * 1000));
+        for section in (0..140).map(SectionNo) {
+            if memory.touch(section) != Found::Present {
+                memory.fill(ms(second * 1000), section);
+            }
+        }
+    }
+    pass_to(&mut memory, ms(60_900));
+    assert!(memory.present() <= 100, "{} present", memory.present());
+    memory
+}
+
+fn pass_to(memory: &mut Memory, until: Duration) {
+    while memory.due() <= until {
+        memory.pass(memory.due());
+    }
+}
+
+#[test]
+fn limit_that_is_raised_brings_back_what_was_in_use_into_spare_memory_and_evicts_nothing() {
+    let mut memory = pressed();
+    let before = memory.counts();
+    assert!(before.evicted_sections > 500, "{before:?}");
+    memory.set_limit(Some(200));
+    // Nobody touches anything any more.
+    pass_to(&mut memory, ms(90_000));
+    let after = memory.counts();
+    let back = after.swapped_in_ahead - before.swapped_in_ahead;
+    assert!(back >= 30, "{back} sections");
+    assert_eq!(after.evicted_sections, before.evicted_sections);
+    // Only what was in use: the others were evicted first, and not again.
+    assert!(memory.present() <= 140, "{} present", memory.present());
+}
+
+#[test]
+fn vm_at_its_limit_gets_nothing_back_but_by_faults() {
+    let mut memory = pressed();
+    pass_to(&mut memory, ms(90_000));
+    assert_eq!(memory.counts().swapped_in_ahead, 0);
+}

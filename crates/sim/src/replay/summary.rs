@@ -35,6 +35,8 @@ pub struct Summary {
     pub wasted_bring_backs: u64,
     /// Requests to prefetch a section that were refused.
     pub refused_bring_backs: u64,
+    /// Sections swapped in though nothing had asked for them.
+    pub swapped_in_ahead: u64,
     /// By kind of device; kinds without devices are omitted.
     pub services: Vec<ServiceSummary>,
 }
@@ -112,6 +114,7 @@ impl Summary {
             bring_backs: sum(|vm| vm.bring_backs),
             wasted_bring_backs: sum(|vm| vm.wasted_bring_backs),
             refused_bring_backs: sum(|vm| vm.refused_bring_backs),
+            swapped_in_ahead: sum(|vm| vm.swapped_in_ahead),
             services: services.collect(),
         }
     }

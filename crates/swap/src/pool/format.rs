@@ -65,6 +65,7 @@ pub enum Counter {
     PoisonedPages,
     FilledPages,
     JoinedFaults,
+    SwappedInAheadPages,
 }
 
 /// Pages a pool should have room for, given how many a VM has now: four times as many, and at least

@@ -10,18 +10,23 @@ use crate::{
     knobs::{Eviction, Room},
     state::{Frame, State},
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SectionNo, Va};
+use pagetide_addr::{
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
+};
 use pagetide_gmem::{
     Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Device,
     EvictionError, Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwrite, PageTable,
-    PagedMemory, Served, StoreError, Wait, recovery::recover_words,
+    PagedMemory, Readahead, Served, StoreError, Wait, recovery::recover_words,
 };
-use pagetide_policy::protect::{Protector, Touch};
+use pagetide_policy::{
+    protect::{Protector, Touch},
+    swap_in::Together,
+};
 use pagetide_swap::{
     DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
     evictor::EvictorError,
     limit::MakeRoom as _,
-    reclaim::{Reach, Took, UNMAPPED_MIN},
+    reclaim::{Need, Reach, Took, UNMAPPED_MIN},
     store::FULL_MIN,
     tier::PAGE,
 };
@@ -35,6 +40,9 @@ use std::{
 
 /// Addresses of the simulated space: far more than any VM here has pages.
 const SPACE_BYTES: u64 = 1 << 40;
+
+/// Pages asked for at a time, by a run that swaps in what it likes.
+const SWAP_IN_PAGES: usize = 16;
 
 /// Half of the sections that are touched, so that both kinds are met.
 const POLICY: &str = "lru:share=0.5";
@@ -66,6 +74,10 @@ pub enum Task {
     /// Sections are to stand ready.
     KeepReady {
         pages: u64,
+    },
+    /// Pages come back that nothing waits for: of this section, or of those that the reclaimer wants back.
+    SwapIn {
+        section: SectionNo,
     },
     /// A fill makes room of what stands ready.
     MakeRoom {
@@ -212,6 +224,7 @@ impl Daemon {
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Arc::new(Tracker(life.clone()));
         let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker, HeatCost::default());
+        limit.faulted().set(Together::On);
         let choice = POLICY.parse().expect("a policy");
         let protector = Protector::new(&choice, POLICY_SECTIONS);
         reclaimer.spare(protector.protected().clone());
@@ -329,6 +342,7 @@ impl Daemon {
             Task::Scan => self.scan(),
             Task::Reclaim { pages, reach } => self.reclaim_rested(pages, reach),
             Task::KeepReady { pages } => self.keep_ready(pages),
+            Task::SwapIn { section } => self.swap_in(section),
             Task::MakeRoom { pages } => self.take_directly(pages),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
@@ -450,7 +464,7 @@ impl Daemon {
         self.protect_some_section();
         let _frame = self.life.frame(Frame::Evict);
         let now = self.now();
-        let done = reclaimer.reclaim(|| now, pages, reach, &|| true);
+        let done = reclaimer.reclaim(|| now, pages, reach, Need::Limit, &|| true);
         self.assert_protected_are_spared(reach);
         match done.stopped {
             None if self.store.full().is_some() => self.life.expect_full(),
@@ -467,6 +481,26 @@ impl Daemon {
         let now = self.now();
         if let Err(error) = reclaimer.keep_ready(|| now, pages, &|| true) {
             self.life.expect_trouble(&*error);
+        }
+    }
+
+    fn swap_in(&self, section: SectionNo) {
+        let _frame = self.life.frame(Frame::DeviceFault);
+        if self.life.world.lock().knobs.eviction == Eviction::AtRandom {
+            let pages = self.space.table().pages_of(section);
+            for first in pages.iter().step_by(SWAP_IN_PAGES) {
+                let end = first.plus(SWAP_IN_PAGES as u64).min(pages.end);
+                let cause = Cause::Readahead(Readahead::SwapIn(PageRange::new(first, end)));
+                self.space.fault(&cause, Wait::Never);
+            }
+            return;
+        }
+        let Ok(mut reclaimer) = self.reclaimer.try_lock() else {
+            return;
+        };
+        let now = self.now();
+        if let Some(wanted) = reclaimer.wanted_back(now) {
+            reclaimer.swap_in(|| now, wanted, SECTION_PAGES, &|| true);
         }
     }
 

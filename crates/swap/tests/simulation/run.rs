@@ -136,6 +136,7 @@ impl Run {
                 &counters.joined_faults,
                 &counters.readahead_pages,
                 &counters.overwritten_pages,
+                &counters.swapped_in_ahead_pages,
             ]
             .map(|counter| counter.load(Relaxed))
         };
@@ -151,6 +152,7 @@ impl Run {
             coverage.joined_faults += after[2] - before[2];
             coverage.readahead_pages += after[3] - before[3];
             coverage.overwritten_pages += after[4] - before[4];
+            coverage.swapped_in_ahead_pages += after[5] - before[5];
         }
         if !survived {
             self.follow();
@@ -336,7 +338,7 @@ fn choose(state: &mut State) -> Option<Task> {
     {
         return Some(task);
     }
-    match state.random.below(20) {
+    match state.random.below(21) {
         0..=10 => Task::next_fault(state),
         11..=14 if state.knobs.eviction == Eviction::AtRandom => Task::random_eviction(state),
         11 => Some(match state.random.below(3) {
@@ -356,7 +358,10 @@ fn choose(state: &mut State) -> Option<Task> {
         }
         15 => Some(Task::Trim),
         16 => Some(Task::CorrectLimit),
-        17 => {
+        17 => Some(Task::SwapIn {
+            section: state.active_page().section(),
+        }),
+        18 => {
             state.change_wiring();
             None
         }

@@ -98,6 +98,7 @@ coverage! {
     cancelled_pages
     joined_faults
     readahead_pages
+    swapped_in_ahead_pages
     busy
     store_full
     damaged_pages
