@@ -75,6 +75,8 @@ const SLICE_SECONDS: u64 = 8;
 
 /// Fewer rounds have the real guests: each of their slices is mostly preparation.
 const ROUNDS_A_GUEST: usize = 2;
+/// Theirs are longer: an emulated guest serves some tens of requests a second.
+const SLICES_A_GUEST: u32 = 3;
 /// Fewer rounds have two VMs whose sets change, each with two changes,
 const ROUNDS_A_CHANGE: usize = 4;
 /// and longer slices: in the paper the sets stay the same for 50 s.
@@ -172,7 +174,8 @@ impl Plan<'_> {
     ) -> Result<(), BenchError> {
         progress(NAME, "starting four guests");
         let demand_bytes = real::SERVICES.len() as u64 * real::RAM_BYTES;
-        let bench = arms::Bench::prepare(demand_bytes, self.slice, self.options, RealGuests::start);
+        let slice = self.slice * SLICES_A_GUEST;
+        let bench = arms::Bench::prepare(demand_bytes, slice, self.options, RealGuests::start);
         let bench = match bench {
             Ok(bench) => bench,
             Err(reason) => {

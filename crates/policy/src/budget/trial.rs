@@ -12,7 +12,7 @@
 //!   working set ─ ─ ─ ─└──┬─   it comes back: what is resident is in use, and is left alone for a while
 //! ```
 //! Its coldest sections go first, so the first that comes back ends the trial near its working set. What a trial
-//! in vain costs is its first step; the pause after each of those is twice as long as the one before.
+//! in vain costs is its first step; the pause after each of those is ten times as long as the one before.
 
 use super::units::{Bytes, Rate};
 use std::time::Duration;
@@ -28,9 +28,12 @@ const STEP_PARTS: u64 = 4;
 const NOTICED_PARTS: u64 = 4;
 /// A trial was of use if it took more than one part in this many of what was resident.
 const USE_PARTS: u64 = 8;
-/// Pause after a trial, and the longest after trials in vain.
-const REST: Duration = Duration::from_secs(2);
-const REST_MAX: Duration = Duration::from_secs(320);
+/// A VM is tried only after it has been quiet for this time: two that are busy in turns both keep what they use.
+const QUIET: Duration = Duration::from_secs(6);
+/// Pause after a trial in vain, ten times as long after each; and the longest.
+const REST: Duration = Duration::from_secs(60);
+const REST_FACTOR: u32 = 10;
+const REST_MAX: Duration = Duration::from_secs(3600);
 
 /// Whether a VM under the budget refaults so much that it lacks memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,6 +47,8 @@ pub(super) enum Lack {
 pub(super) struct Seen {
     pub resident: Bytes,
     pub refaulted: Bytes,
+    /// It has hardly refaulted for this time.
+    pub quiet_for: Duration,
     pub length: Duration,
 }
 
@@ -86,9 +91,10 @@ impl Trial {
             Some(_) if is_noticed => self.end(seen),
             Some(_) if lack == Lack::None => self.trusted = None,
             // What was tried is not evicted yet: nobody takes it, or not so fast.
-            Some(trusted) if seen.resident > trusted + self.step => {}
+            Some(trusted) if seen.resident > trusted + self.step.part(1, 2) => {}
             Some(trusted) => self.lower(trusted.min(seen.resident), self.step + self.step, seen),
-            None if lack == Lack::None || is_noticed || self.rests > Duration::ZERO => {}
+            None if lack == Lack::None || seen.quiet_for < QUIET || self.rests > Duration::ZERO => {
+            }
             None => {
                 self.began_at = seen.resident;
                 self.lower(seen.resident, first, seen);
@@ -109,9 +115,10 @@ impl Trial {
         let was_of_use = self.began_at.less(seen.resident) > self.began_at.part(1, USE_PARTS);
         if was_of_use {
             self.rest = REST;
+        } else {
+            self.rests = self.rest;
+            self.rest = (self.rest * REST_FACTOR).min(REST_MAX);
         }
-        self.rests = self.rest;
-        self.rest = (2 * self.rest).min(REST_MAX);
         self.trusted = None;
         self.step = Bytes::ZERO;
     }
@@ -126,16 +133,22 @@ mod tests {
     /// A VM that gives what is tried, and refaults all that it lacks of `used`.
     fn seconds(trial: &mut Trial, resident: Bytes, used: Bytes, count: u32) -> (Bytes, Bytes) {
         let (mut resident, mut refaulted_in_all) = (resident, Bytes::ZERO);
+        let mut quiet_for = QUIET;
         for _ in 0..count {
             resident = trial
                 .trusted()
                 .map_or(resident, |trusted| trusted.min(resident));
             let refaulted = used.less(resident);
             resident += refaulted;
+            quiet_for = match refaulted {
+                Bytes::ZERO => quiet_for + SECOND,
+                _ => Duration::ZERO,
+            };
             refaulted_in_all += refaulted;
             let seen = Seen {
                 resident,
                 refaulted,
+                quiet_for,
                 length: SECOND,
             };
             trial.go_on(&seen, Lack::OfSome);
@@ -157,8 +170,8 @@ mod tests {
         let all = Bytes::mib(640);
         let (resident, refaulted) = seconds(&mut trial, all, all, 1000);
         assert_eq!(resident, all);
-        // 2, 4, 8 … 256, 320 s apart: ten trials of 20 MiB each.
-        assert!(refaulted <= Bytes::mib(11 * 20), "{refaulted}");
+        // 60 and 600 s apart: three trials of 20 MiB each.
+        assert!(refaulted <= Bytes::mib(3 * 20), "{refaulted}");
     }
 
     #[test]
@@ -167,6 +180,7 @@ mod tests {
         let seen = Seen {
             resident: Bytes::mib(640),
             refaulted: Bytes::ZERO,
+            quiet_for: QUIET,
             length: SECOND,
         };
         trial.go_on(&seen, Lack::None);

@@ -253,6 +253,7 @@ impl Vm {
         let seen = Seen {
             resident: self.report.resident,
             refaulted: self.refaults.filled(),
+            quiet_for: self.quiet_for,
             length: period.length,
         };
         let may_be_tried = self.report.eviction == Eviction::Possible && self.pressure(period) == 0;
