@@ -145,20 +145,38 @@ fn bytes_read(job: &'static str, report: &str) -> Result<u64, FioError> {
     moved(job, report).map(|moved| moved.read_bytes)
 }
 
-/// Bytes that a job moved, by fio's report, if all its threads ended without an error.
-pub(crate) fn moved(job: &'static str, report: &str) -> Result<Moved, FioError> {
+/// The threads in a report of fio.
+fn threads(job: &'static str, report: &str) -> Result<Vec<Value>, FioError> {
     let wrong = |reason: String| FioError::Report { job, reason };
     // fio prints notes before the object.
     let object = report.find('{').map_or("", |begin| &report[begin..]);
-    let report: Value = serde_json::from_str(object).map_err(|error| wrong(error.to_string()))?;
-    let Value::Array(threads) = &report["jobs"] else {
-        return Err(wrong("it has no jobs".to_owned()));
-    };
-    let number = |value: &Value| {
-        value
-            .as_u64()
-            .ok_or_else(|| wrong(format!("{value} is no number")))
-    };
+    let mut report: Value =
+        serde_json::from_str(object).map_err(|error| wrong(error.to_string()))?;
+    match report["jobs"].take() {
+        Value::Array(threads) => Ok(threads),
+        _ => Err(wrong("it has no jobs".to_owned())),
+    }
+}
+
+fn number(job: &'static str, value: &Value) -> Result<u64, FioError> {
+    value.as_u64().ok_or_else(|| FioError::Report {
+        job,
+        reason: format!("{value} is no number"),
+    })
+}
+
+/// How long a job ran, by fio's report: its longest thread.
+pub(crate) fn took(job: &'static str, report: &str) -> Result<Duration, FioError> {
+    let mut longest_ms = 0;
+    for thread in threads(job, report)? {
+        longest_ms = longest_ms.max(number(job, &thread["job_runtime"])?);
+    }
+    Ok(Duration::from_millis(longest_ms))
+}
+
+/// Bytes that a job moved, by fio's report, if all its threads ended without an error.
+pub(crate) fn moved(job: &'static str, report: &str) -> Result<Moved, FioError> {
+    let number = |value: &Value| number(job, value);
     let (mut moved, mut errors) = (
         Moved {
             read_bytes: 0,
@@ -166,7 +184,7 @@ pub(crate) fn moved(job: &'static str, report: &str) -> Result<Moved, FioError> 
         },
         Vec::new(),
     );
-    for thread in threads {
+    for thread in threads(job, report)? {
         moved.read_bytes += number(&thread["read"]["io_bytes"])?;
         moved.written_bytes += number(&thread["write"]["io_bytes"])?;
         match number(&thread["error"])? {
@@ -195,6 +213,13 @@ mod tests {
             written_bytes: 1024,
         };
         assert_eq!(moved("work", report).expect("it is sound"), wanted);
+    }
+
+    #[test]
+    fn job_took_as_long_as_its_longest_thread() {
+        let report = r#"{"jobs": [{"job_runtime": 5001}, {"job_runtime": 5020}]}"#;
+        assert_eq!(took("work", report).expect("times").as_millis(), 5020);
+        took("work", r#"{"jobs": [{"error": 0}]}"#).expect_err("no time");
     }
 
     #[test]

@@ -13,7 +13,8 @@
 //!              second serial port: `PT {json}` lines up, command words down
 //! ```
 //! A soak ([`soak`]) has other loads instead: well-known programs, each with its own check. A bench of the
-//! guest's speed runs the loads that the host names ([`loads`]). Where a well-known storage load is wanted,
+//! guest's speed runs the loads that the host names ([`loads`]), one of requests has a service answer them
+//! ([`services`]). Where a well-known storage load is wanted,
 //! fio works on the disk instead ([`fio`]).
 //!
 //! The host side includes this crate for [`wire`] only. There is no unsafe code and no clock in any
@@ -27,6 +28,7 @@ pub mod params;
 pub mod pattern;
 pub mod plugged;
 pub mod port;
+pub mod services;
 pub mod shared;
 pub mod soak;
 pub mod wire;

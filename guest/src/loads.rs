@@ -11,9 +11,16 @@
 //! | `stress-vm` | stress-ng `--vm`, memory written and verified | one of its own |
 //! | `stress-stream` | stress-ng `--stream`, four long arrays | one of its own |
 //! | `redis` | redis-benchmark, reads and writes at random | a request |
+//! | `sysbench-cpu` | sysbench `cpu`, prime numbers | one of its events |
+//! | `sysbench-memory` | sysbench `memory`, long blocks written in order | a block |
+//! | `fio` | fio on the guest's disk, 4 KiB at random past the page cache | a request |
 //!
 //! The first run of a load prepares its data, and measures its rate.
 
+mod disk;
+mod sysbench;
+
+use crate::fio::FioError;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -44,8 +51,11 @@ const LOOK: Duration = Duration::from_millis(50);
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The command is not valid.
-    #[error("'{0}' is no order: run stress-vm|stress-stream|redis SECONDS")]
+    #[error("'{0}' is no order: run LOAD SECONDS, of at most an hour")]
     NoOrder(String),
+    /// There is no such load.
+    #[error("'{0}' is no load: {all} are", all = names())]
+    NoLoad(String),
     /// A program or file failed.
     #[error("{what}: {source}")]
     Io {
@@ -62,6 +72,9 @@ pub enum LoadError {
         /// Its status and output.
         said: String,
     },
+    /// fio failed, or a request did.
+    #[error(transparent)]
+    Fio(#[from] FioError),
 }
 
 /// A load.
@@ -73,6 +86,51 @@ pub enum Load {
     StressStream,
     /// See the module.
     Redis,
+    /// See the module.
+    SysbenchCpu,
+    /// See the module.
+    SysbenchMemory,
+    /// See the module.
+    Fio,
+}
+
+impl Load {
+    /// All.
+    pub const ALL: [Self; 6] = [
+        Self::StressVm,
+        Self::StressStream,
+        Self::Redis,
+        Self::SysbenchCpu,
+        Self::SysbenchMemory,
+        Self::Fio,
+    ];
+
+    /// Its name in a command.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::StressVm => "stress-vm",
+            Self::StressStream => "stress-stream",
+            Self::Redis => "redis",
+            Self::SysbenchCpu => "sysbench-cpu",
+            Self::SysbenchMemory => "sysbench-memory",
+            Self::Fio => "fio",
+        }
+    }
+}
+
+impl FromStr for Load {
+    type Err = LoadError;
+
+    fn from_str(name: &str) -> Result<Self, LoadError> {
+        let found = Self::ALL.into_iter().find(|load| load.name() == name);
+        found.ok_or_else(|| LoadError::NoLoad(name.to_owned()))
+    }
+}
+
+/// The names of all loads.
+fn names() -> String {
+    Load::ALL.map(Load::name).join(", ")
 }
 
 /// A command of the host.
@@ -89,12 +147,7 @@ impl FromStr for Order {
         let no_order = || LoadError::NoOrder(line.to_owned());
         let mut words = line.split_whitespace();
         let (verb, name, seconds) = (words.next(), words.next(), words.next());
-        let load = match name {
-            Some("stress-vm") => Load::StressVm,
-            Some("stress-stream") => Load::StressStream,
-            Some("redis") => Load::Redis,
-            _ => return Err(no_order()),
-        };
+        let load = name.ok_or_else(no_order)?.parse()?;
         let seconds = seconds.and_then(|text| text.parse().ok());
         match (verb, seconds, words.next()) {
             (Some("run"), Some(seconds @ 1..=3600), None) => Ok(Self { load, seconds }),
@@ -108,6 +161,20 @@ impl FromStr for Order {
 struct Ran {
     operations: u64,
     took: Duration,
+}
+
+impl Ran {
+    /// By a report's figures, `None` if they show no work.
+    fn of(operations: &str, seconds: &str) -> Option<Self> {
+        let (Ok(operations), Ok(seconds)) = (operations.parse::<u64>(), seconds.parse::<f64>())
+        else {
+            return None;
+        };
+        match Duration::try_from_secs_f64(seconds) {
+            Ok(took) if operations > 0 && !took.is_zero() => Some(Self { operations, took }),
+            _ => None,
+        }
+    }
 }
 
 /// Executes the host's commands until it closes the port.
@@ -150,6 +217,9 @@ fn obey(order: Order, redis: &mut Option<Redis>) -> Result<Ran, LoadError> {
             };
             redis.work(order.seconds)
         }
+        Load::SysbenchCpu => sysbench::run(sysbench::Test::Cpu, order.seconds),
+        Load::SysbenchMemory => sysbench::run(sysbench::Test::Memory, order.seconds),
+        Load::Fio => disk::run(order.seconds),
     }
 }
 
@@ -182,15 +252,7 @@ fn ran_by(report: &str) -> Option<Ran> {
         };
         report.lines().find_map(line)
     };
-    let operations = value("bogo-ops:")?.parse::<u64>();
-    let seconds = value("wall-clock-time:")?.parse::<f64>();
-    let (Ok(operations), Ok(seconds)) = (operations, seconds) else {
-        return None;
-    };
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(took) if operations > 0 && !took.is_zero() => Some(Ran { operations, took }),
-        _ => None,
-    }
+    Ran::of(&value("bogo-ops:")?, &value("wall-clock-time:")?)
 }
 
 /// The output of `command`; an error if it fails.
@@ -313,12 +375,17 @@ mod tests {
             "run redis",
             "run redis 0",
             "run redis 4 5",
-            "run tea 4",
             "walk redis 4",
         ] {
             let error = wrong.parse::<Order>().expect_err("no order");
             assert!(error.to_string().contains(&format!("'{wrong}'")), "{error}");
         }
+        let error = "run tea 4".parse::<Order>().expect_err("no load");
+        let said = error.to_string();
+        assert!(
+            said.contains("'tea'") && said.contains("sysbench-cpu"),
+            "{said}"
+        );
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 use pagetide_guest::params::Params;
 use pagetide_guest::shared::{Counters, Extent, Order, Shared};
 use pagetide_guest::wire::{Command, Phase, progress_line};
-use pagetide_guest::{disk, fio, loads, memory, port, soak};
+use pagetide_guest::{disk, fio, loads, memory, port, services, soak};
 
 const DISK: &str = "/dev/vda";
 const REPORT_EVERY: Duration = Duration::from_secs(1);
@@ -37,6 +37,9 @@ fn run() -> Outcome<()> {
     let mut port = port::open()?;
     if params.runs_loads() {
         return Ok(loads::run(&mut port)?);
+    }
+    if params.services != 0 {
+        return Ok(services::run(params.seed, &mut port)?);
     }
     let commands = port::listen(port.try_clone()?);
     if params.soak_seed != 0 {

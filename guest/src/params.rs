@@ -16,8 +16,8 @@ pub enum ParamError {
     },
     /// A name is not known.
     #[error(
-        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.loads, pt.seed, pt.pace_us \
-         are"
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.loads, pt.services, pt.seed, \
+         pt.pace_us are"
     )]
     Unknown(String),
 }
@@ -37,6 +37,8 @@ pub struct Params {
     pub soak_seed: u64,
     /// Not 0 if it runs the loads that the host names instead ([`crate::loads`]).
     pub loads: u64,
+    /// Not 0 if it serves requests as the host says instead ([`crate::services`]).
+    pub services: u64,
     /// Seed of all content and order.
     pub seed: u64,
     /// Pause of each loop after a step, for a guest that is not fully busy.
@@ -52,6 +54,7 @@ impl Default for Params {
             fio_bytes: 0,
             soak_seed: 0,
             loads: 0,
+            services: 0,
             seed: 1,
             pace_us: 0,
         }
@@ -89,6 +92,7 @@ impl Params {
                 "pt.fio" => params.fio_bytes = size,
                 "pt.soak" => params.soak_seed = size,
                 "pt.loads" => params.loads = size,
+                "pt.services" => params.services = size,
                 "pt.seed" => params.seed = size,
                 "pt.pace_us" => params.pace_us = size,
                 _ => return Err(ParamError::Unknown(name.to_owned())),
@@ -103,13 +107,15 @@ impl Params {
     #[must_use]
     pub fn words(&self) -> String {
         format!(
-            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.loads={} pt.seed={} pt.pace_us={}",
+            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.loads={} pt.services={} pt.seed={} \
+             pt.pace_us={}",
             self.mem_bytes,
             self.active_bytes,
             self.file_bytes,
             self.fio_bytes,
             self.soak_seed,
             self.loads,
+            self.services,
             self.seed,
             self.pace_us
         )
@@ -142,6 +148,7 @@ mod tests {
             fio_bytes: 2 << 20,
             soak_seed: 5,
             loads: 1,
+            services: 1,
             seed: 9,
             pace_us: 20,
         };

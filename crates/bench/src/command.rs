@@ -9,7 +9,8 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
     fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, pa_bitmap, pool, real_size, schedule, sim, tracker,
+    iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, schedule, sim,
+    tracker,
 };
 
 /// Arguments of `bench`.
@@ -82,6 +83,10 @@ pub enum BenchPart {
     },
     /// The dense, busy guest of `bench real-size`, `guest-cost`, `schedule` and `tracker`
     BusyGuest(crate::busy::guest::BusyGuestOptions),
+    /// A VM of `bench overcommit`
+    RequestGuest(crate::overcommit::guest::RequestGuestOptions),
+    /// Makes the RAM of a real guest of `bench overcommit` present
+    FillRam(crate::overcommit::real::FillRamOptions),
     /// The device of `bench iopf-rtt` that is in another process
     IopfRttDevice {
         /// Socket of its VPRI function
@@ -162,6 +167,12 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::BusyGuest(options) => {
             crate::busy::guest::run(&options).map_err(CommandError::failed)
         }
+        BenchPart::RequestGuest(options) => {
+            crate::overcommit::guest::run(&options).map_err(CommandError::failed)
+        }
+        BenchPart::FillRam(options) => {
+            crate::overcommit::real::fill_ram(&options).map_err(CommandError::failed)
+        }
         BenchPart::IopfRttDevice { socket, cpu } => {
             crate::iopf_rtt::across::serve(&socket, cpu).map_err(CommandError::failed)
         }
@@ -195,11 +206,13 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
         BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
+        BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
         BenchName::Sim => sim::run(),
+        BenchName::Overcommit => overcommit::run(sizes),
         BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),

@@ -156,6 +156,11 @@ impl Daemon {
         self.client.clone()
     }
 
+    /// Its process id.
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Takes over the VMM `pid`.
     pub(super) fn attach(&self, pid: u32, limit_bytes: Option<u64>) -> Result<VmReport, String> {
         let body = AttachBody {

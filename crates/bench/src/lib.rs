@@ -30,6 +30,8 @@ mod memory;
 pub mod name;
 mod options;
 mod orders;
+pub mod overcommit;
+pub mod overhead;
 pub mod pa_bitmap;
 pub mod pool;
 pub mod real_size;

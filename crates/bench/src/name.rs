@@ -30,6 +30,8 @@ pub enum BenchName {
     GmemVa,
     /// What page faults do to the throughput and the tail of a disk, pause against out of order
     IopfImpact,
+    /// What programs in a stock guest lose by its being attached, while nothing is evicted: CPU, memory, disk, redis
+    Overhead,
     /// Look-ups and updates of the PA-bitmap of a terabyte, and what look-ups cost a disk
     PaBitmap,
     /// What one tenant's page faults do to another's requests on the same engine
@@ -40,6 +42,9 @@ pub enum BenchName {
     IopfScale,
     /// Faults of two busy VMs that are scanned and evicted from meanwhile, over the same without
     Schedule,
+    /// Requests of VMs that demand half again their budget, over those with all memory and over kernel zram; and
+    /// two VMs whose working sets change, over a static split
+    Overcommit,
     /// Translation requests per second of the performance model
     Sim,
     /// What evicted memory costs, in memory, with the paper's mix of pages: content, fragmentation, metadata

@@ -16,23 +16,24 @@ const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, schedule, tracker and pool, the rounds also of fault and fault-parallel, days, VMs
-/// and seeds of budget; others take none.
+/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, tracker and pool, the rounds also of fault and
+/// fault-parallel, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each of two (burst,
-    /// schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each VM (burst,
+    /// overcommit, schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
-    /// Alternations of each cell (burst: 3, guest-cost: 30, schedule: 6), rounds (real-size: 3, fault: 6,
-    /// fault-parallel: 8)
+    /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
+    /// real-size: 3, fault: 6, fault-parallel: 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (burst: 10 after the burst, guest-cost: 5, schedule: 6), longest search for cold pages
-    /// (tracker: 300)
+    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6), longest
+    /// search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
-    /// Only cells whose names contain this (guest-cost, tracker)
+    /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
+    /// four-guests)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -93,29 +94,35 @@ impl SizeOptions {
     pub fn check(&self, name: BenchName) -> Result<(), String> {
         let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
         let pool = name == BenchName::Pool;
-        let schedule = name == BenchName::Schedule;
+        let overcommit = name == BenchName::Overcommit;
+        let schedule = overcommit || name == BenchName::Schedule;
+        let overhead = name == BenchName::Overhead;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
-            ("--setting", !self.settings.is_empty(), sized),
+            ("--setting", !self.settings.is_empty(), sized || overhead),
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || sized && !tracker && !pool,
+                faults || overhead || sized && !tracker && !pool,
             ),
             (
                 "--seconds",
                 self.seconds.is_some(),
-                tracker || cost || schedule || burst,
+                tracker || cost || overhead || schedule || burst,
             ),
             ("--online", self.online.is_some(), burst),
             ("--days", self.days.is_some(), budget),
             ("--vms", self.vms.is_some(), budget),
             ("--seeds", self.seeds.is_some(), budget),
             ("--plots", self.plots.is_some(), burst),
-            ("--only", self.only.is_some(), tracker || cost),
+            (
+                "--only",
+                self.only.is_some(),
+                tracker || cost || overhead || overcommit,
+            ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

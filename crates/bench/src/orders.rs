@@ -19,7 +19,7 @@ use std::{
 const VMM_PROGRAM: &str = "qemu-stand-in";
 
 /// This program, to be started in another role.
-fn this_program() -> Result<PathBuf, String> {
+pub(super) fn this_program() -> Result<PathBuf, String> {
     std::env::current_exe().map_err(|error| format!("this program cannot be found: {error}"))
 }
 

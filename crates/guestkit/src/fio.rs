@@ -2,14 +2,7 @@
 //! fio of this machine in a guest, with its job files.
 
 use crate::image::Addition;
-use crate::programs::{Program, ProgramError};
-
-/// fio.
-pub const FIO: Program = Program {
-    package: "fio",
-    path: "/usr/bin/fio",
-    name: "bin/fio",
-};
+use crate::programs::{FIO, ProgramError};
 
 /// Program and shared objects, as additions to a guest's initramfs, and these job files.
 ///

@@ -8,6 +8,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use pagetide_guest::loads::Load;
+
 use crate::image::Addition;
 
 /// A program cannot be provided to a guest.
@@ -40,6 +42,13 @@ pub struct Program {
     pub name: &'static str,
 }
 
+/// Loads on disks.
+pub const FIO: Program = Program {
+    package: "fio",
+    path: "/usr/bin/fio",
+    name: "bin/fio",
+};
+
 /// Loads on CPU and memory.
 pub const STRESS_NG: Program = Program {
     package: "stress-ng",
@@ -61,6 +70,31 @@ pub const REDIS_BENCHMARK: Program = Program {
     name: "bin/redis-benchmark",
 };
 
+/// Prime numbers, and writes to memory.
+pub const SYSBENCH: Program = Program {
+    package: "sysbench",
+    path: "/usr/bin/sysbench",
+    name: "bin/sysbench",
+};
+
+/// The programs that a load runs.
+#[must_use]
+pub const fn of_load(load: Load) -> &'static [Program] {
+    match load {
+        Load::StressVm | Load::StressStream => &[STRESS_NG],
+        Load::Redis => &[REDIS_SERVER, REDIS_BENCHMARK],
+        Load::SysbenchCpu | Load::SysbenchMemory => &[SYSBENCH],
+        Load::Fio => &[FIO],
+    }
+}
+
+/// The shell of sqlite.
+pub const SQLITE: Program = Program {
+    package: "sqlite3",
+    path: "/usr/bin/sqlite3",
+    name: "bin/sqlite3",
+};
+
 impl Program {
     /// The program and its shared objects.
     ///
@@ -71,23 +105,42 @@ impl Program {
         if !Path::new(path).exists() {
             return Err(ProgramError::Missing { path, package });
         }
-        let output = Command::new("ldd").arg(path).output()?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            return Err(ProgramError::Objects(format!("{path}: {said}")));
-        }
-        let list = String::from_utf8_lossy(&output.stdout);
-        let mut additions = vec![Addition::copy(Path::new(path), self.name)];
-        for object in objects(&list)? {
-            let name = object
-                .strip_prefix("/")
-                .unwrap_or(&object)
-                .to_string_lossy()
-                .into_owned();
-            additions.push(Addition::copy(&object, &name));
-        }
-        Ok(additions)
+        with_objects(Path::new(path), self.name)
     }
+}
+
+/// The compiler proper of gcc, as `bin/cc1`, and its shared objects. Its path has gcc's version in it.
+///
+/// # Errors
+/// gcc or a shared object is not installed.
+pub fn compiler() -> Result<Vec<Addition>, ProgramError> {
+    let (path, package) = ("gcc", "gcc");
+    let asked = Command::new(path).arg("-print-prog-name=cc1").output();
+    let Ok(answer) = asked else {
+        return Err(ProgramError::Missing { path, package });
+    };
+    let cc1 = String::from_utf8_lossy(&answer.stdout).trim().to_owned();
+    with_objects(Path::new(&cc1), "bin/cc1")
+}
+
+/// The program at `path` as `name`, and its shared objects.
+fn with_objects(path: &Path, name: &str) -> Result<Vec<Addition>, ProgramError> {
+    let output = Command::new("ldd").arg(path).output()?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(ProgramError::Objects(format!("{}: {said}", path.display())));
+    }
+    let list = String::from_utf8_lossy(&output.stdout);
+    let mut additions = vec![Addition::copy(path, name)];
+    for object in objects(&list)? {
+        let name = object
+            .strip_prefix("/")
+            .unwrap_or(&object)
+            .to_string_lossy()
+            .into_owned();
+        additions.push(Addition::copy(&object, &name));
+    }
+    Ok(additions)
 }
 
 /// The paths in an answer of `ldd`.

@@ -76,11 +76,15 @@ enum Room {
     Bytes(u64),
 }
 
-/// Where the devices are.
+/// What runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Devices {
-    InDaemon,
-    InProcessOfTheirOwn,
+enum Processes {
+    /// A daemon, with its devices in it.
+    Daemon,
+    /// The same with a budget lock of its own.
+    DaemonWithBudgetLock,
+    /// A daemon, and a DPU process with its devices.
+    DaemonAndDpu,
 }
 
 /// A disk image, removed on drop.
@@ -104,7 +108,7 @@ impl Stage {
     /// # Panics
     /// All is present and the daemon does not start: that is a failure and no reason to skip.
     pub fn set() -> Result<Self, Skip> {
-        Self::set_with(Room::Ample, Devices::InDaemon)
+        Self::set_with(Room::Ample, Processes::Daemon)
     }
 
     /// As [`Stage::set`], with a DPU process beside the daemon.
@@ -115,7 +119,18 @@ impl Stage {
     /// # Panics
     /// As there.
     pub fn set_with_dpu_process() -> Result<Self, Skip> {
-        Self::set_with(Room::Ample, Devices::InProcessOfTheirOwn)
+        Self::set_with(Room::Ample, Processes::DaemonAndDpu)
+    }
+
+    /// As [`Stage::set`], with a budget lock of its own: other tests may have a budget on this host, too.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn set_with_budget() -> Result<Self, Skip> {
+        Self::set_with(Room::Ample, Processes::DaemonWithBudgetLock)
     }
 
     /// As [`Stage::set`], the daemon's state being on a tmpfs of `bytes`.
@@ -126,10 +141,10 @@ impl Stage {
     /// # Panics
     /// As there.
     pub fn set_on_tmpfs_of(bytes: u64) -> Result<Self, Skip> {
-        Self::set_with(Room::Bytes(bytes), Devices::InDaemon)
+        Self::set_with(Room::Bytes(bytes), Processes::Daemon)
     }
 
-    fn set_with(room: Room, devices: Devices) -> Result<Self, Skip> {
+    fn set_with(room: Room, processes: Processes) -> Result<Self, Skip> {
         let skip = |reason: String| Skip(reason);
         if !rustix::process::geteuid().is_root() {
             return Err(skip("take-over needs root".to_owned()));
@@ -154,13 +169,18 @@ impl Stage {
         let start = |role, state: &Path, log: &Path| {
             Product::start_in(role, &binary, state, log).unwrap_or_else(|error| panic!("{error}"))
         };
-        let dpu = (devices == Devices::InProcessOfTheirOwn).then(|| {
+        let dpu = (processes == Processes::DaemonAndDpu).then(|| {
             let (state, log) = (folder.path().join("dpu"), folder.path().join("dpu.log"));
             start(Role::Dpu, &state, &log)
         });
-        let role = dpu
-            .as_ref()
-            .map_or(Role::Daemon, |dpu| Role::DaemonBeside(dpu.vpri()));
+        let role = match (&dpu, processes) {
+            (Some(dpu), _) => Role::DaemonBeside(dpu.vpri()),
+            (None, Processes::DaemonWithBudgetLock) => {
+                let lock = folder.path().join("budget.lock");
+                Role::DaemonWith(vec![format!("--budget-lock={}", lock.display())])
+            }
+            (None, _) => Role::Daemon,
+        };
         Ok(Self {
             product: start(role, &state, &log),
             dpu,

@@ -218,6 +218,55 @@ fn schedule_compares_faults_beside_background_work_with_faults_without() {
 }
 
 #[test]
+fn overcommit_compares_the_budget_with_all_memory_and_with_a_static_split() {
+    let size = [
+        "overcommit",
+        "--ram",
+        "64M",
+        "--pairs",
+        "1",
+        "--seconds",
+        "1",
+        // Four real guests take minutes: a test of the kit has them.
+        "--only",
+        "vms",
+        "--json",
+    ];
+    let Some(report) = report_with_swap(&size) else {
+        return;
+    };
+    for arm in ["all_memory", "pagetide"] {
+        let requests = number(&report, &format!("/figures/{arm}/requests_per_s"));
+        assert!(requests > 0.0, "{arm}: {report}");
+    }
+    let (demand, budget) = (
+        number(&report, "/figures/demand_bytes"),
+        number(&report, "/figures/budget_bytes"),
+    );
+    assert!((demand / budget - 1.5).abs() < 1e-6, "{report}");
+    let evicted = number(&report, "/figures/pagetide/evicted_mib");
+    let over_mib = (demand - budget) / f64::from(1 << 20);
+    assert!(evicted > over_mib, "what is over is away: {report}");
+    for ratio in ["throughput_over_all_memory", "p99_over_all_memory"] {
+        assert!(number(&report, &format!("/ratios/{ratio}")) > 0.0);
+    }
+    assert!(number(&report, "/ratios/hits_over_split") > 0.0);
+    assert!(number(&report, "/figures/split/faults_per_s") > 0.0);
+    if report["peers"]["zram"].is_string() {
+        eprintln!("SKIPPED: {}", report["peers"]["zram"]);
+        return;
+    }
+    assert!(number(&report, "/ratios/throughput_over_zram") > 0.0);
+    let of = |name: &str| number(&report, &format!("/peers/zram/{name}"));
+    let taken_mib = of("resident_mib") + of("stored_mib");
+    let budget_mib = budget / f64::from(1 << 20);
+    assert!(
+        taken_mib < 1.1 * budget_mib,
+        "zram pays for what it stores: {report}"
+    );
+}
+
+#[test]
 fn tracker_knows_what_is_cold_and_what_came_of_it() {
     let size = ["tracker", "--ram", "64M", "--seconds", "5"];
     let words = [&size[..], &["--only", "section_50", "--json"]].concat();
@@ -272,6 +321,7 @@ fn options_that_mean_nothing_are_wrong_use() {
         &["real-size", "--ram", "16M"],
         &["guest-cost", "--ram", "1G,2G"],
         &["guest-cost", "--setting", "dma-protector"],
+        &["overhead", "--ram", "1G"],
     ] {
         let output = bench(words);
         assert_eq!(output.status.code(), Some(2), "{words:?}");

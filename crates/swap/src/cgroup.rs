@@ -66,10 +66,24 @@ pub struct MemoryGroups {
     process: String,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Version {
+/// The version of the interface of control groups.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Version {
+    /// A hierarchy for each controller.
     One,
+    /// One hierarchy for all.
     Two,
+}
+
+/// Where a group's files are.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Place {
+    /// The interface of these files.
+    pub version: Version,
+    /// The root of the hierarchy, as far as it can be seen.
+    pub mount: PathBuf,
+    /// The directory of the group.
+    pub directory: PathBuf,
 }
 
 impl MemoryGroups {
@@ -175,7 +189,10 @@ impl MemoryGroups {
     }
 
     /// The group of the memory controller; `None` if there is none that can be seen.
-    fn place(&self) -> io::Result<Option<Place>> {
+    ///
+    /// # Errors
+    /// Reading failed.
+    pub fn place(&self) -> io::Result<Option<Place>> {
         let Some(groups) =
             read_if_there(&self.root.join("proc").join(&self.process).join("cgroup"))?
         else {
@@ -192,13 +209,6 @@ impl MemoryGroups {
         });
         Ok(place)
     }
-}
-
-/// Where a group's files are.
-struct Place {
-    version: Version,
-    mount: PathBuf,
-    directory: PathBuf,
 }
 
 /// The group of the memory controller, by `/proc/self/cgroup`: lines `number:controllers:path`.

@@ -150,9 +150,12 @@ fn unexpected(command: &str, answer: &Answer) -> io::Error {
 
 /// An answer of redis.
 #[derive(Debug, PartialEq, Eq)]
-enum Answer {
+pub(crate) enum Answer {
+    /// The value is written.
     Ok,
+    /// The value, if there is one.
     Value(Option<Vec<u8>>),
+    /// What redis says.
     Error(String),
 }
 
@@ -241,7 +244,7 @@ fn ready() -> io::Result<UnixStream> {
 }
 
 /// A request in redis' protocol: an array of strings, each after its length.
-fn request(words: &[&[u8]]) -> Vec<u8> {
+pub(crate) fn request(words: &[&[u8]]) -> Vec<u8> {
     let mut request = format!("*{}\r\n", words.len()).into_bytes();
     for word in words {
         request.extend_from_slice(format!("${}\r\n", word.len()).as_bytes());
@@ -251,7 +254,8 @@ fn request(words: &[&[u8]]) -> Vec<u8> {
     request
 }
 
-fn answer(stream: &mut impl BufRead) -> io::Result<Answer> {
+/// The next answer.
+pub(crate) fn answer(stream: &mut impl BufRead) -> io::Result<Answer> {
     let mut line = String::new();
     stream.read_line(&mut line)?;
     let line = line.trim_end();

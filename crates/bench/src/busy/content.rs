@@ -7,9 +7,9 @@
 //!        others    body: of number and place alone
 //! ```
 //! So a write is eight words in eight cache lines, whatever the size of a page, and a reader of these eight
-//! can check that they belong together. Of sixteen pages one is all zeros until it is written, one does not
-//! compress, and the others shrink to about half: each way of storing a page is used.
+//! can check that they belong together. What the body is like is the RAM's [`Mix`].
 
+use crate::pool::content as fleet;
 use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_random::{GAMMA, SplitMix64, mixed};
 
@@ -22,18 +22,36 @@ const KINDS: u64 = 16;
 
 const _: () = assert!(WORDS as u64 * 8 == PAGE_BYTES);
 
+/// What the pages of a RAM are like.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mix {
+    /// Of sixteen pages one is all zeros until it is written, one does not compress, and the others shrink to
+    /// about half: each way of storing a page is used.
+    Halves,
+    /// As in the Taiji paper's fleet (5.3.3): most are all zeros until they are written, the others shrink to
+    /// about half.
+    Fleet,
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Zero,
     Random,
     Compressible,
+    Fleet,
 }
 
-const fn kind(page: PageNo) -> Kind {
-    match page.0 % KINDS {
-        0 => Kind::Zero,
-        1 => Kind::Random,
-        _ => Kind::Compressible,
+impl Mix {
+    const fn kind(self, page: PageNo) -> Kind {
+        match self {
+            Self::Fleet if fleet::is_zero(page) => Kind::Zero,
+            Self::Fleet => Kind::Fleet,
+            Self::Halves => match page.0 % KINDS {
+                0 => Kind::Zero,
+                1 => Kind::Random,
+                _ => Kind::Compressible,
+            },
+        }
     }
 }
 
@@ -49,8 +67,8 @@ impl Stamps {
     /// Of `page` in `version`.
     #[inline]
     #[must_use]
-    pub const fn of(page: PageNo, version: u32) -> Self {
-        let base = if version == 0 && matches!(kind(page), Kind::Zero) {
+    pub const fn of(mix: Mix, page: PageNo, version: u32) -> Self {
+        let base = if version == 0 && matches!(mix.kind(page), Kind::Zero) {
             0
         } else {
             mixed((page.0 << 32 | version as u64).wrapping_add(GAMMA)) | 1
@@ -75,22 +93,30 @@ impl Stamps {
 
 /// All words of `page` in `version`.
 #[must_use]
-pub fn words(page: PageNo, version: u32) -> [u64; WORDS] {
+pub fn words(mix: Mix, page: PageNo, version: u32) -> [u64; WORDS] {
     let mut words = [0; WORDS];
-    let kind = kind(page);
     let mut random = SplitMix64::new(page.0);
-    if kind != Kind::Zero {
-        for (at, word) in words.iter_mut().enumerate() {
-            let random = random.next_u64();
-            *word = match kind {
-                Kind::Random => random,
+    match mix.kind(page) {
+        Kind::Zero => {}
+        Kind::Random => words.fill_with(|| random.next_u64()),
+        Kind::Compressible => {
+            for (at, word) in words.iter_mut().enumerate() {
+                let random = random.next_u64();
                 // As in tables of small numbers and pointers.
-                _ if at % 2 == 0 => random & 0xffff_ffff,
-                _ => 0x7f00_0000_0000 | page.0 << 4,
-            };
+                *word = match at % 2 {
+                    0 => random & 0xffff_ffff,
+                    _ => 0x7f00_0000_0000 | page.0 << 4,
+                };
+            }
+        }
+        Kind::Fleet => {
+            let bytes = fleet::content(page, 0);
+            for (word, bytes) in words.iter_mut().zip(bytes.as_chunks().0) {
+                *word = u64::from_le_bytes(*bytes);
+            }
         }
     }
-    let stamps = Stamps::of(page, version);
+    let stamps = Stamps::of(mix, page, version);
     for number in 0..WORDS / STAMP_STRIDE {
         words[number * STAMP_STRIDE] = stamps.word(number);
     }
@@ -100,10 +126,11 @@ pub fn words(page: PageNo, version: u32) -> [u64; WORDS] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::harness::figures::to_f64;
     use pagetide_swap::tier::{Packer, STORED_BYTES_MAX, Seed};
 
     fn bytes(page: u64, version: u32) -> Vec<u8> {
-        let words = words(PageNo(page), version);
+        let words = words(Mix::Halves, PageNo(page), version);
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
@@ -113,7 +140,8 @@ mod tests {
             assert_ne!(bytes(page, 1), bytes(other, 1), "{page} {other}");
         }
         for page in 0..32 {
-            let versions = [0, 1, 2, 1 << 20, u32::MAX].map(|v| Stamps::of(PageNo(page), v));
+            let versions =
+                [0, 1, 2, 1 << 20, u32::MAX].map(|v| Stamps::of(Mix::Halves, PageNo(page), v));
             for (at, one) in versions.iter().enumerate() {
                 for other in &versions[at + 1..] {
                     for number in 0..WORDS / STAMP_STRIDE {
@@ -126,10 +154,12 @@ mod tests {
 
     #[test]
     fn versions_differ_in_their_stamps_alone() {
-        for page in 0..16 {
-            let (one, other) = (words(PageNo(page), 4), words(PageNo(page), 6));
-            let differing = (0..WORDS).filter(|at| one[*at] != other[*at]);
-            assert!(differing.eq((0..8).map(|number| number * STAMP_STRIDE)));
+        for mix in [Mix::Halves, Mix::Fleet] {
+            for page in (0..16).map(PageNo) {
+                let (one, other) = (words(mix, page, 4), words(mix, page, 6));
+                let differing = (0..WORDS).filter(|at| one[*at] != other[*at]);
+                assert!(differing.eq((0..8).map(|number| number * STAMP_STRIDE)));
+            }
         }
     }
 
@@ -147,5 +177,17 @@ mod tests {
         assert_eq!(packed(17), Some(STORED_BYTES_MAX));
         let len = packed(18).unwrap();
         assert!((1500..2800).contains(&len), "{len}");
+    }
+
+    #[test]
+    fn pages_of_the_fleet_are_zero_as_often_as_in_the_paper_until_they_are_written() {
+        const PAGES: u64 = 20_000;
+        let zeros = |version| {
+            let all = (0..PAGES).map(|page| words(Mix::Fleet, PageNo(page), version));
+            all.filter(|words| *words == [0; WORDS]).count() as u64
+        };
+        let wanted = to_f64(PAGES) * fleet::ZERO_SHARE;
+        assert!((to_f64(zeros(0)) - wanted).abs() < to_f64(PAGES) / 100.0);
+        assert_eq!(zeros(2), 0);
     }
 }

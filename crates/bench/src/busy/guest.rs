@@ -8,6 +8,7 @@
 //! The first wrong page ends the work: each answer from then on is that failure.
 
 use super::{
+    content::Mix,
     pattern::{HotPages, Pattern},
     ram::{HugePages, Ram, WrongPage},
 };
@@ -197,7 +198,7 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
         RamSize::AtMost => fitting(wanted_bytes)?,
     };
     let sections = ram_bytes / SECTION_BYTES;
-    let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages)
+    let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages, Mix::Halves)
         .map_err(|error| error.to_string())?;
     let begun = Instant::now();
     let cpus = cpu::affinity().map_err(|error| error.to_string())?;
@@ -514,7 +515,7 @@ mod tests {
 
     fn guest(pattern: &str) -> Arc<Guest> {
         let sections = 4;
-        let ram = Ram::new(sections * SECTION_PAGES, HugePages::NotAdvised).unwrap();
+        let ram = Ram::new(sections * SECTION_PAGES, HugePages::NotAdvised, Mix::Halves).unwrap();
         ram.fill(2);
         Arc::new(Guest {
             hot: HotPages::new(pattern.parse().unwrap(), sections),

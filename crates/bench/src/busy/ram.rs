@@ -12,7 +12,7 @@
 //! So vCPUs need no common lock, and a page that is evicted, filled or copied by the daemon in the middle
 //! of a write only delays the check.
 
-use super::content::{STAMP_STRIDE, Stamps, WORDS, words};
+use super::content::{Mix, STAMP_STRIDE, Stamps, WORDS, words};
 use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_PAGES, to_usize};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
@@ -73,6 +73,7 @@ pub struct Ram {
     file: GuestFile,
     mapping: SharedMapping,
     versions: Vec<AtomicU32>,
+    mix: Mix,
 }
 
 impl Ram {
@@ -80,7 +81,7 @@ impl Ram {
     ///
     /// # Errors
     /// The kernel's error.
-    pub fn new(pages: u64, huge: HugePages) -> Result<Self, RamError> {
+    pub fn new(pages: u64, huge: HugePages, mix: Mix) -> Result<Self, RamError> {
         let bytes = pages * PAGE_BYTES;
         let file = GuestFile::new_memfd("guest-ram", bytes)?;
         let mapping = SharedMapping::new(file.as_fd(), bytes)?;
@@ -91,6 +92,7 @@ impl Ram {
             file,
             mapping,
             versions: (0..pages).map(|_| AtomicU32::new(0)).collect(),
+            mix,
         })
     }
 
@@ -110,7 +112,11 @@ impl Ram {
     pub fn fill(&self, threads: usize) {
         self.in_parallel(threads, |page| {
             let version = self.versions[page.index()].load(Relaxed);
-            for (word, value) in self.words_of(page).iter().zip(words(page, version)) {
+            for (word, value) in self
+                .words_of(page)
+                .iter()
+                .zip(words(self.mix, page, version))
+            {
                 word.store(value, Relaxed);
             }
             Ok(())
@@ -135,7 +141,7 @@ impl Ram {
         // has changed.
         fence(Release);
         let next = locked.wrapping_add(1);
-        let stamps = Stamps::of(page, next);
+        let stamps = Stamps::of(self.mix, page, next);
         for (number, word) in self.words_of(page).iter().step_by(STAMP_STRIDE).enumerate() {
             word.store(stamps.word(number), Relaxed);
         }
@@ -150,7 +156,7 @@ impl Ram {
     #[inline]
     pub fn check_stamps(&self, page: PageNo) -> Result<(), WrongPage> {
         self.checked(page, |version| {
-            let stamps = Stamps::of(page, version);
+            let stamps = Stamps::of(self.mix, page, version);
             let words = self.words_of(page).iter().step_by(STAMP_STRIDE);
             for (number, word) in words.enumerate() {
                 let (found, wanted) = (word.load(Relaxed), stamps.word(number));
@@ -168,7 +174,7 @@ impl Ram {
     /// The first word that is wrong.
     pub fn check(&self, page: PageNo) -> Result<(), WrongPage> {
         self.checked(page, |version| {
-            let wanted = words(page, version);
+            let wanted = words(self.mix, page, version);
             for (at, (word, wanted)) in self.words_of(page).iter().zip(wanted).enumerate() {
                 let found = word.load(Relaxed);
                 if found != wanted {
@@ -272,7 +278,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     fn ram() -> Ram {
-        let ram = Ram::new(2 * SECTION_PAGES + 7, HugePages::NotAdvised).unwrap();
+        let ram = Ram::new(2 * SECTION_PAGES + 7, HugePages::NotAdvised, Mix::Halves).unwrap();
         ram.fill(3);
         ram
     }
@@ -291,7 +297,7 @@ mod tests {
 
     #[test]
     fn ram_in_huge_pages_has_the_same_content() {
-        let ram = Ram::new(2 * SECTION_PAGES, HugePages::Advised).unwrap();
+        let ram = Ram::new(2 * SECTION_PAGES, HugePages::Advised, Mix::Halves).unwrap();
         ram.fill(1);
         ram.write(PageNo(3));
         ram.check_all(1).unwrap();

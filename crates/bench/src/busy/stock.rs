@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock Linux guest controlled by a bench, with well-known loads.
+//! A stock Linux guest controlled by a bench, with a well-known load.
 //!
 //! It comes from the project's test kit: `stock-guest`, of the crate `pagetide-guestkit`, lies beside this
 //! program when both were built, and becomes a QEMU whose input and output are a port of the guest. There
@@ -22,16 +22,21 @@ const PATIENCE: Duration = Duration::from_secs(300);
 /// Length of the run that measures its speed.
 const TRIAL: Duration = Duration::from_secs(2);
 
-/// A load of such a guest.
+/// A load of such a guest (`pagetide_guest::loads`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Load {
     StressVm,
     StressStream,
     Redis,
+    SysbenchCpu,
+    SysbenchMemory,
+    /// On a disk of ours.
+    Fio,
 }
 
 impl Load {
-    pub(crate) const ALL: [Self; 3] = [Self::StressVm, Self::StressStream, Self::Redis];
+    /// Those of `bench guest-cost`.
+    pub(crate) const BUSY: [Self; 3] = [Self::StressVm, Self::StressStream, Self::Redis];
 
     /// Its name in an order.
     pub(crate) const fn name(self) -> &'static str {
@@ -39,8 +44,26 @@ impl Load {
             Self::StressVm => "stress-vm",
             Self::StressStream => "stress-stream",
             Self::Redis => "redis",
+            Self::SysbenchCpu => "sysbench-cpu",
+            Self::SysbenchMemory => "sysbench-memory",
+            Self::Fio => "fio",
         }
     }
+
+    /// True if it works on the guest's disk.
+    pub(crate) const fn needs_disk(self) -> bool {
+        matches!(self, Self::Fio)
+    }
+}
+
+/// Where and how such a guest starts.
+#[derive(Clone, Copy)]
+pub(crate) struct StockOptions<'a> {
+    /// Folder for its console output.
+    pub dir: &'a Path,
+    pub ram_bytes: u64,
+    /// Socket of its disk.
+    pub disk: Option<&'a Path>,
 }
 
 /// A running guest; ended on drop.
@@ -50,23 +73,25 @@ pub(crate) struct StockGuest {
 }
 
 impl StockGuest {
-    /// Starts it with `load`, and prepares the load's data. Its console output goes into `dir`.
-    pub(crate) fn start(dir: &Path, ram_bytes: u64, load: Load) -> Result<Self, String> {
-        let mut command = Command::new(kit_program(PROGRAM)?);
-        command
-            .args(["--ram-mib", &(ram_bytes >> 20).to_string()])
-            .arg("--folder")
-            .arg(dir);
+    /// Starts it with `load`, and prepares the load's data.
+    pub(crate) fn start(options: StockOptions<'_>, load: Load) -> Result<Self, String> {
         let mut guest = Self {
-            process: Ordered::start(&mut command)?,
+            process: boot(options, &[load])?,
             load,
         };
-        match guest.process.line_within(PATIENCE)?.as_str() {
-            "ready" => {}
-            other => return Err(format!("unexpected output of the guest: '{other}'")),
-        }
         guest.count_for(TRIAL)?;
         Ok(guest)
+    }
+
+    /// Fails with a message if no guest with the programs of `loads` runs here. Its console output goes into
+    /// `dir`.
+    pub(crate) fn try_one(dir: &Path, loads: &[Load]) -> Result<(), String> {
+        let options = StockOptions {
+            dir,
+            ram_bytes: RAM_BYTES,
+            disk: None,
+        };
+        boot(options, loads).map(|_guest| ())
     }
 
     /// QEMU's process id.
@@ -89,6 +114,26 @@ impl StockGuest {
             longest_gap_ns: 0,
             faults: faults_of(&stat)?.saturating_sub(before),
         })
+    }
+}
+
+/// A guest that waits for its first order.
+fn boot(options: StockOptions<'_>, loads: &[Load]) -> Result<Ordered, String> {
+    let mut command = Command::new(kit_program(PROGRAM)?);
+    command
+        .args(["--ram-mib", &(options.ram_bytes >> 20).to_string()])
+        .arg("--folder")
+        .arg(options.dir);
+    for load in loads {
+        command.args(["--load", load.name()]);
+    }
+    if let Some(disk) = options.disk {
+        command.arg("--disk").arg(disk);
+    }
+    let mut process = Ordered::start(&mut command)?;
+    match process.line_within(PATIENCE)?.as_str() {
+        "ready" => Ok(process),
+        other => Err(format!("unexpected output of the guest: '{other}'")),
     }
 }
 

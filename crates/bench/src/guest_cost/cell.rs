@@ -1,32 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One cell: a stand-in or a guest, a daemon, and slices in alternation.
+//! One cell: a stand-in or a guest, a daemon, and slices in alternation. `bench overhead` is made of such cells,
+//! too.
 
 use crate::{
+    blk::side::make_image,
     busy::{
         guest::{BusyGuestOptions, Counted, Order, RamSize},
         kvm::{self, KvmGuest},
         pattern::Pattern,
         process::{BusyGuest, huge_bytes},
         ram::HugePages,
-        stock::{self, Load, StockGuest},
+        stock::{self, Load, StockGuest, StockOptions},
     },
     daemon::{Daemon, directory_in},
     harness::{
-        figures::to_f64,
+        figures::{midpoint, thousandths, to_f64},
+        ratios::{Overall, PairedRatios},
         rounds::{WarmUp, silent_rounds},
     },
     interrupt::Interrupted,
     options::{GivenSetting, flags},
 };
 use pagetide_addr::to_usize;
+use serde_json::{Value, json};
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     time::{Duration, Instant},
 };
 use tempfile::TempDir;
 
 /// Wait after an attach, a detach or a squeeze, before a slice.
-pub(super) const SETTLE: Duration = Duration::from_secs(1);
+pub(crate) const SETTLE: Duration = Duration::from_secs(1);
 /// Between two polls of a squeeze's progress.
 const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
 /// Least limit of a VM.
@@ -34,7 +38,7 @@ const LIMIT_BYTES_MIN: u64 = 16 << 20;
 
 /// What is attached, and how.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     Free,
     Limited,
     Huge,
@@ -58,7 +62,7 @@ impl Kind {
             Self::Free | Self::Limited | Self::Huge => &[1, 2],
             // The guest starts no other vCPU.
             Self::Kvm => &[1],
-            Self::Stock => return Load::ALL.map(Work::Load).to_vec(),
+            Self::Stock => return Load::BUSY.map(Work::Load).to_vec(),
         };
         let hot = |hot_eighths| {
             let of = move |vcpus: &u32| Hot {
@@ -84,28 +88,28 @@ impl Kind {
 
 /// The guest's work.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Work {
+pub(crate) enum Work {
     Hot(Hot),
     Load(Load),
 }
 
 /// Touches a part of its RAM at random.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Hot {
+pub(crate) struct Hot {
     pub hot_eighths: u32,
     pub vcpus: u32,
 }
 
 /// What is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Cell {
+pub(crate) struct Cell {
     pub kind: Kind,
     pub work: Work,
 }
 
 /// How much.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Plan {
+pub(crate) struct Plan {
     pub ram_bytes: u64,
     pub pairs: u64,
     pub slice: Duration,
@@ -114,33 +118,79 @@ pub(super) struct Plan {
 
 /// A slice released and one attached.
 #[derive(Clone, Copy, PartialEq, Default, Debug)]
-pub(super) struct Pair {
+pub(crate) struct Pair {
     pub released: Counted,
     pub attached: Counted,
     /// CPU time of the daemon over elapsed time, attached.
     pub daemon_cpu_share: f64,
     /// Share of the RAM mapped by huge pages after the attached slice.
     pub huge_share: f64,
+    /// Pages evicted since the attach, after the attached slice.
+    pub evicted_pages: u64,
+}
+
+/// What came of the pairs of a cell.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Summary {
+    /// Of the pairs' ratios.
+    pub median: f64,
+    /// Their mean with its bounds; a single pair has none.
+    pub bounds: Option<Overall>,
+    /// All figures.
+    pub figures: Value,
 }
 
 impl Pair {
     /// Attached over released.
-    pub(super) fn ratio(&self) -> f64 {
+    pub(crate) fn ratio(&self) -> f64 {
         self.attached.mops_per_s() / self.released.mops_per_s()
     }
 }
 
 impl Counted {
-    pub(super) fn mops_per_s(&self) -> f64 {
+    fn mops_per_s(&self) -> f64 {
         to_f64(self.operations) * 1e3 / to_f64(self.ns)
     }
 
-    pub(super) fn faults_per_s(&self) -> f64 {
+    fn faults_per_s(&self) -> f64 {
         to_f64(self.faults) * 1e9 / to_f64(self.ns)
     }
 
-    pub(super) fn gap_ms(&self) -> f64 {
+    fn gap_ms(&self) -> f64 {
         to_f64(self.longest_gap_ns) / 1e6
+    }
+}
+
+impl Summary {
+    pub(crate) fn of(pairs: &[Pair]) -> Self {
+        let ratios = || pairs.iter().map(Pair::ratio);
+        let (median, bounds) = (midpoint(ratios()), PairedRatios::bounds(ratios()));
+        let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
+        let bound = |read: fn(Overall) -> f64| {
+            bounds.map_or(Value::Null, |bounds| thousandths(read(bounds)))
+        };
+        let all: Vec<_> = ratios().map(thousandths).collect();
+        let figures = json!({
+            "pairs": pairs.len(),
+            "ratios": all,
+            "median": thousandths(median),
+            "mean": bound(|bounds| bounds.mean),
+            "low95": bound(|bounds| bounds.low95),
+            "free_mops_per_s": of(|pair| pair.released.mops_per_s()),
+            "attached_mops_per_s": of(|pair| pair.attached.mops_per_s()),
+            "free_ops_per_s": of(|pair| pair.released.mops_per_s() * 1e6),
+            "free_faults_per_s": of(|pair| pair.released.faults_per_s()),
+            "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
+            "free_gap_ms": of(|pair| pair.released.gap_ms()),
+            "attached_gap_ms": of(|pair| pair.attached.gap_ms()),
+            "daemon_cpu_share": of(|pair| pair.daemon_cpu_share),
+            "attached_huge_share": of(|pair| pair.huge_share),
+        });
+        Self {
+            median,
+            bounds,
+            figures,
+        }
     }
 }
 
@@ -200,10 +250,22 @@ impl Cell {
         }
     }
 
-    fn start_guest(&self, dir: &Path, fitting_bytes: u64) -> Result<Guest, String> {
+    fn start_guest(
+        &self,
+        dir: &Path,
+        fitting_bytes: u64,
+        disk: Option<&Path>,
+    ) -> Result<Guest, String> {
         let ram_bytes = self.ram_bytes(fitting_bytes);
         match self.work {
-            Work::Load(load) => StockGuest::start(dir, ram_bytes, load).map(Guest::Stock),
+            Work::Load(load) => {
+                let options = StockOptions {
+                    dir,
+                    ram_bytes,
+                    disk,
+                };
+                StockGuest::start(options, load).map(Guest::Stock)
+            }
             Work::Hot(hot) if self.kind == Kind::Kvm => {
                 KvmGuest::start(dir, ram_bytes, hot.hot_eighths * 125).map(Guest::Kvm)
             }
@@ -258,7 +320,7 @@ impl Guest {
 }
 
 /// Measures `cell`.
-pub(super) fn measure(
+pub(crate) fn measure(
     cell: Cell,
     plan: &Plan,
     interrupted: &Interrupted,
@@ -311,10 +373,15 @@ impl<'a> Rig<'a> {
     fn start(cell: Cell, plan: &'a Plan) -> Result<Self, String> {
         let in_memory = directory_in(Path::new("/dev/shm"))?;
         let on_disk = directory_in(&std::env::temp_dir())?;
-        let guest = cell.start_guest(on_disk.path(), plan.ram_bytes)?;
         let state_dir = in_memory.path().join("daemon");
+        let daemon = Daemon::start_for(&state_dir, &flags(&plan.settings), plan.ram_bytes)?;
+        let disk = match cell.work {
+            Work::Load(load) if load.needs_disk() => Some(serve_disk(&daemon, in_memory.path())?),
+            Work::Load(_) | Work::Hot(_) => None,
+        };
+        let guest = cell.start_guest(on_disk.path(), plan.ram_bytes, disk.as_deref())?;
         let rig = Self {
-            daemon: Daemon::start_for(&state_dir, &flags(&plan.settings), plan.ram_bytes)?,
+            daemon,
             guest,
             side: Side::Released,
             cell,
@@ -331,7 +398,7 @@ impl<'a> Rig<'a> {
         drop(self.guest);
         let guest = self
             .cell
-            .start_guest(self.dirs[1].path(), self.plan.ram_bytes)?;
+            .start_guest(self.dirs[1].path(), self.plan.ram_bytes, None)?;
         std::thread::sleep(SETTLE);
         Ok(Self { guest, ..self })
     }
@@ -385,8 +452,18 @@ impl<'a> Rig<'a> {
         pair.daemon_cpu_share = to_f64(spent_ns) / 1e9 / begun.elapsed().as_secs_f64();
         let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
         pair.huge_share = to_f64(huge_bytes(self.guest.pid())?) / to_f64(ram_bytes);
+        pair.evicted_pages = self.daemon.vm()?.evicted_pages;
         Ok(())
     }
+}
+
+/// Has the daemon serve a disk whose image is in memory; its socket.
+fn serve_disk(daemon: &Daemon, dir: &Path) -> Result<PathBuf, String> {
+    let image = make_image(dir).map_err(|error| error.to_string())?;
+    let socket = dir.join("disk.sock");
+    let body = json!({"socket": socket, "image": image});
+    let _device: Value = daemon.send("/v1/devices", &body)?;
+    Ok(socket)
 }
 
 #[cfg(test)]

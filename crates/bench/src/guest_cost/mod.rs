@@ -34,17 +34,16 @@
 //! Ratios are attached over released of one pair; a cell has their median, and the mean with its lower 95 %
 //! bound (`PairedRatios::bounds`). `ratios` has the worst bound of each kind.
 
-mod cell;
+pub(super) mod cell;
 
 use super::{
     busy::{
         kvm::KvmGuest,
-        stock::{self, Load, StockGuest},
+        stock::{Load, StockGuest},
     },
     daemon::directory_in,
     harness::{
-        figures::{midpoint, thousandths},
-        ratios::PairedRatios,
+        figures::thousandths,
         report::{BenchError, BenchReport, failed, unable},
         rounds::progress,
     },
@@ -52,7 +51,7 @@ use super::{
     memory::{fitting, ram_key},
     options::SizeOptions,
 };
-use cell::{Cell, Kind, Pair, Plan, SETTLE};
+use cell::{Cell, Kind, Pair, Plan, SETTLE, Summary};
 use serde_json::{Value, json};
 
 const NAME: &str = "guest-cost";
@@ -146,7 +145,7 @@ fn kvm_runs_guests() -> Result<(), String> {
 /// Fails with a message if no stock guest can run.
 fn stock_guests_run() -> Result<(), String> {
     let dir = directory_in(&std::env::temp_dir())?;
-    StockGuest::start(dir.path(), stock::RAM_BYTES, Load::StressVm).map(|_guest| ())
+    StockGuest::try_one(dir.path(), &Load::BUSY)
 }
 
 /// Fails with a message if the host gives shared memory no huge pages.
@@ -172,34 +171,11 @@ fn chosen_word(text: &str) -> Option<&str> {
 fn describe(measured: &[(Cell, Vec<Pair>)], report: &mut BenchReport) {
     let mut lows = Vec::new();
     for (cell, pairs) in measured {
-        let ratios = || pairs.iter().map(Pair::ratio);
-        let of_cell = PairedRatios::bounds(ratios());
-        let bounds = of_cell.map(|all| (all.mean, all.low95));
-        let of = |read: fn(&Pair) -> f64| thousandths(midpoint(pairs.iter().map(read)));
-        let mean = bounds.map_or(Value::Null, |(mean, _)| thousandths(mean));
-        // A single pair has no bound.
-        let low95 = bounds.map_or(Value::Null, |(_, low)| thousandths(low));
-        let all: Vec<_> = pairs.iter().map(|pair| thousandths(pair.ratio())).collect();
-        let value = json!({
-            "pairs": pairs.len(),
-            "ratios": all,
-            "median": thousandths(midpoint(ratios())),
-            "mean": mean,
-            "low95": low95,
-            "free_mops_per_s": of(|pair| pair.released.mops_per_s()),
-            "attached_mops_per_s": of(|pair| pair.attached.mops_per_s()),
-            "free_ops_per_s": of(|pair| pair.released.mops_per_s() * 1e6),
-            "free_faults_per_s": of(|pair| pair.released.faults_per_s()),
-            "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
-            "free_gap_ms": of(|pair| pair.released.gap_ms()),
-            "attached_gap_ms": of(|pair| pair.attached.gap_ms()),
-            "daemon_cpu_share": of(|pair| pair.daemon_cpu_share),
-            "attached_huge_share": of(|pair| pair.huge_share),
-        });
-        report.figures.insert(cell.name(), value);
-        if let Some((_, low)) = bounds {
-            lows.push((cell.kind, midpoint(ratios()), low));
+        let summary = Summary::of(pairs);
+        if let Some(bounds) = summary.bounds {
+            lows.push((cell.kind, summary.median, bounds.low95));
         }
+        report.figures.insert(cell.name(), summary.figures);
     }
     for kind in Kind::ALL {
         let of_kind = lows.iter().filter(|(of, ..)| *of == kind);

@@ -11,7 +11,7 @@ use pagetide_addr::{PAGE_BYTES, PageNo};
 use pagetide_random::SplitMix64;
 
 /// Share of zeros among the evicted pages (Taiji 5.3.3, Fig. 15c).
-pub(super) const ZERO_SHARE: f64 = 0.7679;
+pub(crate) const ZERO_SHARE: f64 = 0.7679;
 /// Average size of the others, compressed (the same).
 pub(super) const RATIO: f64 = 0.4763;
 /// The ratios are drawn from this much below the average to this much above.
@@ -22,7 +22,7 @@ const PAGE: usize = 4096;
 const _: () = assert!(PAGE as u64 == PAGE_BYTES);
 
 /// The content of `page` in `version`: a page is zero in every version, or in none.
-pub(super) fn content(page: PageNo, version: u32) -> [u8; PAGE] {
+pub(crate) fn content(page: PageNo, version: u32) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     if is_zero(page) {
         return bytes;
@@ -39,7 +39,8 @@ pub(super) fn content(page: PageNo, version: u32) -> [u8; PAGE] {
     bytes
 }
 
-fn is_zero(page: PageNo) -> bool {
+/// True for a page that is zero in every version.
+pub(crate) const fn is_zero(page: PageNo) -> bool {
     SplitMix64::stream(page.0, u64::MAX).unit() < ZERO_SHARE
 }
 

@@ -25,7 +25,7 @@
 //! The peer is kernel zram, which is given the same pages as `mixed`: `mem_used_total`, without its table of
 //! pages. At the end every byte is compared.
 
-mod content;
+pub(crate) mod content;
 pub(crate) mod guest;
 mod ram;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `pagetide bench guest-cost` starts for its `stock` cells: becomes a QEMU with a stock Linux guest
-//! that runs loads by name (`pagetide_guest::loads`), whose port is standard input and output.
+//! What `pagetide bench guest-cost` (for its `stock` cells) and `overhead` start: becomes a QEMU with a
+//! stock Linux guest that runs loads by name (`pagetide_guest::loads`), whose port is standard input and
+//! output.
 //!
 //! It does not stay as a parent: its process id is QEMU's, and ending it ends QEMU. (So its guest is not
 //! kept out of kernel swap, as those of tests are.)
@@ -11,10 +12,11 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 use clap::Parser;
+use pagetide_guest::loads::Load;
 use pagetide_guest::params::Params;
 use pagetide_guestkit::image::{self, Extras};
-use pagetide_guestkit::programs::{REDIS_BENCHMARK, REDIS_SERVER, STRESS_NG};
-use pagetide_guestkit::qemu::{Accel, GuestSpec, Paths, Port, QEMU, Version, arguments};
+use pagetide_guestkit::programs::{Program, of_load};
+use pagetide_guestkit::qemu::{Accel, Disk, GuestSpec, Paths, Port, QEMU, Version, arguments};
 
 /// Status if the machine lacks something, which the output names.
 const UNABLE: u8 = 3;
@@ -28,6 +30,12 @@ struct Arguments {
     /// Folder for the guest's console
     #[arg(long)]
     folder: PathBuf,
+    /// A load that it can be told to run; may be given again
+    #[arg(long = "load", required = true)]
+    loads: Vec<Load>,
+    /// Socket of a vhost-user disk
+    #[arg(long)]
+    disk: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -39,19 +47,39 @@ fn main() -> ExitCode {
     }
 }
 
+/// The programs of all loads, each once.
+fn programs(loads: &[Load]) -> Vec<Program> {
+    let mut programs: Vec<Program> = Vec::new();
+    for program in loads.iter().flat_map(|load| of_load(*load)) {
+        if !programs.contains(program) {
+            programs.push(*program);
+        }
+    }
+    programs
+}
+
 fn become_qemu(
     arguments_given: &Arguments,
 ) -> Result<std::convert::Infallible, Box<dyn std::error::Error>> {
-    let mut additions = Vec::new();
-    for program in [STRESS_NG, REDIS_SERVER, REDIS_BENCHMARK] {
+    let (mut suffix, mut additions) = ("-loads".to_owned(), Vec::new());
+    for program in programs(&arguments_given.loads) {
+        let file = PathBuf::from(program.name);
+        suffix += &format!(
+            "-{}",
+            file.file_name().unwrap_or_default().to_string_lossy()
+        );
         additions.extend(program.additions()?);
     }
     let image = image::prepare_with(&Extras {
-        suffix: "-loads",
+        suffix: &suffix,
         additions: &additions,
     })?;
     let spec = GuestSpec {
         ram_bytes: arguments_given.ram_mib.saturating_mul(1 << 20),
+        disk: arguments_given
+            .disk
+            .clone()
+            .map_or(Disk::Absent, Disk::VhostUser),
         work: Params {
             loads: 1,
             ..Params::default()

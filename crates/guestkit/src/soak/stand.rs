@@ -15,11 +15,10 @@ use pagetide_guest::wire::Phase;
 
 use super::report::{KILLS_AN_HOUR, Report, Versions};
 use super::{Options, SoakError, file_error, say};
-use crate::fio::FIO;
 use crate::guest::{Guest, tail};
 use crate::image::{Addition, Extras, Image, prepare_with};
 use crate::product::{Product, ProductError};
-use crate::programs::{Program, REDIS_SERVER, STRESS_NG};
+use crate::programs::{FIO, Program, REDIS_SERVER, STRESS_NG};
 use crate::qemu::{Disk, GuestSpec, QEMU};
 use crate::stage::RunFolder;
 

@@ -9,6 +9,7 @@ use super::{
         BudgetError, HostMemory, Marks, Plan, Saved, VMS_MAX, VmShare, check_floors, check_plan,
         check_share,
     },
+    trial::Lack,
     units::{Bytes, Rate, VmId},
     vm::{Entitled, Period, Shrunk, Vm, VmReport},
     workingset::Refaults,
@@ -399,11 +400,16 @@ impl HostBudget {
         } else {
             Rate(Bytes::ZERO)
         };
+        let lacks = |vm: &Vm| vm.lack(&tuning, length) == Lack::OfSome;
         let period = Period {
             length,
             tuning,
             paced: pace.over(length),
             cold,
+            lack: match self.vms.iter().any(lacks) {
+                true => Lack::OfSome,
+                false => Lack::None,
+            },
         };
         for ((vm, reach), owed) in self.vms.iter_mut().zip(reach).zip(owed) {
             vm.appraise(&period, Entitled { reach, owed });

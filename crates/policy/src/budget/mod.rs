@@ -27,6 +27,9 @@
 //! more. A VM that stalls (PSI) is given longer to pay back. A need rises at once, by
 //! [`Tuning::gain`] at most, and is held for [`Tuning::hold`] after it was last seen.
 //!
+//! What counts as used is known only some scans later. So while one VM lacks memory, others that hardly
+//! refault are tried with less than what scans say, as far as they do not notice (`trial.rs`).
+//!
 //! # What a VM should have
 //! Memory is laid on in rungs for all VMs alike: floors, needs, what is inactive, cool, cold, and
 //! room up to the ceilings (`ladder.rs`). The rung at which it ends is shared by weight, between the
@@ -85,6 +88,7 @@ mod plan;
 pub mod simulate;
 #[cfg(test)]
 mod tests;
+mod trial;
 mod units;
 mod vm;
 mod workingset;

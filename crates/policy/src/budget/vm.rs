@@ -3,6 +3,7 @@
 
 use super::{
     plan::{Tuning, VmShare},
+    trial::{Lack, Seen, Trial},
     units::{Bytes, Permille, VmId, millis},
     workingset::{Refaults, Terms},
 };
@@ -96,6 +97,7 @@ pub(super) struct Vm {
     /// What it uses and would be worth having in addition; the highest lately.
     pub need: Bytes,
     held: Held,
+    trial: Trial,
     /// It is shrunk to this though nobody needs the memory yet.
     pub cap: Bytes,
     pub shrunk: Shrunk,
@@ -130,6 +132,12 @@ impl Held {
         self.now = self.now.max(seen);
         self.now.max(self.before)
     }
+
+    /// What was seen before may be wrong beyond this.
+    fn lower(&mut self, most: Bytes) {
+        self.now = self.now.min(most);
+        self.before = self.before.min(most);
+    }
 }
 
 /// What a VM could have if it wanted more.
@@ -149,6 +157,8 @@ pub(super) struct Period {
     /// Cold memory to be reclaimed in this period, and the cold memory of all VMs.
     pub paced: Bytes,
     pub cold: Bytes,
+    /// Whether another VM would take what one can do without.
+    pub lack: Lack,
 }
 
 impl Vm {
@@ -165,6 +175,7 @@ impl Vm {
                 before: Bytes::ZERO,
                 window: Duration::ZERO,
             },
+            trial: Trial::default(),
             cap: report.ram,
             shrunk: Shrunk::No,
             quiet_for: Duration::ZERO,
@@ -213,7 +224,9 @@ impl Vm {
 
     /// Brings need and cap up to date.
     pub fn appraise(&mut self, period: &Period, entitled: Entitled) {
+        let trusted = self.try_less(period);
         let used = self.resident_without(&[Level::Cold, Level::Cool, Level::Inactive]);
+        let used = used.min(trusted);
         let pressed = (1 + self.pressure(period)).min(PRESSED_MAX);
         let worth = self.refaults.worth(&Terms {
             absent: self.report.ram.less(self.report.resident),
@@ -223,6 +236,7 @@ impl Vm {
             payback: period.tuning.payback.saturating_mul(pressed),
         });
         let gained = self.charge() + period.tuning.gain.over(period.length);
+        self.held.lower(trusted + worth);
         self.need = self.held.see((used + worth).min(gained), period);
         let refaulted = self.refaults.filled() > period.tuning.quiet.over(period.length);
         if refaulted || self.pressure(period) > 0 {
@@ -232,6 +246,33 @@ impl Vm {
         }
         self.shrink(period);
         self.refaults = Refaults::default();
+    }
+
+    /// The most that counts as used, while it is tried with less.
+    fn try_less(&mut self, period: &Period) -> Bytes {
+        let seen = Seen {
+            resident: self.report.resident,
+            refaulted: self.refaults.filled(),
+            length: period.length,
+        };
+        let may_be_tried = self.report.eviction == Eviction::Possible && self.pressure(period) == 0;
+        let lack = if may_be_tried {
+            period.lack
+        } else {
+            Lack::None
+        };
+        self.trial.go_on(&seen, lack);
+        self.trial.trusted().unwrap_or(self.report.ram)
+    }
+
+    /// Whether it refaults more in a second than a target is lowered by at least.
+    pub fn lack(&self, tuning: &Tuning, length: Duration) -> Lack {
+        let a_second = self.refaults.filled().part(1000, millis(length).max(1));
+        if a_second > tuning.deadband.of(self.report.resident) {
+            Lack::OfSome
+        } else {
+            Lack::None
+        }
     }
 
     /// Its stalls, in multiples of the largest pressure.
