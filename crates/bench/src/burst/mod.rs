@@ -329,11 +329,13 @@ impl Bench {
             faults.extend(self.guests[BURSTING].faults()?);
         }
         let served = self.served(Arm::Ours)?.since(&served);
+        // What follows is not under the budget any more.
+        let used = look.end()?;
         self.each_guest(&Order::Resize {
             hot_permille: HOT_PERMILLE,
         })?;
         self.release()?;
-        Ok(seen.slice(begun, look.end()?, faults.into_iter().collect(), served))
+        Ok(seen.slice(begun, used, faults.into_iter().collect(), served))
     }
 
     fn on_zram(&mut self) -> Result<Option<Slice>, String> {
