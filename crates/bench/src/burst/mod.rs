@@ -427,7 +427,7 @@ impl Bench {
             let to = Instant::now();
             seen.rates.push((from, to, [steady, bursting]));
             from = to;
-            if arm == Arm::Ours && seen.rates.len() % 2 == 0 {
+            if arm == Arm::Ours && seen.rates.len().is_multiple_of(2) {
                 seen.told.push(self.ask()?);
             }
         }

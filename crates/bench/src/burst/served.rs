@@ -77,10 +77,7 @@ impl Served {
 }
 
 fn number(text: &str) -> Option<f64> {
-    match text.trim().parse() {
-        Ok(number) => Some(number),
-        Err(_) => None,
-    }
+    text.trim().parse().ok()
 }
 
 #[cfg(test)]
