@@ -15,7 +15,8 @@ pub fn is_this(test: &str) -> bool {
         return true;
     }
     let own = std::env::current_exe().unwrap();
-    let named = own.with_file_name(format!("qemu-test-{}", std::process::id()));
+    // Tests of one program run at the same time.
+    let named = own.with_file_name(format!("qemu-test-{}-{test}", std::process::id()));
     std::fs::hard_link(&own, &named).unwrap();
     let status = Command::new(&named)
         .args(["--exact", test, "--nocapture"])
