@@ -265,6 +265,8 @@ impl Budget {
         drop(state);
         tracing::info!(budget = %plan.budget, watermarks = ?plan.watermarks, "the host's budget is set");
         self.step();
+        // Without a budget the thread sleeps without end.
+        self.room.ring();
         Ok(())
     }
 
