@@ -41,9 +41,9 @@
 //! | [`io`] | what all chains of an engine share, and who owns what |
 //! | [`answer`], [`submit`] | a chain's end; a chain's steps to the kernel |
 //! | [`land`], [`begin`], [`finish`] | before the first step, and after each |
-//! | [`inject`], [`chain`], [`ahead`], [`resume`] | a chain until it has its pages |
+//! | [`inject`], [`chain`], [`ahead`], [`faults`] | a chain until it has its pages; page requests |
 //! | [`start`], [`thread`], [`tenant`] | a queue's start; what the thread has; a tenant's turn |
-//! | [`stop`], [`faults`], [`obey`] | queues that end; page requests; commands |
+//! | [`stop`], [`obey`] | queues that end; commands |
 //! | [`turn`] | the loop |
 
 mod ahead;

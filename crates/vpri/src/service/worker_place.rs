@@ -52,7 +52,7 @@ impl WorkerPlace {
         }
     }
 
-    /// Runs work that may wait, in the ordinary class (see [`super::worker`]).
+    /// Runs work that may wait, in the ordinary class (see [`super::workers`]).
     pub(super) fn in_ordinary_class<R>(&self, work: impl FnOnce() -> R) -> R {
         if !self.is_urgent || self.preempt != Preempt::Fifo {
             return work();
