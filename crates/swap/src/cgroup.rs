@@ -26,7 +26,7 @@ mod mounts;
 use mounts::Mounts;
 use std::io;
 use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 /// Limits from here on mean "unlimited": version 1 then reports the largest number of whole pages
 /// in an `i64`.
@@ -87,10 +87,15 @@ pub struct Place {
 }
 
 impl MemoryGroups {
-    /// The groups that the kernel reports.
+    /// The groups that the kernel reports. All of these share one open list of mounts.
     #[must_use]
     pub fn of_this_process() -> Self {
-        Self::below(Path::new("/"))
+        static MOUNTS: LazyLock<Arc<Mounts>> =
+            LazyLock::new(|| Arc::new(Mounts::of(Path::new("/proc/self/mountinfo"))));
+        Self {
+            mounts: Arc::clone(&MOUNTS),
+            ..Self::below(Path::new("/"))
+        }
     }
 
     /// The same, with `/proc` and all mounts below `root`.

@@ -10,10 +10,7 @@ use super::super::failure::failed;
 use crate::control::ControlError;
 use pagetide_policy::budget::{Bytes, HostMemory};
 use pagetide_swap::cgroup::MemoryGroups;
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::PathBuf};
 
 /// What a VM may have at most.
 #[derive(Clone, Copy, Debug)]
@@ -40,11 +37,15 @@ struct Load {
 
 impl Groups {
     pub(super) fn of_this_host() -> Self {
-        Self::below(Path::new("/"))
+        Self {
+            root: PathBuf::from("/"),
+            own: MemoryGroups::of_this_process(),
+        }
     }
 
     /// The same with `/proc` and all mounts below `root`.
-    pub(super) fn below(root: &Path) -> Self {
+    #[cfg(test)]
+    pub(super) fn below(root: &std::path::Path) -> Self {
         Self {
             root: root.to_owned(),
             own: MemoryGroups::below(root),
