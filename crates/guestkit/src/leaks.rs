@@ -270,7 +270,12 @@ fn descriptors(folder: &Path, files: &mut Files) -> io::Result<Classes> {
         let Ok(target) = fs::read_link(&path) else {
             continue;
         };
-        let class = class_of(&target.to_string_lossy());
+        // A file in `/proc` about the process itself: its successor has it under another number.
+        let own = folder
+            .parent()
+            .and_then(|process| target.strip_prefix(process).ok())
+            .map(|file| Path::new("/proc/self").join(file));
+        let class = class_of(&own.unwrap_or(target).to_string_lossy());
         *classes.entry(class.clone()).or_default() += 1;
         let is_nameless = class.starts_with("memfd ") || class.starts_with("deleted ");
         if is_nameless && let Ok(file) = fs::metadata(&path) {
@@ -358,6 +363,15 @@ mod tests {
         }
         assert_eq!(without_numbers("faults-4711"), "faults-N");
         assert_eq!(without_numbers("blk-0-conn"), "blk-N-conn");
+    }
+
+    #[test]
+    fn file_about_the_process_itself_is_told_without_its_number() {
+        let open = fs::File::open("/proc/self/mountinfo").unwrap();
+        let held = Snapshot::of(std::process::id()).unwrap();
+        let class = "file /proc/self/mountinfo";
+        assert!(held.descriptors.contains_key(class), "{held:?}");
+        drop(open);
     }
 
     #[test]
