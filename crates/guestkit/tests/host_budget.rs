@@ -29,7 +29,7 @@ use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
 /// Less than the three use together, and more than the two that work.
-const BUDGET_BYTES: u64 = 608 * MIB;
+const BUDGET_BYTES: u64 = 768 * MIB;
 const HIGH_PERCENT: u64 = 8;
 const IDLE: usize = 0;
 const STEADY: usize = 1;
@@ -39,27 +39,25 @@ const NAMES: [&str; 3] = ["idle", "steady", "growing"];
 const SET: [[u64; 3]; 3] = [
     [50, 40 * MIB, 320 * MIB],
     [200, 64 * MIB, 256 * MIB],
-    [150, 48 * MIB, 320 * MIB],
+    [150, 48 * MIB, 416 * MIB],
 ];
 const DISK_BYTES: u64 = 48 * MIB;
-const GROWING_BYTES: u64 = 192 * MIB;
-/// The idle guest has at least this much less resident in the end,
-const TAKEN_BYTES: u64 = 48 * MIB;
-/// and the growing one that much more. It takes far more, but uses it so seldom under emulation that part of it
-/// goes to its pool.
-const GROWN_BYTES: u64 = 16 * MIB;
+/// Twice as much as it is left with first. What it has beside that, of its start, is cold and goes.
+const GROWING_BYTES: u64 = 320 * MIB;
+/// Of what it takes, the growing guest has at least this much resident, and the idle one that much less.
+const MOVED_BYTES: u64 = 48 * MIB;
 const KILLS: u64 = 5;
 /// Verified by the guests that work, from one death to the next.
 const WORK_BYTES: u64 = 48 * MIB;
-/// A fill goes ahead, counted, if nothing could be evicted for it within a tenth of a second: on a busy
-/// machine a few may be under way at any moment. With less than all of eviction they come to more.
+/// A fill goes ahead if nothing could be evicted for it within a tenth of a second: on a busy machine a few may be
+/// under way at any moment.
 const UNDER_WAY_BYTES: u64 = 8 * MIB;
 /// Between two samples from outside.
 const PERIOD: Duration = Duration::from_millis(25);
 
 fn spec(mem_bytes: u64, pace_us: u64) -> GuestSpec {
     GuestSpec {
-        ram_bytes: 384 * MIB,
+        ram_bytes: 448 * MIB,
         cpus: 1,
         work: Params {
             mem_bytes,
@@ -249,10 +247,11 @@ fn restart(stage: &mut Stage, deaths: u64, disk: &Path) {
     stage.product.kill();
     stage.product.run().expect("a successor");
     is_as_set(&host(stage));
+    // A QEMU before 9.1 whose back end dies during its handshake never sends anything again.
+    let serves =
+        || Ok(is_listening(disk)? && number(&stage.product.device(disk)?, "wired_bytes") > 0);
     stage
-        .until("the disk's socket open again", PATIENCE, || {
-            is_listening(disk)
-        })
+        .until("the disk's rings to run", PATIENCE, serves)
         .expect("a disk");
     for name in NAMES {
         let vm = stage.product.show(name).expect("show");
@@ -283,7 +282,6 @@ fn guests_under_one_budget_share_it_by_need_and_verify_all_though_daemons_die() 
     shrink(&stage, &mut guests[GROWING]);
     set_all(&stage, &guests);
     let before = settle(&stage);
-    eprintln!("before {before}");
     let pids = guests.each_ref().map(Guest::pid);
     let watch = Watch::start(pids, stage.folder().join("state"));
     for death in 1..=KILLS {
@@ -302,8 +300,8 @@ fn guests_under_one_budget_share_it_by_need_and_verify_all_though_daemons_die() 
     let moved = || {
         after = host(&stage);
         Ok(
-            resident(&after, GROWING) >= resident(&before, GROWING) + GROWN_BYTES
-                && resident(&after, IDLE) + TAKEN_BYTES <= resident(&before, IDLE),
+            resident(&after, GROWING) >= resident(&before, GROWING) + MOVED_BYTES
+                && resident(&after, IDLE) + MOVED_BYTES <= resident(&before, IDLE),
         )
     };
     stage

@@ -23,7 +23,8 @@
 //! pages of zeros, but fills neither make room nor wait for any, since there may be none.
 //!
 //! Where the host has a budget for all its VMs, a fill is also measured by that ([`HostShare`]): when
-//! the budget is short, the VM first evicts of its own memory, from ready sections, and does not wait.
+//! the budget is short, the VM first evicts of its own memory, from ready sections. Where the budget is
+//! spent even so, the fill waits for other VMs' reclaim, as long as it would for its own.
 
 use crate::{
     host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup, together::FaultedSections,
@@ -395,9 +396,9 @@ impl Limit {
         }
     }
 
-    /// Pages to be evicted before `pages` are filled, for the sake of the host. Nothing if there is no
-    /// limit: then nothing may be evicted.
-    fn pages_first(&self, pages: u64) -> u64 {
+    /// The host's budget and the VM's resident pages. `None` also if the VM has no limit: then nothing of it may
+    /// be evicted.
+    fn under_budget(&self) -> Option<(&dyn HostShare, u64)> {
         match (self.host.get(), self.headroom()) {
             (
                 Some(host),
@@ -407,13 +408,20 @@ impl Limit {
                 },
             ) => {
                 let resident = u64::try_from(limit_pages - free_pages).unwrap_or(0);
-                host.pages_first(pages, resident)
+                Some((host.as_ref(), resident))
             }
-            _ => 0,
+            _ => None,
         }
     }
 
-    /// Evicts of this VM first if the host is short. One try: the fill goes ahead whatever came of it.
+    /// Pages to be evicted before `pages` are filled, for the sake of the host.
+    fn pages_first(&self, pages: u64) -> u64 {
+        self.under_budget()
+            .map_or(0, |(host, resident)| host.pages_first(pages, resident))
+    }
+
+    /// Evicts of this VM first if the host is short, and waits if nothing is left of its budget. One try each:
+    /// the fill goes ahead whatever came of it.
     fn make_room_on_host(&self, pages: u64) {
         let first = self.pages_first(pages);
         if first == 0 || self.is_stopped() {
@@ -422,6 +430,20 @@ impl Limit {
         let direct = self.direct.get().and_then(Weak::upgrade);
         if direct.is_none_or(|direct| direct.make_room(first) < first) {
             self.want_reclaim();
+        }
+        // What was evicted counts.
+        if let Some((host, resident)) = self.under_budget()
+            && host.is_spent(pages, resident)
+        {
+            self.sleep(|| host.wait_for_room(pages, resident, ADMISSION_WAIT));
+        }
+    }
+
+    /// Runs `wait`, in which this thread waits for room: reclaim goes first meanwhile.
+    fn sleep<T>(&self, wait: impl FnOnce() -> T) -> T {
+        match self.work.get() {
+            Some(work) => work.wait_for_room(wait),
+            None => wait(),
         }
     }
 
@@ -452,11 +474,7 @@ impl Limit {
             let (_state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             timeout.timed_out()
         };
-        let has_timed_out = match self.work.get() {
-            Some(work) => work.wait_for_room(wait),
-            None => wait(),
-        };
-        if has_timed_out {
+        if self.sleep(wait) {
             self.over_limit_fills
                 .fetch_add(pages.cast_unsigned(), Relaxed);
         }
@@ -732,10 +750,13 @@ mod tests {
         ));
     }
 
-    /// A host that wants `first` pages evicted before each fill, and counts what it is told.
+    /// A host that wants `first` pages evicted before each fill, has no room for more than `room` pages at a
+    /// time, and counts what it is told.
     #[derive(Default)]
     struct Short {
         first: AtomicU64,
+        room: Option<u64>,
+        waits: AtomicU64,
         resident: AtomicU64,
         taken: AtomicI64,
         evicted: AtomicU64,
@@ -746,6 +767,14 @@ mod tests {
         fn pages_first(&self, _pages: u64, resident_pages: u64) -> u64 {
             self.resident.store(resident_pages, Relaxed);
             self.first.load(Relaxed)
+        }
+        fn is_spent(&self, pages: u64, _resident_pages: u64) -> bool {
+            self.room.is_some_and(|room| room < pages)
+        }
+        fn wait_for_room(&self, pages: u64, _resident_pages: u64, time: Duration) -> bool {
+            assert_eq!((pages, time), (9, ADMISSION_WAIT));
+            self.waits.fetch_add(1, Relaxed);
+            false
         }
         fn took(&self, pages: u64) {
             self.taken.fetch_add(pages.cast_signed(), Relaxed);
@@ -762,7 +791,29 @@ mod tests {
     }
 
     #[test]
-    fn fill_on_a_host_that_is_short_evicts_first_within_its_own_limit_and_never_waits() {
+    fn fill_on_a_host_that_is_spent_waits_for_it_once_and_goes_ahead() {
+        let limit = Limit::new();
+        let host = Arc::new(Short {
+            first: AtomicU64::new(1),
+            room: Some(8),
+            ..Short::default()
+        });
+        limit.share_host(Arc::clone(&host) as _);
+        limit.set(Some(10_000), 6_000);
+        limit.admit(8);
+        assert_eq!(host.waits.load(Relaxed), 0);
+        limit.admit(9);
+        assert_eq!(host.waits.load(Relaxed), 1);
+        assert_eq!(host.taken.load(Relaxed), 17);
+        assert!(!limit.try_admit(9), "who must not wait is sent away");
+        // One that is being detached waits for nothing.
+        limit.stop();
+        limit.admit(9);
+        assert_eq!(host.waits.load(Relaxed), 1);
+    }
+
+    #[test]
+    fn fill_on_a_host_that_is_short_evicts_first_within_its_own_limit_and_does_not_wait() {
         let limit = Arc::new(Limit::new());
         let (host, stock) = (
             Arc::new(Short::default()),

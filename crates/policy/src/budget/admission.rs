@@ -10,8 +10,10 @@
 //! | within its target | min is still free | goes ahead |
 //! | else | | the VM evicts of its own coldest first, as much as is missing, within a bound |
 //!
-//! The fill goes ahead after that whatever came of it, since a guest that waits is of no use. So
-//! what is being filled is all by which a budget is exceeded, and the next fill makes it good.
+//! After that the fill goes ahead while the budget itself still has room: min is kept for that. Where
+//! it has none ([`Gate::is_spent`]) the fill waits for other VMs to give some, but not for ever, since a guest
+//! that waits is of no use. So what is being filled is all by which a budget is exceeded, and the next
+//! fill makes it good.
 
 use super::units::{Bytes, Permille};
 use pagetide_addr::PAGE_BYTES;
@@ -85,6 +87,12 @@ impl Gate {
             .min(resident.less(self.floor));
         Admission::ReclaimFirst(bytes)
     }
+
+    /// Whether the fill would exceed the budget itself, and is of memory that was not promised.
+    #[must_use]
+    pub fn is_spent(&self, fill: &Fill) -> bool {
+        fill.host_used + fill.bytes > self.budget && fill.resident + fill.bytes > self.floor
+    }
 }
 
 /// What a byte evicted frees in a VM, going by the content of what was evicted so far. Metadata is no part of
@@ -110,12 +118,16 @@ mod tests {
     };
     const PAGE: Bytes = Bytes(PAGE_BYTES);
 
-    fn admit(resident: Bytes, host_used: Bytes) -> Admission {
-        GATE.admit(&Fill {
+    fn fill(resident: Bytes, host_used: Bytes) -> Fill {
+        Fill {
             bytes: PAGE,
             resident,
             host_used,
-        })
+        }
+    }
+
+    fn admit(resident: Bytes, host_used: Bytes) -> Admission {
+        GATE.admit(&fill(resident, host_used))
     }
 
     #[test]
@@ -153,6 +165,15 @@ mod tests {
             admit(Bytes::mib(50) + PAGE, Bytes::mib(1200)),
             Admission::ReclaimFirst(PAGE + PAGE)
         );
+    }
+
+    #[test]
+    fn budget_is_spent_by_the_last_page_and_never_for_a_floor() {
+        let (last, above) = (GATE.budget.less(PAGE), Bytes::mib(50));
+        assert!(!GATE.is_spent(&fill(above, last)));
+        assert!(GATE.is_spent(&fill(above, GATE.budget)));
+        assert!(GATE.is_spent(&fill(above, Bytes::mib(1200))));
+        assert!(!GATE.is_spent(&fill(above.less(PAGE), Bytes::mib(1200))));
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! The driver decides once a period. In between, fills and evictions of all VMs change one number: how many
 //! bytes are free above min. While that suffices, a fill costs one atomic load more than without a budget.
 //! Only below it a fill asks the VM's [`Gate`]. Both are corrected by the kernel's count each period, so a
-//! count that is lost between two looks does no harm.
+//! count that is lost between two looks does no harm. Where not even min is left, a fill waits until other VMs
+//! have evicted.
 //!
 //! Lock order: `gate`, `workingset` and `state` are taken one at a time, by whoever has a section's lock or
 //! the driver's; nothing is called with one of them held.
@@ -19,7 +20,10 @@ use pagetide_swap::{HostShare, cgroup::MemoryGroups};
 use std::{
     sync::{
         Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicBool, AtomicI64, AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
     },
     time::{Duration, Instant},
 };
@@ -33,6 +37,11 @@ pub(in crate::host) struct HostRoom {
     in_force: AtomicBool,
     /// Free beyond min, in bytes; negative below it.
     above_min: AtomicI64,
+    /// Fills that wait for more.
+    waiting: AtomicU64,
+    /// Held between a look at what is free and a wait for more.
+    look: Mutex<()>,
+    freed: Condvar,
     bell: Mutex<bool>,
     rung: Condvar,
 }
@@ -45,23 +54,47 @@ impl HostRoom {
     /// From now on so much is free: `left` of the budget without min, less `used`.
     pub(super) fn correct(&self, left: Bytes, used: Bytes) {
         self.above_min
-            .store(signed(left.0).saturating_sub(signed(used.0)), Relaxed);
-        self.in_force.store(true, Relaxed);
+            .store(signed(left.0).saturating_sub(signed(used.0)), SeqCst);
+        self.in_force.store(true, SeqCst);
+        self.tell_waiting();
     }
 
     /// There is no budget any more.
     pub(super) fn lift(&self) {
-        self.in_force.store(false, Relaxed);
+        self.in_force.store(false, SeqCst);
+        self.tell_waiting();
     }
 
     fn is_in_force(&self) -> bool {
-        self.in_force.load(Relaxed)
+        self.in_force.load(SeqCst)
     }
 
     fn add(&self, bytes: i64) {
         if self.is_in_force() {
-            self.above_min.fetch_add(bytes, Relaxed);
+            // Whoever began to wait before it sees it, or is told.
+            self.above_min.fetch_add(bytes, SeqCst);
+            if bytes > 0 {
+                self.tell_waiting();
+            }
         }
+    }
+
+    fn tell_waiting(&self) {
+        if self.waiting.load(SeqCst) > 0 {
+            drop(lock(&self.look));
+            self.freed.notify_all();
+        }
+    }
+
+    /// Waits while `is_spent`, which looks at what is free, for `time` at most. Returns whether there is room.
+    fn wait_while(&self, time: Duration, is_spent: impl Fn() -> bool) -> bool {
+        self.waiting.fetch_add(1, SeqCst);
+        let look = lock(&self.look);
+        let waited = self.freed.wait_timeout_while(look, time, |()| is_spent());
+        let (look, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        drop(look);
+        self.waiting.fetch_sub(1, SeqCst);
+        !timeout.timed_out()
     }
 
     /// Has the driver decide soon.
@@ -212,21 +245,29 @@ fn bytes_of(pages: u64) -> u64 {
     pages.saturating_mul(PAGE_BYTES)
 }
 
-impl HostShare for VmSeat {
-    fn pages_first(&self, pages: u64, resident_pages: u64) -> u64 {
-        let above_min = self.room.above_min.load(Relaxed);
+impl VmSeat {
+    /// A fill for which min does not stay free, with the gate that it has to pass.
+    fn short(&self, pages: u64, resident_pages: u64) -> Option<(Gate, Fill)> {
+        let above_min = self.room.above_min.load(SeqCst);
         if !self.room.is_in_force() || above_min >= signed(bytes_of(pages)) {
-            return 0;
+            return None;
         }
-        let Some(gate) = *lock(&self.gate) else {
-            return 0;
-        };
+        let gate = (*lock(&self.gate))?;
         let left = signed(gate.budget.less(gate.min).0);
         let used = left.saturating_sub(above_min);
         let fill = Fill {
             bytes: Bytes::of_pages(pages),
             resident: Bytes::of_pages(resident_pages),
             host_used: Bytes(u64::try_from(used).unwrap_or(0)),
+        };
+        Some((gate, fill))
+    }
+}
+
+impl HostShare for VmSeat {
+    fn pages_first(&self, pages: u64, resident_pages: u64) -> u64 {
+        let Some((gate, fill)) = self.short(pages, resident_pages) else {
+            return 0;
         };
         match gate.admit(&fill) {
             Admission::Proceed => 0,
@@ -240,6 +281,16 @@ impl HostShare for VmSeat {
                 bytes.0.div_ceil(PAGE_BYTES)
             }
         }
+    }
+
+    fn is_spent(&self, pages: u64, resident_pages: u64) -> bool {
+        self.short(pages, resident_pages)
+            .is_some_and(|(gate, fill)| gate.is_spent(&fill))
+    }
+
+    fn wait_for_room(&self, pages: u64, resident_pages: u64, time: Duration) -> bool {
+        self.room
+            .wait_while(time, || self.is_spent(pages, resident_pages))
     }
 
     fn took(&self, pages: u64) {
@@ -317,6 +368,36 @@ mod tests {
         // However far below, a fill's own work is bounded.
         seat.room.correct(left, Bytes::mib(99));
         assert_eq!(seat.pages_first(1, resident), 65);
+    }
+
+    #[test]
+    fn fill_beyond_the_budget_waits_until_another_vm_evicts_or_the_budget_is_lifted() {
+        let left = GATE.budget.less(GATE.min);
+        let resident = pages(Bytes::mib(40));
+        let never = Duration::from_millis(1);
+        let long = Duration::from_secs(60);
+        let waited = |frees: &dyn Fn(&VmSeat)| {
+            let seat = seat();
+            seat.room.correct(left, GATE.budget.less(Bytes(PAGE_BYTES)));
+            assert!(!seat.is_spent(1, resident), "the last page of min");
+            seat.took(1);
+            assert!(seat.is_spent(1, resident));
+            assert!(!seat.wait_for_room(1, resident, never));
+            assert!(!seat.is_spent(1, pages(Bytes::mib(15))), "within its floor");
+            std::thread::scope(|scope| {
+                let fill = scope.spawn(|| seat.wait_for_room(1, resident, long));
+                while seat.room.waiting.load(SeqCst) == 0 {
+                    std::thread::yield_now();
+                }
+                frees(&seat);
+                fill.join().unwrap()
+            })
+        };
+        assert!(waited(&|seat| seat.gave_back(1)));
+        // Half of it is free.
+        assert!(waited(&|seat| seat.evicted(SectionNo(1), 2)));
+        assert!(waited(&|seat| seat.room.correct(left, left)));
+        assert!(waited(&|seat| seat.room.lift()));
     }
 
     #[test]
