@@ -4,6 +4,8 @@
 //! ```text
 //!   limit ────────── min watermark: a fill first has memory evicted
 //!     │   ╲ 1.5 %
+//!     │   ╲ a quarter of low: whoever served a fault has memory evicted, before a fill must wait for that
+//!     │
 //!   low watermark ── reclaim begins
 //!     │   ╲ 3 %
 //!   high watermark ─ reclaim ends
@@ -20,6 +22,8 @@ use std::time::Duration;
 const LOW_PERMILLE: i64 = 15;
 /// Free pages above which reclaim ends, in thousandths of the limit.
 const HIGH_PERMILLE: i64 = 30;
+/// Part of the free pages at the low watermark below which room is made ahead of fills.
+const SHORT_PART: i64 = 4;
 const _: () = assert!(0 < LOW_PERMILLE && LOW_PERMILLE < HIGH_PERMILLE && HIGH_PERMILLE < 1000);
 
 /// Longest wait of one fill for an eviction; then it goes ahead over the limit.
@@ -55,6 +59,23 @@ impl Headroom {
                 limit_pages,
                 free_pages,
             } => free_pages < part(limit_pages, LOW_PERMILLE),
+        }
+    }
+
+    /// Pages to evict now so that the next fills need not wait for evictions; 0 while more than a quarter of
+    /// what is free at the low watermark is free. Reclaim that cannot keep pace with faults comes this far,
+    /// because it stands back for faults or because they need all CPUs.
+    #[must_use]
+    pub fn pages_ahead(self) -> u64 {
+        match self {
+            Self::Unlimited => 0,
+            Self::Limited {
+                limit_pages,
+                free_pages,
+            } => {
+                let short = part(limit_pages, LOW_PERMILLE) / SHORT_PART;
+                u64::try_from(short.saturating_sub(free_pages)).unwrap_or(0)
+            }
         }
     }
 
@@ -181,6 +202,14 @@ mod tests {
             (none.pages_above_low(), none.spare_pages()),
             (u64::MAX, u64::MAX)
         );
+    }
+
+    #[test]
+    fn room_is_made_ahead_below_a_quarter_of_the_low_watermark() {
+        for (free, ahead) in [(-50, 425), (0, 375), (374, 1), (375, 0), (90_000, 0)] {
+            assert_eq!(of(100_000, free).pages_ahead(), ahead, "{free} free");
+        }
+        assert_eq!(Headroom::Unlimited.pages_ahead(), 0);
     }
 
     #[test]

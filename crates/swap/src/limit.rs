@@ -19,6 +19,10 @@
 //! over the limit and is counted. A stalled guest is of no use, and the next reclaim brings it back
 //! under the limit.
 //!
+//! Faults seldom come to that: where little headroom is left, whoever has served a fault makes room for the next
+//! ones, when nothing waits for it any more ([`Limit::make_room_ahead`]). So faults whose VM has all CPUs, and
+//! gives the reclaimer none, pay for evictions between faults and not in them.
+//!
 //! While the store is full, the limit is *advisory* ([`Force`]): reclaim still tries to keep it, with
 //! pages of zeros, but fills neither make room nor wait for any, since there may be none.
 //!
@@ -385,6 +389,27 @@ impl Limit {
         }
     }
 
+    /// True if so little headroom is left that room should be made before a fill needs it.
+    #[must_use]
+    pub fn is_short_of_room(&self) -> bool {
+        self.headroom().pages_ahead() > 0
+            && !self.is_advisory()
+            && !self.is_stopped()
+            && self.reserve.has_ready()
+    }
+
+    /// Makes room for fills to come, as far as sections are ready. Call it where no fault waits for this thread.
+    pub fn make_room_ahead(&self) {
+        let short = self.headroom().pages_ahead();
+        let direct = self.direct.get().and_then(Weak::upgrade);
+        if let Some(direct) = direct
+            && short > 0
+            && !self.is_stopped()
+        {
+            direct.make_room(short.min(ROOM_PAGES_MAX.cast_unsigned()));
+        }
+    }
+
     /// A fill goes ahead whatever the headroom. The reclaimer is not called: it searches at its own
     /// pace.
     fn exceed(&self, count: u64) {
@@ -592,7 +617,7 @@ impl Admission for Limit {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_policy::swap_in::Together;
+    use pagetide_policy::{candidates::Ready, swap_in::Together};
     use std::sync::Arc;
 
     #[test]
@@ -712,6 +737,45 @@ mod tests {
         limit.stop();
         limit.admit(1);
         assert_eq!(stock.pages.load(Relaxed), 9);
+    }
+
+    #[test]
+    fn little_headroom_is_told_and_room_made_ahead_while_sections_are_ready() {
+        let limit = Arc::new(Limit::new());
+        let stock = Arc::new(Stock {
+            limit: Arc::clone(&limit),
+            pages: AtomicU64::new(100),
+        });
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        // Low is 150 pages free, a quarter of it 37.
+        limit.put_right(Some(10_000), 9_963);
+        let section = SectionNo(1);
+        let ready = Ready {
+            section,
+            within: Duration::ZERO..Duration::MAX,
+        };
+        limit.reserve().offer(vec![ready]);
+        assert!(!limit.is_short_of_room());
+        assert!(limit.try_admit(17) && limit.is_short_of_room());
+        limit.make_room_ahead();
+        assert_eq!(stock.pages.load(Relaxed), 82, "17, and one more");
+        assert!(!limit.is_short_of_room());
+        limit.make_room_ahead();
+        assert_eq!(stock.pages.load(Relaxed), 82);
+        // A limit that was lowered by much is up to the reclaimer.
+        limit.put_right(Some(10_000), 10_500);
+        limit.make_room_ahead();
+        assert_eq!(stock.pages.load(Relaxed), 82 - 65);
+        let ends: [fn(&Limit); 2] = [Limit::stop, |limit| limit.set_force(Force::Advisory)];
+        for end in ends {
+            assert!(limit.is_short_of_room());
+            end(&limit);
+            assert!(!limit.is_short_of_room());
+            limit.go_on();
+        }
+        limit.set_force(Force::Enforced);
+        assert!(limit.reserve().withdraw(section) && !limit.is_short_of_room());
     }
 
     #[test]

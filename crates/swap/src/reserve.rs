@@ -139,6 +139,11 @@ impl Reserve {
         Some(self.claim_on(section, epoch))
     }
 
+    /// True if a section is offered.
+    pub(crate) fn has_ready(&self) -> bool {
+        !self.lock().ready.is_empty()
+    }
+
     /// Claims the coldest section that may be evicted now.
     pub(crate) fn claim_next(&self, now: Duration) -> Option<(Claim<'_>, Ready)> {
         let mut state = self.lock();

@@ -110,6 +110,15 @@ pub trait FaultSink: Send + Sync {
     /// Reads such pages ahead. Called where that disturbs least.
     fn bring_along(&self, pages: PageRange);
 
+    /// True if little room is left for further faults: a server should make some now, while no fault waits
+    /// for it. Asked after faults were served, where they were.
+    fn is_short_of_room(&self) -> bool {
+        false
+    }
+
+    /// Makes room for further faults. Called on a server's thread only; it may take time.
+    fn make_room(&self) {}
+
     /// The VMM has ended; no more faults are read. Called once, as the reader's last call.
     fn vmm_gone(&self);
 
@@ -513,6 +522,9 @@ impl Reading {
             {
                 sink.bring_along(pages);
             }
+        }
+        if sink.is_short_of_room() {
+            self.servers.make_room();
         }
     }
 

@@ -9,8 +9,10 @@
 //!            ├─ many at a time ──► shared ◄── servers that are idle, and the reader when it is through
 //!            └─ would wait ──────► waiting ◄── servers only
 //! ```
-//! A third task belongs to no fault: readahead of the pages needed next. An idle server does it,
-//! since the vCPU just served mostly runs on the reader's CPU.
+//! Two more tasks belong to no fault that waits: readahead of the pages needed next, and room for further
+//! faults when little is left ([`FaultSink::make_room`]). An idle server does them, since the vCPU just
+//! served mostly runs on the reader's CPU. A server that has served a fault itself makes room after it,
+//! when the vCPU runs again.
 //!
 //! *Shared* faults may be taken by any thread, so none of them ever queues behind one that waits: the
 //! reader takes those that no server has. *Waiting* ones (no room under the limit, a section whose
@@ -78,6 +80,8 @@ struct Faults {
     waiting: VecDeque<VcpuFault>,
     /// Pages to be read ahead.
     along: VecDeque<PageRange>,
+    /// Room is to be made.
+    room_wanted: bool,
     idle: usize,
     /// Message of a panic.
     failure: Option<String>,
@@ -102,6 +106,7 @@ pub(crate) struct FaultServers {
 enum Task {
     Fault(VcpuFault),
     BringAlong(PageRange),
+    MakeRoom,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -201,6 +206,17 @@ impl FaultServers {
         self.queue.come.notify_one();
         None
     }
+
+    /// An idle server, if there is one, makes room. Else a server that is busy with a fault does so after it.
+    pub(crate) fn make_room(&self) {
+        let mut queue = lock(&self.queue.faults);
+        if queue.room_wanted || queue.idle <= queue.along.len() {
+            return;
+        }
+        queue.room_wanted = true;
+        drop(queue);
+        self.queue.come.notify_one();
+    }
 }
 
 impl Drop for FaultServers {
@@ -251,6 +267,9 @@ impl Server {
             if let Some(pages) = faults.along.pop_front() {
                 return Some(Task::BringAlong(pages));
             }
+            if std::mem::take(&mut faults.room_wanted) {
+                return Some(Task::MakeRoom);
+            }
             if faults.is_over {
                 return None;
             }
@@ -269,9 +288,13 @@ impl Server {
                 self.sink.served(fault)
             }
             Task::BringAlong(pages) => Some(pages),
+            Task::MakeRoom => None,
         };
         if let Some(pages) = along {
             self.sink.bring_along(pages);
+        }
+        if self.sink.is_short_of_room() {
+            self.sink.make_room();
         }
     }
 }

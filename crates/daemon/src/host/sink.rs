@@ -6,7 +6,7 @@ use pagetide_addr::{DeviceId, PageNo, PageRange};
 use pagetide_gmem::{
     AddressSpace, Cause, Fault, Incidents, PlaceError, Readahead, StoreError, Wait,
 };
-use pagetide_swap::{Counter, Pool};
+use pagetide_swap::{Counter, Limit, Pool};
 use pagetide_vmm::{
     process::{VmmIdentity, VmmProcess},
     reader::{FaultSink, ReaderError, Served, VcpuFault},
@@ -25,6 +25,7 @@ use std::{
 pub(super) struct VmSink {
     pub(super) vmm: VmmIdentity,
     pub(super) space: Arc<AddressSpace>,
+    pub(super) limit: Arc<Limit>,
     pub(super) pool: Arc<Pool>,
     pub(super) latencies: Arc<Latencies>,
     pub(super) janitor: JanitorBell,
@@ -81,6 +82,14 @@ impl FaultSink for VmSink {
             let around = Cause::Readahead(Readahead::Around(pages));
             memory.fault(&around, Wait::Never);
         }
+    }
+
+    fn is_short_of_room(&self) -> bool {
+        self.limit.is_short_of_room()
+    }
+
+    fn make_room(&self) {
+        self.limit.make_room_ahead();
     }
 
     /// The janitor watches the process itself, independent of this reader.

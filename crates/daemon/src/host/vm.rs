@@ -185,6 +185,7 @@ impl Vm {
         let sink = VmSink {
             vmm: core.identity.process(),
             space: Arc::clone(&core.space.space),
+            limit: Arc::clone(&core.limit),
             pool: Arc::clone(&core.pool),
             latencies: Arc::clone(&core.faults.latencies),
             janitor: shared.janitor.clone(),

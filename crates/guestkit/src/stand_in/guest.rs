@@ -22,7 +22,7 @@ const PAGE: usize = 4096;
 /// Touches of a thread between two pauses: the host has other work.
 const TOUCHES_A_TURN: u32 = 32;
 /// The length of such a pause.
-const REST: Duration = Duration::from_micros(200);
+const REST: Duration = Duration::from_millis(1);
 /// Where a thread writes the existing content again.
 const WRITTEN_AT: u64 = 2048;
 /// Status of a stand-in that has read a wrong byte.
