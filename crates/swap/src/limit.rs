@@ -406,7 +406,11 @@ impl Limit {
             && short > 0
             && !self.is_stopped()
         {
-            direct.make_room(short.min(ROOM_PAGES_MAX.cast_unsigned()));
+            let pages = short.min(ROOM_PAGES_MAX.cast_unsigned());
+            match self.work.get() {
+                Some(work) => work.run_whole(|| direct.make_room(pages)),
+                None => direct.make_room(pages),
+            };
         }
     }
 

@@ -29,20 +29,26 @@
 //! wake at once for the one that is next. So one of them, the *leader*, waits with a timer; it dispatches for all,
 //! and who is granted nothing sleeps on. A leader that leaves hands over to the next one.
 //!
-//! # How threads are made weak
+//! # Priorities of threads
 //! | class | priority | why |
 //! |---|---|---|
-//! | reclaim | niceness 5; ordinary while a fault waits for it | a third of a vCPU's weight: enough to keep up |
+//! | reclaim | `SCHED_FIFO`, the lowest; niceness 5 in idle time | its runs are short, and whole: see below |
 //! | scan | `SCHED_IDLE` | nothing is lost when it is late |
 //! | background | niceness 19 | it makes progress even on a busy host |
+//!
+//! *Whole runs.* A thread of the ordinary class that works beside a vCPU gets its CPU at the moment at which the
+//! vCPU goes to sleep in a fault. It has the CPU for some hundred microseconds, and the vCPU, whose page was there
+//! after five, waits for that. So a run of two milliseconds delayed some ten faults. A real-time thread takes the
+//! CPU where it is woken, mostly while the vCPU computes, and has it until the run is over. What vCPUs lose is the
+//! same, and is bounded by shares and slices; but at most one fault waits for each run.
 //!
 //! Niceness and `SCHED_IDLE` are relative to threads of the same cgroup. Where vCPUs are in another cgroup
 //! than the daemon, the weights of the two decide first (`cpu.weight`, `cpu.shares`). Slices and CPUs hold
 //! in any case.
 //!
 //! A weak thread may lose its CPU while it holds a lock. If a fault can wait for that lock, the fault is as
-//! slow as the weak thread. So between two runs no thread is weaker than reclaim, for it takes this module's
-//! lock, and the parts of a scan that hold what faults wait for are done with the priority of reclaim
+//! slow as the weak thread. So between two runs no thread is weaker than niceness 5, for it takes this module's
+//! lock, and the parts of a scan that hold what faults wait for are done with that priority
 //! ([`firmly`](turns::Turns::firmly)). Without the right to become ordinary again no thread is made weak ([`Weakness`]).
 //!
 //! # Groups

@@ -4,9 +4,9 @@
 //! A thread that scans, or waits for its turn to scan, cannot reclaim. While reclaim is needed the other tasks
 //! of its VM therefore stand back.
 
-use super::{HostScheduler, standing::GroupState, turns::Turns};
-use pagetide_policy::scheduler::{FaultClass, TooManyTasks, WorkClass};
-use pagetide_sys::cpu;
+use super::{HostScheduler, standing::GroupState, turns::Turns, weakness::take_urgency};
+use pagetide_policy::scheduler::{Basis, FaultClass, TooManyTasks, WorkClass};
+use pagetide_sys::cpu::{self, Urgency};
 use std::sync::{Arc, atomic::Ordering::SeqCst};
 
 /// See the module.
@@ -83,6 +83,19 @@ impl WorkGroup {
     /// It has served it.
     pub fn fault_ends(&self) {
         self.scheduler.fault_ends();
+    }
+
+    /// Runs `work` with the priority of a run of reclaim, where that is allowed: evictions on a thread that
+    /// serves faults, when it has served one. They are short, and do not wait.
+    pub fn run_whole<T>(&self, work: impl FnOnce() -> T) -> T {
+        let class = WorkClass::Reclaim;
+        let urgency = self.scheduler.weakness.urgency_of(class, Basis::Inherited);
+        let is_placed = take_urgency(urgency).is_ok();
+        let result = work();
+        if is_placed && let Err(error) = take_urgency(Urgency::Ordinary) {
+            tracing::debug!(%error, "a thread that serves faults keeps the priority of reclaim");
+        }
+        result
     }
 
     /// Runs `wait`, in which this thread waits until reclaim of this group has made room.

@@ -4,6 +4,7 @@
 use super::{
     HostScheduler, Seat, State,
     standing::GroupState,
+    weakness::Weakness,
     weakness::{take_cpus, take_urgency},
 };
 use pagetide_policy::scheduler::{Basis, Grant, TaskId, WorkClass, YieldReason};
@@ -174,7 +175,9 @@ impl WorkTask {
                 break Asked::Late;
             }
             if let Some(grant) = seat.grant.take() {
-                seat.weak_thread = Some(cpu::thread_id());
+                let urgency = self.scheduler.weakness.urgency_of(self.class, grant.basis);
+                let is_weak = Weakness::locking(urgency) != urgency;
+                seat.weak_thread = is_weak.then(cpu::thread_id);
                 if is_held {
                     self.count_held(&mut state, asked_at);
                 }
@@ -243,7 +246,7 @@ impl WorkTask {
         if is_calm && now < run.until {
             return None;
         }
-        self.take(Urgency::Ordinary);
+        self.take(Weakness::locking(run.urgency));
         let reason = self.ask(run, used, grants);
         if reason.is_none() {
             self.weaken(run.urgency);
@@ -267,10 +270,12 @@ impl WorkTask {
             return;
         };
         let used = run.used().saturating_sub(run.reported);
-        self.take(Urgency::Ordinary);
+        self.take(Weakness::locking(run.urgency));
         let mut state = self.scheduler.lock();
         self.end(&mut state, used);
         self.scheduler.dispatch(&mut state);
+        drop(state);
+        self.take(Urgency::Ordinary);
     }
 
     /// Runs a part that holds what faults wait for: no weaker than reclaim.

@@ -11,8 +11,11 @@ use pagetide_policy::scheduler::{Basis, WorkClass};
 use pagetide_sys::cpu::{self, Urgency};
 use std::{cell::RefCell, io, sync::Arc};
 
-/// Niceness of reclaim: about a third of the weight of an ordinary thread.
+/// Niceness of reclaim that is lent idle time, or may not preempt: about a third of the weight of an ordinary
+/// thread.
 pub(super) const RECLAIM_NICENESS: u8 = 5;
+/// Priority of a run of reclaim among real-time threads: the lowest, so workers of I/O page faults precede it.
+pub(super) const RECLAIM_PRIORITY: u8 = 1;
 /// Niceness of background work: the highest.
 pub(super) const BACKGROUND_NICENESS: u8 = 19;
 
@@ -55,6 +58,9 @@ impl Weakness {
     #[must_use]
     pub fn urgency_of(self, class: WorkClass, basis: Basis) -> Urgency {
         match (self, class, basis) {
+            (Self::Full, WorkClass::Reclaim, Basis::Entitled | Basis::Inherited) => {
+                Urgency::Preempting(RECLAIM_PRIORITY)
+            }
             (Self::None, ..) | (_, _, Basis::Inherited) => Urgency::Ordinary,
             (_, WorkClass::Reclaim, _) => Urgency::Yielding(RECLAIM_NICENESS),
             (Self::Full, WorkClass::Scan, _) => Urgency::Idle,
@@ -64,14 +70,23 @@ impl Weakness {
         }
     }
 
-    /// Priority of a thread that waits for a run: it takes the scheduler's lock now and then, so it is no weaker
-    /// than reclaim.
+    /// Priority of a thread that waits for a run: it takes the scheduler's lock now and then, so it is not as weak
+    /// as scans.
     #[must_use]
     pub fn waiting(self) -> Urgency {
-        self.urgency_of(WorkClass::Reclaim, Basis::Entitled)
+        self.urgency_of(WorkClass::Reclaim, Basis::Idle)
     }
 
-    /// Priority of the parts of a run that hold what faults wait for: no weaker than reclaim.
+    /// Priority with which a thread whose run has `urgency` takes the scheduler's lock.
+    #[must_use]
+    pub fn locking(urgency: Urgency) -> Urgency {
+        match urgency {
+            Urgency::Idle | Urgency::Yielding(_) => Urgency::Ordinary,
+            Urgency::Ordinary | Urgency::Eager | Urgency::Preempting(_) => urgency,
+        }
+    }
+
+    /// Priority of the parts of a run that hold what faults wait for: not as weak as scans.
     #[must_use]
     pub fn firm(self, urgency: Urgency) -> Urgency {
         match urgency {
@@ -152,15 +167,34 @@ mod tests {
         let of = |weakness: Weakness| {
             WorkClass::ALL.map(|class| weakness.urgency_of(class, Basis::Entitled))
         };
-        let nice = Urgency::Yielding;
-        assert_eq!(of(Weakness::Full), [nice(5), Urgency::Idle, nice(19)]);
+        let (nice, whole) = (Urgency::Yielding, Urgency::Preempting(RECLAIM_PRIORITY));
+        assert_eq!(of(Weakness::Full), [whole, Urgency::Idle, nice(19)]);
         assert_eq!(of(Weakness::Niceness), [nice(5), nice(19), nice(19)]);
         assert_eq!(of(Weakness::None), [Urgency::Ordinary; 3]);
         for weakness in [Weakness::Full, Weakness::Niceness, Weakness::None] {
             for class in WorkClass::ALL {
                 let inherited = weakness.urgency_of(class, Basis::Inherited);
-                assert_eq!(inherited, Urgency::Ordinary);
+                let is_whole = (weakness, class) == (Weakness::Full, WorkClass::Reclaim);
+                let expected = if is_whole { whole } else { Urgency::Ordinary };
+                assert_eq!(inherited, expected);
+                // Whoever takes the lock is not weak meanwhile.
+                let of_run = weakness.urgency_of(class, Basis::Entitled);
+                let locking = Weakness::locking(of_run);
+                assert!(matches!(
+                    locking,
+                    Urgency::Ordinary | Urgency::Preempting(_)
+                ));
+                assert_eq!(
+                    locking == of_run,
+                    of_run == whole || weakness == Weakness::None
+                );
             }
+            let lent = weakness.urgency_of(WorkClass::Reclaim, Basis::Idle);
+            assert_eq!(lent, weakness.waiting());
+            assert!(matches!(
+                lent,
+                Urgency::Ordinary | Urgency::Yielding(RECLAIM_NICENESS)
+            ));
         }
     }
 
