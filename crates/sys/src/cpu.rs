@@ -55,6 +55,20 @@ pub enum Urgency {
     Preempting(u8),
 }
 
+/// Real-time priorities of the daemon's threads. They stand here together because only their order matters.
+pub mod priority {
+    /// Runs of reclaim, which nobody waits for.
+    pub const RECLAIM: u8 = 1;
+    /// Workers of I/O page faults.
+    pub const IOPF_WORKER: u8 = 2;
+    /// Their dispatcher: an interrupt goes before the work that it starts.
+    pub const IOPF_DISPATCHER: u8 = 3;
+    /// A thread that keeps a VMM's thread stopped for remote system calls.
+    pub const REMOTE_CALL: u8 = 4;
+    const _: () = assert!(0 < RECLAIM && RECLAIM < IOPF_WORKER && IOPF_WORKER < IOPF_DISPATCHER);
+    const _: () = assert!(IOPF_DISPATCHER < REMOTE_CALL);
+}
+
 /// The CPU this thread runs on at this moment.
 #[must_use]
 pub fn current() -> usize {

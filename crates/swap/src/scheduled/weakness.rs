@@ -8,14 +8,12 @@
 //! before any other is made weak.
 
 use pagetide_policy::scheduler::{Basis, WorkClass};
-use pagetide_sys::cpu::{self, Urgency};
+use pagetide_sys::cpu::{self, Urgency, priority};
 use std::{cell::RefCell, io, sync::Arc};
 
 /// Niceness of reclaim that is lent idle time, or may not preempt: about a third of the weight of an ordinary
 /// thread.
 pub(super) const RECLAIM_NICENESS: u8 = 5;
-/// Priority of a run of reclaim among real-time threads: the lowest, so workers of I/O page faults precede it.
-pub(super) const RECLAIM_PRIORITY: u8 = 1;
 /// Niceness of background work: the highest.
 pub(super) const BACKGROUND_NICENESS: u8 = 19;
 
@@ -59,7 +57,7 @@ impl Weakness {
     pub fn urgency_of(self, class: WorkClass, basis: Basis) -> Urgency {
         match (self, class, basis) {
             (Self::Full, WorkClass::Reclaim, Basis::Entitled | Basis::Inherited) => {
-                Urgency::Preempting(RECLAIM_PRIORITY)
+                Urgency::Preempting(priority::RECLAIM)
             }
             (Self::None, ..) | (_, _, Basis::Inherited) => Urgency::Ordinary,
             (_, WorkClass::Reclaim, _) => Urgency::Yielding(RECLAIM_NICENESS),
@@ -167,7 +165,7 @@ mod tests {
         let of = |weakness: Weakness| {
             WorkClass::ALL.map(|class| weakness.urgency_of(class, Basis::Entitled))
         };
-        let (nice, whole) = (Urgency::Yielding, Urgency::Preempting(RECLAIM_PRIORITY));
+        let (nice, whole) = (Urgency::Yielding, Urgency::Preempting(priority::RECLAIM));
         assert_eq!(of(Weakness::Full), [whole, Urgency::Idle, nice(19)]);
         assert_eq!(of(Weakness::Niceness), [nice(5), nice(19), nice(19)]);
         assert_eq!(of(Weakness::None), [Urgency::Ordinary; 3]);

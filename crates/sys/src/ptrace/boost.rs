@@ -21,7 +21,7 @@
 //!
 //! The lock is not `FUTEX_PRIVATE`: a private lock belongs to threads of this process.
 
-use crate::cpu::{self, Urgency};
+use crate::cpu::{self, Urgency, priority};
 use crate::interrupt;
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 /// Priority of the tracer and of the thread it stops: the lowest of the real-time class, which
 /// precedes every ordinary thread. It is the same for both, so that a `sched_yield` of the tracer
 /// lets the other run if they share a CPU.
-pub(super) const PRIORITY: u8 = 1;
+pub(super) const PRIORITY: u8 = priority::REMOTE_CALL;
 /// How long the loan may take to become visible. It takes a few microseconds; if it never shows,
 /// only time is lost.
 const SHOW_WAIT: Duration = Duration::from_millis(2);

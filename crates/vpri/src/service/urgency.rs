@@ -1,18 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Preempt`]: which threads the service's threads preempt.
 
-use pagetide_sys::cpu::{self, Urgency};
-
-/// Priority of workers: the lowest that preempts ordinary threads.
-const WORKER_PRIORITY: u8 = 1;
-/// Priority of the dispatcher: an interrupt goes before the work that it starts.
-const DISPATCHER_PRIORITY: u8 = 2;
-const _: () = assert!(WORKER_PRIORITY < DISPATCHER_PRIORITY);
+use pagetide_sys::cpu::{self, Urgency, priority};
 
 /// Which threads the dispatcher and workers preempt on the CPUs they share with vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Preempt {
-    /// Every ordinary thread, at once (`SCHED_FIFO`, the lowest priorities); where that is not
+    /// Every ordinary thread, at once (`SCHED_FIFO`, low priorities); where that is not
     /// allowed, as [`Self::Nice`].
     #[default]
     Fifo,
@@ -25,12 +19,12 @@ pub enum Preempt {
 impl Preempt {
     /// Makes this thread the dispatcher.
     pub(super) fn take_dispatcher(self) {
-        self.take(DISPATCHER_PRIORITY);
+        self.take(priority::IOPF_DISPATCHER);
     }
 
     /// Makes this thread a worker.
     pub(super) fn take_worker(self) {
-        self.take(WORKER_PRIORITY);
+        self.take(priority::IOPF_WORKER);
     }
 
     /// Makes this thread as urgent as configured and allowed.
