@@ -29,8 +29,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Priority of the tracer and of the thread it stops: the lowest of the real-time class, which
-/// precedes every ordinary thread. It is the same for both, so that a `sched_yield` of the tracer
+/// Priority of the tracer and of the thread it stops: of the real-time class, which precedes every
+/// ordinary thread. It is the same for both, so that a `sched_yield` of the tracer
 /// lets the other run if they share a CPU.
 pub(super) const PRIORITY: u8 = priority::REMOTE_CALL;
 /// How long the loan may take to become visible. It takes a few microseconds; if it never shows,
