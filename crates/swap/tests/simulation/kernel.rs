@@ -146,6 +146,13 @@ fn nested_task(state: &mut State, call: Call) -> Option<Task> {
         return Some(task);
     }
     if call != Call::Word
+        && !state.loads.is_empty()
+        && state.random.below(3) == 0
+        && let Some(task) = Task::next_load(state)
+    {
+        return Some(task);
+    }
+    if call != Call::Word
         && state.random.below(6) == 0
         && let Some(task) = Task::random_eviction(state)
         && may_evict(&state.frames, &task)
