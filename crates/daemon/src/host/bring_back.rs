@@ -126,7 +126,9 @@ impl<'a> BringBack<'a> {
         loop {
             match self.told.recv_timeout(LOOK_INTERVAL) {
                 Ok(ended) => return self.settle(ended),
-                Err(RecvTimeoutError::Timeout) if !(self.goes_on)() => return Err(NotBack::Stopped),
+                Err(RecvTimeoutError::Timeout) if !(self.goes_on)() => {
+                    return Err(NotBack::Stopped);
+                }
                 Err(RecvTimeoutError::Timeout) if begin.elapsed() < FILL_TIMEOUT => {}
                 // This holds a sender itself.
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
@@ -202,7 +204,10 @@ mod tests {
             let pages = memory.table().pages_of(section);
             let wanted = pagetide_addr::PageSet::of_range(section, pages);
             let mut round = memory.begin_eviction(section, &wanted).unwrap();
-            let evicted: Vec<_> = pages.iter().map(|page| (page, store.keep(&[1; 4096]))).collect();
+            let evicted: Vec<_> = pages
+                .iter()
+                .map(|page| (page, store.keep(&[1; 4096])))
+                .collect();
             let far = evicted.iter().filter(|(page, _)| page.0 / RUN % 2 == 1);
             far.for_each(|(_, content)| store.put_far(*content));
             assert_eq!(round.commit(&evicted).evicted.len(), SECTION_PAGES);

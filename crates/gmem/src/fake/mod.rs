@@ -21,8 +21,8 @@ pub use rooms::FakeRooms;
 
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Content, ContentStore, Device, Incidents,
-    Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory, Place,
-    PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
+    Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory,
+    Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo, Va};
 use std::{
@@ -362,7 +362,6 @@ impl FakeStore {
     ///
     /// # Panics
     /// If none is under way.
-    #[must_use]
     pub fn take_load(&self, page: PageNo) -> (Content, LoadDone) {
         let mut state = lock(&self.0);
         let place = state.loading.iter().position(|(_, it)| it.page() == page);
@@ -394,7 +393,10 @@ impl ContentStore for FakeStore {
         let mut state = lock(&self.0);
         state.loads += 1;
         let is_far = state.far.contains(&content.bits());
-        assert!(!is_far, "{content:?} of {page} is loaded as if it were at hand");
+        assert!(
+            !is_far,
+            "{content:?} of {page} is loaded as if it were at hand"
+        );
         match state.kept.get(&content) {
             Some(bytes) => *into = **bytes,
             None => panic!("{content:?} of {page} is not stored"),

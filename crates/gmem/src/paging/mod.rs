@@ -7,7 +7,7 @@
 //! address space that the memory belongs to.
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
-//! [`memory`] (the parts), `fill`, `slow_fill`, [`overwrite`], [`readahead`], [`serve`] (the one
+//! [`memory`] (the parts), `fill`, `slow_fill`, [`overwrite`], [`readahead`], [`request`], [`serve`] (the one
 //! entry), [`eviction`], [`relocate`], [`growth`], [`recovery`].
 
 pub mod eviction;
@@ -24,6 +24,7 @@ pub mod place;
 pub mod readahead;
 pub mod recovery;
 pub mod relocate;
+pub mod request;
 pub mod serve;
 #[cfg(all(test, not(loom)))]
 mod serve_tests;
@@ -43,11 +44,9 @@ pub use memory::{MemoryParts, PagedMemory};
 pub use overwrite::Overwrite;
 pub use place::{Installed, Place, PlaceError};
 pub use readahead::Readahead;
-pub use relocate::{Move, Relocated};
-pub use serve::{Cause, Served, Wait};
-pub use store::{
-    Admission, ContentStore, Incidents, LoadDone, Loaded, StoreError, Unlimited,
-};
+pub use relocate::{Move, Relocated, Relocation};
+pub use request::{Cause, Served, Wait};
+pub use store::{Admission, ContentStore, Incidents, LoadDone, Loaded, StoreError, Unlimited};
 pub use table::PageTable;
 pub use waiters::Reply;
 pub use word::{Content, PageState, PageWord};

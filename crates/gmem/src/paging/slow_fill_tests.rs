@@ -4,7 +4,7 @@
 use crate::{
     AddressSpace, Cause, Content, ContentStore, Fault, FaultOutcome, GrowthError, Incidents,
     LoadDone, MemoryParts, Move, Overwrite, PageState, PageWord, PagedMemory, PlaceError,
-    Readahead, RegionRequest, Served, StoreError, Wait,
+    Readahead, RegionRequest, Relocated, Served, StoreError, Wait,
     fake::{self, FakeMmu, FakePlace, FakeRooms, FakeStore},
 };
 use pagetide_addr::{
@@ -300,7 +300,8 @@ fn damaged_content_poisons_its_page() {
     let (vm, space) = setting();
     let answers = ask(&space, PageNo(6).single());
     let page = PageNo(6);
-    vm.store.fail(page, StoreError::Damaged { page, why: "tag" });
+    vm.store
+        .fail(page, StoreError::Damaged { page, why: "tag" });
     assert_eq!(answers.all(), [FaultOutcome::Lost]);
     assert_eq!(state(&space, 6), PageState::Poisoned);
     assert_eq!(*vm.incidents.poisoned.lock().unwrap(), [page]);
@@ -357,7 +358,10 @@ fn removal_comes_again_after_the_loads_of_its_pages_which_install_nothing() {
         "{held:?}"
     );
     assert_eq!(state(&space, 3), PageState::Filling(content(3)));
-    assert_eq!(ask(&space, PageNo(3).single()).all(), [FaultOutcome::OutOfRange]);
+    assert_eq!(
+        ask(&space, PageNo(3).single()).all(),
+        [FaultOutcome::OutOfRange]
+    );
     // Its memory may be unmapped by now.
     vm.store.deliver(PageNo(3));
     assert_eq!(state(&space, 3), PageState::Stored(content(3)));
@@ -474,7 +478,12 @@ fn pages_beside_one_that_is_loaded_are_evicted_and_it_comes_in_the_middle_of_the
 struct Blocking(Arc<FakeStore>);
 
 impl ContentStore for Blocking {
-    fn load(&self, _page: PageNo, content: Content, into: &mut [u8; 4096]) -> Result<(), StoreError> {
+    fn load(
+        &self,
+        _page: PageNo,
+        content: Content,
+        into: &mut [u8; 4096],
+    ) -> Result<(), StoreError> {
         into.fill(content.bits().to_le_bytes()[0]);
         Ok(())
     }
@@ -512,6 +521,12 @@ fn load_is_ended_once_by_completion_or_by_dropping() {
     assert_eq!(*ends.lock().unwrap(), ["9".to_owned(), given_up]);
 }
 
+fn relocate(space: &AddressSpace, moves: &[Move]) -> Relocated {
+    let section = moves[0].page.section();
+    let memory = memory(space);
+    memory.relocate(memory.begin_relocation(section), moves)
+}
+
 fn copy(vm: &Vm, page: u64) -> Content {
     let to = Content::at(30_000 + page).unwrap();
     vm.store.keep_as(to, byte_of(page));
@@ -534,7 +549,7 @@ fn relocation_moves_what_is_still_stored_as_it_was_copied_and_hands_back_the_res
     let anew = Content::at(40_000).unwrap();
     set(&space, 3, PageState::Stored(anew));
     set(&space, 4, PageState::Poisoned);
-    let done = memory(&space).relocate(SECTION, &moves);
+    let done = relocate(&space, &moves);
     let moved: Vec<PageNo> = done.moved.pages(SECTION).collect();
     assert_eq!(moved, [0, 5].map(PageNo));
     assert_eq!(done.replaced, [0, 5].map(content));
@@ -568,18 +583,47 @@ fn nothing_is_relocated_where_no_page_is_or_is_to_stay() {
         from: content(0),
         to,
     };
-    assert_eq!(memory(&space).relocate(SECTION, &[leaving]).unused, [to]);
+    assert_eq!(relocate(&space, &[leaving]).unused, [to]);
     vm.store.deliver(PageNo(3));
     assert_eq!(answers.all(), [FaultOutcome::OutOfRange]);
     memory(&space).deallocate(all).unwrap();
-    let removed = memory(&space).relocate(SECTION, &[leaving]);
+    let removed = relocate(&space, &[leaving]);
     assert_eq!((removed.unused, removed.moved.len()), (vec![to], 0));
     let nowhere = Move {
         page: PageNo(SECTION_PAGES * 1000),
         ..leaving
     };
-    let section = nowhere.page.section();
-    assert_eq!(memory(&space).relocate(section, &[nowhere]).unused, [to]);
+    assert_eq!(relocate(&space, &[nowhere]).unused, [to]);
+}
+
+#[test]
+fn page_that_is_evicted_anew_to_the_same_place_keeps_its_new_content() {
+    let (vm, space) = setting();
+    put_near(&vm, &space, 0);
+    let PageState::Stored(from) = state(&space, 0) else {
+        panic!("it is stored");
+    };
+    let begun = memory(&space).begin_relocation(SECTION);
+    let to = copy(&vm, 0);
+    let one = Move {
+        page: PageNo(0),
+        from,
+        to,
+    };
+    assert_eq!(
+        ask(&space, PageNo(0).single()).all(),
+        [FaultOutcome::Present]
+    );
+    let wanted = PageSet::of_range(SECTION, PageNo(0).single());
+    let mut round = memory(&space).begin_eviction(SECTION, &wanted).unwrap();
+    vm.store.keep_as(from, 0x99);
+    assert_eq!(round.commit(&[(PageNo(0), from)]).evicted.len(), 1);
+    drop(round);
+    let done = memory(&space).relocate(begun, &[one]);
+    assert_eq!((done.unused, done.replaced), (vec![to], vec![]));
+    assert_eq!(state(&space, 0), PageState::Stored(from));
+    let done = relocate(&space, &[one]);
+    assert_eq!((done.unused, done.replaced), (vec![], vec![from]));
 }
 
 #[test]
@@ -591,7 +635,7 @@ fn content_of_zeros_belongs_to_nobody_and_is_not_handed_back() {
         to: Content::ZERO,
     };
     set(&space, 1, PageState::Present);
-    let done = memory(&space).relocate(SECTION, &[to_zeros(0), to_zeros(1)]);
+    let done = relocate(&space, &[to_zeros(0), to_zeros(1)]);
     assert_eq!(done.replaced, [content(0)]);
     assert!(done.unused.is_empty() && vm.store.freed().is_empty());
     assert_eq!(state(&space, 0), PageState::Stored(Content::ZERO));
@@ -662,7 +706,7 @@ impl Run {
             from,
             to,
         };
-        let done = memory(&self.space).relocate(SECTION, &[one]);
+        let done = relocate(&self.space, &[one]);
         for content in done.replaced.into_iter().chain(done.unused) {
             self.vm.store.free(content);
         }

@@ -16,7 +16,8 @@ use pagetide_addr::{
 use pagetide_gmem::{
     Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Device,
     EvictionError, Fault, FaultOutcome, Incidents, LoadDone, MemoryParts, Mode, Move, Overwrite,
-    PageState, PageTable, PagedMemory, Readahead, Served, StoreError, Wait, recovery::recover_words,
+    PageState, PageTable, PagedMemory, Readahead, Served, StoreError, Wait,
+    recovery::recover_words,
 };
 use pagetide_policy::{
     protect::{Protector, Touch},
@@ -473,6 +474,7 @@ impl Daemon {
     fn relocate(&self, page: PageNo) {
         let section = page.section();
         let _frame = self.life.frame(Frame::VcpuFault(section));
+        let begun = self.space.begin_relocation(section);
         let PageState::Stored(from) = self.space.table().word(page).state() else {
             return;
         };
@@ -486,7 +488,7 @@ impl Daemon {
         let Ok(to) = self.store.put(&stored) else {
             return;
         };
-        let done = self.space.relocate(section, &[Move { page, from, to }]);
+        let done = self.space.relocate(begun, &[Move { page, from, to }]);
         self.life.world.lock().coverage.relocations_in_vain += done.unused.len() as u64;
         for content in done.replaced.into_iter().chain(done.unused) {
             // A dead daemon frees nothing.
@@ -788,7 +790,9 @@ impl ContentStore for Checked {
         match self.far {
             Far::Nothing => true,
             // A slot that begins at an even unit.
-            Far::Half => Located::of(content).slot.byte_offset() / SLOT_UNIT_BYTES % 2 == 0,
+            Far::Half => {
+                (Located::of(content).slot.byte_offset() / SLOT_UNIT_BYTES).is_multiple_of(2)
+            }
             Far::All => false,
         }
     }

@@ -289,9 +289,7 @@ impl Run {
                 }
                 match about_memory.filter(|_| state.random.coin()) {
                     Some(task) => Some(task),
-                    None => {
-                        Task::next_fault(&mut state).or_else(|| Task::next_load(&mut state))
-                    }
+                    None => Task::next_fault(&mut state).or_else(|| Task::next_load(&mut state)),
                 }
             };
             if let Some(task) = task {

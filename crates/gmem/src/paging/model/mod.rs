@@ -15,8 +15,8 @@ use kernel::{Kernel, Model, space};
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Cause, Committed, Content, ContentStore,
     Device, Fault, FaultOutcome, GrowthError, Incidents, Installed, LoadDone, MemoryParts, Mmu,
-    MmuError, MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError,
-    Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
+    MmuError, MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place,
+    PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo};
@@ -208,9 +208,10 @@ fn final_content(model: &Model, space: &PagedMemory) -> u8 {
             assert_eq!(k.stored, None, "a stored copy was left behind");
             k.present.expect("present")
         }
-        PageState::Stored(_) => {
+        PageState::Stored(content) => {
             assert_eq!(k.present, None);
-            k.stored.expect("stored")
+            let bytes = if content == COPY { k.copy } else { k.stored };
+            bytes.expect("stored")
         }
         other => panic!("left in {other:?}"),
     })

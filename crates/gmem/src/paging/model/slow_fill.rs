@@ -4,10 +4,10 @@
 use super::{
     COPY, DeviceId, FaultOutcome, NEW, OLD, PAGE, PageState, Wait, ask_as_device, check, evict,
     fault, fault_as_device, final_content,
-    kernel::{Kernel, Memory, Model, Tier, space_with},
-    overwrite_as_device, remove, store_as_device, stored,
+    kernel::{Kernel, Memory, Model, Tier, space, space_with},
+    overwrite_as_device, remove, store_as_device, store_as_vcpu, stored,
 };
-use crate::{Content, Move};
+use crate::{Content, ContentStore as _, Move, Relocation};
 use pagetide_addr::SectionNo;
 
 /// The page is stored far away, and copied to where it is at hand.
@@ -70,15 +70,8 @@ fn loom_slow_fill_against_a_relocation_wins_or_loses_whole() {
         let mover = {
             let (model, space) = (model.clone(), space.clone());
             loom::thread::spawn(move || {
-                let one = Move {
-                    page: PAGE,
-                    from: Content::at(1).unwrap(),
-                    to: COPY,
-                };
-                let done = space.relocate(SectionNo(0), &[one]);
-                for content in done.replaced.into_iter().chain(done.unused) {
-                    crate::ContentStore::free(&model, content);
-                }
+                let begun = space.begin_relocation(SectionNo(0));
+                relocate(&model, &space, begun);
             })
         };
         let answers = ask_as_device(&space);
@@ -88,6 +81,44 @@ fn loom_slow_fill_against_a_relocation_wins_or_loses_whole() {
         assert_eq!(final_content(&model, &space), OLD);
         // Each of the two contents, once.
         assert_eq!(model.with(|k| (k.frees, k.copy)), (2, None));
+    });
+}
+
+/// The page has been copied.
+fn relocate(model: &Model, space: &Memory, begun: Relocation) {
+    let one = Move {
+        page: PAGE,
+        from: Content::at(1).unwrap(),
+        to: COPY,
+    };
+    let done = space.relocate(begun, &[one]);
+    for content in done.replaced.into_iter().chain(done.unused) {
+        model.free(content);
+    }
+}
+
+#[test]
+fn loom_relocation_never_brings_back_what_a_page_held_before_it_was_evicted_anew() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let mover = {
+            let (model, space) = (model.clone(), space.clone());
+            loom::thread::spawn(move || {
+                let begun = space.begin_relocation(SectionNo(0));
+                let is_copied = model.with(|k| {
+                    k.copy = k.stored;
+                    k.copy.is_some()
+                });
+                if is_copied {
+                    relocate(&model, &space, begun);
+                }
+            })
+        };
+        store_as_vcpu(&model, &space);
+        evict(&model, &space);
+        mover.join().unwrap();
+        assert_eq!(final_content(&model, &space), NEW);
     });
 }
 
