@@ -415,6 +415,17 @@ fn install_that_the_kernel_refuses_leaves_the_page_stored_and_wakes_who_waits() 
 }
 
 #[test]
+fn vcpu_tries_again_if_the_kernel_neither_installs_its_page_nor_has_it() {
+    let (vm, space) = setting();
+    assert_eq!(fault_of_vcpu(&space, 3), FaultOutcome::Present);
+    vm.place.jam(PageNo(3));
+    vm.store.deliver(PageNo(3));
+    assert_eq!(state(&space, 3), PageState::Stored(content(3)));
+    assert!(vm.place.woken().contains(&PageNo(3)));
+    assert!(vm.store.freed().is_empty());
+}
+
+#[test]
 fn load_that_ends_after_the_vm_tells_that_it_is_gone() {
     let (vm, space) = setting();
     let answers = ask(&space, PageNo(3).single());

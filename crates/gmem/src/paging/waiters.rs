@@ -16,6 +16,12 @@
 //! finds the entry. A joiner that comes after the swap sees that the page is no longer being
 //! installed, and checks it again.
 //!
+//! Between the filler's two steps the page may already be claimed and joined anew, if the fill has
+//! failed, say. The filler then takes that joiner's entry, too, and tells it the outcome of the fill
+//! before its own. That is what it would have been told a moment earlier: *present*, and it finds
+//! the page absent and faults again, or the failure of a fill that was not over when it came. Every
+//! entry is still taken once.
+//!
 //! # The end
 //! A reply may own what the memory belongs to, so waiters whose content does not come would keep a
 //! VM for ever that has ended. [`Waiters::close`] tells all of them that the memory is gone, and

@@ -12,6 +12,7 @@
 //! An eviction holds it exclusively in all calls but `read`. A thread that looks
 //! at a word for a device may have the list of waiters locked. Where a fault
 //! cannot be let in, its message stays in the queue, as it would in the kernel.
+//! A load of far content may end wherever a fault may be let in.
 
 use crate::{
     aside::Aside,

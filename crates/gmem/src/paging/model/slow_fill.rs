@@ -152,18 +152,17 @@ fn loom_load_that_is_dropped_leaves_nobody_waiting_and_the_page_stored() {
         };
         let answers = ask_as_device(&space);
         tier.join().unwrap();
-        // It came too late to join, and began a load of its own.
+        // It may have come too late to join, and begun a load of its own: then it waits for that, or
+        // was told of the failure all the same, for it came before that was over.
         let again = model.with(|k| k.loading.is_some());
-        assert_eq!(answers.get().is_none(), again);
+        let early = answers.get();
+        assert!(early == Some(FaultOutcome::Lost) || (early.is_none() && again));
         model.deliver();
-        let (expected, state) = match again {
-            true => (FaultOutcome::Present, PageState::Present),
-            false => (
-                FaultOutcome::Lost,
-                PageState::Stored(Content::at(1).unwrap()),
-            ),
+        let state = match again {
+            true => PageState::Present,
+            false => PageState::Stored(Content::at(1).unwrap()),
         };
-        assert_eq!(answers.get(), Some(expected));
+        assert_eq!(answers.get(), early.or(Some(FaultOutcome::Present)));
         assert_eq!(space.table().word(PAGE).state(), state);
         assert_eq!(final_content(&model, &space), OLD);
         assert_eq!(model.with(|k| k.failures), 1);
