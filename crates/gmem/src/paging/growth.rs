@@ -333,7 +333,7 @@ impl PagedMemory {
         }
         self.take_from_devices(section, &PageSet::of_range(section, pages))?;
         let is_filling = |state| matches!(state, PageState::Filling(_));
-        if false && !self.table.pages_in_state(section, is_filling).is_empty() {
+        if !self.table.pages_in_state(section, is_filling).is_empty() {
             return Err(Held::Loading);
         }
         let mut present_pages = 0;
