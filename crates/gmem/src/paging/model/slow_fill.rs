@@ -5,7 +5,7 @@ use super::{
     COPY, DeviceId, FaultOutcome, NEW, OLD, PAGE, PageState, Wait, ask_as_device, check, evict,
     fault, fault_as_device, final_content,
     kernel::{Kernel, Memory, Model, Tier, space, space_with},
-    overwrite_as_device, remove, store_as_device, store_as_vcpu, stored,
+    overwrite_as_device, remove, store_as_device, stored,
 };
 use crate::{Content, ContentStore as _, Move, Relocation};
 use pagetide_addr::SectionNo;
@@ -115,8 +115,17 @@ fn loom_relocation_never_brings_back_what_a_page_held_before_it_was_evicted_anew
                 }
             })
         };
-        store_as_vcpu(&model, &space);
-        evict(&model, &space);
+        // Without a moment at which the mover must run.
+        space.fault(&fault(DeviceId::VCPUS), Wait::Here);
+        model.with(|k| {
+            assert!(!k.write_protected);
+            let before = k.present.replace(NEW);
+            assert_eq!(before, Some(OLD));
+        });
+        // Into the place of the old content, once that is free.
+        if model.with(|k| k.stored.is_none()) {
+            evict(&model, &space);
+        }
         mover.join().unwrap();
         assert_eq!(final_content(&model, &space), NEW);
     });
