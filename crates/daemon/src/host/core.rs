@@ -194,6 +194,8 @@ impl VmCore {
     /// what the kernel reports as resident.
     pub(super) fn enforce_limit(&self) {
         self.limit.rule(|| {
+            // Before what is resident: a page that becomes so meanwhile may count twice, never not at all.
+            let loading_pages = self.space.memory.loading_pages();
             let resident_bytes = match self.layout.look().allocated_bytes() {
                 Ok(bytes) => bytes,
                 Err(error) => {
@@ -208,7 +210,7 @@ impl VmCore {
             };
             Some(Ruling {
                 limit_pages: limit.map(|bytes| bytes / PAGE_BYTES),
-                resident_pages: resident_bytes / PAGE_BYTES,
+                resident_pages: resident_bytes / PAGE_BYTES + loading_pages,
                 force: match self.store.full() {
                     Some(_) => Force::Advisory,
                     None => Force::Enforced,

@@ -5,9 +5,11 @@
 //!   reclaim thread stopped, limit lifted ─► fill all pages ─► RAM unregistered ─► all is freed
 //!                                                └─ fails ─► the VM stays, served without eviction
 //! ```
+//! Pages come back from every tier, from slow ones many at a time ([`super::bring_back`]).
 //! A detach may be stopped while it fills; after that it runs to its end.
 
 use super::{
+    bring_back::{BringBack, NotBack},
     failure::failed,
     hotplug::Hotplug,
     life::Detaching,
@@ -17,15 +19,11 @@ use super::{
     vm::Vm,
 };
 use crate::control::{ControlError, ErrorKind};
-use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet};
-use pagetide_gmem::{Cause, Fault, FaultOutcome, PageState, Wait};
+use pagetide_addr::{PageNo, PageRange, PageSet};
+use pagetide_gmem::{FaultOutcome, PageState};
 use pagetide_vmm::{layout::RamLayout, takeover};
 use std::{
-    sync::{
-        Arc,
-        atomic::Ordering::Relaxed,
-        mpsc::{self, RecvTimeoutError},
-    },
+    sync::{Arc, atomic::Ordering::Relaxed},
     time::{Duration, Instant},
 };
 
@@ -33,8 +31,6 @@ use std::{
 const DETACH_PASSES: u32 = 8;
 /// Pages per fault of a detach.
 const DETACH_PAGES: u64 = 16;
-/// Longest wait for pages that another thread is filling too: far longer than any fill takes.
-const FILL_TIMEOUT: Duration = Duration::from_secs(60);
 
 impl Vm {
     /// Fills every absent page, releases the VM and frees everything kept for it. Returns the number of
@@ -157,6 +153,8 @@ impl Vm {
     fn fill_pass(&self, ram: &RamLayout) -> Result<u64, ControlError> {
         let table = self.core.space.memory.table();
         self.refuse_if_poisoned(ram)?;
+        let goes_on = || !self.core.detach.stop.load(Relaxed);
+        let mut fills = BringBack::new(&self.core.space.space, &goes_on);
         let mut filled = 0;
         let mut said = Instant::now();
         for (_, pages) in ram
@@ -171,13 +169,7 @@ impl Vm {
                     page = page.next();
                     continue;
                 }
-                if self.core.detach.stop.load(Relaxed) {
-                    return Err(ControlError::refused(format!(
-                        "the detach of {} was stopped; it is served as before",
-                        self.core.name
-                    )));
-                }
-                self.fill_run(run)?;
+                fills.begin(run).map_err(|error| self.not_back(error))?;
                 filled += run.len();
                 page = run.end;
             }
@@ -191,7 +183,25 @@ impl Vm {
                 said = Instant::now();
             }
         }
+        fills.finish().map_err(|error| self.not_back(error))?;
         Ok(filled)
+    }
+
+    fn not_back(&self, error: NotBack) -> ControlError {
+        match error {
+            NotBack::Stopped => ControlError::refused(format!(
+                "the detach of {} was stopped; it is served as before",
+                self.core.name
+            )),
+            NotBack::Failed {
+                outcome: FaultOutcome::Gone,
+                ..
+            } => failed("the VM has ended"),
+            NotBack::Failed { .. } | NotBack::TooSlow { .. } => failed(format!(
+                "{error}. {} is still served, without eviction",
+                self.core.name
+            )),
+        }
     }
 
     /// A lost page must not read as zeros: accesses to it fail as long as the VM lives.
@@ -230,37 +240,5 @@ impl Vm {
             .take_while(is_stored)
             .count();
         start.run(count as u64)
-    }
-
-    fn fill_run(&self, run: PageRange) -> Result<(), ControlError> {
-        let (reply, outcome) = mpsc::channel();
-        let fault = Fault {
-            device: DeviceId::DAEMON,
-            pages: run,
-            access: Access::Write,
-        };
-        let told = Box::new(move |outcome| {
-            if reply.send(outcome).is_err() {
-                tracing::debug!("the caller of the detach has left");
-            }
-        });
-        (self.core.space.space).fault(&Cause::Fault(fault), Wait::Reply(told));
-        match outcome.recv_timeout(FILL_TIMEOUT) {
-            Ok(FaultOutcome::Present) => Ok(()),
-            Ok(FaultOutcome::Gone) => Err(failed("the VM has ended")),
-            Err(RecvTimeoutError::Timeout) => Err(failed(format!(
-                "pages {}..{} of {} were not swapped in within {} s: somebody has claimed them and does not come to \
-                 an end; the log may say why. The VM is still served",
-                run.start,
-                run.end,
-                self.core.name,
-                FILL_TIMEOUT.as_secs()
-            ))),
-            Ok(FaultOutcome::Lost | FaultOutcome::OutOfRange)
-            | Err(RecvTimeoutError::Disconnected) => Err(failed(format!(
-                "pages {}..{} of {} cannot be swapped in; the log says why. The VM is still served, without eviction",
-                run.start, run.end, self.core.name
-            ))),
-        }
     }
 }

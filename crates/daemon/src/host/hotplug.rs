@@ -50,14 +50,15 @@
 //! because the same thread evicts.
 
 use super::{
+    bring_back::BringBack,
     claim::{self, drain},
     core::VmCore,
     failure::failed,
     shared::Shared,
 };
 use crate::control::ControlError;
-use pagetide_addr::{Access, FileKey, PageRange};
-use pagetide_gmem::{AddressSpace, Cause, Fault, Mmu, Place, Wait};
+use pagetide_addr::{FileKey, PageRange};
+use pagetide_gmem::{AddressSpace, Mmu, Place};
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
     Refusal,
@@ -66,7 +67,7 @@ use pagetide_vmm::{
     place::VmPlace,
     takeover,
 };
-use pagetide_vpri::{DPU, DmaMmu, IoSpace};
+use pagetide_vpri::{DmaMmu, IoSpace};
 use std::{
     collections::BTreeMap,
     os::fd::AsFd,
@@ -457,15 +458,16 @@ pub(super) fn only(layout: &RamLayout, key: FileKey) -> RamLayout {
 /// Fills absent pages of `pages` that hold a ring: their device keeps them wired, so they must be
 /// present.
 pub(super) fn fill_wired(space: &AddressSpace, mmu: &DmaMmu, pages: PageRange) {
+    let mut fills = BringBack::new(space, &|| true);
     for section in pages.sections() {
         for page in mmu.wired(section).pages(section) {
-            let fault = Fault {
-                device: DPU,
-                pages: page.single(),
-                access: Access::Write,
-            };
-            space.fault(&Cause::Fault(fault), Wait::Here);
+            if let Err(error) = fills.begin(page.single()) {
+                tracing::warn!(%error, "a ring lies in a page that is absent");
+            }
         }
+    }
+    if let Err(error) = fills.finish() {
+        tracing::warn!(%error, "a ring lies in a page that is absent");
     }
 }
 

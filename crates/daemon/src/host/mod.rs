@@ -13,6 +13,7 @@
 
 mod attach;
 mod blockers;
+mod bring_back;
 mod budget;
 mod claim;
 mod core;

@@ -58,7 +58,7 @@ impl VmSpace {
     /// # Errors
     /// An error message.
     pub(super) fn new(
-        memory: PagedMemory,
+        memory: Arc<PagedMemory>,
         [vcpus, dpu]: [Arc<dyn Mmu>; 2],
         layout: &RamLayout,
     ) -> Result<Self, ControlError> {

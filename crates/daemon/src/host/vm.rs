@@ -315,6 +315,8 @@ impl Vm {
         drop(self.stop_reclaim_thread());
         shared.service.remove_tenant(&core.dma.tenant);
         shared.feed.remove(&core.protection);
+        // What a slow tier still owes would keep page requests waiting, and with them this VM.
+        core.space.memory.end_waiting();
         self.free_domains(shared);
         // Its thread is joined without a lock held: reports go on meanwhile.
         let (reader, direct) = {

@@ -7,7 +7,7 @@
 //! | | stands for | a test may |
 //! |---|---|---|
 //! | [`FakePlace`] | the RAM of a VM | put pages there, let installs fail, end the VM |
-//! | [`FakeStore`] | the pool | keep content, count loads |
+//! | [`FakeStore`] | the pool, slow tiers | keep content, near or far, count loads, end them in any order |
 //! | [`FakeRooms`] | the limit | let fills wait for room, count what was taken |
 //! | [`FakeMmu`] | a device | wire pages, let it be busy |
 //! | [`NoIncidents`] | the operator | – |
@@ -21,8 +21,8 @@ pub use rooms::FakeRooms;
 
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Content, ContentStore, Device, Incidents,
-    Installed, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory, Place,
-    PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
+    Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory,
+    Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
 };
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo, Va};
 use std::{
@@ -286,6 +286,10 @@ struct StoreState {
     last: u64,
     loads: u64,
     freed: Vec<Content>,
+    /// Content that is not at hand.
+    far: BTreeSet<u64>,
+    /// Loads under way, in the order in which they began.
+    loading: Vec<(Content, LoadDone)>,
 }
 
 /// A store of pages. Content that it does not have is never asked for and never freed, or the code under
@@ -319,6 +323,58 @@ impl FakeStore {
         lock(&self.0).kept.insert(content, Box::new([byte; 4096]));
     }
 
+    /// From now on `content` is not at hand: each load of it ends when the test says so.
+    pub fn put_far(&self, content: Content) {
+        lock(&self.0).far.insert(content.bits());
+    }
+
+    /// The pages whose loads are under way, in the order in which they began.
+    #[must_use]
+    pub fn loading(&self) -> Vec<PageNo> {
+        let state = lock(&self.0);
+        state.loading.iter().map(|(_, done)| done.page()).collect()
+    }
+
+    /// The load of `page` delivers its content.
+    ///
+    /// # Panics
+    /// If none is under way.
+    pub fn deliver(&self, page: PageNo) {
+        let (content, done) = self.take_load(page);
+        let bytes = {
+            let mut state = lock(&self.0);
+            state.loads += 1;
+            let bytes = state.kept.get(&content).cloned();
+            bytes.unwrap_or_else(|| panic!("{content:?} of {page} is not stored"))
+        };
+        done.complete(Ok(&bytes));
+    }
+
+    /// The load of `page` fails.
+    ///
+    /// # Panics
+    /// If none is under way.
+    pub fn fail(&self, page: PageNo, why: StoreError) {
+        self.take_load(page).1.complete(Err(why));
+    }
+
+    /// Takes over the duty to end the load of `page`.
+    ///
+    /// # Panics
+    /// If none is under way.
+    pub fn take_load(&self, page: PageNo) -> (Content, LoadDone) {
+        let mut state = lock(&self.0);
+        let place = state.loading.iter().position(|(_, it)| it.page() == page);
+        let place = place.unwrap_or_else(|| panic!("{page} is not being loaded"));
+        state.loading.remove(place)
+    }
+
+    /// How many contents are kept.
+    #[must_use]
+    pub fn kept(&self) -> usize {
+        lock(&self.0).kept.len()
+    }
+
     /// How often content was loaded.
     #[must_use]
     pub fn loads(&self) -> u64 {
@@ -336,6 +392,11 @@ impl ContentStore for FakeStore {
     fn load(&self, page: PageNo, content: Content, into: &mut Bytes) -> Result<(), StoreError> {
         let mut state = lock(&self.0);
         state.loads += 1;
+        let is_far = state.far.contains(&content.bits());
+        assert!(
+            !is_far,
+            "{content:?} of {page} is loaded as if it were at hand"
+        );
         match state.kept.get(&content) {
             Some(bytes) => *into = **bytes,
             None => panic!("{content:?} of {page} is not stored"),
@@ -347,7 +408,22 @@ impl ContentStore for FakeStore {
         let mut state = lock(&self.0);
         let kept = state.kept.remove(&content);
         assert!(kept.is_some(), "{content:?} is freed but not stored");
+        let is_loading = state.loading.iter().any(|(it, _)| *it == content);
+        assert!(!is_loading, "{content:?} is freed while it is being loaded");
+        state.far.remove(&content.bits());
         state.freed.push(content);
+    }
+
+    fn load_later(&self, page: PageNo, content: Content, done: LoadDone) {
+        assert_eq!(done.page(), page, "a load of {content:?}");
+        let mut state = lock(&self.0);
+        let known = state.kept.contains_key(&content) && state.far.contains(&content.bits());
+        assert!(known, "{content:?} of {page} is at hand, or not stored");
+        state.loading.push((content, done));
+    }
+
+    fn is_at_hand(&self, content: Content) -> bool {
+        !lock(&self.0).far.contains(&content.bits())
     }
 }
 

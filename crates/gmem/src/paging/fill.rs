@@ -7,8 +7,12 @@
 //!   install    all of them in one go; devices are granted them
 //!   finish     each page's word: Filling ─► Present      joiners released, stored copy freed
 //! ```
-//! The section's lock is held shared from the first read of a word to the last change. Only the
-//! middle step knows where the content comes from: a page that a device has written whole is
+//! The section's lock is held shared from the first read of a word to the last change, if the
+//! content is at hand. If it is not, the lock is released for the load ([`super::slow_fill`]); the
+//! last two steps are those here. So a page that is being filled while nobody holds its section's
+//! lock is one whose load is under way.
+//!
+//! Only the middle step knows where the content comes from: a page that a device has written whole is
 //! installed with the device's bytes instead of the stored ones ([`super::overwrite`]).
 
 use super::{
@@ -34,6 +38,14 @@ pub(super) enum Asked {
     ByFault,
     /// Nothing asked for the pages yet.
     ByNobody,
+}
+
+/// What becomes of a claimed page whose content cannot be loaded.
+pub(super) const fn event_of(error: &StoreError) -> Event {
+    match error {
+        StoreError::Damaged { .. } => Event::ContentLost,
+        StoreError::Unreadable { .. } | StoreError::GivenUp { .. } => Event::InstallFailed,
+    }
 }
 
 /// Calls `work` with a buffer of [`FILL_PAGES_MAX`] pages, whose initial content is arbitrary.
@@ -86,8 +98,8 @@ impl PagedMemory {
     }
 
     /// Claims stored pages from the start of `run` and loads their content into `buffer`. Stops at
-    /// the first page that is not stored or whose content cannot be loaded (and returns the reason,
-    /// if that is the first page of `run`).
+    /// the first page that is not stored, whose content is not at hand, or whose content cannot be
+    /// loaded (and returns the reason, if that is the first page of `run`).
     fn claim_and_load(&self, run: PageRange, buffer: &mut [u8]) -> (PageRange, Option<StoreError>) {
         let mut end = run.start;
         for (page, into) in run
@@ -98,7 +110,8 @@ impl PagedMemory {
             let PageState::Stored(content) = word.state() else {
                 break;
             };
-            if self.table.change(page, word, Event::Claim).is_none() {
+            let may_claim = self.is_at_hand(content);
+            if !may_claim || self.table.change(page, word, Event::Claim).is_none() {
                 break;
             }
             if let Err(error) = self.load(page, content, into) {
@@ -107,10 +120,8 @@ impl PagedMemory {
                 if !first {
                     // Waiters for this page retry, and get the reason themselves.
                     self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Present);
-                } else if matches!(error, StoreError::Damaged { .. }) {
-                    self.finish(page, claimed, Event::ContentLost, FaultOutcome::Lost);
                 } else {
-                    self.finish(page, claimed, Event::InstallFailed, FaultOutcome::Lost);
+                    self.finish(page, claimed, event_of(&error), FaultOutcome::Lost);
                 }
                 return (PageRange::new(run.start, end), first.then_some(error));
             }
@@ -279,14 +290,14 @@ impl PagedMemory {
         }
     }
 
-    fn content_unavailable(&self, page: PageNo, error: &StoreError) -> Resolved {
+    pub(super) fn content_unavailable(&self, page: PageNo, error: &StoreError) -> Resolved {
         match error {
             StoreError::Damaged { .. } => {
                 self.counters.poisoned_pages.fetch_add(1, Relaxed);
                 self.incidents.poisoned(page, error);
                 self.poison_for_kernel(page);
             }
-            StoreError::Unreadable { .. } => {
+            StoreError::Unreadable { .. } | StoreError::GivenUp { .. } => {
                 self.incidents.fill_failed(page, error);
                 self.wake(page.single());
             }

@@ -9,14 +9,20 @@
 //!                   leaving: no fault is served, no device is granted anything,
 //!                            a round under way finds its candidates gone
 //!                   every device loses all access ── busy? ─► tell, and come again
+//!                   a page is being filled? ─► its load is under way: tell, and come again
 //!                   words Unallocated ─► stored content freed ─► out of the table
 //! ```
 //! # Faults against removal
 //! A fault checks its page under the section's lock, shared. So it is either served before the
 //! removal, or sees that the section is leaving and is refused with
 //! [`FaultOutcome::OutOfRange`](crate::FaultOutcome). A fault under way holds the lock until its
-//! page is installed. So once the removal has the lock, no page of the section is being filled, and
-//! none has waiters. A vCPU that sleeps in the kernel on a refused page is released when its
+//! page is installed, unless the content is not at hand: then the page is being filled while nobody
+//! holds the lock ([`super::slow_fill`]). So once the removal has the lock, each page that is being
+//! filled is one whose load is under way, and no other page has waiters. The removal does not wait
+//! for such loads, because a slow tier may take as long as it likes: it changes no word, and a later
+//! call succeeds. No new load begins in a leaving section. One that ends there installs nothing: the
+//! page is stored again, and its waiters are refused. So no page of the section is being filled when
+//! its words become unallocated. A vCPU that sleeps in the kernel on a refused page is released when its
 //! registration ends. One that came too early, before its page was allocated, is woken by the
 //! allocation and faults again.
 //!
@@ -89,6 +95,19 @@ pub enum GrowthError {
         /// Pages of the range that are still in it, though faults in them are no longer served.
         left_pages: u64,
     },
+    /// Content of pages there is on its way from a slow tier. No new load begins; call again.
+    #[error(
+        "stored content of section {} is being loaded: {taken_pages} pages are out of the space, {left_pages} are still in it",
+        section.0
+    )]
+    Loading {
+        /// The section.
+        section: SectionNo,
+        /// Pages of the range that are no longer in the space.
+        taken_pages: u64,
+        /// Pages of the range that are still in it, though faults in them are no longer served.
+        left_pages: u64,
+    },
     /// A device keeps pages there for its rings: stop it, and call again.
     #[error("device {device:?} has rings in section {}: stop it first", section.0)]
     Wired {
@@ -132,6 +151,9 @@ impl From<GrowthError> for GmError {
                 by: "a removal that is not complete",
             },
             GrowthError::Busy { device, .. } => Self::Busy { device },
+            GrowthError::Loading { .. } => Self::InUse {
+                by: "stored content that is being loaded: try again",
+            },
             GrowthError::Wired { .. } => Self::InUse {
                 by: "the rings of a device: stop it first",
             },
@@ -148,6 +170,7 @@ impl From<GrowthError> for GmError {
 enum Held {
     Busy(DeviceId),
     Wired(DeviceId),
+    Loading,
     Failed(GmError),
 }
 
@@ -161,6 +184,11 @@ impl Held {
                 left_pages,
             },
             Self::Wired(device) => GrowthError::Wired { device, section },
+            Self::Loading => GrowthError::Loading {
+                section,
+                taken_pages,
+                left_pages,
+            },
             Self::Failed(source) => GrowthError::Device { section, source },
         }
     }
@@ -263,8 +291,8 @@ impl PagedMemory {
     /// ignored.
     ///
     /// # Errors
-    /// [`GrowthError`]. [`GrowthError::Busy`] is temporary: no device is granted anything there any
-    /// more.
+    /// [`GrowthError`]. [`GrowthError::Busy`] and [`GrowthError::Loading`] are temporary: no device
+    /// is granted anything there any more, and no load begins.
     #[doc(alias = "gm_region_dealloc")]
     pub fn deallocate(&self, pages: PageRange) -> Result<(), GrowthError> {
         self.check_region(pages)?;
@@ -304,6 +332,10 @@ impl PagedMemory {
             state.cancel(page);
         }
         self.take_from_devices(section, &PageSet::of_range(section, pages))?;
+        let is_filling = |state| matches!(state, PageState::Filling(_));
+        if !self.table.pages_in_state(section, is_filling).is_empty() {
+            return Err(Held::Loading);
+        }
         let mut present_pages = 0;
         for page in pages.iter() {
             let word = self.table.word(page);

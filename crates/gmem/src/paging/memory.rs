@@ -14,7 +14,7 @@ use super::{
     store::{Admission, ContentStore, Incidents},
     table::{PageTable, Section},
     waiters::Waiters,
-    word::PageState,
+    word::{Content, PageState},
 };
 use crate::{
     attachments::Attachments,
@@ -23,6 +23,10 @@ use crate::{
     sync::{Arc, share},
 };
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, SectionNo, Tier};
+use std::sync::{
+    Weak,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 /// What an address space is made of.
 pub struct MemoryParts {
@@ -51,14 +55,20 @@ pub struct PagedMemory {
     devices: Arc<Attachments>,
     pub(super) counters: MemoryCounters,
     pub(super) neighbours_max: u32,
+    /// How a load that ends later finds the memory, without keeping it.
+    pub(super) me: Weak<Self>,
+    /// Pages claimed whose content is on its way.
+    pub(super) loading: AtomicU64,
 }
 
 /// Result of handling one page under its section's lock.
 pub(super) enum Resolved {
     /// Pages up to here (not included) are present.
     UpTo(PageNo),
-    /// Another thread is filling the page.
+    /// Another thread is filling the page, or its load is under way.
     BeingFilled,
+    /// The content of the page is not at hand, and this request does not begin to load it.
+    NotAtHand,
     /// The page cannot be made present.
     Failed(FaultOutcome),
 }
@@ -66,8 +76,8 @@ pub(super) enum Resolved {
 impl PagedMemory {
     /// A space whose words are as [`super::recovery`] left them.
     #[must_use]
-    pub fn new(parts: MemoryParts) -> Self {
-        Self {
+    pub fn new(parts: MemoryParts) -> Arc<Self> {
+        Arc::new_cyclic(|me| Self {
             table: parts.table,
             place: parts.place,
             store: parts.store,
@@ -77,7 +87,9 @@ impl PagedMemory {
             devices: Arc::default(),
             counters: MemoryCounters::default(),
             neighbours_max: parts.neighbours_max,
-        }
+            me: Weak::clone(me),
+            loading: AtomicU64::new(0),
+        })
     }
 
     /// The devices of the space that the memory belongs to.
@@ -95,6 +107,25 @@ impl PagedMemory {
     #[must_use]
     pub fn counters(&self) -> &MemoryCounters {
         &self.counters
+    }
+
+    /// Pages whose content is being loaded from a slow tier now: they are not present yet, but room
+    /// was taken for them.
+    #[must_use]
+    pub fn loading_pages(&self) -> u64 {
+        self.loading.load(Relaxed)
+    }
+
+    /// The VM has ended: all faults that wait for a page are answered with [`FaultOutcome::Gone`],
+    /// and so is any that would wait from now on. Loads under way change nothing that matters any
+    /// more. Without this, waiters whose content does not come could keep the memory for ever.
+    pub fn end_waiting(&self) {
+        self.waiters.close();
+    }
+
+    /// True if `content` can be delivered without waiting.
+    pub(super) fn is_at_hand(&self, content: Content) -> bool {
+        content.is_zero() || self.store.is_at_hand(content)
     }
 
     /// The tier that `pages` would be filled from if they faulted now: the slowest of them counts.
@@ -189,7 +220,7 @@ impl PagedMemory {
         };
         match self.failed(page, &error) {
             Resolved::Failed(outcome) => outcome,
-            Resolved::UpTo(_) | Resolved::BeingFilled => FaultOutcome::Lost,
+            Resolved::UpTo(_) | Resolved::BeingFilled | Resolved::NotAtHand => FaultOutcome::Lost,
         }
     }
 

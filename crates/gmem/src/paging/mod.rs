@@ -2,13 +2,13 @@
 //! Memory whose pages may be swapped out: the RAM of a VM.
 //!
 //! Each page has one place, in the VM's file. It is either present there or stored ([`word`]).
-//! [`PagedMemory::fault`] is the only function that makes an absent page present, and
-//! [`EvictionRound`] the only code that makes a present page absent. Both act for all devices of the
+//! [`PagedMemory::fault`] is the only function that makes an absent page present, at once or when
+//! the load ends that it has begun, and [`EvictionRound`] the only code that makes a present page absent. Both act for all devices of the
 //! address space that the memory belongs to.
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
-//! [`memory`] (the parts), `fill`, [`overwrite`], [`readahead`], [`serve`] (the one entry),
-//! [`eviction`], [`growth`], [`recovery`].
+//! [`memory`] (the parts), `fill`, `slow_fill`, [`overwrite`], [`readahead`], [`request`], [`serve`] (the one
+//! entry), [`eviction`], [`relocate`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;
@@ -23,9 +23,14 @@ pub mod overwrite;
 pub mod place;
 pub mod readahead;
 pub mod recovery;
+pub mod relocate;
+pub mod request;
 pub mod serve;
 #[cfg(all(test, not(loom)))]
 mod serve_tests;
+mod slow_fill;
+#[cfg(all(test, not(loom)))]
+mod slow_fill_tests;
 pub mod store;
 pub mod table;
 pub mod waiters;
@@ -39,8 +44,9 @@ pub use memory::{MemoryParts, PagedMemory};
 pub use overwrite::Overwrite;
 pub use place::{Installed, Place, PlaceError};
 pub use readahead::Readahead;
-pub use serve::{Cause, Served, Wait};
-pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
+pub use relocate::{Move, Relocated, Relocation};
+pub use request::{Cause, Served, Wait};
+pub use store::{Admission, ContentStore, Incidents, LoadDone, Loaded, StoreError, Unlimited};
 pub use table::PageTable;
 pub use waiters::Reply;
 pub use word::{Content, PageState, PageWord};

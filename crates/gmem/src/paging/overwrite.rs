@@ -17,7 +17,9 @@
 //! These are the steps and locks of a fill, with other bytes. So a reader sees either the old
 //! content or the new, and a waiter that joins meanwhile sees the new. If the daemon dies, the page
 //! is either stored, with its old content (the request is then repeated, for its device has not
-//! completed it), or present, with the new. Stored content that is damaged is not even read.
+//! completed it), or present, with the new. Stored content that is damaged is not even read, and
+//! content that is not at hand is not loaded. A page whose load is under way already is being filled
+//! like any other: the device joins that fill.
 //!
 //! # A device that gives up
 //! A device may die while its overwrite waits here for room, a lock or a CPU. Its successor repeats

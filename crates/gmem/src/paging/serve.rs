@@ -12,6 +12,7 @@
 //!   room      for the pages that are absent now: taken, made by evictions, or (Never) not had
 //!   page by page, its section's lock held shared:
 //!     Stored      claimed and installed, with the pages behind it (see `fill`)
+//!       not at hand: claimed and joined; its load begins, and the loop goes on (see `slow_fill`)
 //!     Filling     another thread's: joined
 //!     Present     there: out of the round, granted.   A hole: filled anew
 //!   room      what was not needed is given back (see `settle_room`)
@@ -24,20 +25,27 @@
 //! | readahead | stored ([`super::readahead`]) | left alone | left alone |
 //!
 //! # What waits
-//! Three things may take time: room (an eviction), content that is not at hand (a disk), and the
-//! section's lock, which an eviction holds exclusively for some tens of microseconds. A caller that
-//! passes [`Wait::Never`] meets none of them: it gets `None` instead, and may have made some of the
-//! pages present. Readahead never waits, whatever it passes, for nothing waits for it.
+//! Three things may take time: room (an eviction), content that is not at hand (a disk, another
+//! machine), and the section's lock, which an eviction holds exclusively for some tens of
+//! microseconds. A caller that passes [`Wait::Never`] meets none of them: it gets `None` instead,
+//! and may have made some of the pages present. Readahead never waits, whatever it passes, for
+//! nothing waits for it: it passes over pages that are not at hand.
+//!
+//! Any other caller waits in the call for room and for the lock, but not for content that is not at
+//! hand: it begins the load, and what waits is the vCPU, in the kernel, or the reply, on the page's
+//! list.
 
 use super::{
-    fault::{Fault, FaultOutcome},
+    fault::FaultOutcome,
     fill::{Asked, FILL_PAGES_MAX},
     memory::{PagedMemory, Resolved},
     overwrite::Overwrite,
     place::{Installed, PlaceError},
     readahead::Readahead,
+    request::{Cause, Served, TOLD_PAGES_MAX, Wait},
+    slow_fill::Load,
     table::Section,
-    waiters::{Pending, Reply},
+    waiters::{Joined, Pending},
     word::{Event, PageState, PageWord},
 };
 use crate::sync::{Arc, share, try_share};
@@ -49,102 +57,9 @@ use std::sync::atomic::Ordering::Relaxed;
 const AT_ONCE_PAGES_MAX: u64 = 64;
 /// How often one request may retry the same page without progress.
 const STILL_MAX: u32 = 64;
-/// Pages that [`Served::installed`] has bits for.
-const TOLD_PAGES_MAX: u64 = u64::BITS as u64;
 
 const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
 const _: () = assert!(OVERWRITE_PAGES_MAX <= TOLD_PAGES_MAX);
-
-/// Why pages are to be present.
-#[derive(Clone, Copy, Debug)]
-pub enum Cause<'a> {
-    /// A vCPU or a device waits for them.
-    Fault(Fault),
-    /// A device has written them whole: those that are absent get its bytes.
-    Overwrite(Overwrite<'a>),
-    /// They will probably be used soon. Only those that are stored and at hand are filled, while
-    /// there is room.
-    Readahead(Readahead),
-}
-
-impl Cause<'_> {
-    /// The pages.
-    #[must_use]
-    pub const fn pages(&self) -> PageRange {
-        match self {
-            Self::Fault(fault) => fault.pages,
-            Self::Overwrite(overwrite) => overwrite.fault.pages,
-            Self::Readahead(readahead) => readahead.pages(),
-        }
-    }
-
-    const fn device(&self) -> DeviceId {
-        match self {
-            Self::Fault(fault) => fault.device,
-            Self::Overwrite(overwrite) => overwrite.fault.device,
-            Self::Readahead(_) => DeviceId::VCPUS,
-        }
-    }
-}
-
-/// How the caller of [`PagedMemory::fault`] waits for what takes time.
-pub enum Wait {
-    /// Not at all: for a thread that serves others besides.
-    Never,
-    /// In the call, for room and content. A page that another thread is filling counts as served:
-    /// the kernel wakes a vCPU with that fill.
-    Here,
-    /// As [`Self::Here`], but the outcome goes to the reply, once all pages are there, also those
-    /// that other threads are filling. It is called exactly once, possibly by another thread,
-    /// possibly before the call returns.
-    Reply(Reply),
-}
-
-impl Wait {
-    /// Hands over the result of a request that is over: to the reply, or else to the caller.
-    pub(crate) fn answer(self, served: Served) -> Option<Served> {
-        match self {
-            Self::Never | Self::Here => Some(served),
-            Self::Reply(reply) => {
-                reply(served.outcome);
-                None
-            }
-        }
-    }
-}
-
-impl std::fmt::Debug for Wait {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Never => "Never",
-            Self::Here => "Here",
-            Self::Reply(_) => "Reply",
-        })
-    }
-}
-
-/// Result of a request.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[must_use = "the device must write itself what was not installed"]
-pub struct Served {
-    /// `Present` if every page was handled; otherwise what stopped it. `installed` is valid either
-    /// way.
-    pub outcome: FaultOutcome,
-    /// Bit `k` set: page `k` of the request was stored, or was to be overwritten and absent, and this
-    /// request made it present. Pages from the 65th on have no bit. Of an overwrite, the other pages are unchanged: the device
-    /// takes leases, faults if necessary, and writes them.
-    pub installed: u64,
-}
-
-impl Served {
-    /// Nothing was installed.
-    pub const fn nothing(outcome: FaultOutcome) -> Self {
-        Self {
-            outcome,
-            installed: 0,
-        }
-    }
-}
 
 /// What a request does about a page that another thread is filling, and about a lock that is held.
 #[derive(Clone, Copy)]
@@ -227,6 +142,7 @@ impl PagedMemory {
             filled: 0,
             end: End::Open,
             installed: 0,
+            loads: Vec::new(),
         };
         while let Some(section) = work.next_section() {
             let lock = match joining {
@@ -239,6 +155,9 @@ impl PagedMemory {
             };
             let resolved = work.resolve(section);
             drop(shared);
+            for load in work.loads.drain(..) {
+                self.begin_load(load);
+            }
             work.advance(resolved);
         }
         work.finish()
@@ -250,7 +169,8 @@ impl PagedMemory {
         let pages = cause.pages();
         let absent = match (cause, joining) {
             (Cause::Readahead(readahead), _) => {
-                let absent = self.absent_at_hand(pages).unwrap_or(0);
+                let far = pages.iter().filter(|page| self.is_far(*page)).count() as u64;
+                let absent = self.absent_pages(pages).saturating_sub(far);
                 let wanted = match readahead {
                     Readahead::Next(_) | Readahead::Around(_) => {
                         absent.min(self.neighbours_max.into())
@@ -357,6 +277,8 @@ struct Work<'a> {
     end: End,
     /// See [`Served`].
     installed: u64,
+    /// To begin once the section's lock is released.
+    loads: Vec<Load>,
 }
 
 impl<'a> Work<'a> {
@@ -388,6 +310,7 @@ impl<'a> Work<'a> {
             }
             Resolved::UpTo(_) => self.still += 1,
             Resolved::BeingFilled => self.join(),
+            Resolved::NotAtHand => self.end = End::WouldWait,
             Resolved::Failed(outcome) => self.end = End::Stopped(outcome),
         }
     }
@@ -401,20 +324,30 @@ impl<'a> Work<'a> {
                 (self.page, self.still) = (self.page.next(), 0);
                 return;
             }
-            (Cause::Fault(_), Joining::Reply(pending)) => {
-                memory.waiters.join(&memory.table, self.page, pending)
-            }
             (Cause::Fault(fault), Joining::Never) if fault.device != DeviceId::VCPUS => {
                 self.end = End::WouldWait;
                 return;
             }
-            (Cause::Fault(_), Joining::Never | Joining::InKernel) => {
-                memory.table.mark_waited(self.page)
-            }
+            (Cause::Fault(_), _) => self.wait_for(self.page),
         };
-        if joined {
-            memory.counters.joined_faults.fetch_add(1, Relaxed);
-            (self.page, self.still) = (self.page.next(), 0);
+        match joined {
+            Joined::Waits => {
+                memory.counters.joined_faults.fetch_add(1, Relaxed);
+                (self.page, self.still) = (self.page.next(), 0);
+            }
+            // The page is checked again.
+            Joined::Over => {}
+            Joined::Closed => self.end = End::Stopped(FaultOutcome::Gone),
+        }
+    }
+
+    /// Becomes a waiter of `page`, if that is being filled.
+    fn wait_for(&self, page: PageNo) -> Joined {
+        let memory = self.memory;
+        match self.joining {
+            Joining::Reply(pending) => memory.waiters.join(&memory.table, page, pending),
+            Joining::Never | Joining::InKernel if memory.table.mark_waited(page) => Joined::Waits,
+            Joining::Never | Joining::InKernel => Joined::Over,
         }
     }
 
@@ -461,6 +394,28 @@ impl<'a> Work<'a> {
         }
     }
 
+    /// Claims the page, whose content is not at hand, and those behind it that are like it.
+    fn fill_slowly(&mut self, run: PageRange) -> Resolved {
+        match (self.cause, self.joining) {
+            // Nobody waits for it.
+            (Cause::Readahead(_), _) => return Resolved::UpTo(run.start.next()),
+            (_, Joining::Never) => return Resolved::NotAtHand,
+            (_, Joining::InKernel | Joining::Reply(_)) => {}
+        }
+        let memory = self.memory;
+        memory.claim_far(run, Asked::ByFault, &mut self.loads);
+        let claimed = run.start.run(self.loads.len() as u64);
+        // This request waits before the load can end.
+        for page in claimed.iter() {
+            match self.wait_for(page) {
+                Joined::Waits => {}
+                Joined::Over => unreachable!("{page} left its fill before its load"),
+                Joined::Closed => self.end = End::Stopped(FaultOutcome::Gone),
+            }
+        }
+        Resolved::UpTo(claimed.end)
+    }
+
     /// Fills the page, which is stored, and those behind it that are.
     fn fill_from(&mut self, page: PageNo) -> Resolved {
         let memory = self.memory;
@@ -468,6 +423,10 @@ impl<'a> Work<'a> {
             .min(memory.table.pages_of(page.section()).end)
             .min(page.plus(self.step_pages()));
         let run = PageRange::new(page, end);
+        // What a device writes over need not be loaded.
+        if !matches!(self.cause, Cause::Overwrite(_)) && memory.is_far(page) {
+            return self.fill_slowly(run);
+        }
         let (installed, resolved) = match self.cause {
             Cause::Readahead(Readahead::SwapIn(_)) => memory.fill(run, Asked::ByNobody),
             Cause::Fault(_) | Cause::Readahead(_) => memory.fill(run, Asked::ByFault),

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ContentStore`] and [`Admission`]: what an address space needs from the keeper of its absent
 //! pages.
+//!
+//! Content is *at hand* if computing alone delivers it ([`ContentStore::load`]): it is in memory.
+//! All other content comes from a disk or another machine. Its load is begun with
+//! [`ContentStore::load_later`] and ends on any thread, when the store completes the [`LoadDone`]
+//! that it was given. A store whose tier has failed for a while may simply complete later.
 
 use super::{place::PlaceError, word::Content};
 use pagetide_addr::{DeviceId, PageNo, SectionNo, Tier};
 
-/// Why stored content cannot be loaded.
+/// Why stored content cannot be loaded. Damaged content is lost for good; after any other error the
+/// page stays stored, and the next fault on it tries again.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The content differs from what was stored.
@@ -24,6 +30,65 @@ pub enum StoreError {
         /// Why.
         source: std::io::Error,
     },
+    /// The store has dropped the load.
+    #[error("the load of stored content of {page} was given up")]
+    GivenUp {
+        /// Page whose content it is.
+        page: PageNo,
+    },
+}
+
+/// Result of a load.
+pub type Loaded<'a> = Result<&'a [u8; 4096], StoreError>;
+
+type Tell = Box<dyn for<'a> FnOnce(Loaded<'a>) + Send>;
+
+/// The duty to end one load, exactly once. A load that is dropped unanswered ends as
+/// [`StoreError::GivenUp`].
+///
+/// The page is installed by the thread that ends the load, under the lock of its section. So a load
+/// must not be ended by a call that itself may be made under such a lock: [`ContentStore::load`],
+/// [`ContentStore::free`], [`ContentStore::is_at_hand`] and [`ContentStore::tier`].
+#[must_use = "faults wait for the load until it is completed or dropped"]
+pub struct LoadDone {
+    page: PageNo,
+    tell: Option<Tell>,
+}
+
+impl LoadDone {
+    /// The duty to call `tell` with the content of `page`.
+    pub fn new(page: PageNo, tell: impl for<'a> FnOnce(Loaded<'a>) + Send + 'static) -> Self {
+        let tell: Tell = Box::new(tell);
+        let tell = Some(tell);
+        Self { page, tell }
+    }
+
+    /// The page whose content is wanted.
+    #[must_use]
+    pub fn page(&self) -> PageNo {
+        self.page
+    }
+
+    /// Ends the load: with the content, checked, or with the reason why there is none.
+    pub fn complete(mut self, loaded: Loaded<'_>) {
+        if let Some(tell) = self.tell.take() {
+            tell(loaded);
+        }
+    }
+}
+
+impl Drop for LoadDone {
+    fn drop(&mut self) {
+        if let Some(tell) = self.tell.take() {
+            tell(Err(StoreError::GivenUp { page: self.page }));
+        }
+    }
+}
+
+impl std::fmt::Debug for LoadDone {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LoadDone({})", self.page)
+    }
 }
 
 /// Where the content of absent pages is kept.
@@ -35,18 +100,34 @@ pub trait ContentStore: Send + Sync {
     fn load(&self, page: PageNo, content: Content, into: &mut [u8; 4096])
     -> Result<(), StoreError>;
 
+    /// Begins to load content that is not at hand, and returns without waiting for it. `done` is
+    /// completed once, by any thread, also before this returns. Called without a lock. Until then
+    /// the content is neither freed nor moved. Never called for [`Content::ZERO`].
+    ///
+    /// The thread that completes `done` may be the one that drops the memory, and with it the store.
+    ///
+    /// A store whose content is always at hand needs none of its own: this one loads in the call.
+    fn load_later(&self, page: PageNo, content: Content, done: LoadDone) {
+        let mut bytes = [0; 4096];
+        let loaded = self.load(page, content, &mut bytes);
+        done.complete(loaded.map(|()| &bytes));
+    }
+
     /// Frees content that is no longer needed. Called exactly once for each stored content, after
     /// no word names it any more. Never called for [`Content::ZERO`].
     fn free(&self, content: Content);
 
-    /// True if [`Self::load`] can deliver the content at once, by computing alone. If not, a caller
-    /// that must not wait leaves the page to others. Never called for [`Content::ZERO`].
+    /// True if [`Self::load`] can deliver the content at once, by computing alone. If not, it is
+    /// loaded by [`Self::load_later`], and a caller that must not wait leaves the page to others.
+    /// It tells by `content` alone, which may have been freed meanwhile. Never called for
+    /// [`Content::ZERO`].
     fn is_at_hand(&self, content: Content) -> bool {
         let _unread = content;
         true
     }
 
-    /// The tier that holds the content, for accounting. Never called for [`Content::ZERO`].
+    /// The tier that holds the content, for accounting. It tells by `content` alone, as
+    /// [`Self::is_at_hand`] does. Never called for [`Content::ZERO`].
     fn tier(&self, content: Content) -> Tier {
         let _unread = content;
         Tier::Unknown

@@ -3,7 +3,7 @@
 //!
 //! A vCPU waits in the kernel and needs no entry here: the install wakes it. A device's fault
 //! joins: its [`Pending`] goes on the page's list, and the filler takes the list after installing
-//! the page. Neither may miss the other, and the filler must not pay for a list that is nearly
+//! the page. A fault that begins a slow fill ([`super::slow_fill`]) joins it like any other. Neither may miss the other, and the filler must not pay for a list that is nearly
 //! always empty:
 //!
 //! ```text
@@ -15,6 +15,17 @@
 //! The joiner sets W and adds its entry in one hold of the list's lock, so a filler that saw W
 //! finds the entry. A joiner that comes after the swap sees that the page is no longer being
 //! installed, and checks it again.
+//!
+//! Between the filler's two steps the page may already be claimed and joined anew, if the fill has
+//! failed, say. The filler then takes that joiner's entry, too, and tells it the outcome of the fill
+//! before its own. That is what it would have been told a moment earlier: *present*, and it finds
+//! the page absent and faults again, or the failure of a fill that was not over when it came. Every
+//! entry is still taken once.
+//!
+//! # The end
+//! A reply may own what the memory belongs to, so waiters whose content does not come would keep a
+//! VM for ever that has ended. [`Waiters::close`] tells all of them that the memory is gone, and
+//! every later joiner, too.
 
 use super::{fault::FaultOutcome, table::PageTable};
 use crate::sync::{Arc, Mutex};
@@ -74,34 +85,81 @@ impl Pending {
     }
 }
 
+/// Result of an attempt to join a fill.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub(crate) enum Joined {
+    /// The fault waits for it.
+    Waits,
+    /// The fill is over: the page must be checked again.
+    Over,
+    /// Nobody waits for this memory any more.
+    Closed,
+}
+
 /// The lists of all pages that have waiters.
 pub(crate) struct Waiters {
-    lists: Mutex<HashMap<PageNo, Vec<Arc<Pending>>>>,
+    lists: Mutex<Lists>,
+}
+
+#[derive(Default)]
+struct Lists {
+    by_page: HashMap<PageNo, Vec<Arc<Pending>>>,
+    is_closed: bool,
 }
 
 impl Waiters {
     pub(crate) fn new() -> Self {
         Self {
-            lists: Mutex::new(HashMap::new()),
+            lists: Mutex::new(Lists::default()),
         }
     }
 
-    /// Joins the fill of `page`; false if it is over and the page must be checked again.
-    pub(crate) fn join(&self, table: &PageTable, page: PageNo, pending: &Arc<Pending>) -> bool {
+    /// Joins the fill of `page`.
+    pub(crate) fn join(&self, table: &PageTable, page: PageNo, pending: &Arc<Pending>) -> Joined {
         let mut lists = crate::sync::lock(&self.lists);
+        if lists.is_closed {
+            return Joined::Closed;
+        }
         if !table.mark_waited(page) {
-            return false;
+            return Joined::Over;
         }
         pending.expect_one_more();
-        lists.entry(page).or_default().push(Arc::clone(pending));
-        true
+        let list = lists.by_page.entry(page).or_default();
+        list.push(Arc::clone(pending));
+        Joined::Waits
     }
 
     /// Releases all waiters of `page`. Called when its word has the waiter flag.
     pub(crate) fn release(&self, page: PageNo, outcome: FaultOutcome) {
-        let list = crate::sync::lock(&self.lists).remove(&page);
+        let list = crate::sync::lock(&self.lists).by_page.remove(&page);
         for pending in list.into_iter().flatten() {
             pending.settle(outcome);
         }
+    }
+
+    /// Releases the waiters of all pages: the memory is gone. From now on nobody can join.
+    pub(crate) fn close(&self) {
+        let left = {
+            let mut lists = crate::sync::lock(&self.lists);
+            lists.is_closed = true;
+            std::mem::take(&mut lists.by_page)
+        };
+        tell_gone(left);
+    }
+}
+
+impl Drop for Waiters {
+    /// A load that ends later finds no memory, and so tells nobody.
+    fn drop(&mut self) {
+        let lists = self.lists.get_mut();
+        let lists = lists.unwrap_or_else(std::sync::PoisonError::into_inner);
+        tell_gone(std::mem::take(&mut lists.by_page));
+    }
+}
+
+fn tell_gone(lists: HashMap<PageNo, Vec<Arc<Pending>>>) {
+    for pending in lists.into_values().flatten() {
+        pending.settle(FaultOutcome::Gone);
     }
 }

@@ -96,13 +96,13 @@ impl AddressSpace {
     /// # Errors
     /// As [`Self::create`].
     pub fn over(
-        memory: PagedMemory,
+        memory: Arc<PagedMemory>,
         begin: Va,
         end: Va,
         policy: AllocPolicy,
     ) -> Result<Arc<Self>, GmError> {
         let devices = Arc::clone(memory.devices());
-        Self::build(begin, end, policy, devices, Some(Arc::new(memory)))
+        Self::build(begin, end, policy, devices, Some(memory))
     }
 
     fn build(

@@ -120,10 +120,12 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
         state.foreign_pages
     );
     assert!(
-        state.unanswered.is_empty(),
+        state.unanswered.is_empty() || !state.loads.is_empty(),
         "page requests stay unanswered: {}",
         state.describe()
     );
+    let loading = daemon.space.loading_pages();
+    assert_eq!(loading, state.loads.len() as u64, "loads under way");
     let words = words(&daemon.store);
     for section in words.sections() {
         let stored = words.pages_in_state(section, |it| matches!(it, WordState::Stored(_)));
@@ -134,6 +136,11 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     for page in pages() {
         check_membership(state, page, words.word(page));
         let content = match words.word(page).state() {
+            WordState::Filling(content)
+                if (state.loads.iter()).any(|load| (load.0, load.1.page()) == (content, page)) =>
+            {
+                content
+            }
             WordState::Filling(_) | WordState::Discarding => panic!("{page:?} is left half done"),
             WordState::Evicting(content) => {
                 let right = state.coverage.errors + state.coverage.unplugs > 0;

@@ -7,7 +7,7 @@ use crate::{
     dimm::{CAPACITY_PAGES, forget_what_is_gone},
     guest::Message,
     kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
-    knobs::{Eviction, Room},
+    knobs::{Eviction, Far, Room},
     state::{Frame, State},
 };
 use pagetide_addr::{
@@ -15,8 +15,9 @@ use pagetide_addr::{
 };
 use pagetide_gmem::{
     Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Device,
-    EvictionError, Fault, FaultOutcome, Incidents, MemoryParts, Mode, Overwrite, PageTable,
-    PagedMemory, Readahead, Served, StoreError, Wait, recovery::recover_words,
+    EvictionError, Fault, FaultOutcome, Incidents, LoadDone, MemoryParts, Mode, Move, Overwrite,
+    PageState, PageTable, PagedMemory, Readahead, Served, StoreError, Wait,
+    recovery::recover_words,
 };
 use pagetide_policy::{
     protect::{Protector, Touch},
@@ -27,8 +28,9 @@ use pagetide_swap::{
     evictor::EvictorError,
     limit::MakeRoom as _,
     reclaim::{Need, Reach, Took, UNMAPPED_MIN},
+    slots::SLOT_UNIT_BYTES,
     store::FULL_MIN,
-    tier::PAGE,
+    tier::{Located, PAGE},
 };
 use std::{
     collections::HashMap,
@@ -79,6 +81,15 @@ pub enum Task {
     SwapIn {
         section: SectionNo,
     },
+    /// A load of far content ends.
+    EndLoad {
+        page: PageNo,
+        how: LoadEnd,
+    },
+    /// The content of a page moves to another place of the store.
+    Relocate {
+        page: PageNo,
+    },
     /// A fill makes room of what stands ready.
     MakeRoom {
         pages: u64,
@@ -91,7 +102,31 @@ pub enum Task {
     Shrink,
 }
 
+/// How a load ends.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LoadEnd {
+    /// With what the store has, unless that fails.
+    Delivered,
+    /// The store drops it.
+    Dropped,
+}
+
 impl Task {
+    /// A load that ends now, in any order.
+    pub fn next_load(state: &mut State) -> Option<Self> {
+        let pages: Vec<PageNo> = state.loads.iter().map(|(_, done)| done.page()).collect();
+        if pages.is_empty() {
+            return None;
+        }
+        let page = state.random.pick(&pages);
+        // To drop one is an error like any other.
+        let how = match state.fails() {
+            true => LoadEnd::Dropped,
+            false => LoadEnd::Delivered,
+        };
+        Some(Self::EndLoad { page, how })
+    }
+
     /// A fault that waits to be served.
     pub fn next_fault(state: &mut State) -> Option<Self> {
         if state.random.coin()
@@ -208,6 +243,7 @@ impl Daemon {
             store: Arc::new(Checked {
                 life: life.clone(),
                 store: store.clone(),
+                far: knobs.far,
             }),
             admission: Arc::new(AtTheLimit {
                 life: life.clone(),
@@ -343,11 +379,14 @@ impl Daemon {
             Task::Reclaim { pages, reach } => self.reclaim_rested(pages, reach),
             Task::KeepReady { pages } => self.keep_ready(pages),
             Task::SwapIn { section } => self.swap_in(section),
+            Task::EndLoad { page, how } => self.end_load(page, how),
+            Task::Relocate { page } => self.relocate(page),
             Task::MakeRoom { pages } => self.take_directly(pages),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
+                let loading = self.space.loading_pages();
                 let resident = self.life.world.lock().resident_pages();
-                self.limit.correct(resident);
+                self.limit.correct(resident + loading);
             }
             Task::Grow => self.grow(),
             Task::Shrink => self.shrink(),
@@ -399,6 +438,62 @@ impl Daemon {
             Some(served) => reply(served.outcome),
             None => {
                 self.space.fault(&cause, Wait::Reply(Box::new(reply)));
+            }
+        }
+    }
+
+    /// As a thread of a slow tier does.
+    fn end_load(&self, page: PageNo, how: LoadEnd) {
+        let _frame = self.life.frame(Frame::VcpuFault(page.section()));
+        let (content, done) = {
+            let mut state = self.life.world.lock();
+            let place = state.loads.iter().position(|load| load.1.page() == page);
+            match place {
+                Some(place) => state.loads.remove(place),
+                // Another thread was faster.
+                None => return,
+            }
+        };
+        if how == LoadEnd::Dropped {
+            self.life.world.lock().coverage.loads_dropped += 1;
+            return;
+        }
+        let checked = Checked {
+            life: self.life.clone(),
+            store: self.store.clone(),
+            far: Far::Nothing,
+        };
+        let mut bytes = [0; PAGE];
+        let loaded = checked.load(page, content, &mut bytes);
+        let failed = u64::from(loaded.is_err());
+        self.life.world.lock().coverage.loads_failed += failed;
+        done.complete(loaded.map(|()| &bytes));
+    }
+
+    /// Stores the content of `page` once more, and has its word name the copy.
+    fn relocate(&self, page: PageNo) {
+        let section = page.section();
+        let _frame = self.life.frame(Frame::VcpuFault(section));
+        let begun = self.space.begin_relocation(section);
+        let PageState::Stored(from) = self.space.table().word(page).state() else {
+            return;
+        };
+        if from.is_zero() {
+            return;
+        }
+        let located = Located::of(from);
+        let mut stored = vec![0; located.bytes as usize];
+        let read = (self.store.pool()).read_content(located.slot.byte_offset(), &mut stored);
+        read.expect("a place in the pool");
+        let Ok(to) = self.store.put(&stored) else {
+            return;
+        };
+        let done = self.space.relocate(begun, &[Move { page, from, to }]);
+        self.life.world.lock().coverage.relocations_in_vain += done.unused.len() as u64;
+        for content in done.replaced.into_iter().chain(done.unused) {
+            // A dead daemon frees nothing.
+            if self.life.enter(Call::Locked).is_some() {
+                self.store.free(content);
             }
         }
     }
@@ -656,6 +751,8 @@ impl Life {
 struct Checked {
     life: Life,
     store: Arc<PoolStore>,
+    /// Content that takes time.
+    far: Far,
 }
 
 impl ContentStore for Checked {
@@ -679,6 +776,24 @@ impl ContentStore for Checked {
         let lives = self.life.enter(Call::Locked).is_some();
         if lives {
             self.store.free(content);
+        }
+    }
+
+    fn load_later(&self, _page: PageNo, content: Content, done: LoadDone) {
+        match self.life.enter(Call::Locked) {
+            Some(mut state) => state.loads.push((content, done)),
+            None => drop(done),
+        }
+    }
+
+    fn is_at_hand(&self, content: Content) -> bool {
+        match self.far {
+            Far::Nothing => true,
+            // A slot that begins at an even unit.
+            Far::Half => {
+                (Located::of(content).slot.byte_offset() / SLOT_UNIT_BYTES).is_multiple_of(2)
+            }
+            Far::All => false,
         }
     }
 }

@@ -239,6 +239,9 @@ impl Daemon {
                 self.swap_in_other_memory();
             }
             Err(GrowthError::Busy { .. }) => life.world.lock().coverage.busy_removals += 1,
+            Err(GrowthError::Loading { .. }) => {
+                life.world.lock().coverage.loading_removals += 1;
+            }
             Err(GrowthError::Wired { .. }) => {
                 let mut state = life.world.lock();
                 state.coverage.wired_removals += 1;

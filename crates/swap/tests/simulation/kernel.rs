@@ -12,6 +12,7 @@
 //! An eviction holds it exclusively in all calls but `read`. A thread that looks
 //! at a word for a device may have the list of waiters locked. Where a fault
 //! cannot be let in, its message stays in the queue, as it would in the kernel.
+//! A load of far content may end wherever a fault may be let in.
 
 use crate::{
     aside::Aside,
@@ -142,6 +143,13 @@ fn nested_task(state: &mut State, call: Call) -> Option<Task> {
         && state.random.below(4) == 0
         && let Some(task) = Task::about_memory(state)
         && may_grow(&state.frames)
+    {
+        return Some(task);
+    }
+    if call != Call::Word
+        && !state.loads.is_empty()
+        && state.random.below(3) == 0
+        && let Some(task) = Task::next_load(state)
     {
         return Some(task);
     }

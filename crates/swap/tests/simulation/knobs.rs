@@ -31,6 +31,14 @@ pub enum Room {
     Scarce,
 }
 
+/// Which stored content is not at hand.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Far {
+    Nothing,
+    Half,
+    All,
+}
+
 /// The settings of one run.
 #[derive(Clone, Debug)]
 pub struct Knobs {
@@ -60,6 +68,7 @@ pub struct Knobs {
     pub flips: OneIn,
     /// Death of the VMM, which ends the run, in calls into the kernel.
     pub vmm_deaths: OneIn,
+    pub far: Far,
 }
 
 impl Knobs {
@@ -90,6 +99,12 @@ impl Knobs {
             flips: OneIn(random.pick(&[0, 0, 0, 40])),
             // Of a copy: runs without it go as they did before there was this trouble.
             vmm_deaths: OneIn(random.clone().pick(&[0, 0, 0, 5000, 700])),
+            // Of another copy, likewise.
+            far: {
+                let mut copy = random.clone();
+                copy.below(1000);
+                copy.pick(&[Far::Nothing, Far::Nothing, Far::Half, Far::All])
+            },
         }
     }
 

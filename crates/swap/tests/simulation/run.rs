@@ -8,7 +8,7 @@ use crate::{
     dimm::PAGE_COUNT,
     guest::{Message, PageAccess},
     kernel::{Death, World},
-    knobs::Eviction,
+    knobs::{Eviction, Far},
     state::{Coverage, State},
 };
 use pagetide_addr::{Access, PageNo};
@@ -137,6 +137,8 @@ impl Run {
                 &counters.readahead_pages,
                 &counters.overwritten_pages,
                 &counters.swapped_in_ahead_pages,
+                &counters.slowly_filled_pages,
+                &counters.relocated_pages,
             ]
             .map(|counter| counter.load(Relaxed))
         };
@@ -153,6 +155,8 @@ impl Run {
             coverage.readahead_pages += after[3] - before[3];
             coverage.overwritten_pages += after[4] - before[4];
             coverage.swapped_in_ahead_pages += after[5] - before[5];
+            coverage.slow_fills += after[6] - before[6];
+            coverage.relocated_pages += after[7] - before[7];
         }
         if !survived {
             self.follow();
@@ -164,6 +168,13 @@ impl Run {
         loop {
             self.world.set_daemon(None);
             self.world.lock().die();
+            let loads = {
+                let mut state = self.world.lock();
+                state.coverage.loads_of_the_dead += state.loads.len() as u64;
+                std::mem::take(&mut state.loads)
+            };
+            // Their daemon is dead: they do nothing.
+            drop(loads);
             if self.is_vmm_dead() {
                 self.remove_pool();
                 return;
@@ -230,11 +241,15 @@ impl Run {
             state.coverage.vm_ends += 1;
         }
         for _ in 0..REQUESTS_TURNS {
-            let task = Task::next_fault(&mut self.world.lock());
+            let task = {
+                let mut state = self.world.lock();
+                Task::next_fault(&mut state).or_else(|| Task::next_load(&mut state))
+            };
             if let Some(task) = task {
                 self.perform(task);
             }
         }
+        self.end_loads();
         let state = self.world.lock();
         assert!(state.unanswered.is_empty(), "page requests stay unanswered");
         let waits = |request: &Request| {
@@ -269,12 +284,12 @@ impl Run {
                     state.advance(at);
                 }
                 let about_memory = Task::about_memory(&state);
-                if state.is_quiet() && about_memory.is_none() {
+                if state.is_quiet() && about_memory.is_none() && state.loads.is_empty() {
                     return;
                 }
                 match about_memory.filter(|_| state.random.coin()) {
                     Some(task) => Some(task),
-                    None => Task::next_fault(&mut state),
+                    None => Task::next_fault(&mut state).or_else(|| Task::next_load(&mut state)),
                 }
             };
             if let Some(task) = task {
@@ -282,6 +297,17 @@ impl Run {
             }
         }
         panic!("somebody waits for ever: {}", self.world.lock().describe());
+    }
+
+    /// Every load under way ends.
+    pub fn end_loads(&self) {
+        loop {
+            let task = Task::next_load(&mut self.world.lock());
+            match task {
+                Some(task) => self.perform(task),
+                None => return,
+            }
+        }
     }
 
     /// The guest reads every page, while eviction goes on.
@@ -337,6 +363,16 @@ fn choose(state: &mut State) -> Option<Task> {
         && let Some(task) = Task::about_memory(state)
     {
         return Some(task);
+    }
+    if !state.loads.is_empty()
+        && state.random.below(4) == 0
+        && let Some(task) = Task::next_load(state)
+    {
+        return Some(task);
+    }
+    if state.knobs.far != Far::Nothing && state.random.below(16) == 0 {
+        let page = state.active_page();
+        return Some(Task::Relocate { page });
     }
     match state.random.below(21) {
         0..=10 => Task::next_fault(state),

@@ -6,7 +6,7 @@ use crate::{
     daemon::{Daemon, Task},
     guest::Message,
     kernel::World,
-    knobs::{Eviction, Room},
+    knobs::{Eviction, Far, Room},
 };
 use pagetide_addr::{Access, PageNo, PageSet};
 use pagetide_gmem::{
@@ -48,6 +48,7 @@ impl Stage {
             state.knobs.limit_pages = None;
             state.knobs.neighbours_max = 0;
             state.knobs.room = Room::Ample;
+            state.knobs.far = Far::Nothing;
             state.knobs.eviction = Eviction::AtRandom;
             let page = state.page(PAGE);
             page.content = Some(OLD);

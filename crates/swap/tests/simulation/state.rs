@@ -22,6 +22,7 @@ use crate::{
     random::{OneIn, Random},
 };
 use pagetide_addr::{PageNo, PageRange, SectionNo, to_usize};
+use pagetide_gmem::{Content, LoadDone};
 use std::collections::{BTreeSet, VecDeque};
 
 /// One page of the VM.
@@ -83,6 +84,13 @@ coverage! {
     overwrites
     overwritten_pages
     overwrites_cut_short
+    slow_fills
+    loads_failed
+    loads_dropped
+    loads_of_the_dead
+    relocated_pages
+    relocations_in_vain
+    loading_removals
     alias_faults
     attached_devices
     transfers
@@ -149,6 +157,8 @@ pub struct State {
     pub page_requests: VecDeque<Asked>,
     /// Page requests the daemon has taken and not answered, by ticket.
     pub unanswered: BTreeSet<u64>,
+    /// Loads of far content under way.
+    pub loads: Vec<(Content, LoadDone)>,
     /// DMA that a dead daemon had submitted.
     pub dead_io: Vec<Request>,
     pub frames: Vec<Frame>,
@@ -226,6 +236,7 @@ impl State {
             requests: Vec::new(),
             page_requests: VecDeque::new(),
             unanswered: BTreeSet::new(),
+            loads: Vec::new(),
             dead_io: Vec::new(),
             frames: Vec::new(),
             incarnation: 0,

@@ -97,7 +97,7 @@ impl Run {
             let task = {
                 let mut state = self.world.lock();
                 state.advance_all();
-                Task::next_fault(&mut state)
+                Task::next_fault(&mut state).or_else(|| Task::next_load(&mut state))
             };
             match task {
                 Some(task) => self.perform(task),
@@ -144,6 +144,7 @@ impl Run {
         let (reply, outcome) = mpsc::channel();
         let told = Box::new(move |outcome| reply.send(outcome).expect("somebody hears"));
         daemon.space.fault(&Cause::Fault(fault), Wait::Reply(told));
+        self.end_loads();
         let outcome = outcome.try_recv().expect("an answer, and at once");
         let damaged = self.world.lock().page(page).damaged;
         // Whoever asks learns that nobody is there; nothing comes to be taken for lost by it.

@@ -10,18 +10,48 @@ pub(super) struct Kernel {
     pub(super) present: Option<u8>,
     pub(super) write_protected: bool,
     pub(super) stored: Option<u8>,
+    /// The same bytes at [`COPY`].
+    pub(super) copy: Option<u8>,
     pub(super) frees: u32,
+    /// The load of far content that is under way.
+    pub(super) loading: Option<LoadDone>,
+    /// Fills that failed.
+    pub(super) failures: u32,
     pub(super) device_may: bool,
     pub(super) device_busy: bool,
     pub(super) removed: bool,
 }
 
+/// Whether stored content is at hand. (No part of the kernel: to look is no step of a model.)
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tier {
+    Near,
+    /// All but the copy.
+    Far,
+}
+
 #[derive(Clone)]
-pub(super) struct Model(pub(super) Arc<Mutex<Kernel>>);
+pub(super) struct Model {
+    kernel: Arc<Mutex<Kernel>>,
+    tier: Tier,
+}
 
 impl Model {
     pub(super) fn with<R>(&self, act: impl FnOnce(&mut Kernel) -> R) -> R {
-        act(&mut self.0.lock().unwrap())
+        act(&mut self.kernel.lock().unwrap())
+    }
+
+    /// Takes over the load under way, if there is one.
+    pub(super) fn take_load(&self) -> Option<LoadDone> {
+        self.with(|k| k.loading.take())
+    }
+
+    /// The load under way, if there is one, delivers its content.
+    pub(super) fn deliver(&self) {
+        if let Some(done) = self.take_load() {
+            let byte = self.with(|k| k.stored.expect("freed while it is loaded"));
+            done.complete(Ok(&[byte; 4096]));
+        }
     }
 }
 
@@ -77,17 +107,31 @@ impl ContentStore for Model {
     fn load(
         &self,
         _page: PageNo,
-        _content: Content,
+        content: Content,
         into: &mut [u8; 4096],
     ) -> Result<(), StoreError> {
-        into[0] = self.with(|k| k.stored.expect("loaded after it was freed"));
+        into[0] = self.with(|k| {
+            let bytes = if content == COPY { k.copy } else { k.stored };
+            bytes.expect("loaded after it was freed")
+        });
         Ok(())
     }
-    fn free(&self, _content: Content) {
+    fn free(&self, content: Content) {
         self.with(|k| {
-            assert!(k.stored.take().is_some(), "freed twice");
+            let bytes = match content == COPY {
+                true => &mut k.copy,
+                false => &mut k.stored,
+            };
+            assert!(bytes.take().is_some(), "freed twice");
             k.frees += 1;
         });
+    }
+    fn is_at_hand(&self, content: Content) -> bool {
+        self.tier == Tier::Near || content == COPY
+    }
+    fn load_later(&self, _page: PageNo, _content: Content, done: LoadDone) {
+        let before = self.with(|k| k.loading.replace(done));
+        assert!(before.is_none(), "two loads of one page");
     }
 }
 
@@ -102,7 +146,8 @@ impl Incidents for Model {
         panic!("{page}: {why}");
     }
     fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
+        assert!(self.tier == Tier::Far, "{page}: {why}");
+        self.with(|k| k.failures += 1);
     }
 }
 
@@ -185,7 +230,12 @@ impl std::ops::Deref for Memory {
 }
 
 pub(super) fn space(kernel: Kernel, state: PageState) -> (Model, Memory) {
-    let model = Model(Arc::new(Mutex::new(kernel)));
+    space_with(kernel, state, Tier::Near)
+}
+
+pub(super) fn space_with(kernel: Kernel, state: PageState, tier: Tier) -> (Model, Memory) {
+    let kernel = Arc::new(Mutex::new(kernel));
+    let model = Model { kernel, tier };
     let words = VolatileWords::new(1, PageWord::new(state));
     let memory = PagedMemory::new(MemoryParts {
         table: PageTable::new(Box::new(words)),

@@ -8,20 +8,26 @@
 //! of memory that was removed nothing is ever reached.
 
 mod kernel;
+mod slow_fill;
 
 use kernel::{Kernel, Model, space};
 
 use crate::{
     Activation, AddressSpace, AllocPolicy, Backing, Cause, Committed, Content, ContentStore,
-    Device, Fault, FaultOutcome, GrowthError, Incidents, Installed, MemoryParts, Mmu, MmuError,
-    MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError,
-    Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
+    Device, Fault, FaultOutcome, GrowthError, Incidents, Installed, LoadDone, MemoryParts, Mmu,
+    MmuError, MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place,
+    PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo};
 use std::sync::Arc;
 
 const PAGE: PageNo = PageNo(0);
+/// Where a copy of the stored content lies, if a model has one.
+const COPY: Content = match Content::at(2) {
+    Some(content) => content,
+    None => panic!("2 is a place"),
+};
 const OLD: u8 = 7;
 const NEW: u8 = 9;
 /// What a device writes that lets its transfers land in a buffer of its own.
@@ -92,24 +98,40 @@ fn store_as_device(model: &Model, space: &PagedMemory) {
     assert_eq!(outcome, FaultOutcome::Present);
 }
 
-/// A device's fault, answered once.
-fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
-    use std::sync::{Mutex, PoisonError};
-    let answers = Arc::new(Mutex::new(Vec::new()));
-    let told = answers.clone();
+/// The answers to a device's fault. (Not the checker's mutex: to look for one is no step of a model.)
+struct Answers(Arc<std::sync::Mutex<Vec<FaultOutcome>>>);
+
+impl Answers {
+    /// The answer, if it has come.
+    fn get(&self) -> Option<FaultOutcome> {
+        let answers = self.0.lock();
+        let answers = answers.unwrap_or_else(std::sync::PoisonError::into_inner);
+        match answers[..] {
+            [] => None,
+            [outcome] => Some(outcome),
+            _ => panic!("answered more than once: {answers:?}"),
+        }
+    }
+}
+
+fn ask_as_device(space: &PagedMemory) -> Answers {
+    let answers = Answers(Arc::default());
+    let told = answers.0.clone();
     let reply = Box::new(move |outcome| {
-        (told.lock().unwrap_or_else(PoisonError::into_inner)).push(outcome);
+        let answers = told.lock();
+        (answers.unwrap_or_else(std::sync::PoisonError::into_inner)).push(outcome);
     });
     space.fault(&fault(DeviceId(1)), Wait::Reply(reply));
+    answers
+}
+
+/// A device's fault, answered once.
+fn fault_as_device(space: &PagedMemory) -> FaultOutcome {
+    let answers = ask_as_device(space);
     loop {
-        let answered = answers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        match answered[..] {
-            [] => loom::thread::yield_now(),
-            [outcome] => return outcome,
-            _ => panic!("answered more than once: {answered:?}"),
+        match answers.get() {
+            None => loom::thread::yield_now(),
+            Some(outcome) => return outcome,
         }
     }
 }
@@ -146,7 +168,9 @@ fn remove(model: &Model, space: &PagedMemory) {
     loop {
         match space.deallocate(PAGE.single()) {
             Ok(()) => break,
-            Err(GrowthError::Busy { .. }) => loom::thread::yield_now(),
+            Err(GrowthError::Busy { .. } | GrowthError::Loading { .. }) => {
+                loom::thread::yield_now();
+            }
             Err(error) => panic!("{error}"),
         }
     }
@@ -184,9 +208,10 @@ fn final_content(model: &Model, space: &PagedMemory) -> u8 {
             assert_eq!(k.stored, None, "a stored copy was left behind");
             k.present.expect("present")
         }
-        PageState::Stored(_) => {
+        PageState::Stored(content) => {
             assert_eq!(k.present, None);
-            k.stored.expect("stored")
+            let bytes = if content == COPY { k.copy } else { k.stored };
+            bytes.expect("stored")
         }
         other => panic!("left in {other:?}"),
     })

@@ -41,7 +41,7 @@ impl Ram {
     }
 
     /// Memory of at most `capacity_pages` pages, none of which is in a region yet.
-    pub fn memory(&self, capacity_pages: u64) -> PagedMemory {
+    pub fn memory(&self, capacity_pages: u64) -> Arc<PagedMemory> {
         let words = VolatileWords::with_capacity(capacity_pages);
         PagedMemory::new(MemoryParts {
             table: PageTable::growing(Box::new(words)),
