@@ -22,6 +22,9 @@ pub const EXTENT_PAGES_MAX: usize = 512;
 /// Most sectors of a sealed page: their number less 1 has 4 bits in its word.
 pub const PAGE_SECTORS_MAX: u16 = 1 << 4;
 
+/// Longest sealed page.
+pub const SEALED_BYTES_MAX: usize = PAGE_SECTORS_MAX as usize * SECTOR_BYTES;
+
 /// A VM, as tiers know it: drawn at random when its pool is created, so no two VMs ever share one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct VmId(pub u128);
@@ -184,20 +187,36 @@ impl Batch {
     /// # Errors
     /// [`BatchError`]; nothing is added then.
     pub fn push(&mut self, sealed: &[u8]) -> Result<Place, BatchError> {
-        let bytes = sealed.len();
+        let into = self.extend(sealed.len())?;
+        into.copy_from_slice(sealed);
+        Ok(self.last_place())
+    }
+
+    /// Adds a page of `bytes` zeros, to be sealed in place.
+    pub(crate) fn extend(&mut self, bytes: usize) -> Result<&mut [u8], BatchError> {
         let whole = self.room.kind != TierKind::Disk || bytes.is_multiple_of(SECTOR_BYTES);
-        if bytes == 0 || !whole || bytes > usize::from(PAGE_SECTORS_MAX) * SECTOR_BYTES {
+        if bytes == 0 || !whole || bytes > SEALED_BYTES_MAX {
             return Err(BatchError::Length { bytes });
         }
+        let start = self.bytes.len();
         let outside = self.room.kind == TierKind::Disk
-            && self.bytes.len() + bytes > usize::from(self.room.sectors) * SECTOR_BYTES;
+            && start + bytes > usize::from(self.room.sectors) * SECTOR_BYTES;
         if outside || self.ends.len() == usize::from(self.room.pages) {
             return Err(BatchError::NoRoom { bytes });
         }
-        let position = self.next_position();
-        self.bytes.extend_from_slice(sealed);
-        self.ends.push(self.bytes.len());
-        Ok(self.place(position, bytes))
+        self.bytes.resize(start + bytes, 0);
+        self.ends.push(start + bytes);
+        Ok(&mut self.bytes[start..])
+    }
+
+    /// Where the page that was added last will be.
+    pub(crate) fn last_place(&self) -> Place {
+        let index = self.ends.len().saturating_sub(1);
+        let start = match index {
+            0 => 0,
+            _ => self.ends[index - 1],
+        };
+        self.place(self.position_at(index, start), self.bytes.len() - start)
     }
 
     fn place(&self, position: Position, bytes: usize) -> Place {

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What a tier has done since it was opened.
 
+use hdrhistogram::Histogram;
+use std::time::Duration;
+
+/// Longest time that is distinguished: a minute.
+const LATENCY_US_MAX: u64 = 60_000_000;
+
 /// How long requests took, in microseconds; all 0 before the first one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Latency {
@@ -43,4 +49,56 @@ pub struct TierFigures {
     pub read_latency: Latency,
     /// How long writes took, from the call to the answer.
     pub write_latency: Latency,
+}
+
+/// Latencies as they are recorded: to two digits, in some kilobytes.
+#[derive(Clone, Debug)]
+pub struct Latencies(Histogram<u64>);
+
+impl Default for Latencies {
+    fn default() -> Self {
+        let Ok(histogram) = Histogram::new_with_bounds(1, LATENCY_US_MAX, 2) else {
+            unreachable!("the bounds are constants that fit");
+        };
+        Self(histogram)
+    }
+}
+
+impl Latencies {
+    /// Records one.
+    pub fn record(&mut self, took: Duration) {
+        let us = u64::try_from(took.as_micros()).unwrap_or(LATENCY_US_MAX);
+        self.0.saturating_record(us.max(1));
+    }
+
+    /// Those recorded so far.
+    #[must_use]
+    pub fn latency(&self) -> Latency {
+        Latency {
+            count: self.0.len(),
+            p50_us: self.0.value_at_quantile(0.5),
+            p99_us: self.0.value_at_quantile(0.99),
+            max_us: self.0.max(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_right_to_two_digits() {
+        let mut latencies = Latencies::default();
+        assert_eq!(latencies.latency(), Latency::default());
+        for us in 1..=1000 {
+            latencies.record(Duration::from_micros(us));
+        }
+        latencies.record(Duration::from_secs(3600));
+        let latency = latencies.latency();
+        assert_eq!(latency.count, 1001);
+        assert!((495..=505).contains(&latency.p50_us), "{latency:?}");
+        assert!((985..=1000).contains(&latency.p99_us), "{latency:?}");
+        assert!(latency.max_us >= LATENCY_US_MAX, "{latency:?}");
+    }
 }
