@@ -29,6 +29,7 @@ use crate::bitmap::{BlockSize, Run, SEGMENT_SECTORS, SectorMap};
 use crate::table::ExtentEntry;
 use crate::{Room, SectorNo, TierKind, VmId};
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
 
 /// Bytes of a segment.
 pub const SEGMENT_BYTES: u64 = SEGMENT_SECTORS as u64 * crate::batch::SECTOR_BYTES as u64;
@@ -417,6 +418,19 @@ impl Sectors {
             empty.extend(self.let_go_if_empty(vm, segment));
         }
         Ok(empty)
+    }
+
+    /// Runs of segments that nobody has.
+    pub fn free_runs(&self) -> Vec<Range<SegmentNo>> {
+        let mut runs: Vec<Range<SegmentNo>> = Vec::new();
+        for &segment in &self.free {
+            let next = SegmentNo(segment.0 + 1);
+            match runs.last_mut() {
+                Some(run) if run.end == segment => run.end = next,
+                _ => runs.push(segment..next),
+            }
+        }
+        runs
     }
 
     /// Bytes of used sectors.

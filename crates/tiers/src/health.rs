@@ -218,30 +218,39 @@ mod tests {
         let working = Standing::Working;
         // After the symptom once, after it three times in a row.
         let expected = [
-            (working.clone(), [
-                (working.clone(), working.clone()),
-                (working.clone(), gone()),
-                (slow(), slow()),
-                (gone(), gone()),
-                (working.clone(), working.clone()),
-                (working.clone(), working.clone()),
-            ]),
-            (slow(), [
-                (slow(), slow()),
-                (slow(), gone()),
-                (slow(), slow()),
-                (gone(), gone()),
-                (slow(), working.clone()),
-                (slow(), slow()),
-            ]),
-            (gone(), [
-                (gone(), gone()),
-                (gone(), gone()),
-                (gone(), gone()),
-                (gone(), gone()),
-                (gone(), working),
-                (gone(), gone()),
-            ]),
+            (
+                working.clone(),
+                [
+                    (working.clone(), working.clone()),
+                    (working.clone(), gone()),
+                    (slow(), slow()),
+                    (gone(), gone()),
+                    (working.clone(), working.clone()),
+                    (working.clone(), working.clone()),
+                ],
+            ),
+            (
+                slow(),
+                [
+                    (slow(), slow()),
+                    (slow(), gone()),
+                    (slow(), slow()),
+                    (gone(), gone()),
+                    (slow(), working.clone()),
+                    (slow(), slow()),
+                ],
+            ),
+            (
+                gone(),
+                [
+                    (gone(), gone()),
+                    (gone(), gone()),
+                    (gone(), gone()),
+                    (gone(), gone()),
+                    (gone(), working),
+                    (gone(), gone()),
+                ],
+            ),
         ];
         let began = Instant::now();
         for (standing, after) in expected {

@@ -6,6 +6,7 @@
 //! - [`seal`]: encryption and authentication of each page.
 //! - [`table`]: what a VM's pool keeps of its extents.
 //! - [`extent`]: which sectors of a disk hold what.
+//! - [`disk`]: the disk tier.
 //! - [`health`]: whether a tier can be used.
 //! - [`figures`]: what a tier has done.
 //!
@@ -14,6 +15,7 @@
 
 pub mod batch;
 mod bitmap;
+pub mod disk;
 pub mod extent;
 pub mod figures;
 pub mod health;

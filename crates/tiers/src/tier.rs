@@ -19,7 +19,8 @@
 //! - No call waits for the disk or the network, except `make_room`, which may, and is not called by
 //!   anything that serves a fault.
 //! - Each duty is told once, within the tier's time bound, on a thread of the tier, which holds no lock of
-//!   its own meanwhile.
+//!   its own meanwhile. A request that is refused outright is told within the call: so the caller holds no
+//!   lock that its duty takes.
 //! - All queues are bounded: what does not fit is refused with [`TierError::Busy`].
 
 use crate::{Batch, Health, Place, Room, TierFigures, VmId};

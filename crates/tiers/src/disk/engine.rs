@@ -88,6 +88,16 @@ struct OpenWrite {
     began: Instant,
 }
 
+/// What became of a transfer that was to be started.
+enum Start {
+    /// The kernel has it.
+    InRing,
+    /// The ring is full.
+    NoEntry(Transfer<Tag>),
+    /// Its request was told meanwhile, and is closed.
+    Abandoned,
+}
+
 /// How a transfer ended.
 enum Outcome {
     /// All of it was moved.
@@ -98,6 +108,8 @@ enum Outcome {
     Failed(io::Error),
     /// It goes on.
     Continued,
+    /// Its request was told before it reached the kernel, or between two parts.
+    Abandoned,
 }
 
 /// See the module documentation.
@@ -184,7 +196,11 @@ impl<I: Io> Engine<I> {
         let next = (self.deadlines.first())
             .map(|(deadline, _)| *deadline)
             .into_iter()
-            .chain((self.probe.is_none()).then(|| self.shared.probe_due()).flatten())
+            .chain(
+                (self.probe.is_none())
+                    .then(|| self.shared.probe_due())
+                    .flatten(),
+            )
             .min();
         next.map_or(IDLE, |next| next.saturating_duration_since(now))
     }
@@ -259,7 +275,7 @@ impl<I: Io> Engine<I> {
 
     fn start_waiting(&mut self, now: Instant) {
         while let Some(transfer) = self.waiting_reads.pop_front() {
-            if let Err(transfer) = self.start(transfer, now) {
+            if let Start::NoEntry(transfer) = self.start(transfer, now) {
                 self.waiting_reads.push_front(transfer);
                 return;
             }
@@ -268,41 +284,44 @@ impl<I: Io> Engine<I> {
             let Some(transfer) = self.waiting_writes.pop_front() else {
                 break;
             };
-            self.writes_in_ring += 1;
-            if let Err(transfer) = self.start(transfer, now) {
-                self.writes_in_ring -= 1;
-                self.waiting_writes.push_front(transfer);
-                return;
+            match self.start(transfer, now) {
+                Start::InRing => self.writes_in_ring += 1,
+                Start::Abandoned => {}
+                Start::NoEntry(transfer) => {
+                    self.waiting_writes.push_front(transfer);
+                    return;
+                }
             }
         }
         self.give_back_segments(now);
     }
 
-    /// Gives a transfer to the ring, unless its request was told already. Returns it if there is no entry.
-    fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Result<(), Transfer<Tag>> {
-        let is_told = match transfer.tag {
-            Tag::Read(key) => self.reads.get(&key).is_none_or(|read| read.done.is_none()),
-            Tag::Write(key) => self.writes.get(&key).is_none_or(|write| write.done.is_none()),
-            Tag::Punch(_) | Tag::ProbeWrite | Tag::ProbeRead => false,
-        };
-        let fate = if is_told {
-            Err(NotStarted::BadPart(transfer))
-        } else {
-            self.io.start(transfer)
-        };
-        match fate {
-            Ok(()) => Ok(()),
-            Err(NotStarted::NoEntry(transfer)) => Err(transfer),
-            // It never reached the kernel: closed as if it had failed there.
-            Err(NotStarted::BadPart(transfer)) => {
-                let result = Err(io::ErrorKind::InvalidInput.into());
-                self.complete(Completed { transfer, result }, now);
-                Ok(())
+    /// Gives a transfer to the ring, unless its request was told meanwhile: then that is closed.
+    fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
+        match transfer.tag {
+            Tag::Read(key) if self.reads.get(&key).is_none_or(|read| read.done.is_none()) => {
+                self.close_read(key, Outcome::Abandoned, now);
+                return Start::Abandoned;
             }
+            Tag::Write(key)
+                if self
+                    .writes
+                    .get(&key)
+                    .is_none_or(|write| write.done.is_none()) =>
+            {
+                self.close_write(key, Outcome::Abandoned, now);
+                return Start::Abandoned;
+            }
+            _ => {}
+        }
+        match self.io.start(transfer) {
+            Ok(()) => Start::InRing,
+            Err(NotStarted::NoEntry(transfer)) => Start::NoEntry(transfer),
+            Err(NotStarted::BadPart(_)) => unreachable!("a part is made with its buffer"),
         }
     }
 
-    /// Segments to which no write is open.
+    /// Gives back segments to which no write is open.
     fn give_back_segments(&mut self, now: Instant) {
         let mut later = Vec::new();
         for segment in std::mem::take(&mut self.punches) {
@@ -311,8 +330,9 @@ impl<I: Io> Engine<I> {
             let is_written = (self.writes.values()).any(|write| part.contains(&write.room.start.0));
             if is_written || self.writes_in_ring >= WRITES_AT_ONCE {
                 later.push(segment);
-            } else if self.geometry.discard.is_punch() {
-                self.writes_in_ring += 1;
+            } else if !self.geometry.discard.is_punch() {
+                self.end_transit(segment);
+            } else {
                 let punch = Transfer {
                     operation: Operation::Punch {
                         bytes: SEGMENT_BYTES,
@@ -322,12 +342,10 @@ impl<I: Io> Engine<I> {
                     part: 0..0,
                     tag: Tag::Punch(segment),
                 };
-                if self.start(punch, now).is_err() {
-                    self.writes_in_ring -= 1;
-                    later.push(segment);
+                match self.start(punch, now) {
+                    Start::InRing => self.writes_in_ring += 1,
+                    _ => later.push(segment),
                 }
-            } else {
-                self.end_transit(segment);
             }
         }
         self.punches = later;
@@ -468,7 +486,7 @@ impl<I: Io> Engine<I> {
             },
             Outcome::End => Err(TierError::NotThere(TierKind::Disk)),
             Outcome::Failed(error) => Err(self.read_error(&error, now)),
-            Outcome::Continued => unreachable!("it is not closed"),
+            Outcome::Abandoned | Outcome::Continued => Err(Shared::ended()),
         };
         self.tell_read(read.done, result, now - read.began);
     }
@@ -500,11 +518,9 @@ impl<I: Io> Engine<I> {
                 self.shared.note(Symptom::Written, now);
                 Ok(())
             }
-            // Told before it reached the kernel: no symptom of the disk.
-            Outcome::Failed(_) if write.done.is_none() => Err(Shared::ended()),
             Outcome::Failed(error) => Err(self.write_error(&error, now)),
             Outcome::End => Err(self.write_error(&io::ErrorKind::WriteZero.into(), now)),
-            Outcome::Continued => unreachable!("it is not closed"),
+            Outcome::Abandoned | Outcome::Continued => Err(Shared::ended()),
         };
         if result.is_err() || write.done.is_none() {
             self.free_room(write.vm, write.room);
@@ -560,7 +576,7 @@ impl<I: Io> Engine<I> {
             part: 0..PROBE_BYTES,
             tag,
         };
-        if self.start(probe, now).is_err() {
+        if let Start::NoEntry(_) = self.start(probe, now) {
             let busy = "all entries of the ring are in use".to_owned();
             self.end_probe(Symptom::ProbeFailed(busy), now);
         }

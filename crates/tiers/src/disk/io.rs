@@ -59,6 +59,13 @@ pub(super) enum Discard {
     Keep,
 }
 
+impl Discard {
+    /// True if the file system is to be told of a segment that nobody needs.
+    pub fn is_punch(self) -> bool {
+        self == Self::Punch
+    }
+}
+
 /// What the engine must know of its disk.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Geometry {

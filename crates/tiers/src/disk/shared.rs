@@ -3,9 +3,8 @@
 //!
 //! Three locks, none of which is held while another is taken or a duty is told.
 
-use super::io::Discard;
 use crate::batch::SECTOR_BYTES;
-use crate::extent::{SectorError, SegmentNo, Sectors};
+use crate::extent::{SectorError, Sectors, SegmentNo};
 use crate::figures::Latencies;
 use crate::health::{Health, Pulse, Standing, Symptom};
 use crate::{ReadDone, Room, SectorNo, TierError, TierFigures, TierKind, VmId, WriteDone};
@@ -236,12 +235,5 @@ impl Full {
     fn lasts(&self, now: Instant) -> bool {
         self.freed_bytes < FREED_ENOUGH_BYTES
             && now.saturating_duration_since(self.since) < FULL_TIME
-    }
-}
-
-impl Discard {
-    /// True if the file system is to be told of a segment that nobody needs.
-    pub fn is_punch(self) -> bool {
-        self == Self::Punch
     }
 }
