@@ -14,7 +14,7 @@ use rustix::fs::{Mode, OFlags};
 use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// How long [`take`] waits: the kernel tears down a ring that this process has closed in the
@@ -64,22 +64,15 @@ pub(crate) fn take(state_dir: &Path, engine: usize) -> Result<OwnedFd, LockError
         path: path.clone(),
         source,
     })?;
-    let lock = GuestFile::from(copy);
-    let began = Instant::now();
-    loop {
-        let locked = lock
-            .lock_exclusive(LockWait::Try)
-            .map_err(|source| LockError::Lock {
-                path: path.clone(),
-                source,
-            })?;
-        match locked {
-            Locked::Ours => return Ok(file),
-            Locked::HeldByAnother if began.elapsed() > TAKE_TIMEOUT => {
-                return Err(LockError::Held(path));
-            }
-            Locked::HeldByAnother => std::thread::sleep(Duration::from_millis(2)),
-        }
+    let locked = GuestFile::from(copy)
+        .lock_exclusive_within(TAKE_TIMEOUT)
+        .map_err(|source| LockError::Lock {
+            path: path.clone(),
+            source,
+        })?;
+    match locked {
+        Locked::Ours => Ok(file),
+        Locked::HeldByAnother => Err(LockError::Held(path)),
     }
 }
 

@@ -32,6 +32,7 @@
 //! | [`signal`] | an eventfd signalled without blocking |
 //! | [`byte_lock`] | locks of single bytes, which belong to an open file |
 //! | [`accounts`] | users and groups by name |
+//! | [`file_ring`] | an io_uring for one file, which owns its buffers |
 //! | [`socket`] | a Unix socket with one peer at a time |
 
 pub mod accounts;
@@ -41,6 +42,7 @@ pub mod cpu;
 #[cfg(test)]
 mod emulated;
 pub mod event;
+pub mod file_ring;
 pub mod guest_ram;
 pub mod interrupt;
 pub mod lent;

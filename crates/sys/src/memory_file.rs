@@ -12,9 +12,13 @@ use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 /// File system type of tmpfs (and so of memfds), as reported by `statfs`.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
+
+/// How often a lock is tried that is waited for.
+const LOCK_POLL: Duration = Duration::from_millis(2);
 
 /// Why a file operation failed.
 #[derive(Debug, thiserror::Error)]
@@ -290,6 +294,21 @@ impl GuestFile {
             Ok(()) => Ok(Locked::Ours),
             Err(Errno::WOULDBLOCK) => Ok(Locked::HeldByAnother),
             Err(e) => Err(kernel("flock", 0, 0)(e)),
+        }
+    }
+
+    /// As [`Self::lock_exclusive`], but waits no longer than `limit`: for a lock that the kernel releases in
+    /// the background, when the last I/O of a ring is done.
+    ///
+    /// # Errors
+    /// The error of `flock`, other than that the lock is held.
+    pub fn lock_exclusive_within(&self, limit: Duration) -> Result<Locked, FileError> {
+        let began = Instant::now();
+        loop {
+            match self.lock_exclusive(LockWait::Try)? {
+                Locked::HeldByAnother if began.elapsed() < limit => std::thread::sleep(LOCK_POLL),
+                locked => return Ok(locked),
+            }
         }
     }
 

@@ -25,7 +25,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 27] = [
+const BELOW: [(&str, &[&str]); 28] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
@@ -34,9 +34,10 @@ const BELOW: [(&str, &[&str]); 27] = [
     ("pagetide-gmem", &["pagetide-addr", "pagetide-random"]),
     ("pagetide-policy", &["pagetide-addr", "pagetide-random"]),
     ("pagetide-capi", &["pagetide-gmem"]),
+    ("pagetide-tiers", &["pagetide-sys", "pagetide-random"]),
     (
         "pagetide-swap",
-        &["pagetide-gmem", "pagetide-sys", "pagetide-policy"],
+        &["pagetide-gmem", "pagetide-policy", "pagetide-tiers"],
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-vhost-backend", &["pagetide-sys"]),

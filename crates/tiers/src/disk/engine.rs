@@ -1,0 +1,619 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The thread of a disk tier: orders in, transfers to the ring, answers out.
+//!
+//! # A request
+//! ```text
+//!   order ──► open, waits for an entry ──► in the ring ──► done: told, closed
+//!                        │                      │
+//!                        └────── overdue: told 'slow' ────► its transfer ends some day: closed
+//! ```
+//! A request is told at its deadline at the latest; but it stays *open*, and counts, until the kernel is done
+//! with its memory and its sectors. So a disk that never answers holds a bounded number of buffers, and no
+//! sector is used again that a late write may still hit: the room of a batch that failed is freed when its
+//! transfer is done, and a segment is given back when no write to it is open.
+//!
+//! Reads go before writes, and writes take only [`WRITES_AT_ONCE`] of the ring's entries: a fault does not
+//! wait behind an eviction.
+//!
+//! A transfer that moved less than asked is continued behind what it moved.
+
+use super::io::{Geometry, Io, Tag};
+use super::shared::{ReadOrder, Shared, WriteOrder, Wrote};
+use crate::batch::SECTOR_BYTES;
+use crate::extent::{SEGMENT_BYTES, SegmentNo};
+use crate::health::{Standing, Symptom};
+use crate::{ReadDone, Room, TierError, TierKind, VmId, WriteDone};
+use pagetide_sys::file_ring::{Buffer, Completed, NotStarted, Operation, Transfer};
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Entries of the ring.
+pub(super) const ENTRIES: u16 = 64;
+/// Entries that writes and punches may take.
+pub(super) const WRITES_AT_ONCE: usize = 4;
+/// How long the thread sleeps if nothing is to be done; anything wakes it.
+const IDLE: Duration = Duration::from_secs(3600);
+/// Where probes write: behind the header, in the segment that nobody gets.
+pub(super) const PROBE_OFFSET: u64 = 4096;
+const PROBE_BYTES: usize = 4096;
+/// The device does not exist any more.
+const LOST: [i32; 4] = [
+    rustix::io::Errno::NODEV.raw_os_error(),
+    rustix::io::Errno::NXIO.raw_os_error(),
+    rustix::io::Errno::NOMEDIUM.raw_os_error(),
+    rustix::io::Errno::SHUTDOWN.raw_os_error(),
+];
+/// The file system has no space.
+const FULL: [i32; 2] = [
+    rustix::io::Errno::NOSPC.raw_os_error(),
+    rustix::io::Errno::DQUOT.raw_os_error(),
+];
+
+/// How long requests may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Bounds {
+    /// A read of a page.
+    pub read: Duration,
+    /// A write of a batch, and a probe.
+    pub write: Duration,
+}
+
+impl Default for Bounds {
+    /// Disks answer in milliseconds. One that takes a second for a page has a fault, or a queue so long
+    /// that pages are better off elsewhere.
+    fn default() -> Self {
+        Self {
+            read: Duration::from_secs(1),
+            write: Duration::from_secs(5),
+        }
+    }
+}
+
+/// A read that is open. Its duty is gone once it was told.
+struct OpenRead {
+    done: Option<ReadDone>,
+    page: Range<usize>,
+    began: Instant,
+}
+
+/// A write that is open.
+struct OpenWrite {
+    done: Option<WriteDone>,
+    vm: VmId,
+    room: Room,
+    wrote: Wrote,
+    began: Instant,
+}
+
+/// What became of a transfer that was to be started.
+enum Start {
+    /// The kernel has it.
+    InRing,
+    /// The ring is full.
+    NoEntry(Transfer<Tag>),
+    /// Its request was told meanwhile, and is closed.
+    Abandoned,
+}
+
+/// How a transfer ended.
+enum Outcome {
+    /// All of it was moved.
+    Whole(Buffer),
+    /// The file ends before it.
+    End,
+    /// It failed.
+    Failed(io::Error),
+    /// It goes on.
+    Continued,
+    /// Its request was told before it reached the kernel, or between two parts.
+    Abandoned,
+}
+
+/// See the module documentation.
+pub(super) struct Engine<I> {
+    io: I,
+    shared: Arc<Shared>,
+    geometry: Geometry,
+    bounds: Bounds,
+    reads: HashMap<u64, OpenRead>,
+    writes: HashMap<u64, OpenWrite>,
+    /// When requests that were not told yet are overdue.
+    deadlines: BTreeSet<(Instant, Tagged)>,
+    next_key: u64,
+    waiting_reads: VecDeque<Transfer<Tag>>,
+    waiting_writes: VecDeque<Transfer<Tag>>,
+    punches: Vec<SegmentNo>,
+    /// Writes and punches in the ring.
+    writes_in_ring: usize,
+    /// When the probe under way began, and what it wrote.
+    probe: Option<(Instant, u8)>,
+    probes: u8,
+}
+
+/// A request in the list of deadlines.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Tagged {
+    Read(u64),
+    Write(u64),
+}
+
+impl<I: Io> Engine<I> {
+    pub fn new(io: I, shared: Arc<Shared>, geometry: Geometry, bounds: Bounds) -> Self {
+        Self {
+            io,
+            shared,
+            geometry,
+            bounds,
+            reads: HashMap::new(),
+            writes: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            next_key: 0,
+            waiting_reads: VecDeque::new(),
+            waiting_writes: VecDeque::new(),
+            punches: Vec::new(),
+            writes_in_ring: 0,
+            probe: None,
+            probes: 0,
+        }
+    }
+
+    /// Serves until the tier ends or the ring fails. Whoever still waits is told that the tier is gone.
+    pub fn run(mut self) {
+        while !self.shared.inbox().over {
+            let limit = self.turn(Instant::now());
+            if let Err(error) = self.io.wait(limit) {
+                tracing::error!(%error, "the ring of the disk tier failed; the tier has ended");
+                let lost = Symptom::Lost(format!("its io_uring failed: {error}"));
+                self.shared.note(lost, Instant::now());
+                break;
+            }
+        }
+        let mut inbox = self.shared.inbox();
+        inbox.over = true;
+        let untaken = (
+            std::mem::take(&mut inbox.reads),
+            std::mem::take(&mut inbox.writes),
+        );
+        drop(inbox);
+        // Duties that are dropped tell their owners.
+        drop(untaken);
+        self.reads.clear();
+        self.writes.clear();
+    }
+
+    /// Does all that can be done now. Returns how long to wait for more.
+    pub fn turn(&mut self, now: Instant) -> Duration {
+        while let Some(completed) = self.io.next_done() {
+            self.complete(completed, now);
+        }
+        self.take_orders();
+        self.tell_overdue(now);
+        self.start_waiting(now);
+        self.probe_if_due(now);
+        let next = (self.deadlines.first())
+            .map(|(deadline, _)| *deadline)
+            .into_iter()
+            .chain(
+                (self.probe.is_none())
+                    .then(|| self.shared.probe_due())
+                    .flatten(),
+            )
+            .min();
+        next.map_or(IDLE, |next| next.saturating_duration_since(now))
+    }
+
+    fn take_orders(&mut self) {
+        let mut inbox = self.shared.inbox();
+        let reads = std::mem::take(&mut inbox.reads);
+        let writes = std::mem::take(&mut inbox.writes);
+        self.punches.extend(inbox.punches.drain(..));
+        drop(inbox);
+        for order in reads {
+            self.open_read(order);
+        }
+        for order in writes {
+            self.open_write(order);
+        }
+    }
+
+    fn key(&mut self) -> u64 {
+        self.next_key += 1;
+        self.next_key
+    }
+
+    fn open_read(&mut self, order: ReadOrder) {
+        let key = self.key();
+        let deadline = order.began + self.bounds.read;
+        self.deadlines.insert((deadline, Tagged::Read(key)));
+        let part = 0..order.buffer.len();
+        self.waiting_reads.push_back(Transfer {
+            operation: Operation::Read,
+            offset: order.offset,
+            buffer: order.buffer,
+            part,
+            tag: Tag::Read(key),
+        });
+        self.reads.insert(
+            key,
+            OpenRead {
+                done: Some(order.done),
+                page: order.page,
+                began: order.began,
+            },
+        );
+    }
+
+    fn open_write(&mut self, order: WriteOrder) {
+        let key = self.key();
+        let deadline = order.began + self.bounds.write;
+        self.deadlines.insert((deadline, Tagged::Write(key)));
+        let bytes = order.buffer.len();
+        self.waiting_writes.push_back(Transfer {
+            operation: Operation::Write,
+            offset: order.room.start.byte_offset(),
+            buffer: order.buffer,
+            part: 0..bytes,
+            tag: Tag::Write(key),
+        });
+        self.writes.insert(
+            key,
+            OpenWrite {
+                done: Some(order.done),
+                vm: order.vm,
+                room: order.room,
+                wrote: Wrote {
+                    pages: order.pages,
+                    bytes,
+                },
+                began: order.began,
+            },
+        );
+    }
+
+    fn start_waiting(&mut self, now: Instant) {
+        while let Some(transfer) = self.waiting_reads.pop_front() {
+            if let Start::NoEntry(transfer) = self.start(transfer, now) {
+                self.waiting_reads.push_front(transfer);
+                return;
+            }
+        }
+        while self.writes_in_ring < WRITES_AT_ONCE {
+            let Some(transfer) = self.waiting_writes.pop_front() else {
+                break;
+            };
+            match self.start(transfer, now) {
+                Start::InRing => self.writes_in_ring += 1,
+                Start::Abandoned => {}
+                Start::NoEntry(transfer) => {
+                    self.waiting_writes.push_front(transfer);
+                    return;
+                }
+            }
+        }
+        self.give_back_segments(now);
+    }
+
+    /// Gives a transfer to the ring, unless its request was told meanwhile: then that is closed.
+    fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
+        match transfer.tag {
+            Tag::Read(key) if self.reads.get(&key).is_none_or(|read| read.done.is_none()) => {
+                self.close_read(key, Outcome::Abandoned, now);
+                return Start::Abandoned;
+            }
+            Tag::Write(key)
+                if self
+                    .writes
+                    .get(&key)
+                    .is_none_or(|write| write.done.is_none()) =>
+            {
+                self.close_write(key, Outcome::Abandoned, now);
+                return Start::Abandoned;
+            }
+            _ => {}
+        }
+        match self.io.start(transfer) {
+            Ok(()) => Start::InRing,
+            Err(NotStarted::NoEntry(transfer)) => Start::NoEntry(transfer),
+            Err(NotStarted::BadPart(_)) => unreachable!("a part is made with its buffer"),
+        }
+    }
+
+    /// Gives back segments to which no write is open.
+    fn give_back_segments(&mut self, now: Instant) {
+        let mut later = Vec::new();
+        for segment in std::mem::take(&mut self.punches) {
+            let first = segment.start().0;
+            let part = first..first + SEGMENT_BYTES / SECTOR_BYTES as u64;
+            let is_written = (self.writes.values()).any(|write| part.contains(&write.room.start.0));
+            if is_written || self.writes_in_ring >= WRITES_AT_ONCE {
+                later.push(segment);
+            } else if !self.geometry.discard.is_punch() {
+                self.end_transit(segment);
+            } else {
+                let punch = Transfer {
+                    operation: Operation::Punch {
+                        bytes: SEGMENT_BYTES,
+                    },
+                    offset: segment.start().byte_offset(),
+                    buffer: Buffer::default(),
+                    part: 0..0,
+                    tag: Tag::Punch(segment),
+                };
+                match self.start(punch, now) {
+                    Start::InRing => self.writes_in_ring += 1,
+                    _ => later.push(segment),
+                }
+            }
+        }
+        self.punches = later;
+    }
+
+    fn end_transit(&mut self, segment: SegmentNo) {
+        self.shared.sectors().end_transit(segment);
+        self.shared.note_freed(SEGMENT_BYTES);
+    }
+
+    fn tell_overdue(&mut self, now: Instant) {
+        while let Some(&(deadline, request)) = self.deadlines.first() {
+            if deadline > now {
+                return;
+            }
+            self.deadlines.remove(&(deadline, request));
+            self.shared.note_overdue();
+            match request {
+                Tagged::Read(key) => {
+                    let slow = self.slow(self.bounds.read, now);
+                    if let Some(read) = self.reads.get_mut(&key) {
+                        let began = read.began;
+                        let done = read.done.take();
+                        self.tell_read(done, Err(slow), now - began);
+                    }
+                }
+                Tagged::Write(key) => {
+                    let slow = self.slow(self.bounds.write, now);
+                    if let Some(write) = self.writes.get_mut(&key) {
+                        let (wrote, began) = (write.wrote, write.began);
+                        let done = write.done.take();
+                        self.tell_write(done, Err(slow), wrote, now - began);
+                    }
+                }
+            }
+        }
+    }
+
+    fn slow(&self, bound: Duration, now: Instant) -> TierError {
+        let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
+        self.shared.note(Symptom::Overdue(bound_ms), now);
+        TierError::Slow {
+            kind: TierKind::Disk,
+            bound_ms,
+        }
+    }
+
+    fn tell_read(
+        &self,
+        done: Option<ReadDone>,
+        result: Result<Vec<u8>, TierError>,
+        took: Duration,
+    ) {
+        if let Some(done) = done {
+            self.shared.note_read(&result, took);
+            done.tell(result);
+        }
+    }
+
+    fn tell_write(
+        &self,
+        done: Option<WriteDone>,
+        result: Result<(), TierError>,
+        wrote: Wrote,
+        took: Duration,
+    ) {
+        if let Some(done) = done {
+            self.shared.note_write(&result, wrote, took);
+            done.tell(result);
+        }
+    }
+
+    fn complete(&mut self, completed: Completed<Tag>, now: Instant) {
+        let tag = completed.transfer.tag;
+        if matches!(tag, Tag::Write(_) | Tag::Punch(_)) {
+            self.writes_in_ring -= 1;
+        }
+        match tag {
+            Tag::Punch(segment) => {
+                if let Err(error) = completed.result {
+                    tracing::warn!(%error, "space of the disk tier could not be given back");
+                }
+                self.end_transit(segment);
+            }
+            Tag::Read(key) => match self.outcome(completed) {
+                Outcome::Continued => {}
+                outcome => self.close_read(key, outcome, now),
+            },
+            Tag::Write(key) => match self.outcome(completed) {
+                Outcome::Continued => {}
+                outcome => self.close_write(key, outcome, now),
+            },
+            Tag::ProbeWrite | Tag::ProbeRead => self.probe_went_on(completed, now),
+        }
+    }
+
+    /// How a transfer ended; if it moved a part only, the rest of it waits for an entry.
+    fn outcome(&mut self, completed: Completed<Tag>) -> Outcome {
+        let Completed {
+            mut transfer,
+            result,
+        } = completed;
+        let moved = match result {
+            Ok(moved) => moved,
+            Err(error) => return Outcome::Failed(error),
+        };
+        if moved >= transfer.part.len() {
+            return Outcome::Whole(transfer.buffer);
+        }
+        // Direct I/O goes on at a block only.
+        let blocks = moved - moved % self.geometry.block.bytes();
+        if moved == 0 {
+            return Outcome::End;
+        }
+        if blocks == 0 {
+            return Outcome::Failed(io::ErrorKind::WriteZero.into());
+        }
+        transfer.part.start += blocks;
+        transfer.offset += blocks as u64;
+        match transfer.operation {
+            Operation::Read => self.waiting_reads.push_front(transfer),
+            _ => self.waiting_writes.push_front(transfer),
+        }
+        Outcome::Continued
+    }
+
+    fn close_read(&mut self, key: u64, outcome: Outcome, now: Instant) {
+        let Some(read) = self.reads.remove(&key) else {
+            return;
+        };
+        self.deadlines
+            .remove(&(read.began + self.bounds.read, Tagged::Read(key)));
+        self.shared.inbox().open_reads -= 1;
+        let result = match outcome {
+            Outcome::Whole(buffer) => match buffer.get(read.page) {
+                Some(page) => Ok(page.to_vec()),
+                None => Err(TierError::NotThere(TierKind::Disk)),
+            },
+            Outcome::End => Err(TierError::NotThere(TierKind::Disk)),
+            Outcome::Failed(error) => Err(self.read_error(&error, now)),
+            Outcome::Abandoned | Outcome::Continued => Err(Shared::ended()),
+        };
+        self.tell_read(read.done, result, now - read.began);
+    }
+
+    fn read_error(&self, error: &io::Error, now: Instant) -> TierError {
+        let kind = TierKind::Disk;
+        if is_one_of(error, &LOST) {
+            self.shared.note(Symptom::Lost(error.to_string()), now);
+        }
+        match self.shared.health(now).standing {
+            Standing::Gone { reason } => TierError::Gone { kind, reason },
+            _ => TierError::Io {
+                kind,
+                operation: "a read",
+                reason: error.to_string(),
+            },
+        }
+    }
+
+    fn close_write(&mut self, key: u64, outcome: Outcome, now: Instant) {
+        let Some(write) = self.writes.remove(&key) else {
+            return;
+        };
+        self.deadlines
+            .remove(&(write.began + self.bounds.write, Tagged::Write(key)));
+        self.shared.inbox().open_writes -= 1;
+        let result = match outcome {
+            Outcome::Whole(_) => {
+                self.shared.note(Symptom::Written, now);
+                Ok(())
+            }
+            Outcome::Failed(error) => Err(self.write_error(&error, now)),
+            Outcome::End => Err(self.write_error(&io::ErrorKind::WriteZero.into(), now)),
+            Outcome::Abandoned | Outcome::Continued => Err(Shared::ended()),
+        };
+        if result.is_err() || write.done.is_none() {
+            self.free_room(write.vm, write.room);
+        }
+        self.tell_write(write.done, result, write.wrote, now - write.began);
+    }
+
+    fn write_error(&self, error: &io::Error, now: Instant) -> TierError {
+        let kind = TierKind::Disk;
+        if is_one_of(error, &FULL) {
+            self.shared.note_full(now);
+            return TierError::Full(kind);
+        }
+        let symptom = match is_one_of(error, &LOST) {
+            true => Symptom::Lost(error.to_string()),
+            false => Symptom::WriteFailed(error.to_string()),
+        };
+        self.shared.note(symptom, now);
+        match self.shared.health(now).standing {
+            Standing::Gone { reason } => TierError::Gone { kind, reason },
+            _ => TierError::Io {
+                kind,
+                operation: "a write",
+                reason: error.to_string(),
+            },
+        }
+    }
+
+    /// The room of a batch that was not written. Its VM may have ended meanwhile, and its segments with it.
+    fn free_room(&mut self, vm: VmId, room: Room) {
+        if let Ok(emptied) = self.shared.free(vm, room.start, room.sectors) {
+            self.punches.extend(emptied);
+        }
+    }
+
+    fn probe_if_due(&mut self, now: Instant) {
+        let due = self.shared.probe_due().is_some_and(|due| due <= now);
+        if !due || self.probe.is_some() {
+            return;
+        }
+        self.probes = self.probes.wrapping_add(1);
+        let mut buffer = Buffer::zeroed(PROBE_BYTES);
+        buffer.fill(self.probes);
+        self.probe = Some((now, self.probes));
+        self.start_probe(Operation::Write, buffer, Tag::ProbeWrite, now);
+    }
+
+    fn start_probe(&mut self, operation: Operation, buffer: Buffer, tag: Tag, now: Instant) {
+        let probe = Transfer {
+            operation,
+            offset: PROBE_OFFSET,
+            buffer,
+            part: 0..PROBE_BYTES,
+            tag,
+        };
+        if let Start::NoEntry(_) = self.start(probe, now) {
+            let busy = "all entries of the ring are in use".to_owned();
+            self.end_probe(Symptom::ProbeFailed(busy), now);
+        }
+    }
+
+    fn probe_went_on(&mut self, completed: Completed<Tag>, now: Instant) {
+        let Some((began, wrote)) = self.probe else {
+            return;
+        };
+        let transfer = completed.transfer;
+        let failed = match completed.result {
+            Err(error) => Some(error.to_string()),
+            Ok(moved) if moved < PROBE_BYTES => Some(format!("{moved} bytes of a probe moved")),
+            Ok(_) if now - began >= self.bounds.write => Some("it is still slow".to_owned()),
+            Ok(_) if transfer.buffer.iter().any(|byte| *byte != wrote) => {
+                Some("it returned other bytes than were written".to_owned())
+            }
+            Ok(_) => None,
+        };
+        match (failed, transfer.tag) {
+            (Some(reason), _) => self.end_probe(Symptom::ProbeFailed(reason), now),
+            (None, Tag::ProbeWrite) => {
+                let buffer = Buffer::zeroed(PROBE_BYTES);
+                self.start_probe(Operation::Read, buffer, Tag::ProbeRead, now);
+            }
+            (None, _) => self.end_probe(Symptom::ProbeDone, now),
+        }
+    }
+
+    fn end_probe(&mut self, symptom: Symptom, now: Instant) {
+        self.probe = None;
+        self.shared.note(symptom, now);
+    }
+}
+
+fn is_one_of(error: &io::Error, numbers: &[i32]) -> bool {
+    error
+        .raw_os_error()
+        .is_some_and(|number| numbers.contains(&number))
+}

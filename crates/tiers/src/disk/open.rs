@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Opening a disk tier, and the reasons to refuse it.
+//!
+//! ```text
+//!   │ header, 4 KiB │ probes, 4 KiB │ …                │ segment 1 │ segment 2 │ …
+//!   └──────────── segment 0, given to nobody ──────────┘
+//! ```
+//! The tier writes over whatever it finds, so it takes only what is its own: a file that it creates, one that
+//! begins with its header, or a device whose first [`HEAD_BYTES`] are zeros. Nothing in the header is
+//! believed beyond that.
+//!
+//! The path is looked at without following it and then opened by what was found there, so nobody can put
+//! something else in its place between the look and the opening.
+
+use super::io::{Discard, Ground};
+use crate::bitmap::BlockSize;
+use crate::extent::SEGMENT_BYTES;
+use pagetide_sys::file_ring::Buffer;
+use pagetide_sys::memory_file::{GuestFile, Locked};
+use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags};
+use rustix::io::Errno;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// What a device must have at its start if it has no header: the places where partition tables and file
+/// systems have theirs.
+const HEAD_BYTES: usize = 128 << 10;
+const HEADER_BYTES: usize = 4096;
+const MAGIC: &[u8; 24] = b"Pagetide disk tier, v1\n\0";
+/// The least that makes a tier: segment 0 and one more.
+const SEGMENTS_MIN: u64 = 2;
+/// Space of a file system that is left to others ...
+const LEFT_FREE_BYTES_MAX: u64 = 1 << 30;
+/// ... or, if that is less, one part in so many.
+const LEFT_FREE_PART: u64 = 20;
+/// How long a lock is waited for: that of a killed daemon falls when its last I/O is done.
+const LOCK_TIME: Duration = Duration::from_secs(10);
+/// How often it is looked whether a device is free.
+const POLL: Duration = Duration::from_millis(2);
+const TMPFS_MAGIC: i128 = 0x0102_1994;
+const RAMFS_MAGIC: i128 = 0x8584_58f6;
+
+/// Why a disk cannot be a tier.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// The kernel refused something.
+    #[error("disk tier {path}: {operation} failed: {source}")]
+    Kernel {
+        /// The tier.
+        path: PathBuf,
+        /// What was tried.
+        operation: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// It is not a file or block device.
+    #[error(
+        "disk tier {0}: it is neither a file nor a block device; name the file itself, not a link to it"
+    )]
+    NotADisk(PathBuf),
+    /// Others can change it.
+    #[error(
+        "disk tier {0}: it belongs to another user, or others may write to it (chown, chmod 600)"
+    )]
+    OthersCanWrite(PathBuf),
+    /// It is memory.
+    #[error("disk tier {0}: it is in memory itself ({1}), where stored pages would gain nothing")]
+    InMemory(PathBuf, &'static str),
+    /// The kernel swaps to it.
+    #[error("disk tier {0}: the kernel swaps to it (/proc/swaps)")]
+    IsSwap(PathBuf),
+    /// There is something else in it.
+    #[error(
+        "disk tier {0}: there is something else in it, which would be lost; wipe it first (wipefs, blkdiscard), or name another"
+    )]
+    NotOurs(PathBuf),
+    /// Direct I/O does not work.
+    #[error("disk tier {0}: its file system has no direct I/O in blocks of up to 4,096 bytes")]
+    NoDirectIo(PathBuf),
+    /// No space.
+    #[error(
+        "disk tier {path}: its file system has {free_bytes} bytes free, of which {left_bytes} are left to others"
+    )]
+    FileSystemFull {
+        /// The tier.
+        path: PathBuf,
+        /// Free bytes.
+        free_bytes: u64,
+        /// How many of them a tier never takes.
+        left_bytes: u64,
+    },
+    /// Too small.
+    #[error("disk tier {path}: {bytes} bytes are too few; a tier has at least 32 MiB")]
+    TooSmall {
+        /// The tier.
+        path: PathBuf,
+        /// What it would have.
+        bytes: u64,
+    },
+    /// Somebody else has it.
+    #[error(
+        "disk tier {0}: it is in use by another program, or the I/O of a killed daemon is still under way"
+    )]
+    Held(PathBuf),
+}
+
+/// A file or device that may be a tier.
+#[derive(Debug)]
+pub(super) struct OpenDisk {
+    pub file: OwnedFd,
+    pub block: BlockSize,
+    pub segments: u32,
+    pub discard: Discard,
+}
+
+/// Reports what failed at a path.
+#[derive(Clone, Copy)]
+struct At<'a>(&'a Path);
+
+impl At<'_> {
+    fn failed<E: Into<io::Error>>(self, operation: &'static str) -> impl FnOnce(E) -> DiskError {
+        let path = self.0.to_owned();
+        move |source| DiskError::Kernel {
+            path,
+            operation,
+            source: source.into(),
+        }
+    }
+}
+
+/// Opens `path` as a tier of at most `limit_bytes`.
+pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError> {
+    let at = At(path);
+    let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
+    let found = match rustix::fs::open(
+        path,
+        OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    ) {
+        Ok(found) => found,
+        Err(Errno::NOENT) => {
+            let create = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
+            refuse_memory(path, path.parent().unwrap_or(Path::new(".")))?;
+            let made = rustix::fs::open(path, create, Mode::RUSR | Mode::WUSR);
+            drop(made.map_err(|error| unopened(path, error))?);
+            rustix::fs::open(
+                path,
+                OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+                Mode::empty(),
+            )
+            .map_err(at.failed("open"))?
+        }
+        Err(error) => return Err(at.failed("open")(error)),
+    };
+    let stat = rustix::fs::fstat(&found).map_err(at.failed("fstat"))?;
+    let discard = look_at(path, &stat)?;
+    let link = PathBuf::from(format!("/proc/self/fd/{}", found.as_raw_fd()));
+    let flags = match discard {
+        Discard::Punch => {
+            refuse_memory(path, &link)?;
+            flags
+        }
+        // For a block device: nobody has it mounted or open in the same way.
+        Discard::Keep => {
+            refuse_memory_device(path, &stat)?;
+            flags | OFlags::EXCL
+        }
+    };
+    let end = Instant::now() + LOCK_TIME;
+    let file = loop {
+        match rustix::fs::open(&link, flags, Mode::empty()) {
+            Ok(file) => break file,
+            // A device whose killed user still has I/O under way.
+            Err(Errno::BUSY) if Instant::now() < end => std::thread::sleep(POLL),
+            Err(error) => return Err(unopened(path, error)),
+        }
+    };
+    drop(found);
+    lock(path, &file)?;
+    let mut disk = OpenDisk {
+        block: BlockSize::Bytes4096,
+        segments: segments(path, &file, discard, limit_bytes)?,
+        file,
+        discard,
+    };
+    take_possession(path, &disk)?;
+    disk.block = block_size(path, &disk.file)?;
+    Ok(disk)
+}
+
+fn unopened(path: &Path, error: Errno) -> DiskError {
+    match error {
+        Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
+        Errno::BUSY => DiskError::Held(path.to_owned()),
+        error => At(path).failed("open")(error),
+    }
+}
+
+fn look_at(path: &Path, stat: &Stat) -> Result<Discard, DiskError> {
+    let (discard, foreign_write) = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => (Discard::Punch, Mode::WGRP | Mode::WOTH),
+        // The group of a device is the system's own.
+        FileType::BlockDevice => (Discard::Keep, Mode::WOTH),
+        _ => return Err(DiskError::NotADisk(path.to_owned())),
+    };
+    let owner = rustix::fs::Uid::from_raw(stat.st_uid);
+    let is_ours = owner == rustix::process::geteuid() || owner.is_root();
+    if !is_ours || Mode::from_raw_mode(stat.st_mode).intersects(foreign_write) {
+        return Err(DiskError::OthersCanWrite(path.to_owned()));
+    }
+    // A kernel without swap has no such file.
+    let swaps = std::fs::read("/proc/swaps").unwrap_or_default();
+    if swap_paths(&swaps).iter().any(|swap| is_same(swap, stat)) {
+        return Err(DiskError::IsSwap(path.to_owned()));
+    }
+    Ok(discard)
+}
+
+/// The files and devices in `/proc/swaps`, whose names have blanks and backslashes as octal numbers.
+fn swap_paths(swaps: &[u8]) -> Vec<PathBuf> {
+    let lines = swaps.split(|byte| *byte == b'\n').skip(1);
+    let names = lines.filter_map(|line| line.split(u8::is_ascii_whitespace).next());
+    let names = names.filter(|name| !name.is_empty());
+    names
+        .map(|name| PathBuf::from(OsString::from_vec(unescape(name))))
+        .collect()
+}
+
+fn unescape(name: &[u8]) -> Vec<u8> {
+    let mut plain = Vec::with_capacity(name.len());
+    let mut rest = name;
+    while let Some((&byte, behind)) = rest.split_first() {
+        let code = match (byte, behind.first_chunk()) {
+            (b'\\', Some(digits)) => octal(*digits),
+            _ => None,
+        };
+        plain.push(code.unwrap_or(byte));
+        rest = if code.is_some() { &behind[3..] } else { behind };
+    }
+    plain
+}
+
+fn octal(digits: [u8; 3]) -> Option<u8> {
+    digits.iter().try_fold(0_u8, |code, digit| {
+        let digit = digit.checked_sub(b'0').filter(|digit| *digit < 8)?;
+        code.checked_mul(8)?.checked_add(digit)
+    })
+}
+
+fn is_same(swap: &Path, stat: &Stat) -> bool {
+    rustix::fs::stat(swap).is_ok_and(|other| {
+        let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+        match is_device {
+            true => other.st_rdev == stat.st_rdev && other.st_rdev != 0,
+            false => (other.st_dev, other.st_ino) == (stat.st_dev, stat.st_ino),
+        }
+    })
+}
+
+fn refuse_memory(path: &Path, on: &Path) -> Result<(), DiskError> {
+    let on = if on.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        on
+    };
+    let stat = rustix::fs::statfs(on).map_err(At(path).failed("statfs"))?;
+    match i128::from(stat.f_type) {
+        TMPFS_MAGIC => Err(DiskError::InMemory(path.to_owned(), "tmpfs")),
+        RAMFS_MAGIC => Err(DiskError::InMemory(path.to_owned(), "ramfs")),
+        _ => Ok(()),
+    }
+}
+
+/// RAM disks and zram are memory as well.
+fn refuse_memory_device(path: &Path, stat: &Stat) -> Result<(), DiskError> {
+    let (major, minor) = (
+        rustix::fs::major(stat.st_rdev),
+        rustix::fs::minor(stat.st_rdev),
+    );
+    let link = std::fs::read_link(format!("/sys/dev/block/{major}:{minor}"));
+    let name = match &link {
+        Ok(link) => link.file_name().unwrap_or_default().to_string_lossy(),
+        Err(_) => return Ok(()),
+    };
+    match () {
+        () if name.starts_with("zram") => Err(DiskError::InMemory(path.to_owned(), "zram")),
+        () if name.starts_with("ram") => Err(DiskError::InMemory(path.to_owned(), "a RAM disk")),
+        () => Ok(()),
+    }
+}
+
+/// Locks the open file. The ring keeps it open, and so locked, until its last I/O is done.
+fn lock(path: &Path, file: &OwnedFd) -> Result<(), DiskError> {
+    let copy = file.try_clone().map_err(At(path).failed("dup"))?;
+    match GuestFile::from(copy).lock_exclusive_within(LOCK_TIME) {
+        Ok(Locked::Ours) => Ok(()),
+        Ok(Locked::HeldByAnother) => Err(DiskError::Held(path.to_owned())),
+        Err(error) => Err(At(path).failed("flock")(io::Error::other(error))),
+    }
+}
+
+fn segments(
+    path: &Path,
+    file: &OwnedFd,
+    discard: Discard,
+    limit_bytes: u64,
+) -> Result<u32, DiskError> {
+    let bytes = match discard {
+        Discard::Punch => limit_bytes,
+        Discard::Keep => {
+            let size =
+                rustix::fs::seek(file, SeekFrom::End(0)).map_err(At(path).failed("lseek"))?;
+            limit_bytes.min(size)
+        }
+    };
+    let segments = bytes / SEGMENT_BYTES;
+    if segments < SEGMENTS_MIN {
+        return Err(DiskError::TooSmall {
+            path: path.to_owned(),
+            bytes,
+        });
+    }
+    Ok(u32::try_from(segments).unwrap_or(u32::MAX))
+}
+
+/// Sees that nothing else is there, and writes the header.
+fn take_possession(path: &Path, disk: &OpenDisk) -> Result<(), DiskError> {
+    let mut head = Buffer::zeroed(HEAD_BYTES);
+    let read = read_head(&disk.file, &mut head).map_err(|error| match error {
+        Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
+        error => At(path).failed("read")(error),
+    })?;
+    let is_ours = head.starts_with(MAGIC);
+    let is_blank = head.iter().all(|byte| *byte == 0);
+    // An empty file is blank. One of zeros might be an image of somebody's.
+    if !is_ours && !(is_blank && (read == 0 || disk.discard == Discard::Keep)) {
+        return Err(DiskError::NotOurs(path.to_owned()));
+    }
+    if disk.discard == Discard::Punch {
+        let (free_bytes, left_bytes) = space(&disk.file).map_err(At(path).failed("fstatfs"))?;
+        if free_bytes < left_bytes.saturating_add(SEGMENT_BYTES) {
+            return Err(DiskError::FileSystemFull {
+                path: path.to_owned(),
+                free_bytes,
+                left_bytes,
+            });
+        }
+        rustix::fs::fallocate(&disk.file, FallocateFlags::empty(), 0, HEAD_BYTES as u64)
+            .map_err(At(path).failed("fallocate"))?;
+    }
+    let mut header = Buffer::zeroed(HEADER_BYTES);
+    header[..MAGIC.len()].copy_from_slice(MAGIC);
+    match rustix::io::pwrite(&disk.file, &header, 0) {
+        Ok(HEADER_BYTES) => Ok(()),
+        Ok(_) => Err(At(path).failed("write")(Errno::IO)),
+        Err(Errno::INVAL) => Err(DiskError::NoDirectIo(path.to_owned())),
+        Err(error) => Err(At(path).failed("write")(error)),
+    }
+}
+
+fn read_head(file: &OwnedFd, head: &mut [u8]) -> Result<usize, Errno> {
+    let mut done = 0;
+    while done < head.len() {
+        match rustix::io::pread(file, &mut head[done..], done as u64) {
+            Ok(0) => break,
+            // Direct I/O goes on at a block only; a file may end anywhere.
+            Ok(more) if more % HEADER_BYTES != 0 => return Ok(done + more),
+            Ok(more) => done += more,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(done)
+}
+
+/// The blocks of direct I/O, as the kernel names them; 4,096 bytes if it does not.
+fn block_size(path: &Path, file: &OwnedFd) -> Result<BlockSize, DiskError> {
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
+        .map_err(At(path).failed("statx"))?;
+    let is_known = stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
+    match stat.stx_dio_offset_align {
+        _ if !is_known => Ok(BlockSize::Bytes4096),
+        1..=512 => Ok(BlockSize::Bytes512),
+        513..=4096 => Ok(BlockSize::Bytes4096),
+        _ => Err(DiskError::NoDirectIo(path.to_owned())),
+    }
+}
+
+/// Free bytes of the file system, and how many of them are left to others.
+fn space(file: &OwnedFd) -> Result<(u64, u64), Errno> {
+    let stat = rustix::fs::fstatvfs(file)?;
+    let size = stat.f_blocks.saturating_mul(stat.f_frsize);
+    let free_bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
+    Ok((free_bytes, LEFT_FREE_BYTES_MAX.min(size / LEFT_FREE_PART)))
+}
+
+impl OpenDisk {
+    /// Gives bytes that nobody needs back to the file system, if there is one and it has holes.
+    pub fn punch(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        if self.discard == Discard::Keep {
+            return Ok(());
+        }
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match rustix::fs::fallocate(&self.file, how, offset, bytes) {
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            result => Ok(result?),
+        }
+    }
+}
+
+impl Ground for OpenDisk {
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        if self.discard == Discard::Keep {
+            return Ok(());
+        }
+        Ok(rustix::fs::fallocate(
+            &self.file,
+            FallocateFlags::empty(),
+            offset,
+            bytes,
+        )?)
+    }
+
+    fn free_bytes(&self) -> io::Result<Option<u64>> {
+        if self.discard == Discard::Keep {
+            return Ok(None);
+        }
+        let (free_bytes, left_bytes) = space(&self.file)?;
+        Ok(Some(free_bytes.saturating_sub(left_bytes)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn swap_files_are_found_by_what_they_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let swap = dir.path().join("swap file");
+        std::fs::write(&swap, "").unwrap();
+        std::fs::write(dir.path().join("other"), "").unwrap();
+        let listed = swap.to_str().unwrap().replace(' ', "\\040");
+        let swaps =
+            format!("Filename\t\tType\n/dev/none partition 1 0 -2\n{listed}\tfile 9 0 -3\n");
+        let paths = swap_paths(swaps.as_bytes());
+        assert_eq!(paths, [PathBuf::from("/dev/none"), swap.clone()]);
+        let is_swap = |path: &Path| {
+            let stat = rustix::fs::stat(path).unwrap();
+            paths.iter().any(|swap| is_same(swap, &stat))
+        };
+        assert!(is_swap(&swap));
+        std::fs::hard_link(&swap, dir.path().join("again")).unwrap();
+        assert!(is_swap(&dir.path().join("again")), "by another name");
+        assert!(!is_swap(&dir.path().join("other")));
+        assert!(!is_swap(Path::new("/dev/null")));
+        assert_eq!(unescape(b"a\\040b\\134\\08\\777"), b"a b\\\\08\\777");
+    }
+}

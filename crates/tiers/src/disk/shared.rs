@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the callers of a disk tier and its thread share: sectors, orders that wait, the record.
+//!
+//! Three locks, none of which is held while another is taken or a duty is told.
+
+use crate::batch::SECTOR_BYTES;
+use crate::extent::{SectorError, Sectors, SegmentNo};
+use crate::figures::Latencies;
+use crate::health::{Health, Pulse, Standing, Symptom};
+use crate::{ReadDone, Room, SectorNo, TierError, TierFigures, TierKind, VmId, WriteDone};
+use pagetide_sys::file_ring::Buffer;
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Reads that may be open at a time: each is a fault that waits, or readahead.
+pub(super) const READS_MAX: usize = 1024;
+/// Batches that may be open at a time: each is up to 2 MiB of memory.
+pub(super) const WRITES_MAX: usize = 16;
+/// A disk that was full is tried again when so much was freed ...
+const FREED_ENOUGH_BYTES: u64 = 1 << 20;
+/// ... or after this time, as others may have freed space of the same file system.
+const FULL_TIME: Duration = Duration::from_secs(10);
+
+/// A page to be read.
+#[derive(Debug)]
+pub(super) struct ReadOrder {
+    /// Offset of the first whole block.
+    pub offset: u64,
+    /// Memory for whole blocks.
+    pub buffer: Buffer,
+    /// The page within it.
+    pub page: Range<usize>,
+    pub done: ReadDone,
+    pub began: Instant,
+}
+
+/// A batch to be written.
+#[derive(Debug)]
+pub(super) struct WriteOrder {
+    /// Its pages, in whole blocks.
+    pub buffer: Buffer,
+    pub vm: VmId,
+    pub room: Room,
+    pub pages: usize,
+    pub done: WriteDone,
+    pub began: Instant,
+}
+
+/// Orders that the thread has not taken yet, and how many are open.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    pub reads: VecDeque<ReadOrder>,
+    pub writes: VecDeque<WriteOrder>,
+    /// Segments in transit, bounded by those of the disk.
+    pub punches: VecDeque<SegmentNo>,
+    /// Taken or not, and not done.
+    pub open_reads: usize,
+    pub open_writes: usize,
+    /// The tier ends, or has ended.
+    pub over: bool,
+}
+
+/// When a disk was full, and what was freed since.
+#[derive(Debug, Clone, Copy)]
+struct Full {
+    since: Instant,
+    freed_bytes: u64,
+}
+
+/// Health and figures.
+#[derive(Debug)]
+struct Record {
+    pulse: Pulse,
+    full: Option<Full>,
+    figures: TierFigures,
+    reads: Latencies,
+    writes: Latencies,
+}
+
+/// See the module documentation.
+pub(super) struct Shared {
+    sectors: Mutex<Sectors>,
+    inbox: Mutex<Inbox>,
+    record: Mutex<Record>,
+}
+
+impl Shared {
+    pub fn new(sectors: Sectors, limit_bytes: u64, now: Instant) -> Self {
+        Self {
+            sectors: Mutex::new(sectors),
+            inbox: Mutex::default(),
+            record: Mutex::new(Record {
+                pulse: Pulse::new(now),
+                full: None,
+                figures: TierFigures {
+                    limit_bytes,
+                    ..TierFigures::default()
+                },
+                reads: Latencies::default(),
+                writes: Latencies::default(),
+            }),
+        }
+    }
+
+    pub fn sectors(&self) -> MutexGuard<'_, Sectors> {
+        self.sectors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn record(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn health(&self, now: Instant) -> Health {
+        let record = self.record();
+        let health = record.pulse.health();
+        match record.full {
+            Some(full) if health.standing == Standing::Working && full.lasts(now) => Health {
+                standing: Standing::Full,
+                since: full.since,
+            },
+            _ => health.clone(),
+        }
+    }
+
+    pub fn note(&self, symptom: Symptom, now: Instant) {
+        let mut record = self.record();
+        let changed = record.pulse.note(symptom, now).cloned();
+        drop(record);
+        if let Some(standing) = changed {
+            tracing::warn!(?standing, "the disk tier stands otherwise");
+        }
+    }
+
+    pub fn probe_due(&self) -> Option<Instant> {
+        self.record().pulse.probe_due()
+    }
+
+    pub fn note_full(&self, now: Instant) {
+        let mut record = self.record();
+        if record.full.is_none_or(|full| !full.lasts(now)) {
+            record.full = Some(Full {
+                since: now,
+                freed_bytes: 0,
+            });
+        }
+    }
+
+    /// Frees sectors of a page or a batch. Returns a segment that nobody needs any more.
+    pub fn free(
+        &self,
+        vm: VmId,
+        start: SectorNo,
+        sectors: u16,
+    ) -> Result<Option<SegmentNo>, SectorError> {
+        let emptied = self.sectors().free(vm, start, sectors)?;
+        self.note_freed(u64::from(sectors) * SECTOR_BYTES as u64);
+        Ok(emptied)
+    }
+
+    pub fn note_freed(&self, bytes: u64) {
+        if let Some(full) = &mut self.record().full {
+            full.freed_bytes += bytes;
+        }
+    }
+
+    pub fn note_refused(&self) {
+        self.record().figures.refused += 1;
+    }
+
+    /// A read was answered, with so many bytes of a page or with an error.
+    pub fn note_read(&self, result: &Result<Vec<u8>, TierError>, took: Duration) {
+        let mut record = self.record();
+        match result {
+            Ok(page) => {
+                record.figures.pages_read += 1;
+                record.figures.read_bytes += page.len() as u64;
+                record.reads.record(took);
+            }
+            Err(_) => record.figures.read_errors += 1,
+        }
+    }
+
+    /// The write of a batch was answered.
+    pub fn note_write(&self, result: &Result<(), TierError>, wrote: Wrote, took: Duration) {
+        let mut record = self.record();
+        match result {
+            Ok(()) => {
+                record.figures.batches_written += 1;
+                record.figures.pages_written += wrote.pages as u64;
+                record.figures.written_bytes += wrote.bytes as u64;
+                record.writes.record(took);
+            }
+            Err(_) => record.figures.write_errors += 1,
+        }
+    }
+
+    pub fn note_overdue(&self) {
+        self.record().figures.overdue += 1;
+    }
+
+    pub fn figures(&self) -> TierFigures {
+        let stored_bytes = self.sectors().used_bytes();
+        let record = self.record();
+        TierFigures {
+            stored_bytes,
+            read_latency: record.reads.latency(),
+            write_latency: record.writes.latency(),
+            ..record.figures
+        }
+    }
+
+    /// Why no request is taken any more.
+    pub fn ended() -> TierError {
+        TierError::Gone {
+            kind: TierKind::Disk,
+            reason: "it has ended".to_owned(),
+        }
+    }
+}
+
+/// What a batch brought to the disk.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wrote {
+    pub pages: usize,
+    pub bytes: usize,
+}
+
+impl Full {
+    fn lasts(&self, now: Instant) -> bool {
+        self.freed_bytes < FREED_ENOUGH_BYTES
+            && now.saturating_duration_since(self.since) < FULL_TIME
+    }
+}
