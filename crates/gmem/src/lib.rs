@@ -55,9 +55,9 @@ pub use mmu::{
 };
 pub use paging::{
     Admission, Cause, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault,
-    FaultOutcome, GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, NoRoom,
-    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Readahead, Reply,
-    Served, StoreError, Unlimited, VolatileWords, Wait, WordArray, recovery,
+    FaultOutcome, GrowthError, Incidents, Installed, MemoryCounters, MemoryParts, Move, NoRoom,
+    Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError, Readahead,
+    Relocated, Reply, Served, StoreError, Unlimited, VolatileWords, Wait, WordArray, recovery,
 };
 pub use region::{MapOptions, Mapped, Placement, Protection, Region};
 pub use set::MappingSet;

@@ -34,6 +34,7 @@ pub mod budget;
 pub mod candidates;
 mod cells;
 mod chunks;
+pub mod demotion;
 mod dense_links;
 mod links;
 pub mod prefetch;

@@ -97,6 +97,13 @@ impl Taken {
         }
     }
 
+    fn as_words(&self) -> &[u64] {
+        match self {
+            Self::Few(word) => std::slice::from_ref(word),
+            Self::Many(words) => &words[..],
+        }
+    }
+
     fn bytes(&self) -> u64 {
         match self {
             Self::Few(_) => 0,
@@ -221,6 +228,12 @@ impl Slots {
         bytes.div_ceil(64).max(1)
     }
 
+    /// Bytes of a slot of `units`.
+    #[must_use]
+    pub const fn bytes_in(units: u32) -> u64 {
+        units as u64 * SLOT_UNIT_BYTES
+    }
+
     /// Allocates a slot for `bytes` of content (at most [`SLOT_UNITS_MAX`] units).
     ///
     /// # Errors
@@ -342,6 +355,22 @@ impl Slots {
         } else {
             self.partial[units as usize].insert(number);
         }
+    }
+
+    /// True if content of `bytes` may be in `slot`: a slot of that size is taken there.
+    #[must_use]
+    pub fn is_taken(&self, slot: SlotNo, bytes: u32) -> bool {
+        let units = Self::units_for(bytes);
+        let Some(chunk) = self.chunks.get(slot.chunk() as usize) else {
+            return false;
+        };
+        let within = slot.0 % u64::from(UNITS_PER_CHUNK);
+        if chunk.units() != units || !within.is_multiple_of(u64::from(units)) {
+            return false;
+        }
+        let (word, bit) = position(slot, units);
+        let taken = chunk.taken.as_words().get(word);
+        taken.is_some_and(|taken| taken & bit != 0)
     }
 
     /// Records content that a dead predecessor stored.
@@ -495,6 +524,13 @@ mod tests {
                 live.remove(&at);
             }
             if step % 1_000 == 0 {
+                for unit in 0..40 * u64::from(UNITS_PER_CHUNK) {
+                    let bytes = live.get(&(unit * SLOT_UNIT_BYTES));
+                    let is_known = |bytes: &u32| slots.is_taken(SlotNo(unit), *bytes);
+                    assert!(bytes.is_none_or(is_known));
+                    let free = bytes.is_some() || !slots.is_taken(SlotNo(unit), 64);
+                    assert!(free, "unit {unit}");
+                }
                 slots.take_empty_chunks(1);
                 assert!(slots.chunk_bytes() >= slots.used_bytes() + slots.free_bytes());
             }

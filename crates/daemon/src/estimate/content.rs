@@ -3,7 +3,7 @@
 
 use pagetide_addr::PageNo;
 use pagetide_random::SplitMix64;
-use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
+use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed, repeated_word};
 
 use super::heat::ratio;
 
@@ -37,6 +37,10 @@ impl Contents {
     /// Adds the content of one page.
     pub fn take(&mut self, page: PageNo, content: &[u8; PAGE]) {
         self.pages += 1;
+        // Kept in its word alone.
+        if repeated_word(content).is_some_and(|word| word != 0) {
+            return;
+        }
         match self.packer.pack(Seed(0), page, content) {
             None => self.zero_pages += 1,
             Some(stored) => {

@@ -34,6 +34,8 @@ pub struct Fault {
 pub struct MemoryCounters {
     /// Pages that a fault made present from stored content, zeros included.
     pub filled_pages: Count,
+    /// Stored pages whose content was moved to another place of the store.
+    pub relocated_pages: Count,
     /// Absent pages that a device had written whole, made present with its bytes: their stored
     /// content was dropped without being loaded.
     pub overwritten_pages: Count,

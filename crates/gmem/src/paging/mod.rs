@@ -8,7 +8,7 @@
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
 //! [`memory`] (the parts), `fill`, [`overwrite`], [`readahead`], [`serve`] (the one entry),
-//! [`eviction`], [`growth`], [`recovery`].
+//! [`eviction`], [`relocate`], [`growth`], [`recovery`].
 
 pub mod eviction;
 pub mod fault;
@@ -23,6 +23,7 @@ pub mod overwrite;
 pub mod place;
 pub mod readahead;
 pub mod recovery;
+pub mod relocate;
 pub mod serve;
 #[cfg(all(test, not(loom)))]
 mod serve_tests;
@@ -39,6 +40,7 @@ pub use memory::{MemoryParts, PagedMemory};
 pub use overwrite::Overwrite;
 pub use place::{Installed, Place, PlaceError};
 pub use readahead::Readahead;
+pub use relocate::{Move, Relocated};
 pub use serve::{Cause, Served, Wait};
 pub use store::{Admission, ContentStore, Incidents, StoreError, Unlimited};
 pub use table::PageTable;

@@ -15,11 +15,13 @@
 //!          └───────────────────────────────────────────── Filling ──► Poisoned
 //!                                                                content lost
 //!
+//!   Stored ── moved: its content is elsewhere now ──► Stored
 //!   Unallocated ── allocate ──► Present or Stored(zero), by what is there
 //!   Present, Evicting, Stored, Poisoned ── deallocate ──► Unallocated
 //! ```
 //! A page in no region is *unallocated*: it is ignored, present or not. Only a page that is not
-//! being filled can become unallocated.
+//! being filled can become unallocated, and only a page that is not being filled can have its
+//! content moved: whoever claims a page loads the content that its word named then.
 //!
 //! The word outlives the process. Each state is written *before* the act that makes it true begins,
 //! or *after* that act is done. At whatever instant the daemon dies, word and presence together
@@ -136,6 +138,8 @@ pub enum Event {
     FoundHole,
     /// A discarded page is left absent instead of being filled with zeros.
     LeftOut,
+    /// The same bytes are stored elsewhere, too: from now on that copy is the page's.
+    Moved(Content),
     /// It becomes part of a region, in the state the place has it; a hole is a page of zeros.
     Allocate(Presence),
     /// It is no longer part of a region; the caller frees its stored content.
@@ -242,6 +246,7 @@ impl PageWord {
             | (PageState::Unallocated, Event::Allocate(Presence::Absent)) => {
                 PageState::Stored(Content::ZERO)
             }
+            (PageState::Stored(_), Event::Moved(content)) => PageState::Stored(content),
             (
                 PageState::Present
                 | PageState::Evicting(_)
@@ -310,6 +315,7 @@ mod tests {
     use super::*;
 
     const C: Content = Content(77);
+    const ELSEWHERE: Content = Content(78);
     const STATES: [PageState; 7] = [
         PageState::Present,
         PageState::Evicting(C),
@@ -319,7 +325,7 @@ mod tests {
         PageState::Poisoned,
         PageState::Unallocated,
     ];
-    const EVENTS: [Event; 12] = [
+    const EVENTS: [Event; 13] = [
         Event::Commit(C),
         Event::Punched,
         Event::StillPresent,
@@ -329,6 +335,7 @@ mod tests {
         Event::ContentLost,
         Event::FoundHole,
         Event::LeftOut,
+        Event::Moved(ELSEWHERE),
         Event::Allocate(Presence::Present),
         Event::Allocate(Presence::Absent),
         Event::Deallocate,
@@ -342,6 +349,7 @@ mod tests {
             (PageState::Evicting(c), Event::Punched) => PageState::Stored(c),
             (PageState::Evicting(_), Event::StillPresent) => PageState::Present,
             (PageState::Stored(c), Event::Claim) => PageState::Filling(c),
+            (PageState::Stored(_), Event::Moved(to)) => PageState::Stored(to),
             (PageState::Filling(_), Event::Installed) => PageState::Present,
             (PageState::Filling(c), Event::InstallFailed) => PageState::Stored(c),
             (PageState::Filling(_), Event::ContentLost) => PageState::Poisoned,

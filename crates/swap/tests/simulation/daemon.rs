@@ -23,7 +23,8 @@ use pagetide_policy::{
     swap_in::Together,
 };
 use pagetide_swap::{
-    DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
+    Demoter, DirectReclaim, Evictor, HeatCost, Limit, Pace, Pool, PoolStore, PoolWords, Reclaimer,
+    demoter::DemotionStop,
     evictor::EvictorError,
     limit::MakeRoom as _,
     reclaim::{Need, Reach, Took, UNMAPPED_MIN},
@@ -83,6 +84,10 @@ pub enum Task {
     MakeRoom {
         pages: u64,
     },
+    /// Stored pages of the section are packed anew.
+    Demote {
+        section: SectionNo,
+    },
     Trim,
     CorrectLimit,
     /// Memory was plugged.
@@ -139,6 +144,22 @@ impl Task {
             wanted,
             pages_max,
         })
+    }
+}
+
+/// The pace of work in which anything may happen between two steps.
+struct Between(Life);
+
+impl Pace for Between {
+    fn go_on(&self) -> bool {
+        self.may_stay()
+    }
+
+    fn may_stay(&self) -> bool {
+        match self.0.enter(Call::Unlocked) {
+            Some(mut state) => state.random.below(8) > 0,
+            None => false,
+        }
     }
 }
 
@@ -344,6 +365,7 @@ impl Daemon {
             Task::KeepReady { pages } => self.keep_ready(pages),
             Task::SwapIn { section } => self.swap_in(section),
             Task::MakeRoom { pages } => self.take_directly(pages),
+            Task::Demote { section } => self.demote(section),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
                 let resident = self.life.world.lock().resident_pages();
@@ -427,6 +449,10 @@ impl Daemon {
             limit.evicted(pages);
             ControlFlow::Continue(())
         });
+        if let Ok(report) = &done {
+            let coverage = &mut self.life.world.lock().coverage;
+            coverage.same_filled_pages += report.same_filled_pages;
+        }
         match done {
             Ok(report) if !report.refused.is_empty() => self.life.expect_full(),
             Ok(_)
@@ -502,6 +528,21 @@ impl Daemon {
         if let Some(wanted) = reclaimer.wanted_back(now) {
             reclaimer.swap_in(|| now, wanted, SECTION_PAGES, &|| true);
         }
+    }
+
+    fn demote(&self, section: SectionNo) {
+        let _frame = self.life.frame(Frame::Evict);
+        let mut demoter = Demoter::new(self.space.clone(), self.store.clone());
+        let done = demoter.demote(section, &Between(self.life.clone()));
+        match done.stop {
+            None | Some(DemotionStop::Paced) => {}
+            Some(DemotionStop::Store(why)) if why.is_full() => {}
+            Some(why) => self.life.expect_trouble(&why),
+        }
+        let coverage = &mut self.life.world.lock().coverage;
+        coverage.demoted_pages += done.pages;
+        // The guest needed some of them, or they were evicted anew, while they were copied.
+        coverage.demotions_in_vain += u64::from(done.unused_pages > 0);
     }
 
     /// Beside the reclaimer, and beside others that do the same.
