@@ -269,24 +269,7 @@ impl Pool {
             0 => page_count,
             capacity => capacity,
         };
-        let whole = page_count <= capacity_pages
-            && (1..=PAGES_MAX).contains(&capacity_pages)
-            && words_at >= HEADER_BYTES
-            && words_at.is_multiple_of(PAGE_BYTES)
-            && words_at
-                .checked_add(capacity_pages * 8)
-                .is_some_and(|end| end <= content_at)
-            && content_at.is_multiple_of(PAGE_BYTES)
-            && content_at
-                .checked_add(content_bytes)
-                .is_some_and(|end| end <= length)
-            && slow::is_table_sound(
-                cell(Cell::ExtentsAt),
-                cell(Cell::ExtentCapacity),
-                cell(Cell::ExtentBytes),
-                length,
-            );
-        if !whole {
+        if !is_whole(cell, capacity_pages, length) {
             return Err(damaged("its sizes contradict one another".into()));
         }
         let allocated_bytes = file.allocated_bytes().map_err(failed)?;
@@ -473,6 +456,25 @@ impl Pool {
     fn cell(&self, cell: Cell) -> &AtomicU64 {
         &self.cells()[cell as usize]
     }
+}
+
+/// The header of a file of `length` bytes does not contradict itself.
+fn is_whole(cell: impl Fn(Cell) -> u64, capacity_pages: u64, length: u64) -> bool {
+    let (page_count, words_at) = (cell(Cell::PageCount), cell(Cell::WordsAt));
+    let (content_at, content_bytes) = (cell(Cell::ContentAt), cell(Cell::ContentBytes));
+    let table = [Cell::ExtentsAt, Cell::ExtentCapacity, Cell::ExtentBytes].map(&cell);
+    page_count <= capacity_pages
+        && (1..=PAGES_MAX).contains(&capacity_pages)
+        && words_at >= HEADER_BYTES
+        && words_at.is_multiple_of(PAGE_BYTES)
+        && words_at
+            .checked_add(capacity_pages * 8)
+            .is_some_and(|end| end <= content_at)
+        && content_at.is_multiple_of(PAGE_BYTES)
+        && content_at
+            .checked_add(content_bytes)
+            .is_some_and(|end| end <= length)
+        && slow::is_table_sound(table, length)
 }
 
 #[cfg(test)]

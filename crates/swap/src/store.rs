@@ -11,6 +11,7 @@
 //! cap and of the tmpfs. Else it would be full and have room by turns near its cap, each time for a few pages,
 //! and each time fills would wait for them. Only a cap that was changed is no reason to wait.
 
+mod held;
 mod holding;
 mod tiers;
 
@@ -26,7 +27,7 @@ use crate::{
         unpack,
     },
 };
-use holding::Held;
+use held::Held;
 use pagetide_addr::PageNo;
 use pagetide_gmem::{Content, ContentStore, StoreError};
 use pagetide_sys::memory_file::FileError;

@@ -3,7 +3,8 @@
 
 use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{
-    AddressSpace, Cause, Content, Fault, MemoryParts, PageState, Place as _, RegionRequest, Wait,
+    AddressSpace, Cause, Content, Fault, Installed, MemoryParts, PageState, Place as _,
+    RegionRequest, Wait,
     fake::{self, FakeMmu, FakePlace},
 };
 use pagetide_policy::{
@@ -74,6 +75,11 @@ fn content(page: PageNo, version: u64) -> [u8; PAGE] {
     bytes
 }
 
+fn put(place: &FakePlace, page: PageNo, version: u64) {
+    let installed = place.install(page, &content(page, version));
+    assert_eq!(installed.unwrap(), Installed::Installed);
+}
+
 struct Rig {
     place: Arc<FakePlace>,
     space: Arc<AddressSpace>,
@@ -88,7 +94,7 @@ impl Rig {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let place = Arc::new(FakePlace::default());
         for page in PageNo(0).run(PAGES).iter() {
-            place.install(page, &content(page, 0)).unwrap();
+            put(&place, page, 0);
         }
         let pool = Pool::create_empty(&folder.path().join("vm.pool"), PAGES, 1, b"").unwrap();
         let pool = pool.within(&PoolCap::new(None)).unwrap();
@@ -150,7 +156,7 @@ impl Rig {
     fn rewrite(&self, page: PageNo, version: u64) {
         self.touch(page);
         self.place.discard(page.single()).unwrap();
-        self.place.install(page, &content(page, version)).unwrap();
+        put(&self.place, page, version);
         let alone = PageSet::of_range(page.section(), page.single());
         self.evict(page.section(), &alone);
     }

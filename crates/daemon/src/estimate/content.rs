@@ -95,7 +95,8 @@ mod tests {
         let mut random = SplitMix64::new(1);
         let noise: [u8; PAGE] = std::array::from_fn(|_| random.below(256).to_le_bytes()[0]);
         contents.take(PageNo(0), &[0; PAGE]);
-        contents.take(PageNo(1), &[7; PAGE]);
+        let text: [u8; PAGE] = std::array::from_fn(|at| b"the tide "[at % 9]);
+        contents.take(PageNo(1), &text);
         contents.take(PageNo(2), &noise);
         contents.take(PageNo(3), &[0; PAGE]);
         assert_eq!(contents.pages(), 4);
@@ -104,6 +105,10 @@ mod tests {
         assert!(contents.lz4_ratio() > 0.0 && contents.lz4_ratio() < 0.05);
         // An uncompressed page takes its CRC and the rest of a slot beside its bytes.
         assert!(contents.stored_share() > 0.25 && contents.stored_share() < 0.27);
+        // Kept in its word alone.
+        let before = contents.stored_bytes;
+        contents.take(PageNo(4), &[7; PAGE]);
+        assert_eq!((contents.pages(), contents.stored_bytes), (5, before));
     }
 
     #[test]

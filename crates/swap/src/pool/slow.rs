@@ -128,13 +128,8 @@ pub(super) fn draw_key() -> Result<SlowKey, PoolError> {
     Ok(SlowKey(key))
 }
 
-/// Checks what the header of a pool of `length` bytes says of its table.
-pub(super) fn is_table_sound(
-    extents_at: u64,
-    capacity: u64,
-    with_memory: u64,
-    length: u64,
-) -> bool {
+/// Checks what the header of a pool of `length` bytes says of its table: place, capacity, bytes with memory.
+pub(super) fn is_table_sound([extents_at, capacity, with_memory]: [u64; 3], length: u64) -> bool {
     if extents_at == 0 {
         return capacity == 0 && with_memory == 0;
     }

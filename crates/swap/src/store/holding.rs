@@ -12,34 +12,8 @@
 //! A word that names a held slot after it was held names what is in it, until the slot is released.
 
 use super::PoolStore;
-use crate::{slots::Slots, tier::InPool};
+use crate::tier::{InPool, Located};
 use pagetide_gmem::Content;
-
-/// Slots that are held, and whether each was freed meanwhile.
-#[derive(Debug, Default)]
-pub(super) struct Held {
-    slots: Vec<(InPool, Fate)>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fate {
-    InUse,
-    Freed,
-}
-
-impl Held {
-    /// Frees a slot, now or when it is released.
-    pub fn free(&mut self, slots: &mut Slots, freed: InPool) {
-        let held = self.slots.iter_mut().find(|(held, _)| *held == freed);
-        match held {
-            Some((_, fate)) => {
-                assert_eq!(*fate, Fate::InUse, "slot {:?} freed twice", freed.slot);
-                *fate = Fate::Freed;
-            }
-            None => slots.free(freed.slot, freed.bytes),
-        }
-    }
-}
 
 /// See the module. While it lives, nobody else holds slots of the store.
 #[derive(Debug)]
@@ -56,10 +30,10 @@ impl PoolStore {
     #[must_use]
     pub fn hold(&self, contents: impl Iterator<Item = InPool>) -> Holding<'_> {
         let mut space = self.lock();
-        assert!(space.held.slots.is_empty(), "slots are held already");
+        assert!(space.held.is_empty(), "slots are held already");
         for content in contents {
             if space.slots.is_taken(content.slot, content.bytes) {
-                space.held.slots.push((content, Fate::InUse));
+                space.held.hold(content);
             }
         }
         drop(space);
@@ -71,24 +45,17 @@ impl Holding<'_> {
     /// True if the slot of `content` is held.
     #[must_use]
     pub fn holds(&self, content: Content) -> bool {
-        let located = crate::tier::Located::of(content);
-        let Some(in_pool) = located.ok().and_then(crate::tier::Located::in_pool) else {
-            return false;
-        };
-        let space = self.store.lock();
-        space.held.slots.iter().any(|(held, _)| *held == in_pool)
+        match Located::of(content) {
+            Ok(Located::Pool(in_pool)) => self.store.lock().held.holds(in_pool),
+            _ => false,
+        }
     }
 }
 
 impl Drop for Holding<'_> {
     fn drop(&mut self) {
-        let mut space = self.store.lock();
-        let held = std::mem::take(&mut space.held.slots);
-        for (slot, fate) in held {
-            if fate == Fate::Freed {
-                space.slots.free(slot.slot, slot.bytes);
-            }
-        }
+        let space = &mut *self.store.lock();
+        space.held.release(&mut space.slots);
     }
 }
 
