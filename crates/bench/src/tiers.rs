@@ -84,7 +84,7 @@ fn slot_bytes(bytes: u32) -> u64 {
 pub fn records(page: PageNo) -> [u8; PAGE] {
     let mut random = SplitMix64::stream(page.0, 0x0007_ec04d5);
     // Part of the page that is in use; the rest was never written.
-    let used = 0.72 + 0.56 * (random.unit() - 0.5);
+    let used = 0.62 + 0.56 * (random.unit() - 0.5);
     let heap = 0x7f00_0000_0000 | (random.next_u64() & 0xff_0000_0000);
     let mut bytes = [0; PAGE];
     let records = PAGE / RECORD_BYTES;

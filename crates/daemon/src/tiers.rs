@@ -218,9 +218,10 @@ mod tests {
 
     #[test]
     fn time_until_demotion_is_read_as_written_and_has_bounds() {
-        for text in ["10min", "100ms", "1h"] {
+        for (text, ms) in [("10min", 600_000), ("100ms", 100), ("1h", 3_600_000)] {
             let after: DemoteAfter = text.parse().unwrap();
-            assert_eq!(String::from(after), text);
+            assert_eq!(after, DemoteAfter(Duration::from_millis(ms)));
+            assert_eq!(String::from(after).parse(), Ok(after));
         }
         for text in ["", "0s", "99ms", "-1s", "10", "1year", "170h"] {
             let error = text.parse::<DemoteAfter>().unwrap_err();
