@@ -37,6 +37,7 @@ pub mod pool;
 pub mod real_size;
 pub mod schedule;
 pub mod sim;
+pub mod tiers;
 pub mod tracker;
 
 pub use harness::report::{BenchError, BenchHost, BenchReport};

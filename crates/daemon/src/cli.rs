@@ -32,14 +32,14 @@ pub struct Cli {
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Run the daemon in the foreground; SIGTERM and SIGINT detach every VM and end it
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Take over the RAM of a running VMM
     Attach(AttachArgs),
     /// Show and control VMs
     #[command(subcommand)]
     Vm(VmCommand),
     /// Run the software DPU in a process of its own, or show and control its devices
-    Dpu(DpuArgs),
+    Dpu(Box<DpuArgs>),
     /// What evicted pages take of the host's memory, and its cap
     #[command(subcommand)]
     Pool(PoolCommand),

@@ -34,7 +34,7 @@ use pagetide_report::text::Text;
 /// Executes the command line.
 pub fn execute(cli: Cli) -> Result<(), CommandError> {
     match cli.command {
-        Command::Run(args) => run::run(args),
+        Command::Run(args) => run::run(*args),
         Command::Attach(args) => attach(args),
         Command::Vm(command) => vm(command),
         Command::Host(command) => budget::command::host(command),

@@ -360,18 +360,28 @@ report! {
         fragmented_bytes: u64 => gauge,
         /// Memory that the record of the VM's pages takes: page words, sections, slots, page attributes of devices, heat, policies.
         metadata_bytes: u64 => gauge,
-        /// 1 while there is no room for content and only pages of zeros are evicted, else 0.
+        /// 1 while there is no room for content and only pages of zeros or of one repeated word are evicted, else 0.
         pool_full: u64 => gauge,
         /// Pages whose only content is a stored copy or known to be zero.
         stored_pages: u64 => gauge,
         /// Stored pages that are all zero and take no store.
         zero_pages: u64 => gauge,
+        /// Stored pages that consist of one repeated 32-bit word other than 0, and take no store.
+        same_filled_pages: u64 => gauge,
         /// Stored pages kept compressed by lz4.
         lz4_pages: u64 => gauge,
         /// Stored pages kept as they were, because they do not compress.
         uncompressed_pages: u64 => gauge,
+        /// Stored pages kept compressed by zstd, because they stayed cold.
+        zstd_pages: u64 => gauge,
         /// Bytes that the content of stored pages takes.
         stored_bytes: u64 => gauge,
+        /// Of them, bytes of pages kept compressed by zstd.
+        zstd_bytes: u64 => gauge,
+        /// Stored pages that were packed anew by zstd since the attach.
+        demoted_pages: u64 => counter,
+        /// Bytes of the pool that this has freed.
+        demotion_saved_bytes: u64 => counter,
         /// Pages evicted since the attach.
         evicted_pages: u64 => counter,
         /// Faults of vCPUs on absent pages.

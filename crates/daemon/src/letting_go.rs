@@ -70,7 +70,7 @@ struct Shown {
 
 /// Pages that a detach still has to fill. Zero pages may stay absent.
 fn left_pages(vm: &VmReport) -> u64 {
-    vm.lz4_pages + vm.uncompressed_pages
+    vm.same_filled_pages + vm.lz4_pages + vm.uncompressed_pages + vm.zstd_pages
 }
 
 impl Shown {

@@ -35,3 +35,4 @@ pub mod settings;
 pub mod slo;
 pub mod state_dir;
 pub mod text;
+pub mod tiers;

@@ -35,6 +35,10 @@ report! {
         tmpfs_free_bytes: u64 => gauge,
         /// Content of evicted pages.
         stored_bytes: u64 => gauge,
+        /// Of it, content in the tier zstd.
+        zstd_bytes: u64 => gauge,
+        /// Evicted pages that consist of one repeated 32-bit word other than 0, and take no pool.
+        same_filled_pages: u64 => gauge,
         /// Memory of the pools that is taken for content and holds none.
         fragmented_bytes: u64 => gauge,
         /// Memory that the record of all pages takes, in the pools and in the daemon.

@@ -13,7 +13,8 @@
 //! - [`budget`]: how much memory each VM of a host may have.
 //! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
 //!   [`prefetch`]: which sections are filled before a device asks for them.
-//! - [`swap_in`]: which sections come back before a vCPU asks for them.
+//! - [`swap_in`]: which sections come back before a vCPU asks for them; [`demotion`]: of which stored pages are
+//!   packed anew, smaller.
 //! - [`scheduler`]: when the threads that do all this may use CPU time.
 //!
 //! ```
@@ -34,6 +35,7 @@ pub mod budget;
 pub mod candidates;
 mod cells;
 mod chunks;
+pub mod demotion;
 mod dense_links;
 mod links;
 pub mod prefetch;

@@ -397,6 +397,7 @@ impl Naive {
                 sweeps: self.pages.counts.scans,
                 requested_pages: None,
                 wanted_back: self.selection.wanted_back(),
+                demotion_in: None,
             });
             let until = |time: Duration| {
                 self.pages.now_ms + u64::try_from(time.as_millis()).expect("not for ever")

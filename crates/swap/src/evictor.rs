@@ -5,7 +5,7 @@
 //!   round begun (devices shut out, vCPUs read-only)
 //!     what was touched since it was chosen is spared
 //!     for each run of up to 16 candidates:
-//!        read ─► zero? pack, CRC ─► store ─► commit (word, punch, word)
+//!        read ─► one word? pack, CRC ─► store ─► commit (word, punch, word)
 //!   round ended (what was needed meanwhile has stayed)
 //! ```
 //! Content is in the store before its word names it, and the word names it before the page is
@@ -15,11 +15,12 @@
 //! a fault in the section waits for a commit, and because content packed in vain is wasted work.
 //!
 //! Content that a full store refuses stays where it is, and so do the pages after it that would need
-//! room; pages of zeros go all the same.
+//! room; pages of zeros, and those of one repeated word, go all the same.
 
 use crate::{
+    keeper::{Keeper, Kept, MayTake},
     store::{PoolStore, PutError},
-    tier::{PAGE, Packer, is_zero},
+    tier::{Located, PAGE},
 };
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
@@ -36,6 +37,8 @@ pub struct EvictReport {
     pub evicted_pages: u64,
     /// Of them, pages of zeros.
     pub zero_pages: u64,
+    /// Of them, pages of another word, again and again.
+    pub same_filled_pages: u64,
     /// Candidates that were needed meanwhile, and stayed; and those that `progress` did not want any more.
     pub cancelled_pages: u64,
     /// Candidates that stayed because the store is full.
@@ -65,7 +68,7 @@ pub enum EvictorError {
 pub struct Evictor {
     space: Arc<PagedMemory>,
     store: Arc<PoolStore>,
-    packer: Packer,
+    keeper: Keeper,
     pages: Box<[u8]>,
 }
 
@@ -77,7 +80,7 @@ impl Evictor {
         Self {
             space,
             store,
-            packer: Packer::default(),
+            keeper: Keeper::default(),
             pages,
         }
     }
@@ -101,7 +104,7 @@ impl Evictor {
     }
 
     /// Evicts up to `pages_max` of the `wanted` pages of `section`; while the store is full, all of them
-    /// that are zero. Once the pages are protected,
+    /// that need no room. Once the pages are protected,
     /// `touched` returns those that must stay; `progress` is called after each batch with the number
     /// of pages it evicted, and may end the eviction there.
     ///
@@ -117,7 +120,7 @@ impl Evictor {
     ) -> Result<EvictReport, EvictorError> {
         let space = Arc::clone(&self.space);
         let mut wanted = *wanted;
-        // Of a full store's pages only those of zeros go, and which they are is not known yet.
+        // Of a full store's pages only those of one word go, and which they are is not known yet.
         if self.store.takes_content() {
             trim_to(&mut wanted, section, pages_max);
         }
@@ -158,24 +161,20 @@ impl Evictor {
         round.read(pages, bytes)?;
         let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(to_usize(pages.len()));
         let mut failed = None;
-        let takes_content = self.store.takes_content();
+        let may_take = match self.store.takes_content() {
+            true => MayTake::Room,
+            false => MayTake::Nothing,
+        };
         for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
             if !candidates.contains(page) {
                 continue;
             }
-            if !takes_content && !is_zero(content) {
-                report.refused.insert(page);
-                continue;
-            }
-            let stored = match self.packer.pack(self.store.seed(), page, content) {
-                None => Ok(Content::ZERO),
-                Some(stored) => self.store.put(stored),
-            };
-            match stored {
-                Ok(content) => batch.push((page, content)),
-                Err(error) if error.is_full() => report.refused.insert(page),
-                Err(error) => {
-                    failed = Some(error);
+            match self.keeper.keep(&self.store, page, content, may_take) {
+                Kept::Stored(content) => batch.push((page, content)),
+                Kept::NeedsRoom => report.refused.insert(page),
+                Kept::Refused(why) if why.is_full() => report.refused.insert(page),
+                Kept::Refused(why) => {
+                    failed = Some(why);
                     break;
                 }
             }
@@ -185,10 +184,12 @@ impl Evictor {
             self.store.free(content);
         }
         report.evicted_pages += committed.evicted.len();
-        let zeros = batch
-            .iter()
-            .filter(|(page, content)| content.is_zero() && committed.evicted.contains(*page));
-        report.zero_pages += zeros.count() as u64;
+        let evicted = |(page, _): &&(PageNo, Content)| committed.evicted.contains(*page);
+        for (_, content) in batch.iter().filter(evicted) {
+            let is_same = matches!(Located::of(*content), Ok(Located::Same(_)));
+            report.zero_pages += u64::from(content.is_zero());
+            report.same_filled_pages += u64::from(is_same);
+        }
         match (committed.problem, failed) {
             (Some(problem), _) => Err(problem.into()),
             (None, Some(error)) => Err(error.into()),

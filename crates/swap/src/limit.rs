@@ -31,7 +31,8 @@
 //! spent even so, the fill waits for other VMs' reclaim, as long as it would for its own.
 
 use crate::{
-    host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup, together::FaultedSections,
+    host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup,
+    together::FaultedSections, touched::TouchedSections,
 };
 use pagetide_addr::{DeviceId, SECTION_PAGES, SectionNo};
 use pagetide_gmem::Admission;
@@ -98,6 +99,7 @@ pub struct Limit {
     ruling: Mutex<()>,
     reserve: Reserve,
     faulted: FaultedSections,
+    touched: TouchedSections,
     /// Weak: it evicts the memory that this limit belongs to.
     direct: OnceLock<Weak<dyn MakeRoom>>,
     /// The VM's background work, which is told of faults and of the need for reclaim.
@@ -146,6 +148,7 @@ impl Limit {
             ruling: Mutex::default(),
             reserve: Reserve::default(),
             faulted: FaultedSections::default(),
+            touched: TouchedSections::default(),
             direct: OnceLock::new(),
             work: OnceLock::new(),
             host: OnceLock::new(),
@@ -162,6 +165,12 @@ impl Limit {
     #[must_use]
     pub fn faulted(&self) -> &FaultedSections {
         &self.faulted
+    }
+
+    /// Sections of which stored pages were needed.
+    #[must_use]
+    pub fn touched(&self) -> &TouchedSections {
+        &self.touched
     }
 
     /// From now on `direct` makes room for fills that need it, as long as it lives. Only the first call
@@ -252,6 +261,9 @@ impl Limit {
     /// Pages of `section` were evicted.
     pub fn evicted_from(&self, section: SectionNo, pages: u64) {
         self.evicted(pages);
+        if pages > 0 {
+            self.touched.note_stored(section);
+        }
         if let Some(host) = self.host.get()
             && pages > 0
         {
@@ -612,6 +624,7 @@ impl Admission for Limit {
         {
             host.refilled(section, pages);
         }
+        self.touched.note(section);
         if self.faulted.is_on() {
             self.note_faulted(section);
         }

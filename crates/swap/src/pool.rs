@@ -6,12 +6,14 @@
 //!            │ cell 0  magic     3 page count     6 content room      │ 8-byte cells,
 //!            │      1  version   4 words at       7 CRC seed          │ native byte order
 //!            │      2  sizes     5 content at     8 limit  9 restarts │
-//!            │     14  capacity  32… counters                         │
+//!            │     14  capacity  16… slow tiers   32… counters        │
 //!   4 KiB    │ identity of the VM, JSON, twice (see `pool/identity`)  │
 //!   64 KiB   ├ page words, 8 bytes each, for the whole capacity ──────┤
 //!            │ (a hole where no page was ever allocated)              │
 //!   …        ├ content, in chunks of 64 KiB ──────────────────────────┤
 //!            │ (a hole until a chunk is first used)                   │
+//!   …        ├ table of extents of tiers outside memory ──────────────┤
+//!            │ (a hole from the last that was used, see `pool/slow`)  │
 //!            └────────────────────────────────────────────────────────┘
 //! ```
 //! A VM's memory may grow, so there are words and content room for many more
@@ -35,6 +37,7 @@ mod error;
 mod file;
 mod format;
 mod identity;
+mod slow;
 mod within;
 mod words;
 
@@ -42,6 +45,7 @@ pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
 pub use error::PoolError;
 pub use file::version_at;
 pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
+pub use slow::{ExtentEntry, ExtentError, ExtentNo, KEY_BYTES, SlowKey};
 pub use within::TmpfsRoom;
 pub use words::PoolWords;
 
@@ -183,8 +187,9 @@ impl Pool {
         let content_at = (words_at + capacity_pages * 8).next_multiple_of(CHUNK_BYTES);
         // Every page uncompressed in slots of 65 units, 15 to a chunk, and a chunk for each slot size.
         let content_bytes = (capacity_pages.div_ceil(15) + 128) * CHUNK_BYTES;
-        let length = content_at + content_bytes;
-        rustix::fs::ftruncate(&file, length).map_err(|source| at(path, "ftruncate", source))?;
+        let content_end = content_at + content_bytes;
+        let (extents_at, extent_capacity, length) =
+            slow::lay_out(path, &file, content_end, capacity_pages)?;
         let failed = |source| PoolError::File {
             path: path.to_owned(),
             source,
@@ -219,6 +224,7 @@ impl Pool {
         ] {
             pool.cell(cell).store(value, Ordering::Relaxed);
         }
+        pool.begin_slow(&slow::draw_key()?, extents_at, extent_capacity);
         Ok(pool)
     }
 
@@ -263,18 +269,7 @@ impl Pool {
             0 => page_count,
             capacity => capacity,
         };
-        let whole = page_count <= capacity_pages
-            && (1..=PAGES_MAX).contains(&capacity_pages)
-            && words_at >= HEADER_BYTES
-            && words_at.is_multiple_of(PAGE_BYTES)
-            && words_at
-                .checked_add(capacity_pages * 8)
-                .is_some_and(|end| end <= content_at)
-            && content_at.is_multiple_of(PAGE_BYTES)
-            && content_at
-                .checked_add(content_bytes)
-                .is_some_and(|end| end <= length);
-        if !whole {
+        if !is_whole(cell, capacity_pages, length) {
             return Err(damaged("its sizes contradict one another".into()));
         }
         let allocated_bytes = file.allocated_bytes().map_err(failed)?;
@@ -461,6 +456,25 @@ impl Pool {
     fn cell(&self, cell: Cell) -> &AtomicU64 {
         &self.cells()[cell as usize]
     }
+}
+
+/// The header of a file of `length` bytes does not contradict itself.
+fn is_whole(cell: impl Fn(Cell) -> u64, capacity_pages: u64, length: u64) -> bool {
+    let (page_count, words_at) = (cell(Cell::PageCount), cell(Cell::WordsAt));
+    let (content_at, content_bytes) = (cell(Cell::ContentAt), cell(Cell::ContentBytes));
+    let table = [Cell::ExtentsAt, Cell::ExtentCapacity, Cell::ExtentBytes].map(&cell);
+    page_count <= capacity_pages
+        && (1..=PAGES_MAX).contains(&capacity_pages)
+        && words_at >= HEADER_BYTES
+        && words_at.is_multiple_of(PAGE_BYTES)
+        && words_at
+            .checked_add(capacity_pages * 8)
+            .is_some_and(|end| end <= content_at)
+        && content_at.is_multiple_of(PAGE_BYTES)
+        && content_at
+            .checked_add(content_bytes)
+            .is_some_and(|end| end <= length)
+        && slow::is_table_sound(table, length)
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@
 pub use crate::taken::{ReclaimStop, Reclaimed, Took};
 
 use crate::{
+    demoter::{Demoted, Demoter, DemotionStop},
     direct::{DirectReclaim, TellTaken},
     evictor::Evictor,
     heat::{Heat, HeatCost, HeatReport, SAMPLE_BATCH},
@@ -39,6 +40,7 @@ use pagetide_addr::{PageNo, PageRange, SectionNo};
 use pagetide_gmem::{Cause, PageState, Readahead, Wait};
 use pagetide_policy::{
     candidates::Ready,
+    demotion::{Demotion, Outcome},
     prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
     reclaim::{Attempt, Sections, Selection, Unmapped, is_warm},
@@ -70,6 +72,8 @@ pub struct Reclaimer {
     selection: Selection,
     heat: Heat,
     memory: Memory,
+    demotion: Demotion,
+    demoter: Demoter,
     /// Notified of each section that pages were evicted from.
     taken: TellTaken,
 }
@@ -85,9 +89,12 @@ impl Reclaimer {
     ) -> Self {
         let mut selection = Selection::default();
         selection.follow(evictor.space().table().sections());
+        let demoter = Demoter::new(Arc::clone(evictor.space()), Arc::clone(evictor.store()));
         Self {
             selection,
             heat: Heat::new(cost),
+            demotion: Demotion::default(),
+            demoter,
             memory: Memory {
                 evictor,
                 limit,
@@ -112,6 +119,53 @@ impl Reclaimer {
     pub fn set_times(&mut self, times: SetTimes) {
         self.selection.set_times(times);
         self.heat.set_scan(times.scan);
+    }
+
+    /// From now on, `now`, stored pages of sections that were not touched for `after` are packed anew, smaller.
+    pub fn demote_after(&mut self, after: Duration, now: Duration) {
+        self.demotion.set_after(after);
+        self.memory.limit.touched().begin();
+        self.find_stored(now);
+    }
+
+    /// What is stored already ages from `now`.
+    fn find_stored(&mut self, now: Duration) {
+        let table = self.memory.evictor.space().table();
+        for section in table.sections() {
+            if table.stored_pages(section) > 0 {
+                self.demotion.stored(section, now);
+            }
+        }
+    }
+
+    /// How long it is from `now` to the next section that is to be demoted, if any waits.
+    pub fn demotion_in(&mut self, now: Duration) -> Option<Duration> {
+        if !self.demotion.is_on() {
+            return None;
+        }
+        let touched = self.memory.limit.touched();
+        for section in touched.take_stored() {
+            self.demotion.stored(section, now);
+        }
+        for section in touched.take() {
+            self.demotion.touched(section, now);
+        }
+        self.demotion.due_in(now)
+    }
+
+    /// Packs the pages of the next section that stayed cold anew, smaller, if it is time. Keeps to `pace`.
+    pub fn demote(&mut self, clock: impl Fn() -> Duration, pace: &impl Pace) -> Demoted {
+        let Some(section) = self.demotion.next(clock()) else {
+            return Demoted::default();
+        };
+        let done = self.demoter.demote(section, pace);
+        let outcome = match &done.stop {
+            None => Outcome::Whole,
+            Some(DemotionStop::Paced) => Outcome::Part,
+            Some(DemotionStop::Store(_) | DemotionStop::Zstd(_)) => Outcome::NoRoom,
+        };
+        (self.demotion).demoted(section, clock(), done.packed_pages, outcome);
+        done
     }
 
     /// A direct reclaim from this reclaimer's reserve, as it is set up now, with the same `clock` and
@@ -147,7 +201,7 @@ impl Reclaimer {
     /// Memory of this process that records which sections are hot, in bytes, about.
     #[must_use]
     pub fn metadata_bytes(&self) -> u64 {
-        self.heat.sampler.bytes() + self.selection.bytes()
+        self.heat.sampler.bytes() + self.selection.bytes() + self.demotion.bytes()
     }
 
     /// Number of sections unmapped for eviction.
@@ -297,7 +351,9 @@ impl Reclaimer {
 
     /// Memory was added or removed, and page numbers may be reused: from now on no section is known to
     /// be unmapped, and the sets hold the sections that there are now.
-    pub fn ram_changed(&mut self) {
+    pub fn ram_changed(&mut self, now: Duration) {
+        self.demotion.forget_all();
+        self.find_stored(now);
         self.reserve().ram_changed();
         self.heat.sampler.keep(|_| false);
         let sections = self.memory.evictor.space().table().sections();

@@ -221,6 +221,12 @@ impl Slots {
         bytes.div_ceil(64).max(1)
     }
 
+    /// Bytes of a slot of `units`.
+    #[must_use]
+    pub const fn bytes_in(units: u32) -> u64 {
+        units as u64 * SLOT_UNIT_BYTES
+    }
+
     /// Allocates a slot for `bytes` of content (at most [`SLOT_UNITS_MAX`] units).
     ///
     /// # Errors

@@ -2,20 +2,27 @@
 //! [`PoolStore`]: stored content in a VM's pool.
 //!
 //! # Full
-//! A chunk needs memory from three sides: the cap of all pools, the daemon's memory cgroup, the tmpfs.
-//! Where one of them refuses, the store is *full*: it says so ([`PoolStore::full`]), and takes content only
-//! for slots that are free in chunks it has, and only while those are many. Pages of zeros need no room: they
-//! are evicted all the same.
+//! A chunk needs memory from three sides: the cap of all pools, the daemon's memory cgroup, the tmpfs; and a
+//! tier may have a limit. Where one of them refuses, the store is *full*: it says so ([`PoolStore::full`]), and takes content only
+//! for slots that are free in chunks it has, and only while those are many. Pages of zeros, and others that
+//! consist of one repeated word, need no room: they are evicted all the same.
 //!
 //! A store is full for [`FULL_MIN`] at least, and until there is room for [`resume_bytes`] of its share of the
 //! cap and of the tmpfs. Else it would be full and have room by turns near its cap, each time for a few pages,
 //! and each time fills would wait for them. Only a cap that was changed is no reason to wait.
 
+mod tiers;
+
+pub use tiers::{PoolTiers, TierFull, ZstdTier};
+
 use crate::{
     pool::{CapReached, Pool},
     room::{Room, Shortage},
     slots::{Allocated, CHUNK_BYTES, SlotError, Slots},
-    tier::{Located, STORED_BYTES_MAX, Seed, Tier, unpack},
+    tier::{
+        Form, InPool, Located, STORED_BYTES_MAX, Seed, UnknownContent, fill_with_word, form_of,
+        unpack,
+    },
 };
 use pagetide_addr::PageNo;
 use pagetide_gmem::{Content, ContentStore, StoreError};
@@ -56,6 +63,9 @@ pub enum PutError {
     /// The cap of all pools is reached.
     #[error("the pool is full: {0}; only pages of zeros are evicted until then")]
     Cap(#[from] CapReached),
+    /// The tiers of the pool have reached their limits.
+    #[error("the pool is full: {0}; only pages of zeros are evicted until then")]
+    Tier(#[from] TierFull),
     /// The tmpfs has no room left, or the pool has reached its size.
     #[error(
         "the pool is full ({used_bytes} bytes of content): make its tmpfs larger or raise the VM's limit; only pages of \
@@ -78,10 +88,21 @@ impl PutError {
     #[must_use]
     pub const fn is_full(&self) -> bool {
         match self {
-            Self::Cap(_) | Self::Full { .. } | Self::Group(_) => true,
+            Self::Cap(_) | Self::Tier(_) | Self::Full { .. } | Self::Group(_) => true,
             Self::File(_) => false,
         }
     }
+}
+
+/// Why content that a dead predecessor stored cannot be there.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum AdoptError {
+    /// A word names an impossible place.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// A word names no place.
+    #[error(transparent)]
+    Unknown(#[from] UnknownContent),
 }
 
 /// What content takes.
@@ -107,12 +128,33 @@ impl StoreBytes {
 /// Stored pages by tier.
 #[derive(Debug, Default)]
 pub struct TierCounts {
-    /// Pages compressed.
+    /// Pages that consist of one repeated word other than 0.
+    pub same_filled_pages: AtomicU64,
+    /// Pages compressed by lz4.
     pub lz4_pages: AtomicU64,
     /// Pages stored uncompressed.
     pub uncompressed_pages: AtomicU64,
-    /// Bytes stored for both, CRCs included.
+    /// Pages compressed by zstd.
+    pub zstd_pages: AtomicU64,
+    /// Bytes stored for all of them, CRCs included.
     pub stored_bytes: AtomicU64,
+    /// Of them, those of pages compressed by zstd.
+    pub zstd_bytes: AtomicU64,
+}
+
+impl TierCounts {
+    /// Pages with content, of whatever tier.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.same_filled_pages.load(Relaxed) + self.pool_pages()
+    }
+
+    /// Pages with content in slots of the pool.
+    #[must_use]
+    pub fn pool_pages(&self) -> u64 {
+        let pages = [&self.lz4_pages, &self.uncompressed_pages, &self.zstd_pages];
+        pages.iter().map(|pages| pages.load(Relaxed)).sum()
+    }
 }
 
 /// The first refusal since there was room.
@@ -129,6 +171,7 @@ pub struct PoolStore {
     seed: Seed,
     slots: Mutex<Slots>,
     room: Arc<Room>,
+    tiers: Arc<PoolTiers>,
     counts: TierCounts,
     /// Until there is room again.
     full: Mutex<Option<Refusal>>,
@@ -147,6 +190,7 @@ impl PoolStore {
             seed,
             slots,
             room: Arc::new(Room::unlimited()),
+            tiers: PoolTiers::new(None, ZstdTier::Off),
             counts: TierCounts::default(),
             full: Mutex::default(),
             is_full: AtomicBool::new(false),
@@ -155,8 +199,22 @@ impl PoolStore {
 
     /// From now on memory for content is taken from `room`.
     #[must_use]
-    pub fn within(self, room: Arc<Room>) -> Self {
-        Self { room, ..self }
+    pub fn within(mut self, room: Arc<Room>) -> Self {
+        self.room = room;
+        self
+    }
+
+    /// From now on, before there is any content, these tiers are used.
+    #[must_use]
+    pub fn in_tiers(mut self, tiers: &Arc<PoolTiers>) -> Self {
+        self.tiers = Arc::clone(tiers);
+        self
+    }
+
+    /// The tiers of its content.
+    #[must_use]
+    pub fn tiers(&self) -> &Arc<PoolTiers> {
+        &self.tiers
     }
 
     /// Where memory for content is taken from.
@@ -227,7 +285,9 @@ impl PoolStore {
     fn has_another_cap(&self, why: &PutError) -> bool {
         match why {
             PutError::Cap(reached) => self.pool.cap().cap_bytes() != Some(reached.cap_bytes()),
-            PutError::Full { .. } | PutError::Group(_) | PutError::File(_) => false,
+            PutError::Tier(_) | PutError::Full { .. } | PutError::Group(_) | PutError::File(_) => {
+                false
+            }
         }
     }
 
@@ -244,7 +304,8 @@ impl PoolStore {
             // Only trying tells.
             Err(_) => true,
         };
-        has(area_bytes, 0)
+        self.tiers.left_bytes() >= RESUME_BYTES
+            && has(area_bytes, 0)
             && has(self.pool.cap_left_bytes(), self.pool.share_bytes())
             && self.room.shortage().is_none()
             && has_tmpfs()
@@ -265,27 +326,75 @@ impl PoolStore {
         self.full.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Stores the packed form of a page.
+    /// Stores the packed form of a page, in the tier lz4.
+    ///
+    /// # Errors
+    /// [`PutError`]. After [`PutError::Tier`] the tier below may take the page.
+    pub fn put(&self, stored: &[u8]) -> Result<Content, PutError> {
+        let put = self.put_as(form_of(stored), stored);
+        put.inspect_err(|why| {
+            let may_pass_down = matches!(why, PutError::Tier(_)) && self.tiers.uses_zstd();
+            if !may_pass_down {
+                self.refused(why);
+            }
+        })
+    }
+
+    /// Stores the zstd form of a page for which the tier above has no room.
     ///
     /// # Errors
     /// [`PutError`].
-    pub fn put(&self, stored: &[u8]) -> Result<Content, PutError> {
+    pub fn put_below(&self, stored: &[u8]) -> Result<Content, PutError> {
+        let put = self.put_as(Form::Zstd, stored);
+        put.inspect_err(|why| self.refused(why))
+    }
+
+    /// Neither this tier nor one below it takes a page: the store is full, because of `why`.
+    pub(crate) fn refused_by_all(&self, why: &PutError) {
+        self.refused(why);
+    }
+
+    /// Stores the zstd form of a page that has content in the store already.
+    ///
+    /// # Errors
+    /// [`PutError`]. The store is not full for that: nothing is lost.
+    pub fn put_copy(&self, stored: &[u8]) -> Result<Content, PutError> {
+        self.put_as(Form::Zstd, stored)
+    }
+
+    /// Content that consists of `word`, which takes no room; for 0 that is no stored content at all.
+    pub fn put_same(&self, word: u32) -> Content {
+        let located = Located::Same(word);
+        match located.content() {
+            Some(content) => {
+                self.count(located, 1);
+                content
+            }
+            None => Content::ZERO,
+        }
+    }
+
+    fn put_as(&self, form: Form, stored: &[u8]) -> Result<Content, PutError> {
         let bytes = u32::try_from(stored.len()).unwrap_or(u32::MAX);
-        let allocated = self.allocate(bytes).inspect_err(|why| self.refused(why))?;
-        let located = Located {
-            slot: allocated.slot,
-            bytes,
-        };
-        let written = self
-            .pool
-            .write_content(allocated.slot.byte_offset(), stored);
+        self.tiers.take(form, bytes.into())?;
+        let put = self.put_in_tier(form, bytes, stored);
+        if put.is_err() {
+            self.tiers.give_back(form, bytes.into());
+        }
+        put
+    }
+
+    fn put_in_tier(&self, form: Form, bytes: u32, stored: &[u8]) -> Result<Content, PutError> {
+        let slot = self.allocate(bytes)?.slot;
+        let located = Located::Pool(InPool { slot, bytes, form });
+        let written = self.pool.write_content(slot.byte_offset(), stored);
         match (written, located.content()) {
             (Ok(()), Some(content)) => {
                 self.count(located, 1);
                 Ok(content)
             }
             (written, _) => {
-                self.lock().free(allocated.slot, bytes);
+                self.lock().free(slot, bytes);
                 let why = written.err().map_or_else(
                     || "its slot number is too large".to_owned(),
                     |e| e.to_string(),
@@ -329,10 +438,13 @@ impl PoolStore {
     /// Records content that a dead predecessor stored.
     ///
     /// # Errors
-    /// [`SlotError::Impossible`].
-    pub fn adopt(&self, content: Content) -> Result<(), SlotError> {
-        let located = Located::of(content);
-        self.lock().adopt(located.slot, located.bytes)?;
+    /// [`AdoptError`].
+    pub fn adopt(&self, content: Content) -> Result<(), AdoptError> {
+        let located = Located::of(content)?;
+        if let Located::Pool(InPool { slot, bytes, form }) = located {
+            self.lock().adopt(slot, bytes)?;
+            self.tiers.take_existing(form, bytes.into());
+        }
         self.count(located, 1);
         Ok(())
     }
@@ -373,19 +485,38 @@ impl PoolStore {
     }
 
     fn count(&self, located: Located, sign: i64) {
-        let counter = match located.tier() {
-            Tier::Uncompressed => &self.counts.uncompressed_pages,
-            Tier::Lz4 | Tier::Zero => &self.counts.lz4_pages,
+        let counts = &self.counts;
+        let add = |counter: &AtomicU64, amount: i64| {
+            counter.fetch_add(amount.cast_unsigned(), Relaxed);
         };
-        counter.fetch_add(sign.cast_unsigned(), Relaxed);
-        let bytes = i64::from(located.bytes) * sign;
-        self.counts
-            .stored_bytes
-            .fetch_add(bytes.cast_unsigned(), Relaxed);
+        let Located::Pool(InPool { bytes, form, .. }) = located else {
+            add(&counts.same_filled_pages, sign);
+            return;
+        };
+        let bytes = i64::from(bytes) * sign;
+        match form {
+            Form::Lz4 => add(&counts.lz4_pages, sign),
+            Form::Uncompressed => add(&counts.uncompressed_pages, sign),
+            Form::Zstd => {
+                add(&counts.zstd_pages, sign);
+                add(&counts.zstd_bytes, bytes);
+            }
+        }
+        add(&counts.stored_bytes, bytes);
     }
 
     fn lock(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for PoolStore {
+    /// What is left in the pool is no longer of this daemon's tiers: the VM is gone, or was never recovered.
+    fn drop(&mut self) {
+        let zstd_bytes = self.counts.zstd_bytes.load(Relaxed);
+        let lz4_bytes = self.counts.stored_bytes.load(Relaxed) - zstd_bytes;
+        self.tiers.give_back(Form::Lz4, lz4_bytes);
+        self.tiers.give_back(Form::Zstd, zstd_bytes);
     }
 }
 
@@ -405,29 +536,45 @@ impl ContentStore for PoolStore {
         content: Content,
         into: &mut [u8; 4096],
     ) -> Result<(), StoreError> {
-        let located = Located::of(content);
         let damaged = |why| StoreError::Damaged { page, why };
+        let located = Located::of(content);
+        let InPool { slot, bytes, form } = match located {
+            Ok(Located::Pool(in_pool)) => in_pool,
+            Ok(Located::Same(word)) => {
+                fill_with_word(word, into);
+                return Ok(());
+            }
+            Err(UnknownContent(_)) => return Err(damaged("its place is none that is known")),
+        };
         with_buffer(|buffer| {
-            let Some(stored) = buffer.get_mut(..located.bytes as usize) else {
+            let Some(stored) = buffer.get_mut(..bytes as usize) else {
                 return Err(damaged("its length is more than a page's"));
             };
-            let read = self.pool.read_content(located.slot.byte_offset(), stored);
+            let read = self.pool.read_content(slot.byte_offset(), stored);
             read.map_err(|_| damaged("its place is outside the pool"))?;
-            unpack(self.seed, page, stored, into).map_err(damaged)
+            unpack(self.seed, page, form, stored, into).map_err(damaged)
         })
     }
 
+    /// # Panics
+    /// If nothing is stored there.
     fn free(&self, content: Content) {
-        let located = Located::of(content);
-        self.lock().free(located.slot, located.bytes);
+        let located = Located::of(content).unwrap_or_else(|unknown| panic!("freed: {unknown}"));
+        if let Located::Pool(freed) = located {
+            self.lock().free(freed.slot, freed.bytes);
+            self.tiers.give_back(freed.form, freed.bytes.into());
+        }
         self.count(located, -1);
     }
 
     fn tier(&self, content: Content) -> pagetide_addr::Tier {
-        match Located::of(content).tier() {
-            Tier::Zero => pagetide_addr::Tier::Zero,
-            Tier::Lz4 => pagetide_addr::Tier::Compressed,
-            Tier::Uncompressed => pagetide_addr::Tier::Uncompressed,
+        match Located::of(content) {
+            Ok(Located::Pool(in_pool)) => match in_pool.form {
+                Form::Lz4 | Form::Zstd => pagetide_addr::Tier::Compressed,
+                Form::Uncompressed => pagetide_addr::Tier::Uncompressed,
+            },
+            Ok(Located::Same(_)) => pagetide_addr::Tier::Compressed,
+            Err(UnknownContent(_)) => pagetide_addr::Tier::Unknown,
         }
     }
 }
@@ -435,7 +582,11 @@ impl ContentStore for PoolStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tier::Packer;
+    use crate::{slots::SlotNo, tier::Packer};
+
+    fn slot_of(content: Content) -> SlotNo {
+        Located::of(content).unwrap().in_pool().unwrap().slot
+    }
 
     #[test]
     fn stored_page_comes_back_and_damage_in_the_pool_is_noticed() {
@@ -454,7 +605,7 @@ mod tests {
             store.load(PageNo(8), content, &mut back),
             Err(StoreError::Damaged { .. })
         ));
-        pool.write_content(Located::of(content).slot.byte_offset() + 6, &[0xff])
+        pool.write_content(slot_of(content).byte_offset() + 6, &[0xff])
             .unwrap();
         assert!(matches!(
             store.load(PageNo(9), content, &mut back),
@@ -524,8 +675,8 @@ mod tests {
     #[test]
     fn store_whose_content_area_is_exhausted_stays_full_until_chunks_are_free() {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let (mut store, page) = capped(&dir);
-        store.slots = Mutex::new(Slots::new(20));
+        let (store, page) = capped(&dir);
+        *store.lock() = Slots::new(20);
         let mut stored = Vec::new();
         let refused = loop {
             match store.put(&page) {
@@ -545,5 +696,74 @@ mod tests {
         stored.drain(..most).for_each(|content| store.free(content));
         store.look_for_room(later);
         assert_eq!(store.full(), None);
+    }
+
+    #[test]
+    fn same_filled_page_takes_no_room_and_comes_back_after_a_restart_too() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = dir.path().join("s.pool");
+        let pool = Arc::new(Pool::create(&path, 64, 3, b"").unwrap());
+        let before = pool.allocated_bytes().unwrap();
+        let store = PoolStore::new(Arc::clone(&pool));
+        assert_eq!(store.put_same(0), Content::ZERO);
+        let content = store.put_same(0xdead_beef);
+        assert_eq!(store.counts().pages(), 1);
+        assert_eq!(pool.allocated_bytes().unwrap(), before);
+        drop((store, pool));
+        let successor = PoolStore::new(Arc::new(Pool::open(&path).unwrap()));
+        successor.adopt(content).unwrap();
+        // Any page may consist of the same word.
+        successor.adopt(content).unwrap();
+        let mut page = [0; 4096];
+        successor.load(PageNo(3), content, &mut page).unwrap();
+        assert_eq!(crate::tier::repeated_word(&page), Some(0xdead_beef));
+        successor.free(content);
+        successor.free(content);
+        assert_eq!(successor.counts().pages(), 0);
+    }
+
+    #[test]
+    fn word_of_a_newer_version_is_not_adopted_and_not_loaded() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pool = Pool::create(&dir.path().join("n.pool"), 64, 3, b"").unwrap();
+        let store = PoolStore::new(Arc::new(pool));
+        let newer = Content::at(15 << 52 | 64).unwrap();
+        assert!(matches!(store.adopt(newer), Err(AdoptError::Unknown(_))));
+        let loaded = store.load(PageNo(0), newer, &mut [0; 4096]);
+        assert!(matches!(loaded, Err(StoreError::Damaged { .. })));
+    }
+
+    #[test]
+    fn tier_at_its_limit_passes_down_and_the_store_is_full_when_the_last_one_is() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pool = Pool::create(&dir.path().join("t.pool"), 64, 3, b"").unwrap();
+        let zstd = ZstdTier::On {
+            limit_bytes: Some(3 << 20),
+        };
+        let tiers = PoolTiers::new(Some(2 << 20), zstd);
+        let store = PoolStore::new(Arc::new(pool)).in_tiers(&tiers);
+        let page = vec![1; STORED_BYTES_MAX];
+        let mut stored = Vec::new();
+        while let Ok(content) = store.put(&page) {
+            stored.push(content);
+        }
+        assert_eq!(stored.len(), (2 << 20) / STORED_BYTES_MAX);
+        assert!(matches!(store.put(&page), Err(PutError::Tier(_))));
+        assert_eq!(store.full(), None, "zstd has room");
+        while let Ok(content) = store.put_below(&page[..3_000]) {
+            stored.push(content);
+        }
+        assert!(matches!(store.full(), Some(PutError::Tier(_))));
+        let later = Instant::now() + FULL_MIN;
+        store.look_for_room(later);
+        assert!(store.full().is_some());
+        stored.drain(..256).for_each(|content| store.free(content));
+        store.look_for_room(later);
+        assert_eq!(store.full(), None);
+        drop(store);
+        assert_eq!(
+            tiers.used_bytes(Form::Lz4) + tiers.used_bytes(Form::Zstd),
+            0
+        );
     }
 }

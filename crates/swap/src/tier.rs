@@ -4,83 +4,33 @@
 //! | tier | in the page word | in the pool |
 //! |---|---|---|
 //! | zero | `Content::ZERO` | nothing |
+//! | same | the 32-bit word that fills the page | nothing |
 //! | lz4 | slot, length | CRC-32C, then an lz4 block |
-//! | uncompressed | slot, length 4,096 | CRC-32C, then the page: it does not compress |
+//! | | slot, length 4,100 | CRC-32C, then the page: it does not compress |
+//! | zstd | slot, length | CRC-32C, then a zstd frame: it stayed cold |
 //!
-//! ```text
-//!   Content (56 bits):   │ slot in 64-byte units: 42 │ bytes stored, less 1: 14 │
-//! ```
-//! The CRC covers the stored bytes and is seeded with the pool and the page number, so that content
-//! of another page or another VM never passes as this page's. It is checked *before* decompression:
-//! the decompressor only ever sees bytes that the compressor wrote.
+//! [`located`] has the bits. The CRC covers the stored bytes and is seeded with the pool and the page number,
+//! so that content of another page or another VM never passes as this page's. It is checked *before*
+//! decompression: the decompressor only ever sees bytes that the compressor wrote.
 
-use crate::slots::SlotNo;
+pub mod located;
+pub mod zstd;
+
+pub use located::{Form, InPool, Located, UnknownContent};
+pub use zstd::ZstdPacker;
+
 use pagetide_addr::PageNo;
-use pagetide_gmem::Content;
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
 const CRC_BYTES: usize = 4;
 /// Largest stored form of a page.
 pub const STORED_BYTES_MAX: usize = CRC_BYTES + PAGE;
-const LENGTH_BITS: u32 = 14;
 /// An lz4 block longer than this saves too little: the page is stored uncompressed, and is loaded
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
-const _: () = assert!(STORED_BYTES_MAX < 1 << LENGTH_BITS && LZ4_BYTES_MAX < PAGE);
+const _: () = assert!(LZ4_BYTES_MAX < PAGE);
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
-
-/// Which tier a content is in.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Tier {
-    /// A page of zeros.
-    Zero,
-    /// Compressed.
-    Lz4,
-    /// Uncompressed.
-    Uncompressed,
-}
-
-/// Where and how long a stored content is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Located {
-    /// Its slot.
-    pub slot: SlotNo,
-    /// Its length with the CRC, in bytes.
-    pub bytes: u32,
-}
-
-impl Located {
-    /// The content as a page word holds it; `None` if the slot number is too large.
-    #[must_use]
-    pub fn content(self) -> Option<Content> {
-        if self.bytes == 0 || self.slot.0 >> (56 - LENGTH_BITS) != 0 {
-            return None;
-        }
-        Content::at(self.slot.0 << LENGTH_BITS | u64::from(self.bytes))
-    }
-
-    /// The slot and length in a page word's content.
-    #[must_use]
-    pub fn of(content: Content) -> Self {
-        let bits = content.bits();
-        let bytes = u32::try_from(bits & ((1 << LENGTH_BITS) - 1)).unwrap_or(0);
-        Self {
-            slot: SlotNo(bits >> LENGTH_BITS),
-            bytes,
-        }
-    }
-
-    /// The tier.
-    #[must_use]
-    pub fn tier(self) -> Tier {
-        if self.bytes as usize == STORED_BYTES_MAX {
-            Tier::Uncompressed
-        } else {
-            Tier::Lz4
-        }
-    }
-}
 
 /// Seed of the CRCs of one pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,6 +47,33 @@ impl Seed {
 #[must_use]
 pub fn is_zero(content: &[u8; PAGE]) -> bool {
     *content == ZERO_PAGE
+}
+
+/// The 32-bit word of which `content` consists, if it consists of one, as memory holds it; 0 for a page of
+/// zeros.
+#[must_use]
+pub fn repeated_word(content: &[u8; PAGE]) -> Option<u32> {
+    let (first, rest) = content.split_first_chunk::<4>()?;
+    // Nearly all other pages differ here.
+    if rest.first_chunk::<4>() != Some(first) {
+        return None;
+    }
+    // Equal to itself moved by two words.
+    (content[8..] == content[..PAGE - 8]).then(|| u32::from_ne_bytes(*first))
+}
+
+/// The page that consists of `word`.
+pub fn fill_with_word(word: u32, into: &mut [u8; PAGE]) {
+    for part in into.as_chunks_mut::<4>().0 {
+        *part = word.to_ne_bytes();
+    }
+}
+
+/// Writes the CRC in front of the stored bytes.
+fn seal(seed: Seed, page: PageNo, stored: &mut [u8]) {
+    if let Some((crc, body)) = stored.split_first_chunk_mut::<CRC_BYTES>() {
+        *crc = seed.crc(page, body).to_le_bytes();
+    }
 }
 
 /// Turns pages into their stored form; keeps its buffers.
@@ -132,8 +109,7 @@ impl Packer {
             }
         };
         let stored = &mut self.stored[..CRC_BYTES + length];
-        let crc = seed.crc(page, &stored[CRC_BYTES..]);
-        stored[..CRC_BYTES].copy_from_slice(&crc.to_le_bytes());
+        seal(seed, page, stored);
         Some(stored)
     }
 }
@@ -145,6 +121,7 @@ impl Packer {
 pub fn unpack(
     seed: Seed,
     page: PageNo,
+    form: Form,
     stored: &[u8],
     into: &mut [u8; PAGE],
 ) -> Result<(), &'static str> {
@@ -154,13 +131,26 @@ pub fn unpack(
     if seed.crc(page, body) != u32::from_le_bytes(*crc) {
         return Err("its CRC-32C does not match");
     }
-    if stored.len() == STORED_BYTES_MAX {
-        into.copy_from_slice(body);
-        return Ok(());
+    match form {
+        Form::Zstd => zstd::decompress(body, into),
+        Form::Uncompressed if body.len() == PAGE => {
+            into.copy_from_slice(body);
+            Ok(())
+        }
+        Form::Uncompressed => Err("it has not the size of a page"),
+        Form::Lz4 => match lz4_flex::block::decompress_into(body, into) {
+            Ok(PAGE) => Ok(()),
+            Ok(_) | Err(_) => Err("it does not decompress to a page"),
+        },
     }
-    match lz4_flex::block::decompress_into(body, into) {
-        Ok(PAGE) => Ok(()),
-        Ok(_) | Err(_) => Err("it does not decompress to a page"),
+}
+
+/// The form of what a [`Packer`] has packed.
+#[must_use]
+pub const fn form_of(stored: &[u8]) -> Form {
+    match stored.len() {
+        STORED_BYTES_MAX => Form::Uncompressed,
+        _ => Form::Lz4,
     }
 }
 
@@ -188,7 +178,7 @@ mod tests {
             let stored = packer.pack(SEED, page, &content).unwrap().to_vec();
             assert!(stored.len() <= STORED_BYTES_MAX);
             let mut back = [0; PAGE];
-            unpack(SEED, page, &stored, &mut back).unwrap();
+            unpack(SEED, page, form_of(&stored), &stored, &mut back).unwrap();
             assert!(back == content);
         }
         assert!(packer.pack(SEED, PageNo(0), &ZERO_PAGE).is_none());
@@ -215,33 +205,39 @@ mod tests {
             let mut damaged = stored.clone();
             damaged[bit / 8] ^= 1 << (bit % 8);
             assert!(
-                unpack(SEED, PageNo(5), &damaged, &mut into).is_err(),
+                unpack(SEED, PageNo(5), Form::Lz4, &damaged, &mut into).is_err(),
                 "bit {bit}"
             );
         }
-        assert!(unpack(SEED, PageNo(6), &stored, &mut into).is_err());
-        assert!(unpack(Seed(1), PageNo(5), &stored, &mut into).is_err());
+        assert!(unpack(SEED, PageNo(6), Form::Lz4, &stored, &mut into).is_err());
+        assert!(unpack(Seed(1), PageNo(5), Form::Lz4, &stored, &mut into).is_err());
         for length in 0..stored.len() {
-            assert!(unpack(SEED, PageNo(5), &stored[..length], &mut into).is_err());
+            assert!(unpack(SEED, PageNo(5), Form::Lz4, &stored[..length], &mut into).is_err());
         }
     }
 
+    /// Against the definition, for every single byte that differs.
     #[test]
-    fn location_survives_the_way_through_a_page_word() {
-        for (slot, bytes) in [(0, 5), (1, 4100), ((1 << 42) - 1, 1)] {
-            let located = Located {
-                slot: SlotNo(slot),
-                bytes,
+    fn page_of_one_word_is_known_and_comes_back_and_any_other_page_is_not() {
+        let mut random = SplitMix64::new(8);
+        for _ in 0..50 {
+            let word = match random.below(3) {
+                0 => 0,
+                1 => u32::from_ne_bytes([random.next_u64().to_le_bytes()[0]; 4]),
+                _ => u32::try_from(random.below(1 << 32)).unwrap(),
             };
-            assert_eq!(Located::of(located.content().unwrap()), located);
-        }
-        assert_eq!(
-            Located {
-                slot: SlotNo(1 << 42),
-                bytes: 1
+            let mut page = [0; PAGE];
+            fill_with_word(word, &mut page);
+            assert_eq!(repeated_word(&page), Some(word));
+            assert_eq!(is_zero(&page), word == 0);
+            for at in (0..PAGE).step_by(1 + random.index(7)) {
+                page[at] ^= 1 << random.below(8);
+                assert_eq!(repeated_word(&page), None, "{word:#x}, {at}");
+                fill_with_word(word, &mut page);
             }
-            .content(),
-            None
-        );
+        }
+        // Two words in turn are not one.
+        let pairs: [u8; PAGE] = std::array::from_fn(|at| [1, 2, 3, 4, 5, 6, 7, 8][at % 8]);
+        assert_eq!(repeated_word(&pairs), None);
     }
 }

@@ -201,6 +201,7 @@ impl Rig {
                 sweeps: self.reclaimer.heat().sweeps,
                 requested_pages: None,
                 wanted_back: self.reclaimer.wanted_back(now),
+                demotion_in: self.reclaimer.demotion_in(now),
             });
             let line = format!("{} {order:?}", now.as_millis());
             self.users.lock().log.push(line);

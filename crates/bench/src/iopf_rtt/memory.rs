@@ -16,7 +16,7 @@ use pagetide_gmem::{
     PlaceError, RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
 use pagetide_random::GAMMA;
-use pagetide_swap::tier::{PAGE, Packer, Seed, unpack};
+use pagetide_swap::tier::{PAGE, Packer, Seed, form_of, unpack};
 use pagetide_sys::{
     cpu::{self, Urgency},
     memory_file::GuestFile,
@@ -129,7 +129,7 @@ impl Ram {
 impl ContentStore for Ram {
     fn load(&self, page: PageNo, _: Content, into: &mut [u8; PAGE]) -> Result<(), StoreError> {
         let loaded = self.with_stored(page, |stored| match stored {
-            Some(stored) => unpack(SEED, page, stored, into),
+            Some(stored) => unpack(SEED, page, form_of(stored), stored, into),
             None => Err("nothing is stored"),
         });
         loaded.map_err(|why| StoreError::Damaged { page, why })

@@ -13,7 +13,7 @@ use pagetide_random::SplitMix64;
 /// Share of zeros among the evicted pages (Taiji 5.3.3, Fig. 15c).
 pub(crate) const ZERO_SHARE: f64 = 0.7679;
 /// Average size of the others, compressed (the same).
-pub(super) const RATIO: f64 = 0.4763;
+pub(crate) const RATIO: f64 = 0.4763;
 /// The ratios are drawn from this much below the average to this much above.
 const SPREAD: f64 = 0.37;
 /// What lz4 and the CRC add to the bytes that do not compress, on average, as a ratio.

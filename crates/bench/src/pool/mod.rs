@@ -22,6 +22,10 @@
 //! | `metadata_share` | the most that was of all RAM, evicted or not |
 //! | `freed_over_spent` | bytes of evicted pages over the sum of the three above; 9 in the paper without metadata |
 //!
+//! Beside that, without a daemon: what pages take in the tier zstd over what they take in lz4
+//! (`figures.zstd_tier_bytes_over_lz4_tier`, see [`crate::tiers`]): of these pages, of pages of records that
+//! are as compressible, and of the memory of this program.
+//!
 //! The peer is kernel zram, which is given the same pages as `mixed`: `mem_used_total`, without its table of
 //! pages. At the end every byte is compared.
 
@@ -40,11 +44,13 @@ use super::{
     interrupt::Interrupted,
     memory::{fitting, ram_key},
     options::{SizeOptions, flags},
+    tiers::{self, TierBytes},
 };
 use content::{RATIO, ZERO_SHARE};
 use guest::{Guest, Order};
-use pagetide_addr::PAGE_BYTES;
+use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
 use pagetide_daemon::control::VmReport;
+use pagetide_swap::tier::PAGE;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -52,6 +58,8 @@ const NAME: &str = "pool";
 const RAM_BYTES: u64 = 1 << 30;
 /// Times that a third of the pages is written anew.
 const CHURNS: u32 = 3;
+/// Pages of each kind that are packed for the tiers.
+const TIER_PAGES: u64 = 8_000;
 /// Requests to evict all before it is given up.
 const RECLAIMS_MAX: u32 = 40;
 
@@ -142,6 +150,9 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     daemon.detach().map_err(failed)?;
     let mut report = report(bytes, &measured);
     report.figures.insert("smaller".into(), json!(smaller));
+    let zstd = zstd_over_lz4().map_err(failed)?;
+    let name = "zstd_tier_bytes_over_lz4_tier";
+    report.figures.insert(name.into(), zstd);
     Ok(report)
 }
 
@@ -188,6 +199,25 @@ fn evict_all(daemon: &Daemon) -> Result<Spent, String> {
         vm.resident_bytes,
         bar.map_or_else(String::new, |bar| format!(" ({bar})")),
     )))
+}
+
+/// What pages of three kinds take in zstd over what they take in lz4.
+fn zstd_over_lz4() -> Result<Value, String> {
+    let ratio_of = |pages: &[[u8; PAGE]]| {
+        let bytes = TierBytes::of(pages.iter());
+        let bytes = bytes.map_err(|error| error.to_string())?;
+        Ok::<_, String>(rounded(bytes.zstd_over_lz4()))
+    };
+    let all = (0..TIER_PAGES).map(PageNo);
+    let fleet: Vec<_> = all.clone().map(|page| content::content(page, 0)).collect();
+    let records: Vec<_> = all.map(tiers::records).collect();
+    let memory = tiers::memory_of(std::process::id(), to_usize(TIER_PAGES));
+    let memory = memory.map_err(|error| format!("memory of this program: {error}"))?;
+    Ok(json!({
+        "fleet": ratio_of(&fleet)?,
+        "records": ratio_of(&records)?,
+        "this_program": ratio_of(&memory)?,
+    }))
 }
 
 /// What zram takes for the same pages.

@@ -3,7 +3,7 @@
 
 use pagetide_addr::PageNo;
 use pagetide_random::SplitMix64;
-use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed};
+use pagetide_swap::tier::{PAGE, Packer, STORED_BYTES_MAX, Seed, repeated_word};
 
 use super::heat::ratio;
 
@@ -37,6 +37,10 @@ impl Contents {
     /// Adds the content of one page.
     pub fn take(&mut self, page: PageNo, content: &[u8; PAGE]) {
         self.pages += 1;
+        // Kept in its word alone.
+        if repeated_word(content).is_some_and(|word| word != 0) {
+            return;
+        }
         match self.packer.pack(Seed(0), page, content) {
             None => self.zero_pages += 1,
             Some(stored) => {
@@ -91,7 +95,8 @@ mod tests {
         let mut random = SplitMix64::new(1);
         let noise: [u8; PAGE] = std::array::from_fn(|_| random.below(256).to_le_bytes()[0]);
         contents.take(PageNo(0), &[0; PAGE]);
-        contents.take(PageNo(1), &[7; PAGE]);
+        let text: [u8; PAGE] = std::array::from_fn(|at| b"the tide "[at % 9]);
+        contents.take(PageNo(1), &text);
         contents.take(PageNo(2), &noise);
         contents.take(PageNo(3), &[0; PAGE]);
         assert_eq!(contents.pages(), 4);
@@ -100,6 +105,10 @@ mod tests {
         assert!(contents.lz4_ratio() > 0.0 && contents.lz4_ratio() < 0.05);
         // An uncompressed page takes its CRC and the rest of a slot beside its bytes.
         assert!(contents.stored_share() > 0.25 && contents.stored_share() < 0.27);
+        // Kept in its word alone.
+        let before = contents.stored_bytes;
+        contents.take(PageNo(4), &[7; PAGE]);
+        assert_eq!((contents.pages(), contents.stored_bytes), (5, before));
     }
 
     #[test]

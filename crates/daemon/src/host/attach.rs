@@ -220,9 +220,10 @@ fn attach_process(
     }
 }
 
-/// The store in a pool, bounded by the room in the daemon's memory cgroup.
+/// The store in a pool, bounded by the room in the daemon's memory cgroup and by the limits of tiers.
 fn store_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<PoolStore> {
-    Arc::new(PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room)))
+    let store = PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room));
+    Arc::new(store.in_tiers(&shared.tiers))
 }
 
 /// The words of a pool, bounded likewise.

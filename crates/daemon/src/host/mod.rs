@@ -145,6 +145,8 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         heat_cost: tracker::heat_cost(method, settings.tracker_cost),
         set_times: settings.set_times,
         together: settings.swap_in_together.into(),
+        tiers: settings.tiers.open(),
+        demote_after: settings.demote_after.0,
         scheduler: Arc::clone(schedule.scheduler()),
         budget,
     };

@@ -6,6 +6,7 @@ use crate::{
     control::ControlError,
     pool::{NewCap, PoolReport},
 };
+use std::sync::atomic::Ordering::Relaxed;
 
 impl Host {
     pub(super) fn pool_report(&self) -> PoolReport {
@@ -24,6 +25,9 @@ impl Host {
             let bytes = vm.core.store.bytes();
             ram_bytes += vm.core.layout.look().len_bytes();
             report.stored_bytes += bytes.stored_bytes;
+            let tiers = vm.core.store.counts();
+            report.zstd_bytes += tiers.zstd_bytes.load(Relaxed);
+            report.same_filled_pages += tiers.same_filled_pages.load(Relaxed);
             report.fragmented_bytes += bytes.fragmented_bytes();
             let devices = vm.core.protection.report().devices;
             let policies = devices.iter().map(|device| device.policy.bytes);

@@ -23,12 +23,17 @@ use pagetide_policy::{
     victims::Need,
 };
 use pagetide_swap::{
-    DirectReclaim, Pace, Reclaimer, limit::Wake, reclaim::Reclaimed, scheduled::turns::Turn,
+    Counter, DirectReclaim, Pace, Reclaimer, demoter::DemotionStop, limit::Wake,
+    reclaim::Reclaimed, scheduled::turns::Turn,
 };
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
 use pagetide_vpri::{TenantCpus, VcpuPlace};
-use std::{collections::BTreeSet, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Instant,
+};
 
 /// Closes the requests when the thread ends, even by a panic: no caller may wait for an answer then.
 struct CloseRequests(Arc<VmCore>);
@@ -127,6 +132,7 @@ impl ReclaimThread {
             sweeps: self.reclaimer.heat().sweeps,
             requested_pages: self.request.as_ref().map(|request| request.pages),
             wanted_back: self.reclaimer.wanted_back(self.started.elapsed()),
+            demotion_in: self.reclaimer.demotion_in(self.started.elapsed()),
         }
     }
 
@@ -197,6 +203,7 @@ impl ReclaimThread {
                 work.background.end();
                 self.decisions.swapped_in(filled);
             }
+            Order::Demote => self.demote(),
             Order::Finish(Need::Limit) => self.done = Reclaimed::default(),
             Order::Finish(Need::Wish) => self.answer(),
             Order::RefuseRequests => self.refuse_requests(),
@@ -214,7 +221,7 @@ impl ReclaimThread {
         if !Arc::ptr_eq(&layout, &self.layout) {
             // New RAM may reuse the page numbers of RAM that was removed.
             self.layout = layout;
-            self.reclaimer.ram_changed();
+            self.reclaimer.ram_changed(self.started.elapsed());
         }
         self.vm.look_for_hazards(blockers);
         let reserve = self.vm.limit.reserve();
@@ -245,6 +252,25 @@ impl ReclaimThread {
     fn trim_store(&mut self) {
         if let Err(error) = self.reclaimer.trim_store() {
             tracing::warn!(vm = self.vm.name, %error, "memory of the pool could not be given back");
+        }
+    }
+
+    /// Packs stored pages of a section that stayed cold anew.
+    fn demote(&mut self) {
+        let (work, started) = (Arc::clone(&self.work), self.started);
+        let pace = Paced::briefly(&work.background, &self.vm.limit);
+        let done = self.reclaimer.demote(|| started.elapsed(), &pace);
+        work.background.end();
+        let counters = [
+            (Counter::DemotedPages, done.pages),
+            (Counter::DemotionSavedBytes, done.saved_bytes),
+        ];
+        for (counter, count) in counters {
+            self.vm.pool.counter(counter).fetch_add(count, Relaxed);
+        }
+        match done.stop {
+            None | Some(DemotionStop::Paced) => {}
+            Some(why) => tracing::debug!(vm = self.vm.name, %why, "cold pages stay in lz4"),
         }
     }
 

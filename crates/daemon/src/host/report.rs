@@ -27,11 +27,6 @@ impl Vm {
         let core = &self.core;
         core.counters.sync();
         let count = |counter| core.pool.counter(counter).load(Relaxed);
-        let tiers = core.store.counts();
-        let (lz4, uncompressed) = (
-            tiers.lz4_pages.load(Relaxed),
-            tiers.uncompressed_pages.load(Relaxed),
-        );
         let layout = core.layout.now();
         let regions: Vec<_> = layout.files().iter().map(|f| self.region(f)).collect();
         let stored_pages = regions
@@ -50,10 +45,6 @@ impl Vm {
             limit_bytes: core.pool.limit_bytes(),
             pool_bytes: core.pool.allocated_bytes().unwrap_or(0),
             stored_pages,
-            zero_pages: stored_pages.saturating_sub(lz4 + uncompressed),
-            lz4_pages: lz4,
-            uncompressed_pages: uncompressed,
-            stored_bytes: tiers.stored_bytes.load(Relaxed),
             evicted_pages: count(Counter::EvictedPages),
             vcpu_faults: count(Counter::VcpuFaults),
             vcpu_fault_us: latency_us(&core.faults.latencies),
@@ -91,7 +82,7 @@ impl Vm {
             regions,
             ..VmReport::default()
         };
-        let report = with_pool(with_heat(report, heat), core);
+        let report = with_tiers(with_pool(with_heat(report, heat), core), core);
         let report = with_protection(report, core.protection.report());
         with_holds(with_seat(report, &core.seat), &core.holds)
     }
@@ -136,6 +127,24 @@ fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
         fragmented_bytes: core.store.bytes().fragmented_bytes(),
         metadata_bytes: core.metadata_bytes(),
         pool_full: core.store.full().is_some().into(),
+        ..report
+    }
+}
+
+/// Adds what is in which tier to the report.
+fn with_tiers(report: VmReport, core: &VmCore) -> VmReport {
+    let tiers = core.store.counts();
+    let count = |counter| core.pool.counter(counter).load(Relaxed);
+    VmReport {
+        zero_pages: report.stored_pages.saturating_sub(tiers.pages()),
+        same_filled_pages: tiers.same_filled_pages.load(Relaxed),
+        lz4_pages: tiers.lz4_pages.load(Relaxed),
+        uncompressed_pages: tiers.uncompressed_pages.load(Relaxed),
+        zstd_pages: tiers.zstd_pages.load(Relaxed),
+        stored_bytes: tiers.stored_bytes.load(Relaxed),
+        zstd_bytes: tiers.zstd_bytes.load(Relaxed),
+        demoted_pages: count(Counter::DemotedPages),
+        demotion_saved_bytes: count(Counter::DemotionSavedBytes),
         ..report
     }
 }

@@ -4,7 +4,7 @@
 use super::{budget::Budget, janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
 use pagetide_policy::{set_times::SetTimes, swap_in::Together};
-use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler};
+use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler, store::PoolTiers};
 use pagetide_vpri::{FaultService, IoSpaces};
 use std::{sync::Arc, time::Duration};
 
@@ -39,6 +39,10 @@ pub(super) struct Shared {
     pub(super) set_times: SetTimes,
     /// Whether a fault brings back what was evicted with its page.
     pub(super) together: Together,
+    /// In which forms pages are kept.
+    pub(super) tiers: Arc<PoolTiers>,
+    /// How long a section is left alone until its pages are demoted.
+    pub(super) demote_after: Duration,
     /// When background work may use CPU time.
     pub(super) scheduler: Arc<HostScheduler>,
     /// What divides the host's memory among VMs.

@@ -220,6 +220,9 @@ impl Vm {
         });
         let hotplug = Hotplug::new(Arc::clone(core), shared);
         let started = Instant::now();
+        if shared.tiers.uses_zstd() {
+            reclaimer.demote_after(shared.demote_after, started.elapsed());
+        }
         let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
         let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
         core.limit.make_room_by(weak);

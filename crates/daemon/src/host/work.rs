@@ -5,7 +5,7 @@
 //! |---|---|
 //! | reclaim | passes below the low watermark, those that a client asked for, and the heat that these need |
 //! | scan | samples above the low watermark |
-//! | background | keeping sections ready for eviction, swapping in what was in use lately |
+//! | background | keeping sections ready for eviction, swapping in what was in use lately, demoting what stayed cold |
 //!
 //! One thread does all of it, in turns. The hazard check of each second belongs to no class: it must not be held
 //! back. What the thread does beside that (waiting, corrections of counts) takes microseconds.

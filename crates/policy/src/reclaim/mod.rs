@@ -5,7 +5,7 @@
 //!                 situation: time, headroom, blocked?, requests
 //!                      │
 //!   ReclaimLoop ◄──────┘            order: look for hazards, sample, rest, keep sections ready,
-//!        └────────────────────────────► evict N pages within reach R, swap in N pages
+//!        └────────────────────────────► evict N pages within reach R, swap in N pages, demote
 //!                                                     │
 //!   Selection ◄── sweeps, outcomes                    ▼
 //!        └────────────────────────────► for each section: evict, or unmap and let it rest

@@ -43,6 +43,9 @@ pub struct Situation {
     pub requested_pages: Option<u64>,
     /// Why sections are wanted back, if there are any ([`super::Selection::wanted_back`]).
     pub wanted_back: Option<Wanted>,
+    /// How long it is to the next section that is to be demoted, if any waits
+    /// ([`Demotion::due_in`](crate::demotion::Demotion::due_in)).
+    pub demotion_in: Option<Duration>,
 }
 
 /// A pass to be made.
@@ -104,6 +107,8 @@ pub enum Order {
         /// Pages in all, about: there is room for them.
         pages: u64,
     },
+    /// Pack the stored pages of the section anew that [`Demotion`](crate::demotion::Demotion) names.
+    Demote,
     /// A reclaim is over. If it was for a request ([`Need::Wish`]), the request is to be answered.
     Finish(Need),
     /// Answer all requests: nothing can be evicted.

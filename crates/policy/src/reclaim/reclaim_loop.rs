@@ -9,6 +9,7 @@
 //!   reserve   a little above it, at most once a second: keep cold sections ready
 //!   requests  each is a reclaim of its own
 //!   swap in   what was in use lately, into spare memory, in turns
+//!   demote    stored pages that stayed cold, a section at a time
 //! ```
 //! A reclaim goes through the steps of [`passes`]. A pass that leaves
 //! sections to age is repeated after [`UNMAPPED_MIN`], and one that had no time for all sections at
@@ -38,6 +39,7 @@ use super::{
     selection::PassReport,
 };
 use crate::{
+    demotion,
     prefetch::{TURN, TURN_PAGES},
     sampling::{SWEEPS_TO_KNOW, Want},
     swap_in::Wanted,
@@ -91,6 +93,7 @@ enum Stage {
     Reserve,
     Requests,
     SwapIn,
+    Demote,
 }
 
 /// How far a reclaim is.
@@ -314,10 +317,7 @@ impl ReclaimLoop {
         match self.stage {
             Stage::Wait => {
                 self.stage = Stage::Look;
-                return Some(Order::Wait(match swap_in_pages(at) {
-                    0 => ROUND,
-                    _ => self.swap_in_rest,
-                }));
+                return Some(Order::Wait(self.longest_wait(at)));
             }
             Stage::Look => match self.look_round(at.now) {
                 Some(order) => return Some(order),
@@ -355,11 +355,28 @@ impl ReclaimLoop {
                 None => self.stage = Stage::SwapIn,
             },
             Stage::SwapIn => {
-                self.stage = Stage::Wait;
+                self.stage = Stage::Demote;
                 return self.swap_in(at);
+            }
+            Stage::Demote => {
+                self.stage = Stage::Wait;
+                return (at.demotion_in == Some(Duration::ZERO)).then_some(Order::Demote);
             }
         }
         None
+    }
+
+    /// How long the round may wait for its next turn of work.
+    fn longest_wait(&self, at: &Situation) -> Duration {
+        let swap_in = match swap_in_pages(at) {
+            0 => ROUND,
+            _ => self.swap_in_rest,
+        };
+        match (at.eviction, at.demotion_in) {
+            // While eviction is blocked the round does not get as far as that.
+            (Eviction::Blocked, _) | (Eviction::Allowed, None) => swap_in,
+            (Eviction::Allowed, Some(demotion)) => swap_in.min(demotion.max(demotion::TURN)),
+        }
     }
 
     fn swap_in(&mut self, at: &Situation) -> Option<Order> {

@@ -27,6 +27,7 @@ impl Vm {
                 sweeps: SWEEPS_TO_KNOW,
                 requested_pages: None,
                 wanted_back: None,
+                demotion_in: None,
             },
         };
         assert_eq!(vm.next(), Order::Wait(ROUND));
@@ -555,4 +556,28 @@ fn what_was_evicted_together_comes_back_down_to_the_low_watermark_and_a_reclaim_
     vm.at.wanted_back = Some(wanted);
     let is_swap_in = |order: &Order| matches!(order, Order::SwapIn { .. });
     assert!(!vm.round(&pass(0)).iter().any(is_swap_in));
+}
+
+#[test]
+fn section_that_stayed_cold_is_demoted_when_its_time_has_come_and_not_while_eviction_is_blocked() {
+    let mut vm = Vm::new(LIMIT / 2);
+    vm.at.demotion_in = Some(Duration::from_millis(200));
+    assert_eq!(vm.round(&pass(0)), []);
+    assert_eq!(
+        vm.at.now,
+        Duration::from_secs(101) + Duration::from_millis(200)
+    );
+    vm.at.demotion_in = Some(Duration::ZERO);
+    assert_eq!(vm.round(&pass(0)), [Order::Demote]);
+    assert_eq!(
+        vm.at.now,
+        Duration::from_secs(101) + Duration::from_millis(200) + demotion::TURN
+    );
+    vm.at.demotion_in = Some(Duration::from_secs(600));
+    assert_eq!(vm.round(&pass(0)), []);
+    vm.at.demotion_in = Some(Duration::ZERO);
+    vm.at.eviction = Eviction::Blocked;
+    let before = vm.at.now;
+    assert_eq!(vm.round(&pass(0)), [Order::RefuseRequests]);
+    assert_eq!(vm.at.now, before + ROUND);
 }

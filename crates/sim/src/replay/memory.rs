@@ -477,6 +477,7 @@ impl Memory {
                 sweeps: self.states.counts.sweeps,
                 requested_pages: None,
                 wanted_back: self.selection.wanted_back(),
+                demotion_in: None,
             });
             #[cfg(test)]
             self.states
@@ -516,6 +517,7 @@ impl Memory {
                 // Nothing forbids eviction here, counts are exact, and nobody sends requests. Accesses are
                 // those of the trace, at its times: a hold stops none of them.
                 Order::EndSuspension
+                | Order::Demote
                 | Order::Hold(_)
                 | Order::Release
                 | Order::Poll

@@ -10,6 +10,8 @@ pub(super) const HEADER_CELLS: usize = 512;
 pub const PAGES_MAX: u64 = 1 << 32;
 /// Fewest pages there is room for: 1 TiB.
 const CAPACITY_PAGES_MIN: u64 = 1 << 28;
+/// Extents that a pool has a table for, for each section that it has room for.
+pub(super) const EXTENTS_PER_SECTION: u64 = 4;
 pub(super) const NO_LIMIT: u64 = u64::MAX;
 
 /// Cells of the header. Numbers are on disk.
@@ -33,6 +35,17 @@ pub(super) enum Cell {
     CapacityPages = 14,
     /// The most bytes that the pool has taken.
     PeakBytes = 15,
+    /// These are 0 in a pool from before there were tiers outside memory (see `pool/slow.rs`).
+    Key0 = 16,
+    Key1 = 17,
+    Key2 = 18,
+    Key3 = 19,
+    /// The last version that was reserved.
+    SlowVersion = 20,
+    ExtentsAt = 21,
+    ExtentCapacity = 22,
+    /// Bytes of the table that have memory.
+    ExtentBytes = 23,
 }
 pub(super) const FIRST_COUNTER: usize = 32;
 
@@ -66,6 +79,8 @@ pub enum Counter {
     FilledPages,
     JoinedFaults,
     SwappedInAheadPages,
+    DemotedPages,
+    DemotionSavedBytes,
 }
 
 /// Pages a pool should have room for, given how many a VM has now: four times as many, and at least

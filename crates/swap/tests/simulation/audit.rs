@@ -154,7 +154,7 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
             WordState::Present | WordState::Poisoned | WordState::Unallocated => continue,
         };
         contents += u64::from(!content.is_zero());
-        bytes += u64::from(Located::of(content).bytes);
+        bytes += stored_bytes(content);
     }
     audit_counts(state, daemon, contents, bytes);
     audit_limit(state, daemon);
@@ -166,11 +166,20 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
     }
 }
 
+/// Bytes of the pool that `content` takes.
+fn stored_bytes(content: Content) -> u64 {
+    if content.is_zero() {
+        return 0;
+    }
+    let located = Located::of(content).expect("a word that the store wrote");
+    located.in_pool().map_or(0, |place| place.bytes.into())
+}
+
 /// Each stored content belongs to one page, and what belongs to none was freed.
 fn audit_counts(state: &State, daemon: &Daemon, contents: u64, bytes: u64) {
     let hogs = daemon.hogs.lock().map_or(0, |hogs| hogs.len() as u64);
     let counts = daemon.store.counts();
-    let stored = counts.lz4_pages.load(Relaxed) + counts.uncompressed_pages.load(Relaxed);
+    let stored = counts.pages();
     assert_eq!(
         stored,
         contents + hogs,
@@ -240,7 +249,7 @@ fn audit_grants(state: &State, words: &PageTable) {
 /// All pages are back: the pool is empty, and its memory given back.
 pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
     let counts = store.counts();
-    let stored = counts.lz4_pages.load(Relaxed) + counts.uncompressed_pages.load(Relaxed);
+    let stored = counts.pages();
     assert_eq!(stored, state.quarantined, "contents left behind");
     store.trim().expect("a pool that can be punched");
     let words = words(store).sections().count() as u64 * PAGE_BYTES;
@@ -260,7 +269,9 @@ pub fn flip_stored_bit(store: &PoolStore, page: PageNo, random: &mut Random) -> 
     if content.is_zero() {
         return false;
     }
-    let located = Located::of(content);
+    let Ok(Located::Pool(located)) = Located::of(content) else {
+        return false;
+    };
     assert!(located.slot.byte_offset().is_multiple_of(SLOT_UNIT_BYTES));
     let at = located.slot.byte_offset() + random.below(u64::from(located.bytes));
     let mut byte = [0];

@@ -3,7 +3,8 @@
 //!
 //! A stamp is given out once, so content that turns up in another page, or
 //! later than it may, is known for what it is. Sector 0 bytes come from stamp
-//! 0; every third stamp makes noise, which does not compress. Parsing checks
+//! 0; every third stamp makes noise, which does not compress, and every seventh of
+//! the others the stamp again and again: a page of it is same-filled. Parsing checks
 //! every byte: a page torn in the middle of a sector parses as nothing.
 
 use pagetide_random::SplitMix64;
@@ -62,11 +63,16 @@ pub struct Sectors {
 }
 
 fn render_sector(stamp: u32, into: &mut [u8]) {
-    let mut word = u64::from(stamp) | u64::from(stamp.rotate_left(16)) << 32;
+    let is_noise = stamp.is_multiple_of(3);
+    let other_half = match stamp.is_multiple_of(7) && !is_noise {
+        true => stamp,
+        false => stamp.rotate_left(16),
+    };
+    let mut word = u64::from(stamp) | u64::from(other_half) << 32;
     let mut random = SplitMix64::new(word);
     for bytes in into.chunks_exact_mut(8) {
         bytes.copy_from_slice(&word.to_le_bytes());
-        if stamp != 0 && stamp.is_multiple_of(3) {
+        if stamp != 0 && is_noise {
             word = random.next_u64();
         }
     }

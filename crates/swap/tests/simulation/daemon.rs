@@ -24,13 +24,14 @@ use pagetide_policy::{
     swap_in::Together,
 };
 use pagetide_swap::{
-    DirectReclaim, Evictor, HeatCost, Limit, Pool, PoolStore, PoolWords, Reclaimer,
+    Demoter, DirectReclaim, Evictor, HeatCost, Limit, Pace, Pool, PoolStore, PoolWords, Reclaimer,
+    demoter::DemotionStop,
     evictor::EvictorError,
     limit::MakeRoom as _,
     reclaim::{Need, Reach, Took, UNMAPPED_MIN},
     slots::SLOT_UNIT_BYTES,
     store::FULL_MIN,
-    tier::{Located, PAGE},
+    tier::{Form, Located, PAGE},
 };
 use std::{
     collections::HashMap,
@@ -93,6 +94,10 @@ pub enum Task {
     /// A fill makes room of what stands ready.
     MakeRoom {
         pages: u64,
+    },
+    /// Stored pages of the section are packed anew.
+    Demote {
+        section: SectionNo,
     },
     Trim,
     CorrectLimit,
@@ -174,6 +179,22 @@ impl Task {
             wanted,
             pages_max,
         })
+    }
+}
+
+/// The pace of work in which anything may happen between two steps.
+struct Between(Life);
+
+impl Pace for Between {
+    fn go_on(&self) -> bool {
+        self.may_stay()
+    }
+
+    fn may_stay(&self) -> bool {
+        match self.0.enter(Call::Unlocked) {
+            Some(mut state) => state.random.below(8) > 0,
+            None => false,
+        }
     }
 }
 
@@ -382,6 +403,7 @@ impl Daemon {
             Task::EndLoad { page, how } => self.end_load(page, how),
             Task::Relocate { page } => self.relocate(page),
             Task::MakeRoom { pages } => self.take_directly(pages),
+            Task::Demote { section } => self.demote(section),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
                 let loading = self.space.loading_pages();
@@ -478,12 +500,13 @@ impl Daemon {
         let PageState::Stored(from) = self.space.table().word(page).state() else {
             return;
         };
-        if from.is_zero() {
-            return;
-        }
-        let located = Located::of(from);
-        let mut stored = vec![0; located.bytes as usize];
-        let read = (self.store.pool()).read_content(located.slot.byte_offset(), &mut stored);
+        // Content of zstd would be taken for that of lz4 by its length.
+        let place = match Located::of(from) {
+            Ok(Located::Pool(place)) if place.form != Form::Zstd => place,
+            _ => return,
+        };
+        let mut stored = vec![0; place.bytes as usize];
+        let read = (self.store.pool()).read_content(place.slot.byte_offset(), &mut stored);
         read.expect("a place in the pool");
         let Ok(to) = self.store.put(&stored) else {
             return;
@@ -522,6 +545,10 @@ impl Daemon {
             limit.evicted(pages);
             ControlFlow::Continue(())
         });
+        if let Ok(report) = &done {
+            let coverage = &mut self.life.world.lock().coverage;
+            coverage.same_filled_pages += report.same_filled_pages;
+        }
         match done {
             Ok(report) if !report.refused.is_empty() => self.life.expect_full(),
             Ok(_)
@@ -597,6 +624,21 @@ impl Daemon {
         if let Some(wanted) = reclaimer.wanted_back(now) {
             reclaimer.swap_in(|| now, wanted, SECTION_PAGES, &|| true);
         }
+    }
+
+    fn demote(&self, section: SectionNo) {
+        let _frame = self.life.frame(Frame::Evict);
+        let mut demoter = Demoter::new(self.space.clone(), self.store.clone());
+        let done = demoter.demote(section, &Between(self.life.clone()));
+        match done.stop {
+            None | Some(DemotionStop::Paced) => {}
+            Some(DemotionStop::Store(why)) if why.is_full() => {}
+            Some(why) => self.life.expect_trouble(&why),
+        }
+        let coverage = &mut self.life.world.lock().coverage;
+        coverage.demoted_pages += done.pages;
+        // The guest needed some of them, or they were evicted anew, while they were copied.
+        coverage.demotions_in_vain += u64::from(done.unused_pages > 0);
     }
 
     /// Beside the reclaimer, and beside others that do the same.
@@ -790,9 +832,12 @@ impl ContentStore for Checked {
         match self.far {
             Far::Nothing => true,
             // A slot that begins at an even unit.
-            Far::Half => {
-                (Located::of(content).slot.byte_offset() / SLOT_UNIT_BYTES).is_multiple_of(2)
-            }
+            Far::Half => match Located::of(content) {
+                Ok(Located::Pool(place)) => {
+                    (place.slot.byte_offset() / SLOT_UNIT_BYTES).is_multiple_of(2)
+                }
+                Ok(Located::Same(_)) | Err(_) => true,
+            },
             Far::All => false,
         }
     }

@@ -66,6 +66,8 @@ pub struct Knobs {
     pub plugging: OneIn,
     /// Bits flipped in the pool, in steps of the run.
     pub flips: OneIn,
+    /// Stored pages packed anew, in steps of the run.
+    pub demotion: OneIn,
     /// Death of the VMM, which ends the run, in calls into the kernel.
     pub vmm_deaths: OneIn,
     pub far: Far,
@@ -97,6 +99,7 @@ impl Knobs {
             discards: OneIn(random.pick(&[0, 0, 60, 15])),
             plugging: OneIn(random.pick(&[0, 0, 150, 40])),
             flips: OneIn(random.pick(&[0, 0, 0, 40])),
+            demotion: demotion(random.clone()),
             // Of a copy: runs without it go as they did before there was this trouble.
             vmm_deaths: OneIn(random.clone().pick(&[0, 0, 0, 5000, 700])),
             // Of another copy, likewise.
@@ -122,6 +125,13 @@ impl Knobs {
             *trouble = OneIn(0);
         }
     }
+}
+
+/// Of a copy, too.
+fn demotion(mut random: Random) -> OneIn {
+    // Another draw than that of the next knob.
+    let _another = random.below(2);
+    OneIn(random.pick(&[0, 0, 3, 12]))
 }
 
 /// Clusters of neighbours across both borders, at the end, and a few pages alone.

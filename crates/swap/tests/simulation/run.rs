@@ -123,6 +123,19 @@ impl Run {
         if let Some(task) = task {
             self.perform(task);
         }
+        let demotion = {
+            let mut state = self.world.lock();
+            let demotion = state.knobs.demotion;
+            let section = state
+                .happens(demotion)
+                .then(|| state.active_page().section());
+            section.map(|section| Task::Demote { section })
+        };
+        if let Some(task) = demotion
+            && !self.is_vmm_dead()
+        {
+            self.perform(task);
+        }
     }
 
     pub fn perform(&self, task: Task) {

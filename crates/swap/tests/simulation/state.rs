@@ -107,6 +107,9 @@ coverage! {
     joined_faults
     readahead_pages
     swapped_in_ahead_pages
+    demoted_pages
+    demotions_in_vain
+    same_filled_pages
     busy
     store_full
     damaged_pages

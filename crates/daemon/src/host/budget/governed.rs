@@ -75,9 +75,8 @@ struct Kept {
 
 impl Kept {
     fn of(tiers: &TierCounts, pool_bytes: u64) -> Self {
-        let pages = tiers.lz4_pages.load(Relaxed) + tiers.uncompressed_pages.load(Relaxed);
         Self {
-            swapped_bytes: pages.saturating_mul(PAGE_BYTES),
+            swapped_bytes: tiers.pages().saturating_mul(PAGE_BYTES),
             content_bytes: tiers.stored_bytes.load(Relaxed),
             pool_bytes,
         }

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Located`]: what the content bits of a page word say.
+//!
+//! ```text
+//!   Content (56 bits)   │ tag: 4 │ payload: 52                                          │
+//!   tag 0   pool, lz4 or uncompressed   │ slot in 64-byte units: 38 │ bytes stored: 14 │
+//!   tag 1   same-filled                 │ 0: 20 │ word that fills the page: 32         │
+//!   tag 2   pool, zstd                  │ slot in 64-byte units: 38 │ bytes stored: 14 │
+//!   tag 3   reserved: pool, zstd with a dictionary
+//!   tag 8   reserved: disk, extent 32 │ first sector in it 12 │ sectors less one 4
+//!   tag 9   reserved: remote, extent 32 │ position in it 12
+//! ```
+//! Tag 0 holds what a pool holds whose words have no tags: a slot had 42 bits there, of which no pool has
+//! ever used more than 38 (16 TiB of content). So a word of such a pool reads the same.
+//!
+//! A word that no writer of this version writes is damaged, or of a newer version: [`Located::of`] refuses it.
+
+use super::{CRC_BYTES, STORED_BYTES_MAX};
+use crate::slots::SlotNo;
+use pagetide_gmem::Content;
+
+const PAYLOAD_BITS: u32 = 52;
+const LENGTH_BITS: u32 = 14;
+const SLOT_BITS: u32 = PAYLOAD_BITS - LENGTH_BITS;
+const TAG_POOL: u64 = 0;
+const TAG_SAME: u64 = 1;
+const TAG_ZSTD: u64 = 2;
+const _: () = assert!(STORED_BYTES_MAX < 1 << LENGTH_BITS);
+
+/// How the bytes of a slot make a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Form {
+    /// An lz4 block.
+    Lz4,
+    /// The page itself: lz4 does not make it smaller.
+    Uncompressed,
+    /// A zstd frame: it stayed cold.
+    Zstd,
+}
+
+/// A content in a slot of the pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InPool {
+    /// Its slot.
+    pub slot: SlotNo,
+    /// Its length with the CRC, in bytes.
+    pub bytes: u32,
+    /// What the bytes are.
+    pub form: Form,
+}
+
+/// Where the content of an absent page is, if it is not a page of zeros.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Located {
+    /// In the pool.
+    Pool(InPool),
+    /// Here: this word, again and again.
+    Same(u32),
+}
+
+/// Content bits that no store of this version has written.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("a page word with content {0:#x} is damaged, or was written by a newer version")]
+pub struct UnknownContent(pub u64);
+
+impl Located {
+    /// What a page word's content says.
+    ///
+    /// # Errors
+    /// [`UnknownContent`].
+    pub fn of(content: Content) -> Result<Self, UnknownContent> {
+        let bits = content.bits();
+        let unknown = UnknownContent(bits);
+        let payload = bits & ((1 << PAYLOAD_BITS) - 1);
+        match bits >> PAYLOAD_BITS {
+            TAG_POOL => {
+                let (slot, bytes) = slot_of(payload).ok_or(unknown)?;
+                let form = match bytes as usize {
+                    STORED_BYTES_MAX => Form::Uncompressed,
+                    _ => Form::Lz4,
+                };
+                Ok(Self::Pool(InPool { slot, bytes, form }))
+            }
+            TAG_ZSTD => {
+                let (slot, bytes) = slot_of(payload).ok_or(unknown)?;
+                let form = Form::Zstd;
+                Ok(Self::Pool(InPool { slot, bytes, form }))
+            }
+            TAG_SAME => match u32::try_from(payload) {
+                Ok(word) if word != 0 => Ok(Self::Same(word)),
+                _ => Err(unknown),
+            },
+            _ => Err(unknown),
+        }
+    }
+
+    /// The content as a page word holds it; `None` if it is a page of zeros, or its slot number or length is
+    /// impossible.
+    #[must_use]
+    pub fn content(self) -> Option<Content> {
+        match self {
+            Self::Same(0) => None,
+            Self::Same(word) => Content::at(TAG_SAME << PAYLOAD_BITS | u64::from(word)),
+            Self::Pool(InPool { slot, bytes, form }) => {
+                let tag = match form {
+                    Form::Lz4 | Form::Uncompressed => TAG_POOL,
+                    Form::Zstd => TAG_ZSTD,
+                };
+                if slot.0 >> SLOT_BITS != 0 || !is_length(bytes) {
+                    return None;
+                }
+                let payload = slot.0 << LENGTH_BITS | u64::from(bytes);
+                Content::at(tag << PAYLOAD_BITS | payload)
+            }
+        }
+    }
+
+    /// The slot, if it has one.
+    #[must_use]
+    pub const fn in_pool(self) -> Option<InPool> {
+        match self {
+            Self::Pool(in_pool) => Some(in_pool),
+            Self::Same(_) => None,
+        }
+    }
+}
+
+fn slot_of(payload: u64) -> Option<(SlotNo, u32)> {
+    let bytes = u32::try_from(payload & ((1 << LENGTH_BITS) - 1)).unwrap_or(0);
+    is_length(bytes).then_some((SlotNo(payload >> LENGTH_BITS), bytes))
+}
+
+const fn is_length(bytes: u32) -> bool {
+    bytes as usize > CRC_BYTES && bytes as usize <= STORED_BYTES_MAX
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_random::SplitMix64;
+
+    fn at(bits: u64) -> Content {
+        Content::at(bits).unwrap()
+    }
+
+    #[test]
+    fn words_of_pools_without_tags_read_the_same() {
+        // Slot and length as version 1 has packed them before there were tags: slot << 14 | bytes.
+        for (bits, slot, bytes, form) in [
+            (0x0000_0000_0000_0005, 0, 5, Form::Lz4),
+            (0x0000_0000_0000_47a3, 1, 1_955, Form::Lz4),
+            (0x0000_0000_0028_1004, 160, 4_100, Form::Uncompressed),
+            (0x000f_ffff_ffff_c040, (1 << 38) - 1, 64, Form::Lz4),
+        ] {
+            let slot = SlotNo(slot);
+            let located = Located::Pool(InPool { slot, bytes, form });
+            assert_eq!(Located::of(at(bits)), Ok(located), "{bits:#x}");
+            assert_eq!(located.content(), Some(at(bits)));
+        }
+    }
+
+    #[test]
+    fn location_survives_the_way_through_a_page_word() {
+        let mut random = SplitMix64::new(3);
+        for _ in 0..10_000 {
+            let slot = SlotNo(random.below(1 << SLOT_BITS));
+            let bytes = u32::try_from(5 + random.below(4_095)).unwrap();
+            let located = match random.below(4) {
+                0 => Located::Same(u32::try_from(1 + random.below(u64::from(u32::MAX))).unwrap()),
+                1 => Located::Pool(InPool {
+                    slot,
+                    bytes: u32::try_from(STORED_BYTES_MAX).unwrap(),
+                    form: Form::Uncompressed,
+                }),
+                2 => Located::Pool(InPool {
+                    slot,
+                    bytes,
+                    form: Form::Zstd,
+                }),
+                _ => Located::Pool(InPool {
+                    slot,
+                    bytes,
+                    form: Form::Lz4,
+                }),
+            };
+            assert_eq!(Located::of(located.content().unwrap()), Ok(located));
+        }
+    }
+
+    #[test]
+    fn what_has_no_place_in_a_word_makes_none() {
+        let in_pool = |slot, bytes| {
+            let slot = SlotNo(slot);
+            let form = Form::Lz4;
+            Located::Pool(InPool { slot, bytes, form })
+        };
+        for located in [
+            Located::Same(0),
+            in_pool(1 << 38, 64),
+            in_pool(0, 0),
+            in_pool(0, 4),
+            in_pool(0, 4_101),
+        ] {
+            assert_eq!(located.content(), None, "{located:?}");
+        }
+    }
+
+    #[test]
+    fn words_that_nobody_has_written_are_refused() {
+        let tagged = |tag: u64, payload: u64| tag << PAYLOAD_BITS | payload;
+        let reserved = (3..16).map(|tag| tagged(tag, 1 << LENGTH_BITS | 64));
+        let wrong = [
+            tagged(TAG_SAME, 0),
+            tagged(TAG_SAME, 1 << 32),
+            tagged(TAG_POOL, 1 << LENGTH_BITS),
+            tagged(TAG_POOL, 4),
+            tagged(TAG_POOL, 4_101),
+            tagged(TAG_ZSTD, 16_383),
+            tagged(TAG_ZSTD, 0),
+        ];
+        for bits in wrong.into_iter().chain(reserved) {
+            assert_eq!(Located::of(at(bits)), Err(UnknownContent(bits)));
+        }
+    }
+}
