@@ -13,6 +13,10 @@
 //! relocation. At whatever step the daemon dies, each word names content that is whole; a copy that no word
 //! names is free for the successor.
 //!
+//! A slot may be freed, and get other content, while it is read: then the CRC does not match, or the word says
+//! otherwise. Its memory stays: chunks are given back ([`PoolStore::trim`]) by the thread that demotes, and by
+//! no other one.
+//!
 //! Which sections, when and how many is decided in [`pagetide_policy::demotion`].
 
 use crate::{

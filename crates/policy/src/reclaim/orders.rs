@@ -15,7 +15,7 @@ pub enum Content {
     /// It can.
     #[default]
     Taken,
-    /// The store is full: only pages of zeros can be evicted.
+    /// The store is full: only pages of one repeated word, mostly zeros, can be evicted.
     Refused,
 }
 
