@@ -185,6 +185,8 @@ enum Wanted {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
+
     use super::*;
     use pagetide_random::SplitMix64;
 

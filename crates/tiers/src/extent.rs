@@ -115,19 +115,23 @@ enum Segment {
 pub struct Sectors {
     block: BlockSize,
     segments: Vec<Segment>,
+    /// Segments from this one on are only held, and not given out: the operator has lowered the limit.
+    limit: SegmentNo,
     free: BTreeSet<SegmentNo>,
     vms: HashMap<VmId, ByLongest>,
     used_sectors: u64,
 }
 
 impl Sectors {
-    /// A disk of so many segments, header included, that nobody uses.
+    /// A disk of so many segments, header included, that nobody uses. Those from `limit` on are not given
+    /// out.
     #[must_use]
-    pub fn new(segments: u32, block: BlockSize) -> Self {
+    pub fn new(segments: u32, limit: SegmentNo, block: BlockSize) -> Self {
         Self {
             block,
             segments: (0..segments).map(|_| Segment::Free).collect(),
-            free: (1..segments).map(SegmentNo).collect(),
+            limit,
+            free: (1..segments.min(limit.0)).map(SegmentNo).collect(),
             vms: HashMap::new(),
             used_sectors: 0,
         }
@@ -332,7 +336,9 @@ impl Sectors {
         let slot = &mut self.segments[segment.0 as usize];
         debug_assert!(matches!(slot, Segment::InTransit));
         *slot = Segment::Free;
-        self.free.insert(segment);
+        if segment < self.limit {
+            self.free.insert(segment);
+        }
     }
 
     /// A VM has ended. Its segments are in transit; their space may be returned.
@@ -360,7 +366,8 @@ impl Sectors {
     ) -> Result<(), SectorError> {
         for ExtentEntry { start, sectors, .. } in entries {
             let (segment, _) = split(start);
-            if self.free.contains(&segment) {
+            let slot = self.segments.get(segment.0 as usize);
+            if segment > SegmentNo(0) && matches!(slot, Some(Segment::Free)) {
                 self.free.remove(&segment);
                 self.give(vm, segment);
             }
@@ -423,11 +430,12 @@ impl Sectors {
     /// Runs of segments that nobody has.
     pub fn free_runs(&self) -> Vec<Range<SegmentNo>> {
         let mut runs: Vec<Range<SegmentNo>> = Vec::new();
-        for &segment in &self.free {
+        for (segment, slot) in (0..).map(SegmentNo).zip(&self.segments).skip(1) {
             let next = SegmentNo(segment.0 + 1);
-            match runs.last_mut() {
-                Some(run) if run.end == segment => run.end = next,
-                _ => runs.push(segment..next),
+            match (slot, runs.last_mut()) {
+                (Segment::Free, Some(run)) if run.end == segment => run.end = next,
+                (Segment::Free, _) => runs.push(segment..next),
+                _ => {}
             }
         }
         runs
@@ -486,6 +494,8 @@ fn split(sector: SectorNo) -> (SegmentNo, u32) {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
+
     use super::*;
     use crate::Version;
     use pagetide_random::SplitMix64;
@@ -513,7 +523,7 @@ mod tests {
         fn new(block: BlockSize, seed: u64) -> Self {
             Self {
                 block,
-                sectors: Sectors::new(SEGMENTS, block),
+                sectors: Sectors::new(SEGMENTS, SegmentNo(SEGMENTS), block),
                 extents: Vec::new(),
                 used: vec![None; (SEGMENTS * SEGMENT_SECTORS) as usize],
                 random: SplitMix64::new(seed),
@@ -652,7 +662,7 @@ mod tests {
         }
 
         fn die_and_recover(&mut self) {
-            self.sectors = Sectors::new(SEGMENTS, self.block);
+            self.sectors = Sectors::new(SEGMENTS, SegmentNo(SEGMENTS), self.block);
             let of = |extents: &[(VmId, Extent)], vm: VmId| -> Vec<Extent> {
                 let mine = extents.iter().filter(|(owner, _)| *owner == vm);
                 mine.map(|(_, extent)| extent.clone()).collect()
@@ -693,7 +703,7 @@ mod tests {
 
     #[test]
     fn full_disk_is_filled_to_the_last_runs_worth_an_extent() {
-        let mut sectors = Sectors::new(2, BlockSize::Bytes512);
+        let mut sectors = Sectors::new(2, SegmentNo(2), BlockSize::Bytes512);
         let vm = VmId(1);
         assert_eq!(sectors.take(vm, &[8]), Err(NoRoom::Segment));
         let segment = sectors.begin_segment().unwrap();
@@ -727,7 +737,7 @@ mod tests {
 
     #[test]
     fn empty_segments_go_but_for_one() {
-        let mut sectors = Sectors::new(4, BlockSize::Bytes512);
+        let mut sectors = Sectors::new(4, SegmentNo(4), BlockSize::Bytes512);
         let vm = VmId(1);
         let mut rooms = Vec::new();
         while rooms.len() < 24 {
@@ -753,8 +763,29 @@ mod tests {
     }
 
     #[test]
+    fn segments_beyond_a_lowered_limit_are_held_and_not_given_out_again() {
+        let mut sectors = Sectors::new(4, SegmentNo(2), BlockSize::Bytes512);
+        let (vm, other) = (VmId(1), VmId(2));
+        let start = SegmentNo(3).start();
+        let entry = ExtentEntry {
+            version: Version(1),
+            start,
+            sectors: 8,
+        };
+        sectors.hold(vm, [entry]).unwrap();
+        assert_eq!(sectors.free_runs(), [SegmentNo(1)..SegmentNo(3)]);
+        assert!(sectors.recover(vm, [(start, 8)]).unwrap().is_empty());
+        assert_eq!(sectors.begin_segment(), Some(SegmentNo(1)));
+        assert_eq!(sectors.begin_segment(), None);
+        assert_eq!(sectors.take(other, &[8]), Err(NoRoom::Full));
+        assert_eq!(sectors.end_vm(vm), [SegmentNo(3)]);
+        sectors.end_transit(SegmentNo(3));
+        assert_eq!(sectors.begin_segment(), None);
+    }
+
+    #[test]
     fn impossible_sectors_are_typed_errors_and_change_nothing() {
-        let mut sectors = Sectors::new(3, BlockSize::Bytes512);
+        let mut sectors = Sectors::new(3, SegmentNo(3), BlockSize::Bytes512);
         let (vm, other) = (VmId(1), VmId(2));
         let entry = |start, sectors| ExtentEntry {
             version: Version(1),

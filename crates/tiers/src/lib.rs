@@ -7,6 +7,7 @@
 //! - [`table`]: what a VM's pool keeps of its extents.
 //! - [`extent`]: which sectors of a disk hold what.
 //! - [`disk`]: the disk tier.
+//! - [`remote`]: the tier on another host.
 //! - [`health`]: whether a tier can be used.
 //! - [`figures`]: what a tier has done.
 //!
@@ -19,6 +20,7 @@ pub mod disk;
 pub mod extent;
 pub mod figures;
 pub mod health;
+pub mod remote;
 pub mod seal;
 pub mod table;
 pub mod tier;

@@ -234,6 +234,8 @@ impl Sealer {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
+
     use super::*;
     use crate::{ExtentName, Room, SectorNo, VmId};
     use pagetide_random::SplitMix64;

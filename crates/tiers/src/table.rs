@@ -205,6 +205,8 @@ impl ExtentNumbers {
 
 #[cfg(test)]
 mod tests {
+    #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
+
     use super::*;
     use pagetide_random::SplitMix64;
     use std::collections::BTreeMap;

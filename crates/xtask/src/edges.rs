@@ -16,8 +16,8 @@
 //! ```
 //! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
 //! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, and
-//! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`. The table names direct neighbours below;
-//! their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
+//! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`, and `tiers`, on `sys`, below `swap`. The table
+//! names direct neighbours below; their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
 //! root.
 
 use std::collections::BTreeSet;

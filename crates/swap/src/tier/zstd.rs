@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
 
 /// Level of compression. On memory of programs it saves two per cent more than level 1 at a tenth more time;
-/// the next ones that save more take three times as long (`docs/adr/0032-tiers-of-the-pool.md`).
+/// the next ones that save more take three times as long (`docs/adr/0035-tiers-of-the-pool.md`).
 const LEVEL: i32 = 3;
 
 /// Turns pages into their zstd form; keeps its buffers.

@@ -10,6 +10,7 @@
 //! ```
 //! - [`open`]: what is refused, and the header.
 //! - [`engine`]: the thread; time bounds, and what happens to what is late.
+//! - [`request`]: requests as the thread keeps them.
 //! - [`shared`]: what callers and thread share.
 //! - [`io`]: the seams to the kernel.
 //!
@@ -27,6 +28,7 @@
 mod engine;
 mod io;
 mod open;
+mod request;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -38,12 +40,12 @@ use crate::{
     Batch, ExtentName, Health, Place, ReadDone, Room, SectorNo, SlowTier, TierError, TierFigures,
     TierKind, VmId, WriteDone,
 };
-pub use engine::Bounds;
 use engine::{ENTRIES, Engine};
 use io::{Geometry, Ground};
 pub use open::DiskError;
 use open::OpenDisk;
 use pagetide_sys::file_ring::{Buffer, FileRing, RingWaker};
+pub use request::Bounds;
 use shared::{Inbox, READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, MutexGuard};
@@ -115,7 +117,7 @@ impl FoundDisk {
             segments: self.disk.segments,
             discard: self.disk.discard,
         };
-        let limit_bytes = u64::from(geometry.segments - 1) * SEGMENT_BYTES;
+        let limit_bytes = u64::from(self.disk.limit.0 - 1) * SEGMENT_BYTES;
         let shared = Arc::new(Shared::new(self.sectors, limit_bytes, Instant::now()));
         let file = self.disk.file.try_clone().map_err(failed("dup"))?;
         let (to_us, waker) = std::sync::mpsc::sync_channel(1);
@@ -154,8 +156,8 @@ impl FoundDisk {
 }
 
 impl DiskTier {
-    /// Opens and locks the file or device at `path`, of which at most `limit_bytes` are used. A file that
-    /// does not exist is created.
+    /// Opens and locks the file or device at `path`, of which at most `limit_bytes` are given out. A file that
+    /// does not exist is created. Pages beyond a limit that was lowered stay where they are.
     ///
     /// # Errors
     /// [`DiskError`].
@@ -163,7 +165,7 @@ impl DiskTier {
         let disk = open::open(path, limit_bytes)?;
         Ok(FoundDisk {
             path: path.to_owned(),
-            sectors: Sectors::new(disk.segments, disk.block),
+            sectors: Sectors::new(disk.segments, disk.limit, disk.block),
             disk,
             bounds,
         })
@@ -197,12 +199,9 @@ impl DiskTier {
         self.wake(inbox);
     }
 
-    /// Wakes the thread if the inbox has just got its first order: it takes all orders at once.
+    /// Ends the adding of an order.
     fn wake(&self, inbox: MutexGuard<'_, Inbox>) {
-        let orders = inbox.reads.len() + inbox.writes.len();
-        let is_first = orders == 1 || !inbox.punches.is_empty();
-        drop(inbox);
-        if is_first {
+        if self.shared.added(inbox) {
             self.waker.wake();
         }
     }
@@ -270,12 +269,13 @@ impl DiskTier {
     }
 
     fn end(&mut self) {
-        self.shared.inbox().over = true;
-        self.waker.wake();
-        if let Some(thread) = self.thread.take() {
-            if thread.join().is_err() {
-                tracing::error!("the thread of the disk tier panicked");
-            }
+        let mut inbox = self.shared.inbox();
+        inbox.over = true;
+        self.wake(inbox);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of the disk tier panicked");
         }
     }
 }

@@ -14,7 +14,7 @@
 
 use super::io::{Discard, Ground};
 use crate::bitmap::BlockSize;
-use crate::extent::SEGMENT_BYTES;
+use crate::extent::{SEGMENT_BYTES, SegmentNo};
 use pagetide_sys::file_ring::Buffer;
 use pagetide_sys::memory_file::{GuestFile, Locked};
 use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxFlags};
@@ -113,7 +113,10 @@ pub enum DiskError {
 pub(super) struct OpenDisk {
     pub file: OwnedFd,
     pub block: BlockSize,
+    /// Segments that it has, of a predecessor with a higher limit too.
     pub segments: u32,
+    /// The first one that is not given out.
+    pub limit: SegmentNo,
     pub discard: Discard,
 }
 
@@ -181,9 +184,11 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
     };
     drop(found);
     lock(path, &file)?;
+    let (segments, limit) = segments(path, &file, discard, limit_bytes)?;
     let mut disk = OpenDisk {
         block: BlockSize::Bytes4096,
-        segments: segments(path, &file, discard, limit_bytes)?,
+        segments,
+        limit,
         file,
         discard,
     };
@@ -303,28 +308,26 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), DiskError> {
     }
 }
 
+/// How many segments there are, and the first that is not given out.
 fn segments(
     path: &Path,
     file: &OwnedFd,
     discard: Discard,
     limit_bytes: u64,
-) -> Result<u32, DiskError> {
-    let bytes = match discard {
-        Discard::Punch => limit_bytes,
-        Discard::Keep => {
-            let size =
-                rustix::fs::seek(file, SeekFrom::End(0)).map_err(At(path).failed("lseek"))?;
-            limit_bytes.min(size)
-        }
+) -> Result<(u32, SegmentNo), DiskError> {
+    let size = rustix::fs::seek(file, SeekFrom::End(0)).map_err(At(path).failed("lseek"))?;
+    let (bytes, given_bytes) = match discard {
+        Discard::Punch => (limit_bytes.max(size), limit_bytes),
+        Discard::Keep => (size, limit_bytes.min(size)),
     };
-    let segments = bytes / SEGMENT_BYTES;
-    if segments < SEGMENTS_MIN {
+    if given_bytes / SEGMENT_BYTES < SEGMENTS_MIN {
         return Err(DiskError::TooSmall {
             path: path.to_owned(),
-            bytes,
+            bytes: given_bytes,
         });
     }
-    Ok(u32::try_from(segments).unwrap_or(u32::MAX))
+    let whole = |bytes: u64| u32::try_from(bytes / SEGMENT_BYTES).unwrap_or(u32::MAX);
+    Ok((whole(bytes), SegmentNo(whole(given_bytes))))
 }
 
 /// Sees that nothing else is there, and writes the header.
@@ -341,8 +344,9 @@ fn take_possession(path: &Path, disk: &OpenDisk) -> Result<(), DiskError> {
         return Err(DiskError::NotOurs(path.to_owned()));
     }
     if disk.discard == Discard::Punch {
+        // One that has pages is needed however full the disk is.
         let (free_bytes, left_bytes) = space(&disk.file).map_err(At(path).failed("fstatfs"))?;
-        if free_bytes < left_bytes.saturating_add(SEGMENT_BYTES) {
+        if !is_ours && free_bytes < left_bytes.saturating_add(SEGMENT_BYTES) {
             return Err(DiskError::FileSystemFull {
                 path: path.to_owned(),
                 free_bytes,

@@ -11,6 +11,7 @@ use crate::{ReadDone, Room, SectorNo, TierError, TierFigures, TierKind, VmId, Wr
 use pagetide_sys::file_ring::Buffer;
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -60,6 +61,14 @@ pub(super) struct Inbox {
     pub open_writes: usize,
     /// The tier ends, or has ended.
     pub over: bool,
+    /// The thread sleeps, or is about to: whoever adds an order must wake it.
+    pub asleep: bool,
+}
+
+impl Inbox {
+    fn is_empty(&self) -> bool {
+        self.reads.is_empty() && self.writes.is_empty() && self.punches.is_empty()
+    }
 }
 
 /// When a disk was full, and what was freed since.
@@ -83,6 +92,8 @@ struct Record {
 pub(super) struct Shared {
     sectors: Mutex<Sectors>,
     inbox: Mutex<Inbox>,
+    /// Set when there are orders: what the thread looks at while it polls.
+    has_orders: AtomicBool,
     record: Mutex<Record>,
 }
 
@@ -91,6 +102,7 @@ impl Shared {
         Self {
             sectors: Mutex::new(sectors),
             inbox: Mutex::default(),
+            has_orders: AtomicBool::new(false),
             record: Mutex::new(Record {
                 pulse: Pulse::new(now),
                 full: None,
@@ -110,6 +122,53 @@ impl Shared {
 
     pub fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the adding of an order. True if the thread must be woken.
+    #[must_use]
+    pub fn added(&self, mut inbox: MutexGuard<'_, Inbox>) -> bool {
+        self.has_orders.store(true, Ordering::Release);
+        std::mem::take(&mut inbox.asleep)
+    }
+
+    /// Takes all orders. The thread is awake.
+    pub fn take_orders(
+        &self,
+    ) -> (
+        VecDeque<ReadOrder>,
+        VecDeque<WriteOrder>,
+        VecDeque<SegmentNo>,
+    ) {
+        let mut inbox = self.inbox();
+        inbox.asleep = false;
+        self.has_orders.store(false, Ordering::Relaxed);
+        (
+            std::mem::take(&mut inbox.reads),
+            std::mem::take(&mut inbox.writes),
+            std::mem::take(&mut inbox.punches),
+        )
+    }
+
+    /// Waits for an order without sleeping. False if none came in this time.
+    #[must_use]
+    pub fn poll_orders(&self, limit: Duration) -> bool {
+        let began = Instant::now();
+        // Pairs with the store in `added`; the orders themselves are under the lock.
+        while !self.has_orders.load(Ordering::Acquire) {
+            if began.elapsed() >= limit {
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+        true
+    }
+
+    /// Says that the thread sleeps from now on. False if there is something to do instead.
+    #[must_use]
+    pub fn fall_asleep(&self) -> bool {
+        let mut inbox = self.inbox();
+        inbox.asleep = inbox.is_empty() && !inbox.over;
+        inbox.asleep
     }
 
     fn record(&self) -> MutexGuard<'_, Record> {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The disk tier over a simulated ring and file system, with faults, and over a real file.
+#![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
 
 use super::io::{Discard, Io, Tag};
 use super::*;
@@ -172,7 +173,7 @@ impl Rig {
         };
         let now = Instant::now();
         let clock = Arc::new(Mutex::new(now));
-        let sectors = Sectors::new(geometry.segments, block);
+        let sectors = Sectors::new(geometry.segments, SegmentNo(geometry.segments), block);
         let shared = Arc::new(Shared::new(sectors, 4 * SEGMENT_BYTES, now));
         let ring: FileRing<()> = FileRing::new(1, tempfile::tempfile().unwrap().into()).unwrap();
         let io = SimulatedIo::default();

@@ -161,6 +161,32 @@ fn pages_survive_the_daemon_and_everything_else_is_given_back() {
 }
 
 #[test]
+fn pages_beyond_a_lowered_limit_are_still_read() {
+    let Some(dir) = directory() else { return };
+    let path = dir.path().join("tier");
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    let tier = open(&path).unwrap().begin().unwrap();
+    let (mut kept, mut entries) = (Vec::new(), Vec::new());
+    for round in 0..10 {
+        let (stored, more) = store(&tier, &sealer, 1 + round, &vec![vec![1; 4096]; 400]);
+        kept.extend(stored);
+        entries.extend(more);
+    }
+    assert!(kept.last().unwrap().place.start >= SegmentNo(2).start());
+    drop(tier);
+    let lowered = DiskTier::open(&path, 2 * SEGMENT_BYTES, Bounds::default());
+    let mut found = lowered.unwrap();
+    found.hold(VM, entries).unwrap();
+    let tier = found.begin().unwrap();
+    for page in &kept {
+        assert_eq!(
+            open_sealed(&tier, &sealer, page).as_ref(),
+            Some(&page.content)
+        );
+    }
+}
+
+#[test]
 fn damaged_bytes_never_open() {
     let Some(dir) = directory() else { return };
     let path = dir.path().join("tier");
