@@ -83,10 +83,13 @@ impl Drop for Tmpfs {
     }
 }
 
-/// Huge pages for the next process that needs them; the number is restored on drop.
+/// Huge pages for the next process that needs them; the number is restored on drop. Only one test of the machine has
+/// some at a time: whoever restored the number first would take the others' pages away.
 #[derive(Debug)]
 pub struct HugePages {
     before: u64,
+    /// Dropped, and with it the lock, after the number is restored.
+    _turn: fs::File,
 }
 
 impl HugePages {
@@ -95,8 +98,15 @@ impl HugePages {
     /// # Errors
     /// Not permitted, or memory is too fragmented.
     pub fn of_2_mib(wanted: u64) -> Result<Self, BorrowError> {
+        let folder = Path::new(HUGE_PAGES);
+        let turn = fs::File::open(folder).map_err(|source| file_error(folder, source))?;
+        rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive)
+            .map_err(|source| file_error(folder, source.into()))?;
         let before = read_number("nr_hugepages")?;
-        let borrowed = Self { before };
+        let borrowed = Self {
+            before,
+            _turn: turn,
+        };
         let missing = wanted.saturating_sub(read_number("free_hugepages")?);
         write_number("nr_hugepages", before + missing)?;
         let free = read_number("free_hugepages")?;
