@@ -110,6 +110,18 @@ pub trait Control: Send + Sync {
     fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
         Err(no_scheduler())
     }
+    /// Whether its work could be handed over to a successor now.
+    ///
+    /// # Errors
+    /// Why not, as a sentence.
+    fn may_hand_over(&self) -> Result<(), ControlError> {
+        Err(ControlError::refused(
+            "this process is not upgraded while it runs: name the socket of a `pagetide run` with --api",
+        ))
+    }
+    /// Ends its background work, so that nothing is half done; faults and devices are served on. Called once, and
+    /// the process must not go on after it: its successor recovers everything.
+    fn hand_over(&self) {}
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }

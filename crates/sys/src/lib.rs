@@ -33,6 +33,7 @@
 //! | [`byte_lock`] | locks of single bytes, which belong to an open file |
 //! | [`accounts`] | users and groups by name |
 //! | [`socket`] | a Unix socket with one peer at a time |
+//! | [`inherited`] | descriptors that outlive `exec` |
 
 pub mod accounts;
 pub mod byte_lock;
@@ -42,6 +43,7 @@ pub mod cpu;
 mod emulated;
 pub mod event;
 pub mod guest_ram;
+pub mod inherited;
 pub mod interrupt;
 pub mod lent;
 pub mod mapping;

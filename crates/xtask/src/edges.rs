@@ -15,7 +15,7 @@
 //!               └── addr ┴──────────────┘
 //! ```
 //! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
-//! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, and
+//! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, `handover` below `daemon`, and
 //! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`. The table names direct neighbours below;
 //! their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
 //! root.
@@ -25,10 +25,11 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 27] = [
+const BELOW: [(&str, &[&str]); 28] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
+    ("pagetide-handover", &["pagetide-random"]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
     ("pagetide-gmem", &["pagetide-addr", "pagetide-random"]),
@@ -54,6 +55,7 @@ const BELOW: [(&str, &[&str]); 27] = [
         &[
             "pagetide-access-log",
             "pagetide-dpu",
+            "pagetide-handover",
             "pagetide-report",
             "pagetide-swap",
             "pagetide-vmm",

@@ -144,6 +144,11 @@ impl DeviceSet {
         Ok((set, Hosts { ends, bell }))
     }
 
+    /// Whether this program can read the list of devices in `state_dir`.
+    pub(crate) fn examine(state_dir: &Path) -> Result<(), ControlError> {
+        DeviceList::read(&state_dir.join(LIST_FILE)).map(drop)
+    }
+
     /// Gives engines a way to serve or send their own page requests.
     pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
         self.dpu.set_assist(assist).map_err(failed)
@@ -366,6 +371,20 @@ impl DeviceSet {
             .into_iter()
             .find(|device| device.socket == socket)
             .map(|device| device.id)
+    }
+
+    /// Refuses while a front end is connected, whose connection would be lost.
+    pub(crate) fn may_hand_over(&self) -> Result<(), ControlError> {
+        let connected = |device: &pagetide_dpu::DeviceReport| {
+            device.state != pagetide_dpu::DeviceState::Listening
+        };
+        match self.dpu.devices().into_iter().find(connected) {
+            None => Ok(()),
+            Some(device) => Err(ControlError::refused(format!(
+                "a disk is in use at {}: its connection cannot be handed over",
+                device.socket.display()
+            ))),
+        }
     }
 
     /// Ends the devices and the engines. Page requests must be answered until this is done.

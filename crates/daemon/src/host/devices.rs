@@ -188,6 +188,15 @@ impl Devices {
         self.set()?.stop_injection(device)
     }
 
+    /// Whether the devices could be handed over now.
+    pub(super) fn may_hand_over(&self) -> Result<(), ControlError> {
+        match &self.place {
+            Place::Here(set) => set.may_hand_over(),
+            // They stay where they are.
+            Place::Elsewhere(..) => Ok(()),
+        }
+    }
+
     /// The devices, if they are in this process.
     fn set(&self) -> Result<&DeviceSet, ControlError> {
         match &self.place {
@@ -207,6 +216,14 @@ impl Devices {
         if let Place::Elsewhere(driver, _) = &self.place {
             driver.stop();
         }
+    }
+}
+
+/// Whether the devices of a predecessor could be created by this program; changes nothing.
+pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
+    match &settings.dpu {
+        DpuPlace::InProcess => DeviceSet::examine(&settings.state_dir),
+        DpuPlace::Socket(_) => Ok(()),
     }
 }
 

@@ -110,6 +110,15 @@ fn evict_helpers(threads: u32) -> u64 {
     threads - 1
 }
 
+/// Whether this program could start with these settings and recover what is there; changes nothing.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
+    refuse_other_versions(&settings.state_dir)?;
+    devices::examine(settings)
+}
+
 /// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
@@ -466,6 +475,26 @@ impl Control for Host {
 
     fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
         self.shared.feed.stop_recording()
+    }
+
+    fn may_hand_over(&self) -> Result<(), ControlError> {
+        self.devices.may_hand_over()
+    }
+
+    fn hand_over(&self) {
+        self.vms.close();
+        self.shared.budget.stop();
+        self.shared.feed.stop();
+        let vms = self.vms.all();
+        // All at once: each takes as long as the step that it is in.
+        for vm in &vms {
+            vm.core.limit.stop();
+        }
+        for vm in &vms {
+            // Ended by nobody any more: its pool says how far it has come.
+            drop(vm.stop_reclaim_thread());
+            vm.core.counters.sync();
+        }
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {
