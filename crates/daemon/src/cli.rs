@@ -35,6 +35,8 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Take over the RAM of a running VMM
     Attach(AttachArgs),
+    /// Replace the running daemon by another program, without a pause that its VMs or disks notice
+    Upgrade(UpgradeArgs),
     /// Show and control VMs
     #[command(subcommand)]
     Vm(VmCommand),
@@ -68,6 +70,12 @@ pub enum Command {
     Vpri(LabArgs),
     /// Print the OpenAPI document of the HTTP API
     Openapi,
+    /// Succeed the daemon that has started this process; for `pagetide upgrade`
+    #[command(hide = true)]
+    Successor,
+    /// Wait for a successor that this process has started; for `pagetide upgrade`
+    #[command(hide = true)]
+    Hold,
 }
 
 /// Where the daemon is, and how to print its answer.
@@ -149,6 +157,16 @@ pub struct AttachArgs {
     /// It may always have this much of the host's budget resident [default: 16M]
     #[arg(long, value_name = "SIZE")]
     pub floor: Option<ByteSize>,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
+}
+
+/// Arguments of `upgrade`.
+#[derive(Args, Debug)]
+pub struct UpgradeArgs {
+    /// The new program; it and all directories above it must be root's, and writable by nobody else
+    pub program: PathBuf,
     /// Of every client.
     #[command(flatten)]
     pub client: ClientArgs,

@@ -28,6 +28,7 @@ use crate::pool::{PoolMax, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::run;
 use crate::slo::SloList;
+use crate::upgrade;
 use pagetide_report::outcome::{CommandError, print, print_report};
 use pagetide_report::text::Text;
 
@@ -36,6 +37,7 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
     match cli.command {
         Command::Run(args) => run::run(*args),
         Command::Attach(args) => attach(args),
+        Command::Upgrade(args) => upgrade::command::execute(&args),
         Command::Vm(command) => vm(command),
         Command::Host(command) => budget::command::host(command),
         Command::Dpu(args) => match args.command {
@@ -51,6 +53,8 @@ pub fn execute(cli: Cli) -> Result<(), CommandError> {
         Command::Trace(args) => lab::exec("trace", &args),
         Command::Vpri(args) => lab::exec("vpri", &args),
         Command::Openapi => print(&api::openapi()),
+        Command::Successor => upgrade::successor::run(),
+        Command::Hold => upgrade::hold::run(),
     }
 }
 

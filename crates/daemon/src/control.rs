@@ -14,8 +14,10 @@
 //! and `docs/metrics.md` are made from these declarations.
 
 mod error;
+mod state;
 
 pub use error::{ControlError, ErrorKind};
+pub use state::{DeviceState, VmState};
 
 use std::path::{Path, PathBuf};
 
@@ -32,7 +34,7 @@ use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler::{ScheduleChange, SchedulerReport};
 use crate::slo::SloList;
-use pagetide_dpu::WEIGHT_DEFAULT;
+use pagetide_dpu::{ParkedDevice, WEIGHT_DEFAULT};
 
 /// The running system behind the API.
 ///
@@ -110,6 +112,22 @@ pub trait Control: Send + Sync {
     fn reset_scheduler(&self) -> Result<SchedulerReport, ControlError> {
         Err(no_scheduler())
     }
+    /// Whether its work could be handed over to a successor now.
+    ///
+    /// # Errors
+    /// Why not, as a sentence.
+    fn may_hand_over(&self) -> Result<(), ControlError> {
+        Err(ControlError::refused(
+            "this process is not upgraded while it runs: name the socket of a `pagetide run` with --api",
+        ))
+    }
+    /// Ends its background work and its devices, so that nothing is half done; the faults of VMs are served on. Called
+    /// once, and the process must not go on after it: its successor recovers everything.
+    fn hand_over(&self) -> Vec<ParkedDevice> {
+        Vec::new()
+    }
+    /// Front ends that were handed over may go on: this process is the daemon now.
+    fn admit(&self) {}
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }
@@ -251,35 +269,6 @@ fn default_ram_max() -> u64 {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 fn is_false(value: &bool) -> bool {
     !*value
-}
-
-/// How far a VM is in its life under Pagetide.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum VmState {
-    /// Its faults are served and its cold pages evicted.
-    #[default]
-    Attached,
-    /// Its faults are served, but nothing is evicted, or only pages of zeros; `eviction_blockers` says why.
-    ServingOnly,
-    /// Its pages are being swapped in before it is released.
-    Detaching,
-    /// Stopped, because going on could hand out wrong bytes.
-    Stopped,
-}
-
-/// How far a device is.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum DeviceState {
-    /// No front end is connected.
-    #[default]
-    Listening,
-    /// A front end is connected.
-    Connected,
-    /// Stopped by a misbehaving front end or a failing image, or not made again after a restart; `error`
-    /// says why.
-    Stopped,
 }
 
 /// Sections of one set of the hot and cold sets.

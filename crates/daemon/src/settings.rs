@@ -173,8 +173,16 @@ pub fn from_file<G: DeserializeOwned>(path: &Path) -> Result<G, SettingsError> {
         path: path.to_owned(),
         source,
     })?;
-    toml::from_str(&text).map_err(|error| SettingsError::Wrong {
-        path: path.to_owned(),
+    from_text(path, &text)
+}
+
+/// Settings of a text in the form of a settings file, which has this name in errors.
+///
+/// # Errors
+/// [`SettingsError::Wrong`].
+pub fn from_text<G: DeserializeOwned>(name: &Path, text: &str) -> Result<G, SettingsError> {
+    toml::from_str(text).map_err(|error| SettingsError::Wrong {
+        path: name.to_owned(),
         reason: error.to_string(),
     })
 }
@@ -319,6 +327,10 @@ settings! {
     scheduler_idle_time: IdleTimeChoice = "lent",
     /// CPUs on which background work (reclaim, scans) may run, such as 0,2-5; any for all that the daemon may use
     background_cpus: CpuList = "any",
+    /// Milliseconds that the program of a live upgrade may take to check itself before it takes over
+    upgrade_ready_ms: u32 = "10000",
+    /// Milliseconds that it may take to recover and serve everything; after that the old program goes on. A host with very large VMs needs more
+    upgrade_serving_ms: u32 = "5000",
     /// Form of the log on stderr: text or json
     log: LogFormat = "text",
     /// What is logged, in the syntax of tracing's EnvFilter

@@ -10,6 +10,7 @@
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -58,10 +59,42 @@ pub enum StateDirError {
 #[derive(Debug)]
 pub struct StateDir {
     path: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 impl StateDir {
+    /// The directory at `path`, of which `lock` is the lock file, locked by a predecessor: the lock belongs to the
+    /// open file, and so has never fallen.
+    ///
+    /// # Errors
+    /// It is another file.
+    pub fn adopt(path: &Path, lock: OwnedFd) -> Result<Self, StateDirError> {
+        let failed = |source: io::Error| StateDirError::Failed {
+            path: path.to_owned(),
+            source,
+        };
+        let lock = File::from(lock);
+        let there = std::fs::symlink_metadata(path.join("lock")).map_err(failed)?;
+        let held = lock.metadata().map_err(failed)?;
+        if (there.dev(), there.ino()) != (held.dev(), held.ino()) {
+            return Err(failed(io::Error::other(
+                "the lock that was handed over is that of another directory",
+            )));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            lock,
+        })
+    }
+
+    /// A copy of the lock, which lasts as long as any of its copies.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn lock(&self) -> io::Result<OwnedFd> {
+        Ok(self.lock.try_clone()?.into())
+    }
+
     /// Creates the directory if it is missing, checks it and locks it.
     pub fn open(path: &Path) -> Result<Self, StateDirError> {
         Self::open_within(path, LOCK_WAIT)
@@ -116,7 +149,7 @@ impl StateDir {
         }
         Ok(Self {
             path: path.to_owned(),
-            _lock: lock,
+            lock,
         })
     }
 
@@ -164,6 +197,20 @@ mod tests {
         let _first = StateDir::open(dir.path()).unwrap();
         let second = StateDir::open_within(dir.path(), Duration::ZERO);
         assert!(matches!(second, Err(StateDirError::Taken(_))));
+    }
+
+    #[test]
+    fn lock_that_is_handed_over_is_adopted_and_that_of_another_directory_is_not() {
+        let Some(dir) = on_tmpfs() else { return };
+        let first = StateDir::open(dir.path()).unwrap();
+        let second = StateDir::adopt(dir.path(), first.lock().unwrap()).unwrap();
+        drop(first);
+        let third = StateDir::open_within(dir.path(), Duration::ZERO);
+        assert!(matches!(third, Err(StateDirError::Taken(_))), "{third:?}");
+        let Some(other) = on_tmpfs() else { return };
+        let _other = StateDir::open(other.path()).unwrap();
+        let wrong = StateDir::adopt(other.path(), second.lock().unwrap());
+        assert!(matches!(wrong, Err(StateDirError::Failed { .. })));
     }
 
     #[test]

@@ -34,6 +34,7 @@
 //! | [`accounts`] | users and groups by name |
 //! | [`file_ring`] | an io_uring for one file, which owns its buffers |
 //! | [`socket`] | a Unix socket with one peer at a time |
+//! | [`inherited`] | descriptors that outlive `exec` |
 
 pub mod accounts;
 pub mod byte_lock;
@@ -44,6 +45,7 @@ mod emulated;
 pub mod event;
 pub mod file_ring;
 pub mod guest_ram;
+pub mod inherited;
 pub mod interrupt;
 pub mod lent;
 pub mod mapping;

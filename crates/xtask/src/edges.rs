@@ -15,7 +15,7 @@
 //!               └── addr ┴──────────────┘
 //! ```
 //! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
-//! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, and
+//! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, `handover` below `daemon`,
 //! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`, and `tiers`, on `sys`, below `swap`. The table
 //! names direct neighbours below; their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
 //! root.
@@ -29,6 +29,7 @@ const BELOW: [(&str, &[&str]); 28] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
+    ("pagetide-handover", &["pagetide-random"]),
     ("pagetide-report", &[]),
     ("pagetide-sys", &["pagetide-addr"]),
     ("pagetide-gmem", &["pagetide-addr", "pagetide-random"]),
@@ -55,6 +56,7 @@ const BELOW: [(&str, &[&str]); 28] = [
         &[
             "pagetide-access-log",
             "pagetide-dpu",
+            "pagetide-handover",
             "pagetide-report",
             "pagetide-swap",
             "pagetide-vmm",

@@ -22,6 +22,7 @@ pub use message::{
     AttachBody, BODY_BYTES_MAX, CapBody, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket,
     Health, LimitBody, ProtectorBody, ReclaimBody, VmList, WeightBody,
 };
+pub(crate) use server::Peer;
 pub use server::{BODY_WAIT, CONNECTIONS_MAX, HEAD_WAIT, serve};
 pub use socket::{ApiSocket, SocketError};
 
@@ -49,17 +50,24 @@ use crate::pool::{NO_POOLS, NewCap, PoolReport};
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler;
 use crate::slo::SloList;
-pub(crate) use message::Body;
-use message::{Failure, Query, VmName};
+use crate::upgrade::{self, Upgrades};
+pub(crate) use message::{Body, Failure};
+use message::{Query, VmName};
 
 /// What a route's function gets to work with.
 #[derive(Clone)]
 pub(crate) struct ApiState {
     control: Arc<dyn Control>,
+    upgrades: Option<Upgrades>,
     started: Instant,
 }
 
 impl ApiState {
+    /// Live upgrades, where this process can be upgraded.
+    pub(crate) fn upgrades(&self) -> Option<&Upgrades> {
+        self.upgrades.as_ref()
+    }
+
     /// Runs `work` where it may block.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
@@ -92,10 +100,16 @@ pub(crate) type Answer<T> = Result<Json<T>, Failure>;
 )]
 struct Document;
 
-/// Router of the API over `control`.
+/// Router of the API over `control`, of a process that is not upgraded in place.
 pub fn router(control: Arc<dyn Control>) -> Router {
+    router_with(control, None)
+}
+
+/// Router of the API over `control`.
+pub fn router_with(control: Arc<dyn Control>, upgrades: Option<Upgrades>) -> Router {
     let state = ApiState {
         control,
+        upgrades,
         started: Instant::now(),
     };
     routes_and_document()
@@ -131,6 +145,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(inject, show_injection, stop_injection))
         .routes(routes!(start_recording, show_recording, stop_recording))
         .merge(scheduler::api::routes())
+        .merge(upgrade::api::routes())
         .routes(routes!(health))
         .routes(routes!(metrics_page))
         .routes(routes!(document_page))

@@ -75,7 +75,10 @@ pub async fn serve(listener: UnixListener, router: Router, stop: impl Future<Out
         }
         let number = open.next_number();
         let working = Working::default();
-        let router = router.clone().layer(Extension(working.clone()));
+        let router = router
+            .clone()
+            .layer(Extension(working.clone()))
+            .layer(Extension(Peer::of(&stream)));
         let (gone, stopped) = (Arc::clone(&open), stopped.clone());
         let task = tasks.spawn(async move {
             let _listed = Listed(gone, number);
@@ -86,6 +89,24 @@ pub async fn serve(listener: UnixListener, router: Router, stop: impl Future<Out
     drop(listener);
     drop(tell_stop);
     while tasks.join_next().await.is_some() {}
+}
+
+/// Which user a connection comes from, as the kernel says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Peer {
+    /// `None` where the kernel does not say.
+    pub(crate) uid: Option<u32>,
+}
+
+impl Peer {
+    fn of(stream: &UnixStream) -> Self {
+        let uid = stream.peer_cred().map(|peer| peer.uid());
+        Self {
+            uid: uid
+                .inspect_err(|error| tracing::debug!(%error, "a client's user is unknown"))
+                .ok(),
+        }
+    }
 }
 
 async fn accept(listener: &UnixListener) -> UnixStream {

@@ -6,6 +6,7 @@
 //! answers on it; anything else in its place is left alone.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -31,11 +32,21 @@ pub enum SocketError {
     },
 }
 
-/// The listening socket; gone from the file system when dropped.
+/// The listening socket; gone from the file system when dropped, if it is this process' own.
 #[derive(Debug)]
 pub struct ApiSocket {
     path: PathBuf,
     listener: UnixListener,
+    owner: Owner,
+}
+
+/// Whose the socket is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    /// This process'.
+    This,
+    /// It is still that of the process that has handed it over.
+    Another,
 }
 
 impl ApiSocket {
@@ -69,7 +80,31 @@ impl ApiSocket {
         Ok(Self {
             path: path.to_owned(),
             listener,
+            owner: Owner::This,
         })
+    }
+
+    /// The socket at `path` that a predecessor listens on, and goes on with unless [`Self::own`] is called.
+    #[must_use]
+    pub fn adopt(path: &Path, listening: OwnedFd) -> Self {
+        Self {
+            path: path.to_owned(),
+            listener: listening.into(),
+            owner: Owner::Another,
+        }
+    }
+
+    /// It is this process' from now on.
+    pub fn own(&mut self) {
+        self.owner = Owner::This;
+    }
+
+    /// A copy for a successor.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn share(&self) -> io::Result<OwnedFd> {
+        Ok(self.listener.try_clone()?.into())
     }
 
     /// Where it listens.
@@ -86,6 +121,9 @@ impl ApiSocket {
 
 impl Drop for ApiSocket {
     fn drop(&mut self) {
+        if self.owner == Owner::Another {
+            return;
+        }
         if let Err(error) = std::fs::remove_file(&self.path) {
             tracing::warn!(path = %self.path.display(), %error, "the API socket stays behind");
         }
@@ -123,6 +161,19 @@ mod tests {
         let path = dir.path().join("api.sock");
         let _first = ApiSocket::bind(&path).unwrap();
         assert!(matches!(ApiSocket::bind(&path), Err(SocketError::Taken(_))));
+    }
+
+    #[test]
+    fn socket_that_was_handed_over_stays_until_it_is_owned() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("api.sock");
+        let first = ApiSocket::bind(&path).unwrap();
+        drop(ApiSocket::adopt(&path, first.share().unwrap()));
+        assert!(UnixStream::connect(&path).is_ok());
+        let mut second = ApiSocket::adopt(&path, first.share().unwrap());
+        second.own();
+        drop(second);
+        assert!(!path.exists());
     }
 
     #[test]

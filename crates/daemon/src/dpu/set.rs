@@ -10,19 +10,21 @@
 //! creates the other devices first and then retries for [`IMAGE_WAIT`]. A device that could not be
 //! created stays on the list, and `dpu list` says why it is out of service.
 
-use super::disk::{access, coming_back, default_serial, image_use};
+use super::{
+    disk::{access, coming_back, default_serial, image_use},
+    report::{report_of, report_of_missing},
+};
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault, RamKind},
+    control::{BlkRequest, ControlError, DeviceReport, OnFault, RamKind},
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{
-    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, RamAllowed, RamPolicy, Sealing,
-    Sharing, Writes, wait_for_dead_engines,
+    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, ParkedDevice, RamAllowed, RamPolicy,
+    Sealing, Writes, wait_for_dead_engines,
 };
-use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -144,6 +146,11 @@ impl DeviceSet {
         Ok((set, Hosts { ends, bell }))
     }
 
+    /// Whether this program can read the list of devices in `state_dir`.
+    pub(crate) fn examine(state_dir: &Path) -> Result<(), ControlError> {
+        DeviceList::read(&state_dir.join(LIST_FILE)).map(drop)
+    }
+
     /// Gives engines a way to serve or send their own page requests.
     pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
         self.dpu.set_assist(assist).map_err(failed)
@@ -161,12 +168,19 @@ impl DeviceSet {
         self.dpu.devices().into_iter().map(name).collect()
     }
 
-    /// Restores the devices of a predecessor. If one cannot be created, this logs the reason and leaves
-    /// it out of service, but on the list.
-    pub(crate) fn restore(&self) {
+    /// Restores the devices of a predecessor, those in `parked` with their connections. If another one cannot be
+    /// created, this logs the reason and leaves it out of service, but on the list.
+    ///
+    /// # Errors
+    /// One in `parked` cannot be created as it was.
+    pub(crate) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
         let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + IMAGE_WAIT;
-        let mut waiting: Vec<&BlkRequest> = known.blk.iter().collect();
+        for device in parked {
+            self.go_on_with(device, &known.blk, deadline)?;
+        }
+        let is_missing = |request: &&BlkRequest| !lock(&self.kept).contains_key(&request.socket);
+        let mut waiting: Vec<&BlkRequest> = known.blk.iter().filter(is_missing).collect();
         waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         for request in &waiting {
             let image = request.image.display();
@@ -178,6 +192,42 @@ impl DeviceSet {
         }
         *lock(&self.list) = known.blk;
         self.restored.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Creates a device that was handed over.
+    fn go_on_with(
+        &self,
+        parked: ParkedDevice,
+        known: &[BlkRequest],
+        deadline: Instant,
+    ) -> Result<(), ControlError> {
+        let request = known.iter().find(|known| known.socket == parked.socket);
+        let request = request.ok_or_else(|| {
+            failed(format!(
+                "{} was handed over and is not in {}",
+                parked.socket.display(),
+                self.list_path.display()
+            ))
+        })?;
+        let told =
+            |error: DpuError| failed(format!("the disk at {}: {error}", request.socket.display()));
+        let config = config_of(&coming_back(request))?;
+        let mut parked = Some(parked);
+        let id = loop {
+            match self.dpu.add_parked_blk(config.clone(), &mut parked) {
+                // The kernel gives a dead predecessor's locks back a moment after its end.
+                Err(DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)))
+                    if Instant::now() < deadline =>
+                {
+                    std::thread::sleep(IMAGE_LOOK);
+                }
+                added => break added.map_err(told)?,
+            }
+        };
+        self.dpu.set_weight(id, request.weight).map_err(told)?;
+        self.keep(request, None);
+        Ok(())
     }
 
     /// Restores a device of a predecessor; returns whether to retry before `deadline`.
@@ -368,6 +418,28 @@ impl DeviceSet {
             .map(|device| device.id)
     }
 
+    /// Refuses while a front end is connected whose requests in flight only this process knows.
+    pub(crate) fn may_hand_over(&self) -> Result<(), ControlError> {
+        match self.dpu.unrecorded() {
+            None => Ok(()),
+            Some((socket, queue)) => Err(ControlError::refused(format!(
+                "the front end at {} keeps no record of its requests in flight (INFLIGHT_SHMFD, which QEMU has), so \
+                 queue {queue} cannot be handed over: disconnect it first",
+                socket.display()
+            ))),
+        }
+    }
+
+    /// Gives up all devices and ends the engines, for another process.
+    pub(crate) fn park(&self) -> Vec<ParkedDevice> {
+        self.dpu.park()
+    }
+
+    /// Front ends that were handed over may go on.
+    pub(crate) fn admit(&self) {
+        self.dpu.admit();
+    }
+
     /// Ends the devices and the engines. Page requests must be answered until this is done.
     pub(crate) fn shut_down(&self) {
         self.dpu.shut_down();
@@ -452,87 +524,9 @@ pub(super) fn wrong_or_failed(error: &DpuError) -> ControlError {
     }
 }
 
-/// A device that is on the list and out of service.
-fn report_of_missing(request: &BlkRequest, error: &str) -> DeviceReport {
-    DeviceReport {
-        socket: request.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(request.image.display().to_string()),
-        state: DeviceState::Stopped,
-        error: Some(format!(
-            "it could not be made again after a restart: {error} (then remove the device and add it again, or restart the daemon)"
-        )),
-        queues: request.queues,
-        read_only: request.read_only,
-        lookup: request.lookup,
-        on_fault: request.on_fault,
-        serial: request.serial.clone(),
-        shared: request.shared,
-        owner: request.owner.clone(),
-        group: request.group.clone(),
-        mode: request.mode.map(String::from),
-        ..DeviceReport::default()
-    }
-}
-
 /// Whether to try once more.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Again {
     Later,
     Never,
-}
-
-fn report_of(
-    device: pagetide_dpu::DeviceReport,
-    request: Option<&BlkRequest>,
-    vms: &[(FileKey, String)],
-) -> DeviceReport {
-    let vm = vms
-        .iter()
-        .find(|(key, _)| device.files.contains(key))
-        .map(|(_, name)| name.clone());
-    DeviceReport {
-        id: device.id.0,
-        socket: device.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(device.image.display().to_string()),
-        state: match device.state {
-            pagetide_dpu::DeviceState::Listening => DeviceState::Listening,
-            pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
-            pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
-        },
-        error: device.stopped_because.or(device.image_error),
-        ram_sealed: device.ram_sealed.map(|sealed| sealed == Sealed::Yes),
-        vm,
-        queues: device.queue_count,
-        read_only: device.writes == Writes::Refused,
-        lookup: device.look_up == LookUp::On,
-        on_fault: match device.on_fault {
-            pagetide_dpu::OnFault::Pause => OnFault::Pause,
-            pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
-        },
-        weight: device.weight,
-        serial: Some(device.serial),
-        shared: device.sharing == Sharing::Shared,
-        owner: request.and_then(|request| request.owner.clone()),
-        group: request.and_then(|request| request.group.clone()),
-        mode: request.and_then(|request| request.mode).map(String::from),
-        capacity_bytes: device.capacity_bytes,
-        requests: device.requests,
-        read_bytes: device.read_bytes,
-        written_bytes: device.written_bytes,
-        inflight_requests: device.inflight_requests,
-        failed_requests: device.failed_requests,
-        iopfs: device.iopfs,
-        injected_iopfs: device.injected_iopfs,
-        prefaults: device.prefaults,
-        overwritten_pages: device.overwritten_pages,
-        timed_out_requests: device.timed_out_requests,
-        parked_chains: device.parked_chains,
-        logged_accesses: device.logged_accesses,
-        lost_accesses: device.lost_accesses,
-        wired_bytes: device.wired_bytes,
-        malformed_requests: device.malformed_requests,
-        outside_requests: device.outside_requests,
-    }
 }

@@ -17,6 +17,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::ParkedDevice;
 use pagetide_vpri::{
     AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, FaultAssist, FaultService,
     Handling, HostEnd, IoSpaces, Preempt, ServiceConfig, ServiceThread,
@@ -131,12 +132,33 @@ impl Devices {
         }
     }
 
-    /// Creates the devices of a predecessor again, or notifies the DPU process that all memory with
-    /// swapped-out content is known.
-    pub(super) fn restore(&self) {
+    /// Creates the devices of a predecessor again, some with the connections that it has handed over, or notifies the
+    /// DPU process that all memory with swapped-out content is known.
+    ///
+    /// # Errors
+    /// A connection cannot be gone on with.
+    pub(super) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
         match &self.place {
-            Place::Here(set) => set.restore(),
-            Place::Elsewhere(driver, _) => driver.all_known(),
+            Place::Here(set) => set.restore(parked),
+            Place::Elsewhere(driver, _) => {
+                driver.all_known();
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives up the devices of this process, for another one.
+    pub(super) fn park(&self) -> Vec<ParkedDevice> {
+        match &self.place {
+            Place::Here(set) => set.park(),
+            Place::Elsewhere(..) => Vec::new(),
+        }
+    }
+
+    /// Front ends that were handed over may go on.
+    pub(super) fn admit(&self) {
+        if let Place::Here(set) = &self.place {
+            set.admit();
         }
     }
 
@@ -188,6 +210,15 @@ impl Devices {
         self.set()?.stop_injection(device)
     }
 
+    /// Whether the devices could be handed over now.
+    pub(super) fn may_hand_over(&self) -> Result<(), ControlError> {
+        match &self.place {
+            Place::Here(set) => set.may_hand_over(),
+            // They stay where they are.
+            Place::Elsewhere(..) => Ok(()),
+        }
+    }
+
     /// The devices, if they are in this process.
     fn set(&self) -> Result<&DeviceSet, ControlError> {
         match &self.place {
@@ -207,6 +238,14 @@ impl Devices {
         if let Place::Elsewhere(driver, _) = &self.place {
             driver.stop();
         }
+    }
+}
+
+/// Whether the devices of a predecessor could be created by this program; changes nothing.
+pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
+    match &settings.dpu {
+        DpuPlace::InProcess => DeviceSet::examine(&settings.state_dir),
+        DpuPlace::Socket(_) => Ok(()),
     }
 }
 

@@ -77,6 +77,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_dpu::ParkedDevice;
 use pagetide_swap::Room;
 use pagetide_vmm::process::VmmIdentity;
 use std::{
@@ -111,8 +112,34 @@ fn evict_helpers(threads: u32) -> u64 {
     threads - 1
 }
 
+/// Whether this program could start with these settings and recover what is there; changes nothing.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
+    refuse_other_versions(&settings.state_dir)?;
+    devices::examine(settings)
+}
+
+/// What a predecessor has handed over, instead of dying.
+#[derive(Default)]
+pub(crate) struct HandedOver {
+    /// VMs that must be served again.
+    pub(crate) vms: Vec<String>,
+    /// Devices with their connections.
+    pub(crate) devices: Vec<ParkedDevice>,
+}
+
 /// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
+    start_with(settings, HandedOver::default())
+}
+
+/// The same with what a predecessor has handed over; fails if that is not served as before.
+pub(crate) fn start_with(
+    settings: &RunSettings,
+    handed: HandedOver,
+) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
@@ -162,8 +189,10 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         devices,
         vms: Roster::new(bell),
     });
-    if host.recover_all(expected) == Taken::AllKnown {
-        host.devices.restore();
+    let taken = host.recover_all(expected);
+    host.check_served(&handed.vms)?;
+    if taken == Taken::AllKnown {
+        host.devices.restore(handed.devices)?;
     }
     Janitor::new(rung).start(&host)?;
     Ok(host)
@@ -469,6 +498,32 @@ impl Control for Host {
 
     fn stop_recording(&self) -> Result<RecordingReport, ControlError> {
         self.shared.feed.stop_recording()
+    }
+
+    fn may_hand_over(&self) -> Result<(), ControlError> {
+        self.devices.may_hand_over()
+    }
+
+    fn hand_over(&self) -> Vec<ParkedDevice> {
+        self.vms.close();
+        self.shared.budget.stop();
+        self.shared.feed.stop();
+        let vms = self.vms.all();
+        // All at once: each takes as long as the step that it is in.
+        for vm in &vms {
+            vm.core.limit.stop();
+        }
+        for vm in &vms {
+            // Ended by nobody any more: its pool says how far it has come.
+            drop(vm.stop_reclaim_thread());
+            vm.core.counters.sync();
+        }
+        // Last: requests of disks wait from here on.
+        self.devices.park()
+    }
+
+    fn admit(&self) {
+        self.devices.admit();
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {
