@@ -25,7 +25,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 28] = [
+const BELOW: [(&str, &[&str]); 29] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
