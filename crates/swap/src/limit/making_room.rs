@@ -2,7 +2,7 @@
 //! How a thread that fills pages makes room for them: under the VM's limit, under the budget of the host, and ahead
 //! of fills to come.
 
-use super::{Limit, MakeRoom as _};
+use super::Limit;
 use crate::host_share::HostShare;
 use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
 use std::sync::{Weak, atomic::Ordering::Relaxed};
