@@ -7,6 +7,7 @@
 //! - [`table`]: what a VM's pool keeps of its extents.
 //! - [`extent`]: which sectors of a disk hold what.
 //! - [`disk`]: the disk tier.
+//! - `fake`: a disk tier without a disk, for tests (feature `fake`).
 //! - [`health`]: whether a tier can be used.
 //! - [`figures`]: what a tier has done.
 //!
@@ -17,6 +18,8 @@ pub mod batch;
 mod bitmap;
 pub mod disk;
 pub mod extent;
+#[cfg(feature = "fake")]
+pub mod fake;
 pub mod figures;
 pub mod health;
 pub mod seal;
@@ -24,9 +27,9 @@ pub mod table;
 pub mod tier;
 
 pub use batch::{
-    Batch, BatchError, ExtentName, ExtentNo, Place, Position, Room, SectorNo, Version, VmId,
+    Batch, BatchError, DiskId, ExtentName, ExtentNo, Place, Position, Room, SectorNo, Version, VmId,
 };
 pub use bitmap::BlockSize;
 pub use figures::{Latency, TierFigures};
 pub use health::{Health, Standing};
-pub use tier::{ReadDone, SlowTier, TierError, TierKind, WriteDone};
+pub use tier::{NotRecovered, ReadDone, SlowTier, TierError, TierKind, WriteDone};
