@@ -274,7 +274,7 @@ mod tests {
             ),
         ] {
             let list: TierList = text.parse().unwrap();
-            assert_eq!(String::from(list), canonical);
+            assert_eq!(String::from(list.clone()), canonical);
             assert_eq!(canonical.parse(), Ok(list));
         }
         let tiers = "lz4,zstd=2M".parse::<TierList>().unwrap().open();

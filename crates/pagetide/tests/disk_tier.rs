@@ -30,7 +30,7 @@ fn content(page: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(4096);
     while bytes.len() < 4096 {
         word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let part = match bytes.len() < 2048 || page % 4 == 0 {
+        let part = match bytes.len() < 2048 || page.is_multiple_of(4) {
             true => word,
             false => page | 1 << 40,
         };
@@ -181,14 +181,21 @@ fn flipped_bit_on_the_disk_costs_that_page_alone_and_is_told() {
     assert!(!refused.status.success() && told.contains("lost"), "{told}");
     let vm = show(&daemon);
     assert_eq!(number(&vm, "poisoned_pages"), 1, "{vm}");
-    assert!(daemon.log().contains("not what was stored"), "{}", daemon.log());
+    assert!(
+        daemon.log().contains("not what was stored"),
+        "{}",
+        daemon.log()
+    );
     // By the file, where the lost page is a hole.
     let mut found = vec![0; 4096];
     let mut lost = 0;
     for page in 0..PAGES {
         ram.file.read_at(page * PAGE_BYTES, &mut found).unwrap();
         if found != content(page) {
-            assert!(found.iter().all(|byte| *byte == 0), "page {page} has wrong bytes");
+            assert!(
+                found.iter().all(|byte| *byte == 0),
+                "page {page} has wrong bytes"
+            );
             lost += 1;
         }
     }
@@ -205,7 +212,11 @@ fn vm_waits_for_the_disk_that_it_has_pages_on() {
     sink_all(&mut daemon);
     drop(daemon);
     let without = Daemon::start(place.state.path(), command(place.state.path(), &[]));
-    assert!(without.log().contains("--tiers of before"), "{}", without.log());
+    assert!(
+        without.log().contains("--tiers of before"),
+        "{}",
+        without.log()
+    );
     drop(without);
     let other = place.start_with(&place.disk.path().join("other"));
     assert!(other.log().contains("another disk"), "{}", other.log());
@@ -220,7 +231,9 @@ fn disk_that_cannot_be_a_tier_is_refused_with_one_sentence_and_status_2() {
     let state = tempfile::tempdir_in("/dev/shm").unwrap();
     let file = state.path().join("tier");
     let tiers = format!("lz4,disk:{}=512M", file.display());
-    let output = command(state.path(), &["--tiers", &tiers]).output().unwrap();
+    let output = command(state.path(), &["--tiers", &tiers])
+        .output()
+        .unwrap();
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{told}");
     assert!(told.contains("it is in memory itself"), "{told}");
