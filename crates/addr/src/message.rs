@@ -140,6 +140,10 @@ pub enum Tier {
     Compressed,
     /// Kept in memory uncompressed.
     Uncompressed,
+    /// Kept on a disk.
+    Disk,
+    /// Kept in the memory of another host.
+    Remote,
     /// Not known.
     Unknown,
 }
@@ -151,6 +155,8 @@ impl std::fmt::Display for Tier {
             Self::Zero => "zero",
             Self::Compressed => "compressed",
             Self::Uncompressed => "uncompressed",
+            Self::Disk => "disk",
+            Self::Remote => "remote",
             Self::Unknown => "unknown tier",
         })
     }

@@ -371,6 +371,16 @@ report! {
         demoted_pages: u64 => counter,
         /// Bytes of the pool that this has freed.
         demotion_saved_bytes: u64 => counter,
+        /// Stored pages on disk, sealed, because they stayed cold still longer.
+        disk_pages: u64 => gauge,
+        /// Bytes that they take there.
+        disk_bytes: u64 => gauge,
+        /// Stored pages that went from memory to a slower tier since the attach.
+        sunk_pages: u64 => counter,
+        /// Pages that came back from such a tier since the daemon serves the VM.
+        slowly_loaded_pages: u64 => counter,
+        /// Loads that a tier did not answer, and that were tried again.
+        retried_loads: u64 => counter,
         /// Pages evicted since the attach.
         evicted_pages: u64 => counter,
         /// Faults of vCPUs on absent pages.

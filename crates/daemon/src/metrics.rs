@@ -15,7 +15,7 @@ use prometheus_client::registry::Registry;
 use crate::budget::{self, HostReport};
 use crate::control::{DeviceReport, VmReport, VmState};
 use crate::figure::{BUCKET_BOUNDS_US, Figure, FigureKind, LatencyUs, Reading, Report};
-use crate::pool::PoolReport;
+use crate::pool::{PoolReport, TierReport};
 use crate::scheduler::SchedulerClassReport;
 use crate::slo::{SloList, SloWindowReport};
 
@@ -62,6 +62,10 @@ impl Collector for Reports {
         encode_all(&mut encoder, &self.vms)?;
         encode_all(&mut encoder, &self.devices)?;
         encode_all(&mut encoder, &self.pools)?;
+        let tiers: Vec<TierReport> = (self.pools.iter())
+            .flat_map(|pool| pool.tiers.iter().cloned())
+            .collect();
+        encode_all(&mut encoder, &tiers)?;
         encode_accounts(&mut encoder, &self.slo)?;
         encode_all(&mut encoder, &self.classes)?;
         if self.vms.is_empty() {
@@ -198,6 +202,7 @@ pub fn documentation() -> String {
     page += &format!("| `{name}` | gauge | `vm` | {help}. |\n");
     document::<DeviceReport>(&mut page);
     document::<PoolReport>(&mut page);
+    document::<TierReport>(&mut page);
     document_accounts(&mut page);
     document::<SchedulerClassReport>(&mut page);
     page += "\nBuckets of latencies, in microseconds: ";

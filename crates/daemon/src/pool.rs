@@ -47,6 +47,54 @@ report! {
         metadata_share: f64 => gauge,
         /// VMs of which only pages of zeros are evicted, because there is no room for content.
         full_vms: u64 => gauge,
+        /// The tiers outside memory.
+        tiers: Vec<TierReport> => skip,
+    }
+}
+
+report! {
+    /// State and figures of a tier outside memory, since the daemon began.
+    pub struct TierReport in "pagetide_tier" {
+        /// Its kind: disk.
+        tier: String => label "tier",
+        /// How it stands: working, slow, full or gone.
+        standing: String => skip,
+        /// Why, if it is slow or gone.
+        reason: Option<String> => skip,
+        /// For how long it has stood so.
+        standing_seconds: f64 => gauge,
+        /// 1 if it takes and returns pages, else 0.
+        is_working: u64 => gauge,
+        /// Most bytes that it may hold.
+        limit_bytes: u64 => gauge,
+        /// Bytes that stored pages take.
+        stored_bytes: u64 => gauge,
+        /// Pages read.
+        pages_read: u64 => counter,
+        /// Bytes read for them.
+        read_bytes: u64 => counter,
+        /// Pages written.
+        pages_written: u64 => counter,
+        /// Batches that they were in.
+        batches_written: u64 => counter,
+        /// Bytes written.
+        written_bytes: u64 => counter,
+        /// Reads that failed.
+        read_errors: u64 => counter,
+        /// Batches that could not be written.
+        write_errors: u64 => counter,
+        /// Requests that took longer than their bound.
+        overdue_requests: u64 => counter,
+        /// Requests refused because there were too many, or the tier did not work.
+        refused_requests: u64 => counter,
+        /// Half of the reads took no longer.
+        read_p50_us: u64 => gauge,
+        /// All but one in a hundred reads took no longer.
+        read_p99_us: u64 => gauge,
+        /// Half of the batches were written in this time.
+        write_p50_us: u64 => gauge,
+        /// All but one in a hundred batches were written in this time.
+        write_p99_us: u64 => gauge,
     }
 }
 

@@ -45,11 +45,22 @@ pub enum Outcome {
     NoRoom,
 }
 
-/// See the module. One per VM.
+/// Whether sections are waited for until they have aged.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Haste {
+    /// They are.
+    #[default]
+    None,
+    /// The oldest one is demoted, whatever its age: there is no room for more where it is.
+    Room,
+}
+
+/// See the module. One per VM, and one more for the way to tiers outside memory.
 #[derive(Debug, Default)]
 pub struct Demotion {
     /// `None`: nothing is demoted.
     after: Option<Duration>,
+    haste: Haste,
     sections: Links<u32>,
     /// Oldest first.
     waiting: List,
@@ -60,6 +71,11 @@ impl Demotion {
     /// From now on sections are demoted that were not touched for this time.
     pub fn set_after(&mut self, after: Duration) {
         self.after = Some(after.max(AFTER_MIN));
+    }
+
+    /// From now on sections are waited for, or not.
+    pub fn set_haste(&mut self, haste: Haste) {
+        self.haste = haste;
     }
 
     /// True if sections are demoted.
@@ -101,6 +117,10 @@ impl Demotion {
     pub fn due_in(&self, now: Duration) -> Option<Duration> {
         let after = self.after?;
         let oldest = self.waiting.first()?;
+        let after = match self.haste {
+            Haste::None => after,
+            Haste::Room => Duration::ZERO,
+        };
         let aged_at = TICK * *self.sections.value(oldest) + after;
         Some(aged_at.max(self.not_before).saturating_sub(now))
     }
@@ -217,6 +237,21 @@ mod tests {
         assert_eq!(demotion.due_in(now), Some(NO_ROOM_REST));
         demotion.forget_all();
         assert_eq!(demotion.due_in(now), None);
+    }
+
+    #[test]
+    fn without_room_the_oldest_section_is_not_waited_for() {
+        let mut demotion = on();
+        demotion.stored(SectionNo(1), at(1));
+        demotion.stored(SectionNo(2), at(2));
+        assert_eq!(demotion.next(at(3)), None);
+        demotion.set_haste(Haste::Room);
+        assert_eq!(demotion.next(at(3)), Some(SectionNo(1)));
+        demotion.demoted(SectionNo(1), at(3), 0, Outcome::Whole);
+        assert_eq!(demotion.next(at(3)), None, "its pace holds");
+        demotion.set_haste(Haste::None);
+        assert_eq!(demotion.next(at(11)), None);
+        assert_eq!(demotion.next(at(12)), Some(SectionNo(2)));
     }
 
     #[test]

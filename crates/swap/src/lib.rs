@@ -7,6 +7,7 @@
 //! - [`tier`]: what stored content looks like: zero, same-filled, lz4, uncompressed, zstd; what is in the pool always has a CRC.
 //! - [`store`]: pool, slots and tiers together as gmem's `ContentStore`; [`demoter`]: packs what stayed
 //!   cold smaller.
+//! - [`slow`]: tiers outside memory, under the pool: how pages get there and back.
 //! - [`limit`]: the VM's limit with its watermarks; [`host_share`]: what a budget of the whole host has to
 //!   say beside it.
 //! - [`cgroup`]: how much memory the cgroups of this process allow; [`room`]: whether more content
@@ -49,6 +50,7 @@ pub mod reserve;
 pub mod room;
 pub mod scheduled;
 pub mod slots;
+pub mod slow;
 pub mod store;
 mod taken;
 pub mod tier;
@@ -66,4 +68,5 @@ pub use pool::{Counter, Pool, PoolCap, PoolError, PoolWords};
 pub use reclaim::Reclaimer;
 pub use reserve::Reserve;
 pub use room::Room;
+pub use slow::{ChainStore, Sinker, SlowTiers};
 pub use store::PoolStore;

@@ -45,7 +45,7 @@ pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
 pub use error::PoolError;
 pub use file::version_at;
 pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
-pub use slow::{ExtentEntry, ExtentError, ExtentNo, KEY_BYTES, SlowKey};
+pub use slow::ExtentError;
 pub use within::TmpfsRoom;
 pub use words::PoolWords;
 
@@ -224,7 +224,7 @@ impl Pool {
         ] {
             pool.cell(cell).store(value, Ordering::Relaxed);
         }
-        pool.begin_slow(&slow::draw_key()?, extents_at, extent_capacity);
+        pool.begin_slow(extents_at, extent_capacity)?;
         Ok(pool)
     }
 

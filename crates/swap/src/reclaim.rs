@@ -35,12 +35,13 @@ use crate::{
     limit::Limit,
     pace::Pace,
     reserve::Reserve,
+    slow::{SinkStop, Sinker, Sunk},
 };
 use pagetide_addr::{PageNo, PageRange, SectionNo};
 use pagetide_gmem::{Cause, PageState, Readahead, Wait};
 use pagetide_policy::{
     candidates::Ready,
-    demotion::{Demotion, Outcome},
+    demotion::{Demotion, Haste, Outcome},
     prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
     reclaim::{Attempt, Sections, Selection, Unmapped, is_warm},
@@ -74,8 +75,15 @@ pub struct Reclaimer {
     memory: Memory,
     demotion: Demotion,
     demoter: Demoter,
+    sinking: Option<Sinking>,
     /// Notified of each section that pages were evicted from.
     taken: TellTaken,
+}
+
+/// The way down to tiers outside memory.
+struct Sinking {
+    demotion: Demotion,
+    sinker: Sinker,
 }
 
 impl Reclaimer {
@@ -95,6 +103,7 @@ impl Reclaimer {
             heat: Heat::new(cost),
             demotion: Demotion::default(),
             demoter,
+            sinking: None,
             memory: Memory {
                 evictor,
                 limit,
@@ -128,29 +137,76 @@ impl Reclaimer {
         self.find_stored(now);
     }
 
+    /// From now on, `now`, stored pages of sections that were not touched for `after` are moved down by `sinker`;
+    /// while the pool has no room, those of the oldest sections at once.
+    pub fn sink_after(&mut self, sinker: Sinker, after: Duration, now: Duration) {
+        let mut demotion = Demotion::default();
+        demotion.set_after(after);
+        self.sinking = Some(Sinking { demotion, sinker });
+        self.memory.limit.touched().begin();
+        self.find_stored(now);
+    }
+
     /// What is stored already ages from `now`.
     fn find_stored(&mut self, now: Duration) {
-        let table = self.memory.evictor.space().table();
+        let space = Arc::clone(self.memory.evictor.space());
+        let table = space.table();
         for section in table.sections() {
             if table.stored_pages(section) > 0 {
-                self.demotion.stored(section, now);
+                for demotion in self.demotions() {
+                    demotion.stored(section, now);
+                }
             }
         }
     }
 
-    /// How long it is from `now` to the next section that is to be demoted, if any waits.
+    fn demotions(&mut self) -> impl Iterator<Item = &mut Demotion> {
+        let sinking = self.sinking.as_mut().map(|sinking| &mut sinking.demotion);
+        std::iter::once(&mut self.demotion).chain(sinking)
+    }
+
+    /// How long it is from `now` to the next section that is to be demoted or moved down, if any waits.
     pub fn demotion_in(&mut self, now: Duration) -> Option<Duration> {
-        if !self.demotion.is_on() {
+        if !self.demotion.is_on() && self.sinking.is_none() {
             return None;
         }
-        let touched = self.memory.limit.touched();
-        for section in touched.take_stored() {
-            self.demotion.stored(section, now);
+        let limit = Arc::clone(&self.memory.limit);
+        for section in limit.touched().take_stored() {
+            self.demotions().for_each(|it| it.stored(section, now));
         }
-        for section in touched.take() {
-            self.demotion.touched(section, now);
+        for section in limit.touched().take() {
+            self.demotions().for_each(|it| it.touched(section, now));
         }
-        self.demotion.due_in(now)
+        let is_full = self.memory.evictor.store().full().is_some();
+        if let Some(Sinking { demotion, sinker }) = &mut self.sinking {
+            for section in sinker.take_failed() {
+                demotion.stored(section, now);
+            }
+            demotion.set_haste(match is_full {
+                true => Haste::Room,
+                false => Haste::None,
+            });
+        }
+        let due = self.demotions().filter_map(|demotion| demotion.due_in(now));
+        due.min()
+    }
+
+    /// Begins to move the pages of the next section that stayed cold down, if it is time.
+    pub fn sink(&mut self, clock: impl Fn() -> Duration) -> Sunk {
+        let Some(Sinking { demotion, sinker }) = &mut self.sinking else {
+            return Sunk::default();
+        };
+        let Some(section) = demotion.next(clock()) else {
+            return Sunk::default();
+        };
+        let sunk = sinker.sink(section);
+        let outcome = match &sunk.stop {
+            None => Outcome::Whole,
+            Some(SinkStop::UnderWay) => Outcome::Part,
+            Some(SinkStop::Tier(_) | SinkStop::TableFull | SinkStop::Seal(_)) => Outcome::NoRoom,
+        };
+        demotion.demoted(section, clock(), sunk.pages, outcome);
+        sunk
     }
 
     /// Packs the pages of the next section that stayed cold anew, smaller, if it is time. Keeps to `pace`.
@@ -201,7 +257,8 @@ impl Reclaimer {
     /// Memory of this process that records which sections are hot, in bytes, about.
     #[must_use]
     pub fn metadata_bytes(&self) -> u64 {
-        self.heat.sampler.bytes() + self.selection.bytes() + self.demotion.bytes()
+        let sinking = self.sinking.as_ref().map_or(0, |it| it.demotion.bytes());
+        self.heat.sampler.bytes() + self.selection.bytes() + self.demotion.bytes() + sinking
     }
 
     /// Number of sections unmapped for eviction.
@@ -352,7 +409,7 @@ impl Reclaimer {
     /// Memory was added or removed, and page numbers may be reused: from now on no section is known to
     /// be unmapped, and the sets hold the sections that there are now.
     pub fn ram_changed(&mut self, now: Duration) {
-        self.demotion.forget_all();
+        self.demotions().for_each(Demotion::forget_all);
         self.find_stored(now);
         self.reserve().ram_changed();
         self.heat.sampler.keep(|_| false);

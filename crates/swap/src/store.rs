@@ -27,6 +27,7 @@ use crate::{
 use pagetide_addr::PageNo;
 use pagetide_gmem::{Content, ContentStore, StoreError};
 use pagetide_sys::memory_file::FileError;
+use pagetide_tiers::{TierKind, table::NumberError, tier::NotRecovered};
 use std::{
     cell::RefCell,
     sync::{
@@ -103,6 +104,26 @@ pub enum AdoptError {
     /// A word names no place.
     #[error(transparent)]
     Unknown(#[from] UnknownContent),
+    /// It is in a tier that this daemon does not have.
+    #[error(
+        "its content is in the {0} tier, which this daemon was started without: start it with the --tiers of before"
+    )]
+    NoTier(TierKind),
+    /// It is on another disk.
+    #[error(
+        "its content is on another disk than the one named in --tiers (a new file, or that of another host): start \
+         the daemon with the one of before"
+    )]
+    OtherDisk,
+    /// The table of extents does not have its extent.
+    #[error("its content is in extent {0}, which the pool does not know")]
+    NoExtent(u32),
+    /// A word names an impossible extent.
+    #[error(transparent)]
+    Number(#[from] NumberError),
+    /// The tier cannot have it.
+    #[error(transparent)]
+    Tier(#[from] NotRecovered),
 }
 
 /// What content takes.
@@ -404,6 +425,16 @@ impl PoolStore {
         }
     }
 
+    /// Appends the stored form of what is in the pool there to `into`, unchecked: it is checked when it is
+    /// loaded. `None` if there is no such place.
+    pub(crate) fn copy_stored(&self, at: InPool, into: &mut Vec<u8>) -> Option<()> {
+        let begin = into.len();
+        into.resize(begin + at.bytes as usize, 0);
+        let stored = into.get_mut(begin..)?;
+        let read = self.pool.read_content(at.slot.byte_offset(), stored);
+        read.is_ok().then_some(())
+    }
+
     fn allocate(&self, bytes: u32) -> Result<Allocated, PutError> {
         let mut slots = self.lock();
         let full = |slots: &Slots| PutError::Full {
@@ -441,6 +472,9 @@ impl PoolStore {
     /// [`AdoptError`].
     pub fn adopt(&self, content: Content) -> Result<(), AdoptError> {
         let located = Located::of(content)?;
+        if let Located::Slow(slow) = located {
+            return Err(AdoptError::NoTier(slow.kind));
+        }
         if let Located::Pool(InPool { slot, bytes, form }) = located {
             self.lock().adopt(slot, bytes)?;
             self.tiers.take_existing(form, bytes.into());
@@ -489,9 +523,11 @@ impl PoolStore {
         let add = |counter: &AtomicU64, amount: i64| {
             counter.fetch_add(amount.cast_unsigned(), Relaxed);
         };
-        let Located::Pool(InPool { bytes, form, .. }) = located else {
-            add(&counts.same_filled_pages, sign);
-            return;
+        let InPool { bytes, form, .. } = match located {
+            Located::Pool(in_pool) => in_pool,
+            Located::Same(_) => return add(&counts.same_filled_pages, sign),
+            // They are counted where they are.
+            Located::Slow(_) => return,
         };
         let bytes = i64::from(bytes) * sign;
         match form {
@@ -544,6 +580,7 @@ impl ContentStore for PoolStore {
                 fill_with_word(word, into);
                 return Ok(());
             }
+            Ok(Located::Slow(_)) => return Err(damaged("it is not in the pool")),
             Err(UnknownContent(_)) => return Err(damaged("its place is none that is known")),
         };
         with_buffer(|buffer| {
@@ -574,6 +611,10 @@ impl ContentStore for PoolStore {
                 Form::Uncompressed => pagetide_addr::Tier::Uncompressed,
             },
             Ok(Located::Same(_)) => pagetide_addr::Tier::Compressed,
+            Ok(Located::Slow(slow)) => match slow.kind {
+                TierKind::Disk => pagetide_addr::Tier::Disk,
+                TierKind::Remote => pagetide_addr::Tier::Remote,
+            },
             Err(UnknownContent(_)) => pagetide_addr::Tier::Unknown,
         }
     }

@@ -8,6 +8,7 @@
 //! | lz4 | slot, length | CRC-32C, then an lz4 block |
 //! | | slot, length 4,100 | CRC-32C, then the page: it does not compress |
 //! | zstd | slot, length | CRC-32C, then a zstd frame: it stayed cold |
+//! | disk, remote | extent, place in it | nothing; sealed there: form, then what was in the pool ([`crate::slow`]) |
 //!
 //! [`located`] has the bits. The CRC covers the stored bytes and is seeded with the pool and the page number,
 //! so that content of another page or another VM never passes as this page's. It is checked *before*
@@ -16,7 +17,7 @@
 pub mod located;
 pub mod zstd;
 
-pub use located::{Form, InPool, Located, UnknownContent};
+pub use located::{Form, InPool, InSlow, Located, UnknownContent};
 pub use zstd::ZstdPacker;
 
 use pagetide_addr::PageNo;

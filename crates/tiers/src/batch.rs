@@ -41,6 +41,10 @@ impl fmt::Debug for VmId {
     }
 }
 
+/// A disk tier, as its header has it: drawn when the header is first written.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DiskId(pub u128);
+
 /// Index into a VM's table of extents.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct ExtentNo(pub u32);

@@ -8,6 +8,7 @@
 //! - [`extent`]: which sectors of a disk hold what.
 //! - [`disk`]: the disk tier.
 //! - [`remote`]: the tier on another host.
+//! - `fake`: a disk tier without a disk, for tests (feature `fake`).
 //! - [`health`]: whether a tier can be used.
 //! - [`figures`]: what a tier has done.
 //!
@@ -18,6 +19,8 @@ pub mod batch;
 mod bitmap;
 pub mod disk;
 pub mod extent;
+#[cfg(feature = "fake")]
+pub mod fake;
 pub mod figures;
 pub mod health;
 pub mod remote;
@@ -26,9 +29,9 @@ pub mod table;
 pub mod tier;
 
 pub use batch::{
-    Batch, BatchError, ExtentName, ExtentNo, Place, Position, Room, SectorNo, Version, VmId,
+    Batch, BatchError, DiskId, ExtentName, ExtentNo, Place, Position, Room, SectorNo, Version, VmId,
 };
 pub use bitmap::BlockSize;
 pub use figures::{Latency, TierFigures};
 pub use health::{Health, Standing};
-pub use tier::{ReadDone, SlowTier, TierError, TierKind, WriteDone};
+pub use tier::{NotRecovered, ReadDone, SlowTier, TierError, TierKind, WriteDone};

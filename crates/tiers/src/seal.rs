@@ -20,7 +20,7 @@
 //! and what lies in the tiers then is noise.
 
 use crate::batch::{Batch, BatchError, Place, SEALED_BYTES_MAX};
-use crate::{ExtentNo, Position, TierKind, Version};
+use crate::{DiskId, ExtentNo, Position, TierKind, Version, VmId};
 use aes_gcm::{
     Aes256Gcm, KeyInit, Nonce, Tag,
     aead::{AeadInOut, consts::U12},
@@ -70,6 +70,33 @@ pub enum SealError {
 #[derive(Debug, thiserror::Error)]
 #[error("the kernel returned no random bytes for a key: {0}")]
 pub struct NoRandomBytes(getrandom::Error);
+
+fn draw() -> Result<u128, NoRandomBytes> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(NoRandomBytes)?;
+    // 0 is said of what has no name.
+    Ok(u128::from_le_bytes(bytes).max(1))
+}
+
+impl VmId {
+    /// One that nobody has.
+    ///
+    /// # Errors
+    /// [`NoRandomBytes`].
+    pub fn draw() -> Result<Self, NoRandomBytes> {
+        draw().map(Self)
+    }
+}
+
+impl DiskId {
+    /// One that no other disk has.
+    ///
+    /// # Errors
+    /// [`NoRandomBytes`].
+    pub fn draw() -> Result<Self, NoRandomBytes> {
+        draw().map(Self)
+    }
+}
 
 /// A VM's key. Wiped when it is dropped, and never printed.
 pub struct Key(Box<Zeroizing<[u8; KEY_BYTES]>>);
@@ -237,7 +264,7 @@ mod tests {
     #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
 
     use super::*;
-    use crate::{ExtentName, Room, SectorNo, VmId};
+    use crate::{ExtentName, Room, SectorNo};
     use pagetide_random::SplitMix64;
 
     const PAGE: PageNo = PageNo(77);

@@ -105,10 +105,11 @@ pub enum NumberError {
     Crowded(ExtentNo),
 }
 
-/// Which extent numbers are in use, and how many live pages each has: 2 bytes for each number that the table
-/// has room for, and 4 for each that is free.
+/// Which extent numbers are in use, and how many live pages each has: 2 bytes for each number up to the
+/// highest that was in use, and 4 for each of them that is free.
 #[derive(Debug)]
 pub struct ExtentNumbers {
+    entries: u32,
     live: Vec<u16>,
     free: Vec<u32>,
 }
@@ -121,8 +122,9 @@ impl ExtentNumbers {
     #[must_use]
     pub fn new(entries: u32) -> Self {
         Self {
-            live: vec![0; entries as usize],
-            free: (0..entries).rev().collect(),
+            entries,
+            live: Vec::new(),
+            free: Vec::new(),
         }
     }
 
@@ -134,26 +136,39 @@ impl ExtentNumbers {
         entries: u32,
         named: impl IntoIterator<Item = ExtentNo>,
     ) -> Result<Self, NumberError> {
-        let mut live = vec![0_u16; entries as usize];
+        let mut live: Vec<u16> = Vec::new();
         for number in named {
-            let pages = live
-                .get_mut(number.0 as usize)
-                .ok_or(NumberError::Outside(number))?;
+            if number.0 >= entries {
+                return Err(NumberError::Outside(number));
+            }
+            let index = number.0 as usize;
+            live.resize(live.len().max(index + 1), 0);
+            let pages = &mut live[index];
             if usize::from(*pages) == EXTENT_PAGES_MAX {
                 return Err(NumberError::Crowded(number));
             }
             *pages += 1;
         }
-        let is_free = |number: &u32| live[*number as usize] == 0;
-        let free = (0..entries).rev().filter(is_free).collect();
-        Ok(Self { live, free })
+        let free = (0..).zip(&live).filter(|(_, pages)| **pages == 0);
+        let mut free: Vec<u32> = free.map(|(number, _)| number).collect();
+        free.reverse();
+        Ok(Self {
+            entries,
+            live,
+            free,
+        })
     }
 
     /// Takes a free number for a batch; `None` if the table is full.
     pub fn take(&mut self) -> Option<ExtentNo> {
-        let number = self.free.pop()?;
-        self.live[number as usize] = TAKEN;
-        Some(ExtentNo(number))
+        if let Some(number) = self.free.pop() {
+            self.live[number as usize] = TAKEN;
+            return Some(ExtentNo(number));
+        }
+        let next = u32::try_from(self.live.len()).ok();
+        let next = next.filter(|next| *next < self.entries)?;
+        self.live.push(TAKEN);
+        Some(ExtentNo(next))
     }
 
     /// Says how many pages an extent has, once it is written and before any word names it. Those that then
@@ -178,9 +193,11 @@ impl ExtentNumbers {
     /// # Errors
     /// [`NumberError`].
     pub fn forget_page(&mut self, number: ExtentNo) -> Result<Left, NumberError> {
-        let live = (self.live)
-            .get_mut(number.0 as usize)
-            .ok_or(NumberError::Outside(number))?;
+        let live = match self.live.get_mut(number.0 as usize) {
+            Some(live) => live,
+            None if number.0 < self.entries => return Err(NumberError::Empty(number)),
+            None => return Err(NumberError::Outside(number)),
+        };
         if *live == 0 || *live == TAKEN {
             return Err(NumberError::Empty(number));
         }
@@ -194,6 +211,18 @@ impl ExtentNumbers {
         }
         self.free.push(number.0);
         Left::Nothing
+    }
+
+    /// True if an extent of this number has pages, or is being written.
+    #[must_use]
+    pub fn is_used(&self, number: ExtentNo) -> bool {
+        (self.live.get(number.0 as usize)).is_some_and(|pages| *pages > 0)
+    }
+
+    /// Memory it takes, in bytes, about.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        (self.live.capacity() * 2 + self.free.capacity() * 4) as u64
     }
 
     /// Numbers in use.

@@ -92,6 +92,16 @@ impl TierError {
     }
 }
 
+/// Pages that a dead daemon left cannot be in the tier.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("the {kind} tier does not have what the VM's pool says: {why}")]
+pub struct NotRecovered {
+    /// Which tier.
+    pub kind: TierKind,
+    /// What contradicts what.
+    pub why: String,
+}
+
 type Tell<T> = Box<dyn FnOnce(Result<T, TierError>) + Send>;
 
 /// The duty to tell how a request ended. If it is dropped, its owner is told that the tier is gone.
@@ -167,6 +177,16 @@ pub trait SlowTier: Send + Sync {
 
     /// The pages at these places are not needed any more, and no read of them is under way.
     fn forget(&self, places: &[Place]);
+
+    /// A VM that a dead daemon left is served again: all its pages in this tier are at these places.
+    ///
+    /// # Errors
+    /// [`NotRecovered`]. The VM must not be served then.
+    fn recover(&self, vm: VmId, places: &[Place]) -> Result<(), NotRecovered> {
+        // A tier that keeps no record of places has nothing to compare with.
+        let _unread = (vm, places);
+        Ok(())
+    }
 
     /// Nothing of these VMs' extents is needed any more, and no request for them is under way.
     fn forget_vm(&self, vm: VmId, extents: &[crate::ExtentName]);

@@ -31,7 +31,9 @@ use crate::budget::{CeilingChange, ShareChange};
 use crate::control::{AttachRequest, ControlError, ErrorKind};
 use pagetide_addr::{Access, PageNo, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
-use pagetide_swap::{Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase};
+use pagetide_swap::{
+    ChainStore, Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase, slow,
+};
 use pagetide_sys::{
     memory_file::FileError,
     uffd::{UffdError, Userfaultfd},
@@ -191,7 +193,7 @@ fn attach_process(
             identity,
             vmm: vmm.try_clone().map_err(failed)?,
             layout: live,
-            store: store_of(&pool, shared),
+            chain: chain_of(&pool, shared),
             pool: Arc::clone(&pool),
             table: empty_table_of(words_of(&pool, shared)),
             mmu: Arc::clone(&claim.mmu),
@@ -220,10 +222,18 @@ fn attach_process(
     }
 }
 
-/// The store in a pool, bounded by the room in the daemon's memory cgroup and by the limits of tiers.
-fn store_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<PoolStore> {
+/// The stores of a VM: that in its pool, bounded by the room in the daemon's memory cgroup and by the limits of
+/// tiers, and what is below it.
+fn chain_of(pool: &Arc<Pool>, shared: &Shared) -> Arc<ChainStore> {
     let store = PoolStore::new(Arc::clone(pool)).within(Arc::clone(&shared.room));
-    Arc::new(store.in_tiers(&shared.tiers))
+    ChainStore::new(Arc::new(store.in_tiers(&shared.tiers)), &shared.slow)
+}
+
+/// Removes the pool of a VM that has ended while nobody served it, and then what it had elsewhere.
+fn remove_found(pool: &Pool, shared: &Shared) -> Result<(), ControlError> {
+    pool.remove().map_err(failed)?;
+    slow::forget(pool, &shared.slow);
+    Ok(())
 }
 
 /// The words of a pool, bounded likewise.
@@ -305,9 +315,13 @@ pub(super) fn identity_of(path: &Path) -> Result<Identity, ControlError> {
 ///
 /// # Errors
 /// An error message.
-pub(super) fn remove_pool(state_dir: &Path, name: &str) -> Result<(), ControlError> {
+pub(super) fn remove_pool(
+    state_dir: &Path,
+    name: &str,
+    shared: &Shared,
+) -> Result<(), ControlError> {
     let pool = Pool::open(&pool_path(state_dir, name)).map_err(failed)?;
-    pool.remove().map_err(failed)
+    remove_found(&pool, shared)
 }
 
 /// Recovers a VM.
@@ -327,7 +341,7 @@ pub(super) fn recover(expected: &mut Expected, shared: &Shared) -> Result<Found,
                 pid = identity.pid,
                 "the VM ended while no daemon ran"
             );
-            pool.remove().map_err(failed)?;
+            remove_found(&pool, shared)?;
             return Ok(Found::Removed);
         }
         Err(refusal) => return Err(refused(&refusal)),
@@ -337,7 +351,7 @@ pub(super) fn recover(expected: &mut Expected, shared: &Shared) -> Result<Found,
             return Err(error);
         }
         tracing::info!(pid = vmm.pid(), %error, "the VM ended while it was being recovered");
-        pool.remove().map_err(failed)?;
+        remove_found(&pool, shared)?;
         Ok(Found::Removed)
     })
 }
@@ -353,7 +367,7 @@ fn take_up(
     let recorded = identity.recorded();
     if pool.phase() != Phase::Attached {
         let layout = RamLayout::of_recorded(&vmm, &recorded).map_err(|r| refused(&r))?;
-        abandon(pool, &vmm, &layout)?;
+        abandon(pool, &vmm, &layout, shared)?;
         return Ok(Found::Removed);
     }
     let Some(number) = pool.userfaultfd_number() else {
@@ -372,8 +386,8 @@ fn take_up(
     let live = Arc::new(LiveLayout::new(layout.clone()));
     let place = VmPlace::new(Arc::clone(&userfaultfd), Arc::clone(&live));
     forget_what_went(&table, &layout);
-    let store = store_of(pool, shared);
-    adopt_words(&table, &place, &store, &vmm, &identity)?;
+    let chain = chain_of(pool, shared);
+    adopt_words(&table, &place, &chain, &vmm, &identity)?;
     // Lifts write protection of eviction rounds that died, and wakes faults whose messages were lost, all at
     // once.
     let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
@@ -394,7 +408,7 @@ fn take_up(
         vmm,
         layout: live,
         pool: Arc::clone(pool),
-        store,
+        chain,
         table,
         mmu: Arc::clone(&claim.mmu),
         userfaultfd,
@@ -452,13 +466,13 @@ pub(super) fn leave_out_misfits(
 fn adopt_words(
     table: &PageTable,
     place: &VmPlace,
-    store: &PoolStore,
+    chain: &ChainStore,
     vmm: &VmmProcess,
     identity: &Identity,
 ) -> Result<(), ControlError> {
     let mut wrong = None;
     let report = recovery::recover_words(table, place, |page, content| {
-        if let Err(error) = store.adopt(content) {
+        if let Err(error) = chain.adopt(content) {
             wrong.get_or_insert((page, error));
         }
     });
@@ -477,7 +491,7 @@ fn adopt_words(
     if let Some((page, error)) = wrong {
         return Err(failed(format!("{page} of {}: {error}", identity.name)));
     }
-    store.finish_adoption().map_err(failed)?;
+    chain.finish_adoption().map_err(failed)?;
     tracing::info!(
         vm = identity.name,
         present_pages = report.present_pages,
@@ -489,7 +503,12 @@ fn adopt_words(
 }
 
 /// A daemon died in the middle of an attach or a detach: nothing is stored, so the VM is released.
-fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), ControlError> {
+fn abandon(
+    pool: &Pool,
+    vmm: &VmmProcess,
+    layout: &RamLayout,
+    shared: &Shared,
+) -> Result<(), ControlError> {
     let number = match pool.userfaultfd_number() {
         Some(number) => Some(number),
         None => takeover::find_inside(vmm).map_err(failed)?,
@@ -501,5 +520,5 @@ fn abandon(pool: &Pool, vmm: &VmmProcess, layout: &RamLayout) -> Result<(), Cont
         pid = vmm.pid(),
         "an attach or detach that did not finish was ended: the VM is released"
     );
-    pool.remove().map_err(failed)
+    remove_found(pool, shared)
 }

@@ -19,6 +19,7 @@ use pagetide_policy::sets::Level;
 use pagetide_swap::{
     HeatReport, Limit, Pool, PoolStore,
     limit::{Force, Ruling},
+    slow::SlowStore,
 };
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
@@ -45,6 +46,8 @@ pub(super) struct VmCore {
     pub(super) layout: Arc<LiveLayout>,
     pub(super) pool: Arc<Pool>,
     pub(super) store: Arc<PoolStore>,
+    /// What it has in slow tiers, if there can be anything.
+    pub(super) slow: Option<Arc<SlowStore>>,
     /// The space with its devices, to which RAM is added and from which it is removed, and the memory
     /// behind its regions.
     pub(super) space: VmSpace,
@@ -163,7 +166,8 @@ impl VmCore {
         let domains = self.dma.mmu.domains();
         let attributes: u64 = domains.iter().map(|domain| domain.metadata_bytes()).sum();
         let heat = lock(&self.heat.last).metadata_bytes;
-        in_pool + bytes.slots_bytes + sections + attributes + heat
+        let extents = self.slow.as_ref().map_or(0, |slow| slow.metadata_bytes());
+        in_pool + bytes.slots_bytes + sections + attributes + heat + extents
     }
 
     /// Records the files of `layout` as the VM's RAM in the pool, atomically.

@@ -40,6 +40,7 @@ mod room;
 mod roster;
 mod shared;
 mod sink;
+mod slow_tiers;
 mod space;
 mod tracker;
 mod vm;
@@ -156,6 +157,7 @@ pub(crate) fn start_with(
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (bell, rung) = JanitorBell::new()?;
+    let slow = slow_tiers::open(settings, &pools(&state_dir)?)?;
     let method = tracker::SampleMethod::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
@@ -174,6 +176,8 @@ pub(crate) fn start_with(
         together: settings.swap_in_together.into(),
         tiers: settings.tiers.open(),
         demote_after: settings.demote_after.0,
+        slow,
+        sink_after: settings.sink_after.0,
         scheduler: Arc::clone(schedule.scheduler()),
         budget,
     };

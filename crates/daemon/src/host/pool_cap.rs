@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The pools of all VMs together: their report, and the change of their cap.
 
-use super::Host;
+use super::{Host, slow_tiers};
 use crate::{
     control::ControlError,
     pool::{NewCap, PoolReport},
@@ -34,6 +34,7 @@ impl Host {
             report.metadata_bytes += vm.core.metadata_bytes() + policies.sum::<u64>();
             report.full_vms += u64::from(vm.core.store.full().is_some());
         }
+        report.tiers = slow_tiers::reports(&self.shared.slow);
         report.metadata_share = share(report.metadata_bytes, ram_bytes);
         report
     }

@@ -23,8 +23,12 @@ use pagetide_policy::{
     victims::Need,
 };
 use pagetide_swap::{
-    Counter, DirectReclaim, Pace, Reclaimer, demoter::DemotionStop, limit::Wake,
-    reclaim::Reclaimed, scheduled::turns::Turn,
+    Counter, DirectReclaim, Pace, Reclaimer,
+    demoter::DemotionStop,
+    limit::Wake,
+    reclaim::Reclaimed,
+    scheduled::turns::Turn,
+    slow::{SinkStop, Sunk},
 };
 use pagetide_sys::{cpu, ptrace::Held};
 use pagetide_vmm::{layout::RamLayout, threads};
@@ -255,12 +259,21 @@ impl ReclaimThread {
         }
     }
 
-    /// Packs stored pages of a section that stayed cold anew.
+    /// Packs stored pages of a section that stayed cold anew, and begins to move those of another down.
     fn demote(&mut self) {
         let (work, started) = (Arc::clone(&self.work), self.started);
         let pace = Paced::briefly(&work.background, &self.vm.limit);
         let done = self.reclaimer.demote(|| started.elapsed(), &pace);
+        // Sealing a section costs a millisecond.
+        let sunk = match pace.go_on() {
+            true => self.reclaimer.sink(|| started.elapsed()),
+            false => Sunk::default(),
+        };
         work.background.end();
+        match sunk.stop {
+            None | Some(SinkStop::UnderWay) => {}
+            Some(why) => tracing::debug!(vm = self.vm.name, %why, "cold pages stay in memory"),
+        }
         let counters = [
             (Counter::DemotedPages, done.pages),
             (Counter::DemotionSavedBytes, done.saved_bytes),

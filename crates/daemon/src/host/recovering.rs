@@ -104,7 +104,7 @@ impl Host {
             vm = name,
             "the VMM of a VM that could not be recovered has ended; its pool is removed"
         );
-        if let Err(error) = attach::remove_pool(&self.state_dir, name) {
+        if let Err(error) = attach::remove_pool(&self.state_dir, name, &self.shared) {
             tracing::warn!(vm = name, %error, "its pool stays behind");
         }
         self.shared.budget.leave(name);

@@ -16,7 +16,7 @@ use crate::{
 use pagetide_addr::{PAGE_BYTES, PageRange, SectionNo};
 use pagetide_gmem::PageState;
 use pagetide_policy::sets::Level;
-use pagetide_swap::Counter;
+use pagetide_swap::{Counter, slow::SlowCounts};
 use pagetide_vmm::layout::RamFile;
 use pagetide_vpri::Latencies;
 use std::sync::atomic::Ordering::Relaxed;
@@ -135,8 +135,16 @@ fn with_pool(report: VmReport, core: &VmCore) -> VmReport {
 fn with_tiers(report: VmReport, core: &VmCore) -> VmReport {
     let tiers = core.store.counts();
     let count = |counter| core.pool.counter(counter).load(Relaxed);
+    let none = SlowCounts::default();
+    let slow = core.slow.as_ref().map_or(&none, |slow| slow.counts());
+    let with_content = tiers.pages() + slow.pages();
     VmReport {
-        zero_pages: report.stored_pages.saturating_sub(tiers.pages()),
+        disk_pages: slow.disk_pages.load(Relaxed),
+        disk_bytes: slow.disk_bytes.load(Relaxed),
+        sunk_pages: count(Counter::SunkPages),
+        slowly_loaded_pages: slow.loaded_pages.load(Relaxed),
+        retried_loads: slow.retried_loads.load(Relaxed),
+        zero_pages: report.stored_pages.saturating_sub(with_content),
         same_filled_pages: tiers.same_filled_pages.load(Relaxed),
         lz4_pages: tiers.lz4_pages.load(Relaxed),
         uncompressed_pages: tiers.uncompressed_pages.load(Relaxed),

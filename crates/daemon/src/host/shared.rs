@@ -4,7 +4,9 @@
 use super::{budget::Budget, janitor_bell::JanitorBell, tracker::SampleMethod};
 use crate::protection::{ProtectorChoice, feed::Feed};
 use pagetide_policy::{set_times::SetTimes, swap_in::Together};
-use pagetide_swap::{HeatCost, PoolCap, Room, scheduled::HostScheduler, store::PoolTiers};
+use pagetide_swap::{
+    HeatCost, PoolCap, Room, SlowTiers, scheduled::HostScheduler, store::PoolTiers,
+};
 use pagetide_vpri::{FaultService, IoSpaces};
 use std::{sync::Arc, time::Duration};
 
@@ -43,6 +45,10 @@ pub(super) struct Shared {
     pub(super) tiers: Arc<PoolTiers>,
     /// How long a section is left alone until its pages are demoted.
     pub(super) demote_after: Duration,
+    /// The tiers outside memory.
+    pub(super) slow: Arc<SlowTiers>,
+    /// How long a section is left alone until its stored pages go there.
+    pub(super) sink_after: Duration,
     /// When background work may use CPU time.
     pub(super) scheduler: Arc<HostScheduler>,
     /// What divides the host's memory among VMs.

@@ -34,7 +34,7 @@ use crate::{
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
 use pagetide_policy::{budget::VmShare, scheduler::TooManyTasks, tracker::AccessTracker};
 use pagetide_swap::{
-    DirectReclaim, Evictor, Limit, Pool, PoolStore, PoolWords, Reclaimer, reclaim::Took,
+    ChainStore, DirectReclaim, Evictor, Limit, Pool, PoolWords, Reclaimer, Sinker, reclaim::Took,
 };
 use pagetide_sys::uffd::Userfaultfd;
 use pagetide_vmm::{
@@ -73,7 +73,7 @@ pub(super) struct Prepared {
     pub(super) vmm: VmmProcess,
     pub(super) layout: Arc<LiveLayout>,
     pub(super) pool: Arc<Pool>,
-    pub(super) store: Arc<PoolStore>,
+    pub(super) chain: Arc<ChainStore>,
     pub(super) table: PageTable,
     pub(super) mmu: Arc<DmaMmu>,
     pub(super) userfaultfd: Arc<Userfaultfd>,
@@ -140,7 +140,8 @@ impl Vm {
             vmm: prepared.vmm,
             layout: prepared.layout,
             pool: Arc::clone(&pool),
-            store: prepared.store,
+            store: Arc::clone(prepared.chain.pool()),
+            slow: prepared.chain.slow().map(Arc::clone),
             holds: Holds::default(),
             counters: PoolCounters::new(&pool, &space.memory, &limit, &tenant),
             space,
@@ -222,6 +223,11 @@ impl Vm {
         let started = Instant::now();
         if shared.tiers.uses_zstd() {
             reclaimer.demote_after(shared.demote_after, started.elapsed());
+        }
+        if let Some(slow) = &core.slow {
+            let (memory, store) = (Arc::clone(&core.space.memory), Arc::clone(&core.store));
+            let sinker = Sinker::new(memory, store, Arc::clone(slow));
+            reclaimer.sink_after(sinker, shared.sink_after, started.elapsed());
         }
         let direct = Arc::new(reclaimer.direct(move || started.elapsed()));
         let weak: Weak<DirectReclaim> = Arc::downgrade(&direct);
@@ -336,6 +342,10 @@ impl Vm {
         if let Err(error) = core.pool.remove() {
             tracing::warn!(vm = core.name, %error, "cannot remove the pool of a VM that has ended; the next start removes it");
         }
+        // After the pool: what a pool names is there.
+        if let Some(slow) = &core.slow {
+            slow.end();
+        }
     }
 
     /// Devices own the RAM again, and page requests that wait are answered.
@@ -409,7 +419,7 @@ fn space_parts(
     MemoryParts {
         table,
         place: Arc::new(place),
-        store: Arc::clone(&prepared.store) as _,
+        store: Arc::clone(&prepared.chain) as _,
         admission: Arc::clone(limit) as _,
         incidents: Arc::clone(incidents) as Arc<dyn Incidents>,
         neighbours_max,

@@ -25,7 +25,7 @@ pub enum SlowCause {
 }
 
 /// Number of causes.
-pub(crate) const CAUSES: usize = 11;
+pub(crate) const CAUSES: usize = 13;
 
 impl SlowCause {
     /// All of them.
@@ -37,6 +37,8 @@ impl SlowCause {
         Self::Handling(Tier::Zero),
         Self::Handling(Tier::Compressed),
         Self::Handling(Tier::Uncompressed),
+        Self::Handling(Tier::Disk),
+        Self::Handling(Tier::Remote),
         Self::Handling(Tier::Unknown),
         Self::Resume,
         Self::Disk,

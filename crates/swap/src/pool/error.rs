@@ -3,6 +3,7 @@
 
 use super::{charge::CapReached, format::PAGES_MAX};
 use pagetide_sys::{mapping::MappingError, memory_file::FileError};
+use pagetide_tiers::seal::NoRandomBytes;
 use std::path::PathBuf;
 
 /// Why a pool cannot be created or used.
@@ -56,6 +57,9 @@ pub enum PoolError {
         /// What is wrong.
         why: String,
     },
+    /// No key could be drawn for it.
+    #[error(transparent)]
+    NoKey(#[from] NoRandomBytes),
     /// The cap of all pools does not allow it.
     #[error(transparent)]
     Cap(#[from] CapReached),

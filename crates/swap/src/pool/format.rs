@@ -46,6 +46,12 @@ pub(super) enum Cell {
     ExtentCapacity = 22,
     /// Bytes of the table that have memory.
     ExtentBytes = 23,
+    /// What the VM is called in such tiers.
+    SlowVm0 = 24,
+    SlowVm1 = 25,
+    /// The disk that its pages have gone to; 0 before the first.
+    Disk0 = 26,
+    Disk1 = 27,
 }
 pub(super) const FIRST_COUNTER: usize = 32;
 
@@ -81,6 +87,7 @@ pub enum Counter {
     SwappedInAheadPages,
     DemotedPages,
     DemotionSavedBytes,
+    SunkPages,
 }
 
 /// Pages a pool should have room for, given how many a VM has now: four times as many, and at least

@@ -7,10 +7,11 @@
 //! An answer from disk or wire is checked against the version in the table; so an old one is refused.
 //!
 //! ```text
-//!   header     key: 4 cells, last version reserved, place and capacity of the table, its bytes with memory
+//!   header     key: 4 cells, last version reserved, place and capacity of the table, its bytes with memory;
+//!              the VM's name in tiers, the disk that it has pages on: 2 cells each
 //!   …          words, content
-//!   extents_at ┌ extent 0: version │ first sector │ pages ┐ 24 bytes each, native byte order
-//!              │ extent 1: …                              │ version 0: free
+//!   extents_at ┌ extent 0: version │ place ┐ 16 bytes each, native byte order (`pagetide_tiers::table`)
+//!              │ extent 1: …               │ version 0: free
 //!              └ (a hole from the last extent that was ever used)
 //! ```
 //! *Order.* A version is reserved (in the mapping, which outlives the process) before it is used: a daemon that
@@ -31,9 +32,12 @@ use super::{
 use crate::slots::CHUNK_BYTES;
 use pagetide_addr::SECTION_PAGES;
 use pagetide_sys::memory_file::FileError;
+use pagetide_tiers::{
+    DiskId, ExtentNo, VmId,
+    seal::{KEY_BYTES, Key},
+    table::ExtentEntry,
+};
 use std::{
-    fmt,
-    io::Read as _,
     ops::RangeInclusive,
     path::Path,
     sync::{
@@ -42,46 +46,13 @@ use std::{
     },
 };
 
-/// Bytes of the key.
-pub const KEY_BYTES: usize = 32;
 const KEY_CELLS: [Cell; 4] = [Cell::Key0, Cell::Key1, Cell::Key2, Cell::Key3];
 const _: () = assert!(KEY_CELLS.len() * 8 == KEY_BYTES);
-const ENTRY_CELLS: usize = 3;
+const VM_CELLS: [Cell; 2] = [Cell::SlowVm0, Cell::SlowVm1];
+const DISK_CELLS: [Cell; 2] = [Cell::Disk0, Cell::Disk1];
+const ENTRY_CELLS: usize = 2;
 const ENTRY_BYTES: u64 = 8 * ENTRY_CELLS as u64;
-const RANDOM: &str = "/dev/urandom";
-
-/// Key of one VM. It is not shown in debug output.
-#[derive(Clone, PartialEq, Eq)]
-pub struct SlowKey([u8; KEY_BYTES]);
-
-impl SlowKey {
-    /// Its bytes.
-    #[must_use]
-    pub const fn bytes(&self) -> &[u8; KEY_BYTES] {
-        &self.0
-    }
-}
-
-impl fmt::Debug for SlowKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SlowKey(..)")
-    }
-}
-
-/// Number of an extent: its place in the table.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
-pub struct ExtentNo(pub u32);
-
-/// An extent in use.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ExtentEntry {
-    /// The version under which its pages are sealed: not 0.
-    pub version: u64,
-    /// Where it begins, in sectors; 0 if its tier has none.
-    pub start_sector: u64,
-    /// Pages that were written in it.
-    pub pages: u32,
-}
+const _: () = assert!(ENTRY_BYTES == ExtentEntry::BYTES as u64);
 
 /// Why an extent cannot be entered.
 #[derive(Debug, thiserror::Error)]
@@ -97,6 +68,9 @@ pub enum ExtentError {
     /// The version is 0, which marks a free entry.
     #[error("extent {0} has no version")]
     NoVersion(u32),
+    /// It begins at a sector that no disk has.
+    #[error("extent {0} begins past the end of any disk")]
+    TooFar(u32),
     /// The cap of all pools allows no memory for more of the table.
     #[error(transparent)]
     Cap(#[from] CapReached),
@@ -114,18 +88,6 @@ pub(super) fn extent_capacity_for(capacity_pages: u64) -> u32 {
 /// Bytes of a table of that capacity, by whole chunks.
 pub(super) fn table_bytes(extent_capacity: u32) -> u64 {
     (u64::from(extent_capacity) * ENTRY_BYTES).next_multiple_of(CHUNK_BYTES)
-}
-
-/// A fresh key, drawn from the kernel.
-pub(super) fn draw_key() -> Result<SlowKey, PoolError> {
-    let mut key = [0; KEY_BYTES];
-    let read = std::fs::File::open(RANDOM).and_then(|mut file| file.read_exact(&mut key));
-    read.map_err(|source| PoolError::Path {
-        path: RANDOM.into(),
-        operation: "read",
-        source,
-    })?;
-    Ok(SlowKey(key))
 }
 
 /// Checks what the header of a pool of `length` bytes says of its table: place, capacity, bytes with memory.
@@ -147,28 +109,65 @@ pub(super) fn is_table_sound([extents_at, capacity, with_memory]: [u64; 3], leng
 
 impl Pool {
     /// Writes the cells of a new pool.
-    pub(super) fn begin_slow(&self, key: &SlowKey, extents_at: u64, extent_capacity: u32) {
-        for (cell, part) in KEY_CELLS.into_iter().zip(key.0.as_chunks::<8>().0) {
+    pub(super) fn begin_slow(
+        &self,
+        extents_at: u64,
+        extent_capacity: u32,
+    ) -> Result<(), PoolError> {
+        let key = Key::generate()?;
+        for (cell, part) in KEY_CELLS.into_iter().zip(key.for_pool().as_chunks::<8>().0) {
             self.cell(cell)
                 .store(u64::from_ne_bytes(*part), Ordering::Relaxed);
         }
+        self.set_wide(VM_CELLS, VmId::draw()?.0);
         self.cell(Cell::ExtentsAt)
             .store(extents_at, Ordering::Relaxed);
         let capacity = u64::from(extent_capacity);
         self.cell(Cell::ExtentCapacity)
             .store(capacity, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn set_wide(&self, [low, high]: [Cell; 2], value: u128) {
+        let half = |bits: u128| u64::try_from(bits & u128::from(u64::MAX)).unwrap_or(0);
+        self.cell(low).store(half(value), Ordering::Relaxed);
+        self.cell(high).store(half(value >> 64), Ordering::Release);
+    }
+
+    fn wide(&self, [low, high]: [Cell; 2]) -> u128 {
+        let high = self.cell(high).load(Ordering::Acquire);
+        u128::from(high) << 64 | u128::from(self.cell(low).load(Ordering::Relaxed))
+    }
+
+    /// What the VM is called in tiers; `None` in a pool from before there were any.
+    #[must_use]
+    pub fn slow_vm(&self) -> Option<VmId> {
+        let vm = self.wide(VM_CELLS);
+        (vm != 0).then_some(VmId(vm))
+    }
+
+    /// The disk that pages of the VM have gone to; `None` before the first.
+    #[must_use]
+    pub fn disk(&self) -> Option<DiskId> {
+        let disk = self.wide(DISK_CELLS);
+        (disk != 0).then_some(DiskId(disk))
+    }
+
+    /// From now on pages of the VM go to this disk. None of them is on another.
+    pub fn set_disk(&self, disk: DiskId) {
+        self.set_wide(DISK_CELLS, disk.0);
     }
 
     /// The key with which content that leaves the host's memory is sealed; `None` in a pool from before there
     /// was one.
     #[must_use]
-    pub fn slow_key(&self) -> Option<SlowKey> {
+    pub fn slow_key(&self) -> Option<Key> {
         let mut key = [0; KEY_BYTES];
         for (cell, part) in KEY_CELLS.into_iter().zip(key.as_chunks_mut::<8>().0) {
             *part = self.cell(cell).load(Ordering::Relaxed).to_ne_bytes();
         }
         // No key is drawn that is all zeros, but once in 2^256 times.
-        (key != [0; KEY_BYTES]).then_some(SlowKey(key))
+        (key != [0; KEY_BYTES]).then(|| Key::from_pool(&key))
     }
 
     /// Reserves `count` versions that no extent of this VM has had or will have; `None` if there are not so many
@@ -195,14 +194,10 @@ impl Pool {
     /// The extent of that number, if it is in use.
     #[must_use]
     pub fn extent(&self, number: ExtentNo) -> Option<ExtentEntry> {
-        let [version, start_sector, pages] = self.entry(number)?;
+        let [version, place] = self.entry(number)?;
         // Pairs with the store of the version in `set_extent`.
         let version = version.load(Ordering::Acquire);
-        (version != 0).then(|| ExtentEntry {
-            version,
-            start_sector: start_sector.load(Ordering::Relaxed),
-            pages: u32::try_from(pages.load(Ordering::Relaxed)).unwrap_or(u32::MAX),
-        })
+        ExtentEntry::of([version, place.load(Ordering::Relaxed)])
     }
 
     /// Enters an extent, in place of what was there.
@@ -210,17 +205,17 @@ impl Pool {
     /// # Errors
     /// [`ExtentError`]; nothing has changed.
     pub fn set_extent(&self, number: ExtentNo, entry: ExtentEntry) -> Result<(), ExtentError> {
-        if entry.version == 0 {
+        let [version_word, place_word] = entry.words().ok_or(ExtentError::TooFar(number.0))?;
+        if version_word == 0 {
             return Err(ExtentError::NoVersion(number.0));
         }
         self.make_extent_room(number)?;
-        let Some([version, start_sector, pages]) = self.entry(number) else {
+        let Some([version, place]) = self.entry(number) else {
             unreachable!("it has memory");
         };
         version.store(0, Ordering::Release);
-        start_sector.store(entry.start_sector, Ordering::Release);
-        pages.store(entry.pages.into(), Ordering::Release);
-        version.store(entry.version, Ordering::Release);
+        place.store(place_word, Ordering::Release);
+        version.store(version_word, Ordering::Release);
         Ok(())
     }
 
@@ -308,6 +303,7 @@ mod tests {
     use super::*;
     use crate::pool::PoolCap;
     use pagetide_random::SplitMix64;
+    use pagetide_tiers::{SectorNo, Version};
     use std::collections::BTreeMap;
 
     fn directory() -> tempfile::TempDir {
@@ -321,10 +317,16 @@ mod tests {
         let pool = Pool::create(&path, 512, 0, b"").unwrap();
         let key = pool.slow_key().unwrap();
         let other = Pool::create(&dir.path().join("b.pool"), 512, 0, b"").unwrap();
-        assert_ne!(other.slow_key(), Some(key.clone()));
+        assert_ne!(other.slow_key().unwrap().for_pool(), key.for_pool());
+        let (vm, disk) = (pool.slow_vm().unwrap(), DiskId(5 << 64 | 7));
+        assert_ne!(other.slow_vm(), Some(vm));
+        assert_eq!(pool.disk(), None);
+        pool.set_disk(disk);
         drop(pool);
-        assert_eq!(Pool::open(&path).unwrap().slow_key(), Some(key.clone()));
-        assert_eq!(format!("{key:?}"), "SlowKey(..)");
+        let pool = Pool::open(&path).unwrap();
+        assert_eq!(pool.slow_key().unwrap().for_pool(), key.for_pool());
+        assert_eq!((pool.slow_vm(), pool.disk()), (Some(vm), Some(disk)));
+        assert!(!format!("{key:?}").contains(char::is_numeric));
     }
 
     #[test]
@@ -373,9 +375,9 @@ mod tests {
             let number = ExtentNo(u32::try_from(random.below(6_000)).unwrap());
             if random.below(3) > 0 {
                 let entry = ExtentEntry {
-                    version: 1 + random.below(u64::MAX - 1),
-                    start_sector: random.next_u64(),
-                    pages: u32::try_from(random.below(513)).unwrap(),
+                    version: Version(1 + random.below(u64::MAX - 1)),
+                    start: SectorNo(random.below(1 << 48)),
+                    sectors: u16::try_from(random.below(4_097)).unwrap(),
                 };
                 pool.set_extent(number, entry).unwrap();
                 model.insert(number, entry);
@@ -402,9 +404,9 @@ mod tests {
         let pool = Pool::create(&dir.path().join("a.pool"), 512, 0, b"").unwrap();
         let pool = pool.within(&cap).unwrap();
         let entry = ExtentEntry {
-            version: 7,
-            start_sector: 8,
-            pages: 9,
+            version: Version(7),
+            start: SectorNo(8),
+            sectors: 9,
         };
         let capacity = pool.extent_capacity();
         assert!(u64::from(capacity) >= pool.capacity_pages() / SECTION_PAGES);
@@ -413,11 +415,14 @@ mod tests {
         let none = pool.set_extent(
             ExtentNo(0),
             ExtentEntry {
-                version: 0,
+                version: Version(0),
                 ..entry
             },
         );
         assert!(matches!(none, Err(ExtentError::NoVersion(0))));
+        let start = SectorNo(1 << 48);
+        let far = pool.set_extent(ExtentNo(0), ExtentEntry { start, ..entry });
+        assert!(matches!(far, Err(ExtentError::TooFar(0))));
         cap.set(Some(cap.used_bytes() + 10));
         let capped = pool.set_extent(ExtentNo(0), entry);
         assert!(matches!(capped, Err(ExtentError::Cap(_))));
@@ -436,13 +441,15 @@ mod tests {
         let pool = Pool::create(&path, 512, 0, b"").unwrap();
         for cell in KEY_CELLS
             .into_iter()
+            .chain(VM_CELLS)
             .chain([Cell::ExtentsAt, Cell::ExtentCapacity])
         {
             pool.cell(cell).store(0, Ordering::Relaxed);
         }
         drop(pool);
         let pool = Pool::open(&path).unwrap();
-        assert_eq!((pool.slow_key(), pool.extent_capacity()), (None, 0));
+        assert!(pool.slow_key().is_none() && pool.slow_vm().is_none());
+        assert_eq!(pool.extent_capacity(), 0);
         assert_eq!(pool.extent(ExtentNo(0)), None);
         assert_eq!(pool.extents().count(), 0);
     }

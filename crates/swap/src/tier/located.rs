@@ -7,8 +7,8 @@
 //!   tag 1   same-filled                 │ 0: 20 │ word that fills the page: 32         │
 //!   tag 2   pool, zstd                  │ slot in 64-byte units: 38 │ bytes stored: 14 │
 //!   tag 3   reserved: pool, zstd with a dictionary
-//!   tag 8   reserved: disk, extent 32 │ first sector in it 12 │ sectors less one 4
-//!   tag 9   reserved: remote, extent 32 │ position in it 12
+//!   tag 8   disk                        │ 0: 4 │ extent: 32 │ first sector in it: 12 │ sectors less one: 4 │
+//!   tag 9   remote                      │ 0: 4 │ extent: 32 │ position in it: 12     │ 0: 4                │
 //! ```
 //! Tag 0 holds what a pool holds whose words have no tags: a slot had 42 bits there, of which no pool has
 //! ever used more than 38 (16 TiB of content). So a word of such a pool reads the same.
@@ -18,6 +18,7 @@
 use super::{CRC_BYTES, STORED_BYTES_MAX};
 use crate::slots::SlotNo;
 use pagetide_gmem::Content;
+use pagetide_tiers::{ExtentNo, Position, TierKind};
 
 const PAYLOAD_BITS: u32 = 52;
 const LENGTH_BITS: u32 = 14;
@@ -25,6 +26,11 @@ const SLOT_BITS: u32 = PAYLOAD_BITS - LENGTH_BITS;
 const TAG_POOL: u64 = 0;
 const TAG_SAME: u64 = 1;
 const TAG_ZSTD: u64 = 2;
+const TAG_DISK: u64 = 8;
+const TAG_REMOTE: u64 = 9;
+const EXTENT_BITS: u32 = 32;
+const POSITION_BITS: u32 = 12;
+const SECTORS_BITS: u32 = 4;
 const _: () = assert!(STORED_BYTES_MAX < 1 << LENGTH_BITS);
 
 /// How the bytes of a slot make a page.
@@ -56,7 +62,55 @@ pub enum Located {
     Pool(InPool),
     /// Here: this word, again and again.
     Same(u32),
+    /// Outside memory.
+    Slow(InSlow),
 }
+
+/// A content in a tier outside memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InSlow {
+    /// Which tier.
+    pub kind: TierKind,
+    /// Its extent.
+    pub extent: ExtentNo,
+    /// Where in the extent it begins.
+    pub position: Position,
+    /// Its sectors; 0 in a tier without.
+    pub sectors: u16,
+}
+
+impl InSlow {
+    fn of(kind: TierKind, payload: u64) -> Option<Self> {
+        let part = |shift: u32, bits: u32| payload >> shift & ((1 << bits) - 1);
+        let extent = payload >> (POSITION_BITS + SECTORS_BITS);
+        let sectors = u16::try_from(part(0, SECTORS_BITS)).unwrap_or(0);
+        let position = u32::try_from(part(SECTORS_BITS, POSITION_BITS)).unwrap_or(0);
+        Some(Self {
+            kind,
+            extent: ExtentNo(u32::try_from(extent).ok()?),
+            position: Position(position),
+            sectors: match (kind, sectors) {
+                (TierKind::Disk, less_one) => less_one + 1,
+                (TierKind::Remote, 0) => 0,
+                (TierKind::Remote, _) => return None,
+            },
+        })
+    }
+
+    fn payload(self) -> Option<u64> {
+        let low = match (self.kind, self.sectors) {
+            (TierKind::Disk, 1..=16) => u64::from(self.sectors - 1),
+            (TierKind::Remote, 0) => 0,
+            (TierKind::Disk | TierKind::Remote, _) => return None,
+        };
+        if self.position.0 >> POSITION_BITS != 0 {
+            return None;
+        }
+        let extent = u64::from(self.extent.0) << (POSITION_BITS + SECTORS_BITS);
+        Some(extent | u64::from(self.position.0) << SECTORS_BITS | low)
+    }
+}
+const _: () = assert!(EXTENT_BITS + POSITION_BITS + SECTORS_BITS <= PAYLOAD_BITS);
 
 /// Content bits that no store of this version has written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -90,6 +144,12 @@ impl Located {
                 Ok(word) if word != 0 => Ok(Self::Same(word)),
                 _ => Err(unknown),
             },
+            TAG_DISK => InSlow::of(TierKind::Disk, payload)
+                .map(Self::Slow)
+                .ok_or(unknown),
+            TAG_REMOTE => InSlow::of(TierKind::Remote, payload)
+                .map(Self::Slow)
+                .ok_or(unknown),
             _ => Err(unknown),
         }
     }
@@ -101,6 +161,13 @@ impl Located {
         match self {
             Self::Same(0) => None,
             Self::Same(word) => Content::at(TAG_SAME << PAYLOAD_BITS | u64::from(word)),
+            Self::Slow(in_slow) => {
+                let tag = match in_slow.kind {
+                    TierKind::Disk => TAG_DISK,
+                    TierKind::Remote => TAG_REMOTE,
+                };
+                Content::at(tag << PAYLOAD_BITS | in_slow.payload()?)
+            }
             Self::Pool(InPool { slot, bytes, form }) => {
                 let tag = match form {
                     Form::Lz4 | Form::Uncompressed => TAG_POOL,
@@ -120,7 +187,7 @@ impl Located {
     pub const fn in_pool(self) -> Option<InPool> {
         match self {
             Self::Pool(in_pool) => Some(in_pool),
-            Self::Same(_) => None,
+            Self::Same(_) | Self::Slow(_) => None,
         }
     }
 }
@@ -165,7 +232,21 @@ mod tests {
         for _ in 0..10_000 {
             let slot = SlotNo(random.below(1 << SLOT_BITS));
             let bytes = u32::try_from(5 + random.below(4_095)).unwrap();
-            let located = match random.below(4) {
+            let extent = ExtentNo(u32::try_from(random.below(1 << 32)).unwrap());
+            let position = Position(u32::try_from(random.below(1 << 12)).unwrap());
+            let located = match random.below(6) {
+                4 => Located::Slow(InSlow {
+                    kind: TierKind::Disk,
+                    extent,
+                    position,
+                    sectors: u16::try_from(1 + random.below(16)).unwrap(),
+                }),
+                5 => Located::Slow(InSlow {
+                    kind: TierKind::Remote,
+                    extent,
+                    position,
+                    sectors: 0,
+                }),
                 0 => Located::Same(u32::try_from(1 + random.below(u64::from(u32::MAX))).unwrap()),
                 1 => Located::Pool(InPool {
                     slot,
@@ -194,8 +275,20 @@ mod tests {
             let form = Form::Lz4;
             Located::Pool(InPool { slot, bytes, form })
         };
+        let slow = |kind, position, sectors| {
+            Located::Slow(InSlow {
+                kind,
+                extent: ExtentNo(3),
+                position: Position(position),
+                sectors,
+            })
+        };
         for located in [
             Located::Same(0),
+            slow(TierKind::Disk, 0, 0),
+            slow(TierKind::Disk, 0, 17),
+            slow(TierKind::Disk, 1 << 12, 1),
+            slow(TierKind::Remote, 0, 1),
             in_pool(1 << 38, 64),
             in_pool(0, 0),
             in_pool(0, 4),
@@ -208,7 +301,9 @@ mod tests {
     #[test]
     fn words_that_nobody_has_written_are_refused() {
         let tagged = |tag: u64, payload: u64| tag << PAYLOAD_BITS | payload;
-        let reserved = (3..16).map(|tag| tagged(tag, 1 << LENGTH_BITS | 64));
+        let reserved = (3..8)
+            .chain(10..16)
+            .map(|tag| tagged(tag, 1 << LENGTH_BITS | 64));
         let wrong = [
             tagged(TAG_SAME, 0),
             tagged(TAG_SAME, 1 << 32),
@@ -217,6 +312,9 @@ mod tests {
             tagged(TAG_POOL, 4_101),
             tagged(TAG_ZSTD, 16_383),
             tagged(TAG_ZSTD, 0),
+            tagged(TAG_DISK, 1 << 48),
+            tagged(TAG_REMOTE, 1 << 48),
+            tagged(TAG_REMOTE, 1),
         ];
         for bits in wrong.into_iter().chain(reserved) {
             assert_eq!(Located::of(at(bits)), Err(UnknownContent(bits)));

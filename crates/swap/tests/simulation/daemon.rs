@@ -836,7 +836,7 @@ impl ContentStore for Checked {
                 Ok(Located::Pool(place)) => {
                     (place.slot.byte_offset() / SLOT_UNIT_BYTES).is_multiple_of(2)
                 }
-                Ok(Located::Same(_)) | Err(_) => true,
+                Ok(Located::Same(_) | Located::Slow(_)) | Err(_) => true,
             },
             Far::All => false,
         }

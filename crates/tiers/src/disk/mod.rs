@@ -18,7 +18,7 @@
 //! [`DiskTier::open`] locks the disk, so that all I/O of a predecessor is done. Then every VM that the
 //! predecessor left is held ([`FoundDisk::hold`]); only then can the tier begin ([`FoundDisk::begin`]), and
 //! with it the first write. What no VM holds goes back to the file system. A VM that is recovered says which
-//! of its pages are there ([`DiskTier::recover`]).
+//! of its pages are there ([`SlowTier::recover`]).
 //!
 //! # Space
 //! Segments of 16 MiB are allocated by `fallocate` before they are used, up to the operator's limit and as
@@ -37,8 +37,8 @@ use crate::batch::{PAGE_SECTORS_MAX, SECTOR_BYTES};
 use crate::extent::{NoRoom, SEGMENT_BYTES, SectorError, Sectors, SegmentNo};
 use crate::table::ExtentEntry;
 use crate::{
-    Batch, ExtentName, Health, Place, ReadDone, Room, SectorNo, SlowTier, TierError, TierFigures,
-    TierKind, VmId, WriteDone,
+    Batch, DiskId, ExtentName, Health, NotRecovered, Place, ReadDone, Room, SectorNo, SlowTier,
+    TierError, TierFigures, TierKind, VmId, WriteDone,
 };
 use engine::{ENTRIES, Engine};
 use io::{Geometry, Ground};
@@ -82,6 +82,12 @@ impl std::fmt::Debug for DiskTier {
 }
 
 impl FoundDisk {
+    /// By what a VM's pool knows it again.
+    #[must_use]
+    pub fn id(&self) -> DiskId {
+        self.disk.id
+    }
+
     /// Keeps the segments of a VM that a dead daemon left: nothing is written there.
     ///
     /// # Errors
@@ -171,21 +177,6 @@ impl DiskTier {
         })
     }
 
-    /// The pages of a held VM, by its page words: first sector and sectors of each. All its other sectors are
-    /// free then.
-    ///
-    /// # Errors
-    /// [`SectorError`] of a page that cannot be there. The VM must be forgotten then.
-    pub fn recover(
-        &self,
-        vm: VmId,
-        pages: impl IntoIterator<Item = (SectorNo, u16)>,
-    ) -> Result<(), SectorError> {
-        let empty = self.shared.sectors().recover(vm, pages)?;
-        self.give_back_segments(empty);
-        Ok(())
-    }
-
     fn now(&self) -> Instant {
         (self.clock)()
     }
@@ -272,9 +263,10 @@ impl DiskTier {
         let mut inbox = self.shared.inbox();
         inbox.over = true;
         self.wake(inbox);
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
+        let thread = self.thread.take();
+        // The last owner may be a duty that the thread itself tells. It ends by itself then.
+        let thread = thread.filter(|it| it.thread().id() != std::thread::current().id());
+        if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread of the disk tier panicked");
         }
     }
@@ -406,6 +398,21 @@ impl SlowTier for DiskTier {
             let start = place.start.plus(u64::from(place.position.0));
             self.free(place.extent.vm, start, place.sectors);
         }
+    }
+
+    /// All other sectors of the VM are free then.
+    fn recover(&self, vm: VmId, places: &[Place]) -> Result<(), NotRecovered> {
+        let sectors = |place: &Place| {
+            let start = place.start.plus(u64::from(place.position.0));
+            (start, place.sectors)
+        };
+        let recovered = (self.shared.sectors()).recover(vm, places.iter().map(sectors));
+        let empty = recovered.map_err(|why| NotRecovered {
+            kind: TierKind::Disk,
+            why: why.to_string(),
+        })?;
+        self.give_back_segments(empty);
+        Ok(())
     }
 
     fn forget_vm(&self, vm: VmId, _: &[ExtentName]) {

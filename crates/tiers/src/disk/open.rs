@@ -6,13 +6,15 @@
 //!   └──────────── segment 0, given to nobody ──────────┘
 //! ```
 //! The tier writes over whatever it finds, so it takes only what is its own: a file that it creates, one that
-//! begins with its header, or a device whose first [`HEAD_BYTES`] are zeros. Nothing in the header is
-//! believed beyond that.
+//! begins with its header, or a device whose first [`HEAD_BYTES`] are zeros. Beyond that the header has an id,
+//! so that a VM whose pages are on another disk is not recovered with this one. It guards against mistakes
+//! only: what was sealed tells itself.
 //!
 //! The path is looked at without following it and then opened by what was found there, so nobody can put
 //! something else in its place between the look and the opening.
 
 use super::io::{Discard, Ground};
+use crate::DiskId;
 use crate::bitmap::BlockSize;
 use crate::extent::{SEGMENT_BYTES, SegmentNo};
 use pagetide_sys::file_ring::Buffer;
@@ -21,6 +23,7 @@ use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat
 use rustix::io::Errno;
 use std::ffi::OsString;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
@@ -31,6 +34,8 @@ use std::time::{Duration, Instant};
 const HEAD_BYTES: usize = 128 << 10;
 const HEADER_BYTES: usize = 4096;
 const MAGIC: &[u8; 24] = b"Pagetide disk tier, v1\n\0";
+/// Behind it: the id of this disk, by which a VM's pool knows it again.
+const ID: Range<usize> = MAGIC.len()..MAGIC.len() + 16;
 /// The least that makes a tier: segment 0 and one more.
 const SEGMENTS_MIN: u64 = 2;
 /// Space of a file system that is left to others ...
@@ -118,6 +123,7 @@ pub(super) struct OpenDisk {
     /// The first one that is not given out.
     pub limit: SegmentNo,
     pub discard: Discard,
+    pub id: DiskId,
 }
 
 /// Reports what failed at a path.
@@ -191,8 +197,9 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
         limit,
         file,
         discard,
+        id: DiskId(0),
     };
-    take_possession(path, &disk)?;
+    disk.id = take_possession(path, &disk)?;
     disk.block = block_size(path, &disk.file)?;
     Ok(disk)
 }
@@ -331,7 +338,7 @@ fn segments(
 }
 
 /// Sees that nothing else is there, and writes the header.
-fn take_possession(path: &Path, disk: &OpenDisk) -> Result<(), DiskError> {
+fn take_possession(path: &Path, disk: &OpenDisk) -> Result<DiskId, DiskError> {
     let mut head = Buffer::zeroed(HEAD_BYTES);
     let read = read_head(&disk.file, &mut head).map_err(|error| match error {
         Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
@@ -358,8 +365,14 @@ fn take_possession(path: &Path, disk: &OpenDisk) -> Result<(), DiskError> {
     }
     let mut header = Buffer::zeroed(HEADER_BYTES);
     header[..MAGIC.len()].copy_from_slice(MAGIC);
+    let found = head.get(ID).and_then(|id| id.first_chunk());
+    let id = match found.map(|id| u128::from_le_bytes(*id)) {
+        Some(id) if is_ours && id != 0 => DiskId(id),
+        _ => DiskId::draw().map_err(|why| At(path).failed("getrandom")(io::Error::other(why)))?,
+    };
+    header[ID].copy_from_slice(&id.0.to_le_bytes());
     match rustix::io::pwrite(&disk.file, &header, 0) {
-        Ok(HEADER_BYTES) => Ok(()),
+        Ok(HEADER_BYTES) => Ok(id),
         Ok(_) => Err(At(path).failed("write")(Errno::IO)),
         Err(Errno::INVAL) => Err(DiskError::NoDirectIo(path.to_owned())),
         Err(error) => Err(At(path).failed("write")(error)),

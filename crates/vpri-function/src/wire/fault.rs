@@ -180,6 +180,8 @@ impl Answer {
             Tier::Zero => 1,
             Tier::Compressed => 2,
             Tier::Uncompressed => 3,
+            Tier::Disk => 4,
+            Tier::Remote => 5,
             Tier::Unknown => TIER_UNKNOWN,
         };
         put(&mut bytes, 0, self.id.0.to_le_bytes());
@@ -212,6 +214,8 @@ impl Answer {
             1 => Tier::Zero,
             2 => Tier::Compressed,
             3 => Tier::Uncompressed,
+            4 => Tier::Disk,
+            5 => Tier::Remote,
             _ => Tier::Unknown,
         };
         Ok(Self {

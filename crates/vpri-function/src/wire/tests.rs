@@ -386,6 +386,8 @@ fn any_answer() -> impl Strategy<Value = Answer> {
         Just(Tier::Zero),
         Just(Tier::Compressed),
         Just(Tier::Uncompressed),
+        Just(Tier::Disk),
+        Just(Tier::Remote),
         Just(Tier::Unknown),
     ];
     let numbers = any::<(u64, u64, u64, u64)>();

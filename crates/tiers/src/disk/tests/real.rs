@@ -139,11 +139,8 @@ fn pages_survive_the_daemon_and_everything_else_is_given_back() {
         tier.figures().stored_bytes > stored_bytes,
         "all of the extents"
     );
-    let first = |place: &Place| place.start.plus(u64::from(place.position.0));
-    let pages = kept
-        .iter()
-        .map(|stored| (first(&stored.place), stored.place.sectors));
-    tier.recover(VM, pages).unwrap();
+    let places: Vec<Place> = kept.iter().map(|stored| stored.place).collect();
+    tier.recover(VM, &places).unwrap();
     assert_eq!(tier.figures().stored_bytes, stored_bytes);
     let sealer = Sealer::new(&Key::from_pool(key.for_pool()));
     store(&tier, &sealer, 100, &contents(9, 512));

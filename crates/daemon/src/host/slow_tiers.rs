@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The tiers outside memory of a daemon: opened at its start, before any VM is recovered.
+//!
+//! ```text
+//!   disk opened and locked      all I/O of a dead daemon has ended
+//!   extents of all pools held   whether their VMs can be recovered or not
+//!   begun                       what no pool has goes back to the file system
+//! ```
+
+use super::{failure::failed, pools::name_of};
+use crate::{control::ControlError, pool::TierReport, settings::RunSettings, tiers::DiskSetting};
+use pagetide_swap::{
+    Pool, SlowTiers,
+    slow::{RetryPauses, Seat},
+};
+use pagetide_tiers::{
+    Standing,
+    disk::{Bounds, DiskTier, FoundDisk},
+};
+use rustix::fs::FileType;
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Opens the tiers outside memory that `settings` name.
+///
+/// # Errors
+/// A sentence: why a tier cannot be used.
+pub(super) fn open(
+    settings: &RunSettings,
+    pools: &[PathBuf],
+) -> Result<Arc<SlowTiers>, ControlError> {
+    let Some(disk) = settings.tiers.disk() else {
+        return Ok(SlowTiers::none());
+    };
+    let refused = |why: pagetide_tiers::disk::DiskError| ControlError::refused(why.to_string());
+    let mut found =
+        DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
+    for pool in pools {
+        hold(&mut found, pool);
+    }
+    let seat = Seat {
+        disk: Some(found.id()),
+        tier: Arc::new(found.begin().map_err(refused)?),
+        when_gone: settings.disk_when_gone.0,
+    };
+    tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
+    SlowTiers::new(vec![seat], RetryPauses::default()).map_err(failed)
+}
+
+/// What it may hold: without a limit, a file as much as its file system has, a device all.
+fn limit_of(disk: &DiskSetting) -> Result<u64, ControlError> {
+    if let Some(limit_bytes) = disk.limit_bytes {
+        return Ok(limit_bytes);
+    }
+    let is_device = rustix::fs::stat(&disk.path)
+        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
+    if is_device {
+        return Ok(u64::MAX);
+    }
+    let folder = disk.path.parent().unwrap_or(Path::new("/"));
+    let stat = rustix::fs::statvfs(folder).map_err(|error| {
+        let folder = folder.display();
+        ControlError::refused(format!("the disk tier cannot be in {folder}: {error}"))
+    })?;
+    Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
+}
+
+/// Keeps what the pool at `path` has on the disk, if that is this disk.
+fn hold(found: &mut FoundDisk, path: &Path) {
+    let name = name_of(path);
+    let pool = match Pool::open(path) {
+        Ok(pool) => pool,
+        // Its VM cannot be recovered either: without the key in the pool nothing can be read.
+        Err(error) => return tracing::error!(vm = name, %error, "nothing is kept for a VM on disk"),
+    };
+    let Some(vm) = pool.slow_vm() else { return };
+    if pool.disk() != Some(found.id()) {
+        return;
+    }
+    // Each by itself: one that cannot be must not cost the others.
+    for (number, entry) in pool.extents().filter(|(_, entry)| entry.sectors > 0) {
+        if let Err(error) = found.hold(vm, [entry]) {
+            tracing::error!(vm = name, ?number, %error, "an extent of a VM is not on the disk");
+        }
+    }
+}
+
+/// How the tiers stand, and what they have done.
+pub(super) fn reports(tiers: &SlowTiers) -> Vec<TierReport> {
+    tiers.seats().iter().map(report).collect()
+}
+
+fn report(seat: &Seat) -> TierReport {
+    let health = seat.tier.health();
+    let figures = seat.tier.figures();
+    let (standing, reason) = match health.standing {
+        Standing::Working => ("working", None),
+        Standing::Slow { bound_ms } => (
+            "slow",
+            Some(format!("a request took more than {bound_ms} ms")),
+        ),
+        Standing::Full => ("full", None),
+        Standing::Gone { reason } => ("gone", Some(reason)),
+    };
+    TierReport {
+        tier: seat.tier.kind().to_string(),
+        standing: standing.to_owned(),
+        reason,
+        standing_seconds: health.since.elapsed().as_secs_f64(),
+        is_working: u64::from(standing == "working"),
+        limit_bytes: figures.limit_bytes,
+        stored_bytes: figures.stored_bytes,
+        pages_read: figures.pages_read,
+        read_bytes: figures.read_bytes,
+        pages_written: figures.pages_written,
+        batches_written: figures.batches_written,
+        written_bytes: figures.written_bytes,
+        read_errors: figures.read_errors,
+        write_errors: figures.write_errors,
+        overdue_requests: figures.overdue,
+        refused_requests: figures.refused,
+        read_p50_us: figures.read_latency.p50_us,
+        read_p99_us: figures.read_latency.p99_us,
+        write_p50_us: figures.write_latency.p50_us,
+        write_p99_us: figures.write_latency.p99_us,
+    }
+}

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Memory that goes to a disk and comes back: over restarts, a daemon that is killed, a bit that flips, a
+//! daemon without the disk. The VMM is this process: a file of RAM, mapped shared.
+
+mod daemon;
+mod vmm;
+
+use daemon::{Daemon, command, number};
+use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
+use serde_json::Value;
+use std::{
+    fs::OpenOptions,
+    os::{
+        fd::AsFd as _,
+        unix::fs::{FileExt as _, OpenOptionsExt as _},
+    },
+    path::{Path, PathBuf},
+};
+
+const MIB: u64 = 1 << 20;
+const PAGE_BYTES: u64 = 4096;
+const RAM_BYTES: u64 = 48 * MIB;
+const PAGES: u64 = RAM_BYTES / PAGE_BYTES;
+/// Where the tier puts its first page.
+const FIRST_PAGE_AT: u64 = 16 * MIB;
+
+/// Half of it compresses, and none of it is made of one word.
+fn content(page: u64) -> Vec<u8> {
+    let mut word = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(4096);
+    while bytes.len() < 4096 {
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let part = match bytes.len() < 2048 || page.is_multiple_of(4) {
+            true => word,
+            false => page | 1 << 40,
+        };
+        bytes.extend_from_slice(&part.to_le_bytes());
+    }
+    bytes
+}
+
+struct Ram {
+    memory: SharedMapping,
+    file: GuestFile,
+}
+
+impl Ram {
+    fn filled() -> Self {
+        let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
+        let memory = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
+        for page in 0..PAGES {
+            memory.copy_to(page * PAGE_BYTES, &content(page)).unwrap();
+        }
+        Self { memory, file }
+    }
+
+    fn touch(&self, page: u64) {
+        let mut found = vec![0; 4096];
+        let at = page * PAGE_BYTES;
+        self.memory.copy_from(at, &mut found).unwrap();
+        assert!(found == content(page), "page {page}");
+    }
+
+    fn verify(&self) {
+        (0..PAGES).for_each(|page| self.touch(page));
+    }
+}
+
+/// A folder for the state, and the file of a disk tier; `None` where there can be none.
+struct Place {
+    state: tempfile::TempDir,
+    disk: tempfile::TempDir,
+}
+
+impl Place {
+    fn of(test: &str) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("SKIPPED: take-over needs root");
+            return None;
+        }
+        let disk = tempfile::tempdir_in("/var/tmp").unwrap();
+        let probe = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
+            .open(disk.path().join("probe"));
+        if let Err(error) = probe {
+            eprintln!("SKIPPED: no direct I/O in /var/tmp: {error}");
+            return None;
+        }
+        if !vmm::is_this(test) {
+            return None;
+        }
+        let state = tempfile::tempdir_in("/dev/shm").unwrap();
+        Some(Self { state, disk })
+    }
+
+    fn disk(&self) -> PathBuf {
+        self.disk.path().join("tier")
+    }
+
+    /// A daemon with the disk at `disk`, to which pages go at once.
+    fn start_with(&self, disk: &Path) -> Daemon {
+        let tiers = format!("zero,same,lz4,zstd,disk:{}=512M", disk.display());
+        let settings = ["--tiers", &tiers, "--sink-after", "100ms"];
+        Daemon::start(self.state.path(), command(self.state.path(), &settings))
+    }
+
+    fn start(&self) -> Daemon {
+        self.start_with(&self.disk())
+    }
+}
+
+fn show(daemon: &Daemon) -> Value {
+    daemon.json(&["vm", "show", "a"])
+}
+
+fn attach(daemon: &Daemon) {
+    let own = std::process::id().to_string();
+    daemon.json(&["attach", "--pid", &own, "--name", "a"]);
+}
+
+/// Until nearly all that is evicted is on the disk.
+fn sink_all(daemon: &mut Daemon) {
+    daemon.until("memory on disk", |daemon| {
+        daemon.client(&["vm", "reclaim", "a"]);
+        number(&show(daemon), "disk_pages") > PAGES * 9 / 10
+    });
+}
+
+#[test]
+fn memory_goes_to_disk_outlives_a_killed_daemon_and_comes_back_by_faults_and_detach() {
+    let test = "memory_goes_to_disk_outlives_a_killed_daemon_and_comes_back_by_faults_and_detach";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    let pool = daemon.json(&["pool", "show"]);
+    assert_eq!(pool["tiers"][0]["standing"], "working", "{pool}");
+    let vm = show(&daemon);
+    assert!(number(&vm, "stored_bytes") < RAM_BYTES / 10, "{vm}");
+    assert!(number(&vm, "disk_bytes") > RAM_BYTES / 4, "{vm}");
+    (0..PAGES).step_by(3).for_each(|page| ram.touch(page));
+    // Killed while pages go down and up.
+    for _ in 0..3 {
+        daemon.client(&["vm", "reclaim", "a"]);
+        drop(daemon);
+        daemon = place.start();
+        let vm = show(&daemon);
+        assert_eq!(number(&vm, "poisoned_pages"), 0, "{vm}");
+        (0..PAGES).step_by(7).for_each(|page| ram.touch(page));
+    }
+    ram.verify();
+    sink_all(&mut daemon);
+    let report = daemon.json(&["vm", "detach", "a"]);
+    assert!(number(&report, "filled_pages") > PAGES * 9 / 10, "{report}");
+    ram.verify();
+    let pool = daemon.json(&["pool", "show"]);
+    assert_eq!(number(&pool["tiers"][0], "stored_bytes"), 0, "{pool}");
+}
+
+#[test]
+fn flipped_bit_on_the_disk_costs_that_page_alone_and_is_told() {
+    let test = "flipped_bit_on_the_disk_costs_that_page_alone_and_is_told";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    let disk = OpenOptions::new().read(true).write(true).open(place.disk());
+    let disk = disk.unwrap();
+    let mut byte = [0];
+    disk.read_exact_at(&mut byte, FIRST_PAGE_AT + 100).unwrap();
+    byte[0] ^= 1;
+    disk.write_all_at(&byte, FIRST_PAGE_AT + 100).unwrap();
+    disk.sync_all().unwrap();
+    // It brings all pages back, and one of them cannot be.
+    let refused = daemon.client(&["vm", "detach", "a"]);
+    let told = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && told.contains("lost"), "{told}");
+    let vm = show(&daemon);
+    assert_eq!(number(&vm, "poisoned_pages"), 1, "{vm}");
+    assert!(
+        daemon.log().contains("not what was stored"),
+        "{}",
+        daemon.log()
+    );
+    // By the file, where the lost page is a hole.
+    let mut found = vec![0; 4096];
+    let mut lost = 0;
+    for page in 0..PAGES {
+        ram.file.read_at(page * PAGE_BYTES, &mut found).unwrap();
+        if found != content(page) {
+            assert!(
+                found.iter().all(|byte| *byte == 0),
+                "page {page} has wrong bytes"
+            );
+            lost += 1;
+        }
+    }
+    assert_eq!(lost, 1);
+}
+
+#[test]
+fn vm_waits_for_the_disk_that_it_has_pages_on() {
+    let test = "vm_waits_for_the_disk_that_it_has_pages_on";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    drop(daemon);
+    let without = Daemon::start(place.state.path(), command(place.state.path(), &[]));
+    assert!(
+        without.log().contains("--tiers of before"),
+        "{}",
+        without.log()
+    );
+    drop(without);
+    let other = place.start_with(&place.disk.path().join("other"));
+    assert!(other.log().contains("another disk"), "{}", other.log());
+    drop(other);
+    let daemon = place.start();
+    ram.verify();
+    daemon.json(&["vm", "detach", "a"]);
+}
+
+#[test]
+fn disk_that_cannot_be_a_tier_is_refused_with_one_sentence_and_status_2() {
+    let state = tempfile::tempdir_in("/dev/shm").unwrap();
+    let file = state.path().join("tier");
+    let tiers = format!("lz4,disk:{}=512M", file.display());
+    let output = command(state.path(), &["--tiers", &tiers])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains("it is in memory itself"), "{told}");
+}

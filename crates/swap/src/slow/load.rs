@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Loads from slow tiers.
+//!
+//! ```text
+//!   entry of the extent ─► read ─► opened with the version of the entry ─► unpacked ─► done
+//!                           │        └ not this page as it was stored: damaged
+//!                           ├ the tier works and does not have it: damaged
+//!                           ├ busy, slow: tried again ([`super::retries`])
+//!                           ├ gone: tried again, or damaged, as the operator chose
+//!                           └ this one read failed: tried again; damaged after [`TRIES_MAX`], if so chosen
+//! ```
+//! The bytes that a tier returns are believed in nothing: version, place and page come from the pool.
+
+use super::{SlowStore, WhenGone};
+use crate::tier::{InSlow, PAGE, unpack};
+use pagetide_addr::PageNo;
+use pagetide_gmem::{LoadDone, StoreError};
+use pagetide_tiers::{Place, ReadDone, TierError};
+use std::{
+    io,
+    sync::{Arc, Weak, atomic::Ordering::Relaxed},
+};
+
+/// Reads of a page that fail by themselves before it counts as lost.
+const TRIES_MAX: u32 = 5;
+
+/// A load that has not ended.
+pub(super) struct Load {
+    /// Not kept: the VM may end meanwhile.
+    pub(super) store: Weak<SlowStore>,
+    pub(super) place: InSlow,
+    pub(super) done: LoadDone,
+    pub(super) tries: u32,
+}
+
+impl Load {
+    /// Tries it, again.
+    pub(super) fn begin(self) {
+        // Without its store the VM has ended, and nobody waits.
+        if let Some(store) = self.store.upgrade() {
+            store.begin(self);
+        }
+    }
+
+    fn page(&self) -> PageNo {
+        self.done.page()
+    }
+
+    fn damaged(self, why: &'static str) {
+        let page = self.page();
+        self.done.complete(Err(StoreError::Damaged { page, why }));
+    }
+}
+
+impl SlowStore {
+    /// Begins to load the content of `page`.
+    pub(super) fn load_later(self: &Arc<Self>, page: PageNo, place: InSlow, done: LoadDone) {
+        debug_assert_eq!(done.page(), page);
+        self.begin(Load {
+            store: Arc::downgrade(self),
+            place,
+            done,
+            tries: 0,
+        });
+    }
+
+    fn begin(self: &Arc<Self>, load: Load) {
+        let kind = load.place.kind;
+        let Some(seat) = self.tiers().seat(kind) else {
+            return load.damaged("this daemon does not have its tier");
+        };
+        let Some(place) = self.place_of(load.place) else {
+            return load.damaged("its extent is not in the pool's table");
+        };
+        let me = Arc::clone(self);
+        let told = move |read| me.read(place, load, read);
+        seat.tier.read(place, ReadDone::new(kind, told));
+    }
+
+    fn read(&self, place: Place, load: Load, read: Result<Vec<u8>, TierError>) {
+        match read {
+            Ok(mut sealed) => {
+                let mut bytes = [0; PAGE];
+                match self.open(&load, &place, &mut sealed, &mut bytes) {
+                    Ok(()) => {
+                        self.counts.loaded_pages.fetch_add(1, Relaxed);
+                        load.done.complete(Ok(&bytes));
+                    }
+                    Err(why) => load.damaged(why),
+                }
+            }
+            Err(TierError::NotThere(_)) => load.damaged("its tier does not have it"),
+            Err(error) => self.failed(load, &error),
+        }
+    }
+
+    fn open(
+        &self,
+        load: &Load,
+        place: &Place,
+        sealed: &mut [u8],
+        into: &mut [u8; PAGE],
+    ) -> Result<(), &'static str> {
+        let (kind, page) = (load.place.kind, load.page());
+        let opened = self.sealer.open(kind, page, place, sealed);
+        let opened = opened.map_err(|_| "what its tier returned is not what was stored")?;
+        let (form, stored) = opened.split_first().ok_or("it is empty")?;
+        let form = super::form_of(*form).ok_or("its form is unknown")?;
+        unpack(self.seed, page, form, stored, into)
+    }
+
+    fn failed(&self, mut load: Load, error: &TierError) {
+        let tiers = self.tiers();
+        let when_gone = tiers.seat(load.place.kind).map(|seat| seat.when_gone);
+        load.tries = load.tries.saturating_add(1);
+        let is_lost = match error {
+            TierError::Gone { .. } => true,
+            TierError::Io { .. } => load.tries >= TRIES_MAX,
+            TierError::Full(_)
+            | TierError::Slow { .. }
+            | TierError::Busy(_)
+            | TierError::NotThere(_) => false,
+        };
+        if is_lost && when_gone == Some(WhenGone::Lost) {
+            return load.damaged("its tier cannot deliver it, and such pages are to be lost");
+        }
+        let page = load.page();
+        let pauses = tiers.retries.pauses;
+        let pause = match error {
+            TierError::Busy(_) => pauses.busy,
+            _ => pauses.failed,
+        };
+        if load.tries == 1 && !matches!(error, TierError::Busy(_)) {
+            tracing::debug!(%page, %error, "a load waits for its tier");
+        }
+        self.counts.retried_loads.fetch_add(1, Relaxed);
+        if let Err(load) = tiers.retries.put(load, pause) {
+            let source = io::Error::other(error.clone());
+            load.done
+                .complete(Err(StoreError::Unreadable { page, source }));
+        }
+    }
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+//! [`Retries`]: loads whose tier did not answer wait here, and are tried again after a pause.
+//!
+//! One thread for all VMs. Each load here is a fault that waits, so there are as many as the guests have;
+//! beyond [`WAITING_MAX`] a load ends as unreadable, and the fault comes again by itself.
+
+use super::load::Load;
+use std::{
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// Most loads that wait.
+const WAITING_MAX: usize = 1 << 16;
+
+/// How long loads wait before they are tried again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RetryPauses {
+    /// If the tier had too many requests.
+    pub busy: Duration,
+    /// If it failed.
+    pub failed: Duration,
+}
+
+impl Default for RetryPauses {
+    fn default() -> Self {
+        Self {
+            busy: Duration::from_millis(5),
+            failed: Duration::from_secs(1),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Waiting {
+    loads: Vec<(Instant, Load)>,
+    is_over: bool,
+}
+
+/// See the module.
+pub(super) struct Retries {
+    pub(super) pauses: RetryPauses,
+    waiting: Mutex<Waiting>,
+    changed: Condvar,
+}
+
+impl Retries {
+    pub(super) fn new(pauses: RetryPauses) -> Arc<Self> {
+        Arc::new(Self {
+            pauses,
+            waiting: Mutex::default(),
+            changed: Condvar::new(),
+        })
+    }
+
+    pub(super) fn start(retries: &Arc<Self>) -> io::Result<()> {
+        let retries = Arc::clone(retries);
+        let thread = std::thread::Builder::new().name("pt-tier-retry".to_owned());
+        // It is not joined: the last owner of the tiers may be one of its loads.
+        thread.spawn(move || retries.run()).map(drop)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a load tried again after `pause`.
+    ///
+    /// # Errors
+    /// The load, if too many wait.
+    pub(super) fn put(&self, load: Load, pause: Duration) -> Result<(), Load> {
+        let mut waiting = self.lock();
+        if waiting.is_over || waiting.loads.len() >= WAITING_MAX {
+            return Err(load);
+        }
+        waiting.loads.push((Instant::now() + pause, load));
+        drop(waiting);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    /// The thread ends. Loads that wait end unanswered.
+    pub(super) fn end(&self) {
+        let mut waiting = self.lock();
+        waiting.is_over = true;
+        let left = std::mem::take(&mut waiting.loads);
+        drop(waiting);
+        self.changed.notify_one();
+        drop(left);
+    }
+
+    fn run(&self) {
+        while let Some(due) = self.next() {
+            for load in due {
+                load.begin();
+            }
+        }
+    }
+
+    /// The loads that are due, once there are any; `None` at the end.
+    fn next(&self) -> Option<Vec<Load>> {
+        let mut waiting = self.lock();
+        while !waiting.is_over {
+            let now = Instant::now();
+            let due: Vec<Load> = (waiting.loads)
+                .extract_if(.., |(at, _)| *at <= now)
+                .map(|(_, load)| load)
+                .collect();
+            if !due.is_empty() {
+                return Some(due);
+            }
+            waiting = match waiting.loads.iter().map(|(at, _)| *at).min() {
+                None => (self.changed.wait(waiting)).unwrap_or_else(PoisonError::into_inner),
+                Some(first) => {
+                    let waited = self.changed.wait_timeout(waiting, first - now);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        None
+    }
+}
