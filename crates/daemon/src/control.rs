@@ -32,7 +32,7 @@ use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler::{ScheduleChange, SchedulerReport};
 use crate::slo::SloList;
-use pagetide_dpu::WEIGHT_DEFAULT;
+use pagetide_dpu::{ParkedDevice, WEIGHT_DEFAULT};
 
 /// The running system behind the API.
 ///
@@ -119,9 +119,13 @@ pub trait Control: Send + Sync {
             "this process is not upgraded while it runs: name the socket of a `pagetide run` with --api",
         ))
     }
-    /// Ends its background work, so that nothing is half done; faults and devices are served on. Called once, and
-    /// the process must not go on after it: its successor recovers everything.
-    fn hand_over(&self) {}
+    /// Ends its background work and its devices, so that nothing is half done; the faults of VMs are served on. Called
+    /// once, and the process must not go on after it: its successor recovers everything.
+    fn hand_over(&self) -> Vec<ParkedDevice> {
+        Vec::new()
+    }
+    /// Front ends that were handed over may go on: this process is the daemon now.
+    fn admit(&self) {}
     /// Detaches every VM and stops every device; called once, last.
     fn shut_down(&self) -> Result<(), ControlError>;
 }

@@ -14,6 +14,7 @@ use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
+use tokio::time::error::Elapsed;
 use tracing_subscriber::EnvFilter;
 
 use crate::api::{self, ApiSocket};
@@ -21,7 +22,7 @@ use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
 use crate::control::{Control, ControlError};
 use crate::dpu::process::start_dpu;
 use crate::files;
-use crate::host::start_control;
+use crate::host::{start_control, start_with};
 use crate::notify;
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::state_dir::StateDir;
@@ -146,7 +147,7 @@ impl Started {
         let state_dir =
             StateDir::adopt(&settings.state_dir, parts.lock).map_err(CommandError::refused)?;
         let socket = ApiSocket::adopt(&settings.api_path(), parts.api);
-        let control = start_control(settings)?;
+        let control = start_with(settings, parts.handed)?;
         Ok(Self {
             state_dir,
             socket,
@@ -157,6 +158,7 @@ impl Started {
     /// This process is the daemon from now on.
     pub(crate) fn admit(&mut self) {
         self.socket.own();
+        self.control.admit();
     }
 
     fn tell_ready(&self) {
@@ -205,11 +207,12 @@ impl Started {
     fn hand_over(
         &self,
         prepared: Prepared,
-        parts: Parts,
+        mut parts: Parts,
         settings: &str,
         own: &Path,
     ) -> Result<(), CommandError> {
-        self.control.hand_over();
+        parts.handed.vms = self.control.vms().into_iter().map(|vm| vm.name).collect();
+        parts.handed.devices = self.control.hand_over();
         let Err(error) = hold::pass_on(prepared, parts, settings, own);
         // Nothing is detached: the next daemon recovers everything, as after a crash.
         tracing::error!(%error, "this program cannot be executed again; ending as by a crash");
@@ -313,7 +316,7 @@ impl Serving<'_> {
                     drop(stop);
                     // Requests that go on longer keep their connections: the old server is not cut off.
                     let drained = tokio::time::timeout(DRAIN_WAIT, &mut server).await;
-                    match self.last_checks(drained.is_ok()) {
+                    match self.last_checks(drained.map(drop)) {
                         Ok(parts) => return Ok(End::HandedOver(prepared, parts)),
                         Err(reason) => self.gave_up(*prepared, &reason),
                     }
@@ -383,11 +386,11 @@ impl Serving<'_> {
     }
 
     /// Whether nothing stands against stopping the work now, and what will be handed over.
-    fn last_checks(&self, is_drained: bool) -> Result<Parts, String> {
+    fn last_checks(&self, drained: Result<(), Elapsed>) -> Result<Parts, String> {
         let Some(upgrading) = &self.upgrading else {
             return Err("this process is not upgraded while it runs".to_owned());
         };
-        if !is_drained {
+        if drained.is_err() {
             return Err(format!(
                 "a request of the API has been under way for {} s (a detach, say, or a reclaim): wait for its end",
                 DRAIN_WAIT.as_secs()
@@ -436,7 +439,7 @@ impl Upgrading<'_> {
         {
             tracing::debug!("the client that has asked for an upgrade has left");
         }
-        prepared.map_or(None, Some)
+        prepared.ok()
     }
 }
 

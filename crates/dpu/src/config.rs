@@ -15,6 +15,7 @@ use crate::{
 };
 use pagetide_addr::DeviceId;
 use pagetide_sys::socket::SocketAccess;
+use pagetide_vhost_backend::ReplayError;
 use pagetide_vpri::{BounceError, DomainTable, LookUp, bounce::BOUNCE_BUFFERS_MAX};
 use std::{io, path::PathBuf, time::Duration};
 
@@ -78,6 +79,9 @@ pub enum DpuError {
     /// No memory for bounce buffers.
     #[error(transparent)]
     Bounce(#[from] BounceError),
+    /// The session of a front end that was handed over cannot be led to where it was.
+    #[error(transparent)]
+    Resume(#[from] ReplayError),
     /// An engine has ended.
     #[error(transparent)]
     Gone(#[from] EngineGone),

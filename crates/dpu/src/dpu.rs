@@ -5,7 +5,7 @@ use crate::{
     alias::{ALIAS_FAULTS_MAX, Alias},
     blk::{config::QUEUES_MAX, image::Image, request::SERIAL_BYTES},
     config::{BlkConfig, DpuConfig, DpuError},
-    device::{Control, Endpoint, EngineGone, Parts},
+    device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError},
     devices::{BlkDevice, DeviceReport, Devices, Place},
     engine::{
         Engine, Seed,
@@ -24,6 +24,7 @@ use pagetide_vpri::{
 };
 use std::{
     io,
+    path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::Ordering,
@@ -166,6 +167,83 @@ impl Dpu {
     /// # Errors
     /// [`DpuError`].
     pub fn add_blk(&self, config: BlkConfig) -> Result<DeviceId, DpuError> {
+        let access = config.access;
+        self.add_device(config, |control| Ok(Endpoint::open(control, access)?))
+    }
+
+    /// Adds a block device that another process has parked. Its rings run, and its front end's messages wait until
+    /// [`Self::admit`]. It is taken out of `parked` only once its image is ours: if that is still locked, try again.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn add_parked_blk(
+        &self,
+        config: BlkConfig,
+        parked: &mut Option<ParkedDevice>,
+    ) -> Result<DeviceId, DpuError> {
+        let socket = config.socket.clone();
+        self.add_device(config, |control| {
+            let parked = parked.take();
+            let ParkedDevice {
+                listener,
+                front_end,
+                ..
+            } = parked.ok_or(SocketError::NotASocket(socket))?;
+            Ok(Endpoint::hold(control, listener, front_end)?)
+        })
+    }
+
+    /// Lets devices that were parked read messages and accept front ends.
+    pub fn admit(&self) {
+        for place in &mut self.lock().slots {
+            if let Place::Here(device) = place
+                && let Err(error) = device.endpoint.admit()
+            {
+                tracing::error!(%error, socket = %device.config.socket.display(), "a device has no thread, and is of no use any more");
+            }
+        }
+    }
+
+    /// The first device with a front end that cannot be handed over, since its requests in flight are recorded
+    /// nowhere.
+    #[must_use]
+    pub fn unrecorded(&self) -> Option<(PathBuf, u16)> {
+        let devices = self.lock();
+        let mut queues = devices.here().filter_map(|device| {
+            let queue = device.endpoint.control().unrecorded()?;
+            Some((device.config.socket.clone(), queue))
+        });
+        queues.next()
+    }
+
+    /// Stops all devices and the engines, for a process that replaces this one and goes on with the devices. Requests
+    /// that are not done stay in the in-flight regions; all that was given to the kernel is done when this returns.
+    pub fn park(&self) -> Vec<ParkedDevice> {
+        let slots = std::mem::take(&mut self.lock().slots);
+        let mut here: Vec<BlkDevice> = (slots.into_iter())
+            .filter_map(|place| match place {
+                Place::Here(device) => Some(device),
+                Place::Free | Place::Ending(_) => None,
+            })
+            .collect();
+        // All at once: each takes as long as its I/O under way.
+        here.iter().for_each(|device| device.endpoint.park());
+        let parked = here.iter_mut().filter_map(|device| {
+            let parked = device.endpoint.parked();
+            let control = device.endpoint.control();
+            control.shared.image.give_up_claim(&device.config.image);
+            parked
+        });
+        let parked = parked.collect();
+        self.end_engines();
+        parked
+    }
+
+    fn add_device(
+        &self,
+        config: BlkConfig,
+        open: impl FnOnce(Arc<Control>) -> Result<Endpoint, DpuError>,
+    ) -> Result<DeviceId, DpuError> {
         if config.queue_count == 0 || config.queue_count > QUEUES_MAX {
             return Err(DpuError::Setting {
                 setting: "queue_count",
@@ -209,12 +287,12 @@ impl Dpu {
             socket: config.socket.clone(),
         }));
         control.add_to_engines()?.map_err(DpuError::Table)?;
-        let endpoint = match Endpoint::open(control.clone(), config.access) {
+        let endpoint = match open(control.clone()) {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 control.remove_from_engines()?.map_err(DpuError::Table)?;
                 control.shared.image.give_up_claim(&config.image);
-                return Err(error.into());
+                return Err(error);
             }
         };
         devices.slots[slot] = Place::Here(BlkDevice { config, endpoint });
@@ -329,6 +407,10 @@ impl Dpu {
                 tracing::error!(device = id.0, %error, "removing a device at shutdown");
             }
         }
+        self.end_engines();
+    }
+
+    fn end_engines(&self) {
         for engine in &self.engines {
             if engine.shared.mailbox.post(Command::ShutDown).is_err() {
                 tracing::debug!("an engine had ended already");

@@ -78,11 +78,16 @@ pub use blk::format::Content;
 pub use blk::image::{DirectIo, ImageError, ImageUse, Writes};
 pub use chain::ChainError;
 pub use config::{BlkConfig, DpuConfig, DpuError};
-pub use device::{DeviceState, EngineGone, SocketAccess, SocketError};
+pub use device::{
+    DeviceState, EngineGone, ParkedDevice, ParkedFrontEnd, SocketAccess, SocketError,
+};
 pub use devices::DeviceReport;
 pub use dpu::{Dpu, check_weight};
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
+pub use pagetide_vhost_backend::{
+    Enabled, InflightRecord, Record, RegionShape, ReplayError, RingAddresses, RingSettings, Runs,
+};
 pub use ram::{RAM_BYTES_MAX, RamAllowed, RamPolicy, Sealing};
 pub use regions::MemoryError;
 pub use shared::{OnFault, StopReason, WEIGHT_DEFAULT, WEIGHTS};

@@ -112,6 +112,9 @@ pub struct Go {
     pub lock: Fd,
     /// The socket of the API, which listens.
     pub api: Fd,
+    /// VMs that are served, by name: a successor that cannot recover one of them refuses.
+    #[serde(default)]
+    pub vms: Vec<String>,
     /// The devices that listen.
     #[serde(default)]
     pub devices: Vec<Device>,
@@ -136,8 +139,9 @@ pub struct FrontEnd {
     pub connection: Fd,
     /// Features of virtio that it has accepted.
     pub features: u64,
-    /// Protocol features that it has accepted.
-    pub protocol_features: u64,
+    /// Protocol features that it has accepted, once it has.
+    #[serde(default)]
+    pub protocol_features: Option<u64>,
     /// Its memory.
     #[serde(default)]
     pub memory: Vec<Region>,

@@ -50,6 +50,7 @@ fn go() -> Go {
         stopped_ns: 81_000_000_000,
         lock: Fd(0),
         api: Fd(1),
+        vms: vec!["web".into()],
         devices: vec![
             Device {
                 socket: "/run/vm/a.sock".into(),
@@ -57,7 +58,7 @@ fn go() -> Go {
                 front_end: Some(FrontEnd {
                     connection: Fd(3),
                     features: 0x1_7000_0000,
-                    protocol_features: 0x920f,
+                    protocol_features: Some(0x920f),
                     memory: vec![Region {
                         gpa: 0,
                         bytes: 1 << 30,

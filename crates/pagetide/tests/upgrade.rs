@@ -5,10 +5,6 @@
 mod upgrading;
 mod vmm;
 
-use pagetide_handover::{
-    Channel,
-    message::{Message, Ready, Refused},
-};
 use pagetide_random::SplitMix64;
 use pagetide_swap::Pool;
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
@@ -26,7 +22,10 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     time::{Duration, Instant},
 };
-use upgrading::{Daemon, PATIENCE, Programs};
+use upgrading::{
+    Daemon, PATIENCE, Programs,
+    broken::{BROKEN_AFTER, BROKEN_BEFORE},
+};
 
 const MIB: u64 = 1 << 20;
 const PAGE_BYTES: u64 = 4096;
@@ -193,95 +192,12 @@ fn memory_in_use_is_right_over_ten_upgrades_and_nothing_is_lost() {
     assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
 }
 
-/// The program of [`a_broken_program_is_refused`]: this test program, which a daemon runs with the word
-/// `successor`, so that this test alone is run.
+/// The program of the next test: this test program, which a daemon runs with the word `successor`, so that this
+/// test alone is run.
 #[test]
 fn as_the_successor() {
-    let Some(file) = std::env::var_os("PAGETIDE_TEST_BROKEN") else {
-        return;
-    };
-    // Stdin is the socket only if a daemon has started it.
-    let Ok(stdin) = std::io::stdin().as_fd().try_clone_to_owned() else {
-        return;
-    };
-    let Ok(channel) = Channel::of(stdin) else {
-        return;
-    };
-    be_broken(&fs::read_to_string(file).unwrap(), &channel);
+    upgrading::broken::act();
 }
-
-fn hang() -> ! {
-    loop {
-        std::thread::park();
-    }
-}
-
-fn be_broken(mode: &str, channel: &Channel) {
-    let refused = Message::Refused(Refused {
-        reason: "it does not like it".into(),
-    });
-    let ready = Message::Ready(Ready {
-        version: 1,
-        program: "9".into(),
-        pid: 1,
-    });
-    let end = || std::process::exit(3);
-    match mode {
-        "ends" => end(),
-        "hangs" => hang(),
-        "crashes" => std::process::abort(),
-        _ => {}
-    }
-    let offer = channel.receive(PATIENCE).unwrap().0;
-    assert!(matches!(offer, Message::Offer(_)), "{offer:?}");
-    match mode {
-        "refuses" => channel.send(&refused, &[], PATIENCE).unwrap(),
-        "says nonsense" => channel.send_text(b"{}", &[], PATIENCE).unwrap(),
-        "says another thing" => channel.send(&Message::Commit, &[], PATIENCE).unwrap(),
-        "hangs after the offer" => hang(),
-        _ => {}
-    }
-    channel.send(&ready, &[], PATIENCE).unwrap();
-    match mode {
-        "ends when it is ready" => end(),
-        "hangs when it is ready" => hang(),
-        _ => {}
-    }
-    let go = channel.receive(PATIENCE).unwrap();
-    assert!(matches!(go.0, Message::Go(_)), "{:?}", go.0);
-    match mode {
-        "ends after go" => end(),
-        "crashes after go" => std::process::abort(),
-        "refuses after go" => channel.send(&refused, &[], PATIENCE).unwrap(),
-        "says nonsense after go" => channel.send_text(b"x", &[], PATIENCE).unwrap(),
-        "says another thing after go" => channel.send(&ready, &[], PATIENCE).unwrap(),
-        _ => {}
-    }
-    hang()
-}
-
-/// Programs that fail before the daemon has stopped its work.
-const BROKEN_BEFORE: [&str; 8] = [
-    "ends",
-    "hangs",
-    "crashes",
-    "refuses",
-    "says nonsense",
-    "says another thing",
-    "hangs after the offer",
-    "refuses",
-];
-
-/// Programs that fail after that.
-const BROKEN_AFTER: [&str; 7] = [
-    "ends when it is ready",
-    "hangs when it is ready",
-    "ends after go",
-    "crashes after go",
-    "refuses after go",
-    "says nonsense after go",
-    "says another thing after go",
-];
 
 #[test]
 fn broken_program_does_not_become_the_daemon_and_the_old_one_goes_on() {

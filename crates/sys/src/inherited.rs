@@ -5,7 +5,10 @@
 //! without it are those that [`pass_on`] left for the new program, and each is owned by nobody until
 //! [`take`] has taken it, which sets the flag again.
 
-#![expect(unsafe_code, reason = "descriptors that are known by their numbers alone")]
+#![expect(
+    unsafe_code,
+    reason = "descriptors that are known by their numbers alone"
+)]
 
 use std::{
     fs::File,

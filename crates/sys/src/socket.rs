@@ -5,6 +5,11 @@
 //! mode, and only then listens. Before that last step every connection is refused, whatever the
 //! mode is.
 
+#![expect(
+    unsafe_code,
+    reason = "a stream is replaced under a number that another owner has"
+)]
+
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid},
@@ -14,7 +19,7 @@ use std::{
     io,
     net::Shutdown,
     os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
         unix::{
             fs::FileTypeExt,
             net::{UnixListener, UnixStream},
@@ -175,6 +180,46 @@ pub fn hang_up(stream: &UnixStream) -> io::Result<()> {
     }
 }
 
+/// The number of a stream that somebody else owns by now, and under which another stream can be put: the owner
+/// goes on with that one.
+#[derive(Debug)]
+pub struct Place {
+    number: RawFd,
+    copy: UnixStream,
+}
+
+impl Place {
+    /// That of `stream`, which is to be given to its owner next.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn of(stream: &UnixStream) -> io::Result<Self> {
+        Ok(Self {
+            number: stream.as_raw_fd(),
+            copy: stream.try_clone()?,
+        })
+    }
+
+    /// Puts a copy of `other` in the place of the stream.
+    ///
+    /// # Errors
+    /// The stream is closed, or the kernel's.
+    pub fn put(self, other: &UnixStream) -> io::Result<()> {
+        // SAFETY: the number is only asked which file it names.
+        let there = rustix::fs::fstat(unsafe { BorrowedFd::borrow_raw(self.number) })?;
+        let ours = rustix::fs::fstat(&self.copy)?;
+        if (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino) {
+            return Err(io::Error::other("the stream to be replaced was closed"));
+        }
+        // SAFETY: the number still names the stream, so it belongs to that stream's owner, for whom another stream
+        // is as good; no pointer is involved.
+        match unsafe { libc::dup3(other.as_raw_fd(), self.number, libc::O_CLOEXEC) } {
+            ..0 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -194,6 +239,31 @@ mod tests {
         std::fs::write(&file, "not a socket").unwrap();
         assert!(matches!(bind(&file), Err(SocketError::NotASocket(_))));
         std::fs::remove_dir_all(&directory).unwrap();
+    }
+
+    #[test]
+    fn owner_of_a_stream_goes_on_with_the_one_that_is_put_in_its_place() {
+        use std::io::{Read, Write};
+        let (mut first, owned) = UnixStream::pair().unwrap();
+        let (mut second, other) = UnixStream::pair().unwrap();
+        let place = Place::of(&owned).unwrap();
+        let mut owner = owned;
+        first.write_all(b"a").unwrap();
+        let mut byte = [0];
+        owner.read_exact(&mut byte).unwrap();
+        place.put(&other).unwrap();
+        drop(other);
+        second.write_all(b"b").unwrap();
+        owner.read_exact(&mut byte).unwrap();
+        assert_eq!(&byte, b"b");
+        assert_eq!(
+            first.read(&mut byte).unwrap(),
+            0,
+            "nobody has its other end"
+        );
+        let place = Place::of(&owner).unwrap();
+        drop(owner);
+        assert!(place.put(&first).is_err());
     }
 
     #[test]

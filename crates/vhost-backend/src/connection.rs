@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Connection`]: reads a front end's messages one by one, and says what became of each.
 
-use crate::{backend::Backend, session::Session};
+use crate::{
+    backend::Backend,
+    record::{ParkError, Record},
+    replay::{self, ReplayError},
+    session::Session,
+};
+use pagetide_sys::socket;
 use std::{
     os::unix::net::UnixStream,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -22,6 +28,15 @@ impl<B: Backend> SharedSession<B> {
     /// memory any more, and its messages have no effect. Further calls do nothing.
     pub fn end(&self) {
         self.lock().end();
+    }
+
+    /// Ends the session without the front end noticing, for another process to go on with: see [`Record`]. No
+    /// message of the connection may be under way.
+    ///
+    /// # Errors
+    /// [`ParkError`]; only in the last case has anything changed.
+    pub fn park(&self) -> Result<Record, ParkError> {
+        self.lock().park()
     }
 
     fn lock(&self) -> MutexGuard<'_, Session<B>> {
@@ -60,6 +75,38 @@ impl<B: Backend> Connection<B> {
             messages: BackendReqHandler::from_stream(stream, Arc::clone(&session)),
             session: SharedSession(session),
         }
+    }
+
+    /// A connection over `stream` whose session has come as far as `record` says, in another process.
+    ///
+    /// # Errors
+    /// The back end does not obey one of the messages that lead there.
+    pub fn resume(stream: UnixStream, backend: B, record: &Record) -> Result<Self, ReplayError> {
+        let (front, back) = UnixStream::pair()?;
+        let place = socket::Place::of(&back)?;
+        let mut connection = Self::new(back, backend);
+        for message in replay::messages(record) {
+            message.send(&front)?;
+            match connection.serve_one() {
+                Served::Yes => replay::forget_answer(&front)?,
+                Served::Refused(error) | Served::Broken(error) => {
+                    connection.session.end();
+                    return Err(ReplayError::Refused {
+                        message: message.name,
+                        reason: error.to_string(),
+                    });
+                }
+                Served::Over | Served::NoHandshake => {
+                    connection.session.end();
+                    return Err(ReplayError::Refused {
+                        message: message.name,
+                        reason: "the connection is over".to_owned(),
+                    });
+                }
+            }
+        }
+        place.put(&stream)?;
+        Ok(connection)
     }
 
     /// Its session.

@@ -27,12 +27,20 @@
 //! reads the messages closes them, and never with the session locked: [`Connection::serve_one`]. A
 //! descriptor is signalled or polled only after it has been found to be an eventfd.
 //!
+//! # Another process goes on
+//! A session can be *parked*: its rings stop, and everything that the front end has set is given away as a
+//! [`Record`]. Another process [resumes](Connection::resume) it on the same connection: it has its back end obey
+//! the messages that lead to that record, as if the front end had just sent them, and then reads from the
+//! connection. The front end notices nothing but a pause.
+//!
 //! *Invariant:* whatever a front end sends, the worst outcome is that its own connection ends.
 
 mod backend;
 mod connection;
 mod event;
 mod messages;
+mod record;
+mod replay;
 mod ring;
 mod session;
 #[cfg(test)]
@@ -41,5 +49,7 @@ mod tests;
 pub use backend::{Backend, KickChange, Offer, RegionShape, Stop};
 pub use connection::{Connection, Served, SharedSession};
 pub use event::signal_of;
+pub use record::{InflightRecord, ParkError, Record};
+pub use replay::ReplayError;
 pub use ring::{Enabled, RingAddresses, RingSettings, Runs};
 pub use session::Session;

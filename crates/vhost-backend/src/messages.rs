@@ -4,6 +4,7 @@
 use crate::{
     backend::{Backend, KickChange, RegionShape, Stop},
     event::signal_of,
+    record::InflightRecord,
     ring::{Enabled, RingAddresses, Runs},
     session::{Answered, Handshake, Session},
 };
@@ -79,15 +80,24 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
         let files: Vec<OwnedFd> = files.into_iter().map(OwnedFd::from).collect();
-        let shapes = regions.iter().map(RegionShape::from);
-        let regions: Vec<_> = shapes.zip(files.iter().map(AsFd::as_fd)).collect();
+        let shapes = || regions.iter().map(RegionShape::from);
+        let described: Vec<_> = shapes().zip(files.iter().map(AsFd::as_fd)).collect();
         let mapped = self
             .check_not_ended()
-            .and_then(|()| self.backend.map(&regions));
-        self.discarded.extend(files);
-        let memory = mapped?;
+            .and_then(|()| self.backend.map(&described));
+        let memory = match mapped {
+            Ok(memory) => memory,
+            Err(refused) => {
+                self.discarded.extend(files);
+                return Err(refused);
+            }
+        };
         self.stop_all(Stop::Drain)?;
         self.backend.use_memory(memory)?;
+        let kept = shapes().zip(files).collect();
+        let gone = std::mem::replace(&mut self.memory, kept);
+        self.discarded
+            .extend(gone.into_iter().map(|(_, file)| file));
         self.start_all()?;
         Ok(None)
     }
@@ -198,6 +208,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
             );
             return Err(Error::InvalidParam);
         }
+        self.protocol_features = features;
         self.handshake = Handshake::Made;
         Ok(())
     }
@@ -251,8 +262,15 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         let taken = self
             .check_not_ended()
             .and_then(|()| self.backend.set_inflight(inflight, file.as_fd()));
-        self.discarded.push(file.into());
-        taken
+        if let Err(refused) = taken {
+            self.discarded.push(file.into());
+            return Err(refused);
+        }
+        let gone = self
+            .inflight
+            .replace(InflightRecord::of(inflight, file.into()));
+        self.discarded.extend(gone.map(|gone| gone.file));
+        Ok(())
     }
 
     fn get_max_mem_slots(&mut self) -> Result<u64> {
@@ -272,8 +290,12 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         let mapped = self
             .check_not_ended()
             .and_then(|()| self.backend.map_one_more(shape_of(wire), file.as_fd()));
-        self.discarded.push(file.into());
-        self.backend.use_memory(mapped?)?;
+        let used = mapped.and_then(|memory| self.backend.use_memory(memory));
+        if let Err(refused) = used {
+            self.discarded.push(file.into());
+            return Err(refused);
+        }
+        self.memory.push((shape_of(wire), file.into()));
         self.start_all()?;
         self.answered = Answered::No;
         Ok(None)
@@ -286,6 +308,14 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         // I/O under way may target this region; rings may be in it.
         self.stop_all(Stop::Drain)?;
         self.backend.use_memory(memory)?;
+        let shape = shape_of(wire);
+        let is_it = |(known, _): &(RegionShape, OwnedFd)| {
+            (known.gpa, known.bytes, known.frontend) == (shape.gpa, shape.bytes, shape.frontend)
+        };
+        if let Some(at) = self.memory.iter().position(is_it) {
+            let (_, file) = self.memory.remove(at);
+            self.discarded.push(file);
+        }
         self.start_all()?;
         self.answered = Answered::No;
         Ok(())

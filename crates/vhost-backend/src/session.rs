@@ -2,8 +2,9 @@
 //! [`Session`]: what a front end has set so far, and which rings run.
 
 use crate::{
-    backend::{Backend, Stop},
+    backend::{Backend, RegionShape, Stop},
     event::check_event,
+    record::{InflightRecord, ParkError, Record},
     ring::{Enabled, RingSettings, Runs},
 };
 use std::{
@@ -35,7 +36,12 @@ pub(crate) enum Answered {
 pub struct Session<B> {
     pub(crate) backend: B,
     pub(crate) features: u64,
+    pub(crate) protocol_features: u64,
     pub(crate) rings: Vec<RingSettings>,
+    /// Its memory, with the files that the device has accepted: closing those waits for nobody.
+    pub(crate) memory: Vec<(RegionShape, OwnedFd)>,
+    /// Its in-flight region, likewise.
+    pub(crate) inflight: Option<InflightRecord>,
     pub(crate) answered: Answered,
     /// Unneeded descriptors from the front end; see the crate's documentation.
     pub(crate) discarded: Vec<OwnedFd>,
@@ -51,6 +57,9 @@ impl<B: Backend> Session<B> {
         Self {
             backend,
             features: 0,
+            protocol_features: 0,
+            memory: Vec::new(),
+            inflight: None,
             rings: queues.map(|_| RingSettings::default()).collect(),
             answered: Answered::No,
             discarded: Vec::new(),
@@ -73,7 +82,39 @@ impl<B: Backend> Session<B> {
         if let Err(error) = self.backend.use_memory(B::Memory::default()) {
             tracing::error!(%error, "a device could not be made to release guest memory");
         }
+        self.memory.clear();
+        self.inflight = None;
         self.backend.end();
+    }
+
+    /// Stops every ring and gives away everything that the front end has set. Its memory stays mapped, and requests
+    /// that are not done stay in its in-flight region: the process is to be replaced. Later messages have no
+    /// effect.
+    pub(crate) fn park(&mut self) -> std::result::Result<Record, ParkError> {
+        if self.has_ended {
+            return Err(ParkError::Over);
+        }
+        let runs = |ring: &RingSettings| ring.runs == Runs::Yes;
+        if self.inflight.is_none()
+            && let Some(queue) = self.rings.iter().position(runs)
+        {
+            return Err(ParkError::NoRecord { queue });
+        }
+        self.has_ended = true;
+        self.backend.hurry();
+        for queue in 0..self.queue_count() {
+            self.stop(queue, Stop::Abandon).map_err(ParkError::Stop)?;
+        }
+        Ok(Record {
+            features: self.features,
+            protocol_features: match self.handshake {
+                Handshake::Made => Some(self.protocol_features),
+                Handshake::Missing => None,
+            },
+            memory: std::mem::take(&mut self.memory),
+            inflight: self.inflight.take(),
+            rings: std::mem::take(&mut self.rings),
+        })
     }
 
     /// True if the front end continues where another connection ended, without querying our

@@ -366,3 +366,201 @@ fn region_of_a_message_keeps_its_four_numbers_apart() {
     };
     assert_eq!(RegionShape::from(&wire), expected);
 }
+
+/// A session that another process goes on with, from its first message on, and one that cannot be given away.
+mod parked {
+    use super::*;
+    use crate::{ParkError, ReplayError};
+    use std::io::{Read, Write};
+
+    fn memfd() -> File {
+        memfd_create("ram", MemfdFlags::CLOEXEC).unwrap().into()
+    }
+
+    fn event() -> File {
+        eventfd(0, EventfdFlags::CLOEXEC).unwrap().into()
+    }
+
+    fn inode(file: &impl std::os::fd::AsFd) -> u64 {
+        rustix::fs::fstat(file).unwrap().st_ino
+    }
+
+    /// A device that records requests in flight.
+    struct Recording(Device);
+
+    impl Backend for Recording {
+        type Memory = usize;
+
+        fn offer(&self) -> Offer {
+            Offer {
+                protocol_features: VhostUserProtocolFeatures::MQ
+                    | VhostUserProtocolFeatures::INFLIGHT_SHMFD,
+                ..self.0.offer()
+            }
+        }
+
+        fn set_features(&mut self, features: u64) {
+            self.0.set_features(features);
+        }
+
+        fn config(&self, offset: u32, bytes: u32) -> Option<Vec<u8>> {
+            self.0.config(offset, bytes)
+        }
+
+        fn map(&mut self, regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<usize> {
+            self.0.map(regions)
+        }
+
+        fn use_memory(&mut self, memory: usize) -> Result<()> {
+            self.0.use_memory(memory)
+        }
+
+        fn start(&mut self, queue: u16, ring: &RingSettings) -> Result<Runs> {
+            self.0.start(queue, ring)
+        }
+
+        fn stop(&mut self, queue: u16, how: Stop) -> Result<u16> {
+            self.0.stop(queue, how)
+        }
+
+        fn set_call(&mut self, queue: u16, call: Option<EventSignal>) -> Result<()> {
+            self.0.set_call(queue, call)
+        }
+
+        fn set_inflight(&mut self, _: &VhostUserInflight, _: BorrowedFd<'_>) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn recording() -> Recording {
+        Recording(Device {
+            told: Vec::new(),
+            kicks: KickChange::Done,
+        })
+    }
+
+    /// A session with everything set and its first ring running.
+    fn set_up() -> Session<Recording> {
+        let mut session = Session::new(recording());
+        session.set_features(FEATURES).unwrap();
+        let protocol = VhostUserProtocolFeatures::MQ | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        session.set_protocol_features(protocol.bits()).unwrap();
+        let inflight = VhostUserInflight::new(4096, 64, 2, 256);
+        session.set_inflight_fd(&inflight, memfd()).unwrap();
+        let regions = [
+            VhostUserMemoryRegion::new(0x1000, 0x2000, 0x7000, 0),
+            VhostUserMemoryRegion::new(0x9000, 0x3000, 0xf000, 4096),
+        ];
+        session
+            .set_mem_table(&regions, vec![memfd(), memfd()], None)
+            .unwrap();
+        session.set_vring_num(0, 128).unwrap();
+        session.set_vring_base(0, 5).unwrap();
+        let flags = VhostUserVringAddrFlags::empty();
+        session
+            .set_vring_addr(0, flags, 0x7000, 0x7200, 0x7400, 0)
+            .unwrap();
+        session.set_vring_call(0, Some(event())).unwrap();
+        session.set_vring_err(0, Some(event())).unwrap();
+        session.set_vring_kick(0, Some(event())).unwrap();
+        session.set_vring_enable(0, true).unwrap();
+        assert_eq!(session.rings[0].runs, Runs::Yes);
+        session
+    }
+
+    /// Everything in a record that can be compared.
+    fn facts(record: &Record) -> String {
+        let memory: Vec<_> = (record.memory.iter())
+            .map(|(shape, file)| (*shape, inode(file)))
+            .collect();
+        let inflight = record.inflight.as_ref().map(|inflight| {
+            let InflightRecord {
+                bytes,
+                file_offset,
+                queues,
+                queue_size,
+                file,
+            } = inflight;
+            (*bytes, *file_offset, *queues, *queue_size, inode(file))
+        });
+        let rings: Vec<_> = (record.rings.iter())
+            .map(|ring| {
+                let of = |fd: &Option<OwnedFd>| fd.as_ref().map(inode);
+                let kick = ring.kick.as_ref().map(|kick| inode(&**kick));
+                let fds = (kick, of(&ring.call), of(&ring.error));
+                (ring.size, ring.base, ring.addresses, fds, ring.enabled)
+            })
+            .collect();
+        let features = (record.features, record.protocol_features);
+        format!("{features:x?} {memory:x?} {inflight:?} {rings:x?}")
+    }
+
+    #[test]
+    fn session_that_is_resumed_is_where_it_was_and_reads_on_from_its_connection() {
+        let record = set_up().park().unwrap();
+        assert_eq!(record.rings[0].base, 77, "as its ring was stopped");
+        let before = facts(&record);
+        let (mut front, stream) = UnixStream::pair().unwrap();
+        // Sent while nobody reads.
+        front.write_all(&words([17, 1, 0])).unwrap();
+        let mut connection = Connection::resume(stream, recording(), &record).unwrap();
+        assert!(matches!(connection.serve_one(), Served::Yes));
+        let mut answer = [0; 20];
+        front.read_exact(&mut answer).unwrap();
+        assert_eq!(&answer[12..], &2_u64.to_ne_bytes(), "GET_QUEUE_NUM");
+        drop(record);
+        let again = connection.session().park().unwrap();
+        assert_eq!(facts(&again), before);
+        assert!(matches!(connection.session().park(), Err(ParkError::Over)));
+    }
+
+    fn words(words: [u32; 3]) -> Vec<u8> {
+        words.into_iter().flat_map(u32::to_ne_bytes).collect()
+    }
+
+    #[test]
+    fn session_that_has_only_begun_is_resumed_where_it_was() {
+        for features in [0, FEATURES] {
+            let mut session = Session::new(recording());
+            if features != 0 {
+                session.set_features(features).unwrap();
+            }
+            let record = session.park().unwrap();
+            let before = facts(&record);
+            let (_front, stream) = UnixStream::pair().unwrap();
+            let connection = Connection::resume(stream, recording(), &record).unwrap();
+            assert_eq!(facts(&connection.session().park().unwrap()), before);
+        }
+    }
+
+    #[test]
+    fn ring_without_a_record_of_its_requests_runs_on() {
+        let mut session = set_up();
+        session.inflight = None;
+        let refused = session.park().unwrap_err();
+        assert!(
+            matches!(refused, ParkError::NoRecord { queue: 0 }),
+            "{refused:?}"
+        );
+        assert_eq!(session.rings[0].runs, Runs::Yes);
+        session.end();
+        assert!(session.memory.is_empty(), "its files are closed");
+        assert!(matches!(session.park(), Err(ParkError::Over)));
+    }
+
+    #[test]
+    fn device_that_does_not_obey_any_more_says_which_message() {
+        let mut record = set_up().park().unwrap();
+        record.memory[0].0.bytes = REFUSED_BYTES;
+        let (_front, stream) = UnixStream::pair().unwrap();
+        let refused = Connection::resume(stream, recording(), &record).err();
+        let named = matches!(
+            refused,
+            Some(ReplayError::Refused {
+                message: "SET_MEM_TABLE",
+                ..
+            })
+        );
+        assert!(named, "{refused:?}");
+    }
+}

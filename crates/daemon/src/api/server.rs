@@ -104,7 +104,7 @@ impl Peer {
         Self {
             uid: uid
                 .inspect_err(|error| tracing::debug!(%error, "a client's user is unknown"))
-                .map_or(None, Some),
+                .ok(),
         }
     }
 }

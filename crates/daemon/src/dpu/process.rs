@@ -63,7 +63,7 @@ pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlErro
     let assist: Arc<dyn FaultAssist> = function.assist();
     devices.set_assist(&assist)?;
     devices.set_access_log(function.access_log())?;
-    devices.restore();
+    devices.restore(Vec::new())?;
     Ok(Arc::new(DpuProcess {
         devices,
         function: Mutex::new(Some(function)),

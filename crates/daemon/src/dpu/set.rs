@@ -19,8 +19,8 @@ use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{
-    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, RamAllowed, RamPolicy, Sealing,
-    Sharing, Writes, wait_for_dead_engines,
+    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, ParkedDevice, RamAllowed, RamPolicy,
+    Sealing, Sharing, Writes, wait_for_dead_engines,
 };
 use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
@@ -166,12 +166,19 @@ impl DeviceSet {
         self.dpu.devices().into_iter().map(name).collect()
     }
 
-    /// Restores the devices of a predecessor. If one cannot be created, this logs the reason and leaves
-    /// it out of service, but on the list.
-    pub(crate) fn restore(&self) {
+    /// Restores the devices of a predecessor, those in `parked` with their connections. If another one cannot be
+    /// created, this logs the reason and leaves it out of service, but on the list.
+    ///
+    /// # Errors
+    /// One in `parked` cannot be created as it was.
+    pub(crate) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
         let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + IMAGE_WAIT;
-        let mut waiting: Vec<&BlkRequest> = known.blk.iter().collect();
+        for device in parked {
+            self.go_on_with(device, &known.blk, deadline)?;
+        }
+        let is_missing = |request: &&BlkRequest| !lock(&self.kept).contains_key(&request.socket);
+        let mut waiting: Vec<&BlkRequest> = known.blk.iter().filter(is_missing).collect();
         waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         for request in &waiting {
             let image = request.image.display();
@@ -183,6 +190,42 @@ impl DeviceSet {
         }
         *lock(&self.list) = known.blk;
         self.restored.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Creates a device that was handed over.
+    fn go_on_with(
+        &self,
+        parked: ParkedDevice,
+        known: &[BlkRequest],
+        deadline: Instant,
+    ) -> Result<(), ControlError> {
+        let request = known.iter().find(|known| known.socket == parked.socket);
+        let request = request.ok_or_else(|| {
+            failed(format!(
+                "{} was handed over and is not in {}",
+                parked.socket.display(),
+                self.list_path.display()
+            ))
+        })?;
+        let told =
+            |error: DpuError| failed(format!("the disk at {}: {error}", request.socket.display()));
+        let config = config_of(&coming_back(request))?;
+        let mut parked = Some(parked);
+        let id = loop {
+            match self.dpu.add_parked_blk(config.clone(), &mut parked) {
+                // The kernel gives a dead predecessor's locks back a moment after its end.
+                Err(DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)))
+                    if Instant::now() < deadline =>
+                {
+                    std::thread::sleep(IMAGE_LOOK);
+                }
+                added => break added.map_err(told)?,
+            }
+        };
+        self.dpu.set_weight(id, request.weight).map_err(told)?;
+        self.keep(request, None);
+        Ok(())
     }
 
     /// Restores a device of a predecessor; returns whether to retry before `deadline`.
@@ -373,18 +416,26 @@ impl DeviceSet {
             .map(|device| device.id)
     }
 
-    /// Refuses while a front end is connected, whose connection would be lost.
+    /// Refuses while a front end is connected whose requests in flight only this process knows.
     pub(crate) fn may_hand_over(&self) -> Result<(), ControlError> {
-        let connected = |device: &pagetide_dpu::DeviceReport| {
-            device.state != pagetide_dpu::DeviceState::Listening
-        };
-        match self.dpu.devices().into_iter().find(connected) {
+        match self.dpu.unrecorded() {
             None => Ok(()),
-            Some(device) => Err(ControlError::refused(format!(
-                "a disk is in use at {}: its connection cannot be handed over",
-                device.socket.display()
+            Some((socket, queue)) => Err(ControlError::refused(format!(
+                "the front end at {} keeps no record of its requests in flight (INFLIGHT_SHMFD, which QEMU has), so \
+                 queue {queue} cannot be handed over: disconnect it first",
+                socket.display()
             ))),
         }
+    }
+
+    /// Gives up all devices and ends the engines, for another process.
+    pub(crate) fn park(&self) -> Vec<ParkedDevice> {
+        self.dpu.park()
+    }
+
+    /// Front ends that were handed over may go on.
+    pub(crate) fn admit(&self) {
+        self.dpu.admit();
     }
 
     /// Ends the devices and the engines. Page requests must be answered until this is done.

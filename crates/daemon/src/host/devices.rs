@@ -17,6 +17,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::{DeviceId, FileKey};
+use pagetide_dpu::ParkedDevice;
 use pagetide_vpri::{
     AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, FaultAssist, FaultService,
     Handling, HostEnd, IoSpaces, Preempt, ServiceConfig, ServiceThread,
@@ -131,12 +132,33 @@ impl Devices {
         }
     }
 
-    /// Creates the devices of a predecessor again, or notifies the DPU process that all memory with
-    /// swapped-out content is known.
-    pub(super) fn restore(&self) {
+    /// Creates the devices of a predecessor again, some with the connections that it has handed over, or notifies the
+    /// DPU process that all memory with swapped-out content is known.
+    ///
+    /// # Errors
+    /// A connection cannot be gone on with.
+    pub(super) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
         match &self.place {
-            Place::Here(set) => set.restore(),
-            Place::Elsewhere(driver, _) => driver.all_known(),
+            Place::Here(set) => set.restore(parked),
+            Place::Elsewhere(driver, _) => {
+                driver.all_known();
+                Ok(())
+            }
+        }
+    }
+
+    /// Gives up the devices of this process, for another one.
+    pub(super) fn park(&self) -> Vec<ParkedDevice> {
+        match &self.place {
+            Place::Here(set) => set.park(),
+            Place::Elsewhere(..) => Vec::new(),
+        }
+    }
+
+    /// Front ends that were handed over may go on.
+    pub(super) fn admit(&self) {
+        if let Place::Here(set) = &self.place {
+            set.admit();
         }
     }
 

@@ -76,6 +76,7 @@ use crate::{
     slo::SloList,
 };
 use pagetide_addr::PAGE_BYTES;
+use pagetide_dpu::ParkedDevice;
 use pagetide_swap::Room;
 use pagetide_vmm::process::VmmIdentity;
 use std::{
@@ -119,8 +120,25 @@ pub(crate) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
     devices::examine(settings)
 }
 
+/// What a predecessor has handed over, instead of dying.
+#[derive(Default)]
+pub(crate) struct HandedOver {
+    /// VMs that must be served again.
+    pub(crate) vms: Vec<String>,
+    /// Devices with their connections.
+    pub(crate) devices: Vec<ParkedDevice>,
+}
+
 /// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
+    start_with(settings, HandedOver::default())
+}
+
+/// The same with what a predecessor has handed over; fails if that is not served as before.
+pub(crate) fn start_with(
+    settings: &RunSettings,
+    handed: HandedOver,
+) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
@@ -168,8 +186,10 @@ pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, Control
         devices,
         vms: Roster::new(bell),
     });
-    if host.recover_all(expected) == Taken::AllKnown {
-        host.devices.restore();
+    let taken = host.recover_all(expected);
+    host.check_served(&handed.vms)?;
+    if taken == Taken::AllKnown {
+        host.devices.restore(handed.devices)?;
     }
     Janitor::new(rung).start(&host)?;
     Ok(host)
@@ -481,7 +501,7 @@ impl Control for Host {
         self.devices.may_hand_over()
     }
 
-    fn hand_over(&self) {
+    fn hand_over(&self) -> Vec<ParkedDevice> {
         self.vms.close();
         self.shared.budget.stop();
         self.shared.feed.stop();
@@ -495,6 +515,12 @@ impl Control for Host {
             drop(vm.stop_reclaim_thread());
             vm.core.counters.sync();
         }
+        // Last: requests of disks wait from here on.
+        self.devices.park()
+    }
+
+    fn admit(&self) {
+        self.devices.admit();
     }
 
     fn shut_down(&self) -> Result<(), ControlError> {

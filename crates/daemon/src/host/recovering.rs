@@ -53,6 +53,17 @@ impl Host {
         taken
     }
 
+    /// Fails if one of these VMs waits: the daemon that has served it can recover it, and is still there.
+    pub(super) fn check_served(&self, names: &[String]) -> Result<(), ControlError> {
+        // One whose VMM has ended meanwhile is not known any more.
+        match names.iter().find_map(|name| self.vms.waits(name)) {
+            None => Ok(()),
+            Some(why) => Err(ControlError::failed(format!(
+                "a VM that was served cannot be recovered: {why}"
+            ))),
+        }
+    }
+
     /// Reserves the name of a VM that could not be recovered, and keeps all devices off its RAM: their
     /// DMA would fill holes whose content is in the pool.
     fn leave_waiting(&self, mut vm: Expected, why: &ControlError) -> Taken {

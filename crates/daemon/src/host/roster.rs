@@ -95,6 +95,14 @@ impl Roster {
         lock(&self.list).closed
     }
 
+    /// Why the VM of this name could not be recovered, if it could not.
+    pub(super) fn waits(&self, name: &str) -> Option<String> {
+        match lock(&self.list).slots.get(name) {
+            Some(Slot::Waiting { why, .. }) => Some(format!("{name}: {why}")),
+            Some(Slot::Attaching { .. } | Slot::There(_)) | None => None,
+        }
+    }
+
     /// Reserves name and pid for an attach, which ends with [`Self::put`] or [`Self::remove`].
     pub(super) fn reserve(&self, request: &AttachRequest) -> Result<(), ControlError> {
         let mut list = lock(&self.list);

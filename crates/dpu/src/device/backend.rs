@@ -222,6 +222,9 @@ impl Backend for BlkBackend {
             reply,
         };
         self.tell_engine(queue, command, &taken)?;
+        if self.inflight.is_none() {
+            self.control.set_unrecorded(queue, Runs::Yes);
+        }
         Ok(Runs::Yes)
     }
 
@@ -239,7 +242,9 @@ impl Backend for BlkBackend {
         };
         let mailbox = &self.control.engine_of(queue).mailbox;
         mailbox.post(command).map_err(|e| gone(e.into()))?;
-        stopped.recv().map_err(|e| gone(e.into()))
+        let next = stopped.recv().map_err(|e| gone(e.into()))?;
+        self.control.set_unrecorded(queue, Runs::No);
+        Ok(next)
     }
 
     fn set_call(&mut self, queue: u16, call: Option<EventSignal>) -> Result<()> {

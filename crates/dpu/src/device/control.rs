@@ -9,8 +9,10 @@ use crate::{
 };
 use pagetide_addr::FileKey;
 use pagetide_sys::guest_ram::Sealed;
+use pagetide_vhost_backend::Runs;
 use pagetide_vpri::{DomainTable, LookUp};
 use std::{
+    collections::BTreeSet,
     io,
     path::PathBuf,
     sync::{
@@ -66,6 +68,8 @@ struct Status {
     connected: Presence,
     files: Vec<FileKey>,
     sealed: Option<Sealed>,
+    /// Queues that run without a record of their requests in flight.
+    unrecorded: BTreeSet<u16>,
 }
 
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -178,6 +182,20 @@ impl Control {
     /// Files of guest RAM that the device uses now.
     pub fn files(&self) -> Vec<FileKey> {
         self.status().files.clone()
+    }
+
+    /// A queue runs, or runs no more, without a record of its requests in flight.
+    pub fn set_unrecorded(&self, queue: u16, runs: Runs) {
+        let mut status = self.status();
+        match runs {
+            Runs::Yes => status.unrecorded.insert(queue),
+            Runs::No => status.unrecorded.remove(&queue),
+        };
+    }
+
+    /// The first such queue.
+    pub fn unrecorded(&self) -> Option<u16> {
+        self.status().unrecorded.first().copied()
     }
 
     pub fn state(&self) -> DeviceState {

@@ -7,6 +7,13 @@
 //! The listener itself ends the session of a front end that must go. A connection thread that has
 //! not ended [`STUCK_AFTER`] later is left alone. Its device accepts no other front end until it
 //! ends, so there is at most one such thread per device, and no other device is affected.
+//!
+//! # Another process goes on
+//! A device is *parked* for a process that replaces this one: its connection thread ends between two messages, the
+//! session becomes a record, and listening socket and connection stay open. In the other process it is *held*: its
+//! session is led to where it was and its rings run, since what they do is recorded outside the process. But no
+//! message is read and no front end is accepted before it is *admitted*: until then that process may still be told
+//! to give up, and a message that it had read would be lost.
 
 use super::{
     backend::BlkBackend,
@@ -15,7 +22,7 @@ use super::{
 use crate::shared::Leaving;
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::{SocketAccess, SocketError};
-use pagetide_vhost_backend::{Connection, Served, SharedSession};
+use pagetide_vhost_backend::{Connection, ParkError, Record, ReplayError, Served, SharedSession};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use std::{
     convert::Infallible,
@@ -24,8 +31,10 @@ use std::{
         fd::OwnedFd,
         unix::net::{UnixListener, UnixStream},
     },
+    path::PathBuf,
     sync::{
         Arc,
+        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::JoinHandle,
@@ -35,8 +44,69 @@ use std::{
 /// A listening device.
 pub(crate) struct Endpoint {
     control: Arc<Control>,
-    stop: Arc<OwnedFd>,
-    listener: Option<JoinHandle<()>>,
+    orders: Arc<Orders>,
+    listener: Option<JoinHandle<Option<Parked>>>,
+    /// It is still the process that was replaced whose device this is.
+    held: Option<Held>,
+}
+
+/// How a listener is to end.
+struct Orders {
+    /// Readable once it is to end.
+    end: OwnedFd,
+    /// It parks its front end.
+    parks: AtomicBool,
+}
+
+impl Orders {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            parks: AtomicBool::new(false),
+        })
+    }
+
+    fn end(&self) {
+        if let Err(error) = rustix::io::write(&self.end, &1_u64.to_ne_bytes()) {
+            tracing::error!(%error, "a device's listener cannot be stopped");
+        }
+    }
+
+    fn parks(&self) -> bool {
+        self.parks.load(Ordering::Acquire)
+    }
+}
+
+/// A device that another process goes on with.
+#[derive(Debug)]
+pub struct ParkedDevice {
+    /// Path of its socket.
+    pub socket: PathBuf,
+    /// That socket, which listens.
+    pub listener: UnixListener,
+    /// Its front end, if one was connected.
+    pub front_end: Option<ParkedFrontEnd>,
+}
+
+/// A front end that another process goes on with.
+#[derive(Debug)]
+pub struct ParkedFrontEnd {
+    /// Its connection, on which no message is under way.
+    pub connection: UnixStream,
+    /// Everything that it has set.
+    pub record: Record,
+}
+
+/// What a listener leaves.
+struct Parked {
+    listener: UnixListener,
+    front_end: Option<ParkedFrontEnd>,
+}
+
+/// What a listener begins with.
+struct Held {
+    listener: UnixListener,
+    front_end: Option<(Connection<BlkBackend>, UnixStream)>,
 }
 
 impl Endpoint {
@@ -46,19 +116,88 @@ impl Endpoint {
             path: control.socket.clone(),
             source,
         };
-        let listening = socket::bind_for(&control.socket, access)?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| failed(e.into()))?;
-        let stop = Arc::new(stop);
-        let (its_control, its_stop) = (control.clone(), stop.clone());
-        let listener = std::thread::Builder::new()
-            .name(format!("blk-{}", control.slot))
-            .spawn(move || listen(&its_control, &listening, &its_stop))
-            .map_err(failed)?;
+        let listener = socket::bind_for(&control.socket, access)?;
+        let mut endpoint = Self {
+            control: control.clone(),
+            orders: Arc::new(Orders::new().map_err(failed)?),
+            listener: None,
+            held: None,
+        };
+        endpoint.listen(listener, Tenancy::Nobody).map_err(failed)?;
+        Ok(endpoint)
+    }
+
+    /// Holds a device that another process has parked; its rings run when this returns.
+    ///
+    /// # Errors
+    /// Its session cannot be led to where it was.
+    pub fn hold(
+        control: Arc<Control>,
+        listener: UnixListener,
+        front_end: Option<ParkedFrontEnd>,
+    ) -> Result<Self, ReplayError> {
+        control.shared.set_leaving(Leaving::No);
+        let front_end = front_end.map(|parked| {
+            parked.connection.set_nonblocking(false)?;
+            let copy = parked.connection.try_clone()?;
+            let backend = BlkBackend::new(control.clone());
+            let connection = Connection::resume(parked.connection, backend, &parked.record)?;
+            control.set_presence(Presence::There);
+            Ok::<_, ReplayError>((connection, copy))
+        });
         Ok(Self {
+            held: Some(Held {
+                listener,
+                front_end: front_end.transpose()?,
+            }),
+            orders: Arc::new(Orders::new()?),
+            listener: None,
             control,
-            stop,
-            listener: Some(listener),
+        })
+    }
+
+    /// Lets a held device read messages and accept front ends: this process is not told to give up any more.
+    ///
+    /// # Errors
+    /// No thread can be created.
+    pub fn admit(&mut self) -> io::Result<()> {
+        let Some(held) = self.held.take() else {
+            return Ok(());
+        };
+        let tenancy = match held.front_end {
+            None => Tenancy::Nobody,
+            Some((connection, stream)) => {
+                Tenancy::Served(begin(&self.control, &self.orders, connection, stream)?)
+            }
+        };
+        self.listen(held.listener, tenancy)
+    }
+
+    fn listen(&mut self, listener: UnixListener, tenancy: Tenancy) -> io::Result<()> {
+        let (control, orders) = (self.control.clone(), self.orders.clone());
+        let thread = std::thread::Builder::new().name(format!("blk-{}", control.slot));
+        let thread = thread.spawn(move || listen(&control, listener, &orders, tenancy))?;
+        self.listener = Some(thread);
+        Ok(())
+    }
+
+    /// Begins to park the device: see [`Self::parked`].
+    pub fn park(&self) {
+        self.orders.parks.store(true, Ordering::Release);
+        self.orders.end();
+    }
+
+    /// The device for another process, once its front end is parked. Nothing of it works here any more. `None` if its
+    /// listener has failed.
+    pub fn parked(&mut self) -> Option<ParkedDevice> {
+        let Parked {
+            listener,
+            front_end,
+        } = self.listener.take()?.join().ok().flatten()?;
+        Some(ParkedDevice {
+            socket: self.control.socket.clone(),
+            listener,
+            front_end,
         })
     }
 
@@ -69,13 +208,17 @@ impl Endpoint {
 
     /// Hangs up on the front end, waits for I/O under way, and stops listening.
     pub fn close(&mut self) {
+        if let Some(held) = self.held.take() {
+            // The socket is still another process', and so is its front end.
+            if let Some((connection, _stream)) = held.front_end {
+                connection.session().end();
+            }
+            return;
+        }
         let Some(listener) = self.listener.take() else {
             return;
         };
-        if let Err(error) = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes()) {
-            tracing::error!(%error, "a device's listener cannot be stopped");
-            return;
-        }
+        self.orders.end();
         if listener.join().is_err() {
             tracing::error!(socket = %self.control.socket.display(), "a device's listener panicked");
         }
@@ -94,6 +237,8 @@ impl Drop for Endpoint {
 /// How long a connection thread may take to end once its session has ended and its socket is shut
 /// down. By then it only has to close descriptors.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
+/// How long a message that is under way when a device is parked may take. One that stops a ring waits for its I/O.
+const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 
 /// A front end that is being served.
 struct FrontEnd {
@@ -114,12 +259,18 @@ enum Tenancy {
     Stuck(JoinHandle<()>),
 }
 
-fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
-    let mut tenancy = Tenancy::Nobody;
+/// Accepts front ends until it is to end; returns what it leaves if that is to be parked.
+fn listen(
+    control: &Arc<Control>,
+    socket: UnixListener,
+    orders: &Arc<Orders>,
+    begun: Tenancy,
+) -> Option<Parked> {
+    let mut tenancy = begun;
     loop {
         let mut polled = [
-            PollFd::new(socket, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
+            PollFd::new(&socket, PollFlags::IN),
+            PollFd::new(&orders.end, PollFlags::IN),
         ];
         if let Err(error) = poll(&mut polled, None)
             && error != rustix::io::Errno::INTR
@@ -131,20 +282,57 @@ fn listen(control: &Arc<Control>, socket: &UnixListener, stop: &OwnedFd) {
             break;
         }
         match socket.accept() {
-            Ok((stream, _)) => tenancy = admit(control, tenancy, stream),
+            Ok((stream, _)) => tenancy = admit(control, orders, tenancy, stream),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => tracing::warn!(%error, "a front end could not be accepted"),
         }
     }
-    if let Tenancy::Served(served) = tenancy
-        && let Tenancy::Stuck(_) = hang_up(control, served)
-    {
-        tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
+    let front_end = match tenancy {
+        Tenancy::Served(served) if orders.parks() => park(control, served),
+        Tenancy::Served(served) => {
+            if let Tenancy::Stuck(_) = hang_up(control, served) {
+                tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
+            }
+            None
+        }
+        Tenancy::Nobody | Tenancy::Stuck(_) => None,
+    };
+    orders.parks().then_some(Parked {
+        listener: socket,
+        front_end,
+    })
+}
+
+/// Gives a front end away, for another process. One that is in the middle of a message, or whose requests in flight
+/// are recorded nowhere, is hung up on instead: it connects to that process.
+fn park(control: &Control, served: FrontEnd) -> Option<ParkedFrontEnd> {
+    let socket = control.socket.display();
+    if served.ended.recv_timeout(MESSAGE_WAIT) == Err(RecvTimeoutError::Timeout) {
+        tracing::warn!(%socket, "a front end is in the middle of a message, and is hung up on");
+        hang_up(control, served);
+        return None;
+    }
+    match served.session.park() {
+        Ok(record) => Some(ParkedFrontEnd {
+            connection: served.stream,
+            record,
+        }),
+        Err(ParkError::Over) => None,
+        Err(error) => {
+            tracing::warn!(%socket, %error, "a front end is hung up on");
+            hang_up(control, served);
+            None
+        }
     }
 }
 
 /// Serves a new front end, unless the device has one already.
-fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
+fn admit(
+    control: &Arc<Control>,
+    orders: &Arc<Orders>,
+    old: Tenancy,
+    stream: UnixStream,
+) -> Tenancy {
     let left = match old {
         Tenancy::Served(old) if !old.thread.is_finished() && !socket::has_hung_up(&old.stream) => {
             tracing::warn!(
@@ -166,27 +354,41 @@ fn admit(control: &Arc<Control>, old: Tenancy, stream: UnixStream) -> Tenancy {
         );
         return Tenancy::Stuck(thread);
     }
-    match serve(control, stream) {
+    match serve(control, orders, stream) {
         Ok(served) => Tenancy::Served(served),
         Err(error) => {
             tracing::warn!(%error, "a front end could not be served");
+            control.set_presence(Presence::Nobody);
             Tenancy::Nobody
         }
     }
 }
 
-fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<FrontEnd> {
+fn serve(control: &Arc<Control>, orders: &Arc<Orders>, stream: UnixStream) -> io::Result<FrontEnd> {
     stream.set_nonblocking(false)?;
-    let (copy, closing) = (stream.try_clone()?, stream.try_clone()?);
-    let control = control.clone();
+    let copy = stream.try_clone()?;
     control.shared.set_leaving(Leaving::No);
-    let mut connection = Connection::new(stream, BlkBackend::new(control.clone()));
+    control.shared.forget_stop();
+    control.set_presence(Presence::There);
+    let connection = Connection::new(stream, BlkBackend::new(control.clone()));
+    begin(control, orders, connection, copy)
+}
+
+/// Starts the thread of a connection, of which `copy` is a copy.
+fn begin(
+    control: &Arc<Control>,
+    orders: &Arc<Orders>,
+    mut connection: Connection<BlkBackend>,
+    copy: UnixStream,
+) -> io::Result<FrontEnd> {
+    let closing = copy.try_clone()?;
     let session = connection.session().clone();
+    let (control, orders) = (control.clone(), orders.clone());
     let (end, ended) = channel();
     let thread = std::thread::Builder::new()
         .name(format!("blk-{}-conn", control.slot))
         .spawn(move || {
-            converse(&control, &mut connection, &closing);
+            converse(&control, &orders, &mut connection, &closing);
             drop(end);
         })?;
     Ok(FrontEnd {
@@ -197,11 +399,42 @@ fn serve(control: &Arc<Control>, stream: UnixStream) -> io::Result<FrontEnd> {
     })
 }
 
-fn converse(control: &Control, connection: &mut Connection<BlkBackend>, closing: &UnixStream) {
-    control.shared.forget_stop();
-    control.set_presence(Presence::There);
+/// Waits for the front end's next message; false if none is to be read any more.
+fn has_message(orders: &Orders, stream: &UnixStream) -> bool {
+    loop {
+        let mut polled = [
+            PollFd::new(stream, PollFlags::IN),
+            PollFd::new(&orders.end, PollFlags::IN),
+        ];
+        match poll(&mut polled, None) {
+            // Hanging up is for the listener to do.
+            Ok(_) if !polled[1].revents().is_empty() && orders.parks() => return false,
+            Ok(_) if !polled[0].revents().is_empty() => return true,
+            Ok(_) => {
+                // The listener hangs up next, which ends the wait for a message.
+                return true;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!(%error, "a front end's messages cannot be waited for");
+                return true;
+            }
+        }
+    }
+}
+
+fn converse(
+    control: &Control,
+    orders: &Orders,
+    connection: &mut Connection<BlkBackend>,
+    closing: &UnixStream,
+) {
     let socket = control.socket.display();
     loop {
+        if !has_message(orders, closing) {
+            // Parked: the session goes on in another process.
+            return;
+        }
         match connection.serve_one() {
             Served::Yes => {}
             Served::Over => break,

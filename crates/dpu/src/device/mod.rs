@@ -20,4 +20,4 @@ mod inflight_fd;
 pub(crate) use control::{Control, Parts};
 pub use control::{DeviceState, EngineGone};
 pub(crate) use endpoint::Endpoint;
-pub use endpoint::{SocketAccess, SocketError};
+pub use endpoint::{ParkedDevice, ParkedFrontEnd, SocketAccess, SocketError};

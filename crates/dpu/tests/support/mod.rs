@@ -37,7 +37,8 @@ use vmm_sys_util::eventfd::EventFd;
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
 pub const INDIRECT: u16 = 4;
-pub const RAM_BYTES: u64 = 8 << 20;
+/// The least that counts as the RAM of a VM.
+pub const RAM_BYTES: u64 = 16 << 20;
 pub const GPA: u64 = 0x4000_0000;
 const VA: u64 = 0x7000_0000_0000;
 pub const QUEUE_SIZE: u16 = 64;
@@ -67,6 +68,23 @@ pub struct Rig {
     pub host: Host,
     known: Known,
     pub dir: tempfile::TempDir,
+}
+
+/// A disk with one queue that may be written.
+pub fn disk_of(socket: PathBuf, image: PathBuf) -> BlkConfig {
+    BlkConfig {
+        socket,
+        image,
+        queue_count: 1,
+        writes: Writes::Taken,
+        look_up: LookUp::On,
+        serial: "tide-1".into(),
+        direct_io: DirectIo::Auto,
+        on_fault: OnFault::OutOfOrder,
+        ram: pagetide_dpu::RamPolicy::default(),
+        image_use: ImageUse::default(),
+        access: SocketAccess::default(),
+    }
 }
 
 /// Answers page requests: by default at once and in full.
@@ -145,21 +163,13 @@ impl Rig {
         on_fault: OnFault,
     ) -> PathBuf {
         let socket = self.dir.path().join(format!("{name}.sock"));
-        self.dpu
-            .add_blk(BlkConfig {
-                socket: socket.clone(),
-                image,
-                queue_count: queues,
-                writes,
-                look_up: LookUp::On,
-                serial: "tide-1".into(),
-                direct_io: DirectIo::Auto,
-                on_fault,
-                ram: pagetide_dpu::RamPolicy::default(),
-                image_use: ImageUse::default(),
-                access: SocketAccess::default(),
-            })
-            .unwrap();
+        let config = BlkConfig {
+            queue_count: queues,
+            writes,
+            on_fault,
+            ..disk_of(socket.clone(), image)
+        };
+        self.dpu.add_blk(config).unwrap();
         socket
     }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A daemon that is upgraded: its process changes, its folder does not.
 
+pub mod broken;
+
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::{

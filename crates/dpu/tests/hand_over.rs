@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Devices that one DPU parks and another goes on with, while their front end uses them.
+
+mod support;
+
+use pagetide_dpu::{DeviceState, Dpu, DpuConfig, ParkedDevice, Writes};
+use pagetide_vpri::{DomainTable, Doorbell, HostEnd};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+use support::*;
+use vhost::VhostBackend;
+
+/// A DPU that comes after another one in the same directory.
+struct Next {
+    dpu: Dpu,
+    /// Nobody asks at them: no page is absent.
+    _ends: Vec<HostEnd>,
+}
+
+impl Next {
+    fn after(dir: &Path) -> Self {
+        let bell = Arc::new(Doorbell::new().unwrap());
+        let config = DpuConfig::new(dir.to_owned());
+        let domains = Arc::new(DomainTable::new(config.engine_count));
+        let (dpu, ends) = Dpu::start(&config, domains, &bell).unwrap();
+        Self { dpu, _ends: ends }
+    }
+
+    fn hold(&self, parked: Vec<ParkedDevice>, image: &Path, queues: u16) {
+        for device in parked {
+            let mut config = disk_of(device.socket.clone(), image.to_owned());
+            config.queue_count = queues;
+            let mut device = Some(device);
+            self.dpu.add_parked_blk(config, &mut device).unwrap();
+            assert!(device.is_none());
+        }
+    }
+}
+
+fn image_of(rig: &Rig) -> PathBuf {
+    rig.dir.path().join("disk")
+}
+
+#[test]
+fn front_end_notices_nothing_of_ten_dpus_that_follow_one_another() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 2, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 2, F_EVENT_IDX);
+    let reads: Vec<BlkRequest> = (0..16)
+        .map(|number| BlkRequest::new(&mut guest, T_IN, 8 * number, 4096))
+        .collect();
+    let mut parked = rig.dpu.park();
+    for round in 0..10_u64 {
+        // Made available while nobody serves it.
+        for (number, read) in (0..).zip(&reads) {
+            let sector = 8 * (number + 16 * round);
+            read.aim(&guest, T_IN, sector);
+            connection.queues[usize::from(number % 2 == 1)].submit(&guest, &read.parts(WRITE));
+        }
+        let next = Next::after(rig.dir.path());
+        next.hold(parked, &image_of(&rig), 2);
+        // Rings run before messages are read.
+        for _ in 0..8 {
+            connection.queues[0].wait_used(&guest);
+            connection.queues[1].wait_used(&guest);
+        }
+        for (number, read) in (0..).zip(&reads) {
+            let sector: u64 = 8 * (number + 16 * round);
+            assert_eq!(read.status(&guest), 0);
+            assert_eq!(guest.get(read.data, 8), sector.to_le_bytes());
+        }
+        next.dpu.admit();
+        let capacity = connection.config();
+        assert_eq!(&capacity[..8], &(4_u64 << 11).to_le_bytes());
+        let report = next.dpu.devices().remove(0);
+        assert_eq!(report.state, DeviceState::Connected);
+        // And a message that changes something.
+        let call = vmm_sys_util::eventfd::EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        connection.frontend.set_vring_call(0, &call).unwrap();
+        connection.queues[0].call = call;
+        parked = next.dpu.park();
+        assert_eq!(parked.len(), 1);
+    }
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 2);
+    next.dpu.admit();
+    assert!(!connection.config().is_empty());
+    let base = connection.frontend.get_vring_base(0).unwrap();
+    assert_eq!(base, 80, "chains of queue 0 that were taken");
+    drop(connection);
+    eventually("it listens again", || {
+        next.dpu.devices()[0].state == DeviceState::Listening
+    });
+    let mut other = Guest::new();
+    let again = Connection::open(&socket, &mut other, 1, 0);
+    drop(again);
+    next.dpu.shut_down();
+    assert!(!socket.exists(), "the last one removes it");
+}
+
+#[test]
+fn requests_under_way_are_done_by_the_next_dpu_once() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let domain = guest.early_domain(&rig);
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    rig.host.hold();
+    let parked_read = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    // It waits for its page, which the host does not give: it is in flight.
+    take_away(&domain, parked_read.data, 4096);
+    let head = connection.queues[0].submit(&guest, &parked_read.parts(WRITE));
+    eventually("it is taken", || connection.taken(0) == [head]);
+    let parked = rig.dpu.park();
+    assert_eq!(connection.taken(0), [head], "it stays in flight");
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 1);
+    assert_eq!(connection.queues[0].wait_used(&guest).0, head);
+    assert_eq!(parked_read.status(&guest), 0);
+    assert_eq!(guest.get(parked_read.data, 8), 8_u64.to_le_bytes());
+    assert!(connection.taken(0).is_empty());
+    next.dpu.admit();
+    assert!(!connection.config().is_empty());
+}
+
+#[test]
+fn device_without_a_front_end_is_parked_and_takes_one_afterwards() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let parked = rig.dpu.park();
+    assert!(parked[0].front_end.is_none());
+    // It connects while nobody accepts.
+    let waiting = {
+        let socket = socket.clone();
+        std::thread::spawn(move || {
+            let mut guest = Guest::new();
+            let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+            connection.config()
+        })
+    };
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 1);
+    next.dpu.admit();
+    assert!(!waiting.join().unwrap().is_empty());
+}
+
+/// A process that was told to give up has taken nothing: the socket stays, and so does the connection.
+#[test]
+fn dpu_that_gives_up_before_it_is_admitted_leaves_the_front_end_to_another() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    let copy = |parked: &[ParkedDevice]| -> Vec<ParkedDevice> {
+        parked.iter().map(support_copy).collect()
+    };
+    let parked = rig.dpu.park();
+    let given_up = Next::after(rig.dir.path());
+    given_up.hold(copy(&parked), &image_of(&rig), 1);
+    let request = BlkRequest::new(&mut guest, T_IN, 16, 4096);
+    connection.queues[0].submit(&guest, &request.parts(WRITE));
+    connection.queues[0].wait_used(&guest);
+    drop(given_up);
+    assert!(socket.exists());
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 1);
+    next.dpu.admit();
+    request.aim(&guest, T_IN, 24);
+    connection.queues[0].submit(&guest, &request.parts(WRITE));
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(guest.get(request.data, 8), 24_u64.to_le_bytes());
+    assert!(!connection.config().is_empty());
+}
+
+/// A copy of everything, as another process has it by its descriptors.
+fn support_copy(device: &ParkedDevice) -> ParkedDevice {
+    use pagetide_dpu::{InflightRecord, ParkedFrontEnd, Record, RingSettings, Runs};
+    use std::os::fd::{AsFd, OwnedFd};
+    let fd = |fd: &dyn AsFd| -> OwnedFd { fd.as_fd().try_clone_to_owned().unwrap() };
+    let front_end = device.front_end.as_ref().map(|front_end| {
+        let record = &front_end.record;
+        let rings = record.rings.iter().map(|ring| RingSettings {
+            size: ring.size,
+            addresses: ring.addresses,
+            base: ring.base,
+            kick: ring.kick.as_ref().map(|kick| Arc::new(fd(&**kick))),
+            call: ring.call.as_ref().map(|call| fd(call)),
+            error: ring.error.as_ref().map(|error| fd(error)),
+            enabled: ring.enabled,
+            runs: Runs::No,
+        });
+        ParkedFrontEnd {
+            connection: front_end.connection.try_clone().unwrap(),
+            record: Record {
+                features: record.features,
+                protocol_features: record.protocol_features,
+                memory: (record.memory.iter())
+                    .map(|(shape, file)| (*shape, fd(file)))
+                    .collect(),
+                inflight: record.inflight.as_ref().map(|inflight| InflightRecord {
+                    bytes: inflight.bytes,
+                    file_offset: inflight.file_offset,
+                    queues: inflight.queues,
+                    queue_size: inflight.queue_size,
+                    file: fd(&inflight.file),
+                }),
+                rings: rings.collect(),
+            },
+        }
+    });
+    ParkedDevice {
+        socket: device.socket.clone(),
+        listener: device.listener.try_clone().unwrap(),
+        front_end,
+    }
+}
+
+#[test]
+fn front_end_without_a_record_of_its_requests_is_named() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 1, Writes::Taken);
+    assert_eq!(rig.dpu.unrecorded(), None);
+    let mut guest = Guest::new();
+    let connection = Connection::open_untracked(&socket, &mut guest, 1, 0);
+    eventually("its ring runs", || {
+        rig.dpu.unrecorded() == Some((socket.clone(), 0))
+    });
+    drop(connection);
+    eventually("it has gone", || rig.dpu.unrecorded().is_none());
+}
