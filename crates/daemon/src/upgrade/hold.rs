@@ -125,6 +125,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
     let fds: Result<Vec<OwnedFd>, _> = numbers.map(|fd| inherited::take(*fd)).collect();
     let fds = fds.map_err(no_record)?;
     let channel = inherited::take(record.channel).map_err(no_record)?;
+    let channel = Channel::of(channel).map_err(CommandError::failed)?;
     name_process();
     let given = from_text(Path::new("of the upgrade"), &record.settings);
     let given = given.map_err(CommandError::refused)?;
@@ -132,7 +133,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
     run::start_log(&settings)?;
     let successor = record.upgrade.successor.unwrap_or_default();
     let wait = Duration::from_millis(settings.upgrade_serving_ms.into());
-    let reason = match hand_over(channel, &record.go, &fds, wait) {
+    let reason = match hand_over(&channel, &record.go, &fds, wait) {
         Ok(()) => {
             notify::main_process(successor);
             tracing::info!(successor, "the new program serves; this process ends");
@@ -146,6 +147,8 @@ pub(crate) fn run() -> Result<(), CommandError> {
         "the new program has failed; the old one goes on"
     );
     end(successor)?;
+    // Not before: a successor that finds nobody at the other end goes on.
+    drop(channel);
     let parts = Parts::from_message(&record.go, fds.into_iter().collect());
     let parts = parts.map_err(CommandError::failed)?;
     let upgrade = record.upgrade.ended(UpgradeState::RolledBack, reason);
@@ -162,8 +165,7 @@ enum NotTaken {
 }
 
 /// Once this has returned without an error, the successor is the daemon.
-fn hand_over(channel: OwnedFd, go: &Go, fds: &[OwnedFd], wait: Duration) -> Result<(), NotTaken> {
-    let channel = Channel::of(channel)?;
+fn hand_over(channel: &Channel, go: &Go, fds: &[OwnedFd], wait: Duration) -> Result<(), NotTaken> {
     let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
     channel.send(&Message::Go(go.clone()), &fds, SEND_WAIT)?;
     match channel.receive(wait)?.0 {

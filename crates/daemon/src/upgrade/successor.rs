@@ -102,9 +102,11 @@ fn take_over(
         Err(error) => return refuse(channel, error),
     };
     let pause_us = now_ns().saturating_sub(go.stopped_ns) / 1000;
-    channel
-        .send(&Message::Serving, &[], SEND_WAIT)
-        .map_err(CommandError::failed)?;
+    match channel.send(&Message::Serving, &[], SEND_WAIT) {
+        // Then nobody is there to decide, which the wait finds too.
+        Ok(()) | Err(HandoverError::HungUp) => {}
+        Err(error) => return Err(CommandError::failed(error)),
+    }
     await_commit(channel)?;
     started.admit();
     let own = own_program();
@@ -128,10 +130,11 @@ fn await_commit(channel: &Channel) -> Result<(), CommandError> {
             Err(HandoverError::TimedOut { .. }) => {
                 tracing::warn!("the old program has not decided yet");
             }
-            Err(error) => {
-                tracing::warn!(%error, "the old program has ended without a word; this one goes on");
+            Err(HandoverError::HungUp) => {
+                tracing::warn!("the old program has ended without a word; this one goes on");
                 return Ok(());
             }
+            Err(error) => return Err(CommandError::failed(error)),
         }
     }
 }
