@@ -14,8 +14,10 @@
 //! and `docs/metrics.md` are made from these declarations.
 
 mod error;
+mod state;
 
 pub use error::{ControlError, ErrorKind};
+pub use state::{DeviceState, VmState};
 
 use std::path::{Path, PathBuf};
 
@@ -267,35 +269,6 @@ fn default_ram_max() -> u64 {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
 fn is_false(value: &bool) -> bool {
     !*value
-}
-
-/// How far a VM is in its life under Pagetide.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum VmState {
-    /// Its faults are served and its cold pages evicted.
-    #[default]
-    Attached,
-    /// Its faults are served, but nothing is evicted, or only pages of zeros; `eviction_blockers` says why.
-    ServingOnly,
-    /// Its pages are being swapped in before it is released.
-    Detaching,
-    /// Stopped, because going on could hand out wrong bytes.
-    Stopped,
-}
-
-/// How far a device is.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum DeviceState {
-    /// No front end is connected.
-    #[default]
-    Listening,
-    /// A front end is connected.
-    Connected,
-    /// Stopped by a misbehaving front end or a failing image, or not made again after a restart; `error`
-    /// says why.
-    Stopped,
 }
 
 /// Sections of one set of the hot and cold sets.

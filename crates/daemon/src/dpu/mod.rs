@@ -5,6 +5,7 @@
 mod account;
 pub mod disk;
 pub mod process;
+mod report;
 mod set;
 
 pub(crate) use set::DeviceSet;

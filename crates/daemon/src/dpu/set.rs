@@ -10,9 +10,12 @@
 //! creates the other devices first and then retries for [`IMAGE_WAIT`]. A device that could not be
 //! created stays on the list, and `dpu list` says why it is out of service.
 
-use super::disk::{access, coming_back, default_serial, image_use};
+use super::{
+    disk::{access, coming_back, default_serial, image_use},
+    report::{report_of, report_of_missing},
+};
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, DeviceState, OnFault, RamKind},
+    control::{BlkRequest, ControlError, DeviceReport, OnFault, RamKind},
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
@@ -20,9 +23,8 @@ use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{
     BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, ParkedDevice, RamAllowed, RamPolicy,
-    Sealing, Sharing, Writes, wait_for_dead_engines,
+    Sealing, Writes, wait_for_dead_engines,
 };
-use pagetide_sys::guest_ram::Sealed;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -522,87 +524,9 @@ pub(super) fn wrong_or_failed(error: &DpuError) -> ControlError {
     }
 }
 
-/// A device that is on the list and out of service.
-fn report_of_missing(request: &BlkRequest, error: &str) -> DeviceReport {
-    DeviceReport {
-        socket: request.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(request.image.display().to_string()),
-        state: DeviceState::Stopped,
-        error: Some(format!(
-            "it could not be made again after a restart: {error} (then remove the device and add it again, or restart the daemon)"
-        )),
-        queues: request.queues,
-        read_only: request.read_only,
-        lookup: request.lookup,
-        on_fault: request.on_fault,
-        serial: request.serial.clone(),
-        shared: request.shared,
-        owner: request.owner.clone(),
-        group: request.group.clone(),
-        mode: request.mode.map(String::from),
-        ..DeviceReport::default()
-    }
-}
-
 /// Whether to try once more.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Again {
     Later,
     Never,
-}
-
-fn report_of(
-    device: pagetide_dpu::DeviceReport,
-    request: Option<&BlkRequest>,
-    vms: &[(FileKey, String)],
-) -> DeviceReport {
-    let vm = vms
-        .iter()
-        .find(|(key, _)| device.files.contains(key))
-        .map(|(_, name)| name.clone());
-    DeviceReport {
-        id: device.id.0,
-        socket: device.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(device.image.display().to_string()),
-        state: match device.state {
-            pagetide_dpu::DeviceState::Listening => DeviceState::Listening,
-            pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
-            pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
-        },
-        error: device.stopped_because.or(device.image_error),
-        ram_sealed: device.ram_sealed.map(|sealed| sealed == Sealed::Yes),
-        vm,
-        queues: device.queue_count,
-        read_only: device.writes == Writes::Refused,
-        lookup: device.look_up == LookUp::On,
-        on_fault: match device.on_fault {
-            pagetide_dpu::OnFault::Pause => OnFault::Pause,
-            pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
-        },
-        weight: device.weight,
-        serial: Some(device.serial),
-        shared: device.sharing == Sharing::Shared,
-        owner: request.and_then(|request| request.owner.clone()),
-        group: request.and_then(|request| request.group.clone()),
-        mode: request.and_then(|request| request.mode).map(String::from),
-        capacity_bytes: device.capacity_bytes,
-        requests: device.requests,
-        read_bytes: device.read_bytes,
-        written_bytes: device.written_bytes,
-        inflight_requests: device.inflight_requests,
-        failed_requests: device.failed_requests,
-        iopfs: device.iopfs,
-        injected_iopfs: device.injected_iopfs,
-        prefaults: device.prefaults,
-        overwritten_pages: device.overwritten_pages,
-        timed_out_requests: device.timed_out_requests,
-        parked_chains: device.parked_chains,
-        logged_accesses: device.logged_accesses,
-        lost_accesses: device.lost_accesses,
-        wired_bytes: device.wired_bytes,
-        malformed_requests: device.malformed_requests,
-        outside_requests: device.outside_requests,
-    }
 }
