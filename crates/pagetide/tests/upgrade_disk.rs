@@ -17,7 +17,7 @@ use std::{
 use support::{BlkRequest, Connection, Guest, T_IN, T_OUT, TestQueue, WRITE};
 use upgrading::{
     Daemon, PATIENCE, Programs,
-    broken::{self, BROKEN_AFTER},
+    broken::{self, BROKEN_AFTER, BROKEN_BEFORE},
 };
 
 const QUEUES: usize = 2;
@@ -147,13 +147,12 @@ impl Drop for Ending<'_> {
 
 /// A daemon with this process attached and a disk, whose front end is connected.
 struct Scene {
-    _programs: Programs,
+    programs: Programs,
     names: [PathBuf; 2],
     broken: PathBuf,
     daemon: Daemon,
     socket: PathBuf,
     guest: Guest,
-    place: tempfile::TempDir,
 }
 
 impl Scene {
@@ -162,23 +161,22 @@ impl Scene {
         let names = ["pagetide-0", "pagetide-1"].map(|name| programs.pagetide(name));
         let broken = programs.put(&std::env::current_exe().unwrap(), "broken");
         let guest = Guest::new();
-        let daemon = Daemon::start(&names[0], settings);
+        let daemon = Daemon::start(&names[0], settings, None);
         let own = std::process::id().to_string();
         daemon.json(&["attach", "--pid", &own, "--name", "a", "--json"]);
-        let place = tempfile::tempdir().unwrap();
-        let (socket, image) = (place.path().join("disk.sock"), place.path().join("image"));
+        let place = programs.dir();
+        let (socket, image) = (place.join("disk.sock"), place.join("image"));
         let file = fs::File::create(&image).unwrap();
         file.set_len(IMAGE_BYTES).unwrap();
         let (at, of) = (socket.to_str().unwrap(), image.to_str().unwrap());
         daemon.json(&["dpu", "blk", "--socket", at, "--image", of, "--json"]);
         Self {
-            _programs: programs,
+            programs,
             names,
             broken,
             daemon,
             socket,
             guest,
-            place,
         }
     }
 
@@ -271,9 +269,10 @@ fn disk_in_use_is_right_over_ten_upgrades_and_no_request_fails() {
     let daemon = &scene.daemon;
     let list = daemon.json(&["dpu", "list", "--json"]);
     assert_eq!(list["devices"][0]["failed_requests"], 0, "{list}");
+    assert_eq!(daemon.figure("restarts"), 10);
     assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
     daemon.json(&["vm", "detach", "a", "--json"]);
-    let image = fs::read(scene.place.path().join("image")).unwrap();
+    let image = fs::read(scene.programs.dir().join("image")).unwrap();
     assert!(image[..512].iter().any(|byte| *byte != 0));
 }
 
@@ -285,6 +284,12 @@ fn disk_in_use_goes_on_with_the_old_program_whatever_becomes_of_the_new_one() {
     let mut scene = Scene::new(&["--upgrade-ready-ms", "1500", "--upgrade-serving-ms", "1500"]);
     scene.in_use(|daemon, names, broken, used| {
         let pid = daemon.pid();
+        for mode in BROKEN_BEFORE {
+            fs::write(daemon.mode_file(), mode).unwrap();
+            let told = daemon.no_upgrade(broken);
+            used.on();
+            assert_eq!(daemon.pid(), pid, "{mode}: {told}");
+        }
         for mode in BROKEN_AFTER {
             evict(daemon);
             fs::write(daemon.mode_file(), mode).unwrap();

@@ -59,16 +59,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    pub fn start(program: &Path, settings: &[&str]) -> Self {
-        Self::start_with(program, settings, None)
-    }
-
-    /// With its API at `socket`.
-    pub fn start_at(program: &Path, settings: &[&str], socket: &Path) -> Self {
-        Self::start_with(program, settings, Some(socket))
-    }
-
-    fn start_with(program: &Path, settings: &[&str], socket: Option<&Path>) -> Self {
+    /// Of `program`, with its API at `socket` or in its state directory.
+    pub fn start(program: &Path, settings: &[&str], socket: Option<&Path>) -> Self {
         let mut daemon = Self {
             socket: socket.map(Path::to_owned),
             children: Vec::new(),
