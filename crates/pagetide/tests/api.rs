@@ -353,6 +353,13 @@ fn device_steps() -> Vec<Step> {
             json!(null),
         ),
         ("delete", "/v1/devices", "/v1/devices", json!(null)),
+        ("get", "/v1/upgrade", "/v1/upgrade", json!(null)),
+        (
+            "post",
+            "/v1/upgrade",
+            "/v1/upgrade",
+            json!({"program": "/usr/bin/x"}),
+        ),
     ]
 }
 

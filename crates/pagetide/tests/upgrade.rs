@@ -444,7 +444,9 @@ fn child_of(parent: u32) -> Option<rustix::process::Pid> {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(5) {
         // Started by a thread of the runtime: any task's children.
-        let tasks = fs::read_dir(format!("/proc/{parent}/task")).ok()?;
+        let Ok(tasks) = fs::read_dir(format!("/proc/{parent}/task")) else {
+            return None;
+        };
         for task in tasks.flatten() {
             let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
             let first = list.split_whitespace().next();
