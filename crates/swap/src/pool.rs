@@ -39,7 +39,7 @@ mod format;
 mod identity;
 mod slow;
 mod within;
-mod words;
+pub mod words;
 
 pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
 pub use error::PoolError;
@@ -47,7 +47,6 @@ pub use file::version_at;
 pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
 pub use slow::ExtentError;
 pub use within::TmpfsRoom;
-pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
 use charge::Charge;
