@@ -478,7 +478,7 @@ fn is_whole(cell: impl Fn(Cell) -> u64, capacity_pages: u64, length: u64) -> boo
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{words::PoolWords, *};
     use pagetide_addr::PageNo;
     use pagetide_gmem::WordArray;
     use std::sync::Arc;
