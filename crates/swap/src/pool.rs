@@ -42,10 +42,9 @@ mod within;
 mod words;
 
 pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
-pub use error::PoolError;
+pub use error::{ExtentError, PoolError};
 pub use file::version_at;
 pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
-pub use slow::ExtentError;
 pub use within::TmpfsRoom;
 pub use words::PoolWords;
 

@@ -14,35 +14,22 @@
 //! so that content of another page or another VM never passes as this page's. It is checked *before*
 //! decompression: the decompressor only ever sees bytes that the compressor wrote.
 
+pub(crate) mod crc;
 pub mod located;
 pub mod zstd;
 
+pub use crc::{PAGE, STORED_BYTES_MAX, Seed};
 pub use located::{Form, InPool, InSlow, Located, UnknownContent};
 pub use zstd::ZstdPacker;
 
+use crc::{CRC_BYTES, seal};
 use pagetide_addr::PageNo;
 
-/// Bytes of a page.
-pub const PAGE: usize = 4096;
-const CRC_BYTES: usize = 4;
-/// Largest stored form of a page.
-pub const STORED_BYTES_MAX: usize = CRC_BYTES + PAGE;
 /// An lz4 block longer than this saves too little: the page is stored uncompressed, and is loaded
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
 const _: () = assert!(LZ4_BYTES_MAX < PAGE);
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
-
-/// Seed of the CRCs of one pool.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Seed(pub u32);
-
-impl Seed {
-    fn crc(self, page: PageNo, stored: &[u8]) -> u32 {
-        let crc = crc32c::crc32c_append(self.0, &page.0.to_le_bytes());
-        crc32c::crc32c_append(crc, stored)
-    }
-}
 
 /// True for a page of zeros.
 #[must_use]
@@ -67,13 +54,6 @@ pub fn repeated_word(content: &[u8; PAGE]) -> Option<u32> {
 pub fn fill_with_word(word: u32, into: &mut [u8; PAGE]) {
     for part in into.as_chunks_mut::<4>().0 {
         *part = word.to_ne_bytes();
-    }
-}
-
-/// Writes the CRC in front of the stored bytes.
-fn seal(seed: Seed, page: PageNo, stored: &mut [u8]) {
-    if let Some((crc, body)) = stored.split_first_chunk_mut::<CRC_BYTES>() {
-        *crc = seed.crc(page, body).to_le_bytes();
     }
 }
 

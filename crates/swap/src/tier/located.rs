@@ -15,7 +15,7 @@
 //!
 //! A word that no writer of this version writes is damaged, or of a newer version: [`Located::of`] refuses it.
 
-use super::{CRC_BYTES, STORED_BYTES_MAX};
+use super::crc::{CRC_BYTES, STORED_BYTES_MAX};
 use crate::slots::SlotNo;
 use pagetide_gmem::Content;
 use pagetide_tiers::{ExtentNo, Position, TierKind};

@@ -5,7 +5,7 @@
 //! header only what differs from page to page is kept: neither magic number nor size of the content (both are
 //! the same for all), and no check sum (there is a CRC in front of it).
 
-use super::{CRC_BYTES, PAGE, STORED_BYTES_MAX, Seed, seal};
+use super::crc::{CRC_BYTES, PAGE, STORED_BYTES_MAX, Seed, seal};
 use pagetide_addr::PageNo;
 use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
