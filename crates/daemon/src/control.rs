@@ -14,9 +14,11 @@
 //! and `docs/metrics.md` are made from these declarations.
 
 mod error;
+mod parts;
 mod state;
 
 pub use error::{ControlError, ErrorKind};
+pub use parts::{ReclaimReport, RegionReport};
 pub use state::{DeviceState, VmState};
 
 use std::path::{Path, PathBuf};
@@ -297,21 +299,6 @@ pub struct DeviceProtectionReport {
     pub policy_bytes: u64,
 }
 
-/// A RAM file of a VM: a region of its address space.
-#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-pub struct RegionReport {
-    /// The file, by device and inode number.
-    pub file: String,
-    /// Its first page in the address space.
-    pub first_page: u64,
-    /// Number of its pages.
-    pub pages: u64,
-    /// Memory it takes up now.
-    pub resident_bytes: u64,
-    /// Pages of it that are away.
-    pub stored_pages: u64,
-}
-
 report! {
     /// State and figures of one VM.
     pub struct VmReport in "pagetide_vm" {
@@ -554,21 +541,6 @@ report! {
         /// Requests answered with an error because part of them was not in guest memory (unplugged meanwhile, or never there).
         outside_requests: u64 => counter,
     }
-}
-
-/// What a reclaim did.
-#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize, ToSchema)]
-pub struct ReclaimReport {
-    /// Name of the VM.
-    pub name: String,
-    /// Bytes asked for; absent when all was asked for.
-    pub asked_bytes: Option<u64>,
-    /// Bytes evicted by this call.
-    pub reclaimed_bytes: u64,
-    /// RAM of the VM that is present afterwards.
-    pub resident_bytes: u64,
-    /// Why less than asked for was evicted, as a sentence.
-    pub shortfall: Option<String>,
 }
 
 /// How a VM came to its end under Pagetide.

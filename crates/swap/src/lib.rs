@@ -64,7 +64,7 @@ pub use heat::{HeatCost, HeatReport};
 pub use host_share::HostShare;
 pub use limit::Limit;
 pub use pace::Pace;
-pub use pool::{Counter, Pool, PoolCap, PoolError, words::PoolWords};
+pub use pool::{Counter, Pool, PoolCap, PoolError, PoolWords};
 pub use reclaim::Reclaimer;
 pub use reserve::Reserve;
 pub use room::Room;

@@ -39,14 +39,14 @@ mod format;
 mod identity;
 mod slow;
 mod within;
-pub mod words;
+mod words;
 
 pub use charge::{CAP_BYTES_MIN, CapReached, LeftPool, PoolCap, bytes_at};
-pub use error::PoolError;
+pub use error::{ExtentError, PoolError};
 pub use file::version_at;
 pub use format::{Counter, PAGES_MAX, Phase, VERSION, capacity_for};
-pub use slow::ExtentError;
 pub use within::TmpfsRoom;
+pub use words::PoolWords;
 
 use crate::slots::CHUNK_BYTES;
 use charge::Charge;
@@ -478,7 +478,7 @@ fn is_whole(cell: impl Fn(Cell) -> u64, capacity_pages: u64, length: u64) -> boo
 
 #[cfg(test)]
 mod tests {
-    use super::{words::PoolWords, *};
+    use super::*;
     use pagetide_addr::PageNo;
     use pagetide_gmem::WordArray;
     use std::sync::Arc;

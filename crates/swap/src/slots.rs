@@ -25,7 +25,7 @@
 //! a bit for each. A chunk of smaller slots has its bits in a box of 128 bytes. So a store of pages that
 //! do not compress at all costs 0.04 % of their size ([`Slots::metadata_bytes`]).
 
-use crate::tier::stored::STORED_BYTES_MAX;
+use crate::tier::crc::STORED_BYTES_MAX;
 use std::collections::BTreeSet;
 
 /// Unit in which slots are placed and sized, in bytes.

@@ -14,16 +14,16 @@
 //! so that content of another page or another VM never passes as this page's. It is checked *before*
 //! decompression: the decompressor only ever sees bytes that the compressor wrote.
 
+pub(crate) mod crc;
 pub mod located;
-pub mod stored;
 pub mod zstd;
 
+pub use crc::{PAGE, STORED_BYTES_MAX, Seed};
 pub use located::{Form, InPool, InSlow, Located, UnknownContent};
-pub use stored::{PAGE, STORED_BYTES_MAX, Seed};
 pub use zstd::ZstdPacker;
 
+use crc::{CRC_BYTES, seal};
 use pagetide_addr::PageNo;
-use stored::{CRC_BYTES, seal};
 
 /// An lz4 block longer than this saves too little: the page is stored uncompressed, and is loaded
 /// without decompression.

@@ -70,3 +70,28 @@ pub enum PoolError {
     #[error("identity of {0} bytes does not fit into a pool's header")]
     IdentityTooLong(usize),
 }
+
+/// Why an extent cannot be entered.
+#[derive(Debug, thiserror::Error)]
+pub enum ExtentError {
+    /// The table has no such place.
+    #[error("extent {number} is past the end of a table of {capacity}")]
+    PastTheEnd {
+        /// Its number.
+        number: u32,
+        /// Extents in the table.
+        capacity: u32,
+    },
+    /// The version is 0, which marks a free entry.
+    #[error("extent {0} has no version")]
+    NoVersion(u32),
+    /// It begins at a sector that no disk has.
+    #[error("extent {0} begins past the end of any disk")]
+    TooFar(u32),
+    /// The cap of all pools allows no memory for more of the table.
+    #[error(transparent)]
+    Cap(#[from] CapReached),
+    /// There is no memory for more of the table.
+    #[error(transparent)]
+    File(#[from] FileError),
+}

@@ -24,14 +24,12 @@
 
 use super::{
     Pool,
-    charge::CapReached,
-    error::PoolError,
+    error::{ExtentError, PoolError},
     file::at,
     format::{Cell, EXTENTS_PER_SECTION},
 };
 use crate::slots::CHUNK_BYTES;
 use pagetide_addr::SECTION_PAGES;
-use pagetide_sys::memory_file::FileError;
 use pagetide_tiers::{
     DiskId, ExtentNo, VmId,
     seal::{KEY_BYTES, Key},
@@ -53,31 +51,6 @@ const DISK_CELLS: [Cell; 2] = [Cell::Disk0, Cell::Disk1];
 const ENTRY_CELLS: usize = 2;
 const ENTRY_BYTES: u64 = 8 * ENTRY_CELLS as u64;
 const _: () = assert!(ENTRY_BYTES == ExtentEntry::BYTES as u64);
-
-/// Why an extent cannot be entered.
-#[derive(Debug, thiserror::Error)]
-pub enum ExtentError {
-    /// The table has no such place.
-    #[error("extent {number} is past the end of a table of {capacity}")]
-    PastTheEnd {
-        /// Its number.
-        number: u32,
-        /// Extents in the table.
-        capacity: u32,
-    },
-    /// The version is 0, which marks a free entry.
-    #[error("extent {0} has no version")]
-    NoVersion(u32),
-    /// It begins at a sector that no disk has.
-    #[error("extent {0} begins past the end of any disk")]
-    TooFar(u32),
-    /// The cap of all pools allows no memory for more of the table.
-    #[error(transparent)]
-    Cap(#[from] CapReached),
-    /// There is no memory for more of the table.
-    #[error(transparent)]
-    File(#[from] FileError),
-}
 
 /// Extents in the table of a pool for `capacity_pages`.
 pub(super) fn extent_capacity_for(capacity_pages: u64) -> u32 {

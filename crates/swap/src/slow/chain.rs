@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`ChainStore`]: a VM's pool and what it has in slow tiers, as one [`ContentStore`].
 
-use super::{SlowStore, SlowTiers};
+use super::{store::SlowStore, tiers::SlowTiers};
 use crate::{
     store::{AdoptError, PoolStore},
     tier::{InSlow, Located},

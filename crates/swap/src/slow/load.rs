@@ -11,37 +11,35 @@
 //! ```
 //! The bytes that a tier returns are believed in nothing: version, place and page come from the pool.
 
-use super::{SlowStore, WhenGone};
+use super::{form::form_of, retries::Again, store::SlowStore, tiers::WhenGone};
 use crate::tier::{InSlow, PAGE, unpack};
 use pagetide_addr::PageNo;
 use pagetide_gmem::{LoadDone, StoreError};
 use pagetide_tiers::{Place, ReadDone, TierError};
-use std::{
-    io,
-    sync::{Arc, Weak, atomic::Ordering::Relaxed},
-};
+use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
 /// Reads of a page that fail by themselves before it counts as lost.
 const TRIES_MAX: u32 = 5;
 
 /// A load that has not ended.
-pub(super) struct Load {
+struct Load {
     /// Not kept: the VM may end meanwhile.
-    pub(super) store: Weak<SlowStore>,
-    pub(super) place: InSlow,
-    pub(super) done: LoadDone,
-    pub(super) tries: u32,
+    store: Weak<SlowStore>,
+    place: InSlow,
+    done: LoadDone,
+    tries: u32,
+}
+
+impl Again for Load {
+    fn again(self: Box<Self>) {
+        // Without its store the VM has ended, and nobody waits.
+        if let Some(store) = self.store.upgrade() {
+            store.begin(*self);
+        }
+    }
 }
 
 impl Load {
-    /// Tries it, again.
-    pub(super) fn begin(self) {
-        // Without its store the VM has ended, and nobody waits.
-        if let Some(store) = self.store.upgrade() {
-            store.begin(self);
-        }
-    }
-
     fn page(&self) -> PageNo {
         self.done.page()
     }
@@ -105,7 +103,7 @@ impl SlowStore {
         let opened = self.sealer.open(kind, page, place, sealed);
         let opened = opened.map_err(|_| "what its tier returned is not what was stored")?;
         let (form, stored) = opened.split_first().ok_or("it is empty")?;
-        let form = super::form_of(*form).ok_or("its form is unknown")?;
+        let form = form_of(*form).ok_or("its form is unknown")?;
         unpack(self.seed, page, form, stored, into)
     }
 
@@ -134,10 +132,6 @@ impl SlowStore {
             tracing::debug!(%page, %error, "a load waits for its tier");
         }
         self.counts.retried_loads.fetch_add(1, Relaxed);
-        if let Err(load) = tiers.retries.put(load, pause) {
-            let source = io::Error::other(error.clone());
-            load.done
-                .complete(Err(StoreError::Unreadable { page, source }));
-        }
+        tiers.retries.put(load, pause);
     }
 }

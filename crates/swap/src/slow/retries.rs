@@ -2,9 +2,8 @@
 //! [`Retries`]: loads whose tier did not answer wait here, and are tried again after a pause.
 //!
 //! One thread for all VMs. Each load here is a fault that waits, so there are as many as the guests have;
-//! beyond [`WAITING_MAX`] a load ends as unreadable, and the fault comes again by itself.
+//! beyond [`WAITING_MAX`] a load is given up, and the fault comes again by itself.
 
-use super::load::Load;
 use std::{
     io,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
@@ -32,9 +31,15 @@ impl Default for RetryPauses {
     }
 }
 
+/// What is tried again. If it is dropped, it is given up.
+pub(super) trait Again: Send {
+    /// Tries it.
+    fn again(self: Box<Self>);
+}
+
 #[derive(Default)]
 struct Waiting {
-    loads: Vec<(Instant, Load)>,
+    loads: Vec<(Instant, Box<dyn Again>)>,
     is_over: bool,
 }
 
@@ -65,19 +70,17 @@ impl Retries {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a load tried again after `pause`.
-    ///
-    /// # Errors
-    /// The load, if too many wait.
-    pub(super) fn put(&self, load: Load, pause: Duration) -> Result<(), Load> {
+    /// Has a load tried again after `pause`, unless too many wait.
+    pub(super) fn put(&self, load: impl Again + 'static, pause: Duration) {
         let mut waiting = self.lock();
         if waiting.is_over || waiting.loads.len() >= WAITING_MAX {
-            return Err(load);
+            drop(waiting);
+            // Whoever waits for it is told, which takes locks of its own.
+            return drop(load);
         }
-        waiting.loads.push((Instant::now() + pause, load));
+        (waiting.loads).push((Instant::now() + pause, Box::new(load)));
         drop(waiting);
         self.changed.notify_one();
-        Ok(())
     }
 
     /// The thread ends. Loads that wait end unanswered.
@@ -93,17 +96,17 @@ impl Retries {
     fn run(&self) {
         while let Some(due) = self.next() {
             for load in due {
-                load.begin();
+                load.again();
             }
         }
     }
 
     /// The loads that are due, once there are any; `None` at the end.
-    fn next(&self) -> Option<Vec<Load>> {
+    fn next(&self) -> Option<Vec<Box<dyn Again>>> {
         let mut waiting = self.lock();
         while !waiting.is_over {
             let now = Instant::now();
-            let due: Vec<Load> = (waiting.loads)
+            let due: Vec<Box<dyn Again>> = (waiting.loads)
                 .extract_if(.., |(at, _)| *at <= now)
                 .map(|(_, load)| load)
                 .collect();

@@ -20,7 +20,7 @@
 //! A VM that ends does not wait for its batches: what they meant to move is gone, and their store
 //! ([`SlowStore`]) is there until the last of them has ended.
 
-use super::{Seat, SlowStore, byte_of};
+use super::{form::byte_of, store::SlowStore, tiers::Seat};
 use crate::{
     pool::Counter,
     store::PoolStore,

@@ -7,7 +7,7 @@
 //! Requests to a tier hold the store. So it is dropped after the last of them, and only then, if the VM has
 //! ended, are the tiers told to forget it.
 
-use super::SlowTiers;
+use super::tiers::SlowTiers;
 use crate::{
     pool::Pool,
     store::AdoptError,

@@ -16,12 +16,14 @@ use pagetide_gmem::{
     fake::{self, FakeMmu, FakePlace},
 };
 use pagetide_random::SplitMix64;
-use pagetide_tiers::{DiskId, Standing, TierError, fake::FakeDisk, table::ExtentEntry};
+use pagetide_tiers::{
+    DiskId, SlowTier as _, Standing, TierError, TierKind, fake::FakeDisk, table::ExtentEntry,
+};
 use std::{
     collections::BTreeSet,
     ops::ControlFlow,
     path::Path,
-    sync::{Mutex, atomic::Ordering::Relaxed},
+    sync::{Arc, Mutex, atomic::Ordering::Relaxed},
     time::Duration,
 };
 

@@ -15,7 +15,7 @@
 //!
 //! A word that no writer of this version writes is damaged, or of a newer version: [`Located::of`] refuses it.
 
-use super::stored::{CRC_BYTES, STORED_BYTES_MAX};
+use super::crc::{CRC_BYTES, STORED_BYTES_MAX};
 use crate::slots::SlotNo;
 use pagetide_gmem::Content;
 use pagetide_tiers::{ExtentNo, Position, TierKind};
@@ -83,11 +83,14 @@ impl InSlow {
     fn of(kind: TierKind, payload: u64) -> Option<Self> {
         let part = |shift: u32, bits: u32| payload >> shift & ((1 << bits) - 1);
         let extent = payload >> (POSITION_BITS + SECTORS_BITS);
+        let Ok(extent) = u32::try_from(extent).map(ExtentNo) else {
+            return None;
+        };
         let sectors = u16::try_from(part(0, SECTORS_BITS)).unwrap_or(0);
         let position = u32::try_from(part(SECTORS_BITS, POSITION_BITS)).unwrap_or(0);
         Some(Self {
             kind,
-            extent: ExtentNo(u32::try_from(extent).ok()?),
+            extent,
             position: Position(position),
             sectors: match (kind, sectors) {
                 (TierKind::Disk, less_one) => less_one + 1,

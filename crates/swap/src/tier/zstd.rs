@@ -5,13 +5,13 @@
 //! header only what differs from page to page is kept: neither magic number nor size of the content (both are
 //! the same for all), and no check sum (there is a CRC in front of it).
 
-use super::stored::{CRC_BYTES, PAGE, STORED_BYTES_MAX, Seed, seal};
+use super::crc::{CRC_BYTES, PAGE, STORED_BYTES_MAX, Seed, seal};
 use pagetide_addr::PageNo;
 use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
 
 /// Level of compression. On memory of programs it saves two per cent more than level 1 at a tenth more time;
-/// the next ones that save more take three times as long (`docs/adr/0035-tiers-of-the-pool.md`).
+/// the next ones that save more take three times as long (`docs/adr/0032-tiers-of-the-pool.md`).
 const LEVEL: i32 = 3;
 
 /// Turns pages into their zstd form; keeps its buffers.

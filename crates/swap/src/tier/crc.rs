@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What all forms of stored content have in common: their sizes, and the CRC in front of them.
+//! Sizes of stored content, and the CRC in front of it.
 
 use pagetide_addr::PageNo;
 
