@@ -512,7 +512,9 @@ impl Daemon {
             return;
         };
         // Others act while the copy is written, or the daemon dies.
-        drop(self.life.enter(Call::Unlocked));
+        for _ in 0..4 {
+            drop(self.life.enter(Call::Unlocked));
+        }
         let done = self.space.relocate(begun, &[Move { page, from, to }]);
         self.life.world.lock().coverage.relocations_in_vain += done.unused.len() as u64;
         for content in done.replaced.into_iter().chain(done.unused) {

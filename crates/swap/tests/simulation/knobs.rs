@@ -78,7 +78,7 @@ impl Knobs {
         let active = active_pages(random);
         let eviction = random.pick(&[Eviction::AtRandom, Eviction::AtRandom, Eviction::Reclaimer]);
         let limit = 4 + random.below(active.len() as u64);
-        Self {
+        let knobs = Self {
             steps: random.pick(&[60, 150, 300]),
             vcpus: random.pick(&[1, 2, 4]),
             devices: random.pick(&[0, 1, 1, 2]),
@@ -107,6 +107,14 @@ impl Knobs {
                 let mut copy = random.clone();
                 copy.below(1000);
                 copy.pick(&[Far::Nothing, Far::Nothing, Far::Half, Far::All])
+            },
+        };
+        match knobs.far {
+            Far::Nothing | Far::Half => knobs,
+            // Memory comes and goes while content is loaded.
+            Far::All => Self {
+                plugging: OneIn(20),
+                ..knobs
             },
         }
     }

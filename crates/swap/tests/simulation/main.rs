@@ -43,7 +43,7 @@ use std::{
 };
 
 /// Runs of an ordinary test.
-const SEEDS: Range<u64> = 0..2400;
+const SEEDS: Range<u64> = 0..600;
 /// Runs that failed once, and are made again each time. In the first two a device began a transfer before
 /// it was active, could not be attached, and so was not asked when the memory was removed; in the others
 /// neighbours were looked for of a page that was removed meanwhile.

@@ -383,7 +383,7 @@ fn choose(state: &mut State) -> Option<Task> {
     {
         return Some(task);
     }
-    if state.knobs.far != Far::Nothing && state.random.below(16) == 0 {
+    if state.knobs.far != Far::Nothing && state.random.below(4) == 0 {
         let page = state.active_page();
         return Some(Task::Relocate { page });
     }
