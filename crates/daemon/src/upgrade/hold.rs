@@ -2,7 +2,7 @@
 //! The old program while the new one takes over: it holds everything that must not fall, and does nothing.
 //!
 //! [`pass_on`] is the last thing that the daemon does: it leaves its descriptors open and executes its own
-//! program again, as `pagetide hold`, with a record of what they are as its stdin. [`run`] is that program: it
+//! program again, as `pagetide hold`, with a record of what they are as its stdin. [`run()`] is that program: it
 //! sends *Go* and decides who goes on.
 
 use super::{
