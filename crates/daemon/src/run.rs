@@ -20,7 +20,7 @@ use tracing_subscriber::EnvFilter;
 use crate::api::{self, ApiSocket};
 use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
 use crate::control::{Control, ControlError};
-use crate::dpu::process::start_dpu;
+use crate::dpu::{Owed, process::start_dpu};
 use crate::files;
 use crate::host::{start_control, start_with};
 use crate::notify;
@@ -68,7 +68,7 @@ pub(crate) fn go_on(
     last: UpgradeReport,
 ) -> Result<(), CommandError> {
     check_host()?;
-    let mut started = Started::from_parts(settings, parts)?;
+    let mut started = Started::from_parts(settings, parts, Owed::AsAfterDeath)?;
     started.admit();
     started.serve(settings, own, last)
 }
@@ -143,11 +143,15 @@ impl Started {
     }
 
     /// Recovers everything as after a death, with what was handed over.
-    pub(crate) fn from_parts(settings: &RunSettings, parts: Parts) -> Result<Self, CommandError> {
+    pub(crate) fn from_parts(
+        settings: &RunSettings,
+        parts: Parts,
+        owed: Owed,
+    ) -> Result<Self, CommandError> {
         let state_dir =
             StateDir::adopt(&settings.state_dir, parts.lock).map_err(CommandError::refused)?;
         let socket = ApiSocket::adopt(&settings.api_path(), parts.api);
-        let control = start_with(settings, parts.handed)?;
+        let control = start_with(settings, parts.handed, owed)?;
         Ok(Self {
             state_dir,
             socket,

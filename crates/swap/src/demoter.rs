@@ -141,7 +141,7 @@ impl Demoter {
         let mut moves = Vec::with_capacity(batch.len());
         let mut tried = Ok(0);
         for (number, (page, place)) in (1..).zip(batch) {
-            match self.copy(*page, *place, done) {
+            match self.copy(*page, *place, pace, done) {
                 Ok(moved) => moves.extend(moved),
                 Err(why) => {
                     tried = Err(why);
@@ -153,16 +153,16 @@ impl Demoter {
                 break;
             }
         }
-        let relocated = self.space.relocate(relocation, &moves);
+        // The section's lock and that of the slots are such as faults wait for.
+        let relocated = pace.firmly(|| self.space.relocate(relocation, &moves));
         let is_moved = |moved: &&Move| relocated.moved.contains(moved.page);
         for Move { from, to, .. } in moves.iter().filter(is_moved) {
             done.saved_bytes += slot_bytes(*from).saturating_sub(slot_bytes(*to));
         }
         done.pages += relocated.moved.len();
         done.unused_pages += relocated.unused.len() as u64;
-        for content in relocated.replaced.into_iter().chain(relocated.unused) {
-            self.store.free(content);
-        }
+        let freed = relocated.replaced.into_iter().chain(relocated.unused);
+        pace.firmly(|| freed.for_each(|content| self.store.free(content)));
         tried
     }
 
@@ -171,6 +171,7 @@ impl Demoter {
         &mut self,
         page: PageNo,
         place: InPool,
+        pace: &impl Pace,
         done: &mut Demoted,
     ) -> Result<Option<Move>, DemotionStop> {
         let from = match self.content(page) {
@@ -196,7 +197,8 @@ impl Demoter {
         match packer.pack(seed, page, &self.page, to_usize(bytes_max)) {
             None => Ok(None),
             Some(packed) => {
-                let to = self.store.put_copy(packed)?;
+                // The lock of the slots is one that faults wait for.
+                let to = pace.firmly(|| self.store.put_copy(packed))?;
                 Ok(Some(Move { page, from, to }))
             }
         }

@@ -6,7 +6,7 @@ use crate::{
     event::signal_of,
     record::InflightRecord,
     ring::{Enabled, RingAddresses, Runs},
-    session::{Answered, Handshake, Session},
+    session::{Answered, Handshake, REGION_FILES_MAX, Session},
 };
 use pagetide_addr::FrontendVa;
 use std::{
@@ -96,6 +96,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         self.backend.use_memory(memory)?;
         let kept = shapes().zip(files).collect();
         let gone = std::mem::replace(&mut self.memory, kept);
+        self.unkept_regions = 0;
         self.discarded
             .extend(gone.into_iter().map(|(_, file)| file));
         self.start_all()?;
@@ -295,7 +296,12 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
             self.discarded.push(file.into());
             return Err(refused);
         }
-        self.memory.push((shape_of(wire), file.into()));
+        if self.memory.len() < REGION_FILES_MAX {
+            self.memory.push((shape_of(wire), file.into()));
+        } else {
+            self.unkept_regions += 1;
+            self.discarded.push(file.into());
+        }
         self.start_all()?;
         self.answered = Answered::No;
         Ok(None)
@@ -312,9 +318,12 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         let is_it = |(known, _): &(RegionShape, OwnedFd)| {
             (known.gpa, known.bytes, known.frontend) == (shape.gpa, shape.bytes, shape.frontend)
         };
-        if let Some(at) = self.memory.iter().position(is_it) {
-            let (_, file) = self.memory.remove(at);
-            self.discarded.push(file);
+        match self.memory.iter().position(is_it) {
+            Some(at) => {
+                let (_, file) = self.memory.remove(at);
+                self.discarded.push(file);
+            }
+            None => self.unkept_regions = self.unkept_regions.saturating_sub(1),
         }
         self.start_all()?;
         self.answered = Answered::No;

@@ -61,6 +61,14 @@ pub enum ParkError {
         /// The queue.
         queue: usize,
     },
+    /// It has more memory regions than files are kept of.
+    #[error(
+        "the front end has {regions} memory regions, too many for another process to go on with"
+    )]
+    Regions {
+        /// How many.
+        regions: usize,
+    },
     /// A ring did not stop: the device has failed.
     #[error("a queue could not be stopped: {0}")]
     Stop(#[source] Error),

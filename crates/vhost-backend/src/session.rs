@@ -32,6 +32,10 @@ pub(crate) enum Answered {
     No,
 }
 
+/// Most files of memory that are kept for a front end, in case another process is to go on with it: all others of
+/// this process need descriptors, too.
+pub(crate) const REGION_FILES_MAX: usize = 64;
+
 /// One front end's connection to a device.
 pub struct Session<B> {
     pub(crate) backend: B,
@@ -40,6 +44,8 @@ pub struct Session<B> {
     pub(crate) rings: Vec<RingSettings>,
     /// Its memory, with the files that the device has accepted: closing those waits for nobody.
     pub(crate) memory: Vec<(RegionShape, OwnedFd)>,
+    /// Regions beyond [`REGION_FILES_MAX`], whose files are not kept.
+    pub(crate) unkept_regions: usize,
     /// Its in-flight region, likewise.
     pub(crate) inflight: Option<InflightRecord>,
     pub(crate) answered: Answered,
@@ -59,6 +65,7 @@ impl<B: Backend> Session<B> {
             features: 0,
             protocol_features: 0,
             memory: Vec::new(),
+            unkept_regions: 0,
             inflight: None,
             rings: queues.map(|_| RingSettings::default()).collect(),
             answered: Answered::No,
@@ -99,6 +106,11 @@ impl<B: Backend> Session<B> {
             && let Some(queue) = self.rings.iter().position(runs)
         {
             return Err(ParkError::NoRecord { queue });
+        }
+        if self.unkept_regions > 0 {
+            return Err(ParkError::Regions {
+                regions: self.memory.len() + self.unkept_regions,
+            });
         }
         self.has_ended = true;
         self.backend.hurry();

@@ -203,6 +203,7 @@ mod tests {
     use super::*;
     use crate::{
         control::{BlkRequest, ErrorKind, OnFault},
+        dpu::Owed,
         settings::EngineSettings,
     };
     use pagetide_vpri::DomainTable;
@@ -220,7 +221,7 @@ mod tests {
         };
         let table = Arc::new(DomainTable::new(1));
         let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
-        set.restore(Vec::new()).unwrap();
+        set.restore(Vec::new(), Owed::AsAfterDeath).unwrap();
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 1 << 20]).unwrap();
         let add = |name: &str, serial: &str| {
@@ -288,7 +289,7 @@ mod tests {
         let error = set.add(request("new"), &[]).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Refused);
         assert_eq!(std::fs::read_to_string(&list).unwrap(), old);
-        set.restore(Vec::new()).unwrap();
+        set.restore(Vec::new(), Owed::AsAfterDeath).unwrap();
         set.add(request("new"), &[]).unwrap();
         assert_eq!(set.reports(&[]).len(), 2);
         set.shut_down();

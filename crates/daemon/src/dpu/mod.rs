@@ -8,7 +8,7 @@ pub mod process;
 mod report;
 mod set;
 
-pub(crate) use set::DeviceSet;
+pub(crate) use set::{DeviceSet, Owed};
 
 use crate::control::ControlError;
 use std::path::Path;

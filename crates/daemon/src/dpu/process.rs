@@ -12,7 +12,7 @@
 //! an earlier DPU process is still under way. No device touches memory before the daemon has announced
 //! which memory it knows.
 
-use super::DeviceSet;
+use super::{DeviceSet, Owed};
 use crate::{
     budget::{BudgetBody, HostReport, ShareChange},
     control::{
@@ -63,7 +63,7 @@ pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlErro
     let assist: Arc<dyn FaultAssist> = function.assist();
     devices.set_assist(&assist)?;
     devices.set_access_log(function.access_log())?;
-    devices.restore(Vec::new())?;
+    devices.restore(Vec::new(), Owed::AsAfterDeath)?;
     Ok(Arc::new(DpuProcess {
         devices,
         function: Mutex::new(Some(function)),

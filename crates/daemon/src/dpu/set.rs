@@ -48,6 +48,15 @@ const IMAGE_WAIT: Duration = Duration::from_secs(5);
 /// Time between two attempts.
 const IMAGE_LOOK: Duration = Duration::from_millis(20);
 
+/// What a start owes to what was handed over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Owed {
+    /// All of it is served as before, or the start fails: another process can go on.
+    AsBefore,
+    /// What cannot be served waits, as after a death: nobody else can go on.
+    AsAfterDeath,
+}
+
 /// The engines, their devices, and the list of devices.
 pub(crate) struct DeviceSet {
     dpu: Dpu,
@@ -172,12 +181,22 @@ impl DeviceSet {
     /// created, this logs the reason and leaves it out of service, but on the list.
     ///
     /// # Errors
-    /// One in `parked` cannot be created as it was.
-    pub(crate) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
+    /// One in `parked` cannot be created as it was, and that is owed. Otherwise its front end is hung up on, and it is
+    /// created like the others.
+    pub(crate) fn restore(
+        &self,
+        parked: Vec<ParkedDevice>,
+        owed: Owed,
+    ) -> Result<(), ControlError> {
         let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + IMAGE_WAIT;
         for device in parked {
-            self.go_on_with(device, &known.blk, deadline)?;
+            match self.go_on_with(device, &known.blk, deadline) {
+                Err(error) if owed == Owed::AsAfterDeath => {
+                    tracing::error!(error = error.message, "a front end has to connect again");
+                }
+                went_on => went_on?,
+            }
         }
         let is_missing = |request: &&BlkRequest| !lock(&self.kept).contains_key(&request.socket);
         let mut waiting: Vec<&BlkRequest> = known.blk.iter().filter(is_missing).collect();

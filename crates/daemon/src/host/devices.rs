@@ -11,7 +11,7 @@
 use super::{failure::failed, lock::lock};
 use crate::{
     control::{BlkRequest, ControlError, DeviceReport},
-    dpu::{DeviceSet, no_devices_here},
+    dpu::{DeviceSet, Owed, no_devices_here},
     injection::{InjectionReport, InjectionRequest},
     settings::{DpuPlace, IopfHandling, IopfPreempt, RunSettings},
     slo::SloList,
@@ -137,9 +137,13 @@ impl Devices {
     ///
     /// # Errors
     /// A connection cannot be gone on with.
-    pub(super) fn restore(&self, parked: Vec<ParkedDevice>) -> Result<(), ControlError> {
+    pub(super) fn restore(
+        &self,
+        parked: Vec<ParkedDevice>,
+        owed: Owed,
+    ) -> Result<(), ControlError> {
         match &self.place {
-            Place::Here(set) => set.restore(parked),
+            Place::Here(set) => set.restore(parked, owed),
             Place::Elsewhere(driver, _) => {
                 driver.all_known();
                 Ok(())

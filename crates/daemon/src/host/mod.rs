@@ -66,6 +66,7 @@ use crate::{
         AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
         ReclaimReport, VmReport,
     },
+    dpu::Owed,
     injection::{InjectionReport, InjectionRequest},
     pool::{KeptCap, NewCap, PoolReport},
     protection::{
@@ -133,13 +134,14 @@ pub(crate) struct HandedOver {
 
 /// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
-    start_with(settings, HandedOver::default())
+    start_with(settings, HandedOver::default(), Owed::AsAfterDeath)
 }
 
-/// The same with what a predecessor has handed over; fails if that is not served as before.
+/// The same with what a predecessor has handed over.
 pub(crate) fn start_with(
     settings: &RunSettings,
     handed: HandedOver,
+    owed: Owed,
 ) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
@@ -194,9 +196,17 @@ pub(crate) fn start_with(
         vms: Roster::new(bell),
     });
     let taken = host.recover_all(expected);
-    host.check_served(&handed.vms)?;
+    match host.check_served(&handed.vms) {
+        Err(error) if owed == Owed::AsAfterDeath => {
+            tracing::error!(
+                error = error.message,
+                "a VM waits until it can be recovered"
+            );
+        }
+        checked => checked?,
+    }
     if taken == Taken::AllKnown {
-        host.devices.restore(handed.devices)?;
+        host.devices.restore(handed.devices, owed)?;
     }
     Janitor::new(rung).start(&host)?;
     Ok(host)
@@ -505,6 +515,7 @@ impl Control for Host {
     }
 
     fn may_hand_over(&self) -> Result<(), ControlError> {
+        slow_tiers::may_hand_over(&self.shared.slow)?;
         self.devices.may_hand_over()
     }
 

@@ -10,7 +10,7 @@
 use super::{failure::failed, pools::name_of};
 use crate::{control::ControlError, pool::TierReport, settings::RunSettings, tiers::DiskSetting};
 use pagetide_swap::{
-    Pool, SlowTiers,
+    Pool, PoolError, SlowTiers,
     slow::{RetryPauses, Seat},
 };
 use pagetide_tiers::{
@@ -38,7 +38,7 @@ pub(super) fn open(
     let mut found =
         DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
     for pool in pools {
-        hold(&mut found, pool);
+        hold(&mut found, pool)?;
     }
     let seat = Seat {
         disk: Some(found.id()),
@@ -67,17 +67,51 @@ fn limit_of(disk: &DiskSetting) -> Result<u64, ControlError> {
     Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
 }
 
+/// Whether a successor can open the tiers.
+///
+/// # Errors
+/// A sentence: it would wait for one of them while nobody serves.
+pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
+    for seat in tiers.seats() {
+        match seat.tier.health().standing {
+            Standing::Working | Standing::Full => {}
+            Standing::Slow { .. } | Standing::Gone { .. } => {
+                return Err(ControlError::refused(format!(
+                    "the {} tier does not work now, and another program could not open it: `pagetide pool show` says \
+                     why; upgrade when it works again",
+                    seat.tier.kind()
+                )));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Keeps what the pool at `path` has on the disk, if that is this disk.
-fn hold(found: &mut FoundDisk, path: &Path) {
+///
+/// # Errors
+/// The pool cannot be opened now. What is held for no pool is given back, so this daemon must not begin then.
+fn hold(found: &mut FoundDisk, path: &Path) -> Result<(), ControlError> {
     let name = name_of(path);
     let pool = match Pool::open(path) {
         Ok(pool) => pool,
-        // Its VM cannot be recovered either: without the key in the pool nothing can be read.
-        Err(error) => return tracing::error!(vm = name, %error, "nothing is kept for a VM on disk"),
+        // Its VM can never be recovered: without the key in the pool nothing can be read.
+        Err(error @ PoolError::Damaged { .. }) => {
+            tracing::error!(vm = name, %error, "nothing is kept for a VM on disk");
+            return Ok(());
+        }
+        Err(error) => {
+            return Err(ControlError::refused(format!(
+                "what VM '{name}' has on the disk would be given up, because its pool cannot be opened ({error}): \
+                 start again when it can be"
+            )));
+        }
     };
-    let Some(vm) = pool.slow_vm() else { return };
+    let Some(vm) = pool.slow_vm() else {
+        return Ok(());
+    };
     if pool.disk() != Some(found.id()) {
-        return;
+        return Ok(());
     }
     // Each by itself: one that cannot be must not cost the others.
     for (number, entry) in pool.extents().filter(|(_, entry)| entry.sectors > 0) {
@@ -85,6 +119,7 @@ fn hold(found: &mut FoundDisk, path: &Path) {
             tracing::error!(vm = name, ?number, %error, "an extent of a VM is not on the disk");
         }
     }
+    Ok(())
 }
 
 /// How the tiers stand, and what they have done.

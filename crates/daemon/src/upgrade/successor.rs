@@ -10,6 +10,7 @@ use super::{
     report::{UpgradeReport, UpgradeState},
 };
 use crate::{
+    dpu::Owed,
     host,
     run::{self, Started, check_host, name_process},
     settings::{RunSettings, Settings, from_text},
@@ -97,7 +98,7 @@ fn take_over(
         Ok(parts) => parts,
         Err(error) => return refuse(channel, CommandError::failed(error)),
     };
-    let mut started = match Started::from_parts(settings, parts) {
+    let mut started = match Started::from_parts(settings, parts, Owed::AsBefore) {
         Ok(started) => started,
         Err(error) => return refuse(channel, error),
     };

@@ -299,7 +299,9 @@ impl WorkTask {
     /// The same for `work` whose CPU time is not the run's.
     pub(super) fn aside<T>(&mut self, work: impl FnOnce() -> T) -> T {
         let before = cpu::thread_time();
-        let result = self.firmly(work);
+        let run = self.run.as_ref();
+        let urgency = run.map_or(Urgency::Ordinary, |run| run.urgency);
+        let result = self.with_urgency(self.scheduler.weakness.aside(urgency), work);
         if let Some(run) = &mut self.run {
             run.began += cpu::thread_time().saturating_sub(before);
         }

@@ -94,6 +94,17 @@ impl Weakness {
     }
 }
 
+impl Weakness {
+    /// Priority of work that is not part of a run with `urgency`, and not at its expense: it preempts nobody.
+    #[must_use]
+    pub fn aside(self, urgency: Urgency) -> Urgency {
+        match self.firm(urgency) {
+            Urgency::Preempting(_) => Urgency::Ordinary,
+            firm => firm,
+        }
+    }
+}
+
 /// How a thread was placed last. Several tasks may take turns on one thread.
 #[derive(Debug)]
 struct Placed {

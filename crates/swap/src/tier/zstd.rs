@@ -7,6 +7,7 @@
 
 use super::crc::{CRC_BYTES, PAGE, STORED_BYTES_MAX, Seed, seal};
 use pagetide_addr::PageNo;
+use std::alloc::{Layout, handle_alloc_error};
 use std::cell::RefCell;
 use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
 
@@ -73,23 +74,26 @@ impl ZstdPacker {
 /// The page in `frame`.
 pub(super) fn decompress(frame: &[u8], into: &mut [u8; PAGE]) -> Result<(), &'static str> {
     thread_local! {
-        static CONTEXT: RefCell<Option<DCtx<'static>>> = RefCell::new(new_context());
+        static CONTEXT: RefCell<DCtx<'static>> = RefCell::new(new_context());
     }
-    CONTEXT.with_borrow_mut(|context| {
-        let Some(context) = context else {
-            return Err("zstd gets no memory");
-        };
-        match context.decompress(&mut into[..], frame) {
-            Ok(PAGE) => Ok(()),
-            Ok(_) | Err(_) => Err("it does not decompress to a page"),
-        }
+    CONTEXT.with_borrow_mut(|context| match context.decompress(&mut into[..], frame) {
+        Ok(PAGE) => Ok(()),
+        Ok(_) | Err(_) => Err("it does not decompress to a page"),
     })
 }
 
-fn new_context() -> Option<DCtx<'static>> {
-    let mut context = DCtx::try_create()?;
+/// Bytes of a context for decompression, about.
+const CONTEXT_BYTES: usize = 128 << 10;
+
+/// No memory for it says nothing of a page, which must not be taken for damaged. It ends the process, as any
+/// allocation that fails does: a successor loses nothing.
+fn new_context() -> DCtx<'static> {
     let format = DParameter::Format(FrameFormat::Magicless);
-    context.set_parameter(format).is_ok().then_some(context)
+    let made = DCtx::try_create().and_then(|mut context| {
+        let is_set = context.set_parameter(format).is_ok();
+        is_set.then_some(context)
+    });
+    made.unwrap_or_else(|| handle_alloc_error(Layout::new::<[u8; CONTEXT_BYTES]>()))
 }
 
 #[cfg(test)]
