@@ -126,7 +126,8 @@ fn burst_tells_memory_recovery_and_faults_and_draws_them() {
         "--seconds",
         "2",
         "--online",
-        "6",
+        // Demands change after five seconds, and again after ten.
+        "12",
         "--plots",
         plots.to_str().unwrap(),
         "--json",
