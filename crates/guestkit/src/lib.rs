@@ -16,6 +16,7 @@ pub mod client;
 pub mod cpio;
 pub mod demo;
 pub mod dense;
+pub mod far;
 pub mod fio;
 pub mod guest;
 pub mod hostile;
