@@ -35,6 +35,7 @@ pub mod overhead;
 pub mod pa_bitmap;
 pub mod pool;
 pub mod real_size;
+pub mod remote;
 pub mod schedule;
 pub mod sim;
 pub mod tiers;

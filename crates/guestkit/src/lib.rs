@@ -32,6 +32,7 @@ pub mod qemu;
 pub mod qmp;
 pub mod report;
 pub mod sampler;
+pub mod small_disk;
 pub mod soak;
 pub mod stage;
 pub mod stand_in;

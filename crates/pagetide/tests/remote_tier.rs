@@ -10,17 +10,17 @@ mod vmm;
 
 use daemon::{Daemon, command, number};
 use far::{FarServer, Wire};
-use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
+use pagetide_sys::{
+    mapping::{MappingError, SharedMapping},
+    memory_file::GuestFile,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::{
-    fs::{self, File},
+    fs,
     os::{
         fd::AsFd as _,
-        unix::{
-            fs::{FileExt as _, PermissionsExt as _},
-            process::ExitStatusExt as _,
-        },
+        unix::{fs::PermissionsExt as _, process::ExitStatusExt as _},
     },
     path::PathBuf,
     process::Command,
@@ -81,21 +81,17 @@ impl Ram {
     /// Touches every page; returns how many cannot be.
     fn survey(&self) -> u64 {
         // The kernel reads here: a page that is lost is an error, and no signal.
-        let own = File::open("/proc/self/mem").unwrap();
-        let begin = u64::try_from(self.memory.address()).unwrap();
         let is_lost = |page: &u64| {
             let mut found = vec![0; 4096];
-            match own.read_exact_at(&mut found, begin + page * PAGE_BYTES) {
-                Ok(()) => assert!(found == content(*page), "page {page}"),
-                Err(error) => {
-                    assert_eq!(
-                        error.raw_os_error(),
-                        Some(libc::EIO),
-                        "page {page}: {error}"
-                    );
-                    return true;
-                }
+            let read = self
+                .memory
+                .copy_from_by_kernel(page * PAGE_BYTES, &mut found);
+            if let Err(MappingError::Kernel { source, .. }) = &read {
+                assert_eq!(source.raw_os_error(), Some(libc::EFAULT), "page {page}");
+                return true;
             }
+            read.unwrap();
+            assert!(found == content(*page), "page {page}");
             false
         };
         (0..PAGES).filter(is_lost).count() as u64
