@@ -9,8 +9,8 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
     fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, schedule, sim,
-    swap, tracker,
+    iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, remote,
+    schedule, sim, swap, tracker,
 };
 
 /// Arguments of `bench`.
@@ -220,6 +220,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Overcommit => overcommit::run(sizes),
         BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),
+        BenchName::Remote => remote::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),
         BenchName::Schedule => schedule::run(sizes),
         BenchName::Swap => swap::run(sizes),

@@ -38,6 +38,7 @@ pub mod pa_bitmap;
 pub mod pool;
 pub mod real_size;
 mod redis;
+pub mod remote;
 pub mod schedule;
 pub mod sim;
 pub mod swap;

@@ -51,6 +51,8 @@ pub enum BenchName {
     Pool,
     /// Attach, squeeze, recovery and detach of dense VMs of 1, 4 and 16 GiB, and which costs grow faster than RAM
     RealSize,
+    /// Pages that go to another host's memory and come back, its link or server being lost meanwhile
+    Remote,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit
     GuestCost,
     /// Swap-in by CPU and by device, swap-out and bytes a page of each tier, beside kernel swap on zram and on the same

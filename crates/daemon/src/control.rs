@@ -362,12 +362,20 @@ report! {
         disk_pages: u64 => gauge,
         /// Bytes that they take there.
         disk_bytes: u64 => gauge,
+        /// Stored pages in memory of another host, sealed, likewise.
+        remote_pages: u64 => gauge,
+        /// Bytes that they take there, rounded up to 512 each, beside what the server needs for itself.
+        remote_bytes: u64 => gauge,
         /// Stored pages that went from memory to a slower tier since the attach.
         sunk_pages: u64 => counter,
         /// Pages that came back from such a tier since the daemon serves the VM.
         slowly_loaded_pages: u64 => counter,
         /// Loads that a tier did not answer, and that were tried again.
         retried_loads: u64 => counter,
+        /// Answers of such a tier that were not the page as it was stored; it was asked for again.
+        wrong_answers: u64 => counter,
+        /// Pages that were needed and that the server of the tier remote does not have any more; what needs them waits, as is set by remote-when-gone.
+        missing_pages: u64 => counter,
         /// Pages evicted since the attach.
         evicted_pages: u64 => counter,
         /// Faults of vCPUs on absent pages.

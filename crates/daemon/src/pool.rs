@@ -55,12 +55,14 @@ report! {
 report! {
     /// State and figures of a tier outside memory, since the daemon began.
     pub struct TierReport in "pagetide_tier" {
-        /// Its kind: disk.
+        /// Its kind: disk or remote.
         tier: String => label "tier",
         /// How it stands: working, slow, full or gone.
         standing: String => skip,
         /// Why, if it is slow or gone.
         reason: Option<String> => skip,
+        /// Of a remote tier: what its server keeps if it ends, by its settings: all, lagging (all but the last seconds), nothing, or unknown.
+        keeps: Option<String> => skip,
         /// For how long it has stood so.
         standing_seconds: f64 => gauge,
         /// 1 if it takes and returns pages, else 0.
@@ -87,6 +89,10 @@ report! {
         overdue_requests: u64 => counter,
         /// Requests refused because there were too many, or the tier did not work.
         refused_requests: u64 => counter,
+        /// How often a server was found to have lost what it was given.
+        losses: u64 => counter,
+        /// Pages that were read and not there.
+        pages_not_there: u64 => counter,
         /// Half of the reads took no longer.
         read_p50_us: u64 => gauge,
         /// All but one in a hundred reads took no longer.

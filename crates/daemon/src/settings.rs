@@ -287,14 +287,16 @@ settings! {
     evict_threads: u32 = "0",
     /// Most memory that the pools of all VMs may take together, such as 8G, or none; what `pagetide pool cap` has set holds instead
     pool_max: PoolMax = "none",
-    /// Where evicted pages are kept, in order: zero and same (pages of one repeated word, which take no room), lz4, zstd, to which pages go that stay cold, and disk:/PATH, a file or block device of this host to which, sealed, those go that stay cold still longer; lz4, zstd and disk may have a limit on what they hold of all VMs, such as lz4=8G or disk:/PATH=64G
+    /// Where evicted pages are kept, in order: zero and same (pages of one repeated word, which take no room), lz4, zstd, to which pages go that stay cold, disk:/PATH, a file or block device of this host to which, sealed, those go that stay cold still longer, and remote:redis://HOST:PORT=SIZE, a Redis or Valkey server of another host, likewise (disk and remote in either order); lz4, zstd and disk may have a limit on what they hold of all VMs, such as lz4=8G or disk:/PATH=64G, and remote must
     tiers: TierList = "zero,same,lz4,zstd",
     /// How long a section of a VM must be left alone until its stored pages are packed anew for the tier zstd, such as 30s, 10min or 2h
     demote_after: DemoteAfter = "10min",
-    /// How long a section of a VM must be left alone until its stored pages go from memory to disk, such as 30s, 10min or 2h; while there is no room in memory, the oldest go at once
+    /// How long a section of a VM must be left alone until its stored pages go from memory to disk or to another host, such as 30s, 10min or 2h; while there is no room in memory, the oldest go at once
     sink_after: DemoteAfter = "30min",
     /// What becomes of a page that is needed while its disk is gone: wait (the fault waits until the disk is back) or lost (accesses to the page fail from then on)
     disk_when_gone: WhenGoneChoice = "wait",
+    /// What becomes of a page that is needed while the server of the tier remote is gone, or that the server has lost: wait (the fault waits until the page is there again) or lost (accesses to the page fail from then on)
+    remote_when_gone: WhenGoneChoice = "wait",
     /// How hot memory is found: unmap (pages are unmapped; those that are touched are mapped again), idle (the kernel's idle page tracking, which it must have), whole (all pages are unmapped at each scan, which slows a busy guest down; for comparison), or auto for the cheapest that the kernel has
     tracker: TrackerChoice = "auto",
     /// Most that finding its hot memory may cost a VM: share of the CPU time of its VMM, and as much of a CPU of the daemon's

@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The settings `tiers`, `demote-after`, `sink-after` and `disk-when-gone`: where pages are kept, and in
-//! which forms.
+//! The settings `tiers`, `demote-after`, `sink-after`, `disk-when-gone` and `remote-when-gone`: where pages are
+//! kept, and in which forms.
 //!
 //! ```text
-//!   zero,same,lz4=8G,zstd,disk:/path=64G
-//!   ─────────  ──────  ─── ──────────────
-//!   always     where   where they go that stay cold, and still colder
+//!   zero,same,lz4=8G,zstd,remote:redis://far:6379=32G,disk:/path=64G
+//!   ─────────  ──────  ─── ─────────────────────────── ──────────────
+//!   always     where   where they go that stay cold,   and where those go that find no room there
 //!   there      most
 //!              enter
 //! ```
 //! A limit is on what the tier holds of all VMs. A page that finds no room in a tier enters at the next of
-//! those in memory. Pages go to a disk from the pool only, so that no eviction waits for it.
+//! those in memory. Pages go to disk and to another host from the pool only, so that no eviction waits for these;
+//! which of the two comes first is the operator's choice.
+//!
+//! The limit of a server is what stands behind the last `=`; it must be given, as nothing else bounds what
+//! this host takes of the other. A URL with a password is refused: this setting is seen in lists of processes,
+//! in logs and by the API.
 
 use pagetide_policy::{demotion::AFTER_MIN, protect::parameters::Field};
 use pagetide_report::size::ByteSize;
@@ -18,6 +23,7 @@ use pagetide_swap::{
     slow::WhenGone,
     store::{PoolTiers, RESUME_BYTES, ZstdTier},
 };
+use pagetide_tiers::remote::{AddressError, RemoteAddress, RemoteUrl};
 use serde::{Deserialize, Serialize};
 use std::{path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
@@ -26,10 +32,18 @@ const SAME: &str = "same";
 const LZ4: &str = "lz4";
 const ZSTD: &str = "zstd";
 const DISK: &str = "disk";
-/// All of them, in their order.
-const NAMES: [&str; 5] = [ZERO, SAME, LZ4, ZSTD, DISK];
-const ALLOWED: &str = "zero,same,lz4,zstd,disk:/PATH in this order, lz4, zstd and disk with a limit if you like, \
-                       such as lz4=8G";
+const REMOTE: &str = "remote";
+/// All of them, in their order; those of the same place in either order.
+const NAMES: [(&str, u8); 6] = [
+    (ZERO, 0),
+    (SAME, 1),
+    (LZ4, 2),
+    (ZSTD, 3),
+    (DISK, 4),
+    (REMOTE, 4),
+];
+const ALLOWED: &str = "zero,same,lz4,zstd,disk:/PATH,remote:redis://HOST=SIZE in this order (disk and remote in \
+                       either), lz4, zstd and disk with a limit if you like, such as lz4=8G";
 /// Least limit of a tier: with less than a full store needs to take content again it would never do so.
 const LIMIT_BYTES_MIN: u64 = RESUME_BYTES;
 /// Longest time for which a section ages.
@@ -44,13 +58,42 @@ pub struct DiskSetting {
     pub limit_bytes: Option<u64>,
 }
 
+/// A server of another host as a tier.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RemoteSetting {
+    /// As it was written, without a password.
+    text: String,
+    url: RemoteUrl,
+    /// Most that it is given.
+    pub limit_bytes: u64,
+}
+
+impl RemoteSetting {
+    /// The server's address; reads the password now.
+    ///
+    /// # Errors
+    /// A sentence: why it cannot be read.
+    pub fn address(&self) -> Result<RemoteAddress, AddressError> {
+        self.url.clone().address()
+    }
+}
+
+/// A tier outside memory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum SlowSetting {
+    /// On a disk.
+    Disk(DiskSetting),
+    /// On another host.
+    Remote(RemoteSetting),
+}
+
 /// The setting `tiers`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct TierList {
     lz4_limit_bytes: Option<u64>,
     zstd: ZstdTier,
-    disk: Option<DiskSetting>,
+    slow: Vec<SlowSetting>,
 }
 
 impl TierList {
@@ -60,11 +103,99 @@ impl TierList {
         PoolTiers::new(self.lz4_limit_bytes, self.zstd)
     }
 
-    /// The disk, if there is one.
+    /// Those outside memory, in the order in which pages go down to them.
     #[must_use]
-    pub const fn disk(&self) -> Option<&DiskSetting> {
-        self.disk.as_ref()
+    pub fn slow(&self) -> &[SlowSetting] {
+        &self.slow
     }
+}
+
+/// An item of the list, taken apart.
+struct Item<'a> {
+    name: &'static str,
+    /// Behind the colon: a path or a URL.
+    at: Option<&'a str>,
+    limit_bytes: Option<u64>,
+    place: u8,
+}
+
+impl<'a> Item<'a> {
+    fn of(item: &'a str) -> Result<Self, String> {
+        // The last one: a path or a URL may have others.
+        let (text, limit) = match item.rsplit_once('=') {
+            Some((text, limit)) => (text.trim(), Some(limit.trim())),
+            None => (item, None),
+        };
+        let (name, at) = match text.split_once(':') {
+            Some((name, at)) => (name.trim(), Some(at.trim())),
+            None => (text, None),
+        };
+        let known = NAMES.iter().find(|(known, _)| *known == name);
+        let &(name, place) = known.ok_or_else(|| format!("there is no tier '{name}'"))?;
+        let limit_bytes = limit.map(|limit| limit_of(name, limit)).transpose()?;
+        Ok(Self {
+            name,
+            at,
+            limit_bytes,
+            place,
+        })
+    }
+
+    /// Adds what it says to the list.
+    fn add_to(&self, list: &mut TierList) -> Result<(), String> {
+        let Self {
+            name,
+            at,
+            limit_bytes,
+            ..
+        } = *self;
+        match (name, at) {
+            (DISK, Some(path)) if path.starts_with('/') => {
+                let path = path.into();
+                let disk = DiskSetting { path, limit_bytes };
+                list.slow.push(SlowSetting::Disk(disk));
+            }
+            (DISK, _) => {
+                return Err(
+                    "the tier disk needs a path from the root, such as disk:/var/lib/pagetide/tier"
+                        .to_owned(),
+                );
+            }
+            (REMOTE, at) => {
+                let remote = remote_of(at, limit_bytes)?;
+                list.slow.push(SlowSetting::Remote(remote));
+            }
+            (_, Some(_)) => return Err(format!("the tier {name} has no path")),
+            (LZ4, None) => list.lz4_limit_bytes = limit_bytes,
+            (ZSTD, None) => list.zstd = ZstdTier::On { limit_bytes },
+            (_, None) if limit_bytes.is_some() => {
+                return Err(format!("the tier {name} takes no room, so it has no limit"));
+            }
+            (_, None) => {}
+        }
+        Ok(())
+    }
+}
+
+fn remote_of(url: Option<&str>, limit_bytes: Option<u64>) -> Result<RemoteSetting, String> {
+    let text =
+        url.ok_or("the tier remote needs a URL and a limit, such as remote:redis://far:6379=16G")?;
+    let url = RemoteUrl::parse(text).map_err(|why| format!("the tier remote: {why}"))?;
+    if url.has_password() {
+        return Err(
+            "the URL of the tier remote has a password, which lists of processes would show: write it into a \
+             file that root alone may read and add ?password-file=/FILE to the URL (or ?password-env=VARIABLE)"
+                .to_owned(),
+        );
+    }
+    let limit_bytes = limit_bytes.ok_or(
+        "the tier remote needs a limit on what it is given, such as remote:redis://far:6379=16G",
+    )?;
+    Ok(RemoteSetting {
+        text: text.to_owned(),
+        url,
+        limit_bytes,
+    })
 }
 
 impl FromStr for TierList {
@@ -75,63 +206,28 @@ impl FromStr for TierList {
         let mut list = Self {
             lz4_limit_bytes: None,
             zstd: ZstdTier::Off,
-            disk: None,
+            slow: Vec::new(),
         };
-        // Place in the order after the last one named.
-        let mut next = 0;
-        let mut has_lz4 = false;
+        let mut named: Vec<(&str, u8)> = Vec::new();
         for item in text.split(',').map(str::trim) {
-            // The last one: a path may have others.
-            let (name, limit) = match item.rsplit_once('=') {
-                Some((name, limit)) => (name.trim(), Some(limit.trim())),
-                None => (item, None),
-            };
-            let (name, path) = match name.split_once(':') {
-                Some((name, path)) => (name.trim(), Some(path.trim())),
-                None => (name, None),
-            };
-            let Some(place) = NAMES.iter().position(|known| *known == name) else {
-                return Err(wrong(format!("there is no tier '{name}'")));
-            };
-            if place + 1 == next {
+            let item = Item::of(item).map_err(wrong)?;
+            let (name, place) = (item.name, item.place);
+            if named.last().is_some_and(|(last, _)| *last == name) {
                 return Err(wrong(format!("the tier {name} is named twice")));
             }
-            if place < next {
+            let is_late = named
+                .iter()
+                .any(|(other, at)| *other == name || *at > place);
+            if is_late {
                 return Err(wrong(format!("the tier {name} stands too late, or twice")));
             }
-            next = place + 1;
-            let limit_bytes = limit.map(|limit| limit_of(name, limit)).transpose();
-            let limit_bytes = limit_bytes.map_err(wrong)?;
-            let path = path_of(name, path).map_err(wrong)?;
-            match name {
-                DISK => list.disk = path.map(|path| DiskSetting { path, limit_bytes }),
-                LZ4 => (has_lz4, list.lz4_limit_bytes) = (true, limit_bytes),
-                ZSTD => list.zstd = ZstdTier::On { limit_bytes },
-                _ if limit.is_some() => {
-                    return Err(wrong(format!(
-                        "the tier {name} takes no room, so it has no limit"
-                    )));
-                }
-                _ => {}
-            }
+            named.push((name, place));
+            item.add_to(&mut list).map_err(wrong)?;
         }
-        match has_lz4 {
+        match named.iter().any(|(name, _)| *name == LZ4) {
             true => Ok(list),
             false => Err(wrong("the tier lz4 is missing".to_owned())),
         }
-    }
-}
-
-/// The path behind the name of a tier that has one.
-fn path_of(name: &str, path: Option<&str>) -> Result<Option<PathBuf>, String> {
-    match (name, path) {
-        (DISK, Some(path)) if path.starts_with('/') => Ok(Some(path.into())),
-        (DISK, _) => Err(
-            "the tier disk needs a path from the root, such as disk:/var/lib/pagetide/tier"
-                .to_owned(),
-        ),
-        (_, None) => Ok(None),
-        (_, Some(_)) => Err(format!("the tier {name} has no path")),
     }
 }
 
@@ -170,14 +266,19 @@ impl From<TierList> for String {
         if let ZstdTier::On { limit_bytes } = list.zstd {
             names.push(named(ZSTD, limit_bytes));
         }
-        if let Some(DiskSetting { path, limit_bytes }) = &list.disk {
-            names.push(named(&format!("{DISK}:{}", path.display()), *limit_bytes));
-        }
+        names.extend(list.slow.iter().map(|slow| match slow {
+            SlowSetting::Disk(DiskSetting { path, limit_bytes }) => {
+                named(&format!("{DISK}:{}", path.display()), *limit_bytes)
+            }
+            SlowSetting::Remote(RemoteSetting {
+                text, limit_bytes, ..
+            }) => named(&format!("{REMOTE}:{text}"), Some(*limit_bytes)),
+        }));
         names.join(",")
     }
 }
 
-/// The setting `disk-when-gone`.
+/// The settings `disk-when-gone` and `remote-when-gone`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WhenGoneChoice(pub WhenGone);
@@ -272,6 +373,18 @@ mod tests {
                 "lz4,zstd,disk:/a=b/d=64G",
                 "zero,same,lz4,zstd,disk:/a=b/d=64G",
             ),
+            (
+                "lz4,remote:redis://far=1024M",
+                "zero,same,lz4,remote:redis://far=1G",
+            ),
+            (
+                "lz4,disk:/d,remote:rediss://u@far:7000/3?ca=/c.pem&password-file=/p=2G",
+                "zero,same,lz4,disk:/d,remote:rediss://u@far:7000/3?ca=/c.pem&password-file=/p=2G",
+            ),
+            (
+                "lz4,remote:redis://a?node=b:7001&password-env=PT=8G,disk:/d=1G",
+                "zero,same,lz4,remote:redis://a?node=b:7001&password-env=PT=8G,disk:/d=1G",
+            ),
         ] {
             let list: TierList = text.parse().unwrap();
             assert_eq!(String::from(list.clone()), canonical);
@@ -285,7 +398,7 @@ mod tests {
             path: "/a:b".into(),
             limit_bytes: Some(1 << 30),
         };
-        assert_eq!(disk.disk(), Some(&expected));
+        assert_eq!(disk.slow(), [SlowSetting::Disk(expected)]);
     }
 
     #[test]
@@ -313,10 +426,27 @@ mod tests {
             ("disk:/d,lz4", "lz4 stands too late"),
             ("lz4,disk:/d,disk:/e", "named twice"),
             ("lz4:/d", "lz4 has no path"),
+            ("lz4,remote", "needs a URL and a limit"),
+            ("lz4,remote=1G", "needs a URL and a limit"),
+            ("lz4,remote:redis://far", "needs a limit"),
+            ("lz4,remote:redis://far?cluster=true", "'true' is no size"),
+            ("lz4,remote:far:6379=1G", "write redis://"),
+            (
+                "lz4,remote:redis://far=1K",
+                "too little for the tier remote",
+            ),
+            ("lz4,remote:redis://:hunter2@far=1G", "password-file="),
+            ("lz4,remote:redis://far?password=hunter2=1G", "no option"),
+            ("remote:redis://far=1G,lz4", "lz4 stands too late"),
+            (
+                "lz4,remote:redis://a=1G,disk:/d,remote:redis://b=1G",
+                "remote stands too late, or twice",
+            ),
         ] {
             let error = text.parse::<TierList>().unwrap_err();
             assert!(error.contains(why), "{text}: {error}");
             assert!(error.ends_with(ALLOWED) && !error.contains('\n'), "{error}");
+            assert!(!error.contains("hunter2"), "{error}");
         }
     }
 

@@ -77,10 +77,12 @@ enum Room {
 }
 
 /// What runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Processes {
     /// A daemon, with its devices in it.
     Daemon,
+    /// The same with these flags.
+    DaemonWith(Vec<String>),
     /// The same with a budget lock of its own.
     DaemonWithBudgetLock,
     /// A daemon, and a DPU process with its devices.
@@ -133,6 +135,17 @@ impl Stage {
         Self::set_with(Room::Ample, Processes::DaemonWithBudgetLock)
     }
 
+    /// As [`Stage::set`], the daemon having these flags.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn set_with_flags(flags: Vec<String>) -> Result<Self, Skip> {
+        Self::set_with(Room::Ample, Processes::DaemonWith(flags))
+    }
+
     /// As [`Stage::set`], the daemon's state being on a tmpfs of `bytes`.
     ///
     /// # Errors
@@ -179,6 +192,7 @@ impl Stage {
                 let lock = folder.path().join("budget.lock");
                 Role::DaemonWith(vec![format!("--budget-lock={}", lock.display())])
             }
+            (None, Processes::DaemonWith(flags)) => Role::DaemonWith(flags),
             (None, _) => Role::Daemon,
         };
         Ok(Self {

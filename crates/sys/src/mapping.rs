@@ -236,6 +236,38 @@ impl SharedMapping {
         Ok(())
     }
 
+    /// Copies from the mapping at `offset` into `into` by the kernel: a page that is lost is an error here, and no
+    /// `SIGBUS`.
+    ///
+    /// # Errors
+    /// [`MappingError::OutOfBounds`], or the kernel's error: `EFAULT` for a page that cannot be had.
+    pub fn copy_from_by_kernel(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
+        let from = self.bounded(offset, into.len() as u64)?;
+        let (to, len) = (into.as_mut_ptr(), into.len());
+        let part = |base: *mut u8| libc::iovec {
+            iov_base: base.cast(),
+            iov_len: len,
+        };
+        let (local, remote) = (part(to), part(from.as_ptr()));
+        let own = rustix::process::getpid().as_raw_nonzero().get();
+        // SAFETY: the kernel writes to `into` alone, which is exclusively ours for the call, and reads the other
+        // range, which lies in our own mapping; it copies bytes, and returns an error where there are none.
+        let copied =
+            unsafe { libc::process_vm_readv(own, &raw const local, 1, &raw const remote, 1, 0) };
+        match usize::try_from(copied) {
+            Ok(count) if count == len => Ok(()),
+            outcome => Err(MappingError::Kernel {
+                operation: "process_vm_readv",
+                len_bytes: len as u64,
+                source: match outcome {
+                    // Part of it was there.
+                    Ok(_) => std::io::Error::from_raw_os_error(libc::EFAULT),
+                    Err(_) => std::io::Error::last_os_error(),
+                },
+            }),
+        }
+    }
+
     /// Drops this process's page table entries of the range; the content stays in the file.
     ///
     /// # Errors
@@ -326,6 +358,24 @@ mod tests {
         let mut again = [0; 4];
         mapping.copy_from(5000, &mut again).unwrap();
         assert_eq!(again, back);
+    }
+
+    #[test]
+    fn page_that_cannot_be_had_is_an_error_of_the_kernels_copy() {
+        let file = GuestFile::new_memfd("mapping", 8192).unwrap();
+        let mapping = SharedMapping::new(file.as_fd(), 8192).unwrap();
+        mapping.copy_to(100, b"tide").unwrap();
+        let mut back = [0; 4];
+        mapping.copy_from_by_kernel(100, &mut back).unwrap();
+        assert_eq!(&back, b"tide");
+        rustix::fs::ftruncate(file.as_fd(), 4096).unwrap();
+        let beyond = mapping.copy_from_by_kernel(4096, &mut back).unwrap_err();
+        assert!(
+            matches!(&beyond, MappingError::Kernel { source, .. }
+                if source.raw_os_error() == Some(libc::EFAULT)),
+            "{beyond}"
+        );
+        assert!(mapping.copy_from_by_kernel(8190, &mut back).is_err());
     }
 
     #[test]

@@ -75,7 +75,7 @@ fn start(url: &str) -> Result<RemoteTier, Box<dyn Error>> {
         when_gone: WhenGone::Lost,
         bounds: TimeBounds::default(),
     })?;
-    match tier.first_contact(Duration::from_secs(10)).standing {
+    match tier.first_contact(Duration::from_secs(10)).1.standing {
         Standing::Working => Ok(tier),
         other => Err(format!("the tier does not work: {other:?}").into()),
     }

@@ -95,7 +95,7 @@ pub struct Place {
     pub position: Position,
     /// The first sector of the extent; 0 in a tier without sectors.
     pub start: SectorNo,
-    /// Sectors of the page; 0 in a tier without sectors.
+    /// Sectors that the page takes; in a tier without sectors, how many would hold it.
     pub sectors: u16,
 }
 
@@ -224,15 +224,11 @@ impl Batch {
     }
 
     fn place(&self, position: Position, bytes: usize) -> Place {
-        let sectors = match self.room.kind {
-            TierKind::Disk => bytes / SECTOR_BYTES,
-            TierKind::Remote => 0,
-        };
         Place {
             extent: self.extent,
             position,
             start: self.room.start,
-            sectors: u16::try_from(sectors).unwrap_or(u16::MAX),
+            sectors: u16::try_from(bytes.div_ceil(SECTOR_BYTES)).unwrap_or(u16::MAX),
         }
     }
 
@@ -334,6 +330,6 @@ mod tests {
         );
         assert_eq!(batch.len(), 2);
         let mut remote = room(TierKind::Remote, 0, 1);
-        assert_eq!(remote.push(&[0; 100]).unwrap().sectors, 0);
+        assert_eq!(remote.push(&[0; 700]).unwrap().sectors, 2);
     }
 }

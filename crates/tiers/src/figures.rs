@@ -20,6 +20,21 @@ pub struct Latency {
     pub max_us: u64,
 }
 
+/// What the server of a remote tier says of its append-only file: what is still there when it has ended and is
+/// started again.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum Durability {
+    /// Each page that was acknowledged (`appendfsync always`).
+    Always,
+    /// Pages but for those of the last second or seconds.
+    Lagging,
+    /// At most an older snapshot (`appendonly no`).
+    Nothing,
+    /// It does not say.
+    #[default]
+    Unknown,
+}
+
 /// The figures of a tier.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TierFigures {
@@ -45,6 +60,12 @@ pub struct TierFigures {
     pub overdue: u64,
     /// Requests refused because the queue was full or the tier was not working.
     pub refused: u64,
+    /// How often it was found to have lost what it was given.
+    pub losses: u64,
+    /// Pages that were read and not there.
+    pub pages_not_there: u64,
+    /// What it keeps if it ends; `None` for a tier that keeps all.
+    pub durability: Option<Durability>,
     /// How long reads took, from the call to the answer.
     pub read_latency: Latency,
     /// How long writes took, from the call to the answer.

@@ -12,7 +12,7 @@
 //! ```
 
 use crate::batch::{EXTENT_PAGES_MAX, EXTENT_SECTORS_MAX};
-use crate::{ExtentNo, Place, Position, Room, SectorNo, Version, VmId};
+use crate::{ExtentNo, Place, Position, Room, SectorNo, TierKind, Version, VmId};
 
 const SECTORS_BITS: u32 = 16;
 
@@ -38,6 +38,15 @@ impl ExtentEntry {
             version,
             start: room.start,
             sectors: room.sectors,
+        }
+    }
+
+    /// The kind of tier that it is in: only a disk has sectors.
+    #[must_use]
+    pub const fn kind(self) -> TierKind {
+        match self.sectors {
+            0 => TierKind::Remote,
+            _ => TierKind::Disk,
         }
     }
 

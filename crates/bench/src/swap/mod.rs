@@ -29,6 +29,7 @@
 //! |---|---|
 //! | `cpu_over_zram_pNN`, `device_over_zram_pNN` | row `lz4`; a device's requests less the median of those to present pages |
 //! | `uffd_round_trip_over_zram_pNN` | a fault answered at once with a constant page: the floor of `cpu` |
+//! | `floor_over_zram_pNN` | the same, and what checking and unpacking the page takes by itself |
 //! | `swap_out_cpu_over_zram` | CPU time of the whole daemon over that of the thread that pages out; the worse of records and the paper's mix |
 //! | `zstd_tier_bytes_over_lz4_tier` | memory of the pool, fragmentation included, after over before; and slots of the memory of real programs ([`programs`]); the worse |
 //! | `disk_in_p50_over_kernel_swap` | after the round trip is taken off; `disk_in_whole_p50_over_kernel_swap` is the whole |
@@ -40,8 +41,9 @@ mod programs;
 mod report;
 mod rig;
 mod row;
+mod unpacking;
 
-use self::{peers::Peers, programs::Programs, rig::RowRig, row::Row};
+use self::{peers::Peers, programs::Programs, rig::RowRig, row::Row, unpacking::Stored};
 use super::{
     daemon::{Daemon, directory_in},
     fault::{
@@ -114,10 +116,14 @@ struct Retouch {
 /// The resources of a run. Fields are dropped in this order: nothing is removed while it is in use.
 struct Bench {
     rows: Vec<RowRig>,
+    /// Rows that cannot be measured here, and why.
+    missing: Vec<(Row, String)>,
     retouch: Option<Retouch>,
     guests: Vec<(Kind, Guest)>,
     peers: Peers,
     round_trip: LatenciesByRound,
+    unpack: LatenciesByRound,
+    stored: Stored,
     pages: u64,
     cpus: Cpus,
     _dirs: [tempfile::TempDir; 2],
@@ -147,11 +153,26 @@ impl Bench {
             let start = || Guest::start(on_disk.path(), kind, pages, cpus.vcpu);
             Ok::<_, String>((kind, peers.within(start)?))
         };
-        let guests = KINDS.into_iter().map(start).collect::<Result<_, _>>()?;
-        let rows = Row::ALL.into_iter();
-        let rows = rows.filter(|row| options.includes(row.name()));
-        let rig = |row| RowRig::prepare(row, in_memory.path(), on_disk.path(), cpus.engine, pages);
-        let rows = rows.map(rig).collect::<Result<_, _>>()?;
+        let is_needed = |kind: &Kind| {
+            let mut rows = Row::ALL.into_iter();
+            let is_of_row = rows.any(|row| row.content() == *kind && options.includes(row.name()));
+            is_of_row || *kind == Kind::Records && options.includes(RETOUCH)
+        };
+        let kinds = KINDS.into_iter().filter(is_needed);
+        let guests = kinds.map(start).collect::<Result<_, _>>()?;
+        let (mut rows, mut missing) = (Vec::new(), Vec::new());
+        for row in Row::ALL {
+            if !options.includes(row.name()) {
+                continue;
+            }
+            let rig = RowRig::prepare(row, in_memory.path(), on_disk.path(), cpus.engine, pages);
+            match rig {
+                Ok(rig) => rows.push(rig),
+                // A machine need not have a Redis server.
+                Err(reason) if row == Row::Remote => missing.push((row, reason)),
+                Err(reason) => return Err(reason),
+            }
+        }
         let retouch = match options.includes(RETOUCH) {
             true => Some(Retouch {
                 daemon: Daemon::start::<&str>(&in_memory.path().join(RETOUCH), &[])?,
@@ -161,10 +182,13 @@ impl Bench {
         };
         Ok(Self {
             rows,
+            missing,
             retouch,
             guests,
             peers,
             round_trip: LatenciesByRound::default(),
+            unpack: LatenciesByRound::default(),
+            stored: Stored::new(pages)?,
             pages,
             cpus,
             _dirs: [in_memory, on_disk],
@@ -179,6 +203,7 @@ impl Bench {
         }
         let (_, round_trips) = floor::measure(self.pages, self.cpus.vcpu)?;
         self.round_trip.add(round_trips);
+        self.unpack.add(self.stored.unpack_all(round.seed())?);
         Ok(())
     }
 
@@ -186,6 +211,9 @@ impl Bench {
         for (kind, guest) in &mut self.guests {
             interrupted.check()?;
             self.peers.measure(*kind, guest, seed)?;
+            if *kind == Kind::Records && self.retouch.is_some() {
+                self.peers.retouch(guest, seed)?;
+            }
         }
         Ok(())
     }

@@ -19,7 +19,6 @@ use crate::{
 use serde_json::{Map, Value, json};
 
 const PERCENTILES: [(&str, usize); 3] = [("p50", 500), ("p90", 900), ("p99", 990)];
-const NO_REMOTE: &str = "this daemon has no remote tier";
 
 /// Of what was measured, in `bench` and of real programs.
 pub(super) fn report(bench: &Bench, programs: &Programs) -> BenchReport {
@@ -45,11 +44,16 @@ fn figures(bench: &Bench, programs: &Programs, figures: &mut Map<String, Value>)
             row_figures(rig.row(), &rig.measured),
         );
     }
-    tiers.insert("remote".into(), json!(NO_REMOTE));
+    for (row, reason) in &bench.missing {
+        tiers.insert(row.name().into(), json!(reason));
+    }
+    let remote = bench.rows.iter().find(|rig| rig.row() == Row::Remote);
+    let remote_in = remote.map_or(Value::Null, |rig| rig.measured.cpu.report(0.0));
     let values = [
         ("tiers", tiers.into()),
-        ("remote_in_us", Value::Null),
+        ("remote_in_us", remote_in),
         ("uffd_round_trip_us", bench.round_trip.report(0.0)),
+        ("unpack_us", bench.unpack.report(0.0)),
         ("pages", bench.pages.into()),
         ("lz4_ratio_of_records", FLEET_RATIO.into()),
         ("programs", programs_figures(programs)),
@@ -87,6 +91,10 @@ fn row_figures(row: Row, measured: &RowMeasured) -> Value {
     if lie.disk_pages > 0 {
         put("disk_bytes_per_page", each(lie.disk_bytes, lie.disk_pages));
     }
+    if lie.remote_pages > 0 {
+        let bytes = each(lie.remote_bytes, lie.remote_pages);
+        put("remote_bytes_per_page", bytes);
+    }
     if matches!(row, Row::Paper | Row::PaperInTiers | Row::Zstd) {
         put("pages", pages_of(lie));
     }
@@ -100,6 +108,7 @@ fn pages_of(lie: &Lie) -> Value {
         "lz4": lie.lz4_pages,
         "zstd": lie.zstd_pages,
         "disk": lie.disk_pages,
+        "remote": lie.remote_pages,
         "uncompressed": lie.uncompressed_pages,
     })
 }
@@ -139,6 +148,7 @@ fn peer_figures(peer: &Peer) -> Value {
     if let Some(reason) = peer.missing() {
         return json!(reason);
     }
+    let is_measured = |(_, measured): &&(Kind, PeerMeasured)| measured.cpu.count() > 0;
     let of_kind = |(kind, measured): &(Kind, PeerMeasured)| {
         let mut figures = Map::new();
         figures.insert("cpu_us".into(), measured.cpu.report(0.0));
@@ -152,7 +162,13 @@ fn peer_figures(peer: &Peer) -> Value {
         }
         (kind.to_string(), figures.into())
     };
-    Value::Object(peer.by_kind.iter().map(of_kind).collect())
+    Value::Object(
+        peer.by_kind
+            .iter()
+            .filter(is_measured)
+            .map(of_kind)
+            .collect(),
+    )
 }
 
 fn middle(values: &[f64]) -> Value {
@@ -186,6 +202,9 @@ impl Ratios<'_> {
             let round_trip = self.bench.round_trip.us(permille);
             let floor = self.zram_us(permille).map(|zram| round_trip / zram);
             put(format!("uffd_round_trip_over_zram_{name}"), floor);
+            let least = round_trip + self.bench.unpack.us(permille);
+            let least = self.zram_us(permille).map(|zram| least / zram);
+            put(format!("floor_over_zram_{name}"), least);
         }
         for (number, (name, _)) in RETOUCHES.iter().enumerate() {
             put(format!("retouch_{name}_over_zram"), self.retouch(number));
@@ -238,7 +257,7 @@ impl Ratios<'_> {
 
     fn retouch(&self, number: usize) -> Option<f64> {
         let ours = &self.bench.retouch.as_ref()?.took[number];
-        Some(ours.whole_over(&self.bench.peers.retouch[number]))
+        Some(ours.whole_over(&self.bench.peers.retouched[number]))
     }
 
     fn swap_out(&self, kind: Kind) -> Option<f64> {

@@ -14,6 +14,7 @@ use crate::{
         touch::Pattern,
     },
     harness::{figures::to_f64, latencies::LatenciesByRound},
+    redis::RedisServer,
     tiers::TierBytes,
 };
 use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
@@ -38,6 +39,8 @@ pub(super) struct RowRig {
     row: Row,
     socket: PathBuf,
     image: PathBuf,
+    /// Ends after its daemon.
+    _server: Option<RedisServer>,
     pages: u64,
     /// Pages that zstd keeps of those that have content.
     zstd_pages: u64,
@@ -69,7 +72,12 @@ impl RowRig {
         engine: usize,
         pages: u64,
     ) -> Result<Self, String> {
-        let mut settings = row.settings(disk);
+        let server = match row {
+            Row::Remote => Some(RedisServer::start(disk)?),
+            _ => None,
+        };
+        let port = server.as_ref().map_or(0, RedisServer::port);
+        let mut settings = row.settings(disk, port);
         let engine = engine.to_string();
         let common = ["--neighbours", "0", "--engine-cpus", &engine];
         settings.extend(common.map(str::to_owned));
@@ -84,6 +92,7 @@ impl RowRig {
             row,
             socket: memory.join(format!("{}.sock", row.name())),
             image,
+            _server: server,
             pages,
             zstd_pages: zstd_pages_of(row, pages)?,
             measured: RowMeasured::default(),
@@ -149,6 +158,10 @@ impl RowRig {
             }
             Row::Disk => {
                 self.until("on disk", |lie| lie.disk_pages >= stored)?;
+                stored
+            }
+            Row::Remote => {
+                self.until("on the server", |lie| lie.remote_pages >= stored)?;
                 stored
             }
             Row::Zero | Row::Same | Row::Lz4 | Row::Paper | Row::PaperInTiers => 0,

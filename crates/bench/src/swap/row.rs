@@ -13,6 +13,7 @@ pub(super) enum Row {
     Lz4,
     Zstd,
     Disk,
+    Remote,
     Paper,
     PaperInTiers,
 }
@@ -24,13 +25,14 @@ const SOON: &str = "100ms";
 const LATER: &str = "8s";
 
 impl Row {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 8] = [
         Self::Zero,
         Self::Same,
         Self::Lz4,
         Self::Paper,
         Self::Zstd,
         Self::Disk,
+        Self::Remote,
         Self::PaperInTiers,
     ];
 
@@ -41,6 +43,7 @@ impl Row {
             Self::Lz4 => "lz4",
             Self::Zstd => "zstd",
             Self::Disk => "disk",
+            Self::Remote => "remote",
             Self::Paper => "paper",
             Self::PaperInTiers => "paper_in_tiers",
         }
@@ -50,13 +53,13 @@ impl Row {
         match self {
             Self::Zero => Kind::Zero,
             Self::Same => Kind::Same,
-            Self::Lz4 | Self::Zstd | Self::Disk => Kind::Records,
+            Self::Lz4 | Self::Zstd | Self::Disk | Self::Remote => Kind::Records,
             Self::Paper | Self::PaperInTiers => Kind::Paper,
         }
     }
 
-    /// Settings of its daemon; `disk` is where a disk tier may be.
-    pub(super) fn settings(self, disk: &Path) -> Vec<String> {
+    /// Settings of its daemon; `disk` is where a disk tier may be, `port` that of a server on the loopback.
+    pub(super) fn settings(self, disk: &Path, port: u16) -> Vec<String> {
         let disk = format!("disk:{}", disk.join(self.name()).display());
         let (tiers, after) = match self {
             Self::Zero | Self::Same | Self::Lz4 | Self::Paper => {
@@ -65,6 +68,10 @@ impl Row {
             Self::Zstd => ("zero,same,lz4,zstd".to_owned(), [SOON, SOON]),
             // In the form that lz4 gave it: what the disk takes is measured, and not what zstd does.
             Self::Disk => (format!("zero,same,lz4,{disk}=1G"), [SOON, SOON]),
+            Self::Remote => (
+                format!("zero,same,lz4,remote:redis://127.0.0.1:{port}=1G"),
+                [SOON, SOON],
+            ),
             Self::PaperInTiers => (format!("zero,same,lz4,zstd,{disk}=1G"), [SOON, LATER]),
         };
         let [demote, sink] = after;
@@ -88,10 +95,12 @@ pub(super) struct Lie {
     pub(super) lz4_pages: u64,
     pub(super) zstd_pages: u64,
     pub(super) disk_pages: u64,
+    pub(super) remote_pages: u64,
     pub(super) uncompressed_pages: u64,
     /// Memory of the pool for their content, fragmentation included.
     pub(super) memory_bytes: u64,
     pub(super) disk_bytes: u64,
+    pub(super) remote_bytes: u64,
 }
 
 impl Lie {
@@ -102,9 +111,11 @@ impl Lie {
             lz4_pages: vm.lz4_pages,
             zstd_pages: vm.zstd_pages,
             disk_pages: vm.disk_pages,
+            remote_pages: vm.remote_pages,
             uncompressed_pages: vm.uncompressed_pages,
             memory_bytes: vm.stored_bytes + vm.fragmented_bytes,
             disk_bytes: vm.disk_bytes,
+            remote_bytes: vm.remote_bytes,
         }
     }
 
@@ -115,6 +126,6 @@ impl Lie {
 
     /// Pages with content that is stored anywhere.
     pub(super) const fn stored_pages(&self) -> u64 {
-        self.pool_pages() + self.disk_pages
+        self.pool_pages() + self.disk_pages + self.remote_pages
     }
 }

@@ -120,6 +120,7 @@ fn evict_helpers(threads: u32) -> u64 {
 /// Why not.
 pub(crate) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
     refuse_other_versions(&settings.state_dir)?;
+    slow_tiers::examine(settings)?;
     devices::examine(settings)
 }
 

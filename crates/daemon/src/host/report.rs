@@ -141,9 +141,13 @@ fn with_tiers(report: VmReport, core: &VmCore) -> VmReport {
     VmReport {
         disk_pages: slow.disk_pages.load(Relaxed),
         disk_bytes: slow.disk_bytes.load(Relaxed),
+        remote_pages: slow.remote_pages.load(Relaxed),
+        remote_bytes: slow.remote_bytes.load(Relaxed),
         sunk_pages: count(Counter::SunkPages),
         slowly_loaded_pages: slow.loaded_pages.load(Relaxed),
         retried_loads: slow.retried_loads.load(Relaxed),
+        wrong_answers: slow.wrong_answers.load(Relaxed),
+        missing_pages: slow.missing_pages.load(Relaxed),
         zero_pages: report.stored_pages.saturating_sub(with_content),
         same_filled_pages: tiers.same_filled_pages.load(Relaxed),
         lz4_pages: tiers.lz4_pages.load(Relaxed),

@@ -3,25 +3,44 @@
 //!
 //! ```text
 //!   disk opened and locked      all I/O of a dead daemon has ended
+//!   server of the remote tier   is connected to meanwhile: a VM that is recovered waits for nothing of it
 //!   extents of all pools held   whether their VMs can be recovered or not
 //!   begun                       what no pool has goes back to the file system
 //! ```
+//! A server that is refused (it may evict pages, or does not accept the password) ends the start of a daemon that
+//! has nothing to recover. Where there are VMs, they come first: the tier is then gone, and says why.
 
 use super::{failure::failed, pools::name_of};
-use crate::{control::ControlError, pool::TierReport, settings::RunSettings, tiers::DiskSetting};
+use crate::{
+    control::ControlError,
+    pool::TierReport,
+    settings::RunSettings,
+    tiers::{DiskSetting, RemoteSetting, SlowSetting},
+};
 use pagetide_swap::{
     Pool, PoolError, SlowTiers,
-    slow::{RetryPauses, Seat},
+    slow::{RetryPauses, Seat, WhenGone},
 };
 use pagetide_tiers::{
-    Standing,
+    ExtentName, Standing, TierKind,
     disk::{Bounds, DiskTier, FoundDisk},
+    remote::{self, Durability, FirstContact, RemoteConfig, RemoteTier, TimeBounds},
 };
 use rustix::fs::FileType;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
+
+/// How long the start waits for a server to say that it takes pages, if there is no VM to recover.
+const CONTACT_BOUND: Duration = Duration::from_secs(10);
+
+/// A tier, before the pools are known.
+enum Opening {
+    Disk(FoundDisk),
+    Remote(RemoteTier),
+}
 
 /// Opens the tiers outside memory that `settings` name.
 ///
@@ -31,22 +50,96 @@ pub(super) fn open(
     settings: &RunSettings,
     pools: &[PathBuf],
 ) -> Result<Arc<SlowTiers>, ControlError> {
-    let Some(disk) = settings.tiers.disk() else {
+    let named = settings.tiers.slow();
+    if named.is_empty() {
         return Ok(SlowTiers::none());
-    };
-    let refused = |why: pagetide_tiers::disk::DiskError| ControlError::refused(why.to_string());
-    let mut found =
-        DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
-    for pool in pools {
-        hold(&mut found, pool)?;
     }
-    let seat = Seat {
-        disk: Some(found.id()),
-        tier: Arc::new(found.begin().map_err(refused)?),
-        when_gone: settings.disk_when_gone.0,
-    };
+    let opening = named.iter().map(|slow| match slow {
+        SlowSetting::Disk(disk) => open_disk(disk).map(Opening::Disk),
+        SlowSetting::Remote(remote) => {
+            open_remote(remote, settings.remote_when_gone.0).map(Opening::Remote)
+        }
+    });
+    let mut opening = opening.collect::<Result<Vec<_>, _>>()?;
+    for pool in pools {
+        hold(&mut opening, pool)?;
+    }
+    if pools.is_empty() {
+        opening.iter().try_for_each(greet)?;
+    }
+    let seats = opening.into_iter().map(|opening| match opening {
+        Opening::Disk(found) => Ok(Seat {
+            disk: Some(found.id()),
+            tier: Arc::new(found.begin().map_err(refused)?),
+            when_gone: settings.disk_when_gone.0,
+        }),
+        Opening::Remote(tier) => Ok(Seat {
+            disk: None,
+            tier: Arc::new(tier),
+            when_gone: settings.remote_when_gone.0,
+        }),
+    });
+    let seats = seats.collect::<Result<Vec<_>, ControlError>>()?;
+    SlowTiers::new(seats, RetryPauses::default()).map_err(failed)
+}
+
+fn refused(why: impl std::fmt::Display) -> ControlError {
+    ControlError::refused(why.to_string())
+}
+
+fn open_disk(disk: &DiskSetting) -> Result<FoundDisk, ControlError> {
+    let found = DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
     tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
-    SlowTiers::new(vec![seat], RetryPauses::default()).map_err(failed)
+    Ok(found)
+}
+
+fn open_remote(setting: &RemoteSetting, when_gone: WhenGone) -> Result<RemoteTier, ControlError> {
+    let address = setting.address().map_err(refused)?;
+    tracing::info!(%address, "the remote tier takes pages that stay cold");
+    RemoteTier::start(RemoteConfig {
+        address,
+        limit_bytes: setting.limit_bytes,
+        when_gone: match when_gone {
+            WhenGone::Wait => remote::WhenGone::Wait,
+            WhenGone::Lost => remote::WhenGone::Lost,
+        },
+        bounds: TimeBounds::default(),
+    })
+    .map_err(refused)
+}
+
+/// Waits for the first answer of a server.
+///
+/// # Errors
+/// It is none for pages. One that cannot be reached is no error: it may come.
+fn greet(opening: &Opening) -> Result<(), ControlError> {
+    let Opening::Remote(tier) = opening else {
+        return Ok(());
+    };
+    match tier.first_contact(CONTACT_BOUND) {
+        (FirstContact::Refused, health) => match health.standing {
+            Standing::Gone { reason } => Err(ControlError::refused(format!(
+                "the server of the remote tier is refused: {reason}"
+            ))),
+            // It was corrected meanwhile.
+            Standing::Working | Standing::Slow { .. } | Standing::Full => Ok(()),
+        },
+        _ => Ok(()),
+    }
+}
+
+/// Whether the tiers could be opened with these settings, as far as it can be known without opening them.
+///
+/// # Errors
+/// A sentence: a password or a file for TLS cannot be read.
+pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
+    for slow in settings.tiers.slow() {
+        if let SlowSetting::Remote(setting) = slow {
+            let address = setting.address().map_err(refused)?;
+            remote::check_tls_files(&address).map_err(refused)?;
+        }
+    }
+    Ok(())
 }
 
 /// What it may hold: without a limit, a file as much as its file system has, a device all.
@@ -67,12 +160,16 @@ fn limit_of(disk: &DiskSetting) -> Result<u64, ControlError> {
     Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
 }
 
-/// Whether a successor can open the tiers.
+/// Whether a successor can open the tiers. It does not wait for another host.
 ///
 /// # Errors
 /// A sentence: it would wait for one of them while nobody serves.
 pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
-    for seat in tiers.seats() {
+    let waited_for = tiers
+        .seats()
+        .iter()
+        .filter(|seat| seat.tier.kind() == TierKind::Disk);
+    for seat in waited_for {
         match seat.tier.health().standing {
             Standing::Working | Standing::Full => {}
             Standing::Slow { .. } | Standing::Gone { .. } => {
@@ -87,39 +184,66 @@ pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
     Ok(())
 }
 
-/// Keeps what the pool at `path` has on the disk, if that is this disk.
+/// Keeps what the pool at `path` has in the tiers.
 ///
 /// # Errors
 /// The pool cannot be opened now. What is held for no pool is given back, so this daemon must not begin then.
-fn hold(found: &mut FoundDisk, path: &Path) -> Result<(), ControlError> {
+fn hold(opening: &mut [Opening], path: &Path) -> Result<(), ControlError> {
     let name = name_of(path);
     let pool = match Pool::open(path) {
         Ok(pool) => pool,
         // Its VM can never be recovered: without the key in the pool nothing can be read.
         Err(error @ PoolError::Damaged { .. }) => {
-            tracing::error!(vm = name, %error, "nothing is kept for a VM on disk");
+            tracing::error!(vm = name, %error, "nothing is kept for a VM outside memory");
             return Ok(());
         }
         Err(error) => {
             return Err(ControlError::refused(format!(
-                "what VM '{name}' has on the disk would be given up, because its pool cannot be opened ({error}): \
+                "what VM '{name}' has outside memory would be given up, because its pool cannot be opened ({error}): \
                  start again when it can be"
             )));
         }
     };
+    for tier in opening {
+        match tier {
+            Opening::Disk(found) => hold_on_disk(found, &pool, &name),
+            Opening::Remote(tier) => hold_remotely(tier, &pool),
+        }
+    }
+    Ok(())
+}
+
+fn hold_on_disk(found: &mut FoundDisk, pool: &Pool, name: &str) {
     let Some(vm) = pool.slow_vm() else {
-        return Ok(());
+        return;
     };
     if pool.disk() != Some(found.id()) {
-        return Ok(());
+        return;
     }
+    let here = pool
+        .extents()
+        .filter(|(_, entry)| entry.kind() == TierKind::Disk);
     // Each by itself: one that cannot be must not cost the others.
-    for (number, entry) in pool.extents().filter(|(_, entry)| entry.sectors > 0) {
+    for (number, entry) in here {
         if let Err(error) = found.hold(vm, [entry]) {
             tracing::error!(vm = name, ?number, %error, "an extent of a VM is not on the disk");
         }
     }
-    Ok(())
+}
+
+fn hold_remotely(tier: &RemoteTier, pool: &Pool) {
+    let Some(vm) = pool.slow_vm() else {
+        return;
+    };
+    let here = pool
+        .extents()
+        .filter(|(_, entry)| entry.kind() == TierKind::Remote);
+    let names = here.map(|(number, entry)| ExtentName {
+        vm,
+        number,
+        version: entry.version,
+    });
+    tier.hold(vm, pool.last_version(), names);
 }
 
 /// How the tiers stand, and what they have done.
@@ -143,6 +267,7 @@ fn report(seat: &Seat) -> TierReport {
         tier: seat.tier.kind().to_string(),
         standing: standing.to_owned(),
         reason,
+        keeps: figures.durability.map(|keeps| keeps_of(keeps).to_owned()),
         standing_seconds: health.since.elapsed().as_secs_f64(),
         is_working: u64::from(standing == "working"),
         limit_bytes: figures.limit_bytes,
@@ -156,9 +281,20 @@ fn report(seat: &Seat) -> TierReport {
         write_errors: figures.write_errors,
         overdue_requests: figures.overdue,
         refused_requests: figures.refused,
+        losses: figures.losses,
+        pages_not_there: figures.pages_not_there,
         read_p50_us: figures.read_latency.p50_us,
         read_p99_us: figures.read_latency.p99_us,
         write_p50_us: figures.write_latency.p50_us,
         write_p99_us: figures.write_latency.p99_us,
+    }
+}
+
+const fn keeps_of(durability: Durability) -> &'static str {
+    match durability {
+        Durability::Always => "all",
+        Durability::Lagging => "lagging",
+        Durability::Nothing => "nothing",
+        Durability::Unknown => "unknown",
     }
 }

@@ -188,7 +188,10 @@ fn reader_begins_the_load_of_a_vcpus_page_and_waits_for_nothing() {
     for _ in 0..2 {
         // The second joins the first.
         let served = space.fault(&cause, Wait::Begin).unwrap();
-        assert_eq!((served.outcome, served.installed), (FaultOutcome::Present, 0));
+        assert_eq!(
+            (served.outcome, served.installed),
+            (FaultOutcome::Present, 0)
+        );
     }
     assert_eq!(vm.store.loading(), [PageNo(4)]);
     vm.store.deliver(PageNo(4));

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
-use pagetide_guestkit::soak::{self, Options, SoakError};
+use pagetide_guestkit::soak::{self, Options, SoakError, Tiers};
 
 /// Runs all kinds of verified loads in a squeezed, unmodified guest, kills the daemon at random, calls its API
 /// at random, and has other tenants misbehave; then says whether a byte was wrong.
@@ -20,6 +20,9 @@ struct Arguments {
     /// Part of the names of the attacks that other tenants choose from; without it all
     #[arg(long, value_name = "PART", default_value = "")]
     attacks: String,
+    /// Has cold memory go to a disk and to another host as well, which are taken away and given back all the time
+    #[arg(long)]
+    all_tiers: bool,
 }
 
 fn main() -> ExitCode {
@@ -28,6 +31,10 @@ fn main() -> ExitCode {
         minutes: arguments.minutes,
         seed: arguments.seed.unwrap_or_else(seed_of_now),
         attacks: arguments.attacks,
+        tiers: match arguments.all_tiers {
+            true => Tiers::All,
+            false => Tiers::InMemory,
+        },
     };
     let report = match soak::run(&options) {
         Ok(report) => report,

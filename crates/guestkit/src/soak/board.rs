@@ -58,6 +58,15 @@ pub enum SoakError {
     Panicked(&'static str),
 }
 
+/// Where the guest's cold memory goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tiers {
+    /// Into memory, as is the default.
+    InMemory,
+    /// Into memory, to a disk and to another host, which are taken away and given back.
+    All,
+}
+
 /// How a soak is to run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
@@ -67,6 +76,8 @@ pub struct Options {
     pub seed: u64,
     /// Part of the names of the attacks that other tenants choose from; an empty one selects all.
     pub attacks: String,
+    /// Where the guest's cold memory goes.
+    pub tiers: Tiers,
 }
 
 /// State that the threads of a soak share.

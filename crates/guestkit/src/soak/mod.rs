@@ -10,7 +10,8 @@
 //!           each 0.5–8 s   and wrongly        misbehave           waited for a CPU
 //! ```
 //! What must hold: no wrong byte, no I/O error, no gap of more than 10 s in which the guest made no
-//! progress, and nothing left in the daemon at the end ([`report`]). The guest's memory is limited to about
+//! progress, and nothing left in the daemon at the end ([`report`]). With all tiers, memory also goes to a disk
+//! and to another host, which fail meanwhile ([`below`]). The guest's memory is limited to about
 //! half of what it touches, so pages are evicted and filled all the time, most of them for devices.
 //!
 //! One seed determines everything random; but the threads and the guest run in real time, so a seed repeats
@@ -19,8 +20,9 @@
 mod board;
 
 use board::{Board, LINE_EVERY, NAME, SILENCE_MAX, file_error, say};
-pub use board::{Options, SoakError};
+pub use board::{Options, SoakError, Tiers};
 
+mod below;
 mod calls;
 mod cpu;
 mod deaths;
@@ -58,7 +60,10 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
 /// # Errors
 /// It could not be completed. A report whose bounds do not hold is not an error here.
 pub fn run(options: &Options) -> Result<Report, SoakError> {
-    let folder = repository().join("target/soak");
+    let folder = repository().join(match options.tiers {
+        Tiers::InMemory => "target/soak",
+        Tiers::All => "target/soak-tiers",
+    });
     fs::create_dir_all(&folder).map_err(|source| file_error(&folder, source))?;
     // A failed run must not leave an earlier run's report behind.
     let path = folder.join("report.json");
@@ -72,7 +77,7 @@ pub fn run(options: &Options) -> Result<Report, SoakError> {
         options.minutes,
         folder.display()
     ));
-    let mut stand = Stand::set(options.seed, &folder)?;
+    let mut stand = Stand::set(options, &folder)?;
     let outcome = play(options, &mut stand);
     stand.keep_logs(&folder)?;
     // Its remaining holdings are in the report; the drop must not check them again.
@@ -120,6 +125,7 @@ fn play(options: &Options, stand: &mut Stand) -> Result<Report, SoakError> {
     let left = left(stand)?;
     let mut report = stand.report(options, elapsed);
     report.take_board(&board);
+    report.tiers = stand.below.as_ref().map(|below| below.seen().clone());
     report.take_guest(&last);
     report.guest_touched_bytes = touched;
     report.limit_bytes = limit;
@@ -143,7 +149,8 @@ fn disturb(
     let length = Duration::from_secs_f64(options.minutes * 60.0);
     let attackers = tenants::attackers(stand, options)?;
     let qemu = stand.guest.pid();
-    thread::scope(|scope| {
+    let mut below = stand.below.take();
+    let outcome = thread::scope(|scope| {
         let mut others = vec![("API calls", scope.spawn(|| caller.run(board)))];
         for attacker in &attackers {
             others.push(("tenant", scope.spawn(|| attacker.run(board))));
@@ -152,6 +159,9 @@ fn disturb(
             "CPU samples",
             scope.spawn(|| starvation.sample(qemu, board)),
         ));
+        if let Some(below) = &mut below {
+            others.push(("tiers", scope.spawn(|| below.run(board))));
+        }
         let mut deaths = Deaths::new(options, length);
         let outcome = until(length, || {
             starvation.look(stand.guest.soak_report());
@@ -162,7 +172,9 @@ fn disturb(
             other.join().map_err(|_| SoakError::Panicked(name))?;
         }
         outcome
-    })
+    });
+    stand.below = below;
+    outcome
 }
 
 fn until(
@@ -185,6 +197,9 @@ fn release_and_verify(
     caller.attach_with_limit(board);
     // The daemon that is checked for leaks must itself have evicted, served and detached.
     thread::sleep(Duration::from_secs(5));
+    if let Some(below) = &mut stand.below {
+        below.look();
+    }
     let detached = stand.product.detach(NAME);
     stand.told(detached)?;
     stand.guest.send(Command::Stop)?;

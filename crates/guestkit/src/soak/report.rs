@@ -36,6 +36,55 @@ pub struct Versions {
     pub redis: String,
 }
 
+/// What happened to the tiers outside memory, and what was seen of the guest's memory in them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TiersSeen {
+    /// Times the other host's server was killed, and started again.
+    pub server_kills: u64,
+    /// Times the wire to it was cut.
+    pub wire_cuts: u64,
+    /// Bits flipped on that wire.
+    pub flipped_bits: u64,
+    /// Times the disk's file system was filled up, and freed.
+    pub disk_fills: u64,
+    /// Most pages seen in each tier.
+    pub most_pages: BTreeMap<String, u64>,
+    /// Largest share of the guest's resident and stored memory, in percent, that was seen outside its RAM.
+    pub most_stored_percent: u64,
+    /// Answers that were not the page, as the daemons have counted them.
+    pub wrong_answers: u64,
+    /// Pages lost.
+    pub lost_pages: u64,
+}
+
+impl TiersSeen {
+    fn failures(&self) -> Vec<String> {
+        let done = [
+            (
+                "the server of the other host was never killed",
+                self.server_kills,
+            ),
+            ("the wire to the other host was never cut", self.wire_cuts),
+            ("no bit was flipped on the wire", self.flipped_bits),
+            ("the disk was never filled up", self.disk_fills),
+        ];
+        let done = done.into_iter().filter(|(_, count)| *count == 0);
+        let mut failures: Vec<String> = done.map(|(sentence, _)| sentence.to_owned()).collect();
+        let empty = TIERS.into_iter().filter(|tier| {
+            let most = self.most_pages.get(*tier);
+            most.is_none_or(|most| *most == 0)
+        });
+        failures.extend(empty.map(|tier| format!("no page was seen in {tier}")));
+        if self.lost_pages > 0 {
+            failures.push(format!("{} pages were lost, not 0", self.lost_pages));
+        }
+        failures
+    }
+}
+
+/// Tiers, by the figures of `vm show`.
+pub(super) const TIERS: [&str; 4] = ["lz4_pages", "zstd_pages", "disk_pages", "remote_pages"];
+
 /// The report: what `target/soak/report.json` holds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Report {
@@ -97,6 +146,8 @@ pub struct Report {
     pub attacks: u64,
     /// Likewise, each kind.
     pub attacks_by_name: BTreeMap<String, u64>,
+    /// What became of the tiers outside memory, if there were any.
+    pub tiers: Option<TiersSeen>,
     /// Resident bytes of the guest before it was attached.
     pub guest_touched_bytes: u64,
     /// The limit that the random limits are around.
@@ -164,6 +215,7 @@ impl Report {
                 format!("{name} did nothing, so nothing is shown"),
             );
         }
+        failures.extend(self.tiers.iter().flat_map(TiersSeen::failures));
         failures
     }
 

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use pagetide_guest::params::Params;
 use pagetide_guest::wire::Phase;
 
+use super::below::Below;
 use super::report::{KILLS_AN_HOUR, Report, Versions};
-use super::{Options, SoakError, file_error, say};
+use super::{Options, SoakError, Tiers, file_error, say};
 use crate::guest::{Guest, tail};
 use crate::image::{Addition, Extras, Image, prepare_with};
-use crate::product::{Product, ProductError};
+use crate::product::{Product, ProductError, Role};
 use crate::programs::{FIO, Program, REDIS_SERVER, STRESS_NG};
 use crate::qemu::{Disk, GuestSpec, QEMU};
 use crate::stage::RunFolder;
@@ -104,6 +105,8 @@ pub struct Stand {
     pub disk: Device,
     /// Those of the other tenants.
     pub tenants: Vec<Device>,
+    /// The disk and the other host of its tiers.
+    pub below: Option<Below>,
     image: Image,
     log: PathBuf,
     _images: Images,
@@ -128,7 +131,7 @@ impl Stand {
     ///
     /// # Errors
     /// Something is missing or does not start.
-    pub fn set(seed: u64, folder: &Path) -> Result<Self, SoakError> {
+    pub fn set(options: &Options, folder: &Path) -> Result<Self, SoakError> {
         say("preparing the guest's kernel and initramfs (Debian packages, unmodified)");
         let image = prepare()?;
         let run_folder =
@@ -140,8 +143,19 @@ impl Stand {
             log: tail(&log, 25),
         };
         let binary = Product::binary().map_err(bare)?;
-        let product =
-            Product::start(&binary, &run_folder.path().join("state"), &log).map_err(bare)?;
+        let mut below = match options.tiers {
+            Tiers::InMemory => None,
+            Tiers::All => Some(Below::set(options.seed, folder, run_folder.path())?),
+        };
+        let role = match &below {
+            None => Role::Daemon,
+            Some(below) => Role::DaemonWith(below.flags()),
+        };
+        let state = run_folder.path().join("state");
+        let product = Product::start_in(role, &binary, &state, &log).map_err(bare)?;
+        if let Some(below) = &mut below {
+            below.ask(product.clients());
+        }
         let mut images = Images(Vec::new());
         let (disk, tenants) = devices(folder, run_folder.path(), &mut images)?;
         for device in std::iter::once(&disk).chain(&tenants) {
@@ -149,7 +163,7 @@ impl Stand {
                 .serve_disk(&device.socket, &device.image)
                 .map_err(bare)?;
         }
-        let spec = spec(seed, &disk);
+        let spec = spec(options.seed, &disk);
         let guest = Guest::start(&spec, &image, &run_folder.path().join("guest"))?;
         say(&format!(
             "booting {} under QEMU {} ({}) as process {}",
@@ -163,6 +177,7 @@ impl Stand {
             product,
             disk,
             tenants,
+            below,
             image,
             log,
             _images: images,

@@ -31,7 +31,7 @@ use super::{
 use crate::slots::CHUNK_BYTES;
 use pagetide_addr::SECTION_PAGES;
 use pagetide_tiers::{
-    DiskId, ExtentNo, VmId,
+    DiskId, ExtentNo, Version, VmId,
     seal::{KEY_BYTES, Key},
     table::ExtentEntry,
 };
@@ -157,6 +157,12 @@ impl Pool {
         before.map_or(None, |before| Some(before + 1..=before + count))
     }
 
+    /// The last version reserved; 0 before the first.
+    #[must_use]
+    pub fn last_version(&self) -> Version {
+        Version(self.cell(Cell::SlowVersion).load(Ordering::Acquire))
+    }
+
     /// Extents that the table has room for; 0 in a pool from before there was one.
     #[must_use]
     pub fn extent_capacity(&self) -> u32 {
@@ -276,7 +282,7 @@ mod tests {
     use super::*;
     use crate::pool::PoolCap;
     use pagetide_random::SplitMix64;
-    use pagetide_tiers::{SectorNo, Version};
+    use pagetide_tiers::SectorNo;
     use std::collections::BTreeMap;
 
     fn directory() -> tempfile::TempDir {

@@ -3,23 +3,28 @@
 //!
 //! ```text
 //!   entry of the extent ─► read ─► opened with the version of the entry ─► unpacked ─► done
-//!                           │        └ not this page as it was stored: damaged
-//!                           ├ the tier works and does not have it: damaged
+//!                           │        └ not this page as it was stored: read again; at last damaged
+//!                           ├ another host works and does not have it: read again; at last it waits, or is
+//!                           │ damaged, as the operator chose
 //!                           ├ busy, slow: tried again ([`super::retries`])
 //!                           ├ gone: tried again, or damaged, as the operator chose
 //!                           └ this one read failed: tried again; damaged after [`TRIES_MAX`], if so chosen
 //! ```
-//! The bytes that a tier returns are believed in nothing: version, place and page come from the pool.
+//! The bytes that a tier returns are believed in nothing: version, place and page come from the pool. A bit that
+//! flips on the way spoils an answer, or makes the tier look for another page; what it has may be sound. So an
+//! answer counts as the page's loss when it came [`WRONG_MAX`] times in a row.
 
 use super::{form::form_of, retries::Again, store::SlowStore, tiers::WhenGone};
 use crate::tier::{InSlow, PAGE, unpack};
 use pagetide_addr::PageNo;
 use pagetide_gmem::{LoadDone, StoreError};
-use pagetide_tiers::{Place, ReadDone, TierError};
+use pagetide_tiers::{Place, ReadDone, TierError, TierKind};
 use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
 /// Reads of a page that fail by themselves before it counts as lost.
 const TRIES_MAX: u32 = 5;
+/// Answers to the reads of a page that are not this page, before it counts as lost.
+const WRONG_MAX: u32 = 3;
 
 /// A load that has not ended.
 struct Load {
@@ -28,6 +33,15 @@ struct Load {
     place: InSlow,
     done: LoadDone,
     tries: u32,
+    wrong: u32,
+}
+
+/// What is wrong with an answer.
+enum Wrong {
+    /// The tier says that it does not have the page.
+    NotThere,
+    /// The bytes are not the page, and why not.
+    OtherBytes(&'static str),
 }
 
 impl Again for Load {
@@ -59,6 +73,7 @@ impl SlowStore {
             place,
             done,
             tries: 0,
+            wrong: 0,
         });
     }
 
@@ -84,10 +99,10 @@ impl SlowStore {
                         self.counts.loaded_pages.fetch_add(1, Relaxed);
                         load.done.complete(Ok(&bytes));
                     }
-                    Err(why) => load.damaged(why),
+                    Err(why) => self.wrong(load, Wrong::OtherBytes(why)),
                 }
             }
-            Err(TierError::NotThere(_)) => load.damaged("its tier does not have it"),
+            Err(TierError::NotThere(_)) => self.wrong(load, Wrong::NotThere),
             Err(error) => self.failed(load, &error),
         }
     }
@@ -105,6 +120,38 @@ impl SlowStore {
         let (form, stored) = opened.split_first().ok_or("it is empty")?;
         let form = form_of(*form).ok_or("its form is unknown")?;
         unpack(self.seed, page, form, stored, into)
+    }
+
+    /// The answer is not the page.
+    fn wrong(&self, mut load: Load, wrong: Wrong) {
+        self.counts.wrong_answers.fetch_add(1, Relaxed);
+        load.wrong = load.wrong.saturating_add(1);
+        let retries = &self.tiers().retries;
+        if load.wrong < WRONG_MAX {
+            return retries.put(load, retries.pauses.busy);
+        }
+        match wrong {
+            // It may get it back, from a copy of its log; a disk cannot be without a place.
+            Wrong::NotThere if self.waits_for(load.place.kind) => {
+                if load.wrong == WRONG_MAX && self.counts.missing_pages.fetch_add(1, Relaxed) == 0 {
+                    let (page, kind) = (load.page(), load.place.kind);
+                    tracing::error!(
+                        %page,
+                        "the {kind} tier works and does not have a page; what needs it waits, as is set, as will \
+                         what needs others that are missing (missing_pages)"
+                    );
+                }
+                retries.put(load, retries.pauses.failed);
+            }
+            Wrong::NotThere => load.damaged("its tier does not have it"),
+            Wrong::OtherBytes(why) => load.damaged(why),
+        }
+    }
+
+    /// True if what is missing there is waited for.
+    fn waits_for(&self, kind: TierKind) -> bool {
+        let seat = self.tiers().seat(kind);
+        kind == TierKind::Remote && seat.is_some_and(|seat| seat.when_gone == WhenGone::Wait)
     }
 
     fn failed(&self, mut load: Load, error: &TierError) {

@@ -14,7 +14,7 @@ use crate::{
     tier::{InSlow, Seed},
 };
 use pagetide_tiers::{
-    ExtentName, ExtentNo, Place, TierKind, Version, VmId,
+    ExtentName, ExtentNo, Place, TierKind, VmId,
     batch::SECTOR_BYTES,
     seal::Sealer,
     table::{ExtentNumbers, Left, NumberError},
@@ -36,10 +36,16 @@ pub struct SlowCounts {
     pub disk_bytes: AtomicU64,
     /// Pages in memory of another host.
     pub remote_pages: AtomicU64,
+    /// Bytes that they take there, rounded up to 512 each, seals included.
+    pub remote_bytes: AtomicU64,
     /// Pages loaded.
     pub loaded_pages: AtomicU64,
     /// Loads tried again, because their tier did not answer.
     pub retried_loads: AtomicU64,
+    /// Answers that were not the page as it was stored.
+    pub wrong_answers: AtomicU64,
+    /// Pages that were needed and that their tier does not have, for which faults wait.
+    pub missing_pages: AtomicU64,
     /// Batches that could not be written.
     pub failed_batches: AtomicU64,
 }
@@ -55,17 +61,15 @@ impl SlowCounts {
         let add = |counter: &AtomicU64, amount: i64| {
             counter.fetch_add((amount * sign).cast_unsigned(), Relaxed);
         };
-        match place.kind {
-            TierKind::Disk => {
-                add(&self.disk_pages, 1);
-                let sectors = i64::from(place.sectors);
-                add(
-                    &self.disk_bytes,
-                    sectors * SECTOR_BYTES.cast_signed() as i64,
-                );
-            }
-            TierKind::Remote => add(&self.remote_pages, 1),
-        }
+        let (pages, bytes) = match place.kind {
+            TierKind::Disk => (&self.disk_pages, &self.disk_bytes),
+            TierKind::Remote => (&self.remote_pages, &self.remote_bytes),
+        };
+        add(pages, 1);
+        add(
+            bytes,
+            i64::from(place.sectors) * SECTOR_BYTES.cast_signed() as i64,
+        );
     }
 }
 
@@ -242,15 +246,14 @@ pub fn forget(pool: &Pool, tiers: &SlowTiers) {
     let Some(vm) = pool.slow_vm() else {
         return;
     };
-    let name = |(number, version): (ExtentNo, Version)| ExtentName {
-        vm,
-        number,
-        version,
-    };
-    let extents: Vec<ExtentName> = (pool.extents())
-        .map(|(number, entry)| name((number, entry.version)))
-        .collect();
     for seat in tiers.seats() {
+        let here = (pool.extents()).filter(|(_, entry)| entry.kind() == seat.tier.kind());
+        let names = here.map(|(number, entry)| ExtentName {
+            vm,
+            number,
+            version: entry.version,
+        });
+        let extents: Vec<ExtentName> = names.collect();
         seat.tier.forget_vm(vm, &extents);
     }
 }

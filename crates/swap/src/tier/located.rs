@@ -8,17 +8,19 @@
 //!   tag 2   pool, zstd                  │ slot in 64-byte units: 38 │ bytes stored: 14 │
 //!   tag 3   reserved: pool, zstd with a dictionary
 //!   tag 8   disk                        │ 0: 4 │ extent: 32 │ first sector in it: 12 │ sectors less one: 4 │
-//!   tag 9   remote                      │ 0: 4 │ extent: 32 │ position in it: 12     │ 0: 4                │
+//!   tag 9   remote                      │ 0: 4 │ extent: 32 │ position in it: 12     │ sectors less one: 4 │
 //! ```
 //! Tag 0 holds what a pool holds whose words have no tags: a slot had 42 bits there, of which no pool has
 //! ever used more than 38 (16 TiB of content). So a word of such a pool reads the same.
+//!
+//! The sectors of a remote page are what a successor counts in the tier's limit.
 //!
 //! A word that no writer of this version writes is damaged, or of a newer version: [`Located::of`] refuses it.
 
 use super::crc::{CRC_BYTES, STORED_BYTES_MAX};
 use crate::slots::SlotNo;
 use pagetide_gmem::Content;
-use pagetide_tiers::{ExtentNo, Position, TierKind};
+use pagetide_tiers::{ExtentNo, Position, TierKind, batch::PAGE_SECTORS_MAX};
 
 const PAYLOAD_BITS: u32 = 52;
 const LENGTH_BITS: u32 = 14;
@@ -75,7 +77,7 @@ pub struct InSlow {
     pub extent: ExtentNo,
     /// Where in the extent it begins.
     pub position: Position,
-    /// Its sectors; 0 in a tier without.
+    /// Its sectors; in a tier without sectors, how many would hold it.
     pub sectors: u16,
 }
 
@@ -92,19 +94,14 @@ impl InSlow {
             kind,
             extent,
             position: Position(position),
-            sectors: match (kind, sectors) {
-                (TierKind::Disk, less_one) => less_one + 1,
-                (TierKind::Remote, 0) => 0,
-                (TierKind::Remote, _) => return None,
-            },
+            sectors: sectors + 1,
         })
     }
 
     fn payload(self) -> Option<u64> {
-        let low = match (self.kind, self.sectors) {
-            (TierKind::Disk, 1..=16) => u64::from(self.sectors - 1),
-            (TierKind::Remote, 0) => 0,
-            (TierKind::Disk | TierKind::Remote, _) => return None,
+        let low = match self.sectors {
+            1..=PAGE_SECTORS_MAX => u64::from(self.sectors - 1),
+            _ => return None,
         };
         if self.position.0 >> POSITION_BITS != 0 {
             return None;
@@ -248,7 +245,7 @@ mod tests {
                     kind: TierKind::Remote,
                     extent,
                     position,
-                    sectors: 0,
+                    sectors: u16::try_from(1 + random.below(16)).unwrap(),
                 }),
                 0 => Located::Same(u32::try_from(1 + random.below(u64::from(u32::MAX))).unwrap()),
                 1 => Located::Pool(InPool {
@@ -291,7 +288,8 @@ mod tests {
             slow(TierKind::Disk, 0, 0),
             slow(TierKind::Disk, 0, 17),
             slow(TierKind::Disk, 1 << 12, 1),
-            slow(TierKind::Remote, 0, 1),
+            slow(TierKind::Remote, 0, 0),
+            slow(TierKind::Remote, 0, 17),
             in_pool(1 << 38, 64),
             in_pool(0, 0),
             in_pool(0, 4),

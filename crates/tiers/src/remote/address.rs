@@ -11,6 +11,7 @@
 //! | `cluster=true` | the server is a node of a cluster, from which the others are learnt |
 //! | `node=host[:port]` | another node of the same cluster, to be asked if the first one is down; repeatable |
 //! | `password-file=FILE` | the password is the first line of this file, and so in no list of processes |
+//! | `password-env=NAME` | the password is the value of this variable of the environment |
 //! | `ca=FILE` | certificates of the authorities that are trusted, in PEM |
 //! | `cert=FILE`, `key=FILE` | our own certificate and its key, in PEM: servers ask for one by default |
 //! | `noeviction=vouched` | the operator vouches that the server evicts no keys, if it refuses to say so |
@@ -18,16 +19,16 @@
 //! TLS trusts what `ca` names and nothing else: a server that lends memory has a certificate of its owner's
 //! authority, and the authorities of web sites have no say about it.
 //!
-//! No error and no output of this module contains a password.
+//! [`RemoteUrl`] is what was written, [`RemoteAddress`] what is used, with the password. No error and no output of
+//! this module contains a password.
 
+use super::password::{PasswordPlace, Secret};
 use std::fmt;
 use std::path::PathBuf;
 use url::{Host, Url};
 
 /// The port of a URL without one.
 pub const DEFAULT_PORT: u16 = 6379;
-/// Longest password that is read from a file, in bytes.
-const PASSWORD_BYTES_MAX: usize = 4096;
 /// Most nodes that a URL names.
 const NODES_MAX: usize = 64;
 
@@ -71,7 +72,7 @@ pub enum AddressError {
     Node(String),
     /// There is no such option.
     #[error(
-        "there is no option {0:?}: there are cluster, node, password-file, ca, cert, key, noeviction, and db for sockets"
+        "there is no option {0:?}: there are cluster, node, password-file, password-env, ca, cert, key, noeviction, and db for sockets"
     )]
     Option(String),
     /// An option with a value that it does not have.
@@ -103,7 +104,7 @@ pub enum AddressError {
     Credentials,
     /// A user without a password.
     #[error(
-        "the URL names a user and no password: write user:password@host or add password-file=FILE"
+        "the URL names a user and no password: write user:password@host or add password-file=FILE or password-env=NAME"
     )]
     NoPassword,
     /// The password file cannot be read.
@@ -114,23 +115,14 @@ pub enum AddressError {
         /// What the kernel says.
         reason: String,
     },
-}
-
-/// A secret that no formatter prints.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(String);
-
-impl Secret {
-    /// What it is, for the one place that sends it.
-    pub(super) fn reveal(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for Secret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
-    }
+    /// The variable with the password cannot be used.
+    #[error("the environment's variable {name}, which is to have the password, {reason}")]
+    PasswordVariable {
+        /// The variable.
+        name: String,
+        /// What is wrong.
+        reason: &'static str,
+    },
 }
 
 /// A host and its port.
@@ -188,12 +180,20 @@ pub struct RemoteAddress {
     pub eviction_policy: EvictionPolicy,
 }
 
+/// The URL of a remote tier: everything of its address but the password, of which it is known where it stands.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RemoteUrl {
+    address: RemoteAddress,
+    password: Option<PasswordPlace>,
+}
+
 /// The options of a URL, each read once.
 #[derive(Default)]
 struct Options {
     cluster: bool,
     nodes: Vec<Node>,
     password_file: Option<String>,
+    password_env: Option<String>,
     ca: Option<String>,
     cert: Option<String>,
     key: Option<String>,
@@ -201,8 +201,8 @@ struct Options {
     noeviction: Option<String>,
 }
 
-impl RemoteAddress {
-    /// Reads a URL, and the password file that it may name.
+impl RemoteUrl {
+    /// Reads a URL, and nothing that it names.
     ///
     /// # Errors
     /// [`AddressError`]: a sentence that says what to write instead.
@@ -213,7 +213,7 @@ impl RemoteAddress {
             return Err(AddressError::Scheme(scheme.to_owned()));
         }
         let options = Options::read(&url)?;
-        let (user, password) = credentials(&url, options.password_file.as_deref())?;
+        let (user, password) = credentials(&url, &options)?;
         let eviction_policy = match options.noeviction.as_deref() {
             None => EvictionPolicy::Asked,
             Some("vouched") => EvictionPolicy::Vouched,
@@ -229,20 +229,51 @@ impl RemoteAddress {
             "redis+unix" => socket_route(&url, &options)?,
             _ => host_route(&url, &options)?,
         };
-        Ok(Self {
+        let address = RemoteAddress {
             route,
             tls: tls_files(scheme, &options)?,
             user,
-            password,
+            password: None,
             database,
             eviction_policy,
+        };
+        Ok(Self { address, password })
+    }
+
+    /// True if the password stands in the URL itself, where whoever sees the URL sees it.
+    #[must_use]
+    pub fn has_password(&self) -> bool {
+        matches!(self.password, Some(PasswordPlace::Url(_)))
+    }
+
+    /// The address with the password, which is read now.
+    ///
+    /// # Errors
+    /// [`AddressError`], if the password cannot be read.
+    pub fn address(self) -> Result<RemoteAddress, AddressError> {
+        let password = self.password.map(|place| place.read()).transpose()?;
+        Ok(RemoteAddress {
+            password,
+            ..self.address
         })
+    }
+}
+
+impl RemoteAddress {
+    /// Reads a URL, and the password that it may have or name.
+    ///
+    /// # Errors
+    /// [`AddressError`]: a sentence that says what to write instead.
+    pub fn parse(text: &str) -> Result<Self, AddressError> {
+        RemoteUrl::parse(text)?.address()
     }
 
     /// Replaces the password in a text of the server by stars.
     pub(super) fn without_secret(&self, text: &str) -> String {
         match &self.password {
-            Some(password) if !password.0.is_empty() => text.replace(&password.0, "***"),
+            Some(password) if !password.reveal().is_empty() => {
+                text.replace(password.reveal(), "***")
+            }
             _ => text.to_owned(),
         }
     }
@@ -302,6 +333,7 @@ impl Options {
                 "cluster" => once(&mut cluster, "cluster", value)?,
                 "node" => options.nodes.push(node(&value)?),
                 "password-file" => once(&mut options.password_file, "password-file", value)?,
+                "password-env" => once(&mut options.password_env, "password-env", value)?,
                 "ca" => once(&mut options.ca, "ca", value)?,
                 "cert" => once(&mut options.cert, "cert", value)?,
                 "key" => once(&mut options.key, "key", value)?,
@@ -424,8 +456,8 @@ fn tls_files(scheme: &str, options: &Options) -> Result<Option<TlsFiles>, Addres
 
 fn credentials(
     url: &Url,
-    password_file: Option<&str>,
-) -> Result<(Option<String>, Option<Secret>), AddressError> {
+    options: &Options,
+) -> Result<(Option<String>, Option<PasswordPlace>), AddressError> {
     let decode = |text: &str| {
         percent_encoding::percent_decode_str(text)
             .decode_utf8()
@@ -436,32 +468,20 @@ fn credentials(
         "" => None,
         user => Some(decode(user)?),
     };
-    let password = match (url.password(), password_file) {
-        (Some(_), Some(_)) => return Err(AddressError::Twice("the password")),
-        (Some(password), None) => Some(Secret(decode(password)?)),
-        (None, Some(path)) => Some(password_of(path)?),
-        (None, None) if user.is_some() => return Err(AddressError::NoPassword),
-        (None, None) => None,
+    let places = (
+        url.password(),
+        &options.password_file,
+        &options.password_env,
+    );
+    let password = match places {
+        (Some(password), None, None) => Some(PasswordPlace::Url(Secret::new(decode(password)?))),
+        (None, Some(path), None) => Some(PasswordPlace::File(path.clone())),
+        (None, None, Some(name)) => Some(PasswordPlace::Environment(name.clone())),
+        (None, None, None) if user.is_some() => return Err(AddressError::NoPassword),
+        (None, None, None) => None,
+        _ => return Err(AddressError::Twice("the password")),
     };
     Ok((user, password))
-}
-
-/// The first line of a password file.
-fn password_of(path: &str) -> Result<Secret, AddressError> {
-    use std::io::Read;
-    let failed = |reason: String| AddressError::PasswordFile {
-        path: path.to_owned(),
-        reason,
-    };
-    let mut bytes = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(PASSWORD_BYTES_MAX as u64).read_to_end(&mut bytes))
-        .map_err(|error| failed(error.to_string()))?;
-    let text = std::str::from_utf8(&bytes).map_err(|_| failed("it is not UTF-8".to_owned()))?;
-    match text.lines().next() {
-        None | Some("") => Err(failed("its first line is empty".to_owned())),
-        Some(line) => Ok(Secret(line.to_owned())),
-    }
 }
 
 #[cfg(test)]
@@ -586,16 +606,30 @@ mod tests {
     }
 
     #[test]
-    fn password_file_gives_its_first_line() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("password");
-        let url = format!("redis://far?password-file={}", file.display());
-        std::fs::write(&file, "hunter2\nnot this\n").unwrap();
-        let address = parse(&url);
-        assert_eq!(address.password.unwrap().reveal(), "hunter2");
-        std::fs::write(&file, "\nhunter2\n").unwrap();
-        assert!(RemoteAddress::parse(&url).is_err());
-        std::fs::write(&file, [0xff, 0xfe]).unwrap();
-        assert!(RemoteAddress::parse(&url).is_err());
+    fn url_tells_where_the_password_stands_and_reads_it_later() {
+        for (text, has_password) in [
+            ("redis://far", false),
+            ("redis://:hunter2@far", true),
+            ("redis://pages:@far", false),
+            ("redis://u@far?password-file=/nowhere/at/all", false),
+            ("redis://u@far?password-env=PT_PASSWORD", false),
+        ] {
+            let url = RemoteUrl::parse(text);
+            assert!(!format!("{url:?}").contains("hunter2"));
+            match url {
+                Ok(url) => assert_eq!(url.has_password(), has_password, "{text}"),
+                Err(error) => assert_eq!(
+                    (text, error),
+                    ("redis://pages:@far", AddressError::NoPassword)
+                ),
+            }
+        }
+        let unset = RemoteAddress::parse("redis://far?password-env=PT_NOT_SET_AT_ALL");
+        assert!(unset.unwrap_err().to_string().contains("is not set"));
+        let both = "redis://far?password-env=A&password-file=/f";
+        assert_eq!(
+            RemoteUrl::parse(both),
+            Err(AddressError::Twice("the password"))
+        );
     }
 }

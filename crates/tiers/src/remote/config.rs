@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use super::address::RemoteAddress;
-use super::server::Durability;
+use crate::figures::Durability;
 
 /// After so many bounds without a reply a connection is given up.
 const GONE_AFTER_BOUNDS: u32 = 4;
@@ -45,6 +45,20 @@ impl Default for TimeBounds {
             write: Duration::from_secs(5),
         }
     }
+}
+
+/// How the first attempt to connect ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FirstContact {
+    /// It has not.
+    #[default]
+    UnderWay,
+    /// The server takes pages, or is full.
+    Made,
+    /// It could not be reached, or did not answer.
+    NoAnswer,
+    /// It answered, and is not a server for pages: it may evict them, or does not accept the password.
+    Refused,
 }
 
 /// How a remote tier is set up.

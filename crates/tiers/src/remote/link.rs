@@ -13,9 +13,9 @@ use tokio::task::JoinSet;
 
 use super::address::{Node, Route};
 use super::keys;
-use super::server::Durability;
 use super::wire::{Dialer, NodeConnection};
 use crate::batch::SEALED_BYTES_MAX;
+use crate::figures::Durability;
 use crate::{Batch, ExtentName, Position};
 
 /// Pages of a batch that are sent at a time: reads of other pages are encoded and sent between two of these

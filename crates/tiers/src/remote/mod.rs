@@ -8,7 +8,7 @@
 //!                                        │                       └─ delete
 //!                                        └─ link: two lanes ──► server (RESP over TCP, TLS or a socket)
 //! ```
-//! - [`address`]: the URL. `keys`: the names of pages. `wire`: connections, and how much a server may send.
+//! - [`address`]: the URL. `password`: where its password stands. `keys`: the names of pages. `wire`: connections, and how much a server may send.
 //!   `server`: what is asked of a server. `link`: what is said to it. `state`: what is stored, lost, to be
 //!   deleted. `shared`: what all tasks use. `requests`, `deletions`, `supervision`: the tasks. `thread`: the
 //!   thread they run on.
@@ -44,6 +44,12 @@
 //! (`FLUSHALL`), or on a cluster, where each node loses its own, every page is asked for, and what is not there
 //! is not there. A successor of this daemon writes a marker of its own and asks, too.
 //!
+//! # What a dead daemon left
+//! Before anything else, a successor says what the pool of each VM has here ([`RemoteTier::hold`]). Once it knows
+//! the VM's words, what none of them names is deleted ([`SlowTier::recover`]), as is what the dead daemon was
+//! writing: the last versions that it reserved and did not enter. Keys of single pages that it was deleting go with
+//! the last page of their extent.
+//!
 //! # Reads while the server is gone
 //! [`WhenGone::Wait`] keeps them, as many as the queue takes, until it is back: the time bound then begins
 //! anew. [`WhenGone::Lost`] fails them at their time bound; a connection that comes back within it costs no
@@ -59,6 +65,7 @@ mod config;
 mod deletions;
 mod keys;
 mod link;
+mod password;
 mod requests;
 mod server;
 mod shared;
@@ -75,15 +82,15 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
 
-pub use address::{AddressError, RemoteAddress};
-pub use config::{RemoteConfig, RemoteNotes, TimeBounds, WhenGone};
-pub use server::Durability;
-pub use wire::TlsError;
+pub use crate::figures::Durability;
+pub use address::{AddressError, RemoteAddress, RemoteUrl};
+pub use config::{FirstContact, RemoteConfig, RemoteNotes, TimeBounds, WhenGone};
+pub use wire::{TlsError, check_tls_files};
 
 use crate::batch::EXTENT_PAGES_MAX;
 use crate::{
-    Batch, ExtentName, Health, Place, ReadDone, Room, SectorNo, SlowTier, TierError, TierFigures,
-    TierKind, VmId, WriteDone,
+    Batch, ExtentName, Health, NotRecovered, Place, ReadDone, Room, SectorNo, SlowTier, TierError,
+    TierFigures, TierKind, Version, VmId, WriteDone,
 };
 use shared::Shared;
 use state::{Request, State};
@@ -137,15 +144,17 @@ impl RemoteTier {
         })
     }
 
-    /// How the tier stands once its first attempt to connect has ended, or after `bound`.
-    pub fn first_contact(&self, bound: Duration) -> Health {
+    /// How the first attempt to connect ended, and how the tier stands since; waits for it, at most for `bound`.
+    pub fn first_contact(&self, bound: Duration) -> (FirstContact, Health) {
         let state = self.shared.state();
         let (state, _) = self
             .shared
             .tried
-            .wait_timeout_while(state, bound, |state| !state.was_tried())
+            .wait_timeout_while(state, bound, |state| {
+                state.first_contact() == FirstContact::UnderWay
+            })
             .unwrap_or_else(PoisonError::into_inner);
-        state.health().clone()
+        (state.first_contact(), state.health().clone())
     }
 
     /// What an operator should know beside how the tier stands.
@@ -153,10 +162,12 @@ impl RemoteTier {
         *self.shared.state().notes()
     }
 
-    /// An extent that a predecessor of this daemon wrote, of which so many pages with so many sealed bytes
-    /// are still named: it counts in the limit from now on.
-    pub fn adopt(&self, extent: ExtentName, pages: u16, bytes: u32) {
-        self.shared.state().adopt(extent, pages, bytes);
+    /// A VM that a dead predecessor of this daemon served has these extents by its table, and its pool has reserved
+    /// all versions up to `last`. They are kept until the VM is recovered or forgotten. Before anything is written.
+    pub fn hold(&self, vm: VmId, last: Version, extents: impl IntoIterator<Item = ExtentName>) {
+        let extents = extents.into_iter().collect();
+        self.shared.state().hold(vm, last, extents);
+        self.shared.deletions.notify_one();
     }
 
     fn send(&self, command: Command) {
@@ -217,6 +228,12 @@ impl SlowTier for RemoteTier {
     fn forget(&self, places: &[Place]) {
         self.shared.state().forget(places);
         self.shared.deletions.notify_one();
+    }
+
+    fn recover(&self, vm: VmId, places: &[Place]) -> Result<(), NotRecovered> {
+        self.shared.state().recover(vm, places);
+        self.shared.deletions.notify_one();
+        Ok(())
     }
 
     fn forget_vm(&self, vm: VmId, extents: &[ExtentName]) {

@@ -13,23 +13,10 @@ use redis::aio::ConnectionLike;
 use redis::{ErrorKind, RedisError, Value};
 
 use super::address::{EvictionPolicy, RemoteAddress};
+use crate::figures::Durability;
 
 /// Most characters of a server's text that are repeated in an error or a log.
 const TEXT_CHARS_MAX: usize = 200;
-
-/// What the server says of its append-only file: what is still there when it has ended and is started again.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
-pub enum Durability {
-    /// Each page that was acknowledged (`appendfsync always`).
-    Always,
-    /// Pages but for those of the last second or seconds.
-    Lagging,
-    /// At most an older snapshot (`appendonly no`).
-    Nothing,
-    /// It does not say.
-    #[default]
-    Unknown,
-}
 
 /// Checks that the server keeps what it is given; returns what it keeps across its end.
 pub(super) async fn check(

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, Semaphore, watch};
 
-use super::config::{RemoteConfig, TimeBounds, WhenGone};
+use super::config::{FirstContact, RemoteConfig, TimeBounds, WhenGone};
 use super::keys;
 use super::link::{Failure, Link};
 use super::server;
@@ -146,8 +146,8 @@ impl Shared {
         }
     }
 
-    pub(super) fn tell_tried(&self) {
-        self.state().tried();
+    pub(super) fn tell_tried(&self, contact: FirstContact) {
+        self.state().tried(contact);
         self.tried.notify_all();
     }
 
@@ -155,7 +155,7 @@ impl Shared {
         let mut state = self.state();
         if state.stand(Standing::Gone {
             reason: reason.clone(),
-        }) || !state.was_tried()
+        }) || state.first_contact() == FirstContact::UnderWay
         {
             tracing::error!(address = %self.dialer.address(), reason, "the remote tier is gone");
         }

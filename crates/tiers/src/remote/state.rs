@@ -9,26 +9,37 @@
 //! last page takes off the rest. Bytes of a batch count from the moment it is accepted. The server needs
 //! more than that (about 100 bytes a key), so its own `maxmemory` is the bound that holds.
 //!
+//! # What a predecessor left
+//! ([`State::hold`], [`State::recover`]) An extent of a predecessor counts with what its pages take by their words.
+//! Of one that no word names, and of the versions that were under way when the predecessor died, all positions
+//! are deleted: what of them is on the server is not known.
+//!
 //! # A server that lost its data
 //! ([`State::lost`]) After a reconnect without the marker, nothing that was sent before is there. For each
 //! VM the highest version sent so far is known; versions grow, so all up to it are lost, and reads of them
 //! are answered without asking. A batch whose version was taken before that and which comes after it is
 //! refused: it could be written, and would be taken for lost.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use super::config::RemoteNotes;
-use super::server::Durability;
+use super::config::{FirstContact, RemoteNotes};
+use crate::figures::Durability;
 use crate::figures::Latencies;
 use crate::{
-    Batch, ExtentName, Health, Place, Standing, TierError, TierFigures, TierKind, Version, VmId,
+    Batch, ExtentName, ExtentNo, Health, Place, Standing, TierError, TierFigures, TierKind,
+    Version, VmId,
 };
 
 const KIND: TierKind = TierKind::Remote;
 const PAGES_MAX: usize = crate::batch::EXTENT_PAGES_MAX;
 const POSITION_WORDS: usize = PAGES_MAX / 64;
+/// Versions of a VM that can have been under way when its daemon died: a few batches are written at a time, and the
+/// version of one that was not sent is not used again.
+const UNDER_WAY_MAX: u64 = 16;
+const SECTOR_BYTES_U32: u32 = 512;
+const _: () = assert!(SECTOR_BYTES_U32 as usize == crate::batch::SECTOR_BYTES);
 
 /// Pages of an extent.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -68,10 +79,20 @@ impl Positions {
     }
 }
 
+/// Who wrote an extent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Writer {
+    /// This daemon.
+    Us,
+    /// A dead one, which may have been deleting pages of it.
+    Predecessor,
+}
+
 /// What of an extent is stored.
 struct Stored {
     pages: u16,
     bytes: u32,
+    writer: Writer,
 }
 
 /// Requests that wait or are under way.
@@ -89,6 +110,8 @@ pub(super) struct State {
     limit_bytes: u64,
     stored_bytes: u64,
     stored: HashMap<ExtentName, Stored>,
+    /// Extents of VMs that are not recovered yet.
+    held: HashMap<VmId, Vec<ExtentName>>,
     to_delete: HashMap<ExtentName, Positions>,
     sent: HashMap<VmId, Version>,
     lost: HashMap<VmId, Version>,
@@ -97,8 +120,7 @@ pub(super) struct State {
     figures: TierFigures,
     latencies: [Latencies; 2],
     notes: RemoteNotes,
-    /// The first attempt to connect has ended.
-    tried: bool,
+    first_contact: FirstContact,
 }
 
 impl State {
@@ -113,6 +135,7 @@ impl State {
             limit_bytes,
             stored_bytes: 0,
             stored: HashMap::new(),
+            held: HashMap::new(),
             to_delete: HashMap::new(),
             sent: HashMap::new(),
             lost: HashMap::new(),
@@ -121,7 +144,7 @@ impl State {
             figures: TierFigures::default(),
             latencies: <[Latencies; 2]>::default(),
             notes: RemoteNotes::default(),
-            tried: false,
+            first_contact: FirstContact::UnderWay,
         }
     }
 
@@ -133,13 +156,15 @@ impl State {
         &self.notes
     }
 
-    pub(super) fn was_tried(&self) -> bool {
-        self.tried
+    pub(super) fn first_contact(&self) -> FirstContact {
+        self.first_contact
     }
 
-    /// The first attempt to connect has ended.
-    pub(super) fn tried(&mut self) {
-        self.tried = true;
+    /// An attempt to connect has ended; only the first one counts.
+    pub(super) fn tried(&mut self, contact: FirstContact) {
+        if self.first_contact == FirstContact::UnderWay {
+            self.first_contact = contact;
+        }
     }
 
     /// Changes how the tier stands; true if it stood otherwise.
@@ -189,6 +214,7 @@ impl State {
             Stored {
                 pages: u16::try_from(batch.len()).unwrap_or(u16::MAX),
                 bytes: u32::try_from(bytes).unwrap_or(u32::MAX),
+                writer: Writer::Us,
             },
         );
         assert!(before.is_none(), "a version is used for one batch");
@@ -272,9 +298,12 @@ impl State {
             stored.pages = stored.pages.saturating_sub(1);
             stored.bytes -= bytes;
             self.stored_bytes -= u64::from(bytes);
-            if stored.pages == 0 {
-                self.stored_bytes -= u64::from(stored.bytes);
-                entry.remove();
+            if stored.pages > 0 {
+                continue;
+            }
+            self.stored_bytes -= u64::from(stored.bytes);
+            if entry.remove().writer == Writer::Predecessor {
+                self.delete(place.extent, &Positions::all());
             }
         }
     }
@@ -286,6 +315,7 @@ impl State {
             }
             self.delete(extent, &Positions::all());
         }
+        self.held.remove(&vm);
         self.sent.remove(&vm);
         self.lost.remove(&vm);
     }
@@ -316,14 +346,40 @@ impl State {
         }
     }
 
-    /// An extent of a predecessor in which so many pages are still named.
-    pub(super) fn adopt(&mut self, extent: ExtentName, pages: u16, bytes: u32) {
-        if let Entry::Vacant(entry) = self.stored.entry(extent) {
-            entry.insert(Stored { pages, bytes });
+    /// See [`super::RemoteTier::hold`].
+    pub(super) fn hold(&mut self, vm: VmId, last: Version, extents: Vec<ExtentName>) {
+        let entered: HashSet<u64> = extents.iter().map(|extent| extent.version.0).collect();
+        let first = last.0.saturating_sub(UNDER_WAY_MAX) + 1;
+        for version in (first..=last.0).filter(|version| !entered.contains(version)) {
+            let extent = ExtentName {
+                vm,
+                number: ExtentNo(0),
+                version: Version(version),
+            };
+            self.delete(extent, &Positions::all());
+        }
+        self.held.insert(vm, extents);
+        self.sent.insert(vm, last);
+    }
+
+    /// All pages of a VM that was held are at these places.
+    pub(super) fn recover(&mut self, vm: VmId, places: &[Place]) {
+        for place in places {
+            let bytes = u32::from(place.sectors) * SECTOR_BYTES_U32;
+            let stored = self.stored.entry(place.extent).or_insert(Stored {
+                pages: 0,
+                bytes: 0,
+                writer: Writer::Predecessor,
+            });
+            stored.pages += 1;
+            stored.bytes += bytes;
             self.stored_bytes += u64::from(bytes);
         }
-        let sent = self.sent.entry(extent.vm).or_insert(extent.version);
-        *sent = extent.version.max(*sent);
+        for extent in self.held.remove(&vm).unwrap_or_default() {
+            if !self.stored.contains_key(&extent) {
+                self.delete(extent, &Positions::all());
+            }
+        }
     }
 
     /// The server has lost what was sent so far.
@@ -358,6 +414,9 @@ impl State {
             stored_bytes: self.stored_bytes,
             read_latency: latency(Request::Read),
             write_latency: latency(Request::Write),
+            losses: self.notes.losses,
+            pages_not_there: self.notes.pages_not_there,
+            durability: Some(self.notes.durability),
             ..self.figures
         }
     }
@@ -368,7 +427,6 @@ mod tests {
     use super::*;
     use crate::{ExtentNo, Position, Room, SectorNo};
     use pagetide_random::SplitMix64;
-    use std::collections::HashSet;
 
     fn extent(vm: u128, version: u64) -> ExtentName {
         ExtentName {
@@ -534,17 +592,56 @@ mod tests {
     }
 
     #[test]
-    fn extent_of_a_predecessor_counts_once_and_goes_with_its_pages() {
+    fn extents_of_a_predecessor_count_by_their_pages_and_what_no_word_names_is_deleted() {
         let mut state = working(1 << 20);
-        state.adopt(extent(1, 9), 2, 8000);
-        state.adopt(extent(1, 9), 2, 8000);
-        assert_eq!(state.figures().stored_bytes, 8000);
-        state.forget(&[place(extent(1, 9), 0), place(extent(1, 9), 400)]);
+        let vm = VmId(1);
+        let [named, unnamed] = [30, 25].map(|version| extent(1, version));
+        let number = |extent: ExtentName, number| ExtentName {
+            number: ExtentNo(number),
+            ..extent
+        };
+        state.hold(vm, Version(32), vec![named, unnamed]);
+        let deleted = |state: &mut State| {
+            let taken = state.take_deletions(usize::MAX);
+            let mut versions: Vec<u64> = taken
+                .iter()
+                .inspect(|(_, positions)| assert_eq!(positions.iter().count(), PAGES_MAX))
+                .map(|(extent, _)| extent.version.0)
+                .collect();
+            versions.sort_unstable();
+            versions
+        };
+        let under_way: Vec<u64> = (17..=32).filter(|it| ![25, 30].contains(it)).collect();
+        assert_eq!(deleted(&mut state), under_way);
         assert_eq!(state.figures().stored_bytes, 0);
-        state.forget(&[place(extent(1, 9), 4096), place(extent(7, 7), 1)]);
+        let at = |position, sectors| Place {
+            sectors,
+            ..place(named, position)
+        };
+        let places = [at(0, 2), at(400, 9)];
+        state.recover(vm, &places);
+        assert_eq!(deleted(&mut state), [25]);
+        assert_eq!(state.figures().stored_bytes, 11 * 512);
+        // Versions of before are lost with the server, those from now on are not.
+        assert!(state.send(extent(1, 33)).is_ok());
+        state.forget(&places[..1]);
+        assert_eq!(state.take_deletions(9)[0].1.iter().count(), 1);
+        state.forget(&places[1..]);
+        // What the dead daemon was deleting goes with the last page.
+        assert_eq!(deleted(&mut state), [30]);
+        assert_eq!(state.figures().stored_bytes, 0);
+        state.forget(&[at(4096, 1), place(extent(7, 7), 1)]);
+        assert_eq!(state.take_deletions(9).len(), 1);
+        state.forget_vm(vm, &[number(extent(1, 40), 3)]);
+        assert_eq!(deleted(&mut state), [40]);
+    }
+
+    #[test]
+    fn vm_that_never_wrote_has_nothing_to_delete_when_it_is_held() {
+        let mut state = working(1 << 20);
+        state.hold(VmId(1), Version(0), Vec::new());
+        assert!(state.take_deletions(9).is_empty());
+        state.hold(VmId(2), Version(2), Vec::new());
         assert_eq!(state.take_deletions(9).len(), 2);
-        state.forget_vm(VmId(1), &[extent(1, 10)]);
-        let all = state.take_deletions(9);
-        assert_eq!(all[0].1.iter().count(), PAGES_MAX);
     }
 }

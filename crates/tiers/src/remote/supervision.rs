@@ -6,10 +6,13 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
+use super::config::FirstContact;
 use super::link::{Failure, Link};
-use super::server::{self, Durability};
+use super::server;
 use super::shared::{BACKOFF_MAX, BACKOFF_MIN, Connected, Shared};
 use crate::Standing;
+use crate::figures::Durability;
+use redis::{ErrorKind, RedisError};
 
 /// How often a server is asked whether it is still there.
 const PROBE_EVERY: Duration = Duration::from_secs(1);
@@ -26,15 +29,15 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
                     number,
                     link: link.clone(),
                 }));
-                shared.tell_tried();
+                shared.tell_tried(FirstContact::Made);
                 let reason = watch_over(&shared, &link, &mut marked).await;
                 shared.connected.send_replace(None);
                 link.close();
                 shared.stand_gone(reason);
             }
-            Err(reason) => {
+            Err(NoLink { contact, reason }) => {
                 shared.stand_gone(reason);
-                shared.tell_tried();
+                shared.tell_tried(contact);
             }
         }
         sleep(backoff).await;
@@ -42,17 +45,53 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
     }
 }
 
+/// Why there is no connection.
+struct NoLink {
+    contact: FirstContact,
+    reason: String,
+}
+
+impl NoLink {
+    fn silent(reason: &str) -> Self {
+        Self {
+            contact: FirstContact::NoAnswer,
+            reason: reason.to_owned(),
+        }
+    }
+
+    fn failed(shared: &Shared, error: &RedisError) -> Self {
+        let contact = match error.kind() {
+            ErrorKind::Client | ErrorKind::AuthenticationFailed => FirstContact::Refused,
+            _ => FirstContact::NoAnswer,
+        };
+        Self {
+            contact,
+            reason: server::describe(error, shared.dialer.address()),
+        }
+    }
+
+    fn not_greeted(shared: &Shared, failure: Failure) -> Self {
+        let contact = match failure {
+            Failure::Request(_) | Failure::Strange(_) => FirstContact::Refused,
+            Failure::Full | Failure::Gone(_) => FirstContact::NoAnswer,
+        };
+        Self {
+            contact,
+            reason: shared.failed("marker", failure).to_string(),
+        }
+    }
+}
+
 /// Connects, checks the marker, and says how the tier stands; else why not.
-async fn connect(shared: &Shared, marked: &mut bool) -> Result<Link, String> {
-    let describe = |error| server::describe(&error, shared.dialer.address());
+async fn connect(shared: &Shared, marked: &mut bool) -> Result<Link, NoLink> {
     let link = match timeout(shared.bounds.connect * 2, Link::connect(&shared.dialer)).await {
-        Ok(link) => link.map_err(describe)?,
-        Err(_) => return Err("no connection within its time bound".to_owned()),
+        Ok(link) => link.map_err(|error| NoLink::failed(shared, &error))?,
+        Err(_) => return Err(NoLink::silent("no connection within its time bound")),
     };
     let greeting = greet(shared, &link, marked);
     match timeout(shared.bounds.connect, greeting).await {
-        Ok(greeted) => greeted.map_err(|failure| shared.failed("marker", failure).to_string())?,
-        Err(_) => return Err("the server does not answer".to_owned()),
+        Ok(greeted) => greeted.map_err(|failure| NoLink::not_greeted(shared, failure))?,
+        Err(_) => return Err(NoLink::silent("the server does not answer")),
     }
     let durability = link.durability();
     if shared.state().keeps(durability) {

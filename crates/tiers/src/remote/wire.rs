@@ -44,6 +44,7 @@ use super::address::{RemoteAddress, TlsFiles};
 use super::config::TimeBounds;
 use super::server;
 use crate::batch::SEALED_BYTES_MAX;
+use crate::figures::Durability;
 
 /// What a reply may have beside its value: type, length, line ends.
 const REPLY_FRAME_BYTES: i64 = 64;
@@ -158,6 +159,15 @@ impl Dialer {
         let connector = TlsConnector::from(Arc::clone(config));
         Ok(Box::new(connector.connect(name, stream).await?))
     }
+}
+
+/// Whether the files for TLS that an address names can be used.
+///
+/// # Errors
+/// [`TlsError`]: which one cannot be, and why.
+pub fn check_tls_files(address: &RemoteAddress) -> Result<(), TlsError> {
+    let config = address.tls.as_ref().map(client_config).transpose();
+    config.map(drop)
 }
 
 fn client_config(files: &TlsFiles) -> Result<ClientConfig, TlsError> {
@@ -297,7 +307,7 @@ pub(super) struct NodeConnection {
     credit: Arc<Credit>,
     ended: watch::Receiver<bool>,
     /// What the server keeps if it ends, as it said when the connection was made.
-    pub(super) durability: server::Durability,
+    pub(super) durability: Durability,
     driver: Arc<Driver>,
 }
 
@@ -329,7 +339,7 @@ impl NodeConnection {
             connection,
             credit,
             ended,
-            durability: server::Durability::Unknown,
+            durability: Durability::Unknown,
             driver: Arc::new(Driver(task.abort_handle())),
         })
     }

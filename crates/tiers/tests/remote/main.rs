@@ -49,7 +49,7 @@ fn config(url: &str) -> RemoteConfig {
 /// A tier that works.
 fn working(config: RemoteConfig) -> RemoteTier {
     let tier = RemoteTier::start(config).unwrap();
-    let health = tier.first_contact(STUCK);
+    let (_, health) = tier.first_contact(STUCK);
     assert_eq!(health.standing, Standing::Working);
     tier
 }

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-use pagetide_tiers::remote::{Durability, WhenGone};
-use pagetide_tiers::{SlowTier, Standing, TierError, TierKind};
+use pagetide_tiers::remote::{Durability, FirstContact, RemoteTier, WhenGone};
+use pagetide_tiers::{SlowTier, Standing, TierError, TierKind, Version};
 
 use crate::server::Server;
 use crate::{
@@ -61,8 +61,11 @@ fn successor_reads_what_its_predecessor_wrote() {
     };
     let contents = pages(3, 9);
     let places = write(&working(config(&server.url())), extent(5), &contents).unwrap();
-    let tier = working(config(&server.url()));
-    tier.adopt(extent(5), 9, 9000);
+    let tier = RemoteTier::start(config(&server.url())).unwrap();
+    tier.hold(extent(5).vm, Version(9), [extent(5)]);
+    tier.recover(extent(5).vm, &places).unwrap();
+    tier.first_contact(STUCK);
+    assert!(tier.figures().stored_bytes >= 9 * 512);
     assert_pages(&tier, &places, &contents);
     tier.forget(&places);
     until("the deletion", || server.query::<u64>(&["DBSIZE"]) == 1);
@@ -243,7 +246,8 @@ fn server_that_evicts_is_refused_until_it_does_not() {
         return;
     };
     let tier = pagetide_tiers::remote::RemoteTier::start(config(&server.url())).unwrap();
-    let health = tier.first_contact(STUCK);
+    let (contact, health) = tier.first_contact(STUCK);
+    assert_eq!(contact, FirstContact::Refused);
     assert!(
         matches!(health.standing, Standing::Gone { .. }),
         "{health:?}"
@@ -269,7 +273,8 @@ fn wrong_password_is_told_and_never_printed() {
         ),
     ] {
         let tier = pagetide_tiers::remote::RemoteTier::start(config(&url)).unwrap();
-        tier.first_contact(STUCK);
+        let (contact, _) = tier.first_contact(STUCK);
+        assert_eq!(contact, FirstContact::Refused);
         let reason = reason(&tier);
         assert!(reason.contains(expected), "{reason}");
         assert!(!format!("{reason} {tier:?}").contains("wr0ng-one"));

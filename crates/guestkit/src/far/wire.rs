@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A wire that flips bits, and that can be cut.
+//!
+//! ```text
+//!   client ──────────────────────────────► server
+//!          ◄── a bit in a long reply ─────         while flips are ordered
+//! ```
+//! Bits are flipped on the way to the client only: what the server has is then known to be right.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+/// A read of so many bytes or more is of a page, and has no room for much else.
+const LONG_BYTES: usize = 1024;
+
+#[derive(Debug, Default)]
+struct State {
+    server: AtomicU16,
+    flips: AtomicU64,
+    flipped: AtomicU64,
+    is_cut: AtomicBool,
+    ends: Mutex<Vec<TcpStream>>,
+}
+
+/// A port of this machine that leads to a server.
+#[derive(Debug)]
+pub struct Wire {
+    state: Arc<State>,
+    port: u16,
+}
+
+impl Wire {
+    /// A wire to the server on `port`.
+    ///
+    /// # Errors
+    /// No port is to be had.
+    pub fn to(port: u16) -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let wire = Self {
+            state: Arc::default(),
+            port: listener.local_addr()?.port(),
+        };
+        wire.state.server.store(port, Relaxed);
+        let state = Arc::clone(&wire.state);
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                if let Err(error) = client.and_then(|client| connect(&state, client)) {
+                    // The client sees the same: its connection ends.
+                    eprintln!("the wire: {error}");
+                }
+            }
+        });
+        Ok(wire)
+    }
+
+    /// The port for clients.
+    #[must_use]
+    pub const fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Flips one bit in each of the next `count` long replies.
+    pub fn flip(&self, count: u64) {
+        self.state.flips.store(count, Relaxed);
+    }
+
+    /// Bits flipped so far.
+    #[must_use]
+    pub fn flipped(&self) -> u64 {
+        self.state.flipped.load(Relaxed)
+    }
+
+    /// Ends all connections, and lets no new one come about.
+    pub fn cut(&self) {
+        self.state.is_cut.store(true, Relaxed);
+        let mut ends = self
+            .state
+            .ends
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        for end in ends.drain(..) {
+            if let Err(error) = end.shutdown(Shutdown::Both) {
+                // It has ended by itself.
+                eprintln!("the wire: {error}");
+            }
+        }
+    }
+
+    /// Lets connections come about again.
+    pub fn mend(&self) {
+        self.state.is_cut.store(false, Relaxed);
+    }
+}
+
+fn connect(state: &Arc<State>, client: TcpStream) -> io::Result<()> {
+    if state.is_cut.load(Relaxed) {
+        return client.shutdown(Shutdown::Both);
+    }
+    let server = TcpStream::connect((Ipv4Addr::LOCALHOST, state.server.load(Relaxed)))?;
+    for end in [&client, &server] {
+        end.set_nodelay(true)?;
+        let mut ends = state.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        ends.push(end.try_clone()?);
+    }
+    let (to_server, to_client) = (server.try_clone()?, client.try_clone()?);
+    thread::spawn(move || pump(client, to_server, |_| {}));
+    let state = Arc::clone(state);
+    thread::spawn(move || pump(server, to_client, |bytes| spoil(&state, bytes)));
+    Ok(())
+}
+
+fn spoil(state: &State, bytes: &mut [u8]) {
+    let take = |left: u64| left.checked_sub(1);
+    if bytes.len() < LONG_BYTES || state.flips.fetch_update(Relaxed, Relaxed, take).is_err() {
+        return;
+    }
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    state.flipped.fetch_add(1, Relaxed);
+}
+
+/// Until one of the two ends; then both do.
+fn pump(mut from: TcpStream, mut to: TcpStream, mut spoil: impl FnMut(&mut [u8])) {
+    let mut bytes = vec![0; 64 << 10];
+    while let Ok(count @ 1..) = from.read(&mut bytes) {
+        spoil(&mut bytes[..count]);
+        if to.write_all(&bytes[..count]).is_err() {
+            break;
+        }
+    }
+    for end in [from, to] {
+        if let Err(error) = end.shutdown(Shutdown::Both)
+            && error.kind() != io::ErrorKind::NotConnected
+        {
+            eprintln!("the wire: {error}");
+        }
+    }
+}
