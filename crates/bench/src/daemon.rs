@@ -192,11 +192,17 @@ impl Daemon {
 
     /// Evicts all of the VM; returns its figures then.
     pub(super) fn evict_whole(&self) -> Result<VmReport, String> {
+        self.evict_down_to(0)
+    }
+
+    /// Evicts until at most `resident_bytes` of the VM are present; returns its figures then.
+    pub(super) fn evict_down_to(&self, resident_bytes: u64) -> Result<VmReport, String> {
         let mut vm = self.vm()?;
         for _ in 0..RECLAIMS_MAX {
-            self.reclaim(None)?;
+            let excess_bytes = vm.resident_bytes.saturating_sub(resident_bytes);
+            self.reclaim((resident_bytes > 0).then_some(excess_bytes))?;
             vm = self.vm()?;
-            if vm.resident_bytes == 0 {
+            if vm.resident_bytes <= resident_bytes {
                 return Ok(vm);
             }
         }

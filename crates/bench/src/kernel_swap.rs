@@ -10,7 +10,10 @@
 //! where a touch would find it. Its owner's memory cgroup can be told to reclaim it: so a guest that is paged out
 //! to a file is started in a group ([`KernelSwap::within`]).
 
-use crate::{cgroup::Group, fault::process::Guest};
+use crate::{
+    cgroup::Group,
+    fault::{guest::Order, process::Guest, touch::Pattern},
+};
 use pagetide_swap::tier::PAGE;
 use pagetide_sys::clock;
 use rustix::fs::FallocateFlags;
@@ -176,6 +179,8 @@ impl KernelSwap {
         pages: u64,
         work: impl FnOnce(&mut Guest, PagedOut) -> Result<T, String>,
     ) -> Result<T, String> {
+        // Only what is mapped is paged out.
+        guest.time(&Order::touch_all(Pattern::Sequential, 0))?;
         self.switch_on()?;
         let out = self.page_out(guest, pages)?;
         let done = work(guest, out)?;
