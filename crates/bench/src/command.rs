@@ -10,7 +10,7 @@ use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
     fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
     iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, remote,
-    schedule, sim, tracker,
+    schedule, sim, swap, tracker,
 };
 
 /// Arguments of `bench`.
@@ -68,6 +68,9 @@ pub enum BenchPart {
     HeadOfLineWakes,
     /// The guest of `bench fault` and `fault-parallel`
     FaultGuest {
+        /// What they are
+        #[arg(long, value_enum, default_value_t = crate::fault::content::Kind::Program)]
+        content: crate::fault::content::Kind,
         /// Pages of its memory
         #[arg(long)]
         pages: u64,
@@ -158,9 +161,11 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::HeadOfLineWakes => {
             crate::head_of_line::wakes::serve().map_err(CommandError::failed)
         }
-        BenchPart::FaultGuest { pages, cpu } => {
-            crate::fault::guest::run(pages, cpu).map_err(CommandError::failed)
-        }
+        BenchPart::FaultGuest {
+            content,
+            pages,
+            cpu,
+        } => crate::fault::guest::run(content, pages, cpu).map_err(CommandError::failed),
         BenchPart::PoolGuest { bytes } => {
             crate::pool::guest::run(bytes).map_err(CommandError::failed)
         }
@@ -218,6 +223,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Remote => remote::run(sizes),
         BenchName::GuestCost => guest_cost::run(sizes),
         BenchName::Schedule => schedule::run(sizes),
+        BenchName::Swap => swap::run(sizes),
         BenchName::Tracker => tracker::run(sizes),
     }
 }

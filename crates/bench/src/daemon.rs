@@ -24,6 +24,8 @@ use std::{
 
 /// Name of the VM: a bench's daemon has one.
 pub(super) const VM: &str = "bench";
+/// Requests to evict all before it is given up: the first may find pages in use.
+const RECLAIMS_MAX: u32 = 40;
 /// Longest wait for a daemon to answer, or to end.
 const DAEMON_WAIT: Duration = Duration::from_secs(30);
 /// Longest wait for a daemon that recovers a VM of `ram_bytes`, or detaches it at its end: that of a small
@@ -186,6 +188,30 @@ impl Daemon {
     /// Evicts `bytes` of the VM, or all that can be evicted.
     pub(super) fn reclaim(&self, bytes: Option<u64>) -> Result<ReclaimReport, String> {
         self.send(&(vm_path(VM) + "/reclaim"), &ReclaimBody { bytes })
+    }
+
+    /// Evicts all of the VM; returns its figures then.
+    pub(super) fn evict_whole(&self) -> Result<VmReport, String> {
+        self.evict_down_to(0)
+    }
+
+    /// Evicts until at most `resident_bytes` of the VM are present; returns its figures then.
+    pub(super) fn evict_down_to(&self, resident_bytes: u64) -> Result<VmReport, String> {
+        let mut vm = self.vm()?;
+        for _ in 0..RECLAIMS_MAX {
+            let excess_bytes = vm.resident_bytes.saturating_sub(resident_bytes);
+            self.reclaim((resident_bytes > 0).then_some(excess_bytes))?;
+            vm = self.vm()?;
+            if vm.resident_bytes <= resident_bytes {
+                return Ok(vm);
+            }
+        }
+        let bar = vm.eviction_blockers.first();
+        Err(self.with_log(format!(
+            "{} bytes are still present after {RECLAIMS_MAX} reclaims{}",
+            vm.resident_bytes,
+            bar.map_or_else(String::new, |bar| format!(" ({bar})")),
+        )))
     }
 
     /// Sets or lifts the VM's limit.

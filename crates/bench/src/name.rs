@@ -55,6 +55,9 @@ pub enum BenchName {
     Remote,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit
     GuestCost,
+    /// Swap-in by CPU and by device, swap-out and bytes a page of each tier, beside kernel swap on zram and on the same
+    /// disk
+    Swap,
     /// How much cold memory is found, how soon, and what evicting it costs
     Tracker,
 }

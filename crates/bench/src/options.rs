@@ -16,7 +16,7 @@ const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, tracker and pool, the rounds also of fault,
+/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker and pool, the rounds also of fault,
 /// fault-parallel and remote, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
@@ -25,7 +25,7 @@ pub struct SizeOptions {
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
-    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4)
+    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
     /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6), longest
@@ -33,7 +33,7 @@ pub struct SizeOptions {
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
-    /// four-guests)
+    /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, programs)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -98,18 +98,19 @@ impl SizeOptions {
         let schedule = overcommit || name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
+        let swap = name == BenchName::Swap;
         let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
         let faults = matches!(
             name,
             BenchName::Fault | BenchName::FaultParallel | BenchName::Remote
         );
         let given = [
-            ("--ram", !self.ram.is_empty(), sized),
+            ("--ram", !self.ram.is_empty(), sized || swap),
             ("--setting", !self.settings.is_empty(), sized || overhead),
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || overhead || sized && !tracker && !pool,
+                faults || overhead || swap || sized && !tracker && !pool,
             ),
             (
                 "--seconds",
@@ -124,7 +125,7 @@ impl SizeOptions {
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit,
+                tracker || cost || overhead || overcommit || swap,
             ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];

@@ -68,11 +68,33 @@ impl TierBytes {
         Ok(bytes)
     }
 
+    /// Of the pages of both.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self {
+            pages: self.pages + other.pages,
+            lz4_bytes: self.lz4_bytes + other.lz4_bytes,
+            demoted_bytes: self.demoted_bytes + other.demoted_bytes,
+            zstd_pages: self.zstd_pages + other.zstd_pages,
+        }
+    }
+
     /// Bytes after demotion over those before: `zstd_tier_bytes_over_lz4_tier`.
     #[must_use]
     pub fn zstd_over_lz4(&self) -> f64 {
         to_f64(self.demoted_bytes) / to_f64(self.lz4_bytes)
     }
+}
+
+/// The pages that [`TierBytes`] counts.
+#[must_use]
+pub fn compressible(pages: &[[u8; PAGE]]) -> Vec<&[u8; PAGE]> {
+    let mut lz4 = Packer::default();
+    let mut is_compressible = |content: &&[u8; PAGE]| {
+        let packed = lz4.pack(SEED, PageNo(0), content).map(<[u8]>::len);
+        repeated_word(content).is_none() && packed.is_some_and(|it| it < STORED_BYTES_MAX)
+    };
+    pages.iter().filter(|it| is_compressible(it)).collect()
 }
 
 fn slot_bytes(bytes: u32) -> u64 {
@@ -117,7 +139,8 @@ fn share_of(count: usize, share: f64) -> usize {
     (count as f64 * share) as usize
 }
 
-/// Up to `pages_max` pages of private memory that process `pid` has written, but for those of zeros.
+/// Up to `pages_max` pages of private memory that process `pid` has written, evenly over all of it, but for those
+/// of zeros.
 ///
 /// # Errors
 /// It cannot be read.
@@ -125,15 +148,26 @@ pub fn memory_of(pid: u32, pages_max: usize) -> io::Result<Vec<[u8; PAGE]>> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let memory = File::open(format!("/proc/{pid}/mem"))?;
     let mut pages = Vec::new();
+    // Every so many of those read so far are kept.
+    let (mut stride, mut read) = (1, 0_usize);
     for range in maps.lines().filter_map(private_range) {
         for at in range.step_by(PAGE) {
-            if pages.len() == pages_max {
-                return Ok(pages);
-            }
             let mut page = [0; PAGE];
             // A guard page, or one that was unmapped meanwhile.
-            if memory.read_exact_at(&mut page, at).is_ok() && repeated_word(&page) != Some(0) {
+            if memory.read_exact_at(&mut page, at).is_err() || repeated_word(&page) == Some(0) {
+                continue;
+            }
+            if read.is_multiple_of(stride) {
                 pages.push(page);
+            }
+            read += 1;
+            if pages.len() > pages_max {
+                let mut number = 0_usize;
+                pages.retain(|_| {
+                    number += 1;
+                    number % 2 == 1
+                });
+                stride *= 2;
             }
         }
     }

@@ -27,7 +27,6 @@
 //! hundredth of a second. Times of faults are the vCPU's own (*whole*) and the daemon's, from reading the message
 //! to the page being there (*served*), from its metrics. `--plots DIR` draws the last round, and writes its data.
 
-mod cgroup;
 mod online;
 mod outside;
 mod plots;
@@ -37,7 +36,6 @@ mod served;
 mod slice;
 
 use self::{
-    cgroup::{Group, bytes_in},
     online::{Demand, TURN},
     outside::{Look, Outside},
     report::{Measured, Sizes, describe},
@@ -52,14 +50,16 @@ use super::{
         process::BusyGuest,
         ram::HugePages,
     },
+    cgroup::{Group, bytes_in},
     daemon::{Daemon, directory_in},
-    fault::{floor, zram::ZramSwap},
+    fault::floor,
     harness::{
         figures::to_f64,
         report::{BenchError, BenchReport, failed, unable},
         rounds::{Round, WarmUp, progress, rounds},
     },
     interrupt::Interrupted,
+    kernel_swap::{Compressor, KernelSwap},
     memory::{fitting, ram_key},
     options::{SizeOptions, flags},
 };
@@ -343,7 +343,7 @@ impl Bench {
             return Ok(None);
         };
         let both = 2 * self.ram_bytes;
-        let mut zram = match ZramSwap::prepare(2 * both) {
+        let mut zram = match KernelSwap::on_zram(2 * both, Compressor::Lz4) {
             Ok(zram) => zram,
             Err(reason) => {
                 self.no_zram = Some(reason);

@@ -8,8 +8,8 @@
 //! one line; the end of input ends the process.
 
 use super::{
-    content::{Content, PAGE, random_order},
-    touch::{Pattern, together, touch},
+    content::{Content, Kind, PAGE, random_order},
+    touch::{Part, Pattern, together, touch},
 };
 use crate::orders::say;
 use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
@@ -35,10 +35,12 @@ const REQUEST_WAIT: Duration = Duration::from_secs(10);
 /// An order of the bench to the guest.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Read all pages in the order of a pattern, timing each.
+    /// Read the pages in the order of a pattern, timing each.
     Touch {
         /// The pattern.
         pattern: Pattern,
+        /// Which pages.
+        part: Part,
         /// Of the order.
         seed: u64,
     },
@@ -54,9 +56,13 @@ pub(crate) enum Order {
     },
     /// Start, now that the last page is being read.
     Go,
-    /// Make a device read a block into each page in random order, timing each from available to used. All
-    /// blocks are zeros.
-    ReadByDevice {
+    /// Make a device transfer a block into each page or out of it, in random order, timing each from available
+    /// to used.
+    ByDevice {
+        /// Which way.
+        direction: Direction,
+        /// Which pages.
+        part: Part,
         /// Socket of the device.
         socket: PathBuf,
         /// Of the order.
@@ -66,6 +72,26 @@ pub(crate) enum Order {
     Fill,
     /// Compare each page with its required content.
     Verify,
+}
+
+impl Order {
+    /// Read all pages once.
+    pub(crate) const fn touch_all(pattern: Pattern, seed: u64) -> Self {
+        Self::Touch {
+            pattern,
+            part: Part::All,
+            seed,
+        }
+    }
+}
+
+/// Which way a device transfers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) enum Direction {
+    /// From its image, all blocks of which are zeros: a page's content is replaced.
+    IntoMemory,
+    /// To its image: a page's content is needed.
+    OutOfMemory,
 }
 
 /// Reads beside the timed ones.
@@ -111,14 +137,14 @@ pub(super) fn ns_since(begun: Instant) -> u32 {
     u32::try_from(begun.elapsed().as_nanos()).unwrap_or(u32::MAX)
 }
 
-/// Runs the guest with `pages` pages of memory, its vCPU on `cpu`, until the end of input.
+/// Runs the guest with `pages` pages of memory of `kind`, its vCPU on `cpu`, until the end of input.
 ///
 /// # Errors
 /// A message.
-pub fn run(pages: u64, cpu: usize) -> Result<(), String> {
+pub fn run(kind: Kind, pages: u64, cpu: usize) -> Result<(), String> {
     let vcpu = std::thread::Builder::new()
         .name(VCPU_THREAD.into())
-        .spawn(move || Vcpu::start(pages, cpu)?.serve())
+        .spawn(move || Vcpu::start(kind, pages, cpu)?.serve())
         .map_err(|error| format!("no thread for the vCPU: {error}"))?;
     vcpu.join()
         .map_err(|_| "the vCPU has panicked".to_owned())?
@@ -129,17 +155,19 @@ type Orders<'a> = dyn Iterator<Item = Result<Order, String>> + 'a;
 
 struct Vcpu {
     memory: LentMemory,
+    kind: Kind,
     content: Content,
     pages: u64,
 }
 
 impl Vcpu {
-    fn start(pages: u64, cpu: usize) -> Result<Self, String> {
+    fn start(kind: Kind, pages: u64, cpu: usize) -> Result<Self, String> {
         cpu::set_affinity(&[cpu]).map_err(|error| error.to_string())?;
         let mut vcpu = Self {
             memory: LentMemory::new("guest-ram", pages * PAGE_BYTES)
                 .map_err(|error| error.to_string())?,
-            content: Content::of_this_program()?,
+            kind,
+            content: Content::of(kind)?,
             pages,
         };
         vcpu.fill()?;
@@ -166,14 +194,26 @@ impl Vcpu {
 
     fn obey(&mut self, order: &Order, orders: &mut Orders) -> Result<Answer, String> {
         match order {
-            Order::Touch { pattern, seed } => self.touch(&pattern.order(self.pages, *seed)),
+            Order::Touch {
+                pattern,
+                part,
+                seed,
+            } => {
+                let range = part.of(self.pages);
+                self.touch(range.start, &pattern.order(range.len(), *seed))
+            }
             Order::TouchTogether {
                 threads,
                 seed,
                 beside,
             } => self.touch_together(*threads, *seed, *beside, orders),
             Order::Go => Err("no touches wait for Go".to_owned()),
-            Order::ReadByDevice { socket, seeds } => self.read_by_device(socket, seeds),
+            Order::ByDevice {
+                direction,
+                part,
+                socket,
+                seeds,
+            } => self.by_device(*direction, *part, socket, seeds),
             Order::Fill => self.fill(),
             Order::Verify => self.verify(),
         }
@@ -185,10 +225,13 @@ impl Vcpu {
             .ok_or_else(|| format!("{page} is beyond the memory"))
     }
 
-    fn touch(&mut self, order: &[PageNo]) -> Result<Answer, String> {
+    /// In this order of positions behind `first`.
+    fn touch(&mut self, first: PageNo, order: &[PageNo]) -> Result<Answer, String> {
+        let kind = self.kind;
         let mut ns = Vec::with_capacity(order.len());
-        for page in order {
-            ns.push(touch(*page, self.bytes(*page)?)?);
+        for position in order {
+            let page = first.plus(position.0);
+            ns.push(touch(kind, page, self.bytes(page)?)?);
         }
         Ok(Answer::Took { ns })
     }
@@ -201,12 +244,12 @@ impl Vcpu {
         beside: Beside,
         orders: &mut Orders,
     ) -> Result<Answer, String> {
-        let last = PageNo(self.pages - 1);
+        let (kind, last) = (self.kind, PageNo(self.pages - 1));
         let all = self.memory.bytes_mut(0, self.pages * PAGE_BYTES);
         let all: &[u8] = all.ok_or("the memory is shorter than it was")?;
         let (others, held) = all.split_at(last.index() * PAGE);
         let timed = || {
-            let done = together(others, PageNo(0), threads, seed)?;
+            let done = together(kind, others, PageNo(0), threads, seed)?;
             Ok(Answer::TookTogether {
                 ns: done.ns,
                 wall_ns: done.wall_ns,
@@ -216,7 +259,7 @@ impl Vcpu {
             return timed();
         }
         std::thread::scope(|scope| {
-            let reading = scope.spawn(|| touch(last, held));
+            let reading = scope.spawn(|| touch(kind, last, held));
             match orders.next() {
                 Some(Ok(Order::Go)) => say(&timed()?)?,
                 other => return Err(format!("{other:?} instead of an order to go")),
@@ -247,7 +290,13 @@ impl Vcpu {
     }
 
     /// One connection for all passes: the device's process maps the RAM for the duration of the connection.
-    fn read_by_device(&mut self, socket: &Path, seeds: &[u64]) -> Result<Answer, String> {
+    fn by_device(
+        &mut self,
+        direction: Direction,
+        part: Part,
+        socket: &Path,
+        seeds: &[u64],
+    ) -> Result<Answer, String> {
         let failed = |error: std::io::Error| format!("the device: {error}");
         let features = VirtioFeatureFlags::VERSION_1.bits()
             | VirtioFeatureFlags::RING_EVENT_IDX.bits()
@@ -266,24 +315,35 @@ impl Vcpu {
         queue.set_used_notif_enabled(false);
         let mut ns = Vec::new();
         for seed in seeds {
-            for page in random_order(self.pages, *seed) {
-                ns.push(self.read_block(transport.as_ref(), &mut queue, page)?);
+            let range = part.of(self.pages);
+            for position in random_order(range.len(), *seed) {
+                let page = range.start.plus(position.0);
+                ns.push(self.transfer(transport.as_ref(), &mut queue, direction, page)?);
             }
         }
         Ok(Answer::Took { ns })
     }
 
-    fn read_block(
+    fn transfer(
         &mut self,
         transport: &VirtioBlkTransport,
         queue: &mut VirtioBlkQueue<'_, ()>,
+        direction: Direction,
         page: PageNo,
     ) -> Result<u32, String> {
-        let failed = |error: std::io::Error| format!("reading into {page}: {error}");
+        let failed = |error: std::io::Error| format!("a device's request for {page}: {error}");
         let kick = transport.get_submission_notifier(0);
+        let wanted = match direction {
+            Direction::IntoMemory => 0,
+            Direction::OutOfMemory => self.kind.first_word(page),
+        };
         let bytes = self.bytes(page)?;
         let begun = Instant::now();
-        queue.read(page.byte_offset(), bytes, ()).map_err(failed)?;
+        let queued = match direction {
+            Direction::IntoMemory => queue.read(page.byte_offset(), bytes, ()),
+            Direction::OutOfMemory => queue.write(page.byte_offset(), bytes, ()),
+        };
+        queued.map_err(failed)?;
         if queue.avail_notif_needed() {
             kick.notify().map_err(failed)?;
         }
@@ -293,14 +353,14 @@ impl Vcpu {
                 let taken = ns_since(begun);
                 let first = self.bytes(page)?.first_chunk::<8>();
                 return match done.ret {
-                    0 if first == Some(&[0; 8]) => Ok(taken),
-                    0 => Err(format!("{page} did not get what the device read")),
-                    errno => Err(format!("reading into {page} ended with {errno}")),
+                    0 if first == Some(&wanted.to_ne_bytes()) => Ok(taken),
+                    0 => Err(format!("{page} does not hold what it must")),
+                    errno => Err(format!("a request for {page} ended with {errno}")),
                 };
             }
             looks = looks.wrapping_add(1);
             if looks.is_multiple_of(1 << 16) && begun.elapsed() > REQUEST_WAIT {
-                return Err(format!("reading into {page} does not end"));
+                return Err(format!("a request for {page} does not end"));
             }
             std::hint::spin_loop();
         }

@@ -32,19 +32,17 @@
 //! The device's image is one hole: the cost of storage is the same with and without a fault, but its
 //! variance would hide the fault's.
 
-pub(super) mod content;
+pub mod content;
 pub(super) mod floor;
 pub mod guest;
 pub(super) mod process;
 pub(super) mod touch;
-pub(super) mod zram;
 
 use self::{
-    content::Content,
-    guest::{Answer, Order},
+    content::{Content, Kind},
+    guest::{Direction, Order},
     process::{Guest, add_blk, evict_all, remove_blk},
-    touch::Pattern,
-    zram::ZramSwap,
+    touch::{Part, Pattern},
 };
 use super::{
     daemon::{Daemon, directory_in},
@@ -55,14 +53,13 @@ use super::{
         rounds::{Round, WarmUp, rounds},
     },
     interrupt::Interrupted,
+    kernel_swap::{Compressor, KernelSwap},
 };
 use pagetide_addr::{PAGE_BYTES, to_usize};
 use serde_json::{Map, json};
 use std::path::{Path, PathBuf};
 
 const NAME: &str = "fault";
-/// Pages that a phase may leave in memory, in thousandths: per-CPU batches of the kernel.
-const LEFT_PERMILLE_MAX: u64 = 5;
 
 /// The extent of a measurement.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -139,7 +136,7 @@ struct Bench {
     daemon: Daemon,
     daemon_alone: Daemon,
     guest: Guest,
-    zram: Result<ZramSwap, String>,
+    zram: Result<KernelSwap, String>,
     socket: PathBuf,
     image: PathBuf,
     cpu: usize,
@@ -172,8 +169,8 @@ impl Bench {
         Ok(Self {
             daemon: Daemon::start(&dir("daemon"), &settings)?,
             daemon_alone: Daemon::start(&dir("alone"), &alone)?,
-            guest: Guest::start(on_disk.path(), options.pages, cpu)?,
-            zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
+            guest: Guest::start(on_disk.path(), Kind::Program, options.pages, cpu)?,
+            zram: KernelSwap::on_zram(2 * options.pages * PAGE_BYTES, Compressor::Lz4),
             socket: dir("blk.sock"),
             image,
             cpu,
@@ -218,17 +215,11 @@ impl Bench {
         let Ok(zram) = &mut self.zram else {
             return Ok(None);
         };
-        zram.switch_on()?;
-        self.guest.page_out()?;
-        let left = pages.saturating_sub(zram.used_pages()?);
-        if left > pages * LEFT_PERMILLE_MAX / 1000 {
-            return Err(format!(
-                "the kernel left {left} of {pages} pages in memory instead of zram"
-            ));
-        }
+        let order = Order::touch_all(pattern, seed);
+        let (took, left) = zram.paged_out(&mut self.guest, pages, |guest, out| {
+            Ok((guest.time(&order)?, out.left_pages))
+        })?;
         self.measured.zram_left_pages += left;
-        let took = self.guest.time(&Order::Touch { pattern, seed })?;
-        zram.switch_off()?;
         Ok(Some(took))
     }
 
@@ -268,7 +259,7 @@ impl Bench {
         add_blk(&self.daemon, &self.socket, &self.image)?;
         let mut present = self.read_by_device(&[seed + 2, seed + 3])?;
         let again = present.split_off(present.len() / 2);
-        self.have_done(&Order::Fill)?;
+        self.guest.have_done(&Order::Fill)?;
         let before = evict_all(&self.daemon, self.options.pages)?;
         let cpu_ns = self.daemon.cpu_ns()?;
         let absent = self.read_by_device(&[seed + 4])?;
@@ -279,15 +270,17 @@ impl Bench {
         measured.device_present.add(present);
         measured.device_again.add(again);
         remove_blk(&self.daemon, &self.socket)?;
-        self.have_done(&Order::Fill)
+        self.guest.have_done(&Order::Fill)
     }
 
     fn touch(&mut self, pattern: Pattern, seed: u64) -> Result<Vec<u32>, String> {
-        self.guest.time(&Order::Touch { pattern, seed })
+        self.guest.time(&Order::touch_all(pattern, seed))
     }
 
     fn read_by_device(&mut self, seeds: &[u64]) -> Result<Vec<u32>, String> {
-        self.guest.time(&Order::ReadByDevice {
+        self.guest.time(&Order::ByDevice {
+            direction: Direction::IntoMemory,
+            part: Part::All,
             socket: self.socket.clone(),
             seeds: seeds.to_vec(),
         })
@@ -309,15 +302,8 @@ impl Bench {
         Ok(())
     }
 
-    fn have_done(&mut self, order: &Order) -> Result<(), String> {
-        match self.guest.obey(order)? {
-            Answer::Done => Ok(()),
-            other => Err(format!("the guest answered {other:?} to {order:?}")),
-        }
-    }
-
     fn verify(&mut self) -> Result<(), String> {
-        self.have_done(&Order::Verify)
+        self.guest.have_done(&Order::Verify)
     }
 
     fn report(&self) -> BenchReport {

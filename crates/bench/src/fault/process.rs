@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest as the bench controls it, and requests to daemons beyond those that all benches make.
 
-use super::guest::{Answer, Order};
+use super::{
+    content::Kind,
+    guest::{Answer, Order},
+};
 use crate::{
     daemon::Daemon,
     orders::{Ordered, vmm_program},
@@ -15,9 +18,6 @@ use pagetide_daemon::{
 use pagetide_sys::process::ProcessFd;
 use std::{path::Path, process::Command};
 
-/// Tries of a whole eviction: the first may find pages in use.
-const RECLAIMS_MAX: u32 = 20;
-
 /// The guest.
 pub(crate) struct Guest {
     process: Ordered,
@@ -26,10 +26,12 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// Starts it with `pages` filled pages, its vCPU on `cpu`. `dir` takes its program.
-    pub(crate) fn start(dir: &Path, pages: u64, cpu: usize) -> Result<Self, String> {
+    /// Starts it with `pages` filled pages of `kind`, its vCPU on `cpu`. `dir` takes its program.
+    pub(crate) fn start(dir: &Path, kind: Kind, pages: u64, cpu: usize) -> Result<Self, String> {
         let mut command = Command::new(vmm_program(dir)?);
         command.args(["bench-part", "fault-guest"]).args([
+            "--content",
+            &kind.to_string(),
             "--pages",
             &pages.to_string(),
             "--cpu",
@@ -78,6 +80,14 @@ impl Guest {
         }
     }
 
+    /// Makes it execute `order`, which has no other answer than that it is done.
+    pub(crate) fn have_done(&mut self, order: &Order) -> Result<(), String> {
+        match self.obey(order)? {
+            Answer::Done => Ok(()),
+            other => Err(format!("the guest answered {other:?} to {order:?}")),
+        }
+    }
+
     /// Makes the kernel swap its memory out.
     pub(crate) fn page_out(&self) -> Result<(), String> {
         let process = ProcessFd::open(self.pid()).map_err(|error| error.to_string())?;
@@ -88,21 +98,15 @@ impl Guest {
     }
 }
 
-/// Evicts all of the guest; returns its figures then, with every page stored.
+/// Evicts all of the guest; returns its figures then, with every page stored by lz4.
 pub(crate) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String> {
-    for _ in 0..RECLAIMS_MAX {
-        daemon.reclaim(None)?;
-        let vm = daemon.vm()?;
-        if vm.lz4_pages == pages && vm.resident_bytes == 0 {
-            return Ok(vm);
-        }
+    let vm = daemon.evict_whole()?;
+    if vm.lz4_pages == pages {
+        return Ok(vm);
     }
-    let vm = daemon.vm()?;
     Err(daemon.with_log(format!(
-        "of {pages} pages {} are stored by lz4 and {} are still present after {RECLAIMS_MAX} reclaims{}",
-        vm.lz4_pages,
-        vm.resident_bytes / pagetide_addr::PAGE_BYTES,
-        vm.eviction_blockers.first().map_or_else(String::new, |bar| format!(" ({bar})")),
+        "of {pages} pages {} are stored by lz4",
+        vm.lz4_pages
     )))
 }
 

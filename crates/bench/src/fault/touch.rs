@@ -2,10 +2,10 @@
 //! How the guest touches its pages: order, number of touches, number of threads.
 
 use super::{
-    content::{PAGE, random_order, stamp},
+    content::{Kind, PAGE, random_order},
     guest::ns_since,
 };
-use pagetide_addr::PageNo;
+use pagetide_addr::{PageNo, PageRange};
 use pagetide_random::SplitMix64;
 use pagetide_sys::clock;
 use pagetide_sys::cpu;
@@ -63,22 +63,50 @@ fn zipf_order(pages: u64, seed: u64) -> Vec<PageNo> {
     order
 }
 
-/// Reads the first word of a page, which must be its stamp; returns the time in nanoseconds.
-pub(super) fn touch(page: PageNo, bytes: &[u8]) -> Result<u32, String> {
+/// Part of a guest's pages.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) enum Part {
+    /// All of them.
+    All,
+    /// The first half.
+    First,
+    /// The others.
+    Second,
+}
+
+impl Part {
+    /// The same of a guest of `pages` pages.
+    pub(crate) const fn of(self, pages: u64) -> PageRange {
+        let half = PageNo(pages / 2);
+        match self {
+            Self::All => PageRange::new(PageNo(0), PageNo(pages)),
+            Self::First => PageRange::new(PageNo(0), half),
+            Self::Second => PageRange::new(half, PageNo(pages)),
+        }
+    }
+}
+
+/// Reads the first word of a page of `kind`, which must be its own; returns the time in nanoseconds.
+pub(super) fn touch(kind: Kind, page: PageNo, bytes: &[u8]) -> Result<u32, String> {
     let begun = Instant::now();
     let first = std::hint::black_box(bytes.first_chunk::<8>().copied());
     let taken = ns_since(begun);
     match first.map(u64::from_ne_bytes) {
-        Some(word) if word == stamp(page) => Ok(taken),
+        Some(word) if word == kind.first_word(page) => Ok(taken),
         _ => Err(format!("{page} came back with wrong content")),
     }
 }
 
 /// Touches the pages of `bytes`, whose first is `first`, in this order of their positions.
-fn touch_all(bytes: &[u8], first: PageNo, order: &[PageNo]) -> Result<Vec<u32>, String> {
+fn touch_all(
+    kind: Kind,
+    bytes: &[u8],
+    first: PageNo,
+    order: &[PageNo],
+) -> Result<Vec<u32>, String> {
     let one = |position: &PageNo| {
         let page = first.plus(position.0);
-        touch(page, &bytes[position.index() * PAGE..][..PAGE])
+        touch(kind, page, &bytes[position.index() * PAGE..][..PAGE])
     };
     order.iter().map(one).collect()
 }
@@ -94,6 +122,7 @@ pub(super) struct Together {
 /// Touches each page of `memory` once, in parts of equal size by `threads` threads at a time, each in
 /// random order; they are pinned to the available CPUs in turn. The first page of the memory is `first`.
 pub(super) fn together(
+    kind: Kind,
     memory: &[u8],
     first: PageNo,
     threads: u64,
@@ -115,7 +144,7 @@ pub(super) fn together(
                 let order = random_order((bytes.len() / PAGE) as u64, seed + first.0);
                 start.wait();
                 placed.map_err(|error| error.to_string())?;
-                touch_all(bytes, first, &order)
+                touch_all(kind, bytes, first, &order)
             }));
         }
         start.wait();
@@ -155,16 +184,23 @@ mod tests {
     }
 
     #[test]
+    fn halves_are_all() {
+        let [all, first, second] = [Part::All, Part::First, Part::Second].map(|it| it.of(9));
+        assert_eq!((first.start, second.end), (all.start, all.end));
+        assert_eq!((first.end, first.len()), (second.start, 4));
+    }
+
+    #[test]
     fn threads_together_touch_each_page_once_and_meet_wrong_content() {
         let first = PageNo(5);
         let mut memory = vec![0; 7 * PAGE];
         for (page, bytes) in (first.0..).map(PageNo).zip(memory.chunks_exact_mut(PAGE)) {
-            bytes[..8].copy_from_slice(&stamp(page).to_ne_bytes());
+            bytes[..8].copy_from_slice(&Kind::Program.first_word(page).to_ne_bytes());
         }
-        let done = together(&memory, first, 3, 1).unwrap();
+        let done = together(Kind::Program, &memory, first, 3, 1).unwrap();
         assert_eq!(done.ns.len(), 7);
         memory[3 * PAGE] ^= 1;
-        let wrong = together(&memory, first, 3, 1);
+        let wrong = together(Kind::Program, &memory, first, 3, 1);
         assert!(wrong.is_err_and(|error| error.contains("wrong content")));
     }
 }

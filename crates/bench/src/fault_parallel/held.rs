@@ -205,7 +205,7 @@ fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
 
 impl FaultSink for Sink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
-        match self.0.fault(&of_vcpu(fault), Wait::Never) {
+        match self.0.fault(&of_vcpu(fault), Wait::Begin) {
             Some(_served) => Served::Yes,
             None => Served::WouldWait,
         }

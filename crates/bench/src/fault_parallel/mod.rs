@@ -20,9 +20,9 @@ use self::held::HeldRig;
 use super::{
     daemon::{Daemon, directory_in},
     fault::{
+        content::Kind,
         guest::{Answer, Beside, Order},
         process::{Guest, evict_all},
-        zram::ZramSwap,
     },
     harness::{
         figures::{median, median_ratio, rounded, to_f64},
@@ -31,6 +31,7 @@ use super::{
         rounds::{Round, WarmUp, rounds},
     },
     interrupt::Interrupted,
+    kernel_swap::{Compressor, KernelSwap},
 };
 use pagetide_addr::{PAGE_BYTES, to_usize};
 use serde_json::{Map, Value, json};
@@ -136,7 +137,7 @@ struct Bench {
     daemon: Daemon,
     held: HeldRig,
     guest: Guest,
-    zram: Result<ZramSwap, String>,
+    zram: Result<KernelSwap, String>,
     options: FaultParallelOptions,
     _dirs: [tempfile::TempDir; 2],
 }
@@ -151,8 +152,8 @@ impl Bench {
         Ok(Self {
             daemon: Daemon::start(&in_memory.path().join("daemon"), &none)?,
             held: HeldRig::new(in_memory.path()),
-            guest: Guest::start(on_disk.path(), options.pages, cpu)?,
-            zram: ZramSwap::prepare(2 * options.pages * PAGE_BYTES),
+            guest: Guest::start(on_disk.path(), Kind::Program, options.pages, cpu)?,
+            zram: KernelSwap::on_zram(2 * options.pages * PAGE_BYTES, Compressor::Lz4),
             options,
             _dirs: [in_memory, on_disk],
         })
@@ -166,10 +167,9 @@ impl Bench {
         };
         let alone = touch(Beside::Nothing);
         if let Ok(zram) = &mut self.zram {
-            zram.switch_on()?;
-            self.guest.page_out()?;
-            cell.zram.push(Turn::take(&mut self.guest, &alone)?);
-            zram.switch_off()?;
+            let (guest, pages) = (&mut self.guest, self.options.pages);
+            let turn = zram.paged_out(guest, pages, |guest, _| Turn::take(guest, &alone))?;
+            cell.zram.push(turn);
         }
         self.daemon.attach(self.guest.pid(), None)?;
         evict_all(&self.daemon, self.options.pages)?;

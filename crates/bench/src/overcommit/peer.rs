@@ -11,7 +11,7 @@
 //! is not switched on beside one.
 
 use super::group::{Group, Limited};
-use crate::fault::zram::ZramSwap;
+use crate::kernel_swap::{Compressor, KernelSwap};
 use std::{
     path::Path,
     time::{Duration, Instant},
@@ -31,7 +31,7 @@ const DAEMON: &str = "pagetide";
 
 /// See the module.
 pub(super) struct Peer {
-    zram: ZramSwap,
+    zram: KernelSwap,
     group: Group,
     budget_bytes: u64,
     /// What is charged to the group beside RAM.
@@ -47,7 +47,7 @@ impl Peer {
     pub(super) fn prepare(ram_bytes: u64, budget_bytes: u64) -> Result<Self, String> {
         Ok(Self {
             group: Group::new()?,
-            zram: ZramSwap::prepare(ram_bytes)?,
+            zram: KernelSwap::on_zram(ram_bytes, Compressor::Lz4)?,
             budget_bytes,
             beside_bytes: 0,
             limit_bytes: u64::MAX,

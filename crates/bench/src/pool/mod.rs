@@ -35,13 +35,13 @@ mod ram;
 
 use super::{
     daemon::{Daemon, directory_in},
-    fault::zram::ZramSwap,
     harness::{
         figures::{rounded, to_f64},
         report::{BenchError, BenchReport, failed, unable},
         rounds::progress,
     },
     interrupt::Interrupted,
+    kernel_swap::{Compressor, KernelSwap},
     memory::{fitting, ram_key},
     options::{SizeOptions, flags},
     tiers::{self, TierBytes},
@@ -60,8 +60,6 @@ const RAM_BYTES: u64 = 1 << 30;
 const CHURNS: u32 = 3;
 /// Pages of each kind that are packed for the tiers.
 const TIER_PAGES: u64 = 8_000;
-/// Requests to evict all before it is given up.
-const RECLAIMS_MAX: u32 = 40;
 
 /// What evicted memory took at one moment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -163,12 +161,12 @@ fn measure(
     zram: Result<u64, String>,
 ) -> Result<Measured, String> {
     progress(NAME, "evicting all");
-    let mixed = evict_all(daemon)?;
+    let mixed = Spent::of(&daemon.evict_whole()?);
     for churn in 1..=CHURNS {
         interrupted.check()?;
         progress(NAME, format_args!("churn {churn} of {CHURNS}"));
         guest.obey(Order::RewriteAThird)?;
-        evict_all(daemon)?;
+        daemon.evict_whole()?;
     }
     let churned = Spent::of(&daemon.vm()?);
     progress(NAME, "half of it comes back");
@@ -181,24 +179,6 @@ fn measure(
         daemon_anonymous_bytes: daemon.anonymous_bytes()?,
         zram,
     })
-}
-
-/// Evicts all RAM.
-fn evict_all(daemon: &Daemon) -> Result<Spent, String> {
-    let mut vm = daemon.vm()?;
-    for _ in 0..RECLAIMS_MAX {
-        daemon.reclaim(None)?;
-        vm = daemon.vm()?;
-        if vm.resident_bytes == 0 {
-            return Ok(Spent::of(&vm));
-        }
-    }
-    let bar = vm.eviction_blockers.first();
-    Err(daemon.with_log(format!(
-        "{} bytes are still present after {RECLAIMS_MAX} reclaims{}",
-        vm.resident_bytes,
-        bar.map_or_else(String::new, |bar| format!(" ({bar})")),
-    )))
 }
 
 /// What pages of three kinds take in zstd over what they take in lz4.
@@ -223,8 +203,8 @@ fn zstd_over_lz4() -> Result<Value, String> {
 /// What zram takes for the same pages.
 fn zram_bytes(bytes: u64) -> Result<u64, String> {
     progress(NAME, "zram");
-    let zram = ZramSwap::prepare(bytes)?;
-    ram::write_to(zram.device(), bytes)?;
+    let zram = KernelSwap::on_zram(bytes, Compressor::Lz4)?;
+    zram.write((0..bytes / PAGE_BYTES).map(|page| content::content(PageNo(page), 0)))?;
     zram.memory_bytes()
 }
 

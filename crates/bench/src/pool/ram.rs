@@ -5,11 +5,9 @@ use super::content::content;
 use pagetide_addr::{PAGE_BYTES, PageNo, to_usize};
 use pagetide_random::SplitMix64;
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
-use std::{fs::File, io::Write as _, os::fd::AsFd as _, path::Path};
+use std::os::fd::AsFd as _;
 
 const PAGE: usize = 4096;
-/// Pages that are written to a device at a time.
-const WRITE_PAGES: usize = 256;
 
 /// See the module.
 pub(super) struct Ram {
@@ -88,17 +86,4 @@ impl Ram {
             Err(format!("{page} came back with other bytes"))
         }
     }
-}
-
-/// Writes the content of a fresh RAM of `bytes` to a device.
-pub(super) fn write_to(device: &Path, bytes: u64) -> Result<(), String> {
-    let wrong = |error: std::io::Error| format!("{}: {error}", device.display());
-    let mut file = File::options().write(true).open(device).map_err(wrong)?;
-    let pages: Vec<u64> = (0..bytes / PAGE_BYTES).collect();
-    for part in pages.chunks(WRITE_PAGES) {
-        let content = part.iter().flat_map(|page| content(PageNo(*page), 0));
-        let bytes: Vec<u8> = content.collect();
-        file.write_all(&bytes).map_err(wrong)?;
-    }
-    file.sync_all().map_err(wrong)
 }

@@ -8,22 +8,16 @@
 //! The addresses are of the block for benchmarks (RFC 2544). The whole of TCP and of both stacks is passed, and no
 //! wire: a figure is what a link adds to.
 
+use crate::redis::program_in;
 use rustix::process::getpid;
 use std::{
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::{Ipv4Addr, TcpStream},
-    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
-/// Servers, and a checker of their files that is the same program and decides by its name.
-const PROGRAMS: [&str; 3] = [
-    "/usr/bin/redis-server",
-    "/usr/bin/valkey-server",
-    "/usr/bin/redis-check-rdb",
-];
 /// The port of the server: nothing else listens in its namespace.
 const PORT: u16 = 6379;
 
@@ -54,10 +48,7 @@ fn ip(words: &[&str]) -> Result<(), String> {
 impl FarHost {
     /// Makes it, with a server whose files are in `folder`.
     pub(super) fn make(folder: &Path) -> Result<Self, String> {
-        let found = PROGRAMS.into_iter().find(|path| Path::new(path).exists());
-        let found = found.ok_or("there is no redis or valkey server (Debian's redis-tools)")?;
-        let program = folder.join("redis-server");
-        symlink(found, &program).map_err(|error| format!("{}: {error}", program.display()))?;
+        let program = program_in(folder)?;
         let pid = getpid().as_raw_nonzero().get();
         let part = u8::try_from(pid % 256).unwrap_or(0);
         let address = |host| Ipv4Addr::new(198, 18, part, host);

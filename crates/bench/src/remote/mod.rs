@@ -23,6 +23,7 @@ use self::hosts::FarHost;
 use super::{
     daemon::{Daemon, directory_in},
     fault::{
+        content::Kind,
         floor,
         guest::{Answer, Order},
         process::Guest,
@@ -119,7 +120,7 @@ impl Bench {
         ];
         Ok(Self {
             daemon: Daemon::start(&in_memory.path().join("daemon"), &settings.concat())?,
-            guest: Guest::start(on_disk.path(), PAGES, cpu)?,
+            guest: Guest::start(on_disk.path(), Kind::Program, PAGES, cpu)?,
             far,
             cpu,
             measured: Measured::default(),
@@ -132,10 +133,7 @@ impl Bench {
         self.daemon.attach(self.guest.pid(), None)?;
         let took = self.send_all()?;
         self.measured.out_pages_per_s.push(per_second(PAGES, took));
-        let touch = Order::Touch {
-            pattern: Pattern::Random,
-            seed,
-        };
+        let touch = Order::touch_all(Pattern::Random, seed);
         let faults = self.guest.time(&touch)?;
         self.measured.faults.add(faults);
         self.send_all()?;
@@ -216,10 +214,7 @@ impl Bench {
         give: fn(&mut Self) -> Result<(), String>,
     ) -> Result<(f64, f64), String> {
         self.send_all()?;
-        self.guest.begin(&Order::Touch {
-            pattern: Pattern::Random,
-            seed: 1,
-        })?;
+        self.guest.begin(&Order::touch_all(Pattern::Random, 1))?;
         sleep(BEFORE_FAILURE);
         take(self)?;
         sleep(down);

@@ -52,7 +52,7 @@ fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
 impl FaultSink for VmSink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
         // Incidents report outcomes that matter; the vCPU sees the outcome when it retries.
-        match self.space.fault(&of_vcpu(fault), Wait::Never) {
+        match self.space.fault(&of_vcpu(fault), Wait::Begin) {
             Some(_served) => {
                 self.count(fault);
                 Served::Yes

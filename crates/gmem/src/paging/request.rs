@@ -50,6 +50,9 @@ impl Cause<'_> {
 pub enum Wait {
     /// Not at all: for a thread that serves others besides.
     Never,
+    /// As [`Self::Never`], except that a load of content which is not at hand is begun: that takes no time, and
+    /// the kernel wakes a vCPU with the fill. So it is for vCPUs only, whose page then counts as served.
+    Begin,
     /// In the call, for room, the lock, and content at hand. A page that another thread is filling
     /// counts as served, and so does one whose load has begun: the kernel wakes a vCPU with that
     /// fill.
@@ -64,7 +67,7 @@ impl Wait {
     /// Hands over the result of a request that is over: to the reply, or else to the caller.
     pub(crate) fn answer(self, served: Served) -> Option<Served> {
         match self {
-            Self::Never | Self::Here => Some(served),
+            Self::Never | Self::Begin | Self::Here => Some(served),
             Self::Reply(reply) => {
                 reply(served.outcome);
                 None
@@ -77,6 +80,7 @@ impl std::fmt::Debug for Wait {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Never => "Never",
+            Self::Begin => "Begin",
             Self::Here => "Here",
             Self::Reply(_) => "Reply",
         })

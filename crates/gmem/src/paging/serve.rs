@@ -28,7 +28,8 @@
 //! Three things may take time: room (an eviction), content that is not at hand (a disk, another
 //! machine), and the section's lock, which an eviction holds exclusively for some tens of
 //! microseconds. A caller that passes [`Wait::Never`] meets none of them: it gets `None` instead,
-//! and may have made some of the pages present. Readahead never waits, whatever it passes, for
+//! and may have made some of the pages present. [`Wait::Begin`] is the same, but begins loads: it is
+//! for a vCPU's reader. Readahead never waits, whatever it passes, for
 //! nothing waits for it: it passes over pages that are not at hand.
 //!
 //! Any other caller waits in the call for room and for the lock, but not for content that is not at
@@ -66,6 +67,8 @@ const _: () = assert!(OVERWRITE_PAGES_MAX <= TOLD_PAGES_MAX);
 enum Joining<'a> {
     /// Neither is waited for.
     Never,
+    /// The lock is not waited for; a vCPU is woken by the kernel.
+    Begin,
     /// A vCPU is woken by the kernel.
     InKernel,
     /// The reply waits for the page.
@@ -92,7 +95,7 @@ impl PagedMemory {
     /// Makes the pages of `cause` present and grants them, or reports why it cannot. This wakes a
     /// vCPU that waits in the kernel. May evict other pages first (the limit).
     ///
-    /// Returns `None` if the request is not over: with [`Wait::Never`], ask again with another way
+    /// Returns `None` if the request is not over: with [`Wait::Never`] and [`Wait::Begin`], ask again with another way
     /// to wait; with [`Wait::Reply`], always, for the reply is told. An overwrite tells what it
     /// installed by the returned value alone, so it is best not given a reply; without waiting, it
     /// is over as soon as it has installed a page, and the rest is left to the device.
@@ -103,6 +106,7 @@ impl PagedMemory {
     pub fn fault(&self, cause: &Cause<'_>, wait: Wait) -> Option<Served> {
         match wait {
             Wait::Never => self.serve(cause, Joining::Never),
+            Wait::Begin => self.serve(cause, Joining::Begin),
             Wait::Here => self.serve(cause, Joining::InKernel),
             Wait::Reply(reply) => {
                 let pending = Pending::new(reply);
@@ -146,7 +150,7 @@ impl PagedMemory {
         };
         while let Some(section) = work.next_section() {
             let lock = match joining {
-                Joining::Never => try_share(&section.lock),
+                Joining::Never | Joining::Begin => try_share(&section.lock),
                 Joining::InKernel | Joining::Reply(_) => Some(share(&section.lock)),
             };
             let Some(shared) = lock else {
@@ -186,7 +190,7 @@ impl PagedMemory {
         };
         match joining {
             _ if absent == 0 => Some(0),
-            Joining::Never => {
+            Joining::Never | Joining::Begin => {
                 let few = absent <= AT_ONCE_PAGES_MAX;
                 (few && self.admission.try_admit(absent)).then_some(absent)
             }
@@ -346,8 +350,12 @@ impl<'a> Work<'a> {
         let memory = self.memory;
         match self.joining {
             Joining::Reply(pending) => memory.waiters.join(&memory.table, page, pending),
-            Joining::Never | Joining::InKernel if memory.table.mark_waited(page) => Joined::Waits,
-            Joining::Never | Joining::InKernel => Joined::Over,
+            Joining::Never | Joining::Begin | Joining::InKernel => {
+                match memory.table.mark_waited(page) {
+                    true => Joined::Waits,
+                    false => Joined::Over,
+                }
+            }
         }
     }
 
@@ -400,7 +408,7 @@ impl<'a> Work<'a> {
             // Nobody waits for it.
             (Cause::Readahead(_), _) => return Resolved::UpTo(run.start.next()),
             (_, Joining::Never) => return Resolved::NotAtHand,
-            (_, Joining::InKernel | Joining::Reply(_)) => {}
+            (_, Joining::Begin | Joining::InKernel | Joining::Reply(_)) => {}
         }
         let memory = self.memory;
         memory.claim_far(run, Asked::ByFault, &mut self.loads);

@@ -180,6 +180,27 @@ fn fault_on_far_content_is_answered_when_its_load_has_ended_and_nobody_waits_in_
 }
 
 #[test]
+fn reader_begins_the_load_of_a_vcpus_page_and_waits_for_nothing() {
+    let (vm, space) = setting();
+    let cause = cause(DeviceId::VCPUS, PageNo(4).single());
+    assert_eq!(space.fault(&cause, Wait::Never), None, "it declines");
+    assert!(vm.store.loading().is_empty());
+    for _ in 0..2 {
+        // The second joins the first.
+        let served = space.fault(&cause, Wait::Begin).unwrap();
+        assert_eq!(
+            (served.outcome, served.installed),
+            (FaultOutcome::Present, 0)
+        );
+    }
+    assert_eq!(vm.store.loading(), [PageNo(4)]);
+    vm.store.deliver(PageNo(4));
+    assert_eq!(state(&space, 4), PageState::Present);
+    assert!(vm.place.woken().contains(&PageNo(4)));
+    assert_eq!(vm.rooms.taken(), 1);
+}
+
+#[test]
 fn vcpu_is_woken_by_the_install_or_else_faults_again_and_a_new_load_begins() {
     let (vm, space) = setting();
     assert_eq!(fault_of_vcpu(&space, 5), FaultOutcome::Present);

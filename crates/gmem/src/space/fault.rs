@@ -21,14 +21,14 @@ impl AddressSpace {
     ///
     /// Pages of frames are filled with zeros by the first fault on them. They are never written
     /// over or read ahead: an overwrite leaves them to its device. A fault on them may wait for an
-    /// invalidation, so with [`Wait::Never`] it is not served.
+    /// invalidation, so with [`Wait::Never`] and [`Wait::Begin`] it is not served.
     pub fn fault(&self, cause: &Cause<'_>, wait: Wait) -> Option<Served> {
         let outcome = match (self.region_over(cause.pages()), &self.memory) {
             (Some(region), Some(memory)) if region.kind == Kind::Paged => {
                 return memory.fault(cause, wait);
             }
             (Some(region), _) => match cause {
-                Cause::Fault(_) if matches!(wait, Wait::Never) => return None,
+                Cause::Fault(_) if matches!(wait, Wait::Never | Wait::Begin) => return None,
                 Cause::Fault(fault) => self.fault_on_frames(&region, fault),
                 Cause::Overwrite(_) | Cause::Readahead(_) => FaultOutcome::Present,
             },

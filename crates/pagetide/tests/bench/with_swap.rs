@@ -159,3 +159,32 @@ fn pool_tells_what_each_moment_takes_and_finds_every_byte_right() {
         "{report}"
     );
 }
+
+#[test]
+fn swap_compares_a_tier_with_the_kernels_swap_and_says_what_it_has_not_measured() {
+    let words = ["swap", "--pairs", "1", "--only", "disk", "--json"];
+    let Some(report) = report(&words) else {
+        return;
+    };
+    let of = |name: &str| number(&report, &format!("/figures/tiers/disk/{name}"));
+    for name in [
+        "cpu_us/p50",
+        "device_whole_us/p50",
+        "swap_out_cpu_us_per_page",
+        "move_cpu_us_per_page",
+        "disk_bytes_per_page",
+    ] {
+        assert!(of(name) > 0.0, "{name}: {report}");
+    }
+    assert!(number(&report, "/figures/uffd_round_trip_us/p50") > 0.0);
+    assert_eq!(report["ratios"]["retouch_zipf_over_zram"], Value::Null);
+    assert_eq!(report["ratios"]["cpu_over_zram_p90"], Value::Null);
+    let file = &report["peers"]["kernel_swap_in_file"];
+    if file.is_string() {
+        eprintln!("SKIPPED: {file}");
+        return;
+    }
+    let ratio = |name: &str| number(&report, &format!("/ratios/{name}"));
+    let whole = ratio("disk_in_whole_p50_over_kernel_swap");
+    assert!(ratio("disk_in_p50_over_kernel_swap") < whole, "{report}");
+}

@@ -358,7 +358,7 @@ fn loom_removal_under_an_eviction_frees_stored_content_once() {
 /// A vCPU's fault as its reader serves it, or whoever the reader hands it to because it would wait.
 fn serve_as_reader(space: &PagedMemory) {
     let cause = fault(DeviceId::VCPUS);
-    if space.fault(&cause, Wait::Never).is_none() {
+    if space.fault(&cause, Wait::Begin).is_none() {
         space.fault(&cause, Wait::Here);
     }
 }

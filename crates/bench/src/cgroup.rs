@@ -24,6 +24,8 @@ struct Files {
     charged: &'static str,
     /// Below it the kernel reclaims, and kills nobody.
     soft: &'static str,
+    /// What it writes there is reclaimed, or all that can be.
+    reclaim: &'static str,
 }
 
 const VERSIONS: [Files; 2] = [
@@ -32,17 +34,19 @@ const VERSIONS: [Files; 2] = [
         unlimited: "-1",
         charged: "memory.usage_in_bytes",
         soft: "memory.limit_in_bytes",
+        reclaim: "memory.force_empty",
     },
     Files {
         limit: "memory.max",
         unlimited: "max",
         charged: "memory.current",
         soft: "memory.high",
+        reclaim: "memory.reclaim",
     },
 ];
 
 /// Such a group, removed on drop.
-pub(super) struct Group {
+pub(crate) struct Group {
     directory: PathBuf,
     files: Files,
     /// Where the bench itself belongs.
@@ -54,7 +58,7 @@ impl Group {
     ///
     /// # Errors
     /// Why there is none, in a sentence.
-    pub(super) fn create() -> Result<Self, String> {
+    pub(crate) fn create() -> Result<Self, String> {
         let own = MemoryGroups::of_this_process().directory();
         let own = own.map_err(|error| format!("memory cgroups: {error}"))?;
         let own = own.ok_or("this machine shows no memory cgroup")?;
@@ -93,7 +97,7 @@ impl Group {
     ///
     /// # Errors
     /// Those of `work`, and of going there and back.
-    pub(super) fn within<T>(&self, work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    pub(crate) fn within<T>(&self, work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         let pid = std::process::id().to_string();
         write(&self.directory.join(PROCESSES), &pid)?;
         let outcome = work();
@@ -105,16 +109,31 @@ impl Group {
     ///
     /// # Errors
     /// If it does not get there.
-    pub(super) fn shrink_to(&self, bytes: u64) -> Result<(), String> {
+    pub(crate) fn shrink_to(&self, bytes: u64) -> Result<(), String> {
         self.obey(self.files.soft, bytes)?;
         write(&self.directory.join(self.files.soft), self.files.unlimited)
+    }
+
+    /// Has the kernel reclaim all that it can.
+    ///
+    /// # Errors
+    /// The kernel's, except that it could not reclaim everything.
+    pub(crate) fn reclaim_all(&self) -> Result<(), String> {
+        let path = self.directory.join(self.files.reclaim);
+        let charged = self.charged_bytes()?.to_string();
+        match fs::write(&path, &charged) {
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => {
+                Err(format!("writing {charged} to {}: {error}", path.display()))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// From now on `bytes` may be charged.
     ///
     /// # Errors
     /// If the kernel cannot get it down to that.
-    pub(super) fn limit(&self, bytes: u64) -> Result<(), String> {
+    pub(crate) fn limit(&self, bytes: u64) -> Result<(), String> {
         // A hard limit of version 2 below what is charged kills; so it is reclaimed first.
         self.shrink_to(bytes)?;
         self.obey(self.files.limit, bytes)
@@ -124,12 +143,12 @@ impl Group {
     ///
     /// # Errors
     /// The kernel's.
-    pub(super) fn lift(&self) -> Result<(), String> {
+    pub(crate) fn lift(&self) -> Result<(), String> {
         write(&self.directory.join(self.files.limit), self.files.unlimited)
     }
 
     /// The file that says what is charged.
-    pub(super) fn charged_file(&self) -> PathBuf {
+    pub(crate) fn charged_file(&self) -> PathBuf {
         self.directory.join(self.files.charged)
     }
 
@@ -137,7 +156,7 @@ impl Group {
     ///
     /// # Errors
     /// If the file cannot be read.
-    pub(super) fn charged_bytes(&self) -> Result<u64, String> {
+    pub(crate) fn charged_bytes(&self) -> Result<u64, String> {
         bytes_in(&self.charged_file())
     }
 
@@ -182,7 +201,7 @@ impl Drop for Group {
 ///
 /// # Errors
 /// If it cannot be read.
-pub(super) fn bytes_in(path: &Path) -> Result<u64, String> {
+pub(crate) fn bytes_in(path: &Path) -> Result<u64, String> {
     let text = fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
     let bytes = text.trim().parse::<u64>();
     bytes.map_err(|_| format!("{} is not understood: {text}", path.display()))
