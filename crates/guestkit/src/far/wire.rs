@@ -15,11 +15,14 @@ use std::thread;
 
 /// A read of so many bytes or more is of a page, and has no room for much else.
 const LONG_BYTES: usize = 1024;
+/// Of so many long replies one is spoilt: a page that is asked for again must come through in the end.
+const FLIP_EVERY: u64 = 16;
 
 #[derive(Debug, Default)]
 struct State {
     server: AtomicU16,
     flips: AtomicU64,
+    long_replies: AtomicU64,
     flipped: AtomicU64,
     is_cut: AtomicBool,
     ends: Mutex<Vec<TcpStream>>,
@@ -62,7 +65,7 @@ impl Wire {
         self.port
     }
 
-    /// Flips one bit in each of the next `count` long replies.
+    /// Flips one bit in so many of the next long replies, though never in several in a row.
     pub fn flip(&self, count: u64) {
         self.state.flips.store(count, Relaxed);
     }
@@ -114,7 +117,13 @@ fn connect(state: &Arc<State>, client: TcpStream) -> io::Result<()> {
 
 fn spoil(state: &State, bytes: &mut [u8]) {
     let take = |left: u64| left.checked_sub(1);
-    if bytes.len() < LONG_BYTES || state.flips.fetch_update(Relaxed, Relaxed, take).is_err() {
+    if bytes.len() < LONG_BYTES {
+        return;
+    }
+    let number = state.long_replies.fetch_add(1, Relaxed);
+    if !number.is_multiple_of(FLIP_EVERY)
+        || state.flips.fetch_update(Relaxed, Relaxed, take).is_err()
+    {
         return;
     }
     let middle = bytes.len() / 2;

@@ -24,7 +24,7 @@ use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 /// Reads of a page that fail by themselves before it counts as lost.
 const TRIES_MAX: u32 = 5;
 /// Answers to the reads of a page that are not this page, before it counts as lost.
-const WRONG_MAX: u32 = 3;
+const WRONG_MAX: u32 = 5;
 
 /// A load that has not ended.
 struct Load {
