@@ -163,7 +163,7 @@ fn pool_tells_what_each_moment_takes_and_finds_every_byte_right() {
 #[test]
 fn swap_compares_a_tier_with_the_kernels_swap_and_says_what_it_has_not_measured() {
     let words = ["swap", "--pairs", "1", "--only", "disk", "--json"];
-    let Some(report) = report_with_swap(&words) else {
+    let Some(report) = report(&words) else {
         return;
     };
     let of = |name: &str| number(&report, &format!("/figures/tiers/disk/{name}"));
