@@ -29,6 +29,7 @@ use pagetide_addr::PageNo;
 /// without decompression.
 const LZ4_BYTES_MAX: usize = 3 * PAGE / 4 + 512;
 const _: () = assert!(LZ4_BYTES_MAX < PAGE);
+const _: () = assert!(PAGE == 4096);
 static ZERO_PAGE: [u8; PAGE] = [0; PAGE];
 
 /// True for a page of zeros.
@@ -119,7 +120,7 @@ pub fn unpack(
             Ok(())
         }
         Form::Uncompressed => Err("it has not the size of a page"),
-        Form::Lz4 => match lz4_flex::block::decompress_into(body, into) {
+        Form::Lz4 => match lz4::block::decompress_to_buffer(body, Some(4096), into) {
             Ok(PAGE) => Ok(()),
             Ok(_) | Err(_) => Err("it does not decompress to a page"),
         },

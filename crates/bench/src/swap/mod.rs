@@ -19,7 +19,8 @@
 //!         in random order, each timed          the same once more, with all of it present
 //! ```
 //! Daemons here read nothing ahead, so that each page is fetched by its own fault. `retouch_…_over_zram` is of
-//! a daemon with default settings: the total time until a vCPU has its working set back, in three orders.
+//! a daemon with default settings: the total time until a vCPU has its working set back, in three orders. Swap-out
+//! is measured on stand-ins of its own ([`out`]), 256 MiB large.
 //!
 //! The peers: kernel swap on zram, with lz4 and, where the kernel has it, zstd; and in a file beside the disk
 //! tier's. For the latter, pages are reclaimed from the swap cache and caches are dropped before any is touched.
@@ -36,6 +37,7 @@
 //!
 //! At the end the stand-ins compare every byte, and so are the images that the devices wrote.
 
+mod out;
 mod peers;
 mod programs;
 mod report;
@@ -43,7 +45,9 @@ mod rig;
 mod row;
 mod unpacking;
 
-use self::{peers::Peers, programs::Programs, rig::RowRig, row::Row, unpacking::Stored};
+use self::{
+    out::SwapOut, peers::Peers, programs::Programs, rig::RowRig, row::Row, unpacking::Stored,
+};
 use super::{
     daemon::{Daemon, directory_in},
     fault::{
@@ -78,6 +82,7 @@ const RETOUCHES: [(&str, Pattern); 3] = [
 ];
 const RETOUCH: &str = "retouch";
 const PROGRAMS: &str = "programs";
+const SWAP_OUT: &str = "swap-out";
 
 /// Runs the bench.
 ///
@@ -119,6 +124,7 @@ struct Bench {
     /// Rows that cannot be measured here, and why.
     missing: Vec<(Row, String)>,
     retouch: Option<Retouch>,
+    swap_out: Option<SwapOut>,
     guests: Vec<(Kind, Guest)>,
     peers: Peers,
     round_trip: LatenciesByRound,
@@ -180,10 +186,15 @@ impl Bench {
             }),
             false => None,
         };
+        let swap_out = match options.includes(SWAP_OUT) {
+            true => Some(SwapOut::prepare(in_memory.path(), on_disk.path(), cpus)?),
+            false => None,
+        };
         Ok(Self {
             rows,
             missing,
             retouch,
+            swap_out,
             guests,
             peers,
             round_trip: LatenciesByRound::default(),
@@ -215,7 +226,10 @@ impl Bench {
                 self.peers.retouch(guest, seed)?;
             }
         }
-        Ok(())
+        match &mut self.swap_out {
+            Some(out) => out.measure_zram(&mut self.peers, interrupted),
+            None => Ok(()),
+        }
     }
 
     fn measure_ours(&mut self, seed: u64, interrupted: &Interrupted) -> Result<(), String> {
@@ -225,7 +239,11 @@ impl Bench {
             row.measure(guest, seed)?;
         }
         interrupted.check()?;
-        self.retouch(seed)
+        self.retouch(seed)?;
+        match &mut self.swap_out {
+            Some(out) => out.measure_ours(interrupted),
+            None => Ok(()),
+        }
     }
 
     fn retouch(&mut self, seed: u64) -> Result<(), String> {
@@ -245,6 +263,9 @@ impl Bench {
         progress(NAME, "comparing every byte");
         for (_, guest) in &mut self.guests {
             guest.have_done(&Order::Verify)?;
+        }
+        if let Some(out) = &mut self.swap_out {
+            out.verify()?;
         }
         self.rows.iter().try_for_each(RowRig::verify)
     }

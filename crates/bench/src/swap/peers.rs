@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The peers: kernel swap on zram, with lz4 and with zstd, and in a file.
 
-use super::{BY_VCPU, RETOUCHES};
+use super::{BY_VCPU, RETOUCHES, out};
 use crate::{
     fault::{
         content::Kind,
@@ -98,7 +98,10 @@ impl Peers {
         let bytes = 2 * pages * PAGE_BYTES;
         let all = super::KINDS;
         Self {
-            zram: Peer::new(KernelSwap::on_zram(bytes, Compressor::Lz4), &all),
+            zram: Peer::new(
+                KernelSwap::on_zram(bytes.max(2 * out::PAGES * PAGE_BYTES), Compressor::Lz4),
+                &all,
+            ),
             zram_zstd: Peer::new(
                 KernelSwap::on_zram(bytes, Compressor::Zstd),
                 &[Kind::Records, Kind::Paper],
@@ -137,6 +140,18 @@ impl Peers {
             peer.measure(kind, guest, self.pages, &order)?;
         }
         Ok(())
+    }
+
+    /// Pages out a large guest of `pages` pages to zram with lz4; `None` if there is none.
+    pub(super) fn page_out(
+        &mut self,
+        guest: &mut Guest,
+        pages: u64,
+    ) -> Result<Option<PagedOut>, String> {
+        match &mut self.zram.swap {
+            Ok(zram) => zram.paged_out(guest, pages, |_, out| Ok(out)).map(Some),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Measures how long zram with lz4 takes to give all of `guest` back.

@@ -2,7 +2,7 @@
 //! The report of the bench.
 
 use super::{
-    Bench, KINDS, NAME, RETOUCHES,
+    Bench, NAME, RETOUCHES,
     peers::{Peer, PeerMeasured},
     programs::{ProgramMeasured, Programs},
     rig::RowMeasured,
@@ -56,6 +56,7 @@ fn figures(bench: &Bench, programs: &Programs, figures: &mut Map<String, Value>)
         ("unpack_us", bench.unpack.report(0.0)),
         ("pages", bench.pages.into()),
         ("lz4_ratio_of_records", FLEET_RATIO.into()),
+        ("swap_out_cpu_us_per_page", swap_out_figures(bench)),
         ("programs", programs_figures(programs)),
         ("vcpu_cpu", bench.cpus.vcpu.into()),
         ("engine_cpu", bench.cpus.engine.into()),
@@ -75,9 +76,6 @@ fn row_figures(row: Row, measured: &RowMeasured) -> Value {
     put("device_us", measured.device.report(again_us));
     put("device_whole_us", measured.device.report(0.0));
     put("device_present_us", measured.device_again.report(0.0));
-    if !measured.swap_out_us.is_empty() {
-        put("swap_out_cpu_us_per_page", middle(&measured.swap_out_us));
-    }
     if !measured.settle_us.is_empty() {
         put("move_cpu_us_per_page", middle(&measured.settle_us));
     }
@@ -111,6 +109,15 @@ fn pages_of(lie: &Lie) -> Value {
         "remote": lie.remote_pages,
         "uncompressed": lie.uncompressed_pages,
     })
+}
+
+fn swap_out_figures(bench: &Bench) -> Value {
+    let all = bench.swap_out.iter().flat_map(|it| &it.0);
+    let each = all.map(|out| {
+        let sides = json!({ "ours": middle(out.ours_us()), "zram": middle(&out.zram_us) });
+        (out.kind().to_string(), sides)
+    });
+    Value::Object(each.collect())
 }
 
 fn programs_figures(programs: &Programs) -> Value {
@@ -209,8 +216,8 @@ impl Ratios<'_> {
         for (number, (name, _)) in RETOUCHES.iter().enumerate() {
             put(format!("retouch_{name}_over_zram"), self.retouch(number));
         }
-        let swap_out = KINDS.map(|kind| (kind, self.swap_out(kind)));
-        for (kind, ratio) in swap_out {
+        for kind in [Kind::Records, Kind::Paper] {
+            let ratio = self.swap_out(kind);
             put(format!("swap_out_cpu_of_{kind}_over_zram"), ratio);
         }
         put(
@@ -261,14 +268,9 @@ impl Ratios<'_> {
     }
 
     fn swap_out(&self, kind: Kind) -> Option<f64> {
-        let ours = self.row(match kind {
-            Kind::Zero => Row::Zero,
-            Kind::Same => Row::Same,
-            Kind::Paper => Row::Paper,
-            Kind::Records | Kind::Program => Row::Lz4,
-        })?;
-        let zram = self.bench.peers.zram.of(kind)?;
-        Some(median_ratio(&ours.swap_out_us, &zram.swap_out_us, |us| *us))
+        let mut all = self.bench.swap_out.as_ref()?.0.iter();
+        let out = all.find(|out| out.kind() == kind)?;
+        Some(median_ratio(out.ours_us(), &out.zram_us, |us| *us))
     }
 
     /// Of a page that zstd may take, memory after over before.

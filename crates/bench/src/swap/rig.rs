@@ -28,6 +28,8 @@ use std::{
 
 /// Longest wait until all content lies where it is to. Its pace is 4,096 pages a second.
 const SETTLE_WAIT: Duration = Duration::from_secs(60);
+/// A pool that gives back nothing for so long has given back all.
+const TRIM_LOOK: Duration = Duration::from_millis(1500);
 const SETTLE_RETRY: Duration = Duration::from_millis(20);
 /// Of what zstd is to take, in thousandths, so much counts as all: some pages of a section that was just evicted
 /// may wait for its next turn.
@@ -133,6 +135,13 @@ impl RowRig {
         self.daemon.detach().map(|_| ())
     }
 
+    /// Measures what evicting all of it takes.
+    pub(super) fn measure_out(&mut self, guest: &Guest) -> Result<(), String> {
+        self.daemon.attach(guest.pid(), None)?;
+        self.evict()?;
+        self.daemon.detach().map(|_| ())
+    }
+
     fn lie(&self) -> Result<Lie, String> {
         Ok(Lie::of(&self.daemon.vm()?))
     }
@@ -154,6 +163,7 @@ impl RowRig {
             Row::Zstd => {
                 let wanted = self.zstd_pages * SETTLED_PERMILLE / 1000;
                 self.until("in zstd", |lie| lie.zstd_pages >= wanted)?;
+                self.until_trimmed()?;
                 wanted
             }
             Row::Disk => {
@@ -187,6 +197,19 @@ impl RowRig {
         })?;
         self.measured.settled = Lie::of(&self.daemon.evict_whole()?);
         Ok(())
+    }
+
+    /// Until the pool has given back the memory of what moved.
+    fn until_trimmed(&self) -> Result<(), String> {
+        let (begun, mut before) = (Instant::now(), self.lie()?.memory_bytes);
+        loop {
+            std::thread::sleep(TRIM_LOOK);
+            let now = self.lie()?.memory_bytes;
+            if now == before || begun.elapsed() > SETTLE_WAIT {
+                return Ok(());
+            }
+            before = now;
+        }
     }
 
     fn until(&self, place: &str, lies: impl Fn(&Lie) -> bool) -> Result<(), String> {

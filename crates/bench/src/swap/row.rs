@@ -20,8 +20,10 @@ pub(super) enum Row {
 
 /// How long a section of a row in slower tiers is left alone before it goes there.
 const SOON: &str = "100ms";
-/// And where what is evicted is counted before it goes on: evictions take less. Of [`Row::PaperInTiers`], until it
-/// goes to the disk: what is to stay in zstd and in lz4 is evicted and measured in less.
+/// The same where what is evicted is counted before it goes on: an eviction takes less.
+const COUNTED: &str = "1s";
+/// How long a section of [`Row::PaperInTiers`] is left alone before it goes to the disk: what is to stay in zstd and
+/// in lz4 is evicted and measured in less.
 const LATER: &str = "4s";
 
 impl Row {
@@ -65,7 +67,7 @@ impl Row {
             Self::Zero | Self::Same | Self::Lz4 | Self::Paper => {
                 ("zero,same,lz4".to_owned(), [SOON, SOON])
             }
-            Self::Zstd => ("zero,same,lz4,zstd".to_owned(), [LATER, SOON]),
+            Self::Zstd => ("zero,same,lz4,zstd".to_owned(), [COUNTED, SOON]),
             // In the form that lz4 gave it: what the disk takes is measured, and not what zstd does.
             Self::Disk => (format!("zero,same,lz4,{disk}=1G"), [SOON, SOON]),
             Self::Remote => (

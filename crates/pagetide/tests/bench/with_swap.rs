@@ -170,7 +170,6 @@ fn swap_compares_a_tier_with_the_kernels_swap_and_says_what_it_has_not_measured(
     for name in [
         "cpu_us/p50",
         "device_whole_us/p50",
-        "swap_out_cpu_us_per_page",
         "move_cpu_us_per_page",
         "disk_bytes_per_page",
     ] {

@@ -44,7 +44,6 @@ use engine::{ENTRIES, Engine};
 use io::{Geometry, Ground};
 pub use open::DiskError;
 use open::OpenDisk;
-use pagetide_sys::cpu::{self, Urgency};
 use pagetide_sys::file_ring::{Buffer, FileRing, RingWaker};
 pub use request::Bounds;
 use shared::{Inbox, READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
@@ -131,10 +130,6 @@ impl FoundDisk {
         let run = {
             let (shared, bounds) = (Arc::clone(&shared), self.bounds);
             move || {
-                // It works for some microseconds, for a fault that waits for it.
-                if let Err(error) = cpu::set_urgency(Urgency::Eager) {
-                    tracing::debug!(%error, "the thread of the disk tier stays an ordinary one");
-                }
                 // The thread that makes a ring is the one that uses it.
                 let made = FileRing::new(ENTRIES, file).map(|ring| {
                     let waker = ring.waker();
