@@ -18,6 +18,8 @@ pub(crate) trait Flavour {
     type Predictor: SourcePredictor;
     /// True if a stage serves at most one request a nanosecond.
     const ONE_A_NANOSECOND: bool;
+    /// True if memory may be absent.
+    const HAS_FAULTS: bool;
     /// Nanoseconds by which a hit in the device ends before its latency.
     const HIT_ENDS_EARLY_NS: u64;
 

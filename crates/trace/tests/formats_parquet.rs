@@ -22,6 +22,7 @@ fn event() -> impl Strategy<Value = Event> {
         EventKind::InvalidateContexts,
         EventKind::Join,
         EventKind::Leave,
+        EventKind::PageOut,
     ]);
     let access = prop::sample::select(vec![
         TraceAccess::Unknown,
