@@ -25,6 +25,7 @@ mod next_use;
 mod observe;
 mod outcome;
 mod paper;
+pub mod policy;
 mod prefetch;
 pub mod replay;
 mod request;
@@ -45,4 +46,4 @@ pub use outcome::{
     AllCounts, CacheCounts, FaultOutcome, LatencySummary, Outcome, PrefetchCounts, TenantOutcome,
 };
 pub use request::DOMAINS_MAX;
-pub use run::{TraceInput, run, run_told};
+pub use run::{TraceInput, run, run_own, run_told};

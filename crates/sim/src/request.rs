@@ -20,7 +20,7 @@ pub(crate) const NEVER: u64 = u64::MAX;
 
 /// A page as a tenant requested it: the unit of a history and of a prefetch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Page {
+pub struct Page {
     /// Address as issued.
     pub iova: u64,
     /// Domain, below [`DOMAINS_MAX`].

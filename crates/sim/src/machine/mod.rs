@@ -21,6 +21,7 @@ mod account;
 mod change;
 mod fault;
 mod input;
+mod own;
 
 use pagetide_trace::{BATCH_EVENTS, EventKind, EventSource, PageSize};
 
@@ -29,21 +30,21 @@ use crate::config::{Config, FaultDiscipline, PtbUnit};
 use crate::context::ContextCache;
 use crate::error::SimError;
 use crate::faults::Faults;
-use crate::flavour::{
-    Answer, Flavour, SourcePredictor as _, StageQueue as _, TranslationAgent as _,
-};
+use crate::flavour::{Answer, Flavour, StageQueue as _, TranslationAgent as _};
 use crate::host::Host;
 use crate::latency::Latencies;
 use crate::link::Link;
 use crate::next_use::NextUses;
 use crate::observe::{Moment, Observer, Step};
 use crate::outcome::{Outcome, PrefetchCounts};
+use crate::policy::prefetch::{AnyPrefetcher, Prefetcher as _};
 use crate::prefetch::PrefetchUnit;
 use crate::request::{Answered, Attempt, DOMAINS_MAX, NEVER, Origin, Page, Request, Tag};
 use crate::table::Table;
 use crate::tenants::Tenants;
 use fault::Passage;
 use input::Input;
+pub(crate) use own::{give, no_part};
 
 /// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
 const DEVTLB_SHIFT: u32 = 21;
@@ -76,7 +77,13 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     devtlb: Option<Cache>,
     buffer: Option<Cache>,
     agent: F::Agent,
-    prefetch: Option<PrefetchUnit<F::Predictor>>,
+    prefetch: Option<AnyPrefetcher<F::Predictor>>,
+    /// What the prefetch unit sends at a request; empty between requests.
+    guesses: Vec<Page>,
+    /// A guess that no request can be for.
+    bad_guess: Option<Page>,
+    /// Some policy is the caller's own.
+    has_own: bool,
     /// I/O page faults, if there may be any.
     faults: Option<Box<Faults>>,
     /// Time of the look-up before each DMA.
@@ -146,7 +153,12 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             buffer: Cache::new(&prefetch.buffer(), DEVTLB_SHIFT, &ties)
                 .filter(|_| prefetch.enabled),
             agent: F::Agent::new(config, &ties),
-            prefetch: prefetch.enabled.then(|| PrefetchUnit::new(prefetch)),
+            prefetch: prefetch
+                .enabled
+                .then(|| AnyPrefetcher::BuiltIn(PrefetchUnit::new(prefetch))),
+            guesses: Vec::new(),
+            bad_guess: None,
+            has_own: false,
             faults: Faults::new(config).filter(|_| F::HAS_FAULTS),
             lookup_ns: match config.faults.discipline {
                 FaultDiscipline::Vpri => config.faults.lookup_ns,
@@ -187,6 +199,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             let now_ns = self.next_ready_ns().max(floor_ns);
             self.serve(now_ns)?;
             floor_ns = now_ns + 1;
+        }
+        if self.has_own {
+            self.check_own()?;
         }
         Ok(self.outcome(floor_ns))
     }
@@ -275,6 +290,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline]
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
         self.requests.check()?;
+        if self.has_own {
+            self.check_own()?;
+        }
         self.link.take();
         let waited_ns = now_ns - std::mem::replace(&mut self.tried_ns, self.link.next_ns());
         let mut first_tenant = 0;
@@ -425,30 +443,28 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         let Some(unit) = &mut self.prefetch else {
             return;
         };
-        unit.remember(page);
         if let Some(host) = &mut self.host
             && let Some(length) = host.requested(now_ns, page.tenant)
         {
-            unit.predictor.set_length(length);
+            unit.set_length(length);
             self.tally.prefetch.register_writes += 1;
         }
-        let Some(next) = unit.predictor.observe(page.tenant) else {
-            return;
-        };
-        if !self.config.prefetch.trigger.fires(step) {
+        unit.looked_up(page, step, &mut self.guesses);
+        if self.guesses.is_empty() {
             return;
         }
-        let history = unit.history(next);
+        if self.has_own {
+            self.sift_guesses();
+        }
         let latency = &self.config.latency;
         let reaches_agent_ns =
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for nth in 0..history.len {
-            let page = unit.page(&history, nth);
+        for page in self.guesses.drain(..) {
             let slot = self.requests.take();
             self.observer
-                .step(Moment::of(now_ns, slot), Step::Prefetch, page);
+                .step(Moment::of(now_ns, slot), Step::Prefetch, &page);
             *self.requests.get_mut(slot) = Request {
-                page: *page,
+                page,
                 next_use: NEVER,
                 issued_ns: now_ns,
                 packet: u32::MAX,
