@@ -343,7 +343,7 @@ fn random_runs_have_every_kind_of_page_fault() {
         let pauses = is_fault && !is_touch && name.contains("Pause");
         assert_eq!(held > 20, pauses, "{name}: {held} waited behind");
         assert_eq!(page_outs > 50, is_fault, "{name}: {page_outs} page-outs");
-        assert_eq!(joined > 5, is_fault && !is_touch, "{name}: {joined} joined");
+        assert_eq!(joined > 0, is_fault && !is_touch, "{name}: {joined} joined");
     }
 }
 
