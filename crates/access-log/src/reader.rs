@@ -2,14 +2,12 @@
 //! Reads one file of an access log, a batch of each column at a time.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::path::Path;
 
 use pagetide_addr::{DeviceId, DomainId};
 use parquet::data_type::{Int32Type, Int64Type};
-use parquet::file::reader::SerializedFileReader;
 
-use crate::columns::{AnyColumn, Column, RowReader, Rows, open_file, pairs};
+use crate::columns::{AnyColumn, Column, ColumnFile, RowReader, Rows, open_file, pairs};
 use crate::error::TraceError;
 use crate::record::AccessRecord;
 use crate::regular::open_regular;
@@ -109,7 +107,7 @@ fn read_meta(pairs: &HashMap<&str, &str>) -> Result<AccessLogMeta, String> {
 }
 
 impl Columns {
-    fn find(file: &SerializedFileReader<File>) -> Result<Self, String> {
+    fn find(file: &ColumnFile) -> Result<Self, String> {
         Ok(Self {
             time_ns: Column::find(file, "time_ns")?,
             device: Column::find(file, "device")?,

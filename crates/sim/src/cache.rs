@@ -1,37 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A set-associative cache of tags with any of the paper's replacement policies, and the rule for the set
+//! A set-associative cache of tags with any replacement policy, and the rule for the set
 //! that a request may use.
 //!
 //! A cache holds no translations, only their presence: the model needs hits and misses, never an address.
-//! An entry is a tag and one number of its policy:
-//!
-//! ```text
-//!   LRU     tick of the last use          victim: the least
-//!   LFU     4-bit count of uses           victim: the least, ties by the seed
-//!   oracle  index of the next use         victim: the greatest
-//! ```
+//! An entry is a tag and one number of its policy ([`crate::policy::replacement`]).
 //!
 //! The set is chosen by partition and address: `partition << address_bits | address bits`. The address bits
 //! begin at bit 21 for every cache of translations, so that a page of any size is found without knowing its
 //! size first.
 
-use crate::config::{CacheConfig, PartitionBy, Replacement};
-pub(crate) use crate::hints::ENTRIES_MAX;
+use crate::config::{CacheConfig, PartitionBy};
 use crate::hints::Hints;
 use crate::outcome::CacheCounts;
-use crate::request::{NEVER, NO_TAG, Page, Tag, address_of, domain_of};
-use crate::ties::{ProgramTies, SMALL_WAYS, SmallLfu, TieBreak, Ties};
-
-/// A use count at which all counts of the set are halved: 4 bits (V-C).
-const LFU_SATURATED: u64 = 15;
+use crate::policy::replacement::{AnyPolicy, Entries, Entry, ReplacementPolicy};
+use crate::request::{NO_TAG, Page, Tag};
+use crate::ties::TieBreak;
 
 /// One cache.
 #[derive(Debug)]
 pub(crate) struct Cache {
     geometry: Geometry,
-    /// The same as in `policy`: needed on each use, and cheaper to test.
-    is_lru: bool,
-    policy: Policy,
+    policy: AnyPolicy,
+    /// What the policy did wrong.
+    failure: Option<String>,
     ways: usize,
     /// One more than the capacity; the last stays empty for ever, as the target of hints without a
     /// position.
@@ -39,49 +30,7 @@ pub(crate) struct Cache {
     /// Entries in use, of each set.
     used: Vec<u32>,
     hints: Hints,
-    tick: u64,
     counts: CacheCounts,
-}
-
-/// One entry.
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    tag: Tag,
-    /// The policy's number.
-    mark: u64,
-}
-
-/// The replacement policy, and its state besides the marks.
-#[derive(Debug)]
-enum Policy {
-    /// Marks are ticks, with the entry's index in the lower bits: the least mark of a set also gives its
-    /// entry.
-    Lru,
-    /// Marks are use counts.
-    Lfu(Ties),
-    /// Use counts and ties are kept together.
-    SmallLfu(SmallLfu),
-    /// Marks are indices of requests. Pages that are not used again are equally far: the first entry is
-    /// evicted, or the first in the order of the program's map.
-    Oracle(Option<ProgramTies>),
-}
-
-impl Policy {
-    fn new(config: &CacheConfig, ties: &TieBreak, sets: usize) -> Self {
-        match config.replacement {
-            Replacement::Lru => Self::Lru,
-            Replacement::Oracle => match ties {
-                TieBreak::Program(rand) => Self::Oracle(Some(ProgramTies::new(rand, sets))),
-                TieBreak::Seed(_) => Self::Oracle(None),
-            },
-            Replacement::Lfu => match ties {
-                TieBreak::Program(rand) if config.ways <= SMALL_WAYS => {
-                    Self::SmallLfu(SmallLfu::new(rand, sets))
-                }
-                _ => Self::Lfu(Ties::new(ties, sets)),
-            },
-        }
-    }
 }
 
 impl Cache {
@@ -100,13 +49,12 @@ impl Cache {
         };
         Some(Self {
             geometry,
-            is_lru: config.replacement == Replacement::Lru,
-            policy: Policy::new(config, ties, geometry.sets()),
+            policy: AnyPolicy::new(config, ties, geometry.sets()),
+            failure: None,
             ways,
             entries: vec![empty; entries + 1],
             used: vec![0; geometry.sets()],
             hints: Hints::new(entries),
-            tick: 0,
             counts: CacheCounts::default(),
         })
     }
@@ -195,35 +143,8 @@ impl Cache {
 
     #[inline(always)]
     fn touch(&mut self, at: usize, next_use: u64) {
-        let Some(entry) = self.entries.get_mut(at) else {
-            return;
-        };
-        if self.is_lru {
-            self.tick += 1;
-            entry.mark = lru_mark(self.tick, at);
-            return;
-        }
-        match &mut self.policy {
-            Policy::Lru => {}
-            Policy::Oracle(_) => entry.mark = next_use,
-            Policy::SmallLfu(small) => small.used(at / self.ways, (at % self.ways) as u64),
-            Policy::Lfu(_) => {
-                entry.mark += 1;
-                if entry.mark == LFU_SATURATED {
-                    self.halve(at);
-                }
-            }
-        }
-    }
-
-    /// Halves the use counts of the set that `at` is in.
-    #[cold]
-    fn halve(&mut self, at: usize) {
-        let set = at / self.ways;
-        let first = set * self.ways;
-        for entry in &mut self.entries[first..first + self.used[set] as usize] {
-            entry.mark >>= 1;
-        }
+        let mut entries = Entries::new(&mut self.entries, self.ways);
+        self.policy.used(&mut entries, at, next_use);
     }
 
     #[inline(never)]
@@ -248,59 +169,42 @@ impl Cache {
         };
         self.hints.learn(tag, at);
         self.counts.insertions += 1;
-        let mark = match &mut self.policy {
-            Policy::Lru => {
-                self.tick += 1;
-                lru_mark(self.tick, at)
-            }
-            Policy::Oracle(order) => {
-                if let Some(order) = order {
-                    order.enters(set, program_hash(tag), narrow(at - first));
-                }
-                next_use
-            }
-            Policy::SmallLfu(small) => {
-                small.enters(set, program_hash(tag), (at - first) as u64);
-                0
-            }
-            Policy::Lfu(ties) => {
-                if let Ties::Program(program) = ties {
-                    program.enters(set, program_hash(tag), narrow(at - first));
-                }
-                0
-            }
-        };
-        self.entries[at] = Entry { tag, mark };
+        self.entries[at] = Entry { tag, mark: 0 };
+        let mut entries = Entries::new(&mut self.entries, self.ways);
+        self.policy.inserted(&mut entries, at, next_use);
     }
 
     /// The victim of the full set `set`.
     #[inline]
     fn evict(&mut self, set: usize) -> usize {
-        let first = set * self.ways;
-        let entries = &self.entries[first..first + self.ways];
-        match &mut self.policy {
-            Policy::Lru => lru_entry(least_mark(entries)),
-            Policy::Oracle(None) => first + position_of_furthest(entries),
-            Policy::Oracle(Some(order)) => {
-                let furthest = entries[position_of_furthest(entries)].mark;
-                let is_furthest = |way: u32| entries[way as usize].mark == furthest;
-                let way = order.first(set, is_furthest).unwrap_or(0);
-                order.leaves(set, way);
-                first + way as usize
-            }
-            Policy::SmallLfu(small) => {
-                #[expect(clippy::cast_possible_truncation, reason = "below SMALL_WAYS")]
-                let way = small.evict(set) as usize;
-                first + way
-            }
-            Policy::Lfu(ties) => {
-                let way = way_of_least_used(entries, set, ties);
-                if let Ties::Program(program) = ties {
-                    program.leaves(set, narrow(way));
-                }
-                first + way
-            }
+        let mut entries = Entries::new(&mut self.entries, self.ways);
+        let all = entries.of_set(set);
+        let victim = self.policy.victim(&mut entries, set);
+        if all.contains(&victim) {
+            return victim;
         }
+        self.fail(set, victim)
+    }
+
+    /// Notes that the policy named a victim that is not in its set; one that is.
+    #[cold]
+    fn fail(&mut self, set: usize, victim: usize) -> usize {
+        let first = set * self.ways;
+        self.failure = Some(format!(
+            "it names entry {victim} as the victim of set {set}, which has the entries {first} to {}",
+            first + self.ways - 1
+        ));
+        first
+    }
+
+    /// Replaces the policy; the cache must be empty.
+    pub(crate) fn set_policy(&mut self, policy: Box<dyn ReplacementPolicy>) {
+        self.policy = AnyPolicy::Own(policy);
+    }
+
+    /// What the policy did wrong, if anything.
+    pub(crate) fn failure(&mut self) -> Option<String> {
+        self.failure.take().or_else(|| self.policy.failure())
     }
 
     /// Moves entry `from`, the last of its set, to `to`, whose entry is dropped.
@@ -311,122 +215,15 @@ impl Cache {
             self.hints.forget(moved.tag, from);
             self.hints.learn(moved.tag, to);
         }
-        self.policy_moves(from, to);
-        self.entries[to] = moved;
-        if matches!(self.policy, Policy::Lru) {
-            self.entries[to].mark = lru_mark(lru_tick(moved.mark), to);
+        self.policy
+            .removed(&mut Entries::new(&mut self.entries, self.ways), to);
+        if from != to {
+            self.entries[to] = moved;
+            let mut entries = Entries::new(&mut self.entries, self.ways);
+            self.policy.moved(&mut entries, from, to);
         }
         self.entries[from].tag = NO_TAG;
     }
-
-    /// Notifies the policy that entry `from` replaces `to`.
-    fn policy_moves(&mut self, from: usize, to: usize) {
-        let set = to / self.ways;
-        let (from_way, to_way) = (from % self.ways, to % self.ways);
-        match &mut self.policy {
-            Policy::SmallLfu(small) => {
-                small.leaves(set, to_way as u64);
-                if from != to {
-                    small.moves(set, from_way as u64, to_way as u64);
-                }
-            }
-            Policy::Lfu(Ties::Program(program)) | Policy::Oracle(Some(program)) => {
-                program.leaves(set, narrow(to_way));
-                if from != to {
-                    program.moves(set, narrow(from_way), narrow(to_way));
-                }
-            }
-            _ => {}
-        }
-    }
-}
-
-/// A way as the policies write it.
-const fn narrow(way: usize) -> u32 {
-    #[expect(clippy::cast_possible_truncation, reason = "at most ENTRIES_MAX")]
-    let way = way as u32;
-    way
-}
-
-/// Hash of a tag in the authors' program.
-fn program_hash(tag: Tag) -> u64 {
-    address_of(tag) << 16 | u64::from(domain_of(tag))
-}
-
-/// Bits of an entry's index in a mark of [`Policy::Lru`]; 40 bits remain for the
-/// tick, 10^12 uses.
-const LRU_ENTRY_BITS: u32 = ENTRIES_MAX.ilog2();
-
-#[inline(always)]
-const fn lru_mark(tick: u64, at: usize) -> u64 {
-    tick << LRU_ENTRY_BITS | at as u64
-}
-
-const fn lru_tick(mark: u64) -> u64 {
-    mark >> LRU_ENTRY_BITS
-}
-
-#[inline(always)]
-const fn lru_entry(mark: u64) -> usize {
-    #[expect(clippy::cast_possible_truncation, reason = "24 bits")]
-    let at = mark as usize & (ENTRIES_MAX as usize - 1);
-    at
-}
-
-/// The least mark. Four at a time, each with its own minimum, so that no comparison waits for the previous
-/// one.
-#[inline(always)]
-fn least_mark(entries: &[Entry]) -> u64 {
-    let (fours, rest) = entries.as_chunks::<4>();
-    let mut least = [u64::MAX; 4];
-    for four in fours {
-        for (least, entry) in least.iter_mut().zip(four) {
-            *least = entry.mark.min(*least);
-        }
-    }
-    let rest = rest.iter().map(|entry| entry.mark);
-    least.into_iter().chain(rest).min().unwrap_or(u64::MAX)
-}
-
-/// The way with the least use count, or one of several.
-#[inline]
-fn way_of_least_used(entries: &[Entry], set: usize, ties: &mut Ties) -> usize {
-    let least = least_mark(entries);
-    match ties {
-        Ties::Random(random) if entries.len() <= 64 => {
-            let bits = entries.iter().enumerate();
-            let mut tied = bits.fold(0_u64, |all, (way, entry)| {
-                all | u64::from(entry.mark == least) << way
-            });
-            for _ in 0..random.index(tied.count_ones() as usize) {
-                tied &= tied - 1;
-            }
-            tied.trailing_zeros() as usize
-        }
-        Ties::Random(random) => {
-            let tied = || (0..entries.len()).filter(|way| entries[*way].mark == least);
-            let chosen = random.index(tied().count());
-            tied().nth(chosen).unwrap_or(0)
-        }
-        Ties::Program(program) => {
-            let is_least = |way: u32| entries[way as usize].mark == least;
-            program.choose(set, is_least).unwrap_or(0) as usize
-        }
-    }
-}
-
-#[inline]
-fn position_of_furthest(entries: &[Entry]) -> usize {
-    let mut furthest = (0, 0);
-    for (way, entry) in entries.iter().enumerate() {
-        if entry.mark > furthest.0 {
-            furthest = (entry.mark, way);
-            if entry.mark == NEVER {
-                break;
-            }
-        }
-    }
-    furthest.1
 }
 
 /// The set that a request may use.

@@ -8,10 +8,15 @@ use serde::{Deserialize, Serialize};
 use crate::observe::Step;
 
 mod check;
+mod faults;
 
 pub use check::{
     ACCESSES_MAX, BUFFER_ENTRIES_MAX, HISTORY_LENGTH_MAX, LATENCY_NS_MAX, PAGES_PER_TENANT_MAX,
     PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX,
+};
+pub use faults::{
+    Absent, FAULT_NS_MAX, FaultConfig, FaultDiscipline, HANDLER_CPUS_MAX, Handlers, OnFault,
+    PAGE_REQUESTS_MAX, PARKED_MAX, PPM,
 };
 
 /// The rules that the model follows.
@@ -325,6 +330,9 @@ pub struct Config {
     pub prefetch: PrefetchConfig,
     /// Latencies.
     pub latency: LatencyConfig,
+    /// I/O page faults; without them all memory is pinned.
+    #[serde(default)]
+    pub faults: FaultConfig,
 }
 
 impl Config {
@@ -394,6 +402,7 @@ impl Config {
                 context_accesses: 2,
                 history_accesses: 1,
             },
+            faults: FaultConfig::default(),
         }
     }
 

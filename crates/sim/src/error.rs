@@ -36,6 +36,14 @@ pub enum SimError {
         /// What is wrong.
         reason: String,
     },
+    /// A policy of the caller's own did what it may not.
+    #[error("policy of {part}: {reason}")]
+    Policy {
+        /// The part that it decides for.
+        part: &'static str,
+        /// What it did.
+        reason: String,
+    },
     /// The authors' program never ends on this trace with this configuration.
     #[error(
         "the request for {iova:#x} is for a 1 GiB page that hits the L2 page cache: the authors' program \

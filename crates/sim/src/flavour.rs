@@ -2,9 +2,12 @@
 //! The differences between the paper's text and the authors' program: order of service, translation agent,
 //! predictor. The pipeline between them ([`crate::machine`]) is common.
 
-use crate::config::{Completion, Config, PrefetchConfig};
+use crate::config::{Completion, Config};
+use crate::error::SimError;
 use crate::link::Link;
 use crate::outcome::AllCounts;
+use crate::policy::OwnPolicies;
+use crate::policy::prefetch::BuiltInPredictor;
 use crate::request::{Page, Request, Tag};
 use crate::ties::TieBreak;
 
@@ -15,9 +18,11 @@ pub(crate) trait Flavour {
     /// The part behind PCIe.
     type Agent: TranslationAgent;
     /// The prediction of the next source.
-    type Predictor: SourcePredictor;
+    type Predictor: BuiltInPredictor;
     /// True if a stage serves at most one request a nanosecond.
     const ONE_A_NANOSECOND: bool;
+    /// True if memory may be absent.
+    const HAS_FAULTS: bool;
     /// Nanoseconds by which a hit in the device ends before its latency.
     const HIT_ENDS_EARLY_NS: u64;
 
@@ -76,17 +81,10 @@ pub(crate) trait TranslationAgent: Sized {
     fn invalidate(&mut self, span: &VoidSpan);
     /// Adds the counts of its caches.
     fn count(&self, counts: &mut AllCounts);
-}
-
-/// Learns which source follows which.
-pub(crate) trait SourcePredictor {
-    /// A predictor without any history.
-    fn new(config: &PrefetchConfig) -> Self;
-    /// Records that `tenant` issues a request, and returns the tenant to prefetch for, if there is one.
-    /// Both are dense numbers.
-    fn observe(&mut self, tenant: u32) -> Option<u32>;
-    /// Writes the history-length register.
-    fn set_length(&mut self, length: u32);
+    /// Takes the policies for its caches from `own`; one for a cache that it does not have is an error.
+    fn take_policies(&mut self, own: &mut OwnPolicies) -> Result<(), SimError>;
+    /// The cache whose policy did something wrong, and what.
+    fn failure(&mut self) -> Option<(&'static str, String)>;
 }
 
 /// Translations that an invalidation makes void.

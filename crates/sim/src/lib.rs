@@ -10,6 +10,8 @@ mod cache;
 pub mod config;
 mod context;
 mod error;
+mod fault_study;
+mod faults;
 pub mod findings;
 mod flavour;
 pub mod fleet;
@@ -23,6 +25,7 @@ mod next_use;
 mod observe;
 mod outcome;
 mod paper;
+pub mod policy;
 mod prefetch;
 pub mod replay;
 mod request;
@@ -35,8 +38,12 @@ pub mod verify;
 
 pub use config::Config;
 pub use error::SimError;
+pub use fault_study::{FaultStudy, run_fault_study, storm_mean_ms};
+pub use faults::{SamplesError, ServiceSamples, ServiceTime, parse_samples, read_samples};
 pub use next_use::NextUses;
 pub use observe::{Step, StepRecord};
-pub use outcome::{AllCounts, CacheCounts, LatencySummary, Outcome, PrefetchCounts, TenantOutcome};
+pub use outcome::{
+    AllCounts, CacheCounts, FaultOutcome, LatencySummary, Outcome, PrefetchCounts, TenantOutcome,
+};
 pub use request::DOMAINS_MAX;
-pub use run::{TraceInput, run, run_told};
+pub use run::{TraceInput, run, run_own, run_told};

@@ -29,6 +29,16 @@ pub enum Step {
     End,
     /// Cached data for the address, the domain or all becomes void.
     Invalidate,
+    /// Its page is absent: it waits.
+    Fault,
+    /// Its source's queue waits for a page: it waits behind.
+    Held,
+    /// It waits no longer, and has an entry of the PTB again.
+    Resume,
+    /// The host has brought a page in.
+    PageIn,
+    /// The host has taken a page away: its translations are void.
+    PageOut,
 }
 
 /// One step of one request, as an observer receives it.
@@ -39,7 +49,7 @@ pub struct StepRecord {
     /// The step.
     pub step: Step,
     /// The request: a number that is unique while it is under way, and is reused later; `None` for an
-    /// invalidation.
+    /// invalidation and for a page that comes or goes.
     pub flight: Option<u32>,
     /// How long its packet was refused before it entered, in nanoseconds; 0 in
     /// every other step.
@@ -61,6 +71,15 @@ pub(crate) struct Moment {
 }
 
 impl Moment {
+    /// A step of no request.
+    pub(crate) const fn of_none(now_ns: u64) -> Self {
+        Self {
+            now_ns,
+            flight: None,
+            waited_ns: 0,
+        }
+    }
+
     /// A step of the request in `slot`.
     #[inline(always)]
     pub(crate) const fn of(now_ns: u64, slot: u32) -> Self {

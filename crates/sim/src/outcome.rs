@@ -86,6 +86,34 @@ pub struct PrefetchCounts {
     pub register_writes: u64,
 }
 
+/// I/O page faults of a run.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
+pub struct FaultOutcome {
+    /// Times that a request found its page absent.
+    pub waits: u64,
+    /// Times that a request had to wait behind such a one.
+    pub held_requests: u64,
+    /// Page requests, one for each absent page.
+    pub page_requests: u64,
+    /// The same in a second of simulated time.
+    pub page_requests_per_second: f64,
+    /// Pages that came in.
+    pub page_ins: u64,
+    /// Pages that went out.
+    pub page_outs: u64,
+    /// Most requests that were parked at a time.
+    pub parked_requests_most: u32,
+    /// Present pages of those known, in the mean over time.
+    pub resident_share: f64,
+    /// Time of a page request, from the fault until the device has the answer.
+    pub service: LatencySummary,
+    /// Time of the requests of tenants whose memory may be absent, from the first try of their packet to their
+    /// end.
+    pub faulting: LatencySummary,
+    /// The same of the other tenants.
+    pub neighbours: LatencySummary,
+}
+
 /// One tenant's share.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct TenantOutcome {
@@ -136,6 +164,9 @@ pub struct Outcome {
     pub prefetch: PrefetchCounts,
     /// Time from a request's entry to its end.
     pub latency: LatencySummary,
+    /// I/O page faults, if they are part of the model's configuration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub faults: Option<FaultOutcome>,
     /// Jain's index over the tenants' mean times of a request, refusals included: 1 if all are served
     /// equally.
     pub fairness: f64,

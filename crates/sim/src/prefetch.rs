@@ -4,20 +4,24 @@
 //! The unit proper, on the device, predicts a source; the history reader behind PCIe has each tenant's last
 //! pages and requests their translations.
 
-use crate::config::PrefetchConfig;
-use crate::flavour::SourcePredictor;
+use crate::config::{PrefetchConfig, PrefetchTrigger};
+use crate::observe::Step;
+use crate::policy::prefetch::{BuiltInPredictor, Prefetcher, SourcePredictor};
 use crate::request::Page;
 
 /// Predictor and histories.
 #[derive(Debug)]
 pub(crate) struct PrefetchUnit<P> {
-    pub(crate) predictor: P,
+    predictor: P,
+    trigger: PrefetchTrigger,
     /// Pages that a history keeps.
     depth: u32,
     /// The last pages of every tenant, `depth` places each, a ring.
     pages: Vec<Page>,
     /// The state of each tenant's ring.
     rings: Vec<Ring>,
+    /// A tenant that was predicted and does not exist.
+    unknown: Option<u32>,
 }
 
 /// Filling of a ring.
@@ -29,11 +33,48 @@ struct Ring {
     len: u32,
 }
 
-impl<P: SourcePredictor> PrefetchUnit<P> {
+impl<P: BuiltInPredictor> PrefetchUnit<P> {
     /// A unit without any history.
     pub(crate) fn new(config: &PrefetchConfig) -> Self {
+        Self::with(config, P::new(config))
+    }
+}
+
+impl<P: SourcePredictor> Prefetcher for PrefetchUnit<P> {
+    #[inline(always)]
+    fn looked_up(&mut self, page: &Page, step: Step, guesses: &mut Vec<Page>) {
+        self.remember(page);
+        let Some(next) = self.predictor.observe(page.tenant) else {
+            return;
+        };
+        if !self.trigger.fires(step) {
+            return;
+        }
+        let history = self.history(next);
+        for nth in 0..history.len {
+            guesses.push(*self.page(&history, nth));
+        }
+    }
+
+    fn set_length(&mut self, length: u32) {
+        self.predictor.set_length(length);
+    }
+
+    fn failure(&mut self) -> Option<String> {
+        let unknown = self
+            .unknown
+            .map(|tenant| format!("it names tenant {tenant}, which has made no request"));
+        unknown.or_else(|| self.predictor.failure())
+    }
+}
+
+impl<P: SourcePredictor> PrefetchUnit<P> {
+    /// A unit without any history, and its predictor.
+    pub(crate) fn with(config: &PrefetchConfig, predictor: P) -> Self {
         Self {
-            predictor: P::new(config),
+            predictor,
+            trigger: config.trigger,
+            unknown: None,
             depth: config.pages_per_tenant,
             pages: Vec::new(),
             rings: Vec::new(),
@@ -43,7 +84,7 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
     /// Appends `page` to its tenant's history. Repeated pages are appended again, as the history in memory
     /// is a plain log.
     #[inline(always)]
-    pub(crate) fn remember(&mut self, page: &Page) {
+    fn remember(&mut self, page: &Page) {
         let tenant = page.tenant as usize;
         if self.rings.len() <= tenant {
             self.add(tenant);
@@ -66,8 +107,11 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
 
     /// Position of the last pages of `tenant`.
     #[inline(always)]
-    pub(crate) fn history(&self, tenant: u32) -> History {
+    fn history(&mut self, tenant: u32) -> History {
         let ring = self.rings.get(tenant as usize).copied();
+        if ring.is_none() {
+            self.unknown = Some(tenant);
+        }
         let ring = ring.unwrap_or_default();
         History {
             first: tenant as usize * self.depth as usize,
@@ -78,7 +122,7 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
 
     /// The page number `nth` of a history, from the oldest on.
     #[inline(always)]
-    pub(crate) fn page(&self, history: &History, nth: u32) -> &Page {
+    fn page(&self, history: &History, nth: u32) -> &Page {
         let mut place = history.oldest + nth;
         if place >= self.depth {
             place -= self.depth;
@@ -89,9 +133,9 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
 
 /// A tenant's history among all.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct History {
+struct History {
     first: usize,
     oldest: u32,
     /// Pages in it.
-    pub(crate) len: u32,
+    len: u32,
 }

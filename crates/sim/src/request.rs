@@ -20,7 +20,7 @@ pub(crate) const NEVER: u64 = u64::MAX;
 
 /// A page as a tenant requested it: the unit of a history and of a prefetch.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Page {
+pub struct Page {
     /// Address as issued.
     pub iova: u64,
     /// Domain, below [`DOMAINS_MAX`].
@@ -101,6 +101,20 @@ pub(crate) struct Request {
     pub origin: Origin,
     /// Its progress.
     pub answer: Answered,
+    /// How often it has been at the device.
+    pub attempt: Attempt,
+}
+
+/// How a request comes to the device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Attempt {
+    /// For the first time.
+    #[default]
+    First,
+    /// Again, after it waited behind another one of its source.
+    Behind,
+    /// Again, after it waited for its page, which it holds.
+    Again,
 }
 
 /// Whether a request has its translation. One that becomes void on its way back still ends, since its DMA
@@ -110,10 +124,14 @@ pub(crate) enum Answered {
     /// Not yet: its look-up will find the current state.
     #[default]
     No,
+    /// Not yet, but its page was present when the device looked: it may not fault any more.
+    Allowed,
     /// It was found, or the walk for it is under way.
     Yes,
     /// It was found, and then an invalidation matched it.
     Void,
+    /// The walk has found that its page is absent.
+    Absent,
 }
 
 /// The origin of a request.

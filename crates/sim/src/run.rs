@@ -11,6 +11,7 @@ use crate::next_use::NextUses;
 use crate::observe::{CallbackObserver, Nobody, Observer, StepRecord};
 use crate::outcome::Outcome;
 use crate::paper::Paper;
+use crate::policy::OwnPolicies;
 
 /// A trace to be run.
 pub struct TraceInput<'a> {
@@ -26,7 +27,19 @@ pub struct TraceInput<'a> {
 /// If the configuration is impossible, the trace is broken, or an oracle lacks
 /// the future.
 pub fn run(config: &Config, trace: TraceInput<'_>) -> Result<Outcome, SimError> {
-    dispatch(config, trace, Nobody)
+    dispatch(config, trace, OwnPolicies::default(), Nobody)
+}
+
+/// The same with policies of one's own.
+///
+/// # Errors
+/// As [`run`], and if a policy is for a part that the configuration does not have, or does what it may not.
+pub fn run_own(
+    config: &Config,
+    trace: TraceInput<'_>,
+    own: OwnPolicies,
+) -> Result<Outcome, SimError> {
+    dispatch(config, trace, own, Nobody)
 }
 
 /// The same, with `told` called for every step of a request.
@@ -38,12 +51,18 @@ pub fn run_told(
     trace: TraceInput<'_>,
     told: &mut dyn FnMut(StepRecord),
 ) -> Result<Outcome, SimError> {
-    dispatch(config, trace, CallbackObserver(told))
+    dispatch(
+        config,
+        trace,
+        OwnPolicies::default(),
+        CallbackObserver(told),
+    )
 }
 
 fn dispatch<O: Observer>(
     config: &Config,
     trace: TraceInput<'_>,
+    own: OwnPolicies,
     observer: O,
 ) -> Result<Outcome, SimError> {
     config.check()?;
@@ -58,13 +77,19 @@ fn dispatch<O: Observer>(
     match config.flavour {
         Flavour::Hypersio => match config.completion {
             Completion::OutOfOrder => {
-                Machine::<Hypersio<ProgramHeap>, O>::new(config, events, next_uses, observer).run()
+                Machine::<Hypersio<ProgramHeap>, O>::new(config, events, next_uses, observer)
+                    .with_own(own)?
+                    .run()
             }
             Completion::InOrder => {
-                Machine::<Hypersio<ProgramFifo>, O>::new(config, events, next_uses, observer).run()
+                Machine::<Hypersio<ProgramFifo>, O>::new(config, events, next_uses, observer)
+                    .with_own(own)?
+                    .run()
             }
         },
-        Flavour::Paper => Machine::<Paper, O>::new(config, events, next_uses, observer).run(),
+        Flavour::Paper => Machine::<Paper, O>::new(config, events, next_uses, observer)
+            .with_own(own)?
+            .run(),
     }
 }
 

@@ -171,6 +171,9 @@ pub enum EventKind {
     Join,
     /// `source` stops working.
     Leave,
+    /// The host has paged out `domain`'s memory in the span `page_size` around `iova`: it is absent until
+    /// somebody asks for it.
+    PageOut,
 }
 
 /// One thing that the translation agent saw.

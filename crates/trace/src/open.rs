@@ -166,7 +166,7 @@ pub fn detect(path: &Path) -> Result<TraceFormat, TraceError> {
         path: path.to_owned(),
         reason: format!(
             "its content is of no trace format that is known ({}): it begins neither as Parquet \
-             nor with a translation request, and has no line of a trace event `vtd_…`",
+             nor with a translation request, and its first MiB has no line of a trace event `vtd_…`",
             TraceFormat::ALL.map(TraceFormat::name).join(", ")
         ),
     })

@@ -22,6 +22,7 @@ fn event() -> impl Strategy<Value = Event> {
         EventKind::InvalidateContexts,
         EventKind::Join,
         EventKind::Leave,
+        EventKind::PageOut,
     ]);
     let access = prop::sample::select(vec![
         TraceAccess::Unknown,
@@ -443,4 +444,52 @@ mod foreign {
             assert!(error.to_string().contains(words), "{error}");
         }
     }
+}
+
+/// The events of `tests/files/pyarrow-*.parquet`, which pyarrow 26 wrote.
+fn events_of_pyarrow() -> Vec<Event> {
+    (0..600u32)
+        .map(|i| Event {
+            time_ns: (i % 3 != 0).then_some(u64::from(i) * 61),
+            source: SourceId(i % 7),
+            domain: IommuDomain(i % 5),
+            iova: Iova(u64::from(i % 11) << 21),
+            page_size: (i % 4 != 0).then_some(PageSize::SIZE_2M),
+            access: [TraceAccess::Unknown, TraceAccess::Read, TraceAccess::Write][i as usize % 3],
+            kind: if i % 13 == 0 {
+                EventKind::InvalidatePages
+            } else {
+                EventKind::Translate
+            },
+        })
+        .collect()
+}
+
+fn pyarrow_file(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/files/pyarrow-{name}.parquet"))
+}
+
+#[test]
+fn files_that_pyarrow_wrote_are_read_whatever_their_compression() {
+    for name in [
+        "snappy",
+        "snappy-v2",
+        "zstd",
+        "zstd-v2",
+        "gzip",
+        "lz4",
+        "none",
+    ] {
+        let events = read(&pyarrow_file(name)).unwrap();
+        assert!(events == events_of_pyarrow(), "{name}");
+    }
+}
+
+#[test]
+fn compression_that_is_not_read_is_named_with_its_column() {
+    let error = read(&pyarrow_file("brotli")).unwrap_err().to_string();
+    assert!(
+        error.contains("column `time_ns`: it is compressed by BROTLI"),
+        "{error}"
+    );
 }

@@ -189,6 +189,17 @@ fn log_of_nothing_we_know_says_what_to_record() {
     assert!(error.unwrap().to_string().contains("vtd_iotlb_page_hit"));
 }
 
+#[test]
+fn log_whose_events_all_do_not_count_says_how_many_they_are() {
+    let (events, error) = read_bytes(
+        b"vtd_inv_desc_wait_sw wait invalidate status write addr 0x1 data 0x2\n\
+          a line of the guest\nvtd_iotlb_reset IOTLB reset (reason: table full)\n",
+    );
+    assert!(events.is_empty());
+    let text = error.unwrap().to_string();
+    assert!(text.contains("none of its 2 trace events"), "{text}");
+}
+
 proptest! {
     #[test]
     fn log_with_any_change_is_events_or_an_error_with_its_line(

@@ -10,6 +10,8 @@ use std::sync::Once;
 use parquet::column::page::{Page, PageMetadata, PageReader};
 use parquet::errors::{ParquetError, Result as ParquetResult};
 
+use super::codec::Codec;
+
 thread_local! {
     /// Whether this thread is inside [`contained`].
     static QUIET: Cell<bool> = const { Cell::new(false) };
@@ -53,12 +55,15 @@ fn message(panic: &(dyn Any + Send)) -> &str {
         .unwrap_or("no more is known")
 }
 
-/// Pages of a column chunk, passed on only if their sizes match the file.
+/// Pages of a column chunk, decompressed and passed on only if their sizes match the file.
 ///
 /// The decoders reserve memory for as many values as a page's header claims. A dictionary holds its values
 /// back to back, at least `value_bytes` each; a data page holds no more values than its row group has rows.
+/// The values bound what is decompressed.
 pub(super) struct CheckedPages {
+    /// The pages as they are in the file.
     pub inner: Box<dyn PageReader>,
+    pub codec: Codec,
     /// Rows of the row group.
     pub rows: u64,
     /// Bytes of a value of the column.
@@ -66,28 +71,30 @@ pub(super) struct CheckedPages {
 }
 
 impl CheckedPages {
-    fn check(&self, page: &Page) -> ParquetResult<()> {
+    fn checked(&self, page: Page) -> ParquetResult<Page> {
         let values = u64::from(page.num_values());
-        let most = match page {
-            Page::DictionaryPage { buf, .. } => buf.len() as u64 / self.value_bytes,
-            Page::DataPage { .. } | Page::DataPageV2 { .. } => self.rows,
-        };
-        if values > most {
-            return Err(ParquetError::General(format!(
-                "a page claims {values} values where at most {most} can be"
-            )));
+        if page.is_data_page() && values > self.rows {
+            return Err(claims(values, self.rows));
         }
-        Ok(())
+        let page = self.codec.decompressed(page, self.value_bytes)?;
+        let most = page.buffer().len() as u64 / self.value_bytes;
+        if page.is_dictionary_page() && values > most {
+            return Err(claims(values, most));
+        }
+        Ok(page)
     }
+}
+
+fn claims(values: u64, most: u64) -> ParquetError {
+    ParquetError::General(format!(
+        "a page claims {values} values where at most {most} can be"
+    ))
 }
 
 impl PageReader for CheckedPages {
     fn get_next_page(&mut self) -> ParquetResult<Option<Page>> {
         let page = self.inner.get_next_page()?;
-        if let Some(page) = &page {
-            self.check(page)?;
-        }
-        Ok(page)
+        page.map(|page| self.checked(page)).transpose()
     }
 
     fn peek_next_page(&mut self) -> ParquetResult<Option<PageMetadata>> {
@@ -142,6 +149,7 @@ mod tests {
                 encoding: parquet::basic::Encoding::PLAIN,
                 is_sorted: false,
             })),
+            codec: Codec::None,
             rows: 1000,
             value_bytes: 8,
         };

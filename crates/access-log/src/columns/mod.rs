@@ -2,7 +2,7 @@
 //! Columns of a Parquet file, read a batch at a time and written a row group at a time; `rows` puts them
 //! together to files. All of our Parquet formats use this module.
 //!
-//! All calls into the `parquet` crate that look at a file's bytes go through
+//! Pages are decompressed by `codec`, not by the crate. All calls into the `parquet` crate that look at a file's bytes go through
 //! `contain::contained`.
 //!
 //! # Hostile files
@@ -10,6 +10,7 @@
 //! `contain::CheckedPages`, which stops those that would make it reserve memory out of proportion to the file.
 //! `footer` first checks that the schema is not nested so deep that the crate would overflow the stack.
 
+mod codec;
 mod contain;
 mod footer;
 mod rows;
@@ -20,28 +21,49 @@ use std::collections::HashMap;
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
+use std::sync::Arc;
 
 use parquet::basic::{Compression, Encoding};
 use parquet::column::reader::{ColumnReaderImpl, get_column_reader, get_typed_column_reader};
 use parquet::data_type::DataType;
 use parquet::errors::{ParquetError, Result as ParquetResult};
-use parquet::file::metadata::KeyValue;
+use parquet::file::metadata::{KeyValue, ParquetMetaData};
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::file::writer::SerializedRowGroupWriter;
 use parquet::schema::types::ColumnPath;
 
 use crate::error::TraceError;
+use codec::Codec;
 use contain::{CheckedPages, contained};
 
+/// An open Parquet file.
+pub struct ColumnFile {
+    input: Arc<File>,
+    reader: SerializedFileReader<File>,
+}
+
+impl ColumnFile {
+    /// What the footer says.
+    #[must_use]
+    pub fn metadata(&self) -> &ParquetMetaData {
+        self.reader.metadata()
+    }
+}
+
 /// Opens `input` as a Parquet file, after a check of its footer.
-pub fn open_file(mut input: File) -> Result<SerializedFileReader<File>, String> {
+pub fn open_file(mut input: File) -> Result<ColumnFile, String> {
     footer::check(&mut input)?;
-    contained(|| SerializedFileReader::new(input))
+    let pages = input.try_clone().map_err(|error| error.to_string())?;
+    Ok(ColumnFile {
+        input: Arc::new(pages),
+        reader: contained(|| SerializedFileReader::new(input))?,
+    })
 }
 
 /// The file's key-value metadata.
-pub fn pairs(file: &SerializedFileReader<File>) -> HashMap<&str, &str> {
+pub fn pairs(file: &ColumnFile) -> HashMap<&str, &str> {
     file.metadata()
         .file_metadata()
         .key_value_metadata()
@@ -57,12 +79,7 @@ pub trait AnyColumn {
     ///
     /// # Errors
     /// If the file is broken there.
-    fn open(
-        &mut self,
-        file: &SerializedFileReader<File>,
-        group: usize,
-        rows: u64,
-    ) -> Result<(), String>;
+    fn open(&mut self, file: &ColumnFile, group: usize, rows: u64) -> Result<(), String>;
 
     /// Reads the values of the next `rows` rows, all of them or none.
     ///
@@ -89,7 +106,7 @@ where
     T::T: Copy,
 {
     /// Looks for the top-level column `name` and checks its type.
-    pub fn find(file: &SerializedFileReader<File>, name: &'static str) -> Result<Self, String> {
+    pub fn find(file: &ColumnFile, name: &'static str) -> Result<Self, String> {
         let schema = file.metadata().file_metadata().schema_descr();
         let index = schema
             .columns()
@@ -144,17 +161,19 @@ impl<T: DataType> AnyColumn for Column<T>
 where
     T::T: Copy,
 {
-    fn open(
-        &mut self,
-        file: &SerializedFileReader<File>,
-        group: usize,
-        rows: u64,
-    ) -> Result<(), String> {
+    fn open(&mut self, file: &ColumnFile, group: usize, rows: u64) -> Result<(), String> {
         let index = self.index;
+        let chunk = file.metadata().row_group(group).column(index);
+        let codec = Codec::of(chunk.compression()).map_err(|reason| self.complaint(&reason))?;
         let reader = contained(|| {
-            let inner = file.get_row_group(group)?.get_column_page_reader(index)?;
+            // The crate hands out the pages as they are if it believes that they are not compressed.
+            let chunk = chunk.clone().into_builder();
+            let chunk = chunk.set_compression(Compression::UNCOMPRESSED).build()?;
+            let rows_max = usize::try_from(rows)?;
+            let inner = SerializedPageReader::new(file.input.clone(), &chunk, rows_max, None)?;
             let pages = CheckedPages {
-                inner,
+                inner: Box::new(inner),
+                codec,
                 rows,
                 value_bytes: size_of::<T::T>() as u64,
             };

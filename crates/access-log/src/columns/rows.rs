@@ -17,11 +17,10 @@ use std::sync::Arc;
 use parquet::errors::Result as ParquetResult;
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::WriterProperties;
-use parquet::file::reader::{FileReader as _, SerializedFileReader};
 use parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use parquet::schema::parser::parse_message_type;
 
-use super::{AnyColumn, write_error};
+use super::{AnyColumn, ColumnFile, write_error};
 use crate::error::TraceError;
 use crate::partial::PartialFile;
 
@@ -104,7 +103,7 @@ pub struct RowReader<R> {
     format: Format,
     path: PathBuf,
     /// `None` once the end or an error was reached.
-    file: Option<SerializedFileReader<File>>,
+    file: Option<ColumnFile>,
     rows: R,
     /// Rows of the file, by its own count.
     count: u64,
@@ -123,12 +122,7 @@ impl<R: Rows> RowReader<R> {
     ///
     /// # Errors
     /// If its number of rows is impossible.
-    pub fn new(
-        format: Format,
-        path: &Path,
-        file: SerializedFileReader<File>,
-        rows: R,
-    ) -> Result<Self, TraceError> {
+    pub fn new(format: Format, path: &Path, file: ColumnFile, rows: R) -> Result<Self, TraceError> {
         let count = u64::try_from(file.metadata().file_metadata().num_rows()).map_err(|_| {
             TraceError::File {
                 path: path.to_owned(),
@@ -227,7 +221,7 @@ impl<R: Rows> RowReader<R> {
         let Some(file) = &self.file else {
             return Ok(false);
         };
-        while self.rows_left == 0 && self.next_group < file.num_row_groups() {
+        while self.rows_left == 0 && self.next_group < file.metadata().num_row_groups() {
             let group = self.next_group;
             self.next_group += 1;
             let rows = file.metadata().row_group(group).num_rows();

@@ -20,6 +20,9 @@ pub struct BenchReport {
     pub peers: Map<String, Value>,
     /// Ours over the peer's.
     pub ratios: Map<String, Value>,
+    /// Each measurement, of benches whose samples others use; not in the text.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    pub samples: Map<String, Value>,
 }
 
 /// The machine a bench ran on.
@@ -78,6 +81,7 @@ impl BenchReport {
             figures: Map::new(),
             peers: Map::new(),
             ratios: Map::new(),
+            samples: Map::new(),
         }
     }
 }

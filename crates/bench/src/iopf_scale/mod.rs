@@ -158,6 +158,29 @@ pub fn run(options: &IopfScaleOptions) -> Result<BenchReport, BenchError> {
     Ok(report(options, &cells, &pairs, cpus.len()))
 }
 
+/// Mean latency of a fault, in milliseconds, with all tenants faulting at the same instants: the largest number
+/// of tenants, serialized and affined, in turns.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn aligned_means_ms(options: &IopfScaleOptions) -> Result<[f64; 2], BenchError> {
+    let cpus = cpu::affinity().map_err(failed)?;
+    if cpus.len() < 2 {
+        return Err(unable(
+            "it needs two CPUs, so that a tenant has one of its own",
+        ));
+    }
+    let most = TENANTS[TENANTS.len() - 1];
+    let of_tenants: Vec<_> = cpus.iter().copied().cycle().take(most).collect();
+    let mut means_ms = [0.0; 2];
+    for ((_, handling), mean_ms) in WAYS.into_iter().zip(&mut means_ms) {
+        let measured = scale(options, handling, Arrivals::Aligned, &of_tenants, &cpus);
+        let (latencies, _) = measured.map_err(failed)?;
+        *mean_ms = latencies.mean_ns() / 1e6;
+    }
+    Ok(means_ms)
+}
+
 /// Latencies, and what it took to preempt.
 fn scale(
     options: &IopfScaleOptions,

@@ -15,12 +15,39 @@ pub enum SimCommand {
     Sweep(SweepArgs),
     /// Compare with what the authors' program printed
     Verify(VerifyArgs),
+    /// Run a study of the project's own
+    #[command(subcommand)]
+    Study(StudyCommand),
     /// Run the paper's findings as checks
     Findings {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
+}
+
+/// Studies.
+#[derive(Subcommand, Debug)]
+pub enum StudyCommand {
+    /// What I/O page faults cost, by discipline, over a ladder of absent shares
+    Faults(FaultStudyArgs),
+}
+
+/// Arguments of `sim study faults`.
+#[derive(Args, Debug)]
+pub struct FaultStudyArgs {
+    /// Draw the times of faults from the samples in this output of `bench iopf-rtt --json`
+    #[arg(long, value_name = "FILE")]
+    pub samples: Option<PathBuf>,
+    /// Way and case of the samples
+    #[arg(long, value_name = "NAME", default_value = "vpri_in_process_idle_fill")]
+    pub samples_of: String,
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// What is run.

@@ -5,6 +5,7 @@
 //! machine) and the reports as text.
 
 pub mod args;
+mod faults;
 mod report;
 mod single;
 
@@ -19,7 +20,7 @@ use pagetide_sim::study::{
 use pagetide_sim::verify::{self, VerifyRequest};
 use pagetide_sim::{SimError, findings};
 
-use args::{SimCommand, StudyArgs, SweepArgs, VerifyArgs};
+use args::{SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
 use pagetide_report::outcome::{CommandError, Form, print_report, print_with};
 use pagetide_report::progress::Progress;
 use report::{SweepReport, verify_text};
@@ -30,6 +31,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Run(args) => single::run(&args),
         SimCommand::Sweep(args) => run_sweep(args),
         SimCommand::Verify(args) => run_verify(args),
+        SimCommand::Study(StudyCommand::Faults(args)) => faults::run(&args),
         SimCommand::Findings { json } => run_findings(json.into()),
     }
 }

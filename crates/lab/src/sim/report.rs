@@ -3,7 +3,7 @@
 
 use pagetide_sim::study::{Build, PointId, Preset, Study, Sweep, SweepSummary, Trace, TraceFile};
 use pagetide_sim::verify::VerifyReport;
-use pagetide_sim::{CacheCounts, Config, Outcome};
+use pagetide_sim::{CacheCounts, Config, FaultOutcome, LatencySummary, Outcome};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -87,6 +87,10 @@ impl Text for RunReport {
             line("invalidations", figures.invalidations.to_string()),
             line("fairness", format!("{:.4}", figures.fairness)),
         ]);
+        if let Some(faults) = &figures.faults {
+            text.push('\n');
+            text += &page_faults(faults);
+        }
         text.push('\n');
         text += &caches(figures);
         if !figures.tenants.is_empty() {
@@ -95,6 +99,43 @@ impl Text for RunReport {
         }
         text
     }
+}
+
+fn page_faults(faults: &FaultOutcome) -> String {
+    let line = |name: &str, value: String| [name.to_owned(), value];
+    let times = |name: &str, of: &LatencySummary| {
+        line(
+            name,
+            format!(
+                "mean {:.0} ns, p50 {}, p99 {}, p99.9 {}, max {}",
+                of.mean_ns, of.p50_ns, of.p99_ns, of.p999_ns, of.max_ns
+            ),
+        )
+    };
+    table(&[
+        line(
+            "page requests",
+            format!(
+                "{}, {:.0} a second, for {} requests that waited and {} behind them",
+                faults.page_requests,
+                faults.page_requests_per_second,
+                faults.waits,
+                faults.held_requests
+            ),
+        ),
+        line(
+            "pages",
+            format!(
+                "{} in, {} out, {:.2} % present in the mean",
+                faults.page_ins,
+                faults.page_outs,
+                faults.resident_share * 100.0
+            ),
+        ),
+        times("time of a page request", &faults.service),
+        times("requests of faulting tenants", &faults.faulting),
+        times("requests of their neighbours", &faults.neighbours),
+    ])
 }
 
 fn gbps(gbps: f64, link_share: f64) -> String {

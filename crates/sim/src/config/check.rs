@@ -11,8 +11,8 @@
 //! full match.
 
 use super::{
-    CacheConfig, Config, Flavour, HistoryLength, LatencyConfig, LinkConfig, PartitionBy,
-    Replacement, WalkConfig, partition_rule,
+    CacheConfig, Config, FaultDiscipline, Flavour, HistoryLength, LatencyConfig, LinkConfig,
+    PartitionBy, Replacement, WalkConfig, partition_rule,
 };
 use crate::error::{SimError, impossible};
 
@@ -45,6 +45,7 @@ impl Config {
             cache.check(name, self.flavour)?;
         }
         self.check_walk()?;
+        self.faults.check()?;
         self.latency.check(self.flavour)?;
         if self.context_cache.replacement == Replacement::Oracle {
             return Err(impossible(
@@ -145,6 +146,10 @@ impl Config {
             (
                 "prefetch.register",
                 prefetch.enabled && prefetch.register != HistoryLength::Fixed,
+            ),
+            (
+                "faults.discipline",
+                self.faults.discipline != FaultDiscipline::Pinned,
             ),
             ("iotlb.entries", self.iotlb.entries > 0),
             ("l1.entries", self.l1.entries > 0),

@@ -38,6 +38,7 @@ impl<Q: StageQueue> Flavour for Hypersio<Q> {
     type Agent = walk::ShortWalk;
     type Predictor = predictor::FirstSeen;
     const ONE_A_NANOSECOND: bool = true;
+    const HAS_FAULTS: bool = false;
     const HIT_ENDS_EARLY_NS: u64 = 1;
 
     /// Seed 0 selects the program's own rule.

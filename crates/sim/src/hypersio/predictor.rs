@@ -3,7 +3,7 @@
 //! requests later, as first seen, and never changes.
 
 use crate::config::PrefetchConfig;
-use crate::flavour::SourcePredictor;
+use crate::policy::prefetch::{BuiltInPredictor, SourcePredictor};
 
 /// No successor yet.
 const NONE: u32 = u32::MAX;
@@ -21,7 +21,7 @@ pub(crate) struct FirstSeen {
     successors: Vec<u32>,
 }
 
-impl SourcePredictor for FirstSeen {
+impl BuiltInPredictor for FirstSeen {
     fn new(config: &PrefetchConfig) -> Self {
         Self {
             length: config.history_length as usize,
@@ -31,7 +31,9 @@ impl SourcePredictor for FirstSeen {
             successors: Vec::new(),
         }
     }
+}
 
+impl SourcePredictor for FirstSeen {
     #[inline(always)]
     fn observe(&mut self, tenant: u32) -> Option<u32> {
         if self.successors.len() <= tenant as usize {

@@ -11,8 +11,11 @@
 
 use crate::cache::Cache;
 use crate::config::{Config, LatencyConfig};
+use crate::error::SimError;
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
+use crate::machine::{give, no_part};
 use crate::outcome::AllCounts;
+use crate::policy::OwnPolicies;
 use crate::request::Request;
 use crate::ties::TieBreak;
 
@@ -95,5 +98,25 @@ impl TranslationAgent for ShortWalk {
     fn count(&self, counts: &mut AllCounts) {
         counts.l2 = self.l2.as_ref().map(Cache::counts).unwrap_or_default();
         counts.l3 = self.l3.as_ref().map(Cache::counts).unwrap_or_default();
+    }
+
+    fn take_policies(&mut self, own: &mut OwnPolicies) -> Result<(), SimError> {
+        if own.iotlb.is_some() {
+            return Err(no_part("iotlb"));
+        }
+        let [l1, l2, l3, l4] = &mut own.levels;
+        for (policy, name) in [(l1, "l1"), (l4, "l4")] {
+            if policy.is_some() {
+                return Err(no_part(name));
+            }
+        }
+        give(&mut self.l2, "l2", l2.take())?;
+        give(&mut self.l3, "l3", l3.take())
+    }
+
+    fn failure(&mut self) -> Option<(&'static str, String)> {
+        [(&mut self.l2, "l2"), (&mut self.l3, "l3")]
+            .into_iter()
+            .find_map(|(cache, name)| Some((name, cache.as_mut()?.failure()?)))
     }
 }

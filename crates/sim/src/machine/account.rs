@@ -9,7 +9,7 @@ use crate::outcome::{AllCounts, Outcome, ratio};
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     /// The run's results.
-    pub(super) fn outcome(self, elapsed_ns: u64) -> Outcome {
+    pub(super) fn outcome(mut self, elapsed_ns: u64) -> Outcome {
         let per_packet = u64::from(self.config.link.requests_per_packet);
         let packet_bytes = self.config.link.packet_bytes;
         let packets = self.tally.ended / per_packet;
@@ -44,6 +44,10 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
             caches,
             prefetch: self.tally.prefetch,
             latency: self.latencies.summary(),
+            faults: self
+                .faults
+                .as_mut()
+                .map(|faults| faults.outcome(elapsed_ns)),
             fairness: self.tenants.fairness(),
             tenants: self.tenants.outcomes(elapsed_ns, packet_bytes),
         }

@@ -24,6 +24,10 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
                 self.tell_host(event);
                 return;
             }
+            EventKind::PageOut => {
+                self.page_out(now_ns, event);
+                return;
+            }
             EventKind::InvalidatePages => VoidSpan::Pages(Page::of(event, 0, PageSize::SIZE_4K)),
             EventKind::InvalidateDomain => VoidSpan::Domain(domain),
             EventKind::InvalidateAll => VoidSpan::All,
@@ -54,11 +58,7 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
                 request.answer = Answered::Void;
             }
         }
-        let moment = Moment {
-            now_ns,
-            flight: None,
-            waited_ns: 0,
-        };
+        let moment = Moment::of_none(now_ns);
         let around = Page::of(event, 0, PageSize::SIZE_4K);
         self.observer.step(moment, Step::Invalidate, &around);
     }

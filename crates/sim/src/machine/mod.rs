@@ -11,36 +11,40 @@
 //!            └──────────────── entry free again ────────────┘
 //! ```
 //! Four queues hold requests under way: to the *device* (the context entry is being read), to the *agent*,
-//! to the end of a *walk*, and back (*return*). Within a nanosecond the link comes first, then the queues
-//! in that order. Time is a whole number and always jumps to the next event.
+//! to the end of a *walk*, and back (*return*). Within a nanosecond the link comes first, then the host's
+//! answers to page faults ([`fault`]), then the queues in that order. Time is a whole number and always jumps to the next event.
 //!
 //! A request is a slot of a table from its entry to its end; queues hold slots. [`input`] is the trace,
 //! [`change`] what its other events do, [`account`] the end.
 
 mod account;
 mod change;
+mod fault;
 mod input;
+mod own;
 
 use pagetide_trace::{BATCH_EVENTS, EventKind, EventSource, PageSize};
 
 use crate::cache::Cache;
-use crate::config::{Config, PtbUnit};
+use crate::config::{Config, FaultDiscipline, PtbUnit};
 use crate::context::ContextCache;
 use crate::error::SimError;
-use crate::flavour::{
-    Answer, Flavour, SourcePredictor as _, StageQueue as _, TranslationAgent as _,
-};
+use crate::faults::Faults;
+use crate::flavour::{Answer, Flavour, StageQueue as _, TranslationAgent as _};
 use crate::host::Host;
 use crate::latency::Latencies;
 use crate::link::Link;
 use crate::next_use::NextUses;
 use crate::observe::{Moment, Observer, Step};
 use crate::outcome::{Outcome, PrefetchCounts};
+use crate::policy::prefetch::{AnyPrefetcher, Prefetcher as _};
 use crate::prefetch::PrefetchUnit;
-use crate::request::{Answered, DOMAINS_MAX, NEVER, Origin, Page, Request, Tag};
+use crate::request::{Answered, Attempt, DOMAINS_MAX, NEVER, Origin, Page, Request, Tag};
 use crate::table::Table;
 use crate::tenants::Tenants;
+use fault::Passage;
 use input::Input;
+pub(crate) use own::{give, no_part};
 
 /// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
 const DEVTLB_SHIFT: u32 = 21;
@@ -64,7 +68,7 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     trace_ended: bool,
     requests: Table<Request>,
     /// Requests that each packet in flight still waits for (PTB by packets only).
-    packets: Table<u32>,
+    packets: Table<Packet>,
     to_device: F::Queue,
     to_agent: F::Queue,
     walking: F::Queue,
@@ -73,12 +77,31 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     devtlb: Option<Cache>,
     buffer: Option<Cache>,
     agent: F::Agent,
-    prefetch: Option<PrefetchUnit<F::Predictor>>,
+    prefetch: Option<AnyPrefetcher<F::Predictor>>,
+    /// What the prefetch unit sends at a request; empty between requests.
+    guesses: Vec<Page>,
+    /// A guess that no request can be for.
+    bad_guess: Option<Page>,
+    /// Some policy is the caller's own.
+    has_own: bool,
+    /// I/O page faults, if there may be any.
+    faults: Option<Box<Faults>>,
+    /// Time of the look-up before each DMA.
+    lookup_ns: u64,
     /// The host that writes the history-length register, if it is not fixed.
     host: Option<Host>,
     tenants: Tenants,
     latencies: Latencies,
     tally: Tally,
+}
+
+/// Requests of a packet that have not ended.
+#[derive(Clone, Copy, Debug, Default)]
+struct Packet {
+    /// Those that need its entry of the PTB.
+    active: u32,
+    /// Those that are parked.
+    parked: u32,
 }
 
 /// Counts of the whole run.
@@ -130,7 +153,17 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             buffer: Cache::new(&prefetch.buffer(), DEVTLB_SHIFT, &ties)
                 .filter(|_| prefetch.enabled),
             agent: F::Agent::new(config, &ties),
-            prefetch: prefetch.enabled.then(|| PrefetchUnit::new(prefetch)),
+            prefetch: prefetch
+                .enabled
+                .then(|| AnyPrefetcher::BuiltIn(PrefetchUnit::new(prefetch))),
+            guesses: Vec::new(),
+            bad_guess: None,
+            has_own: false,
+            faults: Faults::new(config).filter(|_| F::HAS_FAULTS),
+            lookup_ns: match config.faults.discipline {
+                FaultDiscipline::Vpri => config.faults.lookup_ns,
+                _ => 0,
+            },
             host: Host::new(config),
             tenants: Tenants::default(),
             latencies: Latencies::default(),
@@ -158,29 +191,51 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     /// Completes the requests that are pending at the end of the trace.
     fn drain(mut self, mut floor_ns: u64) -> Result<Outcome, SimError> {
         self.trace_ended = true;
-        if self.pending > 0 {
+        if self.is_busy() {
             self.serve(floor_ns)?;
             floor_ns += 1;
         }
-        while self.pending > 0 {
+        while self.is_busy() {
             let now_ns = self.next_ready_ns().max(floor_ns);
             self.serve(now_ns)?;
             floor_ns = now_ns + 1;
         }
+        if self.has_own {
+            self.check_own()?;
+        }
         Ok(self.outcome(floor_ns))
+    }
+
+    /// True while a request of the trace has not ended.
+    fn is_busy(&self) -> bool {
+        self.pending > 0 || self.faults.as_ref().is_some_and(|f| f.parked() > 0)
     }
 
     #[inline(always)]
     fn next_ready_ns(&self) -> u64 {
-        let first = self.to_device.next_key().min(self.to_agent.next_key());
+        let device = if self.engine_stands() {
+            u64::MAX
+        } else {
+            self.to_device.next_key()
+        };
+        let first = device.min(self.to_agent.next_key());
         let second = self.walking.next_key().min(self.returning.next_key());
-        F::Queue::ready_ns(first.min(second))
+        let ready_ns = F::Queue::ready_ns(first.min(second));
+        match &self.faults {
+            Some(faults) if F::HAS_FAULTS => ready_ns.min(faults.next_ns()),
+            _ => ready_ns,
+        }
     }
 
     /// Serves what is ready in every stage.
     #[inline(always)]
     fn serve(&mut self, now_ns: u64) -> Result<(), SimError> {
-        while let Some(slot) = self.to_device.pop_ready(now_ns) {
+        if F::HAS_FAULTS && self.faults.is_some() {
+            self.serve_faults(now_ns);
+        }
+        while !self.engine_stands()
+            && let Some(slot) = self.to_device.pop_ready(now_ns)
+        {
             self.at_device(now_ns, slot);
             self.requests.check()?;
             if F::ONE_A_NANOSECOND {
@@ -213,10 +268,21 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline(always)]
     fn free_entry(&mut self, now_ns: u64) {
         self.pending -= 1;
+        if F::HAS_FAULTS && self.faults.is_some() {
+            self.resume(now_ns);
+            return;
+        }
         if self.pending + 1 == self.config.ptb.entries && !self.trace_ended {
             self.tally.dropped_slots += self.link.skip_to(now_ns);
             self.admits_ns = self.link.next_ns();
         }
+    }
+
+    /// True if the device takes a packet.
+    #[inline(always)]
+    fn has_room(&self) -> bool {
+        let parking = !F::HAS_FAULTS || self.faults.as_ref().is_none_or(|f| f.has_room());
+        parking && self.pending < self.config.ptb.entries
     }
 
     /// Admits the next packet of the trace; false if there is none left. An incomplete last packet is
@@ -224,6 +290,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline]
     fn admit_packet(&mut self, now_ns: u64) -> Result<bool, SimError> {
         self.requests.check()?;
+        if self.has_own {
+            self.check_own()?;
+        }
         self.link.take();
         let waited_ns = now_ns - std::mem::replace(&mut self.tried_ns, self.link.next_ns());
         let mut first_tenant = 0;
@@ -238,10 +307,10 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             if by_packets {
                 if nth == 0 {
                     packet = self.packets.take();
-                    *self.packets.get_mut(packet) = 0;
+                    *self.packets.get_mut(packet) = Packet::default();
                     self.pending += 1;
                 }
-                *self.packets.get_mut(packet) += 1;
+                self.packets.get_mut(packet).active += 1;
             } else {
                 self.pending += 1;
             }
@@ -251,7 +320,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         if is_whole {
             self.tenants.tally(first_tenant).packets += 1;
         }
-        self.admits_ns = if is_whole && self.pending < self.config.ptb.entries {
+        self.admits_ns = if is_whole && self.has_room() {
             self.link.next_ns()
         } else {
             u64::MAX
@@ -300,7 +369,11 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             packet,
             origin: Origin::Demand,
             answer: Answered::No,
+            attempt: Attempt::First,
         };
+        if let Some(faults) = self.faults.as_mut().filter(|_| F::HAS_FAULTS) {
+            faults.issued(slot, waited_ns);
+        }
         self.tally.issued += 1;
         let latency = &self.config.latency;
         let (step, ready_ns) = if self.context_cache.look_up(tenant) {
@@ -325,29 +398,43 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         let page = &request.page;
         let tag = page.tag();
         self.context_cache.fill(page.tenant, page.source);
+        let mut passage = Passage::Free;
+        if F::HAS_FAULTS && self.faults.is_some() {
+            passage = self.passage(now_ns, slot);
+            if passage == Passage::Stopped {
+                return;
+            }
+        }
         let in_devtlb = has(&mut self.devtlb, page, tag, request.next_use);
         let in_buffer = has(&mut self.buffer, page, tag, request.next_use);
         let latency = &self.config.latency;
         let tenant = self.tenants.tally(page.tenant);
         let step = if in_devtlb {
             tenant.devtlb_hits += 1;
-            let ends_ns = now_ns + latency.devtlb_hit_ns - F::HIT_ENDS_EARLY_NS;
-            self.returning.push(ends_ns, slot);
+            let takes_ns = latency.devtlb_hit_ns - F::HIT_ENDS_EARLY_NS;
+            self.returning
+                .push(now_ns + takes_ns.max(self.lookup_ns), slot);
             Step::DevTlbHit
         } else if in_buffer {
             tenant.prefetch_hits += 1;
-            let ends_ns = now_ns + latency.prefetch_hit_ns - F::HIT_ENDS_EARLY_NS;
-            self.returning.push(ends_ns, slot);
+            let takes_ns = latency.prefetch_hit_ns - F::HIT_ENDS_EARLY_NS;
+            self.returning
+                .push(now_ns + takes_ns.max(self.lookup_ns), slot);
             Step::BufferHit
         } else {
-            self.to_agent.push(now_ns + latency.pcie_ns, slot);
+            let takes_ns = latency.pcie_ns.max(self.lookup_ns);
+            self.to_agent.push(now_ns + takes_ns, slot);
             Step::Miss
         };
         if step != Step::Miss {
             self.requests.get_mut(slot).answer = Answered::Yes;
+        } else if F::HAS_FAULTS && self.faults.is_some() {
+            self.requests.get_mut(slot).answer = self.allowed(page.tenant);
         }
         self.observer.step(Moment::of(now_ns, slot), step, page);
-        self.guess(now_ns, page, step);
+        if passage == Passage::Free {
+            self.guess(now_ns, page, step);
+        }
     }
 
     /// The prefetch unit learns from a request and sends its guesses.
@@ -356,35 +443,34 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
         let Some(unit) = &mut self.prefetch else {
             return;
         };
-        unit.remember(page);
         if let Some(host) = &mut self.host
             && let Some(length) = host.requested(now_ns, page.tenant)
         {
-            unit.predictor.set_length(length);
+            unit.set_length(length);
             self.tally.prefetch.register_writes += 1;
         }
-        let Some(next) = unit.predictor.observe(page.tenant) else {
-            return;
-        };
-        if !self.config.prefetch.trigger.fires(step) {
+        unit.looked_up(page, step, &mut self.guesses);
+        if self.guesses.is_empty() {
             return;
         }
-        let history = unit.history(next);
+        if self.has_own {
+            self.sift_guesses();
+        }
         let latency = &self.config.latency;
         let reaches_agent_ns =
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for nth in 0..history.len {
-            let page = unit.page(&history, nth);
+        for page in self.guesses.drain(..) {
             let slot = self.requests.take();
             self.observer
-                .step(Moment::of(now_ns, slot), Step::Prefetch, page);
+                .step(Moment::of(now_ns, slot), Step::Prefetch, &page);
             *self.requests.get_mut(slot) = Request {
-                page: *page,
+                page,
                 next_use: NEVER,
                 issued_ns: now_ns,
                 packet: u32::MAX,
                 origin: Origin::Prefetch,
                 answer: Answered::No,
+                attempt: Attempt::First,
             };
             self.to_agent.push(reaches_agent_ns, slot);
             self.tally.prefetch.sent += 1;
@@ -395,7 +481,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline(always)]
     fn at_agent(&mut self, now_ns: u64, slot: u32) -> Result<(), SimError> {
         let request = self.requests.get_mut(slot);
-        request.answer = Answered::Yes;
+        if !F::HAS_FAULTS || request.answer != Answered::Void {
+            request.answer = Answered::Yes;
+        }
         match self.agent.look_up(request) {
             Answer::Lost => return Err(lost(&request.page)),
             Answer::Return { after_ns } => {
@@ -417,7 +505,9 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline(always)]
     fn walk_ends(&mut self, now_ns: u64, slot: u32) {
         let request = self.requests.get(slot);
-        if request.answer != Answered::Void {
+        if F::HAS_FAULTS && self.faults.is_some() && self.walk_finds_absent(request) {
+            self.requests.get_mut(slot).answer = Answered::Absent;
+        } else if request.answer != Answered::Void {
             self.agent.fill(request);
         }
         self.returning
@@ -428,10 +518,15 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
     #[inline(always)]
     fn back_at_device(&mut self, now_ns: u64, slot: u32) {
         let request = *self.requests.get(slot);
+        let is_absent = F::HAS_FAULTS && request.answer == Answered::Absent;
+        if is_absent && request.origin == Origin::Demand {
+            self.fault(now_ns, slot);
+            return;
+        }
         self.requests.release(slot);
         let page = &request.page;
         let tag = page.tag();
-        let is_kept = request.answer != Answered::Void;
+        let is_kept = request.answer != Answered::Void && !is_absent;
         match request.origin {
             Origin::Prefetch => {
                 self.tally.prefetch.filled += 1;
@@ -454,15 +549,21 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
                 }
                 self.observer
                     .step(Moment::of(now_ns, slot), Step::End, page);
-                self.end(now_ns, &request);
+                self.end(now_ns, slot, &request);
             }
         }
     }
 
     #[inline(always)]
-    fn end(&mut self, now_ns: u64, request: &Request) {
+    fn end(&mut self, now_ns: u64, slot: u32, request: &Request) {
         let took_ns = now_ns - request.issued_ns;
         self.latencies.add(took_ns);
+        if let Some(faults) = self.faults.as_mut().filter(|_| F::HAS_FAULTS) {
+            faults.ended(slot, request.page.tenant, took_ns);
+            if request.attempt == Attempt::Again {
+                faults.memory.release(request.page.tag());
+            }
+        }
         let tenant = self.tenants.tally(request.page.tenant);
         tenant.requests += 1;
         tenant.latency_ns += took_ns;
@@ -471,10 +572,12 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             self.free_entry(now_ns);
             return;
         }
-        let waiting = self.packets.get_mut(request.packet);
-        *waiting -= 1;
-        if *waiting == 0 {
-            self.packets.release(request.packet);
+        let packet = self.packets.get_mut(request.packet);
+        packet.active -= 1;
+        if packet.active == 0 {
+            if packet.parked == 0 {
+                self.packets.release(request.packet);
+            }
             self.free_entry(now_ns);
         }
     }

@@ -36,6 +36,7 @@ impl Flavour for Paper {
     type Agent = walk::NestedWalker;
     type Predictor = predictor::Successors;
     const ONE_A_NANOSECOND: bool = false;
+    const HAS_FAULTS: bool = true;
     const HIT_ENDS_EARLY_NS: u64 = 0;
 
     fn link(config: &Config) -> Link {

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 
 use crate::config::{Predictor, PrefetchConfig};
-use crate::flavour::SourcePredictor;
+use crate::policy::prefetch::{BuiltInPredictor, SourcePredictor};
 
 /// No successor known.
 const NONE: u32 = u32::MAX;
@@ -28,7 +28,7 @@ pub(crate) struct Successors {
     table: Vec<u32>,
 }
 
-impl SourcePredictor for Successors {
+impl BuiltInPredictor for Successors {
     fn new(config: &PrefetchConfig) -> Self {
         Self {
             rule: config.predictor,
@@ -37,7 +37,9 @@ impl SourcePredictor for Successors {
             table: Vec::new(),
         }
     }
+}
 
+impl SourcePredictor for Successors {
     #[inline]
     fn observe(&mut self, tenant: u32) -> Option<u32> {
         let at = tenant as usize;

@@ -25,13 +25,19 @@
 
 use crate::cache::Cache;
 use crate::config::{Config, WalkConfig, WalkCost};
+use crate::error::SimError;
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
+use crate::machine::give;
 use crate::outcome::{AllCounts, CacheCounts};
+use crate::policy::OwnPolicies;
 use crate::request::{Page, Request, widest_page};
 use crate::ties::TieBreak;
 
 /// Address bits of a set of the IOTLB begin here, as in the DevTLB.
 const IOTLB_SHIFT: u32 = 21;
+
+/// The page-walk caches in a configuration.
+const NAMES: [&str; 4] = ["l1", "l2", "l3", "l4"];
 
 /// log2 of the span of an entry of `level`.
 const fn span_shift(level: u32) -> u32 {
@@ -138,6 +144,21 @@ impl TranslationAgent for NestedWalker {
         counts.iotlb = of(&self.iotlb);
         let [l1, l2, l3, l4] = &self.levels;
         (counts.l1, counts.l2, counts.l3, counts.l4) = (of(l1), of(l2), of(l3), of(l4));
+    }
+
+    fn take_policies(&mut self, own: &mut OwnPolicies) -> Result<(), SimError> {
+        give(&mut self.iotlb, "iotlb", own.iotlb.take())?;
+        for ((cache, name), policy) in self.levels.iter_mut().zip(NAMES).zip(&mut own.levels) {
+            give(cache, name, policy.take())?;
+        }
+        Ok(())
+    }
+
+    fn failure(&mut self) -> Option<(&'static str, String)> {
+        let levels = self.levels.iter_mut().zip(NAMES);
+        std::iter::once((&mut self.iotlb, "iotlb"))
+            .chain(levels)
+            .find_map(|(cache, name)| Some((name, cache.as_mut()?.failure()?)))
     }
 }
 

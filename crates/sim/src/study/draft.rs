@@ -2,6 +2,7 @@
 //! A study while it is assembled from a file and a command line, and its validation: everything that can be
 //! checked without running is checked here.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use pagetide_trace::{HyperSpec, TenantShape};
@@ -15,6 +16,7 @@ use super::points::{Point, Preset, Study};
 use super::recipe::Recipe;
 use super::trace::Trace;
 use crate::config::{Config, Flavour};
+use crate::faults::{ServiceSamples, read_samples};
 
 /// Most points of a study: at a second each 18 hours of computing, and some 600 MB for the table of
 /// results.
@@ -101,7 +103,8 @@ impl Draft {
         let source = Value::Object(self.table.clone());
         let mut table = self.table.clone();
         let traces = self.traces(table.remove("trace"))?;
-        let configs = configs(table)?;
+        let mut configs = configs(table)?;
+        self.read_samples(&mut configs)?;
         let points = traces.len().saturating_mul(configs.len());
         if points > POINTS_MAX {
             return Err(StudyError::TooMany { max: POINTS_MAX });
@@ -115,6 +118,26 @@ impl Draft {
         };
         study.check()?;
         Ok(study)
+    }
+
+    /// Reads the measured times of page faults that configurations name.
+    fn read_samples(&self, configs: &mut [Laid]) -> Result<(), StudyError> {
+        let mut known: HashMap<(String, String), (ServiceSamples, String)> = HashMap::new();
+        for laid in configs {
+            let faults = &mut laid.config.faults;
+            if faults.samples.is_empty() {
+                continue;
+            }
+            let key = (faults.samples.clone(), faults.samples_of.clone());
+            if !known.contains_key(&key) {
+                let path = self.directory.join(&faults.samples);
+                let read = read_samples(&path, &faults.samples_of)
+                    .map_err(|error| StudyError::key("faults.samples", error.to_string()))?;
+                known.insert(key.clone(), read);
+            }
+            (faults.times, faults.samples_sha256) = known[&key].clone();
+        }
+        Ok(())
     }
 
     fn traces(&self, given: Option<Value>) -> Result<Vec<Trace>, StudyError> {

@@ -436,6 +436,57 @@ fn identity_of_a_point_is_what_it_was_and_differs_by_every_parameter() {
 }
 
 #[test]
+fn samples_of_page_faults_are_read_beside_the_study_and_part_of_its_identity() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("rtt.json");
+    let text = "[[trace]]\nfile = \"a\"\n[faults]\ndiscipline = \"vpri\"\nabsent_ppm = 10\n\
+                samples = \"rtt.json\"\nsamples_of = \"a\"";
+    let read = || Draft::parse(text, dir.path()).and_then(|draft| draft.study());
+    let error = read().unwrap_err();
+    assert!(
+        error.is_wrong_use() && error.to_string().contains("rtt.json"),
+        "{error}"
+    );
+    std::fs::write(&file, r#"{"samples": {"a": [[1, 2, 3], [4, 5]]}}"#).unwrap();
+    let error = read().unwrap_err();
+    assert!(
+        error.is_wrong_use() && error.to_string().contains("samples.a[1]"),
+        "{error}"
+    );
+    std::fs::write(&file, r#"{"samples": {"a": [[1, 2, 3]]}}"#).unwrap();
+    let first = read().unwrap().points.swap_remove(0).config;
+    assert_eq!(first.faults.times.all()[0].handling_ns, 2);
+    std::fs::write(&file, r#"{"samples": {"a": [[1, 2, 4]]}}"#).unwrap();
+    let second = read().unwrap().points.swap_remove(0).config;
+    let trace = TraceIdentity(json!({}));
+    assert_ne!(trace.point(&first), trace.point(&second));
+}
+
+#[test]
+fn page_faults_that_no_run_can_have_are_refused() {
+    for (settings, told) in [
+        (
+            "discipline = \"vpri\"\nabsent = \"lru\"",
+            "limit of 1 at least",
+        ),
+        ("cpus = 0", "faults.cpus"),
+        ("queue_entries = 0", "faults.queue_entries"),
+        ("parked_requests = 0", "faults.parked_requests"),
+        ("absent_ppm = 1000001", "faults.absent_ppm"),
+        ("handling_ns = 10000000001", "faults.handling_ns"),
+        ("lookup_ns = 1000001", "faults.lookup_ns"),
+        ("nothing = 1", "nothing"),
+    ] {
+        let text = format!("[[trace]]\nfile = \"a\"\n[faults]\n{settings}");
+        let error = study(&text).unwrap_err();
+        assert!(error.to_string().contains(told), "{error}");
+    }
+    let text = "flavour = \"hypersio\"\n[[trace]]\nfile = \"a\"\n[faults]\ndiscipline = \"touch\"";
+    let error = study(text).unwrap_err().to_string();
+    assert!(error.contains("faults.discipline"), "{error}");
+}
+
+#[test]
 fn trace_file_is_known_by_content_and_not_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let id = |name: &str, content: &str| {

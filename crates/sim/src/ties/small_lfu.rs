@@ -98,7 +98,7 @@ impl SmallLfu {
 
     /// The key at `way` is used.
     #[inline]
-    pub(crate) fn used(&mut self, set: usize, way: u64) {
+    pub(crate) fn use_way(&mut self, set: usize, way: u64) {
         let set = &mut self.sets[set];
         let at = first_byte(bytes_equal(set.ways, way));
         set.counts += 1 << (8 * at);
@@ -218,7 +218,7 @@ mod tests {
                     lists.enters(0, random, u32::try_from(free).unwrap());
                     small.enters(0, random, free as u64);
                 } else if way < keys.len() {
-                    small.used(0, way as u64);
+                    small.use_way(0, way as u64);
                     keys[way].1 += 1;
                     if keys[way].1 == SATURATED {
                         keys.iter_mut().for_each(|(_, count)| *count >>= 1);

@@ -3,17 +3,20 @@
 //! configurations: the main proof of the pipeline and of its caches.
 
 mod cache;
+mod faults;
 mod model;
 
 use pagetide_addr::Iova;
 use pagetide_sim::config::{
-    CacheConfig, Completion, Config, Flavour, LatencyConfig, LinkConfig, PartitionBy, Predictor,
-    PrefetchConfig, PrefetchTrigger, PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
+    Absent, CacheConfig, Completion, Config, FaultConfig, FaultDiscipline, Flavour, Handlers,
+    LatencyConfig, LinkConfig, OnFault, PartitionBy, Predictor, PrefetchConfig, PrefetchTrigger,
+    PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
 };
-use pagetide_sim::{NextUses, TraceInput, run_told};
+use pagetide_sim::{NextUses, ServiceSamples, ServiceTime, TraceInput, run_told};
 use pagetide_trace::{Event, EventKind, Events, IommuDomain, PageSize, SourceId};
 use proptest::prelude::*;
-use proptest::sample::select;
+use proptest::sample::{Index, select};
+use proptest::strategy::ValueTree as _;
 
 fn cache() -> impl Strategy<Value = CacheConfig> {
     let shapes = [
@@ -152,8 +155,63 @@ fn config() -> impl Strategy<Value = Config> {
                 walk,
                 prefetch,
                 latency,
+                faults: FaultConfig::default(),
             }
         })
+}
+
+/// Every discipline, with queues and parking so small that they fill.
+fn faults() -> impl Strategy<Value = FaultConfig> {
+    let disciplines = vec![
+        FaultDiscipline::Pinned,
+        FaultDiscipline::Vpri,
+        FaultDiscipline::AtsPri,
+        FaultDiscipline::Touch,
+    ];
+    let what = (
+        select(disciplines),
+        select(vec![OnFault::Pause, OnFault::OutOfOrder]),
+        select(vec![Absent::Share, Absent::Lru, Absent::Events]),
+        select(vec![0, 10_000, 200_000, 1_000_000]),
+        (1..8_u32, 0..4_u32),
+    );
+    let how = (
+        (1..4_u32, 1..6_u32),
+        select(vec![Handlers::Serialized, Handlers::Affined]),
+        1..4_u32,
+        proptest::collection::vec(service_time(), 0..3),
+        (service_time(), 0..9_u64),
+    );
+    (what, how).prop_map(|(what, how)| {
+        let (discipline, on_fault, absent, absent_ppm, (limit_pages, tenants)) = what;
+        let ((queue_entries, parked_requests), handlers, cpus, times, (time, lookup_ns)) = how;
+        FaultConfig {
+            discipline,
+            on_fault,
+            absent,
+            absent_ppm,
+            limit_pages,
+            tenants,
+            lookup_ns,
+            queue_entries,
+            parked_requests,
+            handlers,
+            cpus,
+            pre_ns: time.pre_ns,
+            handling_ns: time.handling_ns,
+            post_ns: time.post_ns,
+            times: ServiceSamples::new(times),
+            ..FaultConfig::default()
+        }
+    })
+}
+
+fn service_time() -> impl Strategy<Value = ServiceTime> {
+    (0..12_u64, 0..40_u64, 0..12_u64).prop_map(|(pre_ns, handling_ns, post_ns)| ServiceTime {
+        pre_ns,
+        handling_ns,
+        post_ns,
+    })
 }
 
 /// Addresses that lie near enough to one another to meet at every level.
@@ -181,6 +239,9 @@ fn event() -> impl Strategy<Value = Event> {
         EventKind::InvalidateContexts,
         EventKind::Join,
         EventKind::Leave,
+        EventKind::PageOut,
+        EventKind::PageOut,
+        EventKind::PageOut,
     ];
     let sources = vec![16, 17, 24, 32, 40, 48, 1 << 20];
     let kind = prop_oneof![20 => Just(EventKind::Translate), 1 => select(others)];
@@ -202,6 +263,22 @@ fn trace() -> impl Strategy<Value = Vec<Event>> {
         .prop_flat_map(|pool| proptest::collection::vec(select(pool), 0..160))
 }
 
+/// The same, with page-outs of what is used in it.
+fn trace_with_page_outs() -> impl Strategy<Value = Vec<Event>> {
+    let places = proptest::collection::vec(any::<Index>(), 0..24);
+    (trace(), places).prop_map(|(mut events, places)| {
+        for place in places {
+            if !events.is_empty() {
+                let at = place.index(events.len());
+                let mut event = events[at];
+                event.kind = EventKind::PageOut;
+                events.insert(at, event);
+            }
+        }
+        events
+    })
+}
+
 fn real(config: &Config, events: &[Event]) -> model::Result {
     let next_uses = NextUses::of(&mut Events(events)).unwrap();
     let mut steps = Vec::new();
@@ -218,6 +295,7 @@ fn real(config: &Config, events: &[Event]) -> model::Result {
     assert_eq!(outcome.bytes, outcome.packets * config.link.packet_bytes);
     let tenants = outcome.tenants.iter();
     model::Result {
+        faults: outcome.faults,
         elapsed_ns: outcome.elapsed_ns,
         ended: outcome.requests,
         dropped: outcome.dropped_slots,
@@ -234,6 +312,41 @@ fn real(config: &Config, events: &[Event]) -> model::Result {
     }
 }
 
+#[test]
+fn random_runs_have_every_kind_of_page_fault() {
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let mut sums = std::collections::BTreeMap::new();
+    for _run in 0..2_000 {
+        let (mut config, faults, events) = (config(), faults(), trace_with_page_outs())
+            .new_tree(&mut runner)
+            .unwrap()
+            .current();
+        let name = format!(
+            "{:?} {:?} {:?}",
+            faults.discipline, faults.on_fault, faults.absent
+        );
+        config.faults = faults;
+        let Some(outcome) = real(&config, &events).faults else {
+            continue;
+        };
+        let sum = sums.entry(name).or_insert([0; 4]);
+        sum[0] += outcome.waits;
+        sum[1] += outcome.held_requests;
+        sum[2] += outcome.page_outs;
+        sum[3] += outcome.waits - outcome.page_requests;
+    }
+    assert_eq!(sums.len(), 4 * 2 * 3, "{sums:?}");
+    for (name, [waits, held, page_outs, joined]) in sums {
+        let is_fault = !name.starts_with("Pinned");
+        let is_touch = name.starts_with("Touch");
+        assert_eq!(waits > 50, is_fault, "{name}: {waits} waits");
+        let pauses = is_fault && !is_touch && name.contains("Pause");
+        assert_eq!(held > 20, pauses, "{name}: {held} waited behind");
+        assert_eq!(page_outs > 50, is_fault, "{name}: {page_outs} page-outs");
+        assert_eq!(joined > 0, is_fault && !is_touch, "{name}: {joined} joined");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, ..ProptestConfig::default() })]
 
@@ -242,6 +355,22 @@ proptest! {
         config in config(),
         events in trace(),
     ) {
+        prop_assert!(config.check().is_ok(), "{:?}", config.check());
+        let naive = model::Model::new(&config, &events).run();
+        let real = real(&config, &events);
+        for (mine, its) in naive.steps.iter().zip(&real.steps) {
+            prop_assert_eq!(mine, its, "naive left, real right");
+        }
+        prop_assert_eq!(naive, real);
+    }
+
+    #[test]
+    fn every_step_of_a_random_run_with_page_faults_is_that_of_the_naive_model(
+        mut config in config(),
+        faults in faults(),
+        events in trace_with_page_outs(),
+    ) {
+        config.faults = faults;
         prop_assert!(config.check().is_ok(), "{:?}", config.check());
         let naive = model::Model::new(&config, &events).run();
         let real = real(&config, &events);

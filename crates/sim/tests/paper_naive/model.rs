@@ -5,12 +5,13 @@
 //! configuration, the events and the shape of what comes out.
 
 use pagetide_sim::config::{
-    Completion, Config, Predictor, PrefetchTrigger, PtbUnit, WalkConfig, WalkCost,
+    Completion, Config, FaultDiscipline, Predictor, PrefetchTrigger, PtbUnit, WalkConfig, WalkCost,
 };
-use pagetide_sim::{AllCounts, Step, StepRecord};
+use pagetide_sim::{AllCounts, FaultOutcome, Step, StepRecord};
 use pagetide_trace::{Event, EventKind};
 
 use crate::cache::{Cache, Key};
+use crate::faults::{Faults, Stage, summary};
 
 /// A page as a tenant asks for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,7 +30,7 @@ impl Page {
         (self.domain, self.iova & !((1 << shift) - 1))
     }
 
-    fn key(&self) -> Key {
+    pub fn key(&self) -> Key {
         self.span(level_shift(self.level))
     }
 }
@@ -38,14 +39,29 @@ fn level_shift(level: u32) -> u32 {
     [12, 21, 30, 39][level as usize - 1]
 }
 
+/// How a request comes to the device.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Attempt {
+    First,
+    /// After it waited behind another.
+    Behind,
+    /// After it waited for its page.
+    Again,
+}
+
 #[derive(Clone, Copy)]
-struct Request {
-    page: Page,
+pub struct Request {
+    pub page: Page,
     next_use: u64,
     packet: usize,
     prefetch: bool,
     /// An invalidation met it on its way back.
     void: bool,
+    /// Its walk found no page.
+    absent: bool,
+    pub attempt: Attempt,
+    issued: u64,
+    refused: u64,
 }
 
 /// A stage's queue, in order of arrival.
@@ -63,8 +79,9 @@ impl Queue {
 }
 
 /// What came out.
-#[derive(Default, Debug, PartialEq, Eq)]
+#[derive(Default, Debug, PartialEq)]
 pub struct Result {
+    pub faults: Option<FaultOutcome>,
     pub elapsed_ns: u64,
     pub ended: u64,
     pub dropped: u64,
@@ -106,6 +123,9 @@ pub struct Model<'a> {
     histories: Vec<Vec<Page>>,
     sources_seen: Vec<u32>,
     successors: Vec<(u32, u32)>,
+    faults: Faults,
+    /// When the next packet was first refused.
+    tried: Option<u64>,
     result: Result,
 }
 
@@ -138,6 +158,8 @@ impl<'a> Model<'a> {
             histories: Vec::new(),
             sources_seen: Vec::new(),
             successors: Vec::new(),
+            faults: Faults::new(&config.faults, config.latency.pcie_ns, config.seed),
+            tried: None,
             result: Result::default(),
         }
     }
@@ -159,22 +181,25 @@ impl<'a> Model<'a> {
         loop {
             if slot * link.packet_bytes * 8 / link.gbps == self.now && more {
                 slot += 1;
-                if self.in_use() >= self.config.ptb.entries {
+                if self.in_use() >= self.config.ptb.entries || self.faults.refuses() {
                     self.result.dropped += 1;
+                    self.tried.get_or_insert(self.now);
                 } else {
                     more = self.packet();
-                    if !more && self.in_use() == 0 {
+                    if !more && self.in_use() == 0 && self.faults.parked() == 0 {
                         break;
                     }
                 }
             }
             self.stages();
+            self.faults.memory.nanosecond_passes();
             self.now += 1;
-            if !more && self.in_use() == 0 {
+            if !more && self.in_use() == 0 && self.faults.parked() == 0 {
                 break;
             }
         }
         self.result.elapsed_ns = self.now;
+        self.result.faults = self.fault_outcome();
         self.result.caches = AllCounts {
             context_cache: self.context.counts,
             devtlb: self.devtlb.counts,
@@ -188,8 +213,50 @@ impl<'a> Model<'a> {
         self.result
     }
 
+    fn fault_outcome(&self) -> Option<FaultOutcome> {
+        let faults = &self.faults;
+        if faults.config.discipline == FaultDiscipline::Pinned && faults.config.tenants == 0 {
+            return None;
+        }
+        let memory = &faults.memory;
+        Some(FaultOutcome {
+            waits: faults.waits,
+            held_requests: faults.held,
+            page_requests: faults.page_requests,
+            page_requests_per_second: if self.now == 0 {
+                0.0
+            } else {
+                (faults.page_requests * 1_000_000_000) as f64 / self.now as f64
+            },
+            page_ins: memory.page_ins,
+            page_outs: memory.page_outs,
+            parked_requests_most: faults.parked_most,
+            resident_share: if memory.known_ns == 0 {
+                1.0
+            } else {
+                memory.present_ns as f64 / memory.known_ns as f64
+            },
+            service: summary(&faults.service),
+            faulting: summary(&faults.faulting),
+            neighbours: summary(&faults.neighbours),
+        })
+    }
+
     fn stages(&mut self) {
-        while let Some(request) = self.device.take(self.now) {
+        while let Some((key, stage)) = self.faults.due(self.now) {
+            match stage {
+                Stage::Arrived => self.faults.arrived(self.now, key),
+                Stage::Handled => {
+                    self.faults.handled(self.now, key);
+                    self.result.steps.push((self.now, Step::PageIn, 0, key.1));
+                    self.void_gone();
+                }
+                Stage::Answered => self.answered(key),
+            }
+        }
+        while self.faults.engine.is_none()
+            && let Some(request) = self.device.take(self.now)
+        {
             self.at_device(request);
         }
         while let Some(request) = self.agent.take(self.now) {
@@ -218,6 +285,7 @@ impl<'a> Model<'a> {
             *self.packets.last_mut().unwrap() += 1;
             self.issue(&event);
         }
+        self.tried = None;
         true
     }
 
@@ -249,6 +317,10 @@ impl<'a> Model<'a> {
             packet: self.packets.len() - 1,
             prefetch: false,
             void: false,
+            absent: false,
+            attempt: Attempt::First,
+            issued: self.now,
+            refused: self.now - self.tried.unwrap_or(self.now),
         };
         self.taken += 1;
         let latency = &self.config.latency;
@@ -287,10 +359,154 @@ impl<'a> Model<'a> {
             .map_or(u64::MAX, |(index, _)| index)
     }
 
+    /// Whether a request goes on at the device.
+    fn passes(&mut self, request: Request) -> bool {
+        let page = request.page;
+        let discipline = self.faults.discipline(page.tenant);
+        if discipline == FaultDiscipline::Pinned {
+            return true;
+        }
+        if request.attempt != Attempt::First {
+            self.faults.queue(page.tenant).coming -= 1;
+        }
+        let first = request.attempt == Attempt::First;
+        let behind = request.attempt == Attempt::Behind;
+        let stops = (first && self.faults.is_paused(page.tenant))
+            || (behind && self.faults.faulting_now(page.tenant) > 0);
+        if stops {
+            self.step(Step::Held, &page);
+            self.faults.held += 1;
+            let queue = &mut self.faults.queue(page.tenant).behind;
+            queue.insert(if behind { 0 } else { queue.len() }, request);
+            self.parked(&request);
+            return false;
+        }
+        let present = (self.faults.memory).touch(page.key(), 1 << level_shift(page.level));
+        self.void_gone();
+        if !present && discipline != FaultDiscipline::AtsPri {
+            self.fault(request);
+            return false;
+        }
+        self.next_of_queue(page.tenant);
+        true
+    }
+
+    /// The request has become one that is parked.
+    fn parked(&mut self, request: &Request) {
+        self.packets[request.packet] -= 1;
+        self.faults.parked_most = self.faults.parked_most.max(self.faults.parked());
+        self.resume();
+    }
+
+    fn fault(&mut self, mut request: Request) {
+        request.void = false;
+        request.absent = false;
+        self.step(Step::Fault, &request.page);
+        if request.attempt == Attempt::Again {
+            self.faults.memory.release(request.page.key());
+        }
+        self.faults.ask(self.now, request);
+        if self.faults.config.discipline == FaultDiscipline::Touch {
+            self.faults.engine = Some(request);
+        } else {
+            self.parked(&request);
+        }
+    }
+
+    fn answered(&mut self, key: Key) {
+        let engine = self.faults.engine.take().is_some();
+        let mut waiters = self.faults.answered(self.now, key);
+        for request in &mut waiters {
+            request.attempt = Attempt::Again;
+            self.faults.queue(request.page.tenant).coming += 1;
+        }
+        if engine {
+            self.at_device(waiters[0]);
+        } else {
+            self.faults.resuming.append(&mut waiters);
+            self.resume();
+        }
+    }
+
+    fn next_of_queue(&mut self, tenant: u32) {
+        let faulting = self.faults.faulting_now(tenant) > 0;
+        let queue = self.faults.queue(tenant);
+        if faulting || queue.coming > 0 || queue.behind.is_empty() {
+            return;
+        }
+        let mut next = queue.behind.remove(0);
+        next.attempt = Attempt::Behind;
+        queue.coming += 1;
+        self.faults.resuming.push(next);
+        self.resume();
+    }
+
+    /// Parked requests that may go on take free entries of the PTB.
+    fn resume(&mut self) {
+        while let Some(next) = self.faults.resuming.first().copied() {
+            let shares = self.config.ptb.unit == PtbUnit::Packets && self.packets[next.packet] > 0;
+            if !shares && self.in_use() >= self.config.ptb.entries {
+                break;
+            }
+            self.faults.resuming.remove(0);
+            self.packets[next.packet] += 1;
+            self.step(Step::Resume, &next.page);
+            self.device.1.push((self.now, next));
+        }
+    }
+
+    fn void_gone(&mut self) {
+        while !self.faults.memory.gone.is_empty() {
+            let (key, bytes) = self.faults.memory.gone.remove(0);
+            self.void_pages(key.0, key.1, bytes);
+            self.result.steps.push((self.now, Step::PageOut, 0, key.1));
+        }
+    }
+
+    /// Translations of absent memory are void, also those that requests have been promised.
+    fn void_pages(&mut self, domain: u32, first: u64, bytes: u64) {
+        let void =
+            |key: Key, span: u64| key.0 == domain && key.1 < first + bytes && first < key.1 + span;
+        let largest = |key: Key| {
+            [1 << 30, 1 << 21, 1 << 12]
+                .into_iter()
+                .find(|s| key.1.is_multiple_of(*s))
+        };
+        for tlb in [&mut self.devtlb, &mut self.buffer, &mut self.iotlb] {
+            tlb.invalidate(|key| void(key, largest(key).unwrap()));
+        }
+        for (level, cache) in (1..).zip(&mut self.levels) {
+            cache.invalidate(|key| void(key, 1 << level_shift(level)));
+        }
+        for queue in [&mut self.walking, &mut self.back] {
+            for (_, request) in &mut queue.1 {
+                let page = request.page;
+                request.void |= void(page.key(), 1 << level_shift(page.level));
+            }
+        }
+        for (_, request) in &mut self.agent.1 {
+            let page = request.page;
+            let promised = matches!(
+                self.faults.discipline(page.tenant),
+                FaultDiscipline::Vpri | FaultDiscipline::Touch
+            );
+            if promised && !request.prefetch {
+                request.void |= void(page.key(), 1 << level_shift(page.level));
+            }
+        }
+    }
+
     fn at_device(&mut self, request: Request) {
         let page = request.page;
         let context = context_page(page.tenant);
         self.context.fill(&context, context.key(), 0);
+        if !self.passes(request) {
+            return;
+        }
+        let lookup = match self.config.faults.discipline {
+            FaultDiscipline::Vpri => self.config.faults.lookup_ns,
+            _ => 0,
+        };
         let in_devtlb = self.devtlb.look_up(&page, page.key(), request.next_use);
         let in_buffer = self.config.prefetch.enabled
             && self.buffer.look_up(&page, page.key(), request.next_use);
@@ -300,20 +516,23 @@ impl<'a> Model<'a> {
             tenant.2 += 1;
             self.back
                 .1
-                .push((self.now + latency.devtlb_hit_ns, request));
+                .push((self.now + latency.devtlb_hit_ns.max(lookup), request));
             Step::DevTlbHit
         } else if in_buffer {
             tenant.3 += 1;
             self.back
                 .1
-                .push((self.now + latency.prefetch_hit_ns, request));
+                .push((self.now + latency.prefetch_hit_ns.max(lookup), request));
             Step::BufferHit
         } else {
-            self.agent.1.push((self.now + latency.pcie_ns, request));
+            let wait = latency.pcie_ns.max(lookup);
+            self.agent.1.push((self.now + wait, request));
             Step::Miss
         };
         self.step(step, &page);
-        if self.config.prefetch.enabled {
+        let learnt = request.attempt == Attempt::Again
+            && self.faults.discipline(page.tenant) == FaultDiscipline::AtsPri;
+        if self.config.prefetch.enabled && !learnt {
             self.prefetch(&page, step);
         }
     }
@@ -352,6 +571,10 @@ impl<'a> Model<'a> {
                 packet: 0,
                 prefetch: true,
                 void: false,
+                absent: false,
+                attempt: Attempt::First,
+                issued: self.now,
+                refused: 0,
             };
             self.agent.1.push((arrives, request));
         }
@@ -386,9 +609,13 @@ impl<'a> Model<'a> {
         self.walking.1.push((self.now + after, request));
     }
 
-    fn walked(&mut self, request: Request) {
+    fn walked(&mut self, mut request: Request) {
         let page = request.page;
-        if request.void {
+        let discipline = self.faults.discipline(page.tenant);
+        let asks = discipline == FaultDiscipline::AtsPri
+            || request.prefetch && discipline != FaultDiscipline::Pinned;
+        request.absent = asks && !request.void && !self.faults.memory.is_present(page.key());
+        if request.void || request.absent {
             self.back
                 .1
                 .push((self.now + self.config.latency.pcie_ns, request));
@@ -405,9 +632,13 @@ impl<'a> Model<'a> {
 
     fn returned(&mut self, request: Request) {
         let page = request.page;
+        if request.absent && !request.prefetch {
+            self.fault(request);
+            return;
+        }
         if request.prefetch {
             self.result.filled += 1;
-            if !request.void {
+            if !request.void && !request.absent {
                 self.buffer.fill(&page, page.key(), u64::MAX);
             }
             self.step(Step::BufferFill, &page);
@@ -420,6 +651,18 @@ impl<'a> Model<'a> {
         self.result.ended += 1;
         self.result.tenants[page.tenant as usize].1 += 1;
         self.packets[request.packet] -= 1;
+        let whole = self.now - request.issued + request.refused;
+        if self.faults.among(page.tenant) {
+            self.faults.faulting.push(whole);
+        } else {
+            self.faults.neighbours.push(whole);
+        }
+        if request.attempt == Attempt::Again
+            && self.faults.discipline(page.tenant) != FaultDiscipline::Pinned
+        {
+            self.faults.memory.release(page.key());
+        }
+        self.resume();
     }
 
     fn apply(&mut self, event: &Event) {
@@ -435,6 +678,16 @@ impl<'a> Model<'a> {
                 .invalidate(|key| domains[key.0 as usize] == domain),
             EventKind::InvalidateContexts => self.context.invalidate(|_| true),
             EventKind::Join | EventKind::Leave => return,
+            EventKind::PageOut => {
+                let bytes = event.page_size.map_or(4096, |size| size.bytes());
+                let first = event.iova.0 / bytes * bytes;
+                let can_go = self.faults.config.discipline != FaultDiscipline::Pinned;
+                if can_go && self.faults.memory.page_out(domain, first, bytes) {
+                    self.void_pages(domain, first, bytes);
+                    self.step(Step::PageOut, &page_of(event, 0));
+                }
+                return;
+            }
             _ => (),
         }
         self.result.invalidations += 1;

@@ -99,6 +99,8 @@ pub struct HypersioLogReader<R = File> {
     joined: HashMap<SourceId, IommuDomain>,
     /// Lines with one of the four events.
     matched: u64,
+    /// Lines with another event of the emulated VT-d.
+    others: u64,
     broken: Option<TraceError>,
     ended: bool,
 }
@@ -125,6 +127,7 @@ impl<R: Read> HypersioLogReader<R> {
             sources,
             joined: HashMap::new(),
             matched: 0,
+            others: 0,
             broken: None,
             ended: false,
         }
@@ -137,7 +140,11 @@ impl<R: Read> HypersioLogReader<R> {
                 return self.end();
             };
             let parsed = parse(line, self.sources).map_err(|reason| self.lines.error(reason))?;
-            self.matched += u64::from(!matches!(parsed, Parsed::Nothing));
+            match parsed {
+                Parsed::Nothing => {}
+                Parsed::Other => self.others += 1,
+                Parsed::Event(_) | Parsed::PassedOver => self.matched += 1,
+            }
             match parsed {
                 Parsed::Event(event) if event.kind == EventKind::Join => {
                     if self.joined.insert(event.source, event.domain) != Some(event.domain) {
@@ -145,26 +152,32 @@ impl<R: Read> HypersioLogReader<R> {
                     }
                 }
                 Parsed::Event(event) => return Ok(Some(event)),
-                Parsed::Nothing | Parsed::PassedOver => {}
+                Parsed::Nothing | Parsed::Other | Parsed::PassedOver => {}
             }
         }
     }
 
     /// Checks at the end of a log that it is of this kind.
     fn end(&self) -> Result<Option<Event>, TraceError> {
-        if self.matched == 0 {
-            return Err(self
+        match (self.matched, self.others) {
+            (0, 0) => Err(self
                 .lines
-                .file_error("it has no trace event of HyperSIO's patched QEMU (`vtd_…`)"));
+                .file_error("it has no trace event of HyperSIO's patched QEMU (`vtd_…`)")),
+            (0, others) => Err(self.lines.file_error(&format!(
+                "none of its {others} trace events of an emulated VT-d counts: requests are \
+                 `vtd_iotlb_page_hit` and `vtd_iotlb_page_update`"
+            ))),
+            _ => Ok(None),
         }
-        Ok(None)
     }
 }
 
 /// The content of a line.
 enum Parsed {
-    /// None of the four events.
+    /// No event of the emulated VT-d.
     Nothing,
+    /// One that is none of the four.
+    Other,
     /// One that is checked and not used, or of a source that is not selected.
     PassedOver,
     Event(Event),
@@ -240,7 +253,7 @@ fn parse(line: &[u8], sources: LogSources) -> Result<Parsed, String> {
     } else if let Some(rest) = after(line, "vtd_slpte_fetch") {
         named("vtd_slpte_fetch", rest, &FETCH).map(|_| Parsed::PassedOver)
     } else {
-        Ok(Parsed::Nothing)
+        Ok(Parsed::Other)
     }
 }
 

@@ -170,7 +170,8 @@ impl Split<'_> {
             },
             EventKind::InvalidatePages
             | EventKind::InvalidateDomain
-            | EventKind::InvalidateContextsOfDomain => {
+            | EventKind::InvalidateContextsOfDomain
+            | EventKind::PageOut => {
                 let reached = self.by_domain.get(&event.domain).cloned();
                 for (at, domain) in reached.unwrap_or_default() {
                     self.push(at, event, domain)?;

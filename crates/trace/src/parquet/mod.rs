@@ -86,7 +86,7 @@ const SCHEMA: &str = "message trace {
 }";
 
 /// Kinds with their names in the file; the position is the code, so only append.
-const KINDS: [(EventKind, &str); 9] = [
+const KINDS: [(EventKind, &str); 10] = [
     (EventKind::Translate, "translate"),
     (EventKind::InvalidatePages, "invalidate-pages"),
     (EventKind::InvalidateDomain, "invalidate-domain"),
@@ -99,6 +99,7 @@ const KINDS: [(EventKind, &str); 9] = [
     (EventKind::InvalidateContexts, "invalidate-contexts"),
     (EventKind::Join, "join"),
     (EventKind::Leave, "leave"),
+    (EventKind::PageOut, "page-out"),
 ];
 
 /// Accesses with their names in the file; the position is the code, so only append.
@@ -120,6 +121,7 @@ const fn kind_code(kind: EventKind) -> i32 {
         EventKind::InvalidateContexts => 6,
         EventKind::Join => 7,
         EventKind::Leave => 8,
+        EventKind::PageOut => 9,
     }
 }
 
@@ -175,6 +177,6 @@ mod tests {
     #[test]
     fn code_outside_the_table_is_none() {
         assert_eq!(decoded(&KINDS, -1), None);
-        assert_eq!(decoded(&KINDS, 9), None);
+        assert_eq!(decoded(&KINDS, 10), None);
     }
 }

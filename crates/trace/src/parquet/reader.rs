@@ -11,13 +11,14 @@ use std::path::Path;
 
 use pagetide_addr::Iova;
 use parquet::data_type::{Int32Type, Int64Type};
-use parquet::file::reader::SerializedFileReader;
 
 use super::{ACCESSES, FORMAT, KINDS, ORIGIN_KEY, PACKET_KEY, TraceMeta, decoded};
 use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
 use crate::stream::{BATCH_EVENTS, EventSource};
 use pagetide_access_log::TraceError;
-use pagetide_access_log::columns::{AnyColumn, Column, RowReader, Rows, open_file, pairs};
+use pagetide_access_log::columns::{
+    AnyColumn, Column, ColumnFile, RowReader, Rows, open_file, pairs,
+};
 
 /// Reads events from a Parquet trace of this project.
 pub struct ParquetReader {
@@ -117,7 +118,7 @@ fn checked_time(time_ns: i64, last_ns: &mut u64) -> Result<u64, String> {
     Ok(time)
 }
 
-fn read_meta(file: &SerializedFileReader<File>) -> Result<TraceMeta, String> {
+fn read_meta(file: &ColumnFile) -> Result<TraceMeta, String> {
     let pairs = pairs(file);
     FORMAT.check(&pairs)?;
     let requests_per_packet = pairs
@@ -136,7 +137,7 @@ fn read_meta(file: &SerializedFileReader<File>) -> Result<TraceMeta, String> {
 }
 
 impl Columns {
-    fn find(file: &SerializedFileReader<File>) -> Result<Self, String> {
+    fn find(file: &ColumnFile) -> Result<Self, String> {
         Ok(Self {
             time_ns: Column::find(file, "time_ns")?,
             source: Column::find(file, "source")?,

@@ -23,6 +23,8 @@ pub(super) enum Said {
     ContextUpdated(SourceId),
     /// Cached data is void; the domain of a source is not known yet.
     Invalidated(Event),
+    /// An event of the emulated VT-d that is none of the above.
+    Other,
 }
 
 const REQUEST: Shape<4> = [
@@ -55,16 +57,21 @@ pub(super) fn parse(line: &[u8]) -> Result<Option<(Option<u64>, Said)>, String> 
         .position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_')
         .unwrap_or(rest.len());
     let (name, text) = rest.split_at(length);
-    let said = match std::str::from_utf8(name) {
-        Ok(name) => said(name, text).map_err(|reason| format!("{name}: {reason}"))?,
-        Err(_) => None,
+    let Ok(name) = std::str::from_utf8(name) else {
+        return Ok(None);
     };
-    Ok(said.map(|said| (time(prefix), said)))
+    let said = said(name, text).map_err(|reason| format!("{name}: {reason}"))?;
+    // The clock of the trace begins with the first event of it.
+    let time = match said {
+        Said::Other => None,
+        _ => time(prefix),
+    };
+    Ok(Some((time, said)))
 }
 
 /// The content of event `name` with the text after it.
-fn said(name: &str, text: &[u8]) -> Result<Option<Said>, String> {
-    let said = match name {
+fn said(name: &str, text: &[u8]) -> Result<Said, String> {
+    Ok(match name {
         "vtd_iotlb_page_hit" | "vtd_iotlb_page_update" => Said::Request(request(text)?),
         "vtd_dmar_translate" => translated(text)?,
         "vtd_iotlb_cc_update" => {
@@ -87,9 +94,8 @@ fn said(name: &str, text: &[u8]) -> Result<Option<Said>, String> {
             kind: EventKind::InvalidateSource,
             ..Event::default()
         }),
-        _ => return Ok(None),
-    };
-    Ok(Some(said))
+        _ => Said::Other,
+    })
 }
 
 fn numbers<const N: usize>(text: &[u8], shape: &Shape<N>) -> Result<[u64; N], String> {

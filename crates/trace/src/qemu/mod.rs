@@ -77,6 +77,8 @@ pub struct QemuLogReader<R = File> {
     /// Whether the last invalidation of context entries was of a domain.
     domain_just_now: bool,
     seen: Seen,
+    /// Lines with an event of the emulated VT-d that does not count.
+    others: u64,
     broken: Option<TraceError>,
     ended: bool,
 }
@@ -100,7 +102,9 @@ enum Context {
 enum Seen {
     /// None of the emulated VT-d.
     Nothing,
-    /// Some, but no request.
+    /// Some, of kinds that do not count.
+    Others,
+    /// Some that count, but no request.
     Events,
     /// Translations without the lines that make requests.
     Translations,
@@ -150,6 +154,7 @@ impl<R: Read> QemuLogReader<R> {
             sources: HashMap::new(),
             domain_just_now: false,
             seen: Seen::Nothing,
+            others: 0,
             broken: None,
             ended: false,
         }
@@ -184,7 +189,8 @@ impl<R: Read> QemuLogReader<R> {
         self.seen = self.seen.max(match said {
             Said::Request(_) => Seen::Requests,
             Said::Translated { .. } => Seen::Translations,
-            _ => Seen::Events,
+            Said::Other => Seen::Others,
+            Said::ContextUpdated(_) | Said::Invalidated(_) => Seen::Events,
         });
         match said {
             Said::Request(event) => self.request(Event { time_ns, ..event }),
@@ -195,6 +201,7 @@ impl<R: Read> QemuLogReader<R> {
                 }
             }
             Said::Invalidated(event) => self.invalidation(Event { time_ns, ..event }),
+            Said::Other => self.others += 1,
         }
     }
 
@@ -262,6 +269,11 @@ impl<R: Read> QemuLogReader<R> {
             Seen::Nothing => Err(self
                 .lines
                 .file_error("it has no trace event of an emulated VT-d (`vtd_…`)")),
+            Seen::Others => Err(self.lines.file_error(&format!(
+                "none of its {} trace events of an emulated VT-d counts: requests are \
+                 `vtd_iotlb_page_hit` and `vtd_iotlb_page_update`",
+                self.others
+            ))),
             Seen::Translations => Err(self.lines.file_error(
                 "it has `vtd_dmar_translate` and no request: record `vtd_iotlb_page_hit` and \
                  `vtd_iotlb_page_update` too (if they were recorded, DMA remapping was off)",

@@ -9,6 +9,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use samples::{
     ACCESS_LOG, BLOCK_TRACES, HYPERSIO_LOG, QEMU_LOG, binary_file, block_trace, parquet_file,
+    pyarrow_files,
 };
 
 /// A change of bytes, as a fuzzer makes them.
@@ -127,6 +128,11 @@ proptest! {
     }
 
     #[test]
+    fn changed_parquet_of_pyarrow_is_safe_to_read(which in 0..3usize, changes in changes()) {
+        bodies::parquet(&changed(pyarrow_files().swap_remove(which), &changes));
+    }
+
+    #[test]
     fn changed_access_log_is_safe_to_read(changes in changes()) {
         bodies::access_log(&changed(ACCESS_LOG.clone(), &changes));
     }
@@ -169,7 +175,11 @@ fn seeds_of_every_target_are_read() {
             whole(HYPERSIO_LOG.as_bytes()),
         ),
         ("qemu_log", bodies::qemu_log, whole(QEMU_LOG.as_bytes())),
-        ("parquet", bodies::parquet, whole(&parquet_file())),
+        (
+            "parquet",
+            bodies::parquet,
+            [vec![parquet_file()], pyarrow_files()].concat(),
+        ),
         ("open", bodies::open, all.into()),
         ("access_log", bodies::access_log, whole(&ACCESS_LOG)),
         (

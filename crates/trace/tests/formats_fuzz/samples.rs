@@ -55,6 +55,16 @@ pub fn parquet_file() -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
+/// Files that pyarrow wrote, with the compressions that ours do not have.
+pub fn pyarrow_files() -> Vec<Vec<u8>> {
+    ["snappy", "zstd-v2", "gzip"]
+        .map(|name| {
+            let files = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/files");
+            std::fs::read(files.join(format!("pyarrow-{name}.parquet"))).unwrap()
+        })
+        .into()
+}
+
 pub fn binary_file() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("t_iotlb_trace.bin");
