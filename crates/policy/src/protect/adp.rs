@@ -24,10 +24,18 @@
 //!   every `scan-every` (20 s)      the oldest recent ones, as long as they were not touched for
 //!                                  `promote-after` (180 s), become RESTING
 //!   inactive block too long        its oldest is forgotten, and counted
+//!   section evicted                forgotten: what is absent takes no slot
 //! ```
 //! Both blocks are parts of one list, since both are sorted by last touch and promotion takes the
 //! tail of the active block: no entry of the resting part is newer than one of the recent part. So
 //! promotion and demotion move no entries, and every step is O(1).
+//!
+//! # Times that follow the evictor
+//! The three times above are the paper's, for the paper's evictor. The time of promotion
+//! begins as the paper's and is a [`PromotionAge`]: learnt from how many sections are evicted before they
+//! are promoted. The interval of scans and the delay of demotion keep their proportion to it, as
+//! far as they become shorter; the delay never less than a round of the evictor's samples. With `follow=0`
+//! all times stay as they are written: the paper's policy.
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
@@ -40,19 +48,21 @@
 //! - *The active block overflows while the oldest recent section is a leaving one*: it would be
 //!   demoted to the tail of a full block and promoted at once. It stays in the inactive block, and its delay ends.
 //! - *A section dropped* from the inactive block is forgotten: its next touch is a first one.
-//! - *Evictions and page faults* change nothing: the paper's protector receives accesses only.
+//! - *Evictions*: the paper's protector receives accesses only, and a section that is absent may be pinned.
+//!   Here it is forgotten, wherever it was, and its next touch is a first one. *Page faults* change nothing.
 //! - *Shares* are of the VM's sections, for each device, rounded down.
 //! - *Promotion at exactly 180 s*: the scan stops at an interval *shorter* than the threshold, so
 //!   it promotes that one.
 //! - *Several things due at once*: demotions, then overflow, then the scan, then overflow.
 
 use super::{
-    Change, Fate, PolicyReport, ProtectionPolicy, Touch,
+    Change, Fate, PolicyReport, PromotionAge, ProtectionPolicy, Touch,
     parameters::{Field, Parameters, Share},
     recency::{Recency, Slot, nanos},
 };
+use crate::sampling::SWEEP_WANTED;
 use pagetide_addr::SectionNo;
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 /// Parameters of `adp`; the paper's by default.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,12 +71,15 @@ pub struct AdpParams {
     pub active_max: Share,
     /// Most sections in the inactive block, which are those protected, as a share of the VM's.
     pub protected_max: Share,
-    /// A section not touched for this long is promoted to the inactive block.
+    /// A section not touched for this long is promoted to the inactive block, until more is known of the evictor.
     pub promote_after: Duration,
     /// Sections are scanned for promotion this often.
     pub scan_every: Duration,
     /// A section of the inactive block is demoted this long after it was touched.
     pub demote_after: Duration,
+    /// One in so many of the sections that grow idle may be evicted before it is promoted; 0: the times are as
+    /// written.
+    pub follow: u64,
 }
 
 impl Default for AdpParams {
@@ -77,6 +90,7 @@ impl Default for AdpParams {
             promote_after: Duration::from_secs(180),
             scan_every: Duration::from_secs(20),
             demote_after: Duration::from_secs(30),
+            follow: 16,
         }
     }
 }
@@ -89,6 +103,7 @@ impl Parameters for AdpParams {
             ("promote-after", Field::Time(&mut self.promote_after)),
             ("scan-every", Field::Time(&mut self.scan_every)),
             ("demote-after", Field::Time(&mut self.demote_after)),
+            ("follow", Field::Count(&mut self.follow)),
         ]
     }
 
@@ -155,6 +170,7 @@ const VOID_DEMOTIONS_MIN: u64 = 64;
 #[derive(Debug)]
 pub struct Adp {
     params: AdpParams,
+    age: Arc<PromotionAge>,
     active_max: u64,
     inactive_max: u64,
     order: Recency<PackedBlock>,
@@ -164,16 +180,18 @@ pub struct Adp {
     /// By when they are due.
     demotions: VecDeque<Demotion>,
     demotion_number: u32,
+    last_due_ns: u64,
     scanned_at: Option<Duration>,
     dropped: u64,
 }
 
 impl Adp {
-    /// The policy for a device of a VM with `sections` sections.
+    /// The policy for a device of a VM with `sections` sections, whose devices share `age`.
     #[must_use]
-    pub fn new(params: AdpParams, sections: u64) -> Self {
+    pub fn new(params: AdpParams, sections: u64, age: &Arc<PromotionAge>) -> Self {
         Self {
             params,
+            age: Arc::clone(age),
             active_max: params.active_max.of(sections),
             inactive_max: params.protected_max.of(sections),
             order: Recency::default(),
@@ -182,6 +200,7 @@ impl Adp {
             leaving: 0,
             demotions: VecDeque::new(),
             demotion_number: FIRST_DEMOTION,
+            last_due_ns: 0,
             scanned_at: None,
             dropped: 0,
         }
@@ -191,6 +210,33 @@ impl Adp {
     #[must_use]
     pub fn inactive_sections(&self) -> u64 {
         self.order.len() - self.active
+    }
+
+    /// A section not touched for this long is promoted.
+    fn promote_after(&self) -> Duration {
+        match self.params.follow {
+            0 => self.params.promote_after,
+            _ => self.age.get(),
+        }
+    }
+
+    /// `time` in proportion to the time of promotion, if that became shorter.
+    fn in_proportion(&self, time: Duration) -> Duration {
+        let (now, written) = (self.promote_after(), self.params.promote_after);
+        if now >= written {
+            return time;
+        }
+        time.mul_f64(now.as_secs_f64() / written.as_secs_f64())
+    }
+
+    fn scan_every(&self) -> Duration {
+        self.in_proportion(self.params.scan_every)
+    }
+
+    /// Not less than the evictor takes to notice that the section is in use.
+    fn demote_after(&self) -> Duration {
+        let written = self.params.demote_after;
+        self.in_proportion(written).max(SWEEP_WANTED.min(written))
     }
 
     fn block(&self, slot: Slot) -> Block {
@@ -235,8 +281,11 @@ impl Adp {
         let number = self.demotion_number;
         self.move_to(slot, Block::Leaving(number));
         self.leaving += 1;
+        // The delay may have become shorter: none ends before one that began before it.
+        let due_ns = nanos(at.saturating_add(self.demote_after()));
+        self.last_due_ns = self.last_due_ns.max(due_ns);
         self.demotions.push_back(Demotion {
-            due_ns: nanos(at.saturating_add(self.params.demote_after)),
+            due_ns: self.last_due_ns,
             slot,
             number,
         });
@@ -265,9 +314,13 @@ impl Adp {
     }
 
     fn scan(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        let promote_after = self.promote_after();
         while let Some(slot) = self.oldest_recent() {
-            if now.saturating_sub(self.order.touched_at(slot)) < self.params.promote_after {
+            if now.saturating_sub(self.order.touched_at(slot)) < promote_after {
                 return;
+            }
+            if self.block(slot) == Block::Active && self.params.follow > 0 {
+                self.age.promoted_first(self.params.follow);
             }
             self.promote(slot, changes);
         }
@@ -330,7 +383,7 @@ impl ProtectionPolicy for Adp {
     fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
         self.demote_due(now, changes);
         self.end_overflow(changes);
-        let is_due = |at: Duration| now.saturating_sub(at) >= self.params.scan_every;
+        let is_due = |at: Duration| now.saturating_sub(at) >= self.scan_every();
         if self.scanned_at.is_none_or(is_due) {
             self.scanned_at = Some(now);
             self.scan(now, changes);
@@ -338,11 +391,20 @@ impl ProtectionPolicy for Adp {
         }
     }
 
-    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
-        if fate == Fate::Gone
-            && let Some(slot) = self.order.find(section)
-        {
-            self.forget(slot, changes);
+    fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
+        let Some(slot) = self.order.find(section) else {
+            return;
+        };
+        match fate {
+            Fate::Faulted => {}
+            Fate::Gone => self.forget(slot, changes),
+            Fate::Evicted => {
+                if self.block(slot) == Block::Active && self.params.follow > 0 {
+                    let idle = now.saturating_sub(self.order.touched_at(slot));
+                    self.age.evicted_first(idle);
+                }
+                self.forget(slot, changes);
+            }
         }
     }
 

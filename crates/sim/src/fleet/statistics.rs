@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Statistics of the synthetic guests' DMA, by the analysis for real logs: for comparison with the paper's
-//! data from production (VPRI 4.2, figures 9 to 11).
+//! Statistics of the synthetic guests, for comparison with what the paper says of production: DMA by the
+//! analysis for real logs (VPRI 4.2, figures 9 to 11), and cold memory (1).
 
 use super::{
     guest::GuestRecipe,
@@ -9,25 +9,91 @@ use super::{
 use crate::replay::{AccessStream, Actor, ReplayError};
 use pagetide_addr::SECTION_BYTES;
 use pagetide_trace::{AccessAnalysis, Analysis, AnalysisParams, SectionTouch};
+use std::time::Duration;
 
-/// The DMA of one guest in the first `seconds` after its prologue. Accesses to one section within a second
+/// Time between two counts of cold memory.
+const COUNT_EVERY: Duration = Duration::from_secs(60);
+
+/// Shares of a guest's memory that no CPU touched for so long: means over time.
+#[derive(Clone, Copy, PartialEq, Default, Debug)]
+pub struct ColdShares(pub [f64; Self::AFTER_S.len()]);
+
+impl ColdShares {
+    /// The paper's intervals: 2, 5 and 7 minutes.
+    pub const AFTER_S: [u64; 3] = [120, 300, 420];
+}
+
+/// The statistics of one guest.
+#[derive(Clone, PartialEq, Debug)]
+pub struct GuestStatistics {
+    /// The DMA of its devices.
+    pub dma: AccessAnalysis,
+    /// Its cold memory.
+    pub cold: ColdShares,
+}
+
+/// Counts of cold memory.
+struct Cold {
+    /// When CPUs touched each section last, and one second; 0 for never.
+    touched_s: Vec<u64>,
+    sums: [u64; ColdShares::AFTER_S.len()],
+    counts: u64,
+    next: Duration,
+}
+
+impl Cold {
+    fn new(sections: u64) -> Self {
+        let sections = usize::try_from(sections).unwrap_or(0);
+        Self {
+            touched_s: vec![0; sections],
+            sums: [0; ColdShares::AFTER_S.len()],
+            counts: 0,
+            next: PROLOGUE,
+        }
+    }
+
+    fn count_until(&mut self, now: Duration) {
+        while self.next <= now {
+            let now_s = self.next.as_secs();
+            for (sum, after_s) in self.sums.iter_mut().zip(ColdShares::AFTER_S) {
+                let is_cold = |last: &&u64| **last == 0 || now_s + 1 - **last >= after_s;
+                *sum += self.touched_s.iter().filter(is_cold).count() as u64;
+            }
+            self.counts += 1;
+            self.next += COUNT_EVERY;
+        }
+    }
+
+    /// Of a guest with so many sections, of which the last were in use all the time.
+    fn shares(&self, sections: u64) -> ColdShares {
+        let all = super::random::number(self.counts.max(1) * sections);
+        ColdShares(self.sums.map(|sum| super::random::number(sum) / all))
+    }
+}
+
+/// What one guest does in the first `seconds` after its prologue. Accesses to one section within a second
 /// count as one.
 ///
 /// # Errors
 /// None that a recipe can cause except by too many sections.
-pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<AccessAnalysis, ReplayError> {
+pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<GuestStatistics, ReplayError> {
     let mut analysis = Analysis::new(AnalysisParams {
         memory_bytes: guest.sections.checked_mul(SECTION_BYTES),
         ..AnalysisParams::default()
     });
+    let mut cold = Cold::new(guest.sections - guest.busy_sections());
     let mut stream = GuestStream::new(guest, seconds);
     while let Some(access) = stream.next()? {
+        cold.count_until(access.at);
+        let Actor::Device(device, service) = access.actor else {
+            if let Some(touched_s) = cold.touched_s.get_mut(access.section.index()) {
+                *touched_s = access.at.as_secs() + 1;
+            }
+            continue;
+        };
         if access.at < PROLOGUE {
             continue;
         }
-        let Actor::Device(device, service) = access.actor else {
-            continue;
-        };
         analysis
             .touch(SectionTouch {
                 at: access.at,
@@ -37,7 +103,10 @@ pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<AccessAnalysis, R
             })
             .map_err(|error| ReplayError::Asked(error.to_string()))?;
     }
-    Ok(analysis.finish())
+    Ok(GuestStatistics {
+        dma: analysis.finish(),
+        cold: cold.shares(guest.sections),
+    })
 }
 
 #[cfg(test)]
@@ -59,7 +128,7 @@ mod tests {
                 sections: 6_144,
                 ..guest
             };
-            devices.extend(statistics(&guest, 1_800).unwrap().devices);
+            devices.extend(statistics(&guest, 1_800).unwrap().dma.devices);
         }
         let disks = pagetide_trace::ServiceAnalysis::of(Service::Block, &devices);
         let footprint = disks.footprint_share.unwrap().mean;

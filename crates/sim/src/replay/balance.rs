@@ -16,8 +16,23 @@ pub struct Need {
     pub taken_sections: u64,
     /// Sections on the cold side, present or not.
     pub cold_sections: u64,
+    /// Sections that are absent, and those in the coldest set that no policy protects.
+    pub givable_sections: u64,
     /// Faults of CPUs and devices since the last call.
     pub faults: u64,
+}
+
+/// Which VMs give the memory that the host lacks. The paper says that the ratios go from 0 to 50 % of a VM
+/// and are balanced by pressure (VPRI 3.4, 7.3), and no more; which of these two it is decides how old
+/// sections are when they are evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Division {
+    /// All of them, by the weight of what is cold in them. They hardly differ.
+    #[default]
+    ByNeed,
+    /// One after the other, in the order they were given: each gives what is in its coldest set, up to its
+    /// maximum, before the next gives anything. What no VM has cold is divided by need.
+    InTurn,
 }
 
 /// Cold sections that one fault subtracts.
@@ -62,6 +77,25 @@ pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
     taken
 }
 
+/// Like [`balance`], from one VM after the other ([`Division::InTurn`]).
+#[must_use]
+pub fn in_turn(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
+    let mut left = wanted;
+    let mut taken: Vec<u64> = needs
+        .iter()
+        .map(|need| {
+            let gives = need
+                .givable_sections
+                .min(need.most(most_permille))
+                .min(left);
+            left -= gives;
+            gives
+        })
+        .collect();
+    pour(needs, &mut taken, left, most_permille);
+    taken
+}
+
 /// Divides `wanted` among the VMs by weight, in addition to `taken`, as far as there is room.
 fn pour(needs: &[Need], taken: &mut [u64], mut wanted: u64, most_permille: u64) {
     while wanted > 0 {
@@ -94,6 +128,7 @@ mod tests {
             sections,
             taken_sections: taken,
             cold_sections: cold,
+            givable_sections: cold,
             faults,
         }
     }
@@ -126,6 +161,22 @@ mod tests {
             [50, 5]
         );
         assert_eq!(balance(&[], 300, 500), [0; 0]);
+    }
+
+    #[test]
+    fn in_turn_each_gives_what_it_can_before_the_next_gives_anything() {
+        let needs = [
+            need(1000, 0, 300, 0),
+            need(1000, 0, 900, 0),
+            need(1000, 0, 400, 0),
+        ];
+        assert_eq!(in_turn(&needs, 200, 500), [200, 0, 0]);
+        assert_eq!(in_turn(&needs, 700, 500), [300, 400, 0]);
+        assert_eq!(in_turn(&needs, 1100, 500), [300, 500, 300]);
+        // Nobody has that much cold: the rest is divided.
+        let taken = in_turn(&needs, 1300, 500);
+        assert_eq!(taken.iter().sum::<u64>(), 1300);
+        assert!(taken[0] > 300 && taken[2] > 400, "{taken:?}");
     }
 
     #[test]
