@@ -17,9 +17,10 @@
 //! The idle time after which its evictor takes a section, and how the memory that the host lacks is divided
 //! among the VMs. Both decide what a protector can save. Here a section is taken when it was left alone for
 //! [`COLD_AFTER`]: the paper promotes after 180 s ("the threshold reflects the reclaim policy in the memory
-//! subsystem", 6.2) and scans every 20 s, so that all are promoted by then. And VMs give what they have of that one after the other, so that the ratios go from
-//! 0 to 50 % as in the paper. `figures.vms` has ratio and ages of each VM, and `figures.sensitivity` what other
-//! times, and a division by need, lead to; `--plots DIR` draws that.
+//! subsystem", 6.2) and scans every 20 s, so that all are promoted by then. And as many VMs as make up what is
+//! lacking by half of their memory give all that they have of that, and the others share the rest, so that the
+//! ratios go from 0 to 50 % as in the paper. `figures.vms` has ratio and ages of each VM, and
+//! `figures.sensitivity` what other times, other guests and a division by need lead to; `--plots DIR` draws that.
 //!
 //! The last part measures how long fleets of a thousand devices take to replay (`fleets.rs`).
 

@@ -31,11 +31,11 @@
 //! promotion and demotion move no entries, and every step is O(1).
 //!
 //! # Times that follow the evictor
-//! The three times above are the paper's, for the paper's evictor. The time of promotion
-//! begins as the paper's and is a [`PromotionAge`]: learnt from how many sections are evicted before they
-//! are promoted. The interval of scans and the delay of demotion keep their proportion to it, as
-//! far as they become shorter; the delay never less than a round of the evictor's samples. With `follow=0`
-//! all times stay as they are written: the paper's policy.
+//! The three times above are the paper's, for the paper's evictor. The time of promotion begins as the paper's
+//! and is a [`PromotionAge`]: shorter where most sections are evicted before they are promoted, longer where
+//! nothing is evicted. The interval of scans and the delay of demotion keep their proportion to it where it is
+//! shorter; the delay is never less than a round of the evictor's samples. With `follow=0` all times stay as
+//! they are written: the paper's policy.
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
@@ -77,8 +77,8 @@ pub struct AdpParams {
     pub scan_every: Duration,
     /// A section of the inactive block is demoted this long after it was touched.
     pub demote_after: Duration,
-    /// One in so many of the sections that grow idle may be evicted before it is promoted; 0: the times are as
-    /// written.
+    /// The times become shorter when more than one section is evicted before it is promoted for so many that are
+    /// not; 0: the times are as written.
     pub follow: u64,
 }
 
@@ -90,7 +90,7 @@ impl Default for AdpParams {
             promote_after: Duration::from_secs(180),
             scan_every: Duration::from_secs(20),
             demote_after: Duration::from_secs(30),
-            follow: 16,
+            follow: 1,
         }
     }
 }
@@ -174,6 +174,9 @@ pub struct Adp {
     active_max: u64,
     inactive_max: u64,
     order: Recency<PackedBlock>,
+    /// The sections last dropped from the inactive block, as many as that may have: if one of them is evicted, the
+    /// evictor is near.
+    surplus: Recency<()>,
     newest_resting: Option<Slot>,
     active: u64,
     leaving: u64,
@@ -195,6 +198,7 @@ impl Adp {
             active_max: params.active_max.of(sections),
             inactive_max: params.protected_max.of(sections),
             order: Recency::default(),
+            surplus: Recency::default(),
             newest_resting: None,
             active: 0,
             leaving: 0,
@@ -320,7 +324,7 @@ impl Adp {
                 return;
             }
             if self.block(slot) == Block::Active && self.params.follow > 0 {
-                self.age.promoted_first(self.params.follow);
+                self.age.promoted_first();
             }
             self.promote(slot, changes);
         }
@@ -335,8 +339,15 @@ impl Adp {
         while self.inactive_sections() > self.inactive_max
             && let Some(slot) = self.oldest_inactive()
         {
+            let (section, at) = (self.order.section(slot), self.order.touched_at(slot));
             self.forget(slot, changes);
             self.dropped += 1;
+            self.surplus.insert(section, at, ());
+        }
+        while self.surplus.len() > self.inactive_max
+            && let Some(oldest) = self.surplus.oldest()
+        {
+            self.surplus.remove(oldest);
         }
     }
 
@@ -374,6 +385,9 @@ impl ProtectionPolicy for Adp {
             }
             self.order.touch(slot, at);
         } else {
+            if let Some(slot) = self.surplus.find(touch.section) {
+                self.surplus.remove(slot);
+            }
             self.order.insert(touch.section, at, Block::Active.into());
             self.active += 1;
             self.end_overflow(changes);
@@ -388,10 +402,21 @@ impl ProtectionPolicy for Adp {
             self.scanned_at = Some(now);
             self.scan(now, changes);
             self.end_overflow(changes);
+            if self.params.follow > 0 {
+                self.age.look(now, self.params.follow);
+            }
         }
     }
 
     fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
+        if let Some(slot) = self.surplus.find(section)
+            && fate != Fate::Faulted
+        {
+            self.surplus.remove(slot);
+            if fate == Fate::Evicted {
+                self.age.evicted(now);
+            }
+        }
         let Some(slot) = self.order.find(section) else {
             return;
         };
@@ -399,6 +424,7 @@ impl ProtectionPolicy for Adp {
             Fate::Faulted => {}
             Fate::Gone => self.forget(slot, changes),
             Fate::Evicted => {
+                self.age.evicted(now);
                 if self.block(slot) == Block::Active && self.params.follow > 0 {
                     let idle = now.saturating_sub(self.order.touched_at(slot));
                     self.age.evicted_first(idle);
@@ -424,7 +450,9 @@ impl ProtectionPolicy for Adp {
             tracked_sections: self.order.len(),
             protected_sections: self.inactive_sections(),
             dropped_sections: self.dropped,
-            bytes: (size_of::<Self>() + demotions) as u64 + self.order.bytes(),
+            bytes: (size_of::<Self>() + demotions) as u64
+                + self.order.bytes()
+                + self.surplus.bytes(),
         }
     }
 }

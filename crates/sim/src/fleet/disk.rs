@@ -30,7 +30,7 @@ use super::{
 use pagetide_addr::{Access, SECTION_BYTES};
 
 /// Shortest and longest mean interval of popular sections, in seconds.
-const MEAN_S: (f64, f64) = (150.0, 7_000.0);
+const MEAN_S: (f64, f64) = (120.0, 7_000.0);
 /// How the number of popular sections grows with their mean interval.
 const POPULARITY: f64 = 0.65;
 /// Mean interval of the periodic part, in seconds.
@@ -41,8 +41,12 @@ const PERIOD_STAGES: u64 = 14;
 const DIRTY_S: u64 = 30;
 /// Seconds between two accesses of a visit.
 const ACCESS_GAP_S: u64 = 3;
-/// Most accesses of a visit to a popular section; the others have one.
-const ACCESSES_MAX: u64 = 3;
+/// Most accesses of a visit to a section that is seldom visited, and to another.
+const ACCESSES_MAX: (u64, u64) = (3, 1);
+/// Most accesses of a visit to a periodic section.
+const PERIODIC_ACCESSES_MAX: u64 = 1;
+/// A section with a longer mean interval is seldom visited.
+const SELDOM_S: f64 = 600.0;
 /// Bytes of an access.
 const ACCESS_BYTES: u64 = SECTION_BYTES / 8;
 /// Seconds that the calendar holds. What comes later waits in its last place.
@@ -67,6 +71,23 @@ struct CacheSection {
     mean_s: f64,
     stages: u64,
     accesses_max: u64,
+}
+
+impl CacheSection {
+    /// The section at the share `unit` of the popular ones, shortest interval first.
+    fn popular(section: u64, unit: f64) -> Self {
+        let mean_s = popular_mean_s(unit);
+        let accesses_max = match mean_s > SELDOM_S {
+            true => ACCESSES_MAX.0,
+            false => ACCESSES_MAX.1,
+        };
+        Self {
+            section,
+            mean_s,
+            stages: 1,
+            accesses_max,
+        }
+    }
 }
 
 /// What is to be done to a section in some second.
@@ -108,14 +129,9 @@ impl Disk {
                     section: *section,
                     mean_s: PERIOD_S,
                     stages: PERIOD_STAGES,
-                    accesses_max: 1,
+                    accesses_max: PERIODIC_ACCESSES_MAX,
                 },
-                false => CacheSection {
-                    section: *section,
-                    mean_s: popular_mean_s(random.unit()),
-                    stages: 1,
-                    accesses_max: ACCESSES_MAX,
-                },
+                false => CacheSection::popular(*section, random.unit()),
             })
             .collect();
         let mut disk = Self {

@@ -19,13 +19,13 @@ use std::{num::NonZeroUsize, time::Duration};
 /// When guests begin to give memory, in the prologue: cold sections are known by then.
 const SQUEEZE_FROM: Duration = Duration::from_secs(480);
 /// How often it is decided how much each gives.
-const BALANCE_EVERY: Duration = Duration::from_secs(10);
+const BALANCE_EVERY: Duration = Duration::from_secs(2);
 
-/// Sets whose coldest has what was left alone for about `time`, however hot it was before: the other sets are
-/// passed as fast as scans allow.
+/// Sets whose coldest has what was left alone for `time` and up to four scans more, however hot it was before:
+/// the other sets are passed as fast as scans allow, two of them at least.
 fn cold_after(time: Duration) -> SetTimes {
     let quick = SetTimes::QUICK;
-    let before = quick.scan * 5;
+    let before = quick.scan * 2;
     SetTimes {
         cool: time.saturating_sub(before).max(TIME_MIN),
         ..quick

@@ -30,8 +30,8 @@ pub enum Division {
     /// All of them, by the weight of what is cold in them. They hardly differ.
     #[default]
     ByNeed,
-    /// One after the other, in the order they were given: each gives what is in its coldest set, up to its
-    /// maximum, before the next gives anything. What no VM has cold is divided by need.
+    /// As few as can: VMs are chosen in the order they were given while what they may give at most fits into what
+    /// is wanted. Each of these gives what is in its coldest set; the others divide the rest by need.
     InTurn,
 }
 
@@ -77,21 +77,30 @@ pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
     taken
 }
 
-/// Like [`balance`], from one VM after the other ([`Division::InTurn`]).
+/// Like [`balance`], for [`Division::InTurn`]. Which VMs are chosen depends on their sizes alone.
 #[must_use]
 pub fn in_turn(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
-    let mut left = wanted;
-    let mut taken: Vec<u64> = needs
-        .iter()
-        .map(|need| {
-            let gives = need
-                .givable_sections
-                .min(need.most(most_permille))
-                .min(left);
-            left -= gives;
-            gives
-        })
-        .collect();
+    let mut room = wanted;
+    let mut taken = vec![0; needs.len()];
+    let mut others = Vec::new();
+    for (i, need) in needs.iter().enumerate() {
+        let most = need.most(most_permille);
+        if most <= room {
+            room -= most;
+            taken[i] = need.givable_sections.min(most);
+        } else {
+            others.push(i);
+        }
+    }
+    let rest = wanted - taken.iter().sum::<u64>();
+    let of_others: Vec<Need> = others.iter().map(|i| needs[*i]).collect();
+    let mut parts = vec![0; others.len()];
+    pour(&of_others, &mut parts, rest, most_permille);
+    for (i, part) in others.into_iter().zip(parts) {
+        taken[i] = part;
+    }
+    // The others are not enough.
+    let left = wanted - taken.iter().sum::<u64>();
     pour(needs, &mut taken, left, most_permille);
     taken
 }
@@ -164,18 +173,22 @@ mod tests {
     }
 
     #[test]
-    fn in_turn_each_gives_what_it_can_before_the_next_gives_anything() {
+    fn in_turn_few_give_all_that_is_cold_and_the_others_the_rest() {
         let needs = [
             need(1000, 0, 300, 0),
             need(1000, 0, 900, 0),
             need(1000, 0, 400, 0),
+            need(1000, 0, 400, 0),
         ];
-        assert_eq!(in_turn(&needs, 200, 500), [200, 0, 0]);
-        assert_eq!(in_turn(&needs, 700, 500), [300, 400, 0]);
-        assert_eq!(in_turn(&needs, 1100, 500), [300, 500, 300]);
+        // No half of a VM fits: all divide it.
+        let taken = in_turn(&needs, 200, 500);
+        assert!(taken.iter().all(|taken| *taken > 20), "{taken:?}");
+        // Two halves fit.
+        let taken = in_turn(&needs, 1000, 500);
+        assert_eq!(taken, [300, 500, 100, 100]);
         // Nobody has that much cold: the rest is divided.
-        let taken = in_turn(&needs, 1300, 500);
-        assert_eq!(taken.iter().sum::<u64>(), 1300);
+        let taken = in_turn(&needs, 1900, 500);
+        assert_eq!(taken.iter().sum::<u64>(), 1900);
         assert!(taken[0] > 300 && taken[2] > 400, "{taken:?}");
     }
 

@@ -355,11 +355,11 @@ impl Memory {
     /// Sections by which the limit may be lower than the memory so that nothing but the coldest set is
     /// evicted for it, and nothing that is protected.
     pub(super) fn givable(&self) -> u64 {
-        let (sets, protected) = (self.selection.sets(), self.selection.protected());
-        let coldest = sets.coldest_first();
-        let coldest = coldest.take_while(|section| sets.level(*section) == Some(Level::Cold));
-        let coldest = coldest.filter(|section| !protected.contains(*section));
-        let stays = self.present() - coldest.count() as u64;
+        let sets = self.selection.sets();
+        let [(_, coldest), ..] = sets.counts();
+        let is_coldest = |section| sets.level(section) == Some(Level::Cold);
+        let spared = self.selection.protected().count(is_coldest);
+        let stays = self.present() - (coldest - spared);
         // Reclaim ends when the limit is not quite used.
         self.len().saturating_sub(Headroom::limit_over(stays))
     }

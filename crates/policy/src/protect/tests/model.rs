@@ -35,6 +35,7 @@ enum Place {
 struct AdpModel {
     params: AdpParams,
     age: PromotionAge,
+    surplus: Vec<SectionNo>,
     last_due: Duration,
     sections: u64,
     seen: Vec<Seen>,
@@ -48,6 +49,7 @@ impl AdpModel {
         Self {
             params,
             age: PromotionAge::starting_at(params.promote_after),
+            surplus: Vec::new(),
             last_due: Duration::ZERO,
             sections,
             seen: Vec::new(),
@@ -108,6 +110,10 @@ impl AdpModel {
             let dropped = self.seen.remove(oldest.expect("one is inactive"));
             changes.push(Change::Release(dropped.section));
             self.dropped += 1;
+            self.surplus.push(dropped.section);
+        }
+        while self.surplus.len() as u64 > inactive_max {
+            self.surplus.remove(0);
         }
     }
 
@@ -143,6 +149,7 @@ impl ProtectionPolicy for AdpModel {
                 seen.place = Place::Leaving(self.last_due, number);
             }
         } else {
+            self.surplus.retain(|known| *known != touch.section);
             self.seen.push(Seen {
                 section: touch.section,
                 last,
@@ -165,15 +172,26 @@ impl ProtectionPolicy for AdpModel {
                 && now.saturating_sub(self.seen[oldest].last) >= promote_after
             {
                 if self.seen[oldest].place == Place::Active && self.params.follow > 0 {
-                    self.age.promoted_first(self.params.follow);
+                    self.age.promoted_first();
                 }
                 self.promote(oldest, changes);
             }
             self.keep_limits(changes);
+            if self.params.follow > 0 {
+                self.age.look(now, self.params.follow);
+            }
         }
     }
 
     fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
+        let is_known = |known: &[SectionNo]| known.contains(&section);
+        let is_tracked = self.seen.iter().any(|seen| seen.section == section);
+        if fate == Fate::Evicted && (is_known(&self.surplus) || is_tracked) {
+            self.age.evicted(now);
+        }
+        if fate != Fate::Faulted {
+            self.surplus.retain(|known| *known != section);
+        }
         if let Some(position) = self.seen.iter().position(|seen| seen.section == section)
             && fate != Fate::Faulted
         {
@@ -350,7 +368,7 @@ fn adp_equals_its_model_over_random_touches() {
     for (seed, workload) in (0..60).zip(WORKLOADS.iter().cycle()) {
         let params = AdpParams {
             protected_max: Share::percent([5, 10, 30][usize::try_from(seed / 20).unwrap()]),
-            follow: [0, 1, 16][usize::try_from(seed / 3 % 3).unwrap()],
+            follow: [0, 1, 4][usize::try_from(seed / 3 % 3).unwrap()],
             ..AdpParams::default()
         };
         let age = Arc::new(PromotionAge::starting_at(params.promote_after));
