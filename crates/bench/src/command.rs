@@ -198,7 +198,7 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
 pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
     match name {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
-        BenchName::Adp => adp::run(&adp::AdpBenchOptions::default()),
+        BenchName::Adp => adp::run(&adp::AdpBenchOptions::of(sizes.seeds, sizes.plots.clone())),
         BenchName::AdpLive => adp_live::run(),
         BenchName::Fairness => fairness::run(&fairness::FairnessOptions::default()),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::of_rounds(sizes.pairs)),

@@ -49,10 +49,10 @@ pub struct SizeOptions {
     /// VMs at a time (budget: 50)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=VMS_MAX))]
     pub vms: Option<u32>,
-    /// Seeds, from 1 on (budget: 2)
+    /// Seeds, from 1 on (budget: 2, adp: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub seeds: Option<u64>,
-    /// Draw pictures of what happened as SVG files in this directory (burst)
+    /// Draw pictures of what happened as SVG files in this directory (burst, adp)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
     /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
@@ -98,6 +98,7 @@ impl SizeOptions {
         let overcommit = name == BenchName::Overcommit;
         let schedule = overcommit || name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
+        let adp = name == BenchName::Adp;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let swap = name == BenchName::Swap;
         let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
@@ -121,8 +122,8 @@ impl SizeOptions {
             ("--online", self.online.is_some(), burst),
             ("--days", self.days.is_some(), budget),
             ("--vms", self.vms.is_some(), budget),
-            ("--seeds", self.seeds.is_some(), budget),
-            ("--plots", self.plots.is_some(), burst),
+            ("--seeds", self.seeds.is_some(), budget || adp),
+            ("--plots", self.plots.is_some(), burst || adp),
             (
                 "--only",
                 self.only.is_some(),

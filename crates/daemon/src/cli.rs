@@ -206,7 +206,7 @@ pub enum VmCommand {
     Protector {
         /// Name of the VM
         name: String,
-        /// none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
+        /// none, lru or adp, with parameters such as adp:promote-after=120s
         policy: ProtectorChoice,
         /// Of every client.
         #[command(flatten)]

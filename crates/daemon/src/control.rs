@@ -410,8 +410,8 @@ report! {
         heard_accesses: u64 => counter,
         /// Records of the access log that were not believed: outside the VM's memory, or of too many devices.
         refused_accesses: u64 => counter,
-        /// Pages prefetched because a policy expected a device to access them.
-        prefetched_pages: u64 => counter,
+        /// A section that a device left alone for so long is protected (policy adp; it follows the evictor).
+        promote_after_ms: u64 => gauge,
         /// What is protected of each device.
         protected_devices: Vec<DeviceProtectionReport> => skip,
         /// Pages swapped in along with a faulting neighbour.

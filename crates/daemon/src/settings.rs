@@ -317,7 +317,7 @@ settings! {
     budget_pace: ByteSize = "64M",
     /// File locked by the one daemon of a host that has a budget. Another path is for hosts that are parts of one, such as containers with memory of their own
     budget_lock: PathBuf = "/run/pagetide/budget.lock",
-    /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru, adp or adaptive, with parameters such as adp:promote-after=120s
+    /// Policy that keeps sections which devices are about to touch from being evicted, of VMs attached from now on: none, lru or adp, with parameters such as adp:promote-after=120s
     dma_protector: ProtectorChoice = "none",
     /// Most records of the access log that are examined in a second; engines drop the others. While accesses are recorded, all are examined, whatever this is
     access_log_rate: u32 = "100000",

@@ -74,7 +74,7 @@ fn policies_on_an_access_log_are_beside_each_other_and_protection_takes_faults_o
         .iter()
         .map(|p| p["policy"].as_str().unwrap())
         .collect();
-    assert_eq!(names, ["none", "lru", "adp", "adaptive"]);
+    assert_eq!(names, ["none", "lru", "adp"]);
     assert_eq!(made["vms"][0]["kind"], "access-log");
     assert_eq!(made["vms"][0]["span_seconds"], 3580.0);
     let service = |policy: usize, service: &str| {

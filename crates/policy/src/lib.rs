@@ -11,9 +11,8 @@
 //! - [`sampling`]: which pages are watched to learn that, by a [`tracker`]; [`candidates`]: sections selected for
 //!   eviction.
 //! - [`budget`]: how much memory each VM of a host may have.
-//! - [`protect`]: what devices touch, and which sections the evictor therefore spares;
-//!   [`prefetch`]: which sections are filled before a device asks for them.
-//! - [`swap_in`]: which sections come back before a vCPU asks for them; [`demotion`]: of which stored pages are
+//! - [`protect`]: what devices touch, and which sections the evictor therefore spares.
+//! - [`swap_in`]: which sections come back before anything asks for them, in turns of [`prefetch`]; [`demotion`]: of which stored pages are
 //!   packed anew, smaller.
 //! - [`scheduler`]: when the threads that do all this may use CPU time.
 //!

@@ -44,6 +44,13 @@ pub enum Headroom {
 }
 
 impl Headroom {
+    /// The limit under which reclaim ends with `present` pages, or sections, of the VM.
+    #[must_use]
+    pub const fn limit_over(present: u64) -> u64 {
+        let used = 1000 - HIGH_PERMILLE.unsigned_abs();
+        present.saturating_mul(1000).div_ceil(used)
+    }
+
     /// True while there is a limit.
     #[must_use]
     pub fn is_limited(self) -> bool {

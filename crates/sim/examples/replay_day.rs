@@ -7,8 +7,9 @@
 //! The load is plain on purpose ([`SteadyLoad`]), so that the machine is timed and not its making. `bench adp`
 //! has the same fleet for one policy, and one of synthetic guests.
 
+use pagetide_policy::set_times::SetTimes;
 use pagetide_sim::replay::{
-    AccessStream, FleetParams, FleetReplay, Start, SteadyLoad, Summary, VmParams,
+    AccessStream, DmaTouches, FleetParams, FleetReplay, Start, SteadyLoad, Summary, VmParams,
 };
 use std::{
     io::Write as _,
@@ -29,6 +30,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             section_bytes: 2 << 20,
             start: Start::AllPresent,
             policy: Clone::clone(&policy),
+            dma: DmaTouches::Seen,
+            set_times: SetTimes::QUICK,
+            busy_sections: 0,
             capacity_every: None,
         };
         let load = SteadyLoad::new(SECTIONS, seed);

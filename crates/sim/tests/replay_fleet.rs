@@ -2,9 +2,10 @@
 //! Several VMs on one host: the same answer on any number of threads, and limits that keep the budget.
 
 use pagetide_addr::{Access, DeviceId, SectionNo};
+use pagetide_policy::set_times::SetTimes;
 use pagetide_sim::replay::{
-    AccessStream, Actor, FleetParams, FleetReplay, ReplayAccess, ReplayError, Service, Start,
-    VmAccount, VmParams,
+    AccessStream, Actor, DmaTouches, FleetParams, FleetReplay, ReplayAccess, ReplayError, Service,
+    Start, VmAccount, VmParams,
 };
 use std::{num::NonZeroUsize, time::Duration};
 
@@ -43,6 +44,9 @@ fn guest(seed: u64, hot: u64) -> (VmParams, Box<dyn AccessStream>) {
         section_bytes: 2 << 20,
         start: Start::AllPresent,
         policy: "adp".parse().unwrap(),
+        dma: DmaTouches::Seen,
+        set_times: SetTimes::QUICK,
+        busy_sections: 0,
         capacity_every: None,
     };
     (params, Box::new(seconds))

@@ -10,15 +10,16 @@ use pagetide_policy::{
     reclaim::{
         Attempt, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection, Situation, Unmapped,
     },
+    set_times::SetTimes,
     victims::{Taken, Then},
     watermarks::Headroom,
 };
 use pagetide_sim::replay::{
-    Actor, ReplayAccess, ReplayError, Service, Start, VmAccount, VmParams, VmReplay,
+    Actor, DmaTouches, ReplayAccess, ReplayError, Service, Start, VmAccount, VmParams, VmReplay,
 };
 use proptest::prelude::*;
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     convert::Infallible,
     time::Duration,
 };
@@ -34,6 +35,9 @@ fn params(sections: u64, policy: &str) -> VmParams {
         section_bytes: SECTION,
         start: Start::AllPresent,
         policy: policy.parse().unwrap(),
+        dma: DmaTouches::Seen,
+        set_times: SetTimes::QUICK,
+        busy_sections: 0,
         capacity_every: None,
     }
 }
@@ -83,11 +87,7 @@ struct Counts {
     evicted: u64,
     scans: u64,
     over_limit: u64,
-    bring_backs: u64,
-    refused: u64,
-    wasted: u64,
     protected_section_ms: u64,
-    brought_back_section_ms: u64,
     ahead: u64,
     first_faults: u64,
 }
@@ -102,12 +102,7 @@ impl Counts {
             evicted: account.evicted_sections,
             scans: account.scans,
             over_limit: account.over_limit_fills,
-            bring_backs: account.bring_backs,
-            refused: account.refused_bring_backs,
-            wasted: account.wasted_bring_backs,
             protected_section_ms: u64::try_from(protected_ms).unwrap(),
-            brought_back_section_ms: u64::try_from(account.brought_back.section_ns / 1_000_000)
-                .unwrap(),
             ahead: account.swapped_in_ahead,
             first_faults: account.devices.iter().map(|d| d.first_faults).sum(),
         }
@@ -124,7 +119,6 @@ struct Pages {
     mapped: BTreeSet<SectionNo>,
     /// Touched since the last sweep.
     touched: BTreeSet<SectionNo>,
-    brought: BTreeSet<SectionNo>,
     reserve: Vec<Ready>,
     gone: Vec<SectionNo>,
     /// When fills without room have waited long enough, in milliseconds.
@@ -161,7 +155,6 @@ impl Sections for Pages {
             taken.pages = present_pages;
             self.touched.remove(&section);
             self.counts.evicted += 1;
-            self.counts.wasted += u64::from(self.brought.remove(&section));
             self.gone.push(section);
             if self.free() >= 0 {
                 self.waiting.clear();
@@ -211,8 +204,8 @@ struct Naive {
     /// When the loop goes on, and whether it may be woken before.
     loop_ms: (u64, bool),
     protector: Protector,
+    dma: DmaTouches,
     swept_ms: Option<u64>,
-    wishes: VecDeque<SectionNo>,
     seen_by_devices: BTreeSet<SectionNo>,
 }
 
@@ -233,8 +226,8 @@ impl Naive {
             decisions: ReclaimLoop::new(0),
             loop_ms: (0, true),
             protector,
+            dma: params.dma,
             swept_ms: None,
-            wishes: VecDeque::new(),
             seen_by_devices: BTreeSet::new(),
         }
     }
@@ -261,13 +254,8 @@ impl Naive {
             let since = if ms == 0 { 0 } else { 1000 };
             let protected = self.protector.protected().len();
             self.pages.counts.protected_section_ms += since * protected;
-            self.pages.counts.brought_back_section_ms += since * self.pages.brought.len() as u64;
             self.protector.passed(now);
-            self.wishes.extend(self.protector.take_bring_backs());
-            assert!(self.wishes.len() <= 2048, "there are but 100 sections");
         }
-        let is_asked = !self.wishes.is_empty() || self.protector.wants_bring_backs();
-        let is_turn = ms.is_multiple_of(50) && is_asked;
         if ms.is_multiple_of(1000) {
             self.wake();
         }
@@ -278,35 +266,6 @@ impl Naive {
             self.go_on();
         }
         self.tell();
-        if is_turn {
-            self.wishes.extend(self.protector.take_bring_backs());
-            self.serve_wishes();
-            self.wake();
-            self.tell();
-        }
-    }
-
-    fn serve_wishes(&mut self) {
-        let mut pages = 0;
-        while pages < 1024 {
-            let low = self.is_low();
-            let Some(section) = self.wishes.pop_front() else {
-                return;
-            };
-            let is_there = self.pages.present.contains(&section);
-            if low || is_there || self.pages.free() < SECTION_PAGES {
-                self.pages.counts.refused += 1;
-                let now = self.pages.now();
-                self.protector.fate(section, Fate::NotBroughtBack, now);
-                // All that are left come to nothing if memory is low: no page of them counts.
-                pages += i64::from(!low);
-            } else {
-                self.pages.present.insert(section);
-                self.pages.brought.insert(section);
-                self.pages.counts.bring_backs += 1;
-                pages += SECTION_PAGES;
-            }
-        }
     }
 
     fn is_low(&self) -> bool {
@@ -329,13 +288,15 @@ impl Naive {
                 }
             }
         }
+        let leaves_trace = access.actor == Actor::Cpu || self.dma == DmaTouches::Seen;
         if is_away {
-            self.fill(section);
+            self.fill(section, leaves_trace);
             self.tell();
         }
-        self.pages.touched.insert(section);
-        self.pages.mapped.insert(section);
-        self.pages.brought.remove(&section);
+        if leaves_trace {
+            self.pages.touched.insert(section);
+            self.pages.mapped.insert(section);
+        }
         if let Actor::Device(device, _) = access.actor {
             let touch = Touch {
                 section,
@@ -347,7 +308,7 @@ impl Naive {
         }
     }
 
-    fn fill(&mut self, section: SectionNo) {
+    fn fill(&mut self, section: SectionNo, leaves_trace: bool) {
         let now = self.pages.now();
         for _ in 0..4 {
             if self.pages.free() >= SECTION_PAGES {
@@ -373,8 +334,10 @@ impl Naive {
             self.pages.waiting.push(at);
         }
         self.pages.present.insert(section);
-        self.pages.touched.insert(section);
         self.pages.mapped.insert(section);
+        if leaves_trace {
+            self.pages.touched.insert(section);
+        }
         self.wake();
     }
 
@@ -491,10 +454,10 @@ proptest! {
             Just("none"),
             Just("lru:share=0.1"),
             Just(QUICK_ADP),
-            Just("adaptive"),
         ],
+        dma in prop_oneof![Just(DmaTouches::Seen), Just(DmaTouches::Unseen)],
     ) {
-        let params = params(100, policy);
+        let params = VmParams { dma, ..params(100, policy) };
         let end_ms = accesses.last().map_or(0, |a| u64::try_from(a.at.as_millis()).unwrap()) / 1000 * 1000 + 3000;
         let account = run(params.clone(), limit, &accesses, Duration::from_millis(end_ms));
         let mut expected = Naive::new(&params, limit).run(&accesses, end_ms);

@@ -4,7 +4,7 @@
 use crate::harness::figures::to_f64;
 use pagetide_addr::{Access, SectionNo};
 use pagetide_policy::protect::{
-    PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adaptive::AdaptiveParams, adp::AdpParams,
+    PolicyChoice, PolicyReport, ProtectionPolicy, Touch, adp::AdpParams,
 };
 use pagetide_random::SplitMix64;
 use std::time::{Duration, Instant};
@@ -21,20 +21,13 @@ pub(super) struct FullPolicy {
     pub(super) touch_ns: f64,
 }
 
-/// The cost of each learning policy in a VM of 64 GiB all of which one device touches at random.
-pub(super) fn full() -> [(&'static str, FullPolicy); 2] {
-    [
-        ("adp", PolicyChoice::Adp(AdpParams::default())),
-        (
-            "adaptive",
-            PolicyChoice::Adaptive(AdaptiveParams::default()),
-        ),
-    ]
-    .map(|(name, choice)| (name, fill(&choice)))
+/// The cost of the protector in a VM of 64 GiB all of which one device touches at random.
+pub(super) fn full() -> [(&'static str, FullPolicy); 1] {
+    [("adp", PolicyChoice::Adp(AdpParams::default()))].map(|(name, choice)| (name, fill(&choice)))
 }
 
 fn fill(choice: &PolicyChoice) -> FullPolicy {
-    let mut policy = choice.policy(VM_SECTIONS);
+    let mut policy = choice.policy(VM_SECTIONS, &choice.promotion_age());
     let mut changes = Vec::new();
     let (mut random, mut micros) = (SplitMix64::new(1), 0_u64);
     let mut touch_all = |policy: &mut dyn ProtectionPolicy| {

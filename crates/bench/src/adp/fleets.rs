@@ -3,11 +3,10 @@
 //!
 //! ```text
 //!   fleet             a whole day, 16 touches a second and VM, anywhere (`SteadyLoad`); policy adp
-//!   fleet_adaptive    the same under adaptive
 //!   fleet_of_guests   20 minutes of synthetic guests, some hundred touches a second and VM, nearly all of
 //!                     them by CPUs; how long a day would take at this speed is computed, not measured
 //! ```
-//! The first two measure the replay alone. The third includes the generation of the load, but not the setup
+//! The first measures the replay alone. The second includes the generation of the load, but not the setup
 //! before the virtual time begins.
 
 use super::{AdpBenchOptions, NAME, threads};
@@ -15,10 +14,10 @@ use crate::harness::{
     report::{BenchError, BenchReport, failed},
     rounds::progress,
 };
-use pagetide_policy::protect::PolicyChoice;
+use pagetide_policy::{protect::PolicyChoice, set_times::SetTimes};
 use pagetide_sim::{
     fleet::{GuestRecipe, GuestStream, PROLOGUE, paper_fleet},
-    replay::{AccessStream, FleetParams, FleetReplay, Start, SteadyLoad, VmParams},
+    replay::{AccessStream, DmaTouches, FleetParams, FleetReplay, Start, SteadyLoad, VmParams},
 };
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -36,17 +35,16 @@ struct FleetRun {
 /// Runs the fleets.
 pub(super) fn run(report: &mut BenchReport, options: &AdpBenchOptions) -> Result<(), BenchError> {
     let adp = PolicyChoice::Adp(Default::default());
-    let adaptive = PolicyChoice::Adaptive(Default::default());
-    for (name, policy) in [("fleet", &adp), ("fleet_adaptive", &adaptive)] {
-        progress(NAME, format_args!("a fleet under {policy}"));
-        let streams = (1..).map(|seed| {
-            let load = SteadyLoad::new(options.fleet_sections, seed);
-            Box::new(load) as Box<dyn AccessStream>
-        });
-        let mut fleet = fleet(options, policy, streams)?;
-        let run = time(&mut fleet, Duration::ZERO, options.steady_seconds)?;
-        report.figures.insert(name.into(), figures(options, &run));
-    }
+    progress(NAME, format_args!("a fleet under {adp}"));
+    let streams = (1..).map(|seed| {
+        let load = SteadyLoad::new(options.fleet_sections, seed);
+        Box::new(load) as Box<dyn AccessStream>
+    });
+    let mut steady = fleet(options, &adp, streams)?;
+    let run = time(&mut steady, Duration::ZERO, options.steady_seconds)?;
+    report
+        .figures
+        .insert("fleet".into(), figures(options, &run));
     progress(NAME, "a fleet of synthetic guests");
     let kinds = paper_fleet(2);
     let guests = kinds.iter().cycle().zip(0..).map(|(guest, number)| {
@@ -80,6 +78,9 @@ fn fleet(
         section_bytes: pagetide_addr::SECTION_BYTES,
         start: Start::AllPresent,
         policy: policy.clone(),
+        dma: DmaTouches::Seen,
+        set_times: SetTimes::QUICK,
+        busy_sections: 0,
         capacity_every: None,
     };
     let vms = streams.take(options.fleet_vms);

@@ -11,8 +11,7 @@
 //!   alternation = none adp, then adp none     ratio = adp / none of one alternation
 //!   adp_over_none_X: their geometric mean     …_low95, …_high95: the bounds of its 95% interval
 //! ```
-//! The policy's times are divided by `times_divided_by`, since turns last minutes; `policies` has them as
-//! they were set.
+//! The policy has its default times; `promote_after_ms` is where following the evictor has taken them.
 
 use super::{
     harness::{

@@ -60,7 +60,7 @@ fn present<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D:
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ProtectorBody {
-    /// The policy: none, lru, adp or adaptive, with parameters such as `adp:promote-after=120s`.
+    /// The policy: none, lru or adp, with parameters such as `adp:promote-after=120s`.
     #[schema(value_type = String)]
     pub policy: ProtectorChoice,
 }

@@ -216,7 +216,7 @@ fn with_protection(report: VmReport, protection: ProtectionReport) -> VmReport {
         policy_bytes,
         heard_accesses: protection.taken_records,
         refused_accesses: protection.refused_records,
-        prefetched_pages: protection.prefetched_pages,
+        promote_after_ms: protection.promote_after_ms,
         protected_devices: devices,
         ..report
     }

@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     control::{ControlError, VmState},
-    protection::vm::{VmHandles, VmProtection},
+    protection::vm::VmProtection,
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
 use pagetide_policy::{budget::VmShare, scheduler::TooManyTasks, tracker::AccessTracker};
@@ -43,7 +43,7 @@ use pagetide_vmm::{
     process::VmmProcess,
     reader::{FaultReader, ReaderConfig, ReaderPlacement},
 };
-use pagetide_vpri::{DmaMmu, Latencies};
+use pagetide_vpri::{DmaMmu, Latencies, Tenant};
 use std::{
     sync::{Arc, Mutex, Weak, mpsc},
     thread::JoinHandle,
@@ -127,14 +127,9 @@ impl Vm {
             .service
             .add_tenant(Arc::clone(&space.space), Arc::clone(&prepared.mmu))
             .map_err(failed)?;
-        let handles = VmHandles {
-            space: Arc::clone(&space.space),
-            limit: Arc::clone(&limit),
-            tenant: Arc::clone(&tenant),
-        };
         let pool = prepared.pool;
         let core = Arc::new(VmCore {
-            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, handles),
+            protection: protection(shared, Arc::clone(&prepared.mmu), &layout, &tenant),
             name: identity.name.clone(),
             identity,
             vmm: prepared.vmm,
@@ -389,11 +384,16 @@ fn protection(
     shared: &Shared,
     mmu: Arc<DmaMmu>,
     layout: &RamLayout,
-    handles: VmHandles,
+    tenant: &Arc<Tenant>,
 ) -> Arc<VmProtection> {
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
-    Arc::new(VmProtection::new(choice, mmu, ram, Some(handles)))
+    Arc::new(VmProtection::new(
+        choice,
+        mmu,
+        ram,
+        Some(Arc::clone(tenant)),
+    ))
 }
 
 fn tracker_of(

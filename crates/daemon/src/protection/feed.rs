@@ -3,7 +3,7 @@
 //!
 //! # A turn
 //! ```text
-//!   evictions, faults ─► records, as many as the rate allows ─► prefetches ─► wait
+//!   evictions, faults ─► records, as many as the rate allows ─► wait
 //!                        └─ to the VM's policies, to the recording
 //!   once a second: time passes for the policies
 //! ```
@@ -18,7 +18,7 @@ use super::{
 use crate::control::ControlError;
 use pagetide_access_log::{AccessRecord, Service as RecordedService};
 use pagetide_addr::{DeviceId, DomainId};
-use pagetide_policy::{prefetch, protect::PolicyChoice};
+use pagetide_policy::protect::PolicyChoice;
 use pagetide_sys::clock::{self, now};
 use pagetide_vpri::{AccessSource, LogRecord, Logging, Service};
 use std::{
@@ -386,11 +386,9 @@ impl FeedThread {
                 self.take(hearers);
             }
             self.pass_seconds();
-            let more = self.prefetch();
             self.rest(match (wanted, hearers) {
                 (Logging::On, Hearers::RecordingToo(_)) => TURN_RECORDING,
                 (Logging::On, Hearers::Policies) => TURN,
-                (Logging::Off, _) if more => prefetch::TURN,
                 (Logging::Off, _) => TURN_IDLE,
             });
         }
@@ -556,16 +554,6 @@ impl FeedThread {
         for fed in &self.vms {
             fed.protection.second_ends(now());
         }
-    }
-
-    /// Returns true if more sections wait to be prefetched.
-    fn prefetch(&self) -> bool {
-        let mut more = false;
-        for fed in &self.vms {
-            fed.protection.prefetch(prefetch::TURN_PAGES);
-            more |= fed.protection.wants_prefetch();
-        }
-        more
     }
 }
 

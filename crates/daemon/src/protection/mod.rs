@@ -6,7 +6,7 @@
 //!                                                   │
 //!      faults of devices, evicted sections ────────►│ VmProtection of each VM: its Protector
 //!                                                   │     │
-//!                            prefetched pages ◄─────┘     └─► protected sections ──► reclaim
+//!                                                   ┘     └─► protected sections ──► reclaim
 //! ```
 //! [`feed`] is the thread, [`vm`] the state of one VM, [`recently`] filters out records that tell the
 //! policies nothing new, [`recording`] writes the log to files.
@@ -25,8 +25,6 @@
 //! page that must go for another reason (a detach, an unplug) goes.
 
 pub mod feed;
-#[cfg(test)]
-mod live_tests;
 mod log_dir;
 mod minute;
 mod recently;

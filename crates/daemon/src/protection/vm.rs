@@ -12,15 +12,10 @@
 
 use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{AddressSpace, Cause, Fault, PageState, Wait};
-#[cfg(test)]
-use pagetide_policy::protect::ProtectionPolicy;
-use pagetide_policy::{
-    prefetch::{PrefetchOrder, PrefetchQueue, Prefetched, Rest, Room, Step},
-    protect::{Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch},
+use pagetide_policy::protect::{
+    Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
 };
-use pagetide_swap::Limit;
-use pagetide_vpri::{DPU, DmaMmu, LogRecord, Tenant};
+use pagetide_vpri::{DmaMmu, LogRecord, Tenant};
 use std::{
     collections::BTreeMap,
     sync::{
@@ -42,23 +37,15 @@ const DEVICE_GONE: Duration = Duration::from_secs(6 * 3600);
 const ACCESS_BYTES_MAX: u32 = 32 << 20;
 /// Most evictions queued for the policies: 128 GiB, between two turns a twentieth of a second apart.
 const FATES_MAX: usize = 65_536;
-/// Pages of one fault that is served without waiting.
-const FAULT_PAGES: u64 = 16;
 
 /// Bytes of a section.
 const SECTION_BYTES: u64 = SECTION_PAGES * PAGE_BYTES;
 
-/// Parts of a VM that report faults and prefetch pages. Absent in a benchmark.
-pub struct VmHandles {
-    pub(crate) space: Arc<AddressSpace>,
-    pub(crate) limit: Arc<Limit>,
-    pub(crate) tenant: Arc<Tenant>,
-}
-
 /// See the module.
 pub struct VmProtection {
     mmu: Arc<DmaMmu>,
-    handles: Option<VmHandles>,
+    /// Who reports the faults of its devices. Absent in a benchmark.
+    tenant: Option<Arc<Tenant>>,
     protected: Arc<ProtectedSections>,
     is_active: AtomicBool,
     inner: Mutex<Inner>,
@@ -74,7 +61,6 @@ pub struct VmProtection {
 struct Counts {
     taken: AtomicU64,
     refused: AtomicU64,
-    prefetched_pages: AtomicU64,
 }
 
 /// Records of a device in the log.
@@ -90,7 +76,6 @@ struct Inner {
     heard: BTreeMap<DeviceId, DeviceTally>,
     at: Duration,
     ram: Vec<PageRange>,
-    prefetches: PrefetchQueue,
     minute: Minute,
 }
 
@@ -120,8 +105,8 @@ pub struct ProtectionReport {
     pub taken_records: u64,
     /// Records that named memory that is not the VM's, or a device too many.
     pub refused_records: u64,
-    /// Pages prefetched for devices.
-    pub prefetched_pages: u64,
+    /// How long a device leaves a section alone before it is protected, by a policy that waits; in ms.
+    pub promote_after_ms: u64,
     /// I/O page faults of the last whole minute.
     pub faults_a_minute: u64,
     /// I/O page faults in all.
@@ -135,13 +120,13 @@ impl VmProtection {
         choice: &PolicyChoice,
         mmu: Arc<DmaMmu>,
         ram: Vec<PageRange>,
-        handles: Option<VmHandles>,
+        tenant: Option<Arc<Tenant>>,
     ) -> Self {
         let protector = Protector::new(choice, sections_of(&ram));
-        let before = handles.as_ref().map_or(0, |it| it.tenant.absent_faults());
+        let before = tenant.as_ref().map_or(0, |it| it.absent_faults());
         Self {
             mmu,
-            handles,
+            tenant,
             protected: Arc::clone(protector.protected()),
             is_active: AtomicBool::new(*choice != PolicyChoice::None),
             inner: Mutex::new(Inner {
@@ -150,7 +135,6 @@ impl VmProtection {
                 heard: BTreeMap::new(),
                 at: Duration::ZERO,
                 ram,
-                prefetches: PrefetchQueue::default(),
                 minute: Minute::beginning_at(before),
             }),
             fates: Mutex::default(),
@@ -187,7 +171,6 @@ impl VmProtection {
         inner.protector.choose(choice);
         inner.recently.forget();
         inner.heard.clear();
-        inner.prefetches.forget_all();
         self.is_active.store(*choice != PolicyChoice::None, Relaxed);
     }
 
@@ -233,8 +216,8 @@ impl VmProtection {
         let mut inner = self.lock();
         let now = inner.step(now);
         let fates = std::mem::take(&mut *self.fates.lock().unwrap_or_else(PoisonError::into_inner));
-        let faulted = self.handles.iter().flat_map(|handles| {
-            let next = || handles.tenant.next_absent_section();
+        let faulted = self.tenant.iter().flat_map(|tenant| {
+            let next = || tenant.next_absent_section();
             std::iter::from_fn(next).take(FATES_MAX)
         });
         let faulted = faulted.map(|section| (section, Fate::Faulted));
@@ -249,7 +232,6 @@ impl VmProtection {
         if let Some(ram) = ram {
             inner.follow_ram(ram, now);
         }
-        inner.take_requests(now);
     }
 
     /// A second has passed.
@@ -260,69 +242,9 @@ impl VmProtection {
             inner.protector.passed(now);
         }
         inner.release_the_silent(now);
-        inner.take_requests(now);
-        if let Some(handles) = &self.handles {
-            inner.minute.second_ends(handles.tenant.absent_faults());
+        if let Some(tenant) = &self.tenant {
+            inner.minute.second_ends(tenant.absent_faults());
         }
-    }
-
-    /// Prefetches sections that policies have requested, about `pages` pages, and none if the VM's limit
-    /// is near. Never waits.
-    pub(crate) fn prefetch(&self, pages: u64) {
-        self.lock().prefetches.begin_turn(pages);
-        loop {
-            let room = self.prefetch_room();
-            let mut inner = self.lock();
-            let order = match inner.prefetches.next(room) {
-                Step::Fill(order) => order,
-                Step::Refuse(sections) => return inner.refuse(sections),
-                Step::Over => return,
-            };
-            drop(inner);
-            let done = self.fill(&order);
-            self.counts.prefetched_pages.fetch_add(done.pages, Relaxed);
-            let mut inner = self.lock();
-            let refused = inner.prefetches.filled(order, done);
-            inner.refuse(refused);
-        }
-    }
-
-    fn prefetch_room(&self) -> Room {
-        match &self.handles {
-            Some(VmHandles { limit, .. })
-                if !limit.headroom().is_below_low() && !limit.is_stopped() =>
-            {
-                Room::Enough
-            }
-            Some(_) | None => Room::TooLittle,
-        }
-    }
-
-    fn fill(&self, order: &PrefetchOrder) -> Prefetched {
-        let nothing = Prefetched {
-            pages: 0,
-            rest: Rest::None,
-        };
-        self.handles
-            .as_ref()
-            .map_or(nothing, |handles| handles.fill_stored(order))
-    }
-
-    /// True while sections wait for prefetch.
-    pub(crate) fn wants_prefetch(&self) -> bool {
-        !self.lock().prefetches.is_empty()
-    }
-
-    /// Requests a prefetch of `section`, as a policy does.
-    #[cfg(test)]
-    pub(super) fn request_prefetch(&self, section: SectionNo) {
-        assert!(self.lock().prefetches.request([section]).is_empty());
-    }
-
-    /// Has `device` follow `policy`.
-    #[cfg(test)]
-    pub(super) fn enter(&self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
-        self.lock().protector.enter(device, policy);
     }
 
     /// A snapshot of the state.
@@ -342,12 +264,10 @@ impl VmProtection {
             devices: reports.map(device).collect(),
             taken_records: self.counts.taken.load(Relaxed),
             refused_records: self.counts.refused.load(Relaxed),
-            prefetched_pages: self.counts.prefetched_pages.load(Relaxed),
+            promote_after_ms: u64::try_from(inner.protector.promotion_age().as_millis())
+                .unwrap_or(u64::MAX),
             faults_a_minute: inner.minute.total(),
-            faults: self
-                .handles
-                .as_ref()
-                .map_or(0, |it| it.tenant.absent_faults()),
+            faults: self.tenant.as_ref().map_or(0, |it| it.absent_faults()),
         }
     }
 
@@ -492,22 +412,6 @@ impl Inner {
         }
     }
 
-    /// Queues the prefetches that policies request now.
-    fn take_requests(&mut self, now: Duration) {
-        let requested = self.protector.take_bring_backs();
-        for section in self.prefetches.request(requested) {
-            self.protector.fate(section, Fate::NotBroughtBack, now);
-        }
-    }
-
-    /// Policies are notified at once of prefetches that fail: otherwise sections they expect to be
-    /// touched soon would stay absent.
-    fn refuse(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
-        for section in sections {
-            self.protector.fate(section, Fate::NotBroughtBack, self.at);
-        }
-    }
-
     fn follow_ram(&mut self, ram: Vec<PageRange>, now: Duration) {
         let is_there = |page: PageNo| ram.iter().any(|part| part.contains(page));
         let gone: Vec<SectionNo> = self
@@ -518,49 +422,10 @@ impl Inner {
             .collect();
         for section in gone {
             self.protector.fate(section, Fate::Gone, now);
-            self.prefetches.forget(section);
         }
         self.protector.resized(sections_of(&ram));
         self.recently.forget();
         self.ram = ram;
-    }
-}
-
-impl VmHandles {
-    /// Fills about as many stored pages of a section as `order` says. A fill that would have to wait
-    /// ends the prefetch for good: a fault on the section will fill it.
-    fn fill_stored(&self, order: &PrefetchOrder) -> Prefetched {
-        let mut pages = 0;
-        let Some(memory) = self.space.memory() else {
-            let rest = Rest::None;
-            return Prefetched { pages, rest };
-        };
-        let is_stored = |state| matches!(state, PageState::Stored(_));
-        let stored = memory.table().pages_in_state(order.section, is_stored);
-        for run in stored.runs(order.section) {
-            let mut start = run.start;
-            while start < run.end {
-                if pages >= order.pages_max {
-                    let rest = Rest::Some;
-                    return Prefetched { pages, rest };
-                }
-                let end = start.plus(FAULT_PAGES).min(run.end);
-                let part = PageRange::new(start, end);
-                let cause = Cause::Fault(Fault {
-                    device: DPU,
-                    pages: part,
-                    access: pagetide_addr::Access::Write,
-                });
-                if self.space.fault(&cause, Wait::Never).is_none() {
-                    let rest = Rest::None;
-                    return Prefetched { pages, rest };
-                }
-                pages += part.len();
-                start = end;
-            }
-        }
-        let rest = Rest::None;
-        Prefetched { pages, rest }
     }
 }
 
@@ -709,7 +574,9 @@ mod tests {
 
     #[test]
     fn time_of_a_record_is_never_later_than_now_and_never_runs_back() {
-        let rig = Rig::new("adp:protected-max=1,promote-after=10s,demote-after=1s,scan-every=1s");
+        let rig = Rig::new(
+            "adp:protected-max=1,promote-after=10s,demote-after=1s,scan-every=1s,follow=0",
+        );
         let at = |time_ns| LogRecord {
             time_ns,
             ..rig.record(0, 0, 512)

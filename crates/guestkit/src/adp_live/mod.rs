@@ -17,7 +17,7 @@
 //! changes from one alternation to the next.
 //!
 //! # What the turns can show
-//! A policy begins empty with its turn, and finds those pages absent that the previous one evicted. Both
+//! A policy begins with no section in its turn, and finds those pages absent that the previous one evicted. Both
 //! make it look like the other one; a difference between turns is less than between days. The tail of
 //! latencies comes from the daemon's own account of the last minute, so settling and measuring together
 //! last longer than that.
@@ -40,7 +40,7 @@ use crate::product::{Product, ProductError};
 use crate::programs::ProgramError;
 use crate::qemu::QemuError;
 use crate::stage::RunFolder;
-use scenario::{ADAPTIVE, ADP, DISK_BYTES, LIMIT_PERCENT, NONE, RAM_BYTES, TIMES_DIVIDED_BY};
+use scenario::{ADP, DISK_BYTES, LIMIT_PERCENT, NONE, RAM_BYTES};
 pub use turn::Turn;
 use turn::{LOOK, Meter};
 
@@ -53,6 +53,8 @@ const WARM_UP_TURN: Duration = Duration::from_secs(20);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
 const SQUEEZE_TIMEOUT: Duration = Duration::from_secs(180);
 const NAME: &str = "adp-live";
+/// The policies, in the order of the first alternation.
+const POLICIES: [&str; 2] = [NONE, ADP];
 
 /// A step failed.
 #[derive(Debug, thiserror::Error)]
@@ -125,27 +127,15 @@ pub struct Options {
     pub settle: Duration,
     /// Measured part of a turn.
     pub measure: Duration,
-    /// Whether `adaptive` has turns, too.
-    pub third: Third,
-}
-
-/// Whether there is a third policy.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Third {
-    /// `none` and `adp` only.
-    Absent,
-    /// `adaptive`.
-    Adaptive,
 }
 
 impl Default for Options {
-    /// 25 minutes in all.
+    /// 45 minutes in all.
     fn default() -> Self {
         Self {
             alternations: 8,
-            settle: Duration::from_secs(20),
-            measure: Duration::from_secs(45),
-            third: Third::Absent,
+            settle: Duration::from_secs(60),
+            measure: Duration::from_secs(90),
         }
     }
 }
@@ -170,8 +160,6 @@ pub struct Found {
     pub qemu_version: String,
     /// The policies as set, in the order of the first alternation.
     pub policies: Vec<&'static str>,
-    /// Divisor of the times of `adp`.
-    pub times_divided_by: u64,
     /// The VM's RAM.
     pub ram_bytes: u64,
     /// Its disk.
@@ -225,16 +213,14 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
         socket: &socket,
     };
     let warm_up = warm_up(&meter)?;
-    let policies = policies(options.third);
-    let turns = alternate(&meter, &policies, options)?;
+    let turns = alternate(&meter, options)?;
     product.detach(NAME)?;
     let qemu_version = guest.version().to_string();
     let (verified_bytes, finally_verified_bytes) = verified(&mut guest)?;
     Ok(Found {
         accel,
         qemu_version,
-        policies,
-        times_divided_by: TIMES_DIVIDED_BY,
+        policies: POLICIES.to_vec(),
         ram_bytes: RAM_BYTES,
         disk_bytes: DISK_BYTES,
         limit_bytes,
@@ -243,13 +229,6 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
         verified_bytes,
         finally_verified_bytes,
     })
-}
-
-fn policies(third: Third) -> Vec<&'static str> {
-    match third {
-        Third::Absent => vec![NONE, ADP],
-        Third::Adaptive => vec![NONE, ADP, ADAPTIVE],
-    }
 }
 
 fn wait_until_squeezed(guest: &Guest, limit_bytes: u64) -> Result<(), AdpLiveError> {
@@ -293,20 +272,20 @@ fn is_steady(rates: &[f64]) -> bool {
     }
 }
 
-/// Runs the turns in the order of `policies`, then in reverse.
-fn alternate(
-    meter: &Meter<'_>,
-    policies: &[&'static str],
-    options: &Options,
-) -> Result<Vec<Turn>, AdpLiveError> {
+/// Runs the turns in the order of [`POLICIES`], then in reverse.
+fn alternate(meter: &Meter<'_>, options: &Options) -> Result<Vec<Turn>, AdpLiveError> {
     let mut turns = Vec::new();
-    for policy in order(policies, options.alternations) {
+    for policy in order(&POLICIES, options.alternations) {
         meter.set(policy)?;
         thread::sleep(options.settle);
         let turn = meter.measure(policy, options.measure)?;
         eprintln!(
-            "bench adp-live: {}: {:.0} I/O page faults a minute, p99.9 {:.0} us, {:.1} sections protected",
-            turn.policy, turn.iopfs_per_minute, turn.blk_p999_us, turn.protected_sections
+            "bench adp-live: {}: {:.0} I/O page faults a minute, p99.9 {:.0} us, {:.1} sections protected after {:.0} s",
+            turn.policy,
+            turn.iopfs_per_minute,
+            turn.blk_p999_us,
+            turn.protected_sections,
+            turn.promote_after_ms / 1_000.0
         );
         turns.push(turn);
     }
@@ -369,15 +348,13 @@ mod tests {
 
     #[test]
     fn policies_have_their_turns_before_each_other_as_often_as_after() {
-        for third in [Third::Absent, Third::Adaptive] {
-            let turns = order(&policies(third), 8);
-            let sum_of_places = |one: &str| -> usize {
-                let places = turns.iter().enumerate();
-                places.filter(|(_, t)| **t == one).map(|(at, _)| at).sum()
-            };
-            assert_eq!(sum_of_places(NONE), sum_of_places(ADP));
-        }
-        assert_eq!(order(&policies(Third::Absent), 2), [NONE, ADP, ADP, NONE]);
+        let turns = order(&POLICIES, 8);
+        let sum_of_places = |one: &str| -> usize {
+            let places = turns.iter().enumerate();
+            places.filter(|(_, t)| **t == one).map(|(at, _)| at).sum()
+        };
+        assert_eq!(sum_of_places(NONE), sum_of_places(ADP));
+        assert_eq!(order(&POLICIES, 2), [NONE, ADP, ADP, NONE]);
     }
 
     #[test]

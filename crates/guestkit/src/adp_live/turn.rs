@@ -42,8 +42,8 @@ pub struct Turn {
     pub dropped_sections_per_minute: f64,
     /// Pages a minute that were evicted though protected.
     pub evicted_protected_pages_per_minute: f64,
-    /// Pages a minute that the policy had prefetched.
-    pub prefetched_pages_per_minute: f64,
+    /// How long the disk left a section alone before it was protected, at the end of the turn.
+    pub promote_after_ms: f64,
     /// Pages evicted a minute.
     pub evicted_pages_per_minute: f64,
     /// Faults of vCPUs a minute.
@@ -108,7 +108,7 @@ impl Meter<'_> {
             protected_sections: protected / looks,
             dropped_sections_per_minute: a_minute("dropped_sections")?,
             evicted_protected_pages_per_minute: a_minute("evicted_protected_pages")?,
-            prefetched_pages_per_minute: a_minute("prefetched_pages")?,
+            promote_after_ms: figure(&after, "promote_after_ms")?,
             evicted_pages_per_minute: a_minute("evicted_pages")?,
             vcpu_faults_per_minute: a_minute("vcpu_faults")?,
         })

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use pagetide_guestkit::adp_live::{self, Options, Third};
+use pagetide_guestkit::adp_live::{self, Options};
 
 /// Status if the machine lacks something, which the output names.
 const UNABLE: u8 = 3;
@@ -23,9 +23,6 @@ struct Arguments {
     /// Seconds measured of each turn
     #[arg(long, default_value_t = Options::default().measure.as_secs())]
     seconds: u64,
-    /// Give turns to the policy `adaptive`, too
-    #[arg(long)]
-    adaptive: bool,
 }
 
 fn main() -> ExitCode {
@@ -34,11 +31,6 @@ fn main() -> ExitCode {
         alternations: arguments.alternations,
         settle: Duration::from_secs(arguments.settle),
         measure: Duration::from_secs(arguments.seconds),
-        third: if arguments.adaptive {
-            Third::Adaptive
-        } else {
-            Third::Absent
-        },
     };
     let (text, status) = match adp_live::run(&options) {
         Ok(found) => match serde_json::to_string(&found) {

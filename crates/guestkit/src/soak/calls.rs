@@ -175,7 +175,7 @@ impl Caller {
     }
 
     fn protect(&self, board: &Board) {
-        let policies = ["none", "lru", "adp", "adaptive"];
+        let policies = ["none", "lru", "adp"];
         let choice = self.with_random(|random| random.between(0, policies.len() as u64));
         let policy = policies[usize::try_from(choice).unwrap_or(0)];
         self.ok(board, &["vm", "protector", NAME, policy]);

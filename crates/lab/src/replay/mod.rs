@@ -13,10 +13,10 @@ use std::thread;
 use std::time::Duration;
 
 use pagetide_addr::DomainId;
-use pagetide_policy::protect::PolicyChoice;
+use pagetide_policy::{protect::PolicyChoice, set_times::SetTimes};
 use pagetide_sim::replay::{
-    CachedReads, FleetParams, FleetReplay, Guest, ReplayError, Start, Through, TraceOptions,
-    TracedVm, VmAccount, VmParams, VmReplay, survey,
+    CachedReads, DmaTouches, FleetParams, FleetReplay, Guest, ReplayError, Start, Through,
+    TraceOptions, TracedVm, VmAccount, VmParams, VmReplay, survey,
 };
 use pagetide_trace::BlockOptions;
 
@@ -174,6 +174,9 @@ fn replay(
         section_bytes: args.section.0,
         start: START,
         policy: policy.clone(),
+        dma: DmaTouches::Seen,
+        set_times: SetTimes::QUICK,
+        busy_sections: 0,
         capacity_every: args.capacity_every,
     };
     if let Some(limit) = args.limit {
@@ -229,7 +232,7 @@ mod tests {
         let names = |asked: &[PolicyChoice]| -> Vec<_> {
             policies(asked).iter().map(PolicyChoice::name).collect()
         };
-        assert_eq!(names(&[]), ["none", "lru", "adp", "adaptive"]);
+        assert_eq!(names(&[]), ["none", "lru", "adp"]);
         assert_eq!(names(&[lru.clone(), lru.clone()]), ["none", "lru"]);
         assert_eq!(names(&[PolicyChoice::None]), ["none"]);
         let other = "lru:share=0.05".parse().unwrap();

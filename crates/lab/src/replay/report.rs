@@ -244,10 +244,6 @@ impl ReplayReport {
                 "POLICY",
                 "EVICTED",
                 "PROTECTED EVICTED",
-                "BROUGHT BACK",
-                "WASTED",
-                "REFUSED",
-                "BROUGHT BACK/VM",
                 "CPU FAULTS",
                 "OVER LIMIT",
             ]
@@ -259,10 +255,6 @@ impl ReplayReport {
                 policy.policy.to_string(),
                 figures.evicted_sections.to_string(),
                 figures.evicted_protected.to_string(),
-                figures.bring_backs.to_string(),
-                figures.wasted_bring_backs.to_string(),
-                figures.refused_bring_backs.to_string(),
-                percent(figures.vm_brought_back_share),
                 figures.cpu_faults.to_string(),
                 figures.over_limit_fills.to_string(),
             ]

@@ -24,10 +24,18 @@
 //!   every `scan-every` (20 s)      the oldest recent ones, as long as they were not touched for
 //!                                  `promote-after` (180 s), become RESTING
 //!   inactive block too long        its oldest is forgotten, and counted
+//!   section evicted                forgotten: what is absent takes no slot
 //! ```
 //! Both blocks are parts of one list, since both are sorted by last touch and promotion takes the
 //! tail of the active block: no entry of the resting part is newer than one of the recent part. So
 //! promotion and demotion move no entries, and every step is O(1).
+//!
+//! # Times that follow the evictor
+//! The three times above are the paper's, for the paper's evictor. The time of promotion begins as the paper's
+//! and is a [`PromotionAge`]: shorter where most sections are evicted before they are promoted, longer where
+//! nothing is evicted. The interval of scans and the delay of demotion keep their proportion to it where it is
+//! shorter; the delay is never less than a round of the evictor's samples. With `follow=0` all times stay as
+//! they are written: the paper's policy.
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
@@ -40,19 +48,21 @@
 //! - *The active block overflows while the oldest recent section is a leaving one*: it would be
 //!   demoted to the tail of a full block and promoted at once. It stays in the inactive block, and its delay ends.
 //! - *A section dropped* from the inactive block is forgotten: its next touch is a first one.
-//! - *Evictions and page faults* change nothing: the paper's protector receives accesses only.
+//! - *Evictions*: the paper's protector receives accesses only, and a section that is absent may be pinned.
+//!   Here it is forgotten, wherever it was, and its next touch is a first one. *Page faults* change nothing.
 //! - *Shares* are of the VM's sections, for each device, rounded down.
 //! - *Promotion at exactly 180 s*: the scan stops at an interval *shorter* than the threshold, so
 //!   it promotes that one.
 //! - *Several things due at once*: demotions, then overflow, then the scan, then overflow.
 
 use super::{
-    Change, Fate, PolicyReport, ProtectionPolicy, Touch,
+    Change, Fate, PolicyReport, PromotionAge, ProtectionPolicy, Touch,
     parameters::{Field, Parameters, Share},
     recency::{Recency, Slot, nanos},
 };
+use crate::sampling::SWEEP_WANTED;
 use pagetide_addr::SectionNo;
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 /// Parameters of `adp`; the paper's by default.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,12 +71,15 @@ pub struct AdpParams {
     pub active_max: Share,
     /// Most sections in the inactive block, which are those protected, as a share of the VM's.
     pub protected_max: Share,
-    /// A section not touched for this long is promoted to the inactive block.
+    /// A section not touched for this long is promoted to the inactive block, until more is known of the evictor.
     pub promote_after: Duration,
     /// Sections are scanned for promotion this often.
     pub scan_every: Duration,
     /// A section of the inactive block is demoted this long after it was touched.
     pub demote_after: Duration,
+    /// The times become shorter when more than one section is evicted before it is promoted for so many that are
+    /// not; 0: the times are as written.
+    pub follow: u64,
 }
 
 impl Default for AdpParams {
@@ -77,6 +90,7 @@ impl Default for AdpParams {
             promote_after: Duration::from_secs(180),
             scan_every: Duration::from_secs(20),
             demote_after: Duration::from_secs(30),
+            follow: 1,
         }
     }
 }
@@ -89,6 +103,7 @@ impl Parameters for AdpParams {
             ("promote-after", Field::Time(&mut self.promote_after)),
             ("scan-every", Field::Time(&mut self.scan_every)),
             ("demote-after", Field::Time(&mut self.demote_after)),
+            ("follow", Field::Count(&mut self.follow)),
         ]
     }
 
@@ -155,33 +170,41 @@ const VOID_DEMOTIONS_MIN: u64 = 64;
 #[derive(Debug)]
 pub struct Adp {
     params: AdpParams,
+    age: Arc<PromotionAge>,
     active_max: u64,
     inactive_max: u64,
     order: Recency<PackedBlock>,
+    /// The sections last dropped from the inactive block, as many as that may have: if one of them is evicted, the
+    /// evictor is near.
+    surplus: Recency<()>,
     newest_resting: Option<Slot>,
     active: u64,
     leaving: u64,
     /// By when they are due.
     demotions: VecDeque<Demotion>,
     demotion_number: u32,
+    last_due_ns: u64,
     scanned_at: Option<Duration>,
     dropped: u64,
 }
 
 impl Adp {
-    /// The policy for a device of a VM with `sections` sections.
+    /// The policy for a device of a VM with `sections` sections, whose devices share `age`.
     #[must_use]
-    pub fn new(params: AdpParams, sections: u64) -> Self {
+    pub fn new(params: AdpParams, sections: u64, age: &Arc<PromotionAge>) -> Self {
         Self {
             params,
+            age: Arc::clone(age),
             active_max: params.active_max.of(sections),
             inactive_max: params.protected_max.of(sections),
             order: Recency::default(),
+            surplus: Recency::default(),
             newest_resting: None,
             active: 0,
             leaving: 0,
             demotions: VecDeque::new(),
             demotion_number: FIRST_DEMOTION,
+            last_due_ns: 0,
             scanned_at: None,
             dropped: 0,
         }
@@ -191,6 +214,33 @@ impl Adp {
     #[must_use]
     pub fn inactive_sections(&self) -> u64 {
         self.order.len() - self.active
+    }
+
+    /// A section not touched for this long is promoted.
+    fn promote_after(&self) -> Duration {
+        match self.params.follow {
+            0 => self.params.promote_after,
+            _ => self.age.get(),
+        }
+    }
+
+    /// `time` in proportion to the time of promotion, if that became shorter.
+    fn in_proportion(&self, time: Duration) -> Duration {
+        let (now, written) = (self.promote_after(), self.params.promote_after);
+        if now >= written {
+            return time;
+        }
+        time.mul_f64(now.as_secs_f64() / written.as_secs_f64())
+    }
+
+    fn scan_every(&self) -> Duration {
+        self.in_proportion(self.params.scan_every)
+    }
+
+    /// Not less than the evictor takes to notice that the section is in use.
+    fn demote_after(&self) -> Duration {
+        let written = self.params.demote_after;
+        self.in_proportion(written).max(SWEEP_WANTED.min(written))
     }
 
     fn block(&self, slot: Slot) -> Block {
@@ -235,8 +285,11 @@ impl Adp {
         let number = self.demotion_number;
         self.move_to(slot, Block::Leaving(number));
         self.leaving += 1;
+        // The delay may have become shorter: none ends before one that began before it.
+        let due_ns = nanos(at.saturating_add(self.demote_after()));
+        self.last_due_ns = self.last_due_ns.max(due_ns);
         self.demotions.push_back(Demotion {
-            due_ns: nanos(at.saturating_add(self.params.demote_after)),
+            due_ns: self.last_due_ns,
             slot,
             number,
         });
@@ -265,9 +318,13 @@ impl Adp {
     }
 
     fn scan(&mut self, now: Duration, changes: &mut Vec<Change>) {
+        let promote_after = self.promote_after();
         while let Some(slot) = self.oldest_recent() {
-            if now.saturating_sub(self.order.touched_at(slot)) < self.params.promote_after {
+            if now.saturating_sub(self.order.touched_at(slot)) < promote_after {
                 return;
+            }
+            if self.block(slot) == Block::Active && self.params.follow > 0 {
+                self.age.promoted_first();
             }
             self.promote(slot, changes);
         }
@@ -282,8 +339,15 @@ impl Adp {
         while self.inactive_sections() > self.inactive_max
             && let Some(slot) = self.oldest_inactive()
         {
+            let (section, at) = (self.order.section(slot), self.order.touched_at(slot));
             self.forget(slot, changes);
             self.dropped += 1;
+            self.surplus.insert(section, at, ());
+        }
+        while self.surplus.len() > self.inactive_max
+            && let Some(oldest) = self.surplus.oldest()
+        {
+            self.surplus.remove(oldest);
         }
     }
 
@@ -321,6 +385,9 @@ impl ProtectionPolicy for Adp {
             }
             self.order.touch(slot, at);
         } else {
+            if let Some(slot) = self.surplus.find(touch.section) {
+                self.surplus.remove(slot);
+            }
             self.order.insert(touch.section, at, Block::Active.into());
             self.active += 1;
             self.end_overflow(changes);
@@ -330,19 +397,40 @@ impl ProtectionPolicy for Adp {
     fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
         self.demote_due(now, changes);
         self.end_overflow(changes);
-        let is_due = |at: Duration| now.saturating_sub(at) >= self.params.scan_every;
+        let is_due = |at: Duration| now.saturating_sub(at) >= self.scan_every();
         if self.scanned_at.is_none_or(is_due) {
             self.scanned_at = Some(now);
             self.scan(now, changes);
             self.end_overflow(changes);
+            if self.params.follow > 0 {
+                self.age.look(now, self.params.follow);
+            }
         }
     }
 
-    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
-        if fate == Fate::Gone
-            && let Some(slot) = self.order.find(section)
+    fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
+        if let Some(slot) = self.surplus.find(section)
+            && fate != Fate::Faulted
         {
-            self.forget(slot, changes);
+            self.surplus.remove(slot);
+            if fate == Fate::Evicted {
+                self.age.evicted(now);
+            }
+        }
+        let Some(slot) = self.order.find(section) else {
+            return;
+        };
+        match fate {
+            Fate::Faulted => {}
+            Fate::Gone => self.forget(slot, changes),
+            Fate::Evicted => {
+                self.age.evicted(now);
+                if self.block(slot) == Block::Active && self.params.follow > 0 {
+                    let idle = now.saturating_sub(self.order.touched_at(slot));
+                    self.age.evicted_first(idle);
+                }
+                self.forget(slot, changes);
+            }
         }
     }
 
@@ -362,7 +450,9 @@ impl ProtectionPolicy for Adp {
             tracked_sections: self.order.len(),
             protected_sections: self.inactive_sections(),
             dropped_sections: self.dropped,
-            bytes: (size_of::<Self>() + demotions) as u64 + self.order.bytes(),
+            bytes: (size_of::<Self>() + demotions) as u64
+                + self.order.bytes()
+                + self.surplus.bytes(),
         }
     }
 }

@@ -8,14 +8,13 @@
 //! A new policy is a file, a variant here, and a line in each `match` of this file.
 
 use super::{
-    ProtectionPolicy,
-    adaptive::{Adaptive, AdaptiveParams},
+    PromotionAge, ProtectionPolicy,
     adp::{Adp, AdpParams},
     lru::{Lru, LruParams},
     none::Nothing,
     parameters::{Parameters, Share},
 };
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, sync::Arc, time::Duration};
 
 /// The policy of a VM's devices.
 #[derive(Clone, PartialEq, Debug, Default, serde::Serialize, serde::Deserialize)]
@@ -28,8 +27,6 @@ pub enum PolicyChoice {
     Lru(LruParams),
     /// The paper's policy. See [`super::adp`].
     Adp(AdpParams),
-    /// With parameters adapted to the device. See [`super::adaptive`].
-    Adaptive(AdaptiveParams),
 }
 
 /// Why a text does not name a policy.
@@ -94,16 +91,15 @@ pub enum PolicyError {
 
 impl PolicyChoice {
     /// Names of all policies.
-    pub const NAMES: [&str; 4] = ["none", "lru", "adp", "adaptive"];
+    pub const NAMES: [&str; 3] = ["none", "lru", "adp"];
 
     /// Every policy, with the parameters it has by default.
     #[must_use]
-    pub fn all() -> [Self; 4] {
+    pub fn all() -> [Self; 3] {
         [
             Self::None,
             Self::Lru(LruParams::default()),
             Self::Adp(AdpParams::default()),
-            Self::Adaptive(AdaptiveParams::default()),
         ]
     }
 
@@ -114,7 +110,6 @@ impl PolicyChoice {
             Self::None => "none",
             Self::Lru(_) => "lru",
             Self::Adp(_) => "adp",
-            Self::Adaptive(_) => "adaptive",
         }
     }
 
@@ -125,18 +120,31 @@ impl PolicyChoice {
             Self::None => Share::default(),
             Self::Lru(params) => params.share,
             Self::Adp(params) => params.protected_max,
-            Self::Adaptive(params) => params.protected_max,
         }
     }
 
-    /// The policy for one device of a VM with `sections` sections.
+    /// The age after which sections of a VM's devices are promoted, before anything is learnt.
     #[must_use]
-    pub fn policy(&self, sections: u64) -> Box<dyn ProtectionPolicy> {
+    pub fn promotion_start(&self) -> Duration {
+        match self {
+            Self::Adp(params) => params.promote_after,
+            Self::None | Self::Lru(_) => AdpParams::default().promote_after,
+        }
+    }
+
+    /// That age, for all devices of a VM.
+    #[must_use]
+    pub fn promotion_age(&self) -> Arc<PromotionAge> {
+        Arc::new(PromotionAge::starting_at(self.promotion_start()))
+    }
+
+    /// The policy for one device of a VM with `sections` sections, whose devices share `age`.
+    #[must_use]
+    pub fn policy(&self, sections: u64, age: &Arc<PromotionAge>) -> Box<dyn ProtectionPolicy> {
         match self {
             Self::None => Box::new(Nothing),
             Self::Lru(params) => Box::new(Lru::new(*params, sections)),
-            Self::Adp(params) => Box::new(Adp::new(*params, sections)),
-            Self::Adaptive(params) => Box::new(Adaptive::new(*params, sections)),
+            Self::Adp(params) => Box::new(Adp::new(*params, sections, age)),
         }
     }
 
@@ -146,7 +154,6 @@ impl PolicyChoice {
             Self::None => read(policy, &mut NoParams, text),
             Self::Lru(params) => read(policy, params, text),
             Self::Adp(params) => read(policy, params, text),
-            Self::Adaptive(params) => read(policy, params, text),
         }
     }
 
@@ -155,7 +162,6 @@ impl PolicyChoice {
             Self::None => Vec::new(),
             Self::Lru(params) => params.changed(),
             Self::Adp(params) => params.changed(),
-            Self::Adaptive(params) => params.changed(),
         }
     }
 }
@@ -252,7 +258,6 @@ impl From<PolicyChoice> for String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[test]
     fn every_policy_reads_its_name_and_what_it_prints() {
@@ -280,12 +285,9 @@ mod tests {
         for (text, message) in [
             (
                 "arc",
-                "there is no policy \"arc\"; there are none, lru, adp, adaptive",
+                "there is no policy \"arc\"; there are none, lru, adp",
             ),
-            (
-                "",
-                "there is no policy \"\"; there are none, lru, adp, adaptive",
-            ),
+            ("", "there is no policy \"\"; there are none, lru, adp"),
             (
                 "lru:size=3",
                 "policy lru has no parameter \"size\"; it has share",

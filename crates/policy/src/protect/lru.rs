@@ -84,7 +84,8 @@ impl ProtectionPolicy for Lru {
     fn passed(&mut self, _now: Duration, _changes: &mut Vec<Change>) {}
 
     fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
-        if fate == Fate::Gone
+        // What is absent needs no protection: its next touch is a first one.
+        if matches!(fate, Fate::Evicted | Fate::Gone)
             && let Some(slot) = self.order.find(section)
         {
             changes.push(Change::Release(self.order.remove(slot)));

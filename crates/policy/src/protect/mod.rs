@@ -18,12 +18,12 @@ mod policy;
 
 pub use policy::{Change, Fate, PolicyReport, ProtectionPolicy, Touch};
 
-pub mod adaptive;
 pub mod adp;
 pub mod choice;
 pub mod lru;
 pub mod none;
 pub mod parameters;
+mod promotion_age;
 mod protected;
 mod protector;
 pub mod recency;
@@ -31,5 +31,6 @@ pub mod recency;
 mod tests;
 
 pub use choice::{PolicyChoice, PolicyError};
+pub use promotion_age::{AGE_MAX, AGE_MIN, PromotionAge};
 pub use protected::ProtectedSections;
 pub use protector::{Protector, together_max};

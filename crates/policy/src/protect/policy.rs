@@ -24,8 +24,6 @@ pub enum Change {
     Protect(SectionNo),
     /// As far as this device is concerned, it may be chosen again.
     Release(SectionNo),
-    /// Prefetch its absent pages, if any, before the device requests them.
-    BringBack(SectionNo),
 }
 
 /// An event of a section that the device did not cause.
@@ -37,9 +35,6 @@ pub enum Fate {
     Evicted,
     /// The device accessed it after that: an I/O page fault. Reported before the touch itself.
     Faulted,
-    /// A prefetch of it was not done: it was present already, there was no room, or too many others
-    /// were pending.
-    NotBroughtBack,
     /// It no longer exists: its RAM was unplugged.
     Gone,
 }

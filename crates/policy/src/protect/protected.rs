@@ -41,6 +41,14 @@ impl ProtectedSections {
         self.len.load(Relaxed)
     }
 
+    /// Number of protected sections of which `is_counted` is true.
+    #[must_use]
+    pub fn count(&self, mut is_counted: impl FnMut(SectionNo) -> bool) -> u64 {
+        let protected = self.read();
+        let sections = protected.sections.iter();
+        sections.filter(|section| is_counted(*section)).count() as u64
+    }
+
     /// True if nothing is protected.
     #[must_use]
     pub fn is_empty(&self) -> bool {

@@ -15,19 +15,11 @@
 use crate::section_set::SectionSet;
 
 use super::{
-    Change, Fate, PolicyChoice, PolicyReport, ProtectedSections, ProtectionPolicy, Touch,
-    parameters::Share,
+    Change, Fate, PolicyChoice, PolicyReport, PromotionAge, ProtectedSections, ProtectionPolicy,
+    Touch, parameters::Share,
 };
 use pagetide_addr::{DeviceId, SectionNo};
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::Arc,
-    time::Duration,
-};
-
-/// Most sections with a pending prefetch: 4 GiB, more than can be read before it is too late.
-/// Beyond that, the oldest prefetch is dropped.
-const BRING_BACKS_MAX: usize = 2_048;
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 /// Share of a VM's sections that its devices may protect together, whatever the policy's share: twice the
 /// average of the paper's protector (VPRI 7.3: 4.3 %).
@@ -68,6 +60,10 @@ pub fn together_max(choice: &PolicyChoice, vm_sections: u64) -> u64 {
 /// See the module. Used by one thread.
 pub struct Protector {
     choice: PolicyChoice,
+    /// Shared by all devices, since their evictor is one.
+    age: Arc<PromotionAge>,
+    /// Where that began.
+    started_at: Duration,
     vm_sections: u64,
     domains: BTreeMap<DeviceId, Domain>,
     outcome: Outcome,
@@ -81,9 +77,6 @@ struct Outcome {
     protected: Arc<ProtectedSections>,
     /// See [`together_max`].
     protected_max: u64,
-    bring_backs: VecDeque<SectionNo>,
-    /// Prefetches that gave way to newer ones; their policies do not know yet.
-    forgotten: Vec<SectionNo>,
     /// Decided just now, not applied yet.
     changes: Vec<Change>,
     /// Sections protected by those; empty between two steps.
@@ -96,6 +89,8 @@ impl Protector {
     pub fn new(choice: &PolicyChoice, vm_sections: u64) -> Self {
         Self {
             choice: choice.clone(),
+            age: choice.promotion_age(),
+            started_at: choice.promotion_start(),
             vm_sections,
             domains: BTreeMap::new(),
             outcome: Outcome {
@@ -118,18 +113,23 @@ impl Protector {
         &self.choice
     }
 
-    /// Switches to another policy. All that is known is forgotten, and nothing is protected until
-    /// the devices touch it again.
+    /// Switches to another policy. All that is known of devices is forgotten, and nothing is protected until
+    /// they touch it again. What is known of the evictor is kept, unless the new policy begins elsewhere.
     pub fn choose(&mut self, choice: &PolicyChoice) {
         self.release_all();
         self.choice = choice.clone();
+        let start = choice.promotion_start();
+        if start != self.started_at {
+            self.started_at = start;
+            self.age = choice.promotion_age();
+        }
         self.outcome.protected_max = together_max(choice, self.vm_sections);
     }
 
     /// `device` has touched a section. Its first touch creates its policy.
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
         let domain = self.domains.entry(device).or_insert_with(|| Domain {
-            policy: self.choice.policy(self.vm_sections),
+            policy: self.choice.policy(self.vm_sections, &self.age),
             held: SectionSet::default(),
             refused: 0,
         });
@@ -137,24 +137,9 @@ impl Protector {
         self.outcome.apply(domain);
     }
 
-    /// From now on `device` follows `policy`, whatever the others do, until another policy is chosen for
-    /// all: this allows tests of policies that no [`PolicyChoice`] names.
-    pub fn enter(&mut self, device: DeviceId, policy: Box<dyn ProtectionPolicy>) {
-        self.device_left(device);
-        let domain = Domain {
-            policy,
-            held: Default::default(),
-            refused: 0,
-        };
-        self.domains.insert(device, domain);
-    }
-
     /// It is `now`. To be called about once a second; cheap when nothing is due.
     pub fn passed(&mut self, now: Duration) {
         self.each(|policy, changes| policy.passed(now, changes));
-        for section in std::mem::take(&mut self.outcome.forgotten) {
-            self.fate(section, Fate::NotBroughtBack, now);
-        }
     }
 
     /// An event of a section: passed to every device's policy.
@@ -166,9 +151,6 @@ impl Protector {
                 self.outcome.changes.push(Change::Release(section));
                 self.outcome.apply(domain);
             }
-            self.outcome
-                .bring_backs
-                .retain(|waiting| *waiting != section);
         }
     }
 
@@ -193,15 +175,10 @@ impl Protector {
         }
     }
 
-    /// True if policies want sections prefetched.
+    /// The age at which sections are promoted now, by a policy that promotes any.
     #[must_use]
-    pub fn wants_bring_backs(&self) -> bool {
-        !self.outcome.bring_backs.is_empty()
-    }
-
-    /// Takes the sections to be prefetched, oldest request first; each request is returned once.
-    pub fn take_bring_backs(&mut self) -> Vec<SectionNo> {
-        self.outcome.bring_backs.drain(..).collect()
+    pub fn promotion_age(&self) -> Duration {
+        self.age.get()
     }
 
     /// See [`ProtectionPolicy::warm_up`].
@@ -243,8 +220,6 @@ impl Protector {
         for (_, domain) in std::mem::take(&mut self.domains) {
             self.leave(domain);
         }
-        self.outcome.bring_backs.clear();
-        self.outcome.forgotten.clear();
     }
 
     fn leave(&mut self, domain: Domain) {
@@ -300,7 +275,6 @@ impl Outcome {
                         self.protected.remove(section);
                     }
                 }
-                Change::BringBack(section) => self.wish(section),
             }
         }
         self.changes = changes;
@@ -311,16 +285,6 @@ impl Outcome {
             self.refuse(domain, newest);
         }
         self.added.clear();
-    }
-
-    fn wish(&mut self, section: SectionNo) {
-        if self.bring_backs.len() == BRING_BACKS_MAX
-            && let Some(oldest) = self.bring_backs.pop_front()
-            && self.forgotten.len() < BRING_BACKS_MAX
-        {
-            self.forgotten.push(oldest);
-        }
-        self.bring_backs.push_back(section);
     }
 
     /// Sections protected beyond the bound.
@@ -334,62 +298,5 @@ impl Outcome {
             self.protected.remove(section);
             domain.refused += 1;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use pagetide_addr::{Access, PAGE_BYTES};
-    use std::sync::Mutex;
-
-    /// Prefetches each touched section, and records the prefetches that were not done.
-    struct Wishing(Arc<Mutex<Vec<SectionNo>>>);
-
-    impl ProtectionPolicy for Wishing {
-        fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
-            changes.push(Change::BringBack(touch.section));
-        }
-
-        fn passed(&mut self, _now: Duration, _changes: &mut Vec<Change>) {}
-
-        fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, _: &mut Vec<Change>) {
-            assert_eq!(fate, Fate::NotBroughtBack);
-            self.0.lock().unwrap().push(section);
-        }
-
-        fn resized(&mut self, _sections: u64, _changes: &mut Vec<Change>) {}
-
-        fn report(&self) -> PolicyReport {
-            PolicyReport::default()
-        }
-    }
-
-    #[test]
-    fn wish_that_gives_way_to_newer_ones_is_told_when_time_passes() {
-        let mut protector = Protector::new(&PolicyChoice::None, 10_000);
-        let in_vain = Arc::default();
-        let domain = Domain {
-            policy: Box::new(Wishing(Arc::clone(&in_vain))),
-            held: SectionSet::default(),
-            refused: 0,
-        };
-        protector.domains.insert(DeviceId(1), domain);
-        let wishes = BRING_BACKS_MAX as u64 + 2;
-        for section in (0..wishes).map(SectionNo) {
-            let touch = Touch {
-                section,
-                at: Duration::ZERO,
-                access: Access::Read,
-                bytes: PAGE_BYTES,
-            };
-            protector.touched(DeviceId(1), touch);
-        }
-        assert!(in_vain.lock().unwrap().is_empty());
-        protector.passed(Duration::ZERO);
-        protector.passed(Duration::ZERO);
-        assert_eq!(*in_vain.lock().unwrap(), [SectionNo(0), SectionNo(1)]);
-        let waiting = protector.take_bring_backs();
-        assert!(waiting.into_iter().eq((2..wishes).map(SectionNo)));
     }
 }

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The busy and quiet times of a guest.
+//! The busy and quiet times of a network interface.
 //!
 //! ```text
-//!   busy ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▇▇▇…     80 % of the time
+//!   busy ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▁▁▁▁▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▁▇▇▇▇▇▇▇…     80 % of the time
 //! ```
+//! Lengths are without memory: most quiet times are short, and one in five is longer than 180 s, after which
+//! the paper expects an eviction.
 
 use super::random::{LoadRandom, whole};
 
-/// Mean length of a quiet time, in seconds; each is between a fifth of that and nine fifths.
-const QUIET_MEAN_S: f64 = 300.0;
+/// Mean length of a quiet time, in seconds.
+const QUIET_MEAN_S: f64 = 110.0;
 
-/// The activity of a part of a guest.
+/// What goes on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Pace {
     /// Its work.
@@ -19,7 +21,7 @@ pub(super) enum Pace {
     Quiet,
 }
 
-/// Alternating busy and quiet times of one part of a guest.
+/// Alternating busy and quiet times.
 #[derive(Clone, Debug)]
 pub(super) struct Activity {
     random: LoadRandom,
@@ -37,13 +39,11 @@ impl Activity {
             pace: Pace::Busy,
             until_s: 0,
         };
-        // It may have started some time ago.
-        let length_s = activity.length_s();
-        activity.until_s = activity.random.between(length_s / 4, length_s).max(1);
+        activity.until_s = activity.length_s();
         activity
     }
 
-    /// Its activity in this second. Seconds must be requested in order.
+    /// What goes on in this second. Seconds must be requested in order.
     pub(super) fn pace(&mut self, second: u64) -> Pace {
         while second >= self.until_s {
             self.pace = match self.pace {
@@ -56,8 +56,7 @@ impl Activity {
     }
 
     fn length_s(&mut self) -> u64 {
-        let spread = 0.2 + 1.6 * self.random.unit();
-        let quiet = QUIET_MEAN_S * spread;
+        let quiet = QUIET_MEAN_S * self.random.exponential();
         let idle = (1.0 - self.intensity).max(0.01);
         let length = match self.pace {
             Pace::Busy => quiet * self.intensity / idle,
@@ -67,23 +66,17 @@ impl Activity {
     }
 }
 
-/// Share of the seconds below `end_s` that are busy: for tests and reports.
-#[cfg(test)]
-pub(super) fn busy_share(mut activity: Activity, end_s: u64) -> f64 {
-    let busy = (0..end_s)
-        .filter(|second| activity.pace(*second) == Pace::Busy)
-        .count();
-    super::random::number(busy as u64) / super::random::number(end_s)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::random::number;
     use super::*;
 
     #[test]
     fn activity_over_days_is_busy_for_the_share_it_was_told() {
-        let activity = Activity::new(LoadRandom::new(1, 2), 0.8);
-        let share = busy_share(activity, 20 * 86_400);
+        const END_S: u64 = 20 * 86_400;
+        let mut activity = Activity::new(LoadRandom::new(1, 2), 0.8);
+        let busy = (0..END_S).filter(|second| activity.pace(*second) == Pace::Busy);
+        let share = number(busy.count() as u64) / number(END_S);
         assert!((0.78..0.82).contains(&share), "{share}");
     }
 }

@@ -1,404 +1,264 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's disk, seen from its page cache, where the DMA goes.
+//! The guest's disk, seen from its page cache, where the DMA goes (O2 of VPRI 4.2.1).
 //!
+//! The paper describes a disk by how its footprint grows and how often sections are touched, and says nothing
+//! of files. So the model is of sections and not of files: each is *visited* again and again, at intervals of
+//! its own.
 //! ```text
-//!   reads of popular files ─ hit ──► CPU touches the page          no DMA
-//!                          └ miss ─► a page is taken, read into    DMA
-//!   scans of what is read once ────► the same, and soon reclaimed
-//!   rewrites ──────────────────────► page dirty, written back 30 s later  DMA
-//!   temporary files ───────────────► written, read, deleted: their pages are free again
-//!   journal ───────────────────────► the same few pages all the time      DMA
-//!   reclaim: second chance over pages in the order of their filling; what it frees is
-//!            filled again in short runs, here and there ([`Free`])
+//!   section   ▮▮▮                      ▮                 ▮▮▮            a visit: one to three accesses,
+//!             └──────── interval ──────┘──── interval ───┘             seconds apart
+//!
+//!   popular sections   intervals without memory (Poisson), of means from MEAN_S.0 to MEAN_S.1;
+//!                      few have short ones and many have long ones: the number of those with a mean of `t`
+//!                      is as `t^POPULARITY`
+//!   a periodic part    sections that come again after about PERIOD_S, as jobs do that go over their data
 //! ```
-//! Pages are allocated and reclaimed in *chunks* of 256 KiB, eight a section, as readahead and write-back
-//! treat neighbouring pages anyway. The cache is full at the start (`Guest::warm_up`), so the footprint
-//! grows as the guest recycles its memory (O2).
+//! A device reads into the page cache, and a CPU reads what it brought in the same second: "the memory
+//! subsystem will also be aware of this access" (6.2). A visit of another kind is a write: a CPU makes the page
+//! dirty, and it is written back `DIRTY_S` later.
+//!
+//! # What was fitted
+//! The five numbers below were chosen so that [`statistics`](super::statistics) gives what the paper states of a
+//! typical block device (Fig 10) and of cold memory (1): see there. Nothing about a policy went into them. The
+//! footprint alone says how many sections a window of `t` holds, and its slope how many touches come after more
+//! than `t` without one: it decides what any policy can gain (see `docs/protector.md`).
 
 use super::{
-    activity::Pace,
     random::{LoadRandom, number, whole},
     sink::{Sink, Who},
 };
-use pagetide_addr::Access;
-use std::collections::VecDeque;
+use pagetide_addr::{Access, SECTION_BYTES};
 
-/// Chunks of a section.
-const CHUNKS: usize = 8;
-const CHUNKS_PER_SECTION: u64 = CHUNKS as u64;
-const CHUNK_BYTES: u64 = pagetide_addr::SECTION_BYTES / CHUNKS_PER_SECTION;
-const NOWHERE: u32 = u32::MAX;
+/// Shortest and longest mean interval of popular sections, in seconds.
+const MEAN_S: (f64, f64) = (120.0, 7_000.0);
+/// How the number of popular sections grows with their mean interval.
+const POPULARITY: f64 = 0.65;
+/// Mean interval of the periodic part, in seconds.
+const PERIOD_S: f64 = 230.0;
+/// Its intervals are the sum of so many without memory: they deviate from the mean by 27 %.
+const PERIOD_STAGES: u64 = 14;
 /// A dirty page is written back this long after it became so (Linux' default).
 const DIRTY_S: u64 = 30;
-/// Interval of write-back, and of the journal's commits.
-const FLUSH_S: u64 = 5;
-/// Length of a pass over the journal, and over the files that are appended to.
-const JOURNAL_TURN_S: u64 = 75;
-/// Reclaim begins below this share of free chunks and ends above twice that.
-const FREE_LOW: f64 = 0.01;
-/// Chunks that are rewritten together.
-const REWRITE_RUN: u64 = 4;
+/// Seconds between two accesses of a visit.
+const ACCESS_GAP_S: u64 = 3;
+/// Most accesses of a visit to a section that is seldom visited, and to another.
+const ACCESSES_MAX: (u64, u64) = (3, 1);
+/// Most accesses of a visit to a periodic section.
+const PERIODIC_ACCESSES_MAX: u64 = 1;
+/// A section with a longer mean interval is seldom visited.
+const SELDOM_S: f64 = 600.0;
+/// Bytes of an access.
+const ACCESS_BYTES: u64 = SECTION_BYTES / 8;
+/// Seconds that the calendar holds. What comes later waits in its last place.
+const CALENDAR_S: usize = 8_192;
 
-/// Probability that a fill goes into the chunk after the previous one, if that is free; else it goes to any
-/// free one.
-///
-/// In a stock guest whose page cache was kept busy by `fio`, 41 to 84 of 100 successive page fills stayed
-/// in their section, bursts of one section had 100 to 240 pages (two to four chunks), and hardly any
-/// continued in the next section: free memory is in short, scattered runs.
-const RUN_GOES_ON: f64 = 0.7;
-
-/// Free chunks of memory.
-#[derive(Debug)]
-struct Free {
-    slots: Vec<u32>,
-    /// Position of each slot in `slots`; [`NOWHERE`] for those in use.
-    at: Vec<u32>,
-    last: u32,
-}
-
-impl Free {
-    fn all(slots: u64) -> Self {
-        let slots: Vec<u32> = (0..u32::try_from(slots).unwrap_or(0)).collect();
-        Self {
-            at: slots.clone(),
-            slots,
-            last: NOWHERE,
-        }
-    }
-
-    fn len(&self) -> u64 {
-        self.slots.len() as u64
-    }
-
-    fn put(&mut self, slot: u32) {
-        self.at[slot as usize] = u32::try_from(self.slots.len()).unwrap_or(NOWHERE);
-        self.slots.push(slot);
-    }
-
-    fn take(&mut self, random: &mut LoadRandom) -> Option<u32> {
-        let next = self.last.wrapping_add(1) as usize;
-        let beside = self.at.get(next).copied().filter(|at| *at != NOWHERE);
-        let at = match beside {
-            Some(at) if random.unit() < RUN_GOES_ON => at as usize,
-            _ => usize::try_from(random.below(self.len())).unwrap_or(0),
-        };
-        if at >= self.slots.len() {
-            return None;
-        }
-        let slot = self.slots.swap_remove(at);
-        if let Some(moved) = self.slots.get(at) {
-            self.at[*moved as usize] = u32::try_from(at).unwrap_or(NOWHERE);
-        }
-        self.at[slot as usize] = NOWHERE;
-        self.last = slot;
-        Some(slot)
-    }
-}
-
-/// The guest's use of its disk. Rates are per hour and per chunk of the cache.
+/// Sections of one guest's disk, as shares of its memory.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(super) struct DiskLoad {
-    /// Chunks of files read, popular ones more often.
-    pub(super) read: f64,
-    /// Chunks read once, in order.
-    pub(super) scanned: f64,
-    /// Chunks rewritten.
-    pub(super) rewritten: f64,
-    /// Chunks of temporary files.
-    pub(super) temporary: f64,
-    /// Chunks of popular files, as a multiple of the cache's.
-    pub(super) dataset: f64,
-    /// How uneven popularity is: files are drawn with a rank of `n^(u^skew)`.
-    pub(super) skew: f64,
-    /// Chunks that are rewritten, as a share of the cache's.
-    pub(super) rewrite_set: f64,
-    /// How uneven rewriting is, as `skew` for reading.
-    pub(super) rewrite_skew: f64,
-    /// Sections of the journal, as a share of the cache's.
-    pub(super) journal: f64,
-    /// Share of the activity that continues when the guest is quiet.
-    pub(super) quiet: f64,
+    /// Sections that are visited at intervals without memory.
+    pub(super) popular: f64,
+    /// Sections that come again after about [`PERIOD_S`].
+    pub(super) periodic: f64,
+    /// Share of the visits that are writes.
+    pub(super) written: f64,
 }
 
+/// One section of the page cache.
 #[derive(Clone, Copy, Debug)]
-struct Slot {
-    chunk: u32,
-    referenced: bool,
-    dirty: bool,
-    queued: bool,
+struct CacheSection {
+    section: u64,
+    /// Mean interval of visits, in seconds.
+    mean_s: f64,
+    stages: u64,
+    accesses_max: u64,
+}
+
+impl CacheSection {
+    /// The section at the share `unit` of the popular ones, shortest interval first.
+    fn popular(section: u64, unit: f64) -> Self {
+        let mean_s = popular_mean_s(unit);
+        let accesses_max = match mean_s > SELDOM_S {
+            true => ACCESSES_MAX.0,
+            false => ACCESSES_MAX.1,
+        };
+        Self {
+            section,
+            mean_s,
+            stages: 1,
+            accesses_max,
+        }
+    }
+}
+
+/// What is to be done to a section in some second.
+#[derive(Clone, Copy, Debug)]
+enum Due {
+    /// A new visit.
+    Visit,
+    /// The rest of a visit: accesses left.
+    Read(u64),
+    /// The same of writes by a CPU.
+    Write(u64),
+    WriteBack,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Disk {
     random: LoadRandom,
-    load: DiskLoad,
-    /// Sections of the cache, in the order of memory; the journal's come after them.
-    sections: Vec<u64>,
-    journal: Vec<u64>,
-    slots: Vec<Slot>,
-    /// Slot of each chunk of the disk.
-    place: Vec<u32>,
-    /// Filled slots, first filled first.
-    filled: VecDeque<u32>,
-    free: Free,
-    /// Slots to write back, and when.
-    dirty: VecDeque<(u64, u32)>,
-    /// Temporary files: when each is deleted, its first chunk and its length.
-    temporary: VecDeque<(u64, u32, u32)>,
-    popular_chunks: u64,
-    temporary_from: u64,
-    temporary_next: u64,
-    scan_next: u64,
-    journal_next: u64,
+    written: f64,
+    sections: Vec<CacheSection>,
+    /// By second, modulo [`CALENDAR_S`]: place of the section, what is due, and in which second.
+    calendar: Vec<Vec<(u32, Due, u64)>>,
 }
 
 impl Disk {
-    pub(super) fn new(random: LoadRandom, mut sections: Vec<u64>, load: DiskLoad) -> Self {
-        let kept = whole(number(sections.len() as u64) * (1.0 - load.journal));
-        let journal = sections.split_off(usize::try_from(kept).unwrap_or(0));
-        let slots = sections.len() as u64 * CHUNKS_PER_SECTION;
-        let popular_chunks = whole(number(slots) * load.dataset).max(64);
-        // Scanned and temporary files lie beyond the popular ones.
-        let temporary_from = popular_chunks + slots * 4;
-        let end = temporary_from + slots;
-        let empty = Slot {
-            chunk: NOWHERE,
-            referenced: false,
-            dirty: false,
-            queued: false,
-        };
-        Self {
+    /// A disk whose page cache may use `memory`, in this order, of a guest of `vm_sections`.
+    pub(super) fn new(
+        mut random: LoadRandom,
+        memory: &[u64],
+        vm_sections: u64,
+        load: &DiskLoad,
+    ) -> Self {
+        let count = |share: f64| whole(number(vm_sections) * share);
+        let (popular, periodic) = (count(load.popular), count(load.periodic));
+        let sections = (0..).zip(memory).take(index_of(popular + periodic));
+        let sections: Vec<CacheSection> = sections
+            .map(|(place, section)| match place < periodic {
+                true => CacheSection {
+                    section: *section,
+                    mean_s: PERIOD_S,
+                    stages: PERIOD_STAGES,
+                    accesses_max: PERIODIC_ACCESSES_MAX,
+                },
+                false => CacheSection::popular(*section, random.unit()),
+            })
+            .collect();
+        let mut disk = Self {
             random,
-            load,
+            written: load.written,
             sections,
-            journal,
-            slots: vec![empty; usize::try_from(slots).unwrap_or(0)],
-            place: vec![NOWHERE; usize::try_from(end).unwrap_or(0)],
-            filled: VecDeque::new(),
-            free: Free::all(slots),
-            dirty: VecDeque::new(),
-            temporary: VecDeque::new(),
-            popular_chunks,
-            temporary_from,
-            temporary_next: 0,
-            scan_next: 0,
-            journal_next: 0,
-        }
-    }
-
-    /// One second of the guest's work.
-    pub(super) fn second(&mut self, pace: Pace, sink: &mut Sink) {
-        if self.slots.is_empty() {
-            return;
-        }
-        let level = match pace {
-            Pace::Busy => 1.0,
-            Pace::Quiet => self.load.quiet,
+            calendar: vec![Vec::new(); CALENDAR_S],
         };
-        let chunks = number(self.slots.len() as u64) / 3_600.0 * level;
-        self.read_files(self.load.read * chunks, sink);
-        self.scan(self.load.scanned * chunks, sink);
-        self.rewrite(self.load.rewritten * chunks, sink);
-        self.use_temporary_files(self.load.temporary * chunks, sink);
-        if sink.second.is_multiple_of(FLUSH_S) {
-            self.write_back(sink);
-            if pace == Pace::Busy {
-                self.commit(sink);
-            }
+        for place in 0..disk.sections.len() {
+            // The guest has been running: a section is in the midst of an interval.
+            let stages = 1 + disk.random.below(disk.sections[place].stages);
+            let wait_s = disk.interval_s(place, stages);
+            disk.put(0, wait_s, place, Due::Visit);
         }
-        self.reclaim();
+        disk
     }
 
-    /// Runs of chunks; rank by rank files are less popular.
-    fn read_files(&mut self, chunks: f64, sink: &mut Sink) {
-        const RUN: u64 = 8;
-        for _ in 0..self.random.count(chunks / number(RUN)) {
-            let extents = (self.popular_chunks / RUN).max(1);
-            let rank = self.popular(extents, self.load.skew);
-            for chunk in rank * RUN..(rank + 1) * RUN {
-                self.read(chunk, sink);
-            }
-        }
-    }
-
-    fn popular(&mut self, of: u64, skew: f64) -> u64 {
-        let unit = self.random.unit().powf(skew);
-        whole(number(of).powf(unit) - 1.0).min(of - 1)
-    }
-
-    fn scan(&mut self, chunks: f64, sink: &mut Sink) {
-        let span = self.temporary_from - self.popular_chunks;
-        for _ in 0..self.random.count(chunks) {
-            let chunk = self.popular_chunks + self.scan_next % span;
-            self.scan_next += 1;
-            self.read(chunk, sink);
-        }
-    }
-
-    fn rewrite(&mut self, chunks: f64, sink: &mut Sink) {
-        let set = whole(number(self.slots.len() as u64) * self.load.rewrite_set);
-        let runs = (set.min(self.popular_chunks) / REWRITE_RUN).max(1);
-        // Spread over the popular files, so that rewritten chunks lie apart.
-        let step = (self.popular_chunks / runs).max(REWRITE_RUN);
-        for _ in 0..self.random.count(chunks / number(REWRITE_RUN)) {
-            let rank = self.popular(runs, self.load.rewrite_skew);
-            let first = rank * step % self.popular_chunks;
-            for chunk in first..(first + REWRITE_RUN).min(self.popular_chunks) {
-                self.write(chunk, sink);
-            }
-        }
-    }
-
-    fn use_temporary_files(&mut self, chunks: f64, sink: &mut Sink) {
-        const FILE: u64 = 32;
-        let span = (self.slots.len() as u64 / FILE).max(1);
-        for _ in 0..self.random.count(chunks / number(FILE)) {
-            let first = self.temporary_from + self.temporary_next % span * FILE;
-            self.temporary_next += 1;
-            if first + FILE > self.place.len() as u64 {
-                continue;
-            }
-            for chunk in first..first + FILE {
-                self.write(chunk, sink);
-            }
-            let lives_s = whole(20.0 + 400.0 * self.random.exponential());
-            let first = u32::try_from(first).unwrap_or(0);
-            let file = u32::try_from(FILE).unwrap_or(0);
-            self.temporary
-                .push_back((sink.second + lives_s, first, file));
-        }
-        for _ in 0..self.temporary.len() {
-            let Some((due, first, count)) = self.temporary.pop_front() else {
-                return;
-            };
-            if due > sink.second {
-                self.temporary.push_back((due, first, count));
-                continue;
-            }
-            for chunk in first..first + count {
-                self.delete(chunk);
-            }
-        }
-    }
-
-    fn read(&mut self, chunk: u64, sink: &mut Sink) {
-        if let Some(slot) = self.cached(chunk) {
-            self.slots[slot].referenced = true;
-            sink.touch(Who::Cpu, self.section(slot), Access::Read, CHUNK_BYTES);
-        } else if let Some(slot) = self.take(chunk) {
-            sink.touch(Who::Disk, self.section(slot), Access::Write, CHUNK_BYTES);
-            sink.touch(Who::Cpu, self.section(slot), Access::Read, CHUNK_BYTES);
-        }
-    }
-
-    fn write(&mut self, chunk: u64, sink: &mut Sink) {
-        let Some(slot) = self.cached(chunk).or_else(|| self.take(chunk)) else {
-            return;
-        };
-        sink.touch(Who::Cpu, self.section(slot), Access::Write, CHUNK_BYTES);
-        let page = &mut self.slots[slot];
-        if !page.dirty {
-            page.dirty = true;
-            let slot = u32::try_from(slot).unwrap_or(NOWHERE);
-            self.dirty.push_back((sink.second + DIRTY_S, slot));
-        }
-    }
-
-    fn write_back(&mut self, sink: &mut Sink) {
-        while let Some((due, slot)) = self.dirty.front().copied() {
-            if due > sink.second {
-                return;
-            }
-            self.dirty.pop_front();
-            let at = slot as usize;
-            if self.slots[at].dirty {
-                self.slots[at].dirty = false;
-                sink.touch(Who::Disk, self.section(at), Access::Read, CHUNK_BYTES);
-            }
-        }
-    }
-
-    fn commit(&mut self, sink: &mut Sink) {
-        let turn = self.journal.len() as u64;
-        for _ in 0..(turn * FLUSH_S).div_ceil(JOURNAL_TURN_S) {
-            let at = usize::try_from(self.journal_next % turn).unwrap_or(0);
-            self.journal_next += 1;
-            sink.touch(Who::Disk, self.journal[at], Access::Write, CHUNK_BYTES);
-            sink.touch(Who::Cpu, self.journal[at], Access::Read, CHUNK_BYTES);
-        }
-    }
-
-    fn cached(&self, chunk: u64) -> Option<usize> {
-        let place = self.place.get(index_of(chunk)).copied();
-        place
-            .filter(|place| *place != NOWHERE)
-            .map(|place| place as usize)
-    }
-
-    fn section(&self, slot: usize) -> u64 {
-        self.sections[slot / CHUNKS]
-    }
-
-    /// A free slot for `chunk`.
-    fn take(&mut self, chunk: u64) -> Option<usize> {
-        let place = self.place.get_mut(index_of(chunk))?;
-        let slot = self.free.take(&mut self.random)?;
-        *place = slot;
-        // There are fewer chunks than places can be numbered.
-        let chunk = u32::try_from(chunk).unwrap_or(NOWHERE);
-        let queued = self.slots[slot as usize].queued;
-        self.slots[slot as usize] = Slot {
-            chunk,
-            referenced: false,
-            dirty: false,
-            queued: true,
-        };
-        if !queued {
-            self.filled.push_back(slot);
-        }
-        Some(slot as usize)
-    }
-
-    fn delete(&mut self, chunk: u32) {
-        let Some(slot) = self.cached(u64::from(chunk)) else {
-            return;
-        };
-        self.place[chunk as usize] = NOWHERE;
-        self.slots[slot].chunk = NOWHERE;
-        self.slots[slot].dirty = false;
-        self.free.put(u32::try_from(slot).unwrap_or(NOWHERE));
-    }
-
-    fn reclaim(&mut self) {
-        let low = whole(number(self.slots.len() as u64) * FREE_LOW) + 64;
-        if self.free.len() >= low {
-            return;
-        }
-        let mut looks = self.filled.len();
-        while (self.free.len()) < 2 * low && looks > 0 {
-            looks -= 1;
-            let Some(slot) = self.filled.pop_front() else {
-                return;
-            };
-            let at = slot as usize;
-            let page = &mut self.slots[at];
-            if page.chunk == NOWHERE {
-                page.queued = false;
-            } else if page.referenced || page.dirty {
-                page.referenced = false;
-                self.filled.push_back(slot);
+    /// One second of the guest's work. Seconds come in order, from 0.
+    pub(super) fn second(&mut self, second: u64, sink: &mut Sink) {
+        let today = index_of(second) % CALENDAR_S;
+        let due = std::mem::take(&mut self.calendar[today]);
+        for (place, due, at) in due {
+            let place = place as usize;
+            if at > second {
+                self.put(second, at - second, place, due);
             } else {
-                page.queued = false;
-                self.place[page.chunk as usize] = NOWHERE;
-                page.chunk = NOWHERE;
-                self.free.put(slot);
+                self.carry_out(second, place, due, sink);
             }
         }
+    }
+
+    fn carry_out(&mut self, second: u64, place: usize, due: Due, sink: &mut Sink) {
+        let section = self.sections[place].section;
+        match due {
+            Due::Visit => {
+                let wait_s = self.interval_s(place, self.sections[place].stages);
+                // An interval is from the end of a visit.
+                let accesses = 1 + self.random.below(self.sections[place].accesses_max);
+                let visit_s = (accesses - 1) * ACCESS_GAP_S;
+                self.put(second, wait_s + visit_s, place, Due::Visit);
+                let kind = match self.random.unit() < self.written {
+                    true => Due::Write(accesses),
+                    false => Due::Read(accesses),
+                };
+                self.carry_out(second, place, kind, sink);
+            }
+            Due::Read(accesses) => {
+                sink.touch(Who::Disk, section, Access::Write, ACCESS_BYTES);
+                sink.touch(Who::Cpu, section, Access::Read, ACCESS_BYTES);
+                if accesses > 1 {
+                    self.put(second, ACCESS_GAP_S, place, Due::Read(accesses - 1));
+                }
+            }
+            Due::Write(accesses) => {
+                sink.touch(Who::Cpu, section, Access::Write, ACCESS_BYTES);
+                self.put(second, DIRTY_S, place, Due::WriteBack);
+                if accesses > 1 {
+                    self.put(second, ACCESS_GAP_S, place, Due::Write(accesses - 1));
+                }
+            }
+            Due::WriteBack => sink.touch(Who::Disk, section, Access::Read, ACCESS_BYTES),
+        }
+    }
+
+    fn interval_s(&mut self, place: usize, stages: u64) -> u64 {
+        let CacheSection {
+            mean_s,
+            stages: all,
+            ..
+        } = self.sections[place];
+        let stage_s = mean_s / number(all);
+        let sum: f64 = (0..stages).map(|_| self.random.exponential()).sum();
+        whole(sum * stage_s + self.random.unit()).max(1)
+    }
+
+    fn put(&mut self, second: u64, wait_s: u64, place: usize, due: Due) {
+        let wait = index_of(wait_s.max(1)).min(CALENDAR_S - 1);
+        let day = (index_of(second) + wait) % CALENDAR_S;
+        let place = u32::try_from(place).unwrap_or(u32::MAX);
+        self.calendar[day].push((place, due, second + wait_s.max(1)));
     }
 }
-/// The index for a number; one too large for this machine becomes a number past every index, where there is
-/// nothing.
+
+/// The mean interval at the share `unit` of the popular sections, shortest first.
+fn popular_mean_s(unit: f64) -> f64 {
+    let (least, most) = (MEAN_S.0.powf(POPULARITY), MEAN_S.1.powf(POPULARITY));
+    (least + unit * (most - least)).powf(1.0 / POPULARITY)
+}
+
+/// The index for a number; one too large for this machine becomes a number past every index.
 fn index_of(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn section_is_visited_at_its_interval_and_a_cpu_touches_what_a_device_did() {
+        let memory: Vec<u64> = (0..400).collect();
+        let load = DiskLoad {
+            popular: 0.0,
+            periodic: 1.0,
+            written: 0.0,
+        };
+        let mut disk = Disk::new(LoadRandom::new(1, 1), &memory, 400, &load);
+        let mut sink = Sink::new(400);
+        let (mut by_disk, mut by_cpu) = (0, 0);
+        const SECONDS: u64 = 20_000;
+        for second in 0..SECONDS {
+            sink.second = second;
+            sink.touches.clear();
+            disk.second(second, &mut sink);
+            by_disk += sink.touches.iter().filter(|it| it.who == Who::Disk).count();
+            by_cpu += sink.touches.iter().filter(|it| it.who == Who::Cpu).count();
+        }
+        assert_eq!(by_disk, by_cpu);
+        let expected = 400.0 * number(SECONDS) / PERIOD_S;
+        let share = number(by_disk as u64) / expected;
+        assert!((0.95..1.05).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn popular_sections_have_all_means_and_most_of_them_long_ones() {
+        assert!((popular_mean_s(0.0) - MEAN_S.0).abs() < 1e-6);
+        assert!((popular_mean_s(1.0) - MEAN_S.1).abs() < 1e-6);
+        assert!(popular_mean_s(0.5) > MEAN_S.1 / 5.0);
+    }
 }

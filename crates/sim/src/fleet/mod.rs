@@ -2,7 +2,6 @@
 //! Synthetic guests: our counterpart of the paper's synthetic environment (VPRI 7.3).
 
 mod activity;
-mod cpu;
 mod disk;
 mod guest;
 mod nic;
@@ -14,5 +13,5 @@ mod stream;
 
 pub use guest::{GuestRecipe, Load, paper_fleet};
 pub use round::Round;
-pub use statistics::statistics;
+pub use statistics::{ColdShares, GuestStatistics, statistics};
 pub use stream::{DISK, GuestStream, NIC, PROLOGUE};

@@ -69,6 +69,8 @@ impl Nic {
         for step in first..=last.min(first + turn - 1) {
             let at = usize::try_from(step % turn).unwrap_or(0);
             sink.touch(Who::Nic, self.pool[at], Access::Write, SECTION_BYTES / 8);
+            // The driver looks at what came.
+            sink.touch(Who::Cpu, self.pool[at], Access::Read, SECTION_BYTES / 8);
         }
         self.position = end % (number(turn) * BUFFERS_PER_SECTION);
     }

@@ -6,12 +6,31 @@ use super::{
     stream::{GuestStream, PROLOGUE},
 };
 use crate::replay::{
-    AccessStream, DeviceAccount, FleetParams, FleetReplay, ReplayError, Share, Start, VmAccount,
-    VmParams,
+    AccessStream, DeviceAccount, Division, DmaTouches, FleetParams, FleetReplay, ReplayError,
+    Share, Start, VmAccount, VmParams,
 };
 use pagetide_addr::SECTION_BYTES;
-use pagetide_policy::protect::PolicyChoice;
+use pagetide_policy::{
+    protect::PolicyChoice,
+    set_times::{SetTimes, TIME_MIN},
+};
 use std::{num::NonZeroUsize, time::Duration};
+
+/// When guests begin to give memory, in the prologue: cold sections are known by then.
+const SQUEEZE_FROM: Duration = Duration::from_secs(480);
+/// How often it is decided how much each gives.
+const BALANCE_EVERY: Duration = Duration::from_secs(2);
+
+/// Sets whose coldest has what was left alone for `time` and up to four scans more, however hot it was before:
+/// the other sets are passed as fast as scans allow, two of them at least.
+fn cold_after(time: Duration) -> SetTimes {
+    let quick = SetTimes::QUICK;
+    let before = quick.scan * 2;
+    SetTimes {
+        cool: time.saturating_sub(before).max(TIME_MIN),
+        ..quick
+    }
+}
 
 /// A round to be run.
 #[derive(Clone, PartialEq, Debug)]
@@ -22,6 +41,12 @@ pub struct Round {
     pub policy: PolicyChoice,
     /// Memory promised beyond the existing memory, as a share of it.
     pub overcommit: f64,
+    /// Which guests give that memory.
+    pub division: Division,
+    /// A section left alone for so long is cold; it is what a guest gives.
+    pub cold_after: Duration,
+    /// Whether the evictor hears of DMA.
+    pub dma: DmaTouches,
     /// Its length, in virtual seconds, without the prologue.
     pub seconds: u64,
     /// How often to record what policies hold, if at all.
@@ -38,6 +63,9 @@ impl Round {
     pub fn run(&self) -> Result<Vec<VmAccount>, ReplayError> {
         let params = FleetParams {
             overcommit: self.overcommit,
+            division: self.division,
+            squeeze_from: SQUEEZE_FROM,
+            balance_every: BALANCE_EVERY,
             threads: self.threads,
             ..FleetParams::default()
         };
@@ -56,6 +84,9 @@ impl Round {
             section_bytes: SECTION_BYTES,
             start: Start::AllPresent,
             policy: self.policy.clone(),
+            dma: self.dma,
+            set_times: cold_after(self.cold_after),
+            busy_sections: guest.busy_sections(),
             capacity_every: self.capacity_every,
         };
         let stream = GuestStream::new(guest, self.seconds);
@@ -109,11 +140,9 @@ fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
         evicted_protected: after.evicted_protected - before.evicted_protected,
         scans: after.scans - before.scans,
         over_limit_fills: after.over_limit_fills - before.over_limit_fills,
-        bring_backs: after.bring_backs - before.bring_backs,
-        wasted_bring_backs: after.wasted_bring_backs - before.wasted_bring_backs,
-        refused_bring_backs: after.refused_bring_backs - before.refused_bring_backs,
         swapped_in_ahead: after.swapped_in_ahead - before.swapped_in_ahead,
-        brought_back: less(after.brought_back, before.brought_back),
+        absent: less(after.absent, before.absent),
+        eviction_ages: after.eviction_ages.since(&before.eviction_ages),
         protected: less(after.protected, before.protected),
         devices: devices.collect(),
         sections: after.sections,
@@ -138,6 +167,9 @@ mod tests {
                 .collect(),
             policy: policy.parse().unwrap(),
             overcommit: 0.2,
+            division: Division::InTurn,
+            cold_after: Duration::from_secs(180),
+            dma: DmaTouches::Unseen,
             seconds: 1_200,
             capacity_every: None,
             threads: NonZeroUsize::new(threads).unwrap(),
@@ -146,7 +178,7 @@ mod tests {
 
     #[test]
     fn round_is_the_same_on_any_number_of_threads() {
-        for policy in ["adp", "adaptive"] {
+        for policy in ["adp", "lru"] {
             let alone = round(policy, 1).run().unwrap();
             assert_eq!(alone, round(policy, 3).run().unwrap(), "{policy}");
         }

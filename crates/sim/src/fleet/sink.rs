@@ -20,11 +20,6 @@ pub(super) struct GuestTouch {
     pub(super) bytes: u64,
 }
 
-/// A touch of a section by the CPU is reported this often: at least once between two scans of the daemon,
-/// so that each scan sees what is in use. (Reported every 20 s, as it once was, such a section was on the
-/// cold side for a quarter of the time, and was evicted for pages that devices had filled.)
-pub(super) const CPU_TOLD_S: u64 = 4;
-
 /// Touches of one second, in order.
 #[derive(Debug)]
 pub(super) struct Sink {
@@ -44,12 +39,12 @@ impl Sink {
         }
     }
 
-    /// Reports a touch, unless one of the section was reported so recently that it counts as the same.
+    /// Reports a touch, unless one of the section was reported in this second.
     pub(super) fn touch(&mut self, who: Who, section: u64, access: Access, bytes: u64) {
-        let (told, gap_s) = match who {
-            Who::Cpu => (&mut self.told[0], CPU_TOLD_S),
-            Who::Nic => (&mut self.told[1], 1),
-            Who::Disk => (&mut self.told[2], 1),
+        let told = match who {
+            Who::Cpu => &mut self.told[0],
+            Who::Nic => &mut self.told[1],
+            Who::Disk => &mut self.told[2],
         };
         let Some(last) = usize::try_from(section)
             .ok()
@@ -57,7 +52,7 @@ impl Sink {
         else {
             return;
         };
-        if *last == 0 || self.second + 1 >= *last + gap_s {
+        if *last != self.second + 1 {
             *last = self.second + 1;
             self.touches.push(GuestTouch {
                 who,

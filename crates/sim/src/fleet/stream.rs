@@ -73,7 +73,7 @@ impl AccessStream for GuestStream {
             if self.next_second == self.end_second {
                 return Ok(None);
             }
-            self.guest.second(self.next_second, PROLOGUE.as_secs());
+            self.guest.second(self.next_second);
             self.next_second += 1;
             self.given = 0;
         }

@@ -86,6 +86,67 @@ impl From<FaultAges> for Vec<(Option<u64>, u64)> {
     }
 }
 
+/// Ages of evicted sections, to ten seconds.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct EvictionAges {
+    /// Evictions by age: in place `n` those of `10 n` seconds and more, and less than ten seconds more.
+    pub counts: Vec<u32>,
+}
+
+impl EvictionAges {
+    /// Width of a class, in seconds.
+    pub const CLASS_S: u64 = 10;
+    /// Ages beyond a day are counted as a day.
+    const CLASSES_MAX: u64 = 24 * 3_600 / Self::CLASS_S;
+
+    pub(super) fn add(&mut self, age: Duration) {
+        let class = (age.as_secs() / Self::CLASS_S).min(Self::CLASSES_MAX);
+        let class = usize::try_from(class).unwrap_or(0);
+        if self.counts.len() <= class {
+            self.counts.resize(class + 1, 0);
+        }
+        self.counts[class] = self.counts[class].saturating_add(1);
+    }
+
+    /// Adds those of another account.
+    pub fn sum(&mut self, other: &Self) {
+        if self.counts.len() < other.counts.len() {
+            self.counts.resize(other.counts.len(), 0);
+        }
+        for (count, more) in self.counts.iter_mut().zip(&other.counts) {
+            *count = count.saturating_add(*more);
+        }
+    }
+
+    /// Those that are not in `before`, an earlier state of this account.
+    #[must_use]
+    pub fn since(mut self, before: &Self) -> Self {
+        for (count, before) in self.counts.iter_mut().zip(&before.counts) {
+            *count = count.saturating_sub(*before);
+        }
+        self
+    }
+
+    /// Evictions.
+    #[must_use]
+    pub fn evictions(&self) -> u64 {
+        self.counts.iter().map(|count| u64::from(*count)).sum()
+    }
+
+    /// The age in seconds below which a share of `permille` thousandths of the evictions are, to a class.
+    #[must_use]
+    pub fn quantile_s(&self, permille: u64) -> Option<u64> {
+        let wanted = (self.evictions() * permille.min(1_000))
+            .div_ceil(1_000)
+            .max(1);
+        let mut seen = 0;
+        (0..).zip(&self.counts).find_map(|(class, count)| {
+            seen += u64::from(*count);
+            (seen >= wanted).then_some(class * Self::CLASS_S)
+        })
+    }
+}
+
 /// The counters of one device.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DeviceAccount {
@@ -163,16 +224,12 @@ pub struct VmAccount {
     pub scans: u64,
     /// Fills that went over the limit because nothing could be evicted at once.
     pub over_limit_fills: u64,
-    /// Sections that a policy had prefetched.
-    pub bring_backs: u64,
-    /// Of those, evicted again before any touch.
-    pub wasted_bring_backs: u64,
-    /// Requests to prefetch a section that were refused.
-    pub refused_bring_backs: u64,
     /// Sections swapped in though nothing had asked for them: they had been in use, and there was room again.
     pub swapped_in_ahead: u64,
-    /// Prefetched sections that have not been touched since: this memory is a cost of policies, too.
-    pub brought_back: Share,
+    /// Sections that were absent.
+    pub absent: Share,
+    /// How long devices had left the sections alone that were evicted, of those that any had touched.
+    pub eviction_ages: EvictionAges,
     /// Sections protected for any of its devices.
     pub protected: Share,
     /// Its devices, in the order of their first touch.
@@ -191,6 +248,24 @@ impl VmAccount {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn quantile_of_ages_is_the_class_in_which_that_share_of_them_is_reached() {
+        let mut ages = EvictionAges::default();
+        assert_eq!(ages.quantile_s(500), None);
+        for age_s in [3, 9, 10, 45, 1_000_000] {
+            ages.add(Duration::from_secs(age_s));
+        }
+        let quantiles = [0, 400, 401, 800, 1_000].map(|permille| ages.quantile_s(permille));
+        let expected = [0, 0, 10, 40, 86_400].map(Some);
+        assert_eq!(quantiles, expected);
+        let before = ages.clone();
+        ages.add(Duration::from_secs(12));
+        let since = ages.clone().since(&before);
+        assert_eq!((since.evictions(), since.quantile_s(500)), (1, Some(10)));
+        ages.sum(&since);
+        assert_eq!(ages.evictions(), 7);
+    }
 
     #[test]
     fn fault_is_counted_below_the_bound_that_its_age_has_not_reached() {

@@ -16,8 +16,23 @@ pub struct Need {
     pub taken_sections: u64,
     /// Sections on the cold side, present or not.
     pub cold_sections: u64,
+    /// Sections that are absent, and those in the coldest set that no policy protects.
+    pub givable_sections: u64,
     /// Faults of CPUs and devices since the last call.
     pub faults: u64,
+}
+
+/// Which VMs give the memory that the host lacks. The paper says that the ratios go from 0 to 50 % of a VM
+/// and are balanced by pressure (VPRI 3.4, 7.3), and no more; which of these two it is decides how old
+/// sections are when they are evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Division {
+    /// All of them, by the weight of what is cold in them. They hardly differ.
+    #[default]
+    ByNeed,
+    /// As few as can: VMs are chosen in the order they were given while what they may give at most fits into what
+    /// is wanted. Each of these gives what is in its coldest set; the others divide the rest by need.
+    InTurn,
 }
 
 /// Cold sections that one fault subtracts.
@@ -62,6 +77,34 @@ pub fn balance(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
     taken
 }
 
+/// Like [`balance`], for [`Division::InTurn`]. Which VMs are chosen depends on their sizes alone.
+#[must_use]
+pub fn in_turn(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
+    let mut room = wanted;
+    let mut taken = vec![0; needs.len()];
+    let mut others = Vec::new();
+    for (i, need) in needs.iter().enumerate() {
+        let most = need.most(most_permille);
+        if most <= room {
+            room -= most;
+            taken[i] = need.givable_sections.min(most);
+        } else {
+            others.push(i);
+        }
+    }
+    let rest = wanted - taken.iter().sum::<u64>();
+    let of_others: Vec<Need> = others.iter().map(|i| needs[*i]).collect();
+    let mut parts = vec![0; others.len()];
+    pour(&of_others, &mut parts, rest, most_permille);
+    for (i, part) in others.into_iter().zip(parts) {
+        taken[i] = part;
+    }
+    // The others are not enough.
+    let left = wanted - taken.iter().sum::<u64>();
+    pour(needs, &mut taken, left, most_permille);
+    taken
+}
+
 /// Divides `wanted` among the VMs by weight, in addition to `taken`, as far as there is room.
 fn pour(needs: &[Need], taken: &mut [u64], mut wanted: u64, most_permille: u64) {
     while wanted > 0 {
@@ -94,6 +137,7 @@ mod tests {
             sections,
             taken_sections: taken,
             cold_sections: cold,
+            givable_sections: cold,
             faults,
         }
     }
@@ -126,6 +170,26 @@ mod tests {
             [50, 5]
         );
         assert_eq!(balance(&[], 300, 500), [0; 0]);
+    }
+
+    #[test]
+    fn in_turn_few_give_all_that_is_cold_and_the_others_the_rest() {
+        let needs = [
+            need(1000, 0, 300, 0),
+            need(1000, 0, 900, 0),
+            need(1000, 0, 400, 0),
+            need(1000, 0, 400, 0),
+        ];
+        // No half of a VM fits: all divide it.
+        let taken = in_turn(&needs, 200, 500);
+        assert!(taken.iter().all(|taken| *taken > 20), "{taken:?}");
+        // Two halves fit.
+        let taken = in_turn(&needs, 1000, 500);
+        assert_eq!(taken, [300, 500, 100, 100]);
+        // Nobody has that much cold: the rest is divided.
+        let taken = in_turn(&needs, 1900, 500);
+        assert_eq!(taken.iter().sum::<u64>(), 1900);
+        assert!(taken[0] > 300 && taken[2] > 400, "{taken:?}");
     }
 
     #[test]

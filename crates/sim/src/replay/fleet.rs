@@ -5,7 +5,10 @@
 //! at first and by need once a minute ([`balance()`]). Between two such moments VMs are independent, so they
 //! run on all cores.
 
-use super::{AccessStream, ReplayError, VmAccount, VmParams, VmReplay, balance};
+use super::{
+    AccessStream, Division, ReplayError, VmAccount, VmParams, VmReplay,
+    balance::{balance, in_turn},
+};
 use std::{
     num::NonZeroUsize,
     sync::{Mutex, PoisonError},
@@ -19,6 +22,10 @@ pub struct FleetParams {
     pub overcommit: f64,
     /// Most memory taken from one VM, in thousandths of its size: 500 in the paper.
     pub taken_max_permille: u64,
+    /// Which VMs give it.
+    pub division: Division,
+    /// When limits begin: before, nothing is known of what is cold.
+    pub squeeze_from: Duration,
     /// How often limits are recomputed.
     pub balance_every: Duration,
     /// Threads; they affect only the speed.
@@ -31,6 +38,8 @@ impl Default for FleetParams {
         Self {
             overcommit: 0.2,
             taken_max_permille: 500,
+            division: Division::ByNeed,
+            squeeze_from: Duration::ZERO,
             balance_every: Duration::from_secs(60),
             threads: NonZeroUsize::MIN,
         }
@@ -159,16 +168,22 @@ impl FleetReplay {
             let sections = vm.need().sections;
             let taken = share_of(sections, share);
             self.wanted += taken;
-            vm.set_limit(Some(sections - taken));
+            if self.params.squeeze_from.is_zero() {
+                vm.set_limit(Some(sections - taken));
+            }
         }
     }
 
     fn balance(&mut self) {
-        if self.wanted == 0 {
+        if self.wanted == 0 || self.now < self.params.squeeze_from {
             return;
         }
         let needs: Vec<_> = self.vms.iter_mut().map(VmReplay::need).collect();
-        let taken = balance(&needs, self.wanted, self.params.taken_max_permille);
+        let divide = match self.params.division {
+            Division::ByNeed => balance,
+            Division::InTurn => in_turn,
+        };
+        let taken = divide(&needs, self.wanted, self.params.taken_max_permille);
         for ((vm, need), taken) in self.vms.iter_mut().zip(&needs).zip(taken) {
             if taken != need.taken_sections {
                 vm.set_limit(Some(need.sections - taken));

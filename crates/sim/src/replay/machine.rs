@@ -4,12 +4,12 @@
 use super::{
     AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
     VmAccount,
-    memory::{Found, Memory, PrefetchOutcome, Start},
+    memory::{Found, Memory, Start, Trace},
 };
 use pagetide_addr::{DeviceId, SectionNo};
 use pagetide_policy::{
-    prefetch::{self, PrefetchQueue, Prefetched, Rest, Room, Step},
     protect::{Fate, PolicyChoice, ProtectedSections, Protector, Touch},
+    set_times::SetTimes,
 };
 use rustc_hash::FxHashMap;
 use std::{sync::Arc, time::Duration};
@@ -25,6 +25,17 @@ const KEPT_MAX: u64 = 1 << 28;
 /// Devices that any VM may have, and the most that a VM may have.
 const DEVICES: (u64, u64) = (64, 4096);
 
+/// Whether the evictor hears of DMA.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DmaTouches {
+    /// A touch by a device is one like another, as in the daemon: its leases and page requests are known.
+    #[default]
+    Seen,
+    /// Only what CPUs touch is found by scans, as of the second-level page tables in the paper (VPRI 6.2).
+    Unseen,
+}
+
 /// The parameters of a VM and its management.
 #[derive(Clone, PartialEq, Debug)]
 pub struct VmParams {
@@ -36,6 +47,13 @@ pub struct VmParams {
     pub start: Start,
     /// How the DMA of its devices is protected.
     pub policy: PolicyChoice,
+    /// Whether the evictor hears of DMA.
+    pub dma: DmaTouches,
+    /// When a section is cold.
+    pub set_times: SetTimes,
+    /// Sections at the end of its memory that CPUs touch between any two scans, and nobody else: they are
+    /// never cold, and no access to them is replayed.
+    pub busy_sections: u64,
     /// How often to record what each device's policy holds (VPRI Fig 17), if at all.
     pub capacity_every: Option<Duration>,
 }
@@ -61,9 +79,6 @@ pub struct VmReplay {
     devices: Vec<Device>,
     devices_max: u64,
     index_of: FxHashMap<DeviceId, usize>,
-    prefetches: PrefetchQueue,
-    /// When prefetch requests are served next, if there are any.
-    turn_at: Option<Duration>,
     now: Duration,
     looked_at: Duration,
     noted_at: Option<Duration>,
@@ -98,6 +113,8 @@ impl VmReplay {
                 params.section_bytes,
                 params.start,
                 Arc::clone(protector.protected()),
+                params.set_times,
+                params.busy_sections,
             ),
             protected: Arc::clone(protector.protected()),
             params,
@@ -109,8 +126,6 @@ impl VmReplay {
             devices: Vec::new(),
             devices_max: (KEPT_MAX / sections).clamp(DEVICES.0, DEVICES.1),
             index_of: FxHashMap::default(),
-            prefetches: PrefetchQueue::default(),
-            turn_at: None,
             now: Duration::ZERO,
             looked_at: Duration::ZERO,
             noted_at: None,
@@ -160,7 +175,6 @@ impl VmReplay {
         self.memory.set_limit(sections);
         self.memory.wake(self.now);
         self.tell_fates();
-        self.note_requests();
         self.find_due();
     }
 
@@ -180,6 +194,7 @@ impl VmReplay {
             sections,
             taken_sections: sections - self.memory.limit().unwrap_or(sections).min(sections),
             cold_sections: self.memory.cold(),
+            givable_sections: self.memory.givable(),
             faults: since,
         }
     }
@@ -195,8 +210,6 @@ impl VmReplay {
             evicted_protected: counts.evicted_protected,
             scans: counts.sweeps,
             over_limit_fills: counts.over_limit_fills,
-            bring_backs: counts.prefetches,
-            wasted_bring_backs: counts.wasted_prefetches,
             swapped_in_ahead: counts.swapped_in_ahead,
             devices: self.devices.iter().map(|d| d.account.clone()).collect(),
             ..self.account.clone()
@@ -252,7 +265,13 @@ impl VmReplay {
     }
 
     fn touch(&mut self, access: ReplayAccess) {
-        let found = self.memory.touch(access.section);
+        let is_unseen =
+            self.params.dma == DmaTouches::Unseen && matches!(access.actor, Actor::Device(..));
+        let trace = if is_unseen { Trace::None } else { Trace::Left };
+        let found = match trace {
+            Trace::Left => self.memory.touch(access.section),
+            Trace::None => self.memory.look(access.section),
+        };
         let faulted = found == Found::Evicted;
         match access.actor {
             Actor::Cpu => {
@@ -275,9 +294,11 @@ impl VmReplay {
             }
         }
         if found != Found::Present {
-            self.memory.fill(self.now, access.section);
-            // The fill may have triggered a sweep; its requester touches the section after that.
-            self.memory.touch(access.section);
+            self.memory.fill(self.now, access.section, trace);
+            if trace == Trace::Left {
+                // The fill may have triggered a sweep; its requester touches the section after that.
+                self.memory.touch(access.section);
+            }
             self.tell_fates();
             self.find_due();
         }
@@ -290,7 +311,6 @@ impl VmReplay {
             };
             self.protector.touched(id, touch);
         }
-        self.note_requests();
     }
 
     fn device(&mut self, id: DeviceId, service: Service) -> &mut Device {
@@ -314,10 +334,6 @@ impl VmReplay {
             }
             self.memory.pass(self.now);
             self.tell_fates();
-            if self.turn_at.is_some_and(|at| self.now >= at) {
-                self.prefetch();
-            }
-            self.note_requests();
             self.find_due();
         }
     }
@@ -327,76 +343,21 @@ impl VmReplay {
         self.look_at = self.now + LOOK_ROUND;
         self.count_time(self.now);
         self.protector.passed(self.now);
-        self.take_requests();
-        if !self.prefetches.is_empty() {
-            self.turn_at = Some(self.now);
-        }
         self.memory.wake(self.now);
     }
 
     fn find_due(&mut self) {
-        let due = self.look_at.min(self.memory.due());
-        self.due = self.turn_at.map_or(due, |at| due.min(at));
+        self.due = self.look_at.min(self.memory.due());
     }
 
     fn tell_fates(&mut self) {
         for section in self.memory.take_evicted() {
-            self.protector.fate(section, Fate::Evicted, self.now);
-        }
-    }
-
-    /// Requests of policies wait for the next turn, as in the daemon.
-    fn note_requests(&mut self) {
-        if self.turn_at.is_none() && self.protector.wants_bring_backs() {
-            let turn_ns = prefetch::TURN.as_nanos();
-            let turns = self.now.as_nanos() / turn_ns + 1;
-            let turns = u32::try_from(turns).unwrap_or(u32::MAX);
-            self.turn_at = Some(prefetch::TURN * turns);
-            self.find_due();
-        }
-    }
-
-    fn take_requests(&mut self) {
-        let requested = self.protector.take_bring_backs();
-        let refused = self.prefetches.request(requested);
-        self.refuse(refused);
-    }
-
-    /// One turn of prefetches.
-    fn prefetch(&mut self) {
-        self.take_requests();
-        self.prefetches.begin_turn(prefetch::TURN_PAGES);
-        loop {
-            let room = match self.memory.headroom().is_below_low() {
-                true => Room::TooLittle,
-                false => Room::Enough,
-            };
-            match self.prefetches.next(room) {
-                Step::Fill(order) => {
-                    let pages = match self.memory.prefetch(order.section) {
-                        PrefetchOutcome::Filled => self.memory.section_pages(),
-                        PrefetchOutcome::NothingToFill | PrefetchOutcome::NoRoom => 0,
-                    };
-                    let rest = Rest::None;
-                    let refused = self.prefetches.filled(order, Prefetched { pages, rest });
-                    self.refuse(refused);
-                }
-                Step::Refuse(sections) => {
-                    self.refuse(sections);
-                    break;
-                }
-                Step::Over => break,
+            let last_ns = self.devices.iter().map(|device| device.touched_at(section));
+            if let Some(last_ns) = last_ns.max().filter(|last_ns| *last_ns > 0) {
+                let age = self.now.saturating_sub(Duration::from_nanos(last_ns));
+                self.account.eviction_ages.add(age);
             }
-        }
-        self.turn_at = (!self.prefetches.is_empty()).then(|| self.now + prefetch::TURN);
-        self.memory.wake(self.now);
-        self.tell_fates();
-    }
-
-    fn refuse(&mut self, sections: impl IntoIterator<Item = SectionNo>) {
-        for section in sections {
-            self.account.refused_bring_backs += 1;
-            self.protector.fate(section, Fate::NotBroughtBack, self.now);
+            self.protector.fate(section, Fate::Evicted, self.now);
         }
     }
 
@@ -408,8 +369,7 @@ impl VmReplay {
         self.account.limit.add(limit.min(self.memory.len()), time);
         self.account.resident.add(self.memory.present(), time);
         self.account.protected.add(self.protected.len(), time);
-        let brought_back = self.memory.counts().prefetched;
-        self.account.brought_back.add(brought_back, time);
+        self.account.absent.add(self.memory.absent(), time);
         let note = self.params.capacity_every.filter(|every| {
             self.noted_at
                 .is_none_or(|at| now.saturating_sub(at) >= *every)
@@ -442,6 +402,11 @@ impl VmReplay {
 }
 
 impl Device {
+    /// When the device touched a section last, in nanoseconds and 1; 0 for never.
+    fn touched_at(&self, section: SectionNo) -> u64 {
+        self.touched_ns.get(section.index()).copied().unwrap_or(0)
+    }
+
     /// Counts a touch. Returns the time since the previous one, if there was one.
     fn touch(&mut self, access: &ReplayAccess) -> Option<Duration> {
         let account = &mut self.account;

@@ -14,8 +14,8 @@
 //!   goes ahead, and counts as one over the limit if there is no room until [`ADMISSION_WAIT`] later:
 //!   in the daemon it would have waited.
 //!
-//! A fill counts as a touch by its requester: the page tables have the page then. A section that was prefetched
-//! or swapped in ahead counts as untouched. Since a section is one page, nothing is evicted together with it.
+//! A fill counts as a touch by its requester: the page tables have the page then. A section that was
+//! swapped in ahead counts as untouched. Since a section is one page, nothing is evicted together with it.
 
 use super::touched::TouchedSections;
 use pagetide_addr::{PAGE_BYTES, SectionNo};
@@ -27,6 +27,7 @@ use pagetide_policy::{
         Attempt, DIRECT_SECTIONS_MAX, Evicted, Eviction, Order, ReclaimLoop, Sections, Selection,
         Situation, Unmapped,
     },
+    set_times::SetTimes,
     sets::Level,
     victims::{Taken, Then},
     watermarks::{ADMISSION_WAIT, Headroom},
@@ -62,12 +63,10 @@ impl State {
     const TOUCHED: Self = Self(2);
     /// Absent, with content in the store.
     const EVICTED: Self = Self(4);
-    /// A policy had it prefetched, and it was not touched since.
-    const PREFETCHED: Self = Self(8);
     /// A device touched it at any time.
-    const DEVICES: Self = Self(16);
+    const DEVICES: Self = Self(8);
     /// Touched since it was unmapped.
-    const MAPPED: Self = Self(32);
+    const MAPPED: Self = Self(16);
 
     const fn is(self, other: Self) -> bool {
         self.0 & other.0 != 0
@@ -82,14 +81,11 @@ impl State {
     }
 }
 
-/// The outcome of a request to prefetch a section.
+/// Whether an access is found by the next sweep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum PrefetchOutcome {
-    Filled,
-    /// It is present, or never had content.
-    NothingToFill,
-    /// There is no room under the limit.
-    NoRoom,
+pub(super) enum Trace {
+    Left,
+    None,
 }
 
 /// The counters of the memory.
@@ -99,10 +95,6 @@ pub(super) struct Counts {
     pub(super) evicted_protected: u64,
     pub(super) sweeps: u64,
     pub(super) over_limit_fills: u64,
-    pub(super) prefetches: u64,
-    pub(super) wasted_prefetches: u64,
-    /// Prefetched sections that are present and not touched yet.
-    pub(super) prefetched: u64,
     /// Swapped in though nothing had asked for them.
     pub(super) swapped_in_ahead: u64,
 }
@@ -198,14 +190,10 @@ impl States {
         if is_mapped {
             taken.then = Then::Next;
         } else if state.is(State::PRESENT) {
-            let is_wasted = u64::from(state.is(State::PREFETCHED));
             *state = state
                 .but(State::PRESENT)
-                .but(State::PREFETCHED)
                 .but(State::TOUCHED)
                 .and(State::EVICTED);
-            self.counts.wasted_prefetches += is_wasted;
-            self.counts.prefetched -= is_wasted;
             self.counts.evicted_sections += 1;
             self.present -= 1;
             self.evicted.push(section);
@@ -280,15 +268,18 @@ pub(super) struct Memory {
     is_waiting: bool,
     touched: TouchedSections,
     swept_at: Option<Duration>,
+    busy_sections: u64,
 }
 
 impl Memory {
-    /// Sections that `protected` names are spared.
+    /// Sections that `protected` names are spared, and what was left alone for these times is cold.
     pub(super) fn new(
         sections: u64,
         section_bytes: u64,
         start: Start,
         protected: Arc<ProtectedSections>,
+        times: SetTimes,
+        busy_sections: u64,
     ) -> Self {
         let present = start == Start::AllPresent;
         let state = if present {
@@ -299,10 +290,16 @@ impl Memory {
         let numbers = (0..sections).map(SectionNo);
         let mut selection = Selection::default();
         selection.spare(protected);
+        selection.set_times(times);
         selection.follow(numbers.clone());
         if !present {
-            numbers.for_each(|section| selection.emptied(section));
+            numbers
+                .clone()
+                .for_each(|section| selection.emptied(section));
         }
+        // What is in no set is never chosen.
+        let busy = numbers.skip(usize::try_from(sections - busy_sections).unwrap_or(usize::MAX));
+        busy.for_each(|section| selection.emptied(section));
         Self {
             states: States {
                 sections: vec![state; usize::try_from(sections).unwrap_or(usize::MAX)],
@@ -324,6 +321,7 @@ impl Memory {
             is_waiting: true,
             touched: TouchedSections::default(),
             swept_at: None,
+            busy_sections,
         }
     }
 
@@ -343,11 +341,7 @@ impl Memory {
         self.states.sections.len() as u64
     }
 
-    pub(super) fn section_pages(&self) -> u64 {
-        self.states.section_pages
-    }
-
-    pub(super) fn headroom(&self) -> Headroom {
+    fn headroom(&self) -> Headroom {
         self.states.headroom()
     }
 
@@ -355,7 +349,24 @@ impl Memory {
     pub(super) fn cold(&self) -> u64 {
         let warm = |(level, count): (Level, u64)| if level > Level::Inactive { count } else { 0 };
         let warm: u64 = self.selection.sets().counts().map(warm).iter().sum();
-        self.len() - warm
+        self.len() - self.busy_sections - warm
+    }
+
+    /// Sections by which the limit may be lower than the memory so that nothing but the coldest set is
+    /// evicted for it, and nothing that is protected.
+    pub(super) fn givable(&self) -> u64 {
+        let sets = self.selection.sets();
+        let [(_, coldest), ..] = sets.counts();
+        let is_coldest = |section| sets.level(section) == Some(Level::Cold);
+        let spared = self.selection.protected().count(is_coldest);
+        let stays = self.present() - (coldest - spared);
+        // Reclaim ends when the limit is not quite used.
+        self.len().saturating_sub(Headroom::limit_over(stays))
+    }
+
+    /// Sections that are absent.
+    pub(super) fn absent(&self) -> u64 {
+        self.len() - self.present()
     }
 
     pub(super) fn set_limit(&mut self, sections: Option<u64>) {
@@ -392,23 +403,26 @@ impl Memory {
 
     /// A section is touched.
     pub(super) fn touch(&mut self, section: SectionNo) -> Found {
-        let state = &mut self.states.sections[section.index()];
-        if !state.is(State::PRESENT) {
-            return if state.is(State::EVICTED) {
-                Found::Evicted
-            } else {
-                Found::Fresh
-            };
+        let found = self.look(section);
+        if found != Found::Present {
+            return found;
         }
+        let state = &mut self.states.sections[section.index()];
         if !state.is(State::TOUCHED) {
             self.touched.insert(section);
         }
-        self.states.counts.prefetched -= u64::from(state.is(State::PREFETCHED));
-        *state = state
-            .and(State::TOUCHED)
-            .and(State::MAPPED)
-            .but(State::PREFETCHED);
+        *state = state.and(State::TOUCHED).and(State::MAPPED);
         Found::Present
+    }
+
+    /// The state of a section for an access that leaves no trace in the page tables of CPUs.
+    pub(super) fn look(&self, section: SectionNo) -> Found {
+        let state = self.states.sections[section.index()];
+        match (state.is(State::PRESENT), state.is(State::EVICTED)) {
+            (true, _) => Found::Present,
+            (false, true) => Found::Evicted,
+            (false, false) => Found::Fresh,
+        }
     }
 
     /// A device touches a section. True if none did before.
@@ -419,15 +433,18 @@ impl Memory {
         is_first
     }
 
-    /// Makes an absent section present. At the limit, another is evicted first if one is ready.
-    pub(super) fn fill(&mut self, now: Duration, section: SectionNo) {
+    /// Makes an absent section present, for a requester that leaves this trace. At the limit, another is evicted
+    /// first if one is ready.
+    pub(super) fn fill(&mut self, now: Duration, section: SectionNo, trace: Trace) {
         self.states.now = now;
         self.make_room();
         if !self.states.has_room() {
             self.states.waiting_fills.push_back(now + ADMISSION_WAIT);
         }
-        self.states.put(section, State::PRESENT);
-        self.touch(section);
+        self.states.put(section, State::PRESENT.and(State::MAPPED));
+        if trace == Trace::Left {
+            self.touch(section);
+        }
         self.wake(now);
     }
 
@@ -441,22 +458,6 @@ impl Memory {
                 self.selection.evicted_elsewhere(section, after);
             }
         }
-    }
-
-    /// Prefetches a section for a policy, if there is room: nothing is evicted for it.
-    pub(super) fn prefetch(&mut self, section: SectionNo) -> PrefetchOutcome {
-        let state = self.states.sections.get(section.index());
-        if !state.is_some_and(|state| state.is(State::EVICTED)) {
-            return PrefetchOutcome::NothingToFill;
-        }
-        if !self.states.has_room() {
-            return PrefetchOutcome::NoRoom;
-        }
-        self.states
-            .put(section, State::PRESENT.and(State::PREFETCHED));
-        self.states.counts.prefetches += 1;
-        self.states.counts.prefetched += 1;
-        PrefetchOutcome::Filled
     }
 
     /// Wakes the reclaim loop if memory is below the low watermark and it waits for that.

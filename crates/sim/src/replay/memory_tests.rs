@@ -29,7 +29,14 @@ fn take_log(memory: &mut Memory, into: &mut String) {
 #[test]
 fn orders_to_a_replay_are_those_of_the_golden_trace() {
     let protected = Arc::default();
-    let mut memory = Memory::new(SECTIONS, 2 << 20, Start::AllPresent, protected);
+    let mut memory = Memory::new(
+        SECTIONS,
+        2 << 20,
+        Start::AllPresent,
+        protected,
+        SetTimes::QUICK,
+        0,
+    );
     let mut found = String::new();
     for event in GOLDEN.lines().filter(|line| !line.starts_with(' ')) {
         let words: Vec<&str> = event.split(' ').collect();
@@ -47,7 +54,7 @@ fn orders_to_a_replay_are_those_of_the_golden_trace() {
             ["touch", touched] => {
                 for section in sections(touched) {
                     if memory.touch(section) != Found::Present {
-                        memory.fill(at, section);
+                        memory.fill(at, section, Trace::Left);
                     }
                 }
             }
@@ -70,13 +77,20 @@ fn orders_to_a_replay_are_those_of_the_golden_trace() {
 /// A VM of 240 sections that uses the first 140 each second, under a limit of 100, for a minute; and then stands
 /// still until its memory is within the limit.
 fn pressed() -> Memory {
-    let mut memory = Memory::new(SECTIONS, 2 << 20, Start::AllPresent, Arc::default());
+    let mut memory = Memory::new(
+        SECTIONS,
+        2 << 20,
+        Start::AllPresent,
+        Arc::default(),
+        SetTimes::QUICK,
+        0,
+    );
     memory.set_limit(Some(100));
     for second in 1..=60 {
         pass_to(&mut memory, ms(second * 1000));
         for section in (0..140).map(SectionNo) {
             if memory.touch(section) != Found::Present {
-                memory.fill(ms(second * 1000), section);
+                memory.fill(ms(second * 1000), section, Trace::Left);
             }
         }
     }

@@ -2,14 +2,13 @@
 //! Replay of DMA in virtual time: how often devices would fault under a policy (VPRI 4.2, 7.3).
 //!
 //! # What is real and what is modelled
-//! The reclaim loop, the choice of sections, the protection of DMA and the queue of prefetches are the code
-//! that runs in the daemon (`pagetide_policy`), with all its constants. Everything around it is modelled:
+//! The reclaim loop, the choice of sections and the protection of DMA are the code that runs in the daemon (`pagetide_policy`), with all its constants. Everything around it is modelled:
 //! ```text
 //!   access log ───────────────────────┐
 //!   generator ────────────────────────┤ ReplayAccess   ┌──────────── VmReplay ────────────┐
 //!   block trace ─► GuestPageCache ────┼───────────────►│ present sections, limit          │
 //!             or ─► DirectPool ───────┘                │ Selection ◄ sweeps ▲ spared      │
-//!                                                      │ Protector ◄ touches┘ prefetches  │
+//!                                                      │ Protector ◄ touches┘             │
 //!                                                      └──────────────────────────────────┘
 //!   several of them: FleetReplay, which moves the limits among VMs once a minute
 //! ```
@@ -17,11 +16,6 @@
 //!   counts as one fault here, as in the paper.)
 //! - A fill takes no time. If there is no room for it within 100 ms, it is counted as one that went over the
 //!   limit: in the daemon such a fill waits that long.
-//! - Prefetches are as rare as in the daemon: requests are accepted every 50 ms, at most 2,048 wait, two
-//!   sections of 2 MiB are filled at a time, none while free memory is below the low watermark, and a
-//!   request for which there is no room, or nothing to fill, is refused for good. One difference: they are
-//!   filled at once, also where the daemon's store or its cache is busy and it gives up. Their memory is
-//!   [`VmAccount::brought_back`]; no pinned share includes it.
 //! - An **I/O page fault** is a DMA to a section that was evicted. The first touch of memory that never had
 //!   content is none. CPU faults are counted separately.
 //! - The paper's own estimate is also reported, which needs no evictor: a *long reuse* is a pair of
@@ -51,12 +45,12 @@ mod summary;
 mod touched;
 mod traces;
 
-pub use account::{Capacity, DeviceAccount, FaultAges, Share, VmAccount};
-pub use balance::{Need, balance};
+pub use account::{Capacity, DeviceAccount, EvictionAges, FaultAges, Share, VmAccount};
+pub use balance::{Division, Need, balance};
 pub use direct_pool::DirectPool;
 pub use error::ReplayError;
 pub use fleet::{FleetParams, FleetReplay};
-pub use machine::{VmParams, VmReplay};
+pub use machine::{DmaTouches, VmParams, VmReplay};
 pub use memory::Start;
 pub use nic_ring::NicRing;
 pub use page_cache::{CachedReads, DiskRequest, GuestPageCache, PageCacheCounts, PageCacheParams};

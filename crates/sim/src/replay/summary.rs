@@ -14,9 +14,6 @@ pub struct Summary {
     pub vm_pinned_share: f64,
     /// The most of one VM in any sample.
     pub vm_pinned_max_share: f64,
-    /// Memory prefetched and not touched since: mean over time, then over VMs. No pinned share includes it,
-    /// and RPR excludes it.
-    pub vm_brought_back_share: f64,
     /// Resident memory: mean over time, then over VMs.
     pub resident_share: f64,
     /// The limit, likewise.
@@ -29,12 +26,6 @@ pub struct Summary {
     pub cpu_faults: u64,
     /// Fills that went over the limit.
     pub over_limit_fills: u64,
-    /// Sections that a policy had prefetched.
-    pub bring_backs: u64,
-    /// Of those, evicted again before any touch.
-    pub wasted_bring_backs: u64,
-    /// Requests to prefetch a section that were refused.
-    pub refused_bring_backs: u64,
     /// Sections swapped in though nothing had asked for them.
     pub swapped_in_ahead: u64,
     /// By kind of device; kinds without devices are omitted.
@@ -68,7 +59,7 @@ pub struct ServiceSummary {
     pub dropped_sections: u64,
     /// Share of the faults without protection that no longer occur; if known, and if there were any.
     pub reduction: Option<f64>,
-    /// [`Self::reduction`] over [`Self::pinned_share`], which excludes prefetched memory.
+    /// [`Self::reduction`] over [`Self::pinned_share`].
     pub rpr: Option<f64>,
 }
 
@@ -101,9 +92,6 @@ impl Summary {
         Self {
             vms: accounts.len() as u64,
             vm_pinned_share: mean(|vm| vm.protected.mean_sections(vm.time) / number(vm.sections)),
-            vm_brought_back_share: mean(|vm| {
-                vm.brought_back.mean_sections(vm.time) / number(vm.sections)
-            }),
             vm_pinned_max_share: accounts.iter().map(protected_max).fold(0.0, f64::max),
             resident_share: mean(|vm| vm.resident.mean_sections(vm.time) / number(vm.sections)),
             limit_share: mean(|vm| vm.limit.mean_sections(vm.time) / number(vm.sections)),
@@ -111,9 +99,6 @@ impl Summary {
             evicted_protected: sum(|vm| vm.evicted_protected),
             cpu_faults: sum(|vm| vm.cpu_faults),
             over_limit_fills: sum(|vm| vm.over_limit_fills),
-            bring_backs: sum(|vm| vm.bring_backs),
-            wasted_bring_backs: sum(|vm| vm.wasted_bring_backs),
-            refused_bring_backs: sum(|vm| vm.refused_bring_backs),
             swapped_in_ahead: sum(|vm| vm.swapped_in_ahead),
             services: services.collect(),
         }

@@ -5,7 +5,7 @@
 //!   policy adp:protected-max=0.1   which, and its parameters
 //!   sections 20                    how many the VM has
 //!   0 touch 5                      time in seconds, event, and the changes that must follow:
-//!   180 pass +5                    +N protected, -N released, ^N prefetched, in this order
+//!   180 pass +5                    +N protected, -N released, in this order
 //!   200 gone 5 -5                  also: evicted N, faulted N, resized SECTIONS
 //! ```
 
@@ -22,7 +22,9 @@ fn play(name: &str, sequence: &str) {
         match words[..] {
             [] | ["#", ..] => {}
             ["policy", text] => choice = text.parse().expect("a policy"),
-            ["sections", count] => policy = Some(choice.policy(number(count))),
+            ["sections", count] => {
+                policy = Some(choice.policy(number(count), &choice.promotion_age()))
+            }
             [at, event, ref rest @ ..] => {
                 let policy = policy.as_mut().expect("sections come first").as_mut();
                 let at = Duration::from_millis(milliseconds(at));
@@ -92,7 +94,6 @@ fn show(change: &Change) -> String {
     match change {
         Change::Protect(section) => format!("+{}", section.0),
         Change::Release(section) => format!("-{}", section.0),
-        Change::BringBack(section) => format!("^{}", section.0),
     }
 }
 
@@ -109,4 +110,9 @@ fn adp_answers_its_golden_sequence() {
 #[test]
 fn adp_with_full_blocks_answers_its_golden_sequence() {
     play("adp-overflow", include_str!("golden/adp-overflow.txt"));
+}
+
+#[test]
+fn adp_whose_times_follow_the_evictor_answers_its_golden_sequence() {
+    play("adp-follow", include_str!("golden/adp-follow.txt"));
 }

@@ -2,14 +2,14 @@
 //! Policies against models that keep a vector and scan all of it each time.
 
 use crate::protect::{
-    Change, Fate, PolicyReport, ProtectionPolicy, Touch,
+    Change, Fate, PolicyReport, PromotionAge, ProtectionPolicy, Touch,
     adp::{Adp, AdpParams},
     lru::{Lru, LruParams},
     parameters::Share,
 };
 use pagetide_addr::{Access, PAGE_BYTES, SectionNo};
 use pagetide_random::SplitMix64;
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 /// Sections of the VM, and of them those that the device touches.
 const VM_SECTIONS: u64 = 100;
@@ -27,13 +27,16 @@ struct Seen {
 enum Place {
     Active,
     Inactive,
-    /// In the inactive block, and touched there: when for the first time, and by which touch.
+    /// In the inactive block, and touched there: until when, and by which touch first.
     Leaving(Duration, u64),
 }
 
 /// The paper's protector, by its rules and nothing else.
 struct AdpModel {
     params: AdpParams,
+    age: PromotionAge,
+    surplus: Vec<SectionNo>,
+    last_due: Duration,
     sections: u64,
     seen: Vec<Seen>,
     touches: u64,
@@ -45,12 +48,32 @@ impl AdpModel {
     fn new(params: AdpParams, sections: u64) -> Self {
         Self {
             params,
+            age: PromotionAge::starting_at(params.promote_after),
+            surplus: Vec::new(),
+            last_due: Duration::ZERO,
             sections,
             seen: Vec::new(),
             touches: 0,
             scanned_at: None,
             dropped: 0,
         }
+    }
+
+    fn promote_after(&self) -> Duration {
+        match self.params.follow {
+            0 => self.params.promote_after,
+            _ => self.age.get(),
+        }
+    }
+
+    fn in_proportion(&self, time: Duration) -> Duration {
+        let part = self.promote_after().as_secs_f64() / self.params.promote_after.as_secs_f64();
+        if part < 1.0 { time.mul_f64(part) } else { time }
+    }
+
+    fn demote_after(&self) -> Duration {
+        let written = self.params.demote_after;
+        self.in_proportion(written).max(Duration::from_secs(5))
     }
 
     fn count(&self, is_counted: impl Fn(Place) -> bool) -> u64 {
@@ -87,12 +110,16 @@ impl AdpModel {
             let dropped = self.seen.remove(oldest.expect("one is inactive"));
             changes.push(Change::Release(dropped.section));
             self.dropped += 1;
+            self.surplus.push(dropped.section);
+        }
+        while self.surplus.len() as u64 > inactive_max {
+            self.surplus.remove(0);
         }
     }
 
     fn demote(&mut self, now: Duration, changes: &mut Vec<Change>) {
         let since = |seen: &Seen| match seen.place {
-            Place::Leaving(at, touch) if at + self.params.demote_after <= now => Some((at, touch)),
+            Place::Leaving(due, touch) if due <= now => Some((due, touch)),
             _ => None,
         };
         let mut due: Vec<(Duration, u64)> = self.seen.iter().filter_map(since).collect();
@@ -111,15 +138,18 @@ impl ProtectionPolicy for AdpModel {
     fn touched(&mut self, touch: Touch, changes: &mut Vec<Change>) {
         let newest = self.seen.iter().map(|seen| seen.last).max();
         let last = newest.map_or(touch.at, |newest| newest.max(touch.at));
+        let demote_after = self.demote_after();
         self.touches += 1;
         let number = self.touches;
         let known = |seen: &&mut Seen| seen.section == touch.section;
         if let Some(seen) = self.seen.iter_mut().find(known) {
             (seen.last, seen.touch) = (last, number);
             if seen.place == Place::Inactive {
-                seen.place = Place::Leaving(last, number);
+                self.last_due = self.last_due.max(last + demote_after);
+                seen.place = Place::Leaving(self.last_due, number);
             }
         } else {
+            self.surplus.retain(|known| *known != touch.section);
             self.seen.push(Seen {
                 section: touch.section,
                 last,
@@ -133,24 +163,44 @@ impl ProtectionPolicy for AdpModel {
     fn passed(&mut self, now: Duration, changes: &mut Vec<Change>) {
         self.demote(now, changes);
         self.keep_limits(changes);
-        let is_due = |at: Duration| now.saturating_sub(at) >= self.params.scan_every;
+        let is_due =
+            |at: Duration| now.saturating_sub(at) >= self.in_proportion(self.params.scan_every);
         if self.scanned_at.is_none_or(is_due) {
             self.scanned_at = Some(now);
+            let promote_after = self.promote_after();
             while let Some(oldest) = self.oldest(|place| place != Place::Inactive)
-                && now.saturating_sub(self.seen[oldest].last) >= self.params.promote_after
+                && now.saturating_sub(self.seen[oldest].last) >= promote_after
             {
+                if self.seen[oldest].place == Place::Active && self.params.follow > 0 {
+                    self.age.promoted_first();
+                }
                 self.promote(oldest, changes);
             }
             self.keep_limits(changes);
+            if self.params.follow > 0 {
+                self.age.look(now, self.params.follow);
+            }
         }
     }
 
-    fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
+    fn fate(&mut self, section: SectionNo, fate: Fate, now: Duration, changes: &mut Vec<Change>) {
+        let is_known = |known: &[SectionNo]| known.contains(&section);
+        let is_tracked = self.seen.iter().any(|seen| seen.section == section);
+        if fate == Fate::Evicted && (is_known(&self.surplus) || is_tracked) {
+            self.age.evicted(now);
+        }
+        if fate != Fate::Faulted {
+            self.surplus.retain(|known| *known != section);
+        }
         if let Some(position) = self.seen.iter().position(|seen| seen.section == section)
-            && fate == Fate::Gone
-            && self.seen.remove(position).place != Place::Active
+            && fate != Fate::Faulted
         {
-            changes.push(Change::Release(section));
+            let gone = self.seen.remove(position);
+            if gone.place != Place::Active {
+                changes.push(Change::Release(section));
+            } else if fate == Fate::Evicted && self.params.follow > 0 {
+                self.age.evicted_first(now.saturating_sub(gone.last));
+            }
         }
     }
 
@@ -200,7 +250,7 @@ impl ProtectionPolicy for LruModel {
     fn passed(&mut self, _: Duration, _: &mut Vec<Change>) {}
 
     fn fate(&mut self, section: SectionNo, fate: Fate, _: Duration, changes: &mut Vec<Change>) {
-        if fate == Fate::Gone && self.newest_last.contains(&section) {
+        if fate != Fate::Faulted && self.newest_last.contains(&section) {
             self.newest_last.retain(|other| *other != section);
             changes.push(Change::Release(section));
         }
@@ -260,9 +310,13 @@ fn assert_alike(
                 policy.touched(touch, &mut changes);
                 model.touched(touch, &mut expected);
             }
-            98 => {
-                policy.fate(section, Fate::Gone, now, &mut changes);
-                model.fate(section, Fate::Gone, now, &mut expected);
+            kind @ (97 | 98) => {
+                let fate = match kind {
+                    97 => Fate::Evicted,
+                    _ => Fate::Gone,
+                };
+                policy.fate(section, fate, now, &mut changes);
+                model.fate(section, fate, now, &mut expected);
             }
             99 if event % 8 == 0 => {
                 let sections = VM_SECTIONS / (1 + random.remainder(10));
@@ -279,7 +333,6 @@ fn assert_alike(
             match change {
                 Change::Protect(section) => assert!(protected.insert(section)),
                 Change::Release(section) => assert!(protected.remove(&section)),
-                Change::BringBack(_) => {}
             }
         }
         let report = PolicyReport {
@@ -315,9 +368,11 @@ fn adp_equals_its_model_over_random_touches() {
     for (seed, workload) in (0..60).zip(WORKLOADS.iter().cycle()) {
         let params = AdpParams {
             protected_max: Share::percent([5, 10, 30][usize::try_from(seed / 20).unwrap()]),
+            follow: [0, 1, 4][usize::try_from(seed / 3 % 3).unwrap()],
             ..AdpParams::default()
         };
-        let mut policy = Adp::new(params, VM_SECTIONS);
+        let age = Arc::new(PromotionAge::starting_at(params.promote_after));
+        let mut policy = Adp::new(params, VM_SECTIONS, &age);
         let mut model = AdpModel::new(params, VM_SECTIONS);
         assert_alike(seed, workload, &mut policy, &mut model);
         assert!(policy.report().dropped_sections > 0, "nothing overflowed");
@@ -343,7 +398,8 @@ fn lru_equals_its_model_over_random_touches() {
 #[test]
 fn device_that_touches_other_sections_for_ever_takes_no_more_than_its_shares() {
     const SECTIONS: u64 = 30_000;
-    let mut policy = Adp::new(AdpParams::default(), SECTIONS);
+    let age = Arc::new(PromotionAge::starting_at(Duration::from_secs(180)));
+    let mut policy = Adp::new(AdpParams::default(), SECTIONS, &age);
     let mut changes = Vec::new();
     for number in 0..200_000_u64 {
         let touch = Touch {

@@ -14,12 +14,7 @@ use std::{
 
 const VM_SECTIONS: u64 = 160;
 
-const FATES: [Fate; 4] = [
-    Fate::Evicted,
-    Fate::Faulted,
-    Fate::NotBroughtBack,
-    Fate::Gone,
-];
+const FATES: [Fate; 3] = [Fate::Evicted, Fate::Faulted, Fate::Gone];
 
 fn touch(section: u64, at: Duration) -> Touch {
     Touch {
@@ -48,7 +43,6 @@ impl Alone {
                 Change::Release(section) => {
                     self.held.remove(&section);
                 }
-                Change::BringBack(_) => {}
             }
         }
     }
@@ -72,7 +66,7 @@ fn vm_protects_what_any_of_its_devices_does() {
         "none",
         "lru:share=0.03",
         "adp:protected-max=0.03",
-        "adaptive:protected-max=0.03,protected-mean=0.03",
+        "adp:protected-max=0.03,follow=0",
     ];
     let choices = choices.map(|choice| choice.parse::<PolicyChoice>().expect("a policy"));
     for (seed, choice) in (0..20).zip(choices.iter().cycle()) {
@@ -80,6 +74,7 @@ fn vm_protects_what_any_of_its_devices_does() {
         let mut protector = Protector::new(choice, VM_SECTIONS);
         let protected = Arc::clone(protector.protected());
         let mut devices: BTreeMap<DeviceId, Alone> = BTreeMap::new();
+        let age = choice.promotion_age();
         let mut sections = VM_SECTIONS;
         let mut now = Duration::ZERO;
         for _ in 0..3_000 {
@@ -116,7 +111,7 @@ fn vm_protects_what_any_of_its_devices_does() {
                 _ => {
                     protector.touched(device, touch(section, now));
                     let alone = devices.entry(device).or_insert_with(|| Alone {
-                        policy: choice.policy(sections),
+                        policy: choice.policy(sections, &age),
                         held: BTreeSet::new(),
                     });
                     alone.tell(|policy, changes| policy.touched(touch(section, now), changes));
@@ -195,7 +190,6 @@ fn devices_protect_no_more_together_than_their_vm_allows_however_many_they_are()
     for (choice, sections, most) in [
         ("adp", 1_000, 100),
         ("lru", 1_000, 200),
-        ("adaptive", 1_000, 100),
         ("lru:share=0.01", 1_000, 100),
         ("lru:share=0.7", 1_000, 1_000),
         ("adp", 9, 0),
