@@ -25,9 +25,9 @@ pub use features::Features;
 
 use crate::to_usize;
 use abi::{
-    Api, COPY_PROTECTED, COPY_WITHOUT_WAKING, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill,
-    Message, PROTECT, PROTECT_WITHOUT_WAKING, Protect, Range, Register, UFFD_API,
-    UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
+    Api, CONTINUE_WITHOUT_WAKING, COPY_PROTECTED, COPY_WITHOUT_WAKING, CopyIn, FLAG_MINOR, FLAG_WP,
+    FLAG_WRITE, Fill, Message, PROTECT, PROTECT_WITHOUT_WAKING, Protect, Range, Register, UFFD_API,
+    UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_CONTINUE, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
     UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
 };
 use pagetide_addr::{Access, Hva, PAGE_BYTES};
@@ -36,6 +36,9 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::OnceLock;
+
+/// Bytes of the huge pages that are supported.
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
 /// Messages per read.
 pub const EVENTS_PER_READ: usize = 16;
@@ -83,6 +86,8 @@ pub enum Watch {
     Missing,
     /// Accesses to absent pages, and writes to protected ones.
     MissingAndWriteProtected,
+    /// Accesses to pages that are absent, or in the file and not mapped.
+    MissingAndMinor,
 }
 
 /// Whether writes fault.
@@ -110,6 +115,18 @@ pub enum FillOutcome {
     Retry,
     /// The process has ended.
     Gone,
+}
+
+/// Result of mapping a page that may be in its file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum MapOutcome {
+    /// It is in the file, and mapped now.
+    Mapped,
+    /// It is not in the file.
+    Absent,
+    /// The address space is changing; try again.
+    Retry,
 }
 
 /// Result of changing a protection.
@@ -252,6 +269,7 @@ impl Userfaultfd {
             mode: match watch {
                 Watch::Missing => 1,
                 Watch::MissingAndWriteProtected => 3,
+                Watch::MissingAndMinor => 5,
             },
             ioctls: 0,
         };
@@ -303,6 +321,30 @@ impl Userfaultfd {
         fill_outcome("UFFDIO_ZEROPAGE", start, len_bytes, answer, fill.done)
     }
 
+    /// Maps the page at `start`, of `len_bytes`, if its file has it ([`Watch::MissingAndMinor`]).
+    ///
+    /// # Errors
+    /// [`UffdError::Kernel`].
+    pub fn map_present(&self, start: Hva, len_bytes: u64) -> Result<MapOutcome, UffdError> {
+        let mut fill = Fill {
+            range: range(start, len_bytes),
+            mode: CONTINUE_WITHOUT_WAKING,
+            done: 0,
+        };
+        let answer = self.ioctl(UFFDIO_CONTINUE, &mut fill);
+        if let Err(absent) = &answer
+            && absent.raw_os_error() == Some(libc::EFAULT)
+        {
+            return Ok(MapOutcome::Absent);
+        }
+        let outcome = fill_outcome("UFFDIO_CONTINUE", start, len_bytes, answer, fill.done)?;
+        Ok(match outcome {
+            FillOutcome::Filled { .. } | FillOutcome::AlreadyThere => MapOutcome::Mapped,
+            FillOutcome::Retry => MapOutcome::Retry,
+            FillOutcome::Gone => MapOutcome::Absent,
+        })
+    }
+
     /// Makes every access to absent pages fail (`SIGBUS`) from now on. A page that is mapped,
     /// poisoned already, or absent but write-protected counts as present.
     ///
@@ -328,17 +370,30 @@ impl Userfaultfd {
     /// # Errors
     /// [`UffdError::Kernel`] if there is no address space left for the unreadable page.
     pub fn is_watched(&self, at: Hva) -> Result<bool, UffdError> {
-        let src = unreadable_page()
-            .map_err(|source| kernel("reserving a page", at, PAGE_BYTES, source))?;
+        Ok(match self.try_copy(at, PAGE_BYTES)? {
+            Some(libc::ENOENT) => false,
+            // In huge pages also: a copy must be as long as one.
+            Some(libc::EINVAL) => !matches!(
+                self.try_copy(at, HUGE_PAGE_BYTES)?,
+                Some(libc::ENOENT | libc::EINVAL)
+            ),
+            _ => true,
+        })
+    }
+
+    /// The error of a copy of `len` bytes from an unreadable page to the page at `at`.
+    fn try_copy(&self, at: Hva, len: u64) -> Result<Option<i32>, UffdError> {
+        let src =
+            unreadable_page().map_err(|source| kernel("reserving a page", at, len, source))?;
         let mut copy = CopyIn {
-            dst: page_of(at).0,
+            dst: at.0 & !(len - 1),
             src,
-            len: PAGE_BYTES,
+            len,
             mode: COPY_WITHOUT_WAKING | COPY_PROTECTED,
             done: 0,
         };
         let answer = self.ioctl(UFFDIO_COPY, &mut copy);
-        Ok(!answer.is_err_and(|e| matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL))))
+        Ok(answer.err().and_then(|error| error.raw_os_error()))
     }
 
     /// Protects pages against writes, whether present or absent, or removes the protection.

@@ -33,6 +33,8 @@ use tempfile::TempDir;
 pub(crate) const SETTLE: Duration = Duration::from_secs(1);
 /// Between two polls of a squeeze's progress.
 const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
+/// Most RAM in huge pages of hugetlbfs, which take memory from everything else.
+pub(super) const HUGETLB_BYTES_MAX: u64 = 1 << 30;
 /// Least limit of a VM.
 const LIMIT_BYTES_MIN: u64 = 16 << 20;
 
@@ -42,16 +44,18 @@ pub(crate) enum Kind {
     Free,
     Limited,
     Huge,
+    Hugetlb,
     Kvm,
     Stock,
 }
 
 impl Kind {
     /// All.
-    pub(super) const ALL: [Self; 5] = [
+    pub(super) const ALL: [Self; 6] = [
         Self::Free,
         Self::Limited,
         Self::Huge,
+        Self::Hugetlb,
         Self::Kvm,
         Self::Stock,
     ];
@@ -59,7 +63,7 @@ impl Kind {
     /// All works tried with this kind.
     pub(super) fn works(self) -> Vec<Work> {
         let vcpus: &[u32] = match self {
-            Self::Free | Self::Limited | Self::Huge => &[1, 2],
+            Self::Free | Self::Limited | Self::Huge | Self::Hugetlb => &[1, 2],
             // The guest starts no other vCPU.
             Self::Kvm => &[1],
             Self::Stock => return Load::BUSY.map(Work::Load).to_vec(),
@@ -80,6 +84,7 @@ impl Kind {
             Self::Free => "attached_over_free",
             Self::Limited => "limited_over_free",
             Self::Huge => "huge_over_free",
+            Self::Hugetlb => "hugetlb_over_free",
             Self::Kvm => "kvm_over_free",
             Self::Stock => "stock_over_free",
         }
@@ -201,6 +206,7 @@ impl Cell {
             Kind::Free => "free",
             Kind::Limited => "limited",
             Kind::Huge => "huge",
+            Kind::Hugetlb => "hugetlb",
             Kind::Kvm => "kvm",
             Kind::Stock => "stock",
         };
@@ -215,7 +221,8 @@ impl Cell {
     fn limit_bytes(&self, ram_bytes: u64) -> Option<u64> {
         match (self.kind, self.work) {
             (Kind::Free | Kind::Kvm | Kind::Stock, _) | (Kind::Limited, Work::Load(_)) => None,
-            (Kind::Limited, Work::Hot(hot)) => {
+            (Kind::Hugetlb, Work::Load(_)) => None,
+            (Kind::Limited | Kind::Hugetlb, Work::Hot(hot)) => {
                 let hot_bytes = ram_bytes / 8 * u64::from(hot.hot_eighths);
                 let above = hot_bytes + hot_bytes / 50 * 3 + (4 << 20);
                 Some(above.clamp(LIMIT_BYTES_MIN, ram_bytes))
@@ -236,6 +243,7 @@ impl Cell {
             },
             huge_pages: match self.kind {
                 Kind::Huge => HugePages::Advised,
+                Kind::Hugetlb => HugePages::Hugetlb,
                 Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
         }
@@ -245,6 +253,7 @@ impl Cell {
     pub(super) fn ram_bytes(&self, fitting_bytes: u64) -> u64 {
         match self.kind {
             Kind::Free | Kind::Limited | Kind::Huge => fitting_bytes,
+            Kind::Hugetlb => fitting_bytes.min(HUGETLB_BYTES_MAX),
             Kind::Kvm => fitting_bytes.min(kvm::RAM_BYTES_MAX),
             Kind::Stock => stock::RAM_BYTES,
         }

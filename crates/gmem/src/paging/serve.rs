@@ -49,7 +49,7 @@ use super::{
     word::{Event, PageState, PageWord},
 };
 use crate::sync::{Arc, share, try_share};
-use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange};
+use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange, SECTION_PAGES};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Most absent pages that a call which must not wait fills: at some microseconds each, more would
@@ -57,6 +57,9 @@ use std::sync::atomic::Ordering::Relaxed;
 const AT_ONCE_PAGES_MAX: u64 = 64;
 /// How often one request may retry the same page without progress.
 const STILL_MAX: u32 = 64;
+/// How often one request waits for a free huge page, a hundredth of a second each, before its vCPU or device
+/// faults again.
+const HUGE_PAGE_WAITS_MAX: u32 = 100;
 
 const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
 const _: () = assert!(OVERWRITE_PAGES_MAX <= TOLD_PAGES_MAX);
@@ -138,6 +141,7 @@ impl PagedMemory {
             joining,
             page: cause.pages().start,
             still: 0,
+            waits: 0,
             admitted: self.take_room(cause, joining)?,
             filled: 0,
             end: End::Open,
@@ -197,7 +201,9 @@ impl PagedMemory {
         }
     }
 
+    /// How many pages will be filled if `pages` are.
     fn absent_pages(&self, pages: PageRange) -> u64 {
+        let pages = self.reach(pages);
         let is_stored =
             |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
         pages.iter().filter(is_stored).count() as u64
@@ -206,7 +212,7 @@ impl PagedMemory {
     /// How many of `pages` are absent; `None` if the content of one is not at hand.
     fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
         let mut absent = 0;
-        for page in pages.iter() {
+        for page in self.reach(pages).iter() {
             if let PageState::Stored(content) = self.table.word(page).state() {
                 if !content.is_zero() && !self.store.is_at_hand(content) {
                     return None;
@@ -219,7 +225,7 @@ impl PagedMemory {
 
     /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
     /// would neither punch nor let us query.
-    fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
+    pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
             Ok(false) => Event::Punched,
@@ -270,6 +276,8 @@ struct Work<'a> {
     page: PageNo,
     /// How often that page was tried in vain.
     still: u32,
+    /// How often no huge page was free.
+    waits: u32,
     /// Pages that room was taken for.
     admitted: u64,
     /// How many of the installed pages were stored before: these need room.
@@ -311,6 +319,7 @@ impl<'a> Work<'a> {
             Resolved::UpTo(_) => self.still += 1,
             Resolved::BeingFilled => self.join(),
             Resolved::NotAtHand => self.end = End::WouldWait,
+            Resolved::NoPageFree => self.wait_for_huge_page(),
             Resolved::Failed(outcome) => self.end = End::Stopped(outcome),
         }
     }
@@ -318,27 +327,75 @@ impl<'a> Work<'a> {
     /// Another thread is filling the page.
     fn join(&mut self) {
         let memory = self.memory;
+        let (awaited, next) = match memory.goes_whole(self.page.section()) {
+            true => self.unit(),
+            false => (self.page, self.page.next()),
+        };
         let joined = match (self.cause, self.joining) {
             // It will be present with its stored content; the device then writes its bytes itself.
             (Cause::Overwrite(_) | Cause::Readahead(_), _) => {
-                (self.page, self.still) = (self.page.next(), 0);
+                (self.page, self.still) = (next, 0);
                 return;
             }
             (Cause::Fault(fault), Joining::Never) if fault.device != DeviceId::VCPUS => {
                 self.end = End::WouldWait;
                 return;
             }
-            (Cause::Fault(_), _) => self.wait_for(self.page),
+            (Cause::Fault(_), _) => self.wait_for(awaited),
         };
         match joined {
             Joined::Waits => {
                 memory.counters.joined_faults.fetch_add(1, Relaxed);
-                (self.page, self.still) = (self.page.next(), 0);
+                (self.page, self.still) = (next, 0);
             }
             // The page is checked again.
             Joined::Over => {}
             Joined::Closed => self.end = End::Stopped(FaultOutcome::Gone),
         }
+    }
+
+    /// Of the next page, whose section goes whole: the page that leads, and where this request goes on
+    /// after the section.
+    fn unit(&self) -> (PageNo, PageNo) {
+        let pages = self.memory.table.pages_of(self.page.section());
+        let next = pages.end.min(self.cause.pages().end);
+        // Memory removed since may end before the page.
+        (pages.start, next.max(self.page.next()))
+    }
+
+    /// No huge page is free: another section goes, or one comes free elsewhere. After some time the vCPU, or
+    /// the device, faults again.
+    fn wait_for_huge_page(&mut self) {
+        let memory = self.memory;
+        let may_wait = match (self.cause, self.joining) {
+            (Cause::Readahead(_), _) | (_, Joining::Never) => false,
+            (_, Joining::InKernel | Joining::Reply(_)) => true,
+        };
+        if !may_wait {
+            self.end = End::WouldWait;
+            return;
+        }
+        (memory.counters.waits_for_huge_page).fetch_add(1, Relaxed);
+        if self.waits == HUGE_PAGE_WAITS_MAX {
+            self.end = End::Stopped(self.without_huge_page());
+            return;
+        }
+        self.waits += 1;
+        memory.admission.no_page_free(SECTION_PAGES);
+    }
+
+    /// Whoever waits comes again; but what the daemon asks for itself is not there.
+    fn without_huge_page(&self) -> FaultOutcome {
+        let memory = self.memory;
+        let pages = memory.table.pages_of(self.page.section());
+        memory.wake(pages);
+        if self.cause.device() != DeviceId::DAEMON {
+            return FaultOutcome::Present;
+        }
+        let (start, end) = (pages.start, pages.end);
+        let why = PlaceError::NoPageFree { start, end };
+        memory.incidents.fill_failed(start, &why);
+        FaultOutcome::Lost
     }
 
     /// Becomes a waiter of `page`, if that is being filled.
@@ -358,6 +415,9 @@ impl<'a> Work<'a> {
             return Resolved::Failed(FaultOutcome::OutOfRange);
         }
         let (memory, page) = (self.memory, self.page);
+        if memory.is_whole(section, page.section()) {
+            return self.resolve_whole(section);
+        }
         let word = memory.table.word(page);
         match word.state() {
             PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
@@ -376,6 +436,63 @@ impl<'a> Work<'a> {
                 Resolved::Failed(FaultOutcome::Lost)
             }
             PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+        }
+    }
+
+    /// As [`Self::resolve`], in a section that goes whole ([`super::whole`]).
+    fn resolve_whole(&mut self, section: &Section) -> Resolved {
+        let memory = self.memory;
+        let pages = memory.table.pages_of(self.page.section());
+        let (lead, next) = self.unit();
+        match memory.table.word(lead).state() {
+            PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
+            PageState::Stored(_) => self.fill_whole(pages, next),
+            _ if matches!(self.cause, Cause::Readahead(_)) => Resolved::UpTo(next),
+            PageState::Present => match memory.place.is_present(lead) {
+                Ok(true) => {
+                    memory.found_present_whole(section, pages, self.cause.device());
+                    Resolved::UpTo(next)
+                }
+                Ok(false) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
+                Ok(false) => self.fill_whole(pages, next),
+                Err(error) => memory.failed(lead, &error),
+            },
+            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
+            PageState::Evicting(_) => match memory.settle_whole(pages) {
+                Resolved::Failed(outcome) => Resolved::Failed(outcome),
+                _ => Resolved::UpTo(self.page),
+            },
+            PageState::Poisoned => {
+                memory.poison_for_kernel(lead);
+                Resolved::Failed(FaultOutcome::Lost)
+            }
+            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
+        }
+    }
+
+    /// Fills the section of `pages`; the request goes on at `next`.
+    fn fill_whole(&mut self, pages: PageRange, next: PageNo) -> Resolved {
+        let memory = self.memory;
+        let asked = match self.cause {
+            Cause::Readahead(Readahead::SwapIn(_))
+                if self.admitted >= self.filled + pages.len() =>
+            {
+                Asked::ByNobody
+            }
+            Cause::Readahead(_) => return Resolved::UpTo(next),
+            Cause::Fault(_) | Cause::Overwrite(_) => Asked::ByFault,
+        };
+        let (filled, resolved) = memory.fill_whole(pages.start.section(), asked);
+        self.filled += filled;
+        if asked == Asked::ByNobody && filled > 0 {
+            let counter = &memory.counters.swapped_in_ahead_pages;
+            counter.fetch_add(filled, Relaxed);
+            self.tell(PageRange::new(self.page, next));
+        }
+        match resolved {
+            Resolved::UpTo(end) if end == pages.end => Resolved::UpTo(next),
+            Resolved::UpTo(_) => Resolved::UpTo(self.page),
+            other => other,
         }
     }
 
@@ -478,6 +595,11 @@ impl<'a> Work<'a> {
                 (counters.readahead_pages).fetch_add(installed.len(), Relaxed);
             }
         }
+        self.tell(installed);
+    }
+
+    /// Notes that this request made `installed` present.
+    fn tell(&mut self, installed: PageRange) {
         for page in installed.iter() {
             let number = page.since(self.cause.pages().start);
             if number < TOLD_PAGES_MAX {
