@@ -22,6 +22,7 @@ use crate::{
     options::{GivenSetting, flags},
 };
 use pagetide_addr::to_usize;
+use pagetide_daemon::figure::LatencyUs;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -132,6 +133,24 @@ pub(crate) struct Pair {
     pub huge_share: f64,
     /// Pages evicted since the attach, after the attached slice.
     pub evicted_pages: u64,
+    /// Faults since the attach, as the daemon saw them.
+    pub fault_us: FaultTimes,
+}
+
+/// Percentiles of the time of a fault, in microseconds.
+#[derive(Clone, Copy, PartialEq, Default, Debug)]
+pub(crate) struct FaultTimes {
+    pub p50: f64,
+    pub p99: f64,
+}
+
+impl From<LatencyUs> for FaultTimes {
+    fn from(all: LatencyUs) -> Self {
+        Self {
+            p50: all.p50,
+            p99: all.p99,
+        }
+    }
 }
 
 /// What came of the pairs of a cell.
@@ -188,6 +207,9 @@ impl Summary {
             "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
             "free_gap_ms": of(|pair| pair.released.gap_ms()),
             "attached_gap_ms": of(|pair| pair.attached.gap_ms()),
+            "attached_fault_p50_us": of(|pair| pair.fault_us.p50),
+            "attached_fault_p99_us": of(|pair| pair.fault_us.p99),
+            "evicted_pages": of(|pair| to_f64(pair.evicted_pages)),
             "daemon_cpu_share": of(|pair| pair.daemon_cpu_share),
             "attached_huge_share": of(|pair| pair.huge_share),
         });
@@ -421,7 +443,8 @@ impl<'a> Rig<'a> {
                 self.daemon.detach()?;
             }
             Side::Attached => {
-                let limit = self.cell.limit_bytes(self.plan.ram_bytes);
+                let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
+                let limit = self.cell.limit_bytes(ram_bytes);
                 let vm = self.daemon.attach(self.guest.pid(), limit)?;
                 if let Some(bar) = vm.eviction_blockers.first() {
                     return Err(format!("nothing of the guest can be evicted: {bar}"));
@@ -461,7 +484,9 @@ impl<'a> Rig<'a> {
         pair.daemon_cpu_share = to_f64(spent_ns) / 1e9 / begun.elapsed().as_secs_f64();
         let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
         pair.huge_share = to_f64(huge_bytes(self.guest.pid())?) / to_f64(ram_bytes);
-        pair.evicted_pages = self.daemon.vm()?.evicted_pages;
+        let vm = self.daemon.vm()?;
+        pair.evicted_pages = vm.evicted_pages;
+        pair.fault_us = vm.vcpu_fault_us.into();
         Ok(())
     }
 }

@@ -662,8 +662,8 @@ fn vm_that_had_no_room_under_the_budget_comes_when_there_is_some() {
 
 #[test]
 fn vm_in_huge_pages_and_a_budget_exclude_each_other() {
-    let folder = tempfile::tempdir().unwrap();
-    let budget = open(folder.path());
+    let rig = Rig::new();
+    let budget = rig.open("off");
     let huge = Newcomer {
         hugetlb_bytes: 64 * MIB,
         ..newcomer("huge", 64)

@@ -139,7 +139,7 @@ fn loom_whole_fill_against_a_removal_is_before_it_or_not_at_all() {
     check(|| {
         let (model, space) = stored(Kept::Hugetlb);
         model.with(|k| k.stored[3] = None);
-        let remover = beside((&model, &space), remove);
+        let remover = beside((&model, &space), |model, space| remove(model, space));
         let outcome = fault(&space, DPU, LAST);
         assert!(matches!(
             outcome,
