@@ -103,16 +103,25 @@ impl VmPlace {
                 let source = io::Error::from(io::ErrorKind::InvalidInput);
                 kernel("UFFDIO_COPY of a part of a huge page", piece.pages)(source)
             })?;
+        let (start, end) = (pages.start, pages.end);
+        let none_free = PlaceError::NoPageFree { start, end };
         let filled = self.fill("UFFDIO_COPY", &piece, || {
             self.userfaultfd.copy(piece.hva, content)
         });
-        filled.map_err(|error| match error {
-            PlaceError::Kernel { source, .. } if source.kind() == io::ErrorKind::OutOfMemory => {
-                let (start, end) = (pages.start, pages.end);
-                PlaceError::NoPageFree { start, end }
+        match filled {
+            Err(PlaceError::Kernel { source, .. })
+                if source.kind() == io::ErrorKind::OutOfMemory =>
+            {
+                Err(none_free)
             }
-            other => other,
-        })
+            // Linux 6.18 says EEXIST of a huge page that it has no memory for.
+            Ok(0) => match file(layout, &piece).is_data(piece.file_offset) {
+                Ok(true) => Ok(0),
+                Ok(false) => Err(none_free),
+                Err(error) => Err(file_error("UFFDIO_CONTINUE", pages, error)),
+            },
+            filled => filled,
+        }
     }
 
     fn clear_marker(&self, piece: &Piece) -> Result<(), PlaceError> {

@@ -42,7 +42,7 @@ use super::{DmaLook, TrackerError};
 use crate::layout::{LiveLayout, Piece, RamFile, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
-use pagetide_addr::{FileKey, FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
+use pagetide_addr::{FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
 use pagetide_policy::{
     sampling::{Look, Sampled, Touched},
     tracker::{self, AccessTracker},
