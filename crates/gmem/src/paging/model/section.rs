@@ -55,6 +55,8 @@ pub(super) struct Kernel {
     pub punches: u32,
     pub splits: u32,
     pub collapses: u32,
+    /// Pages that were zeroed by a punch, and stayed.
+    pub lost: u32,
     pub device_may: [bool; 2],
     pub device_busy: bool,
     pub removed: bool,
@@ -136,8 +138,9 @@ impl Kernel {
         match self.kept {
             Kept::Hugetlb => assert!(all, "a part of a huge page is punched"),
             Kept::Whole if !all && self.held => {
-                let part = index(pages.start);
-                panic!("page {part} is zeroed and stays: its content is lost");
+                self.lost += 1;
+                self.present[index(pages.start)] = Some(0);
+                return;
             }
             Kept::Whole => {
                 self.kept = Kept::Small;
@@ -366,6 +369,7 @@ fn section(
         punches: 0,
         splits: 0,
         collapses: 0,
+        lost: 0,
         device_may: present.map(|byte| byte.is_some()),
         device_busy: false,
         removed: false,
@@ -498,6 +502,7 @@ pub(super) fn remove(model: &Model, space: &PagedMemory) {
 pub(super) fn final_contents(model: &Model, space: &PagedMemory) -> [u8; 2] {
     let states = [0, 1].map(|page| space.table().word(PageNo(page)).state());
     model.with(|k| {
+        assert_eq!(k.lost, 0, "a page was zeroed and stayed");
         let mut named = 0;
         let bytes = [0, 1].map(|page| match states[page] {
             PageState::Present => k.present[page].expect("present"),
