@@ -16,6 +16,7 @@
 //! code under test, such as content that is freed twice, is a panic here.
 
 mod rooms;
+mod whole;
 
 pub use rooms::FakeRooms;
 
@@ -174,17 +175,6 @@ impl FakePlace {
         lock(&self.state).installs_left = None;
     }
 
-    /// From now on sections come and go whole, and so many huge pages are free.
-    pub fn go_whole(&self, huge_pages_free: u64) {
-        lock(&self.state).huge_pages_free = Some(huge_pages_free);
-    }
-
-    /// How often a section was installed, and discarded, as a whole.
-    #[must_use]
-    pub fn whole_calls(&self) -> [u64; 2] {
-        lock(&self.state).whole_calls
-    }
-
     /// The kernel does not install `page`, and does not report it as present either.
     pub fn jam(&self, page: PageNo) {
         lock(&self.state).stuck = Some(page);
@@ -227,33 +217,6 @@ fn refused(page: PageNo) -> PlaceError {
         start: page,
         end: page.next(),
         source: std::io::ErrorKind::OutOfMemory.into(),
-    }
-}
-
-impl FakePlace {
-    /// All of a section, or nothing.
-    fn install_whole(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
-        assert!(pages.start.0.is_multiple_of(SECTION_PAGES), "{pages:?}");
-        let mut state = self.running()?;
-        if state.stuck.is_some_and(|stuck| pages.contains(stuck)) {
-            return Err(refused(pages.start));
-        }
-        if state.present.contains_key(&pages.start) {
-            return Ok(0);
-        }
-        let left = state.huge_pages_free.and_then(|free| free.checked_sub(1));
-        if left.is_none() {
-            let (start, end) = (pages.start, pages.end);
-            return Err(PlaceError::NoPageFree { start, end });
-        }
-        state.huge_pages_free = left;
-        state.whole_calls[0] += 1;
-        for (page, bytes) in pages.iter().zip(content.as_chunks().0) {
-            state.present.insert(page, packed(bytes));
-        }
-        drop(state);
-        (self.installed)(pages.start);
-        Ok(pages.len())
     }
 }
 

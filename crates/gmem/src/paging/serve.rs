@@ -35,6 +35,8 @@
 //! hand: it begins the load, and what waits is the vCPU, in the kernel, or the reply, on the page's
 //! list.
 
+mod sections;
+
 use super::{
     fault::FaultOutcome,
     fill::{Asked, FILL_PAGES_MAX},
@@ -49,7 +51,7 @@ use super::{
     word::{Event, PageState, PageWord},
 };
 use crate::sync::{Arc, share, try_share};
-use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Most absent pages that a call which must not wait fills: at some microseconds each, more would
@@ -57,9 +59,6 @@ use std::sync::atomic::Ordering::Relaxed;
 const AT_ONCE_PAGES_MAX: u64 = 64;
 /// How often one request may retry the same page without progress.
 const STILL_MAX: u32 = 64;
-/// How often one request waits for a free huge page, a hundredth of a second each, before its vCPU or device
-/// faults again.
-const HUGE_PAGE_WAITS_MAX: u32 = 100;
 
 const _: () = assert!(OVERWRITE_PAGES_MAX <= AT_ONCE_PAGES_MAX);
 const _: () = assert!(OVERWRITE_PAGES_MAX <= TOLD_PAGES_MAX);
@@ -354,50 +353,6 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Of the next page, whose section goes whole: the page that leads, and where this request goes on
-    /// after the section.
-    fn unit(&self) -> (PageNo, PageNo) {
-        let pages = self.memory.table.pages_of(self.page.section());
-        let next = pages.end.min(self.cause.pages().end);
-        // Memory removed since may end before the page.
-        (pages.start, next.max(self.page.next()))
-    }
-
-    /// No huge page is free: another section goes, or one comes free elsewhere. After some time the vCPU, or
-    /// the device, faults again.
-    fn wait_for_huge_page(&mut self) {
-        let memory = self.memory;
-        let may_wait = match (self.cause, self.joining) {
-            (Cause::Readahead(_), _) | (_, Joining::Never) => false,
-            (_, Joining::InKernel | Joining::Reply(_)) => true,
-        };
-        if !may_wait {
-            self.end = End::WouldWait;
-            return;
-        }
-        (memory.counters.waits_for_huge_page).fetch_add(1, Relaxed);
-        if self.waits == HUGE_PAGE_WAITS_MAX {
-            self.end = End::Stopped(self.without_huge_page());
-            return;
-        }
-        self.waits += 1;
-        memory.admission.no_page_free(SECTION_PAGES);
-    }
-
-    /// Whoever waits comes again; but what the daemon asks for itself is not there.
-    fn without_huge_page(&self) -> FaultOutcome {
-        let memory = self.memory;
-        let pages = memory.table.pages_of(self.page.section());
-        memory.wake(pages);
-        if self.cause.device() != DeviceId::DAEMON {
-            return FaultOutcome::Present;
-        }
-        let (start, end) = (pages.start, pages.end);
-        let why = PlaceError::NoPageFree { start, end };
-        memory.incidents.fill_failed(start, &why);
-        FaultOutcome::Lost
-    }
-
     /// Becomes a waiter of `page`, if that is being filled.
     fn wait_for(&self, page: PageNo) -> Joined {
         let memory = self.memory;
@@ -436,63 +391,6 @@ impl<'a> Work<'a> {
                 Resolved::Failed(FaultOutcome::Lost)
             }
             PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
-        }
-    }
-
-    /// As [`Self::resolve`], in a section that goes whole ([`super::whole`]).
-    fn resolve_whole(&mut self, section: &Section) -> Resolved {
-        let memory = self.memory;
-        let pages = memory.table.pages_of(self.page.section());
-        let (lead, next) = self.unit();
-        match memory.table.word(lead).state() {
-            PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
-            PageState::Stored(_) => self.fill_whole(pages, next),
-            _ if matches!(self.cause, Cause::Readahead(_)) => Resolved::UpTo(next),
-            PageState::Present => match memory.place.is_present(lead) {
-                Ok(true) => {
-                    memory.found_present_whole(section, pages, self.cause.device());
-                    Resolved::UpTo(next)
-                }
-                Ok(false) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
-                Ok(false) => self.fill_whole(pages, next),
-                Err(error) => memory.failed(lead, &error),
-            },
-            PageState::Filling(_) | PageState::Discarding => Resolved::BeingFilled,
-            PageState::Evicting(_) => match memory.settle_whole(pages) {
-                Resolved::Failed(outcome) => Resolved::Failed(outcome),
-                _ => Resolved::UpTo(self.page),
-            },
-            PageState::Poisoned => {
-                memory.poison_for_kernel(lead);
-                Resolved::Failed(FaultOutcome::Lost)
-            }
-            PageState::Unallocated => Resolved::Failed(FaultOutcome::OutOfRange),
-        }
-    }
-
-    /// Fills the section of `pages`; the request goes on at `next`.
-    fn fill_whole(&mut self, pages: PageRange, next: PageNo) -> Resolved {
-        let memory = self.memory;
-        let asked = match self.cause {
-            Cause::Readahead(Readahead::SwapIn(_))
-                if self.admitted >= self.filled + pages.len() =>
-            {
-                Asked::ByNobody
-            }
-            Cause::Readahead(_) => return Resolved::UpTo(next),
-            Cause::Fault(_) | Cause::Overwrite(_) => Asked::ByFault,
-        };
-        let (filled, resolved) = memory.fill_whole(pages.start.section(), asked);
-        self.filled += filled;
-        if asked == Asked::ByNobody && filled > 0 {
-            let counter = &memory.counters.swapped_in_ahead_pages;
-            counter.fetch_add(filled, Relaxed);
-            self.tell(PageRange::new(self.page, next));
-        }
-        match resolved {
-            Resolved::UpTo(end) if end == pages.end => Resolved::UpTo(next),
-            Resolved::UpTo(_) => Resolved::UpTo(self.page),
-            other => other,
         }
     }
 
