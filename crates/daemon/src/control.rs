@@ -436,6 +436,10 @@ report! {
         alias_faults: u64 => counter,
         /// Pages whose stored copy failed its check and that are lost.
         poisoned_pages: u64 => counter,
+        /// Guest RAM in huge pages of hugetlbfs, evicted and filled 2 MiB at a time.
+        hugetlb_bytes: u64 => gauge,
+        /// Times that a fill found no huge page free and waited; since this daemon began.
+        huge_page_waits: u64 => counter,
         /// Guest RAM pinned or locked by the VMM or a device.
         pinned_guest_bytes: u64 => gauge,
         /// Guest RAM under standing leases of rings.

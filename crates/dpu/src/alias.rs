@@ -79,11 +79,23 @@ struct Watched {
     first_byte: u64,
     start: Hva,
     bytes: u64,
+    /// Bytes of the file's pages.
+    page_bytes: u64,
 }
 
 impl WatchedRanges {
     fn lock(&self) -> MutexGuard<'_, Vec<Watched>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Address and length of the huge page at `address`, if it is in one.
+    fn huge_page_at(&self, address: Hva) -> Option<(Hva, u64)> {
+        self.lock().iter().find_map(|watched| {
+            let offset = address.offset_from(watched.start)?;
+            let is_huge = offset < watched.bytes && watched.page_bytes > PAGE_BYTES;
+            let start = watched.start.0 + offset - offset % watched.page_bytes;
+            is_huge.then_some((Hva(start), watched.page_bytes))
+        })
     }
 
     /// The domain and page at `address`.
@@ -148,12 +160,14 @@ impl Alias {
 impl MappingWatch for Alias {
     fn watch(&self, window: &RamWindow) -> Result<(), String> {
         let start = window.address();
+        let page_bytes = window.page_bytes();
         let userfaultfd = self.userfaultfd()?;
         let watched = Watched {
             domain: window.domain().id(),
             first_byte: window.first_byte(),
             start,
-            bytes: window.len_bytes().next_multiple_of(PAGE_BYTES),
+            bytes: window.len_bytes().next_multiple_of(page_bytes),
+            page_bytes,
         };
         {
             let mut listed = self.watched.lock();
@@ -306,7 +320,11 @@ impl Server {
             if self.zeroed.is_power_of_two() {
                 tracing::error!(%address, ?code, count = self.zeroed, "our DMA touched a page that cannot be served; it got zeros");
             }
-            fill_with_zeros(&self.userfaultfd, address);
+            match self.watched.huge_page_at(address) {
+                // There may be no huge page for zeros.
+                Some((start, bytes)) => stop_watching(&self.userfaultfd, start, bytes),
+                None => fill_with_zeros(&self.userfaultfd, address),
+            }
         }
         // In any case: installing a page that was already present wakes no thread.
         if let Err(error) = self.userfaultfd.wake(address, PAGE_BYTES) {
@@ -328,7 +346,12 @@ fn fill_with_zeros(userfaultfd: &Userfaultfd, address: Hva) {
             }
         }
     }
-    if let Err(error) = userfaultfd.unregister(address, PAGE_BYTES) {
+    stop_watching(userfaultfd, address, PAGE_BYTES);
+}
+
+/// Memory that the file lacks then reads as zeros, and the device that touched it stops.
+fn stop_watching(userfaultfd: &Userfaultfd, start: Hva, bytes: u64) {
+    if let Err(error) = userfaultfd.unregister(start, bytes) {
         tracing::error!(%error, "a page of ours that cannot be served stays watched");
     }
 }

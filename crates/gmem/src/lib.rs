@@ -55,10 +55,10 @@ pub use mmu::{
 };
 pub use paging::{
     Admission, Cause, Committed, Content, ContentStore, EvictionError, EvictionRound, Fault,
-    FaultOutcome, GrowthError, Incidents, Installed, LoadDone, Loaded, MemoryCounters, MemoryParts,
-    Move, NoRoom, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place, PlaceError,
-    Readahead, Relocated, Relocation, Reply, Served, StoreError, Unlimited, VolatileWords, Wait,
-    WordArray, recovery,
+    FaultOutcome, Granule, GrowthError, Incidents, Installed, LoadDone, Loaded, MemoryCounters,
+    MemoryParts, Move, NoRoom, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place,
+    PlaceError, Readahead, Relocated, Relocation, Reply, Served, StoreError, Unlimited,
+    VolatileWords, Wait, WordArray, recovery,
 };
 pub use region::{MapOptions, Mapped, Placement, Protection, Region};
 pub use set::MappingSet;

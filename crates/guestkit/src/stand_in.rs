@@ -40,6 +40,25 @@ pub const VERIFY: &str = "verify";
 /// The prefix of the answer; the number of pages follows.
 pub const SOUND: &str = "sound";
 
+/// Pages that RAM consists of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RamPages {
+    /// As the kernel likes.
+    Usual,
+    /// Huge ones of 2 MiB, of hugetlbfs.
+    Hugetlb,
+}
+
+impl RamPages {
+    /// As the program's command line has it.
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Usual => "usual",
+            Self::Hugetlb => "hugetlb",
+        }
+    }
+}
+
 /// What kind of VM it is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StandInSpec {
@@ -47,6 +66,8 @@ pub struct StandInSpec {
     pub ram_mib: u64,
     /// Threads that use it.
     pub threads: u32,
+    /// Its pages.
+    pub pages: RamPages,
     /// Socket of a vhost-user block device to connect to.
     pub disk: Option<PathBuf>,
 }
@@ -80,6 +101,7 @@ impl StandIn {
         let mut words: Vec<OsString> = vec![
             spec.ram_mib.to_string().into(),
             spec.threads.to_string().into(),
+            spec.pages.word().into(),
         ];
         words.extend(spec.disk.as_ref().map(|socket| socket.clone().into()));
         let mut child = Command::new(program)

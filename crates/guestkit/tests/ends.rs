@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use pagetide_guestkit::leaks::{Snapshot, wait_for_release};
 use pagetide_guestkit::product::{Answer, Product};
 use pagetide_guestkit::stage::RunFolder;
-use pagetide_guestkit::stand_in::{StandIn, StandInSpec};
+use pagetide_guestkit::stand_in::{RamPages, StandIn, StandInSpec};
 use pagetide_random::SplitMix64;
 use rustix::process::Signal;
 
@@ -141,6 +141,7 @@ impl Yard {
         let spec = StandInSpec {
             ram_mib: RAM_MIB,
             threads: 2,
+            pages: RamPages::Usual,
             disk: Some(socket.to_owned()),
         };
         let mut first = StandIn::start(&self.program, &spec).expect("a stand-in");
@@ -159,6 +160,7 @@ impl Yard {
         let spec = StandInSpec {
             ram_mib: RAM_MIB,
             threads: 2,
+            pages: RamPages::Usual,
             disk,
         };
         StandIn::start(&self.program, &spec).expect("a stand-in")

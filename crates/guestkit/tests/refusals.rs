@@ -4,7 +4,6 @@
 use std::fs;
 use std::path::Path;
 
-use pagetide_guestkit::borrowed::HugePages;
 use pagetide_guestkit::guest::Guest;
 use pagetide_guestkit::peer::StorageDaemon;
 use pagetide_guestkit::product::{NOBODY, Product};
@@ -52,27 +51,6 @@ fn ram_that_is_not_shared_is_refused_and_the_vm_is_unharmed() {
         attach_refused(&stage.product, &mut guest, "share=on");
         sound_end(&mut guest);
     }
-}
-
-#[test]
-fn ram_in_huge_pages_is_refused_and_the_vm_is_unharmed() {
-    let Some((_turn, mut stage)) = take_turn(Stage::set) else {
-        return;
-    };
-    let spec = GuestSpec {
-        ram: Ram::HugetlbMemfd,
-        ..small()
-    };
-    let _pages = match HugePages::of_2_mib(spec.ram_bytes >> 21) {
-        Ok(pages) => pages,
-        Err(error) => {
-            eprintln!("SKIPPED: {error}");
-            return;
-        }
-    };
-    let mut guest = working_guest(&mut stage, &spec);
-    attach_refused(&stage.product, &mut guest, "hugetlb");
-    sound_end(&mut guest);
 }
 
 #[test]

@@ -14,6 +14,9 @@
 //! protection and the punch: it is evicted only if it is still unmapped. Batches are small because
 //! a fault in the section waits for a commit, and because content packed in vain is wasted work.
 //!
+//! A section that comes and goes whole (hugetlbfs) is packed batch by batch and committed at once, so a
+//! store without room for all of it refuses all of it.
+//!
 //! Content that a full store refuses stays where it is, and so do the pages after it that would need
 //! room; pages of zeros, and those of one repeated word, go all the same.
 
@@ -120,14 +123,21 @@ impl Evictor {
     ) -> Result<EvictReport, EvictorError> {
         let space = Arc::clone(&self.space);
         let mut wanted = *wanted;
+        let goes_whole = space.goes_whole(section);
         // Of a full store's pages only those of one word go, and which they are is not known yet.
-        if self.store.takes_content() {
+        if self.store.takes_content() && !goes_whole {
             trim_to(&mut wanted, section, pages_max);
         }
         let mut round = space.begin_eviction(section, &wanted)?;
         let mut report = EvictReport::default();
         round.spare(&touched().map_err(EvictorError::Tracker)?);
         let begun = round.candidates();
+        if goes_whole {
+            self.evict_whole(&mut round, &begun, &mut report)?;
+            report.was_cut = progress(report.evicted_pages).is_break();
+            report.cancelled_pages = begun.len() - report.evicted_pages - report.refused.len();
+            return Ok(report);
+        }
         'runs: for run in begun.runs(section) {
             let mut first = run.start;
             while first < run.end {
@@ -143,6 +153,68 @@ impl Evictor {
         }
         report.cancelled_pages = begun.len() - report.evicted_pages - report.refused.len();
         Ok(report)
+    }
+
+    /// Evicts the whole section, or nothing of it: packs page after page while none of it is needed, and
+    /// commits all of them together.
+    fn evict_whole(
+        &mut self,
+        round: &mut EvictionRound<'_>,
+        begun: &PageSet,
+        report: &mut EvictReport,
+    ) -> Result<(), EvictorError> {
+        let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(to_usize(begun.len()));
+        let packed = self.pack_whole(round, begun, &mut batch);
+        let stored = batch.len() as u64 == begun.len();
+        if !matches!(packed, Ok(None)) || !stored {
+            for (_, content) in batch {
+                self.free(content);
+            }
+            if let Some(why) = packed? {
+                report.refused = *begun;
+                return match why.is_full() {
+                    true => Ok(()),
+                    false => Err(why.into()),
+                };
+            }
+            return Ok(());
+        }
+        self.commit(round, &batch, report)
+    }
+
+    /// Stores the pages of `begun` into `batch`, as long as none was needed. Returns why a page is not stored.
+    fn pack_whole(
+        &mut self,
+        round: &EvictionRound<'_>,
+        begun: &PageSet,
+        batch: &mut Vec<(PageNo, Content)>,
+    ) -> Result<Option<PutError>, EvictorError> {
+        for run in begun.runs(round.section()) {
+            let mut first = run.start;
+            while first < run.end {
+                let pages = PageRange::new(first, run.end.min(first.plus(BATCH_PAGES)));
+                if round.candidates().is_empty() {
+                    return Ok(None);
+                }
+                let bytes = &mut self.pages[..to_usize(pages.bytes())];
+                round.read(pages, bytes)?;
+                for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
+                    match (self.keeper).keep(&self.store, page, content, MayTake::Room) {
+                        Kept::Stored(content) => batch.push((page, content)),
+                        Kept::Refused(why) => return Ok(Some(why)),
+                        Kept::NeedsRoom => unreachable!("room may be taken"),
+                    }
+                }
+                first = pages.end;
+            }
+        }
+        Ok(None)
+    }
+
+    fn free(&self, content: Content) {
+        if !content.is_zero() {
+            self.store.free(content);
+        }
     }
 
     fn evict_batch(
@@ -179,7 +251,17 @@ impl Evictor {
                 }
             }
         }
-        let committed = round.commit(&batch);
+        self.commit(round, &batch, report)?;
+        failed.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    fn commit(
+        &self,
+        round: &mut EvictionRound<'_>,
+        batch: &[(PageNo, Content)],
+        report: &mut EvictReport,
+    ) -> Result<(), EvictorError> {
+        let committed = round.commit(batch);
         for content in committed.unused {
             self.store.free(content);
         }
@@ -190,11 +272,9 @@ impl Evictor {
             report.zero_pages += u64::from(content.is_zero());
             report.same_filled_pages += u64::from(is_same);
         }
-        match (committed.problem, failed) {
-            (Some(problem), _) => Err(problem.into()),
-            (None, Some(error)) => Err(error.into()),
-            (None, None) => Ok(()),
-        }
+        committed
+            .problem
+            .map_or(Ok(()), |problem| Err(problem.into()))
     }
 }
 

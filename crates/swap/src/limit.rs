@@ -32,6 +32,8 @@
 
 mod making_room;
 
+use making_room::NO_PAGE_WAIT;
+
 use crate::{
     host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup,
     together::FaultedSections, touched::TouchedSections,
@@ -528,6 +530,13 @@ impl Admission for Limit {
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
+        }
+    }
+
+    fn no_page_free(&self, pages: u64) {
+        if self.make_room_elsewhere(pages) == 0 {
+            self.want_reclaim();
+            self.sleep(|| std::thread::sleep(NO_PAGE_WAIT));
         }
     }
 

@@ -558,7 +558,9 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
         let is_stored = |state| matches!(state, PageState::Stored(_));
         let stored = table.pages_in_state(section, is_stored);
         let mut pages = 0;
-        for run in stored.runs(section).into_iter().flat_map(in_steps) {
+        // A section that comes whole has come with its first run.
+        let is_left = |run: &PageRange| run.iter().any(|page| is_stored(table.word(page).state()));
+        for run in (stored.runs(section).into_iter().flat_map(in_steps)).filter(is_left) {
             let goes_on = pages == 0 || self.pace.may_stay() || self.pace.go_on();
             let filled = match goes_on && pages < pages_max {
                 true => self.fill(run),

@@ -7,15 +7,18 @@
 //! of a hole reads zeros and allocates nothing; a write, or a touch through a mapping, allocates.
 
 use crate::presence::Presence;
-use pagetide_addr::FileKey;
+use pagetide_addr::{FileKey, PAGE_BYTES};
 use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 /// File system type of tmpfs (and so of memfds), as reported by `statfs`.
 const TMPFS_MAGIC: i128 = 0x0102_1994;
+
+/// File system type of hugetlbfs, and so of memfds of huge pages.
+const HUGETLBFS_MAGIC: i128 = 0x9584_58f6;
 
 /// How often a lock is tried that is waited for.
 const LOCK_POLL: Duration = Duration::from_millis(2);
@@ -78,6 +81,8 @@ pub struct GuestFile {
     file: OwnedFd,
     /// Created on first use.
     presence: RwLock<Option<Arc<Presence>>>,
+    /// Bytes of a page, once they were asked for.
+    page_bytes: OnceLock<u64>,
 }
 
 impl From<OwnedFd> for GuestFile {
@@ -85,6 +90,7 @@ impl From<OwnedFd> for GuestFile {
         Self {
             file,
             presence: RwLock::new(None),
+            page_bytes: OnceLock::new(),
         }
     }
 }
@@ -150,6 +156,35 @@ impl GuestFile {
     pub fn is_tmpfs(&self) -> Result<bool, FileError> {
         let stat = rustix::fs::fstatfs(&self.file).map_err(kernel("fstatfs", 0, 0))?;
         Ok(i128::from(stat.f_type) == TMPFS_MAGIC)
+    }
+
+    /// Creates a memfd of `len_bytes` in huge pages of 2 MiB that is all hole. Nothing is reserved for it.
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn new_huge_memfd(name: &str, len_bytes: u64) -> Result<Self, FileError> {
+        use rustix::fs::MemfdFlags;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let file = rustix::fs::memfd_create(name, flags);
+        let file = file.map_err(kernel("memfd_create", 0, len_bytes))?;
+        rustix::fs::ftruncate(&file, len_bytes).map_err(kernel("ftruncate", 0, len_bytes))?;
+        Ok(Self::from(file))
+    }
+
+    /// Bytes of the pages that the file consists of: those of a huge page on hugetlbfs.
+    ///
+    /// # Errors
+    /// The error of `fstatfs`.
+    pub fn page_bytes(&self) -> Result<u64, FileError> {
+        if let Some(known) = self.page_bytes.get() {
+            return Ok(*known);
+        }
+        let stat = rustix::fs::fstatfs(&self.file).map_err(kernel("fstatfs", 0, 0))?;
+        let bytes = match i128::from(stat.f_type) {
+            HUGETLBFS_MAGIC => u64::try_from(stat.f_bsize).unwrap_or(PAGE_BYTES),
+            _ => PAGE_BYTES,
+        };
+        Ok(*self.page_bytes.get_or_init(|| bytes))
     }
 
     /// Reads `into.len()` bytes at `offset`; holes read as zeros and stay holes.
@@ -223,6 +258,12 @@ impl GuestFile {
     /// # Errors
     /// The error of `lseek`.
     pub fn is_data(&self, offset: u64) -> Result<bool, FileError> {
+        let page_bytes = self.page_bytes()?;
+        if page_bytes > PAGE_BYTES {
+            // hugetlbfs knows no SEEK_DATA: all of a file is data to it.
+            let page = offset - offset % page_bytes;
+            return Ok(!self.present_runs(page, page_bytes)?.is_empty());
+        }
         Ok(self.next_data(offset)? == Some(offset))
     }
 
@@ -260,6 +301,9 @@ impl GuestFile {
     /// # Errors
     /// The error of `lseek`.
     pub fn data_runs(&self, offset: u64, len_bytes: u64) -> Result<Vec<(u64, u64)>, FileError> {
+        if self.page_bytes()? > PAGE_BYTES {
+            return self.present_runs(offset, len_bytes);
+        }
         let end = offset.saturating_add(len_bytes);
         let mut runs = Vec::new();
         let mut from = offset;

@@ -22,6 +22,12 @@
 //! `mincore` is accurate only for the owner of the file and for those who may write it; to others
 //! it reports all pages as present. In that case each page is queried by `SEEK_DATA`.
 //!
+//! # Huge pages
+//! hugetlbfs answers neither: to `SEEK_DATA` all of a file is data, and `mincore` reports what the caller has
+//! mapped. But `UFFDIO_CONTINUE` maps a page that is in the file and fails where there is none, and a punch
+//! unmaps it again. So a mapping of ours is watched for that alone, and each huge page is asked about by one
+//! call of a microsecond. Nothing ever touches the mapping, so nothing waits for its faults.
+//!
 //! # The states of a page
 //! | page | `mincore` | `SEEK_DATA` | here |
 //! |---|---|---|---|
@@ -38,7 +44,8 @@
 
 use crate::memory_file::{FileError, GuestFile};
 use crate::to_usize;
-use pagetide_addr::PAGE_BYTES;
+use crate::uffd::{Features, MapOutcome, UffdError, Userfaultfd, Watch};
+use pagetide_addr::{Hva, PAGE_BYTES};
 use rustix::fs::{Access, AtFlags, CWD};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsFd, AsRawFd};
@@ -51,6 +58,87 @@ const PAGES_PER_CALL: usize = 512;
 #[derive(Debug)]
 pub(crate) struct Presence {
     untouched: Option<Untouched>,
+    /// For a file in huge pages.
+    huge: Option<Huge>,
+}
+
+/// The means to query a file in huge pages.
+#[derive(Debug)]
+struct Huge {
+    // Closed before the mapping goes.
+    userfaultfd: Userfaultfd,
+    mapping: Untouched,
+    page_bytes: u64,
+}
+
+/// Times that a query is repeated while our address space is changing.
+const TRIES_MAX: u32 = 10_000;
+
+impl Huge {
+    fn of(file: &GuestFile, bytes: u64, page_bytes: u64) -> Result<Self, FileError> {
+        let failed = |operation, source| FileError::Kernel {
+            operation,
+            offset: 0,
+            len_bytes: bytes,
+            source,
+        };
+        let no_room = || failed("mmap", std::io::ErrorKind::OutOfMemory.into());
+        let mapping = Untouched::of(file, bytes).ok_or_else(no_room)?;
+        let watch = || {
+            let userfaultfd = Userfaultfd::create_here()?;
+            userfaultfd.api(Features::WANTED)?;
+            let start = Hva(mapping.base.as_ptr().addr() as u64);
+            userfaultfd.register(start, bytes, Watch::MissingAndMinor)?;
+            Ok(userfaultfd)
+        };
+        let userfaultfd = watch().map_err(|error: UffdError| {
+            failed(
+                "watching a mapping",
+                std::io::Error::other(error.to_string()),
+            )
+        })?;
+        Ok(Self {
+            userfaultfd,
+            mapping,
+            page_bytes,
+        })
+    }
+
+    fn runs(&self, offset: u64, len_bytes: u64, runs: &mut Runs) -> Result<(), FileError> {
+        let end = offset.saturating_add(len_bytes);
+        let mut at = offset - offset % self.page_bytes;
+        while at < end {
+            if self.has(at)? {
+                let (from, to) = (at.max(offset), (at + self.page_bytes).min(end));
+                runs.add_bytes(from, to - from);
+            }
+            at += self.page_bytes;
+        }
+        Ok(())
+    }
+
+    /// True if the huge page at `offset` is in the file.
+    fn has(&self, offset: u64) -> Result<bool, FileError> {
+        let failed = |source| FileError::Kernel {
+            operation: "UFFDIO_CONTINUE",
+            offset,
+            len_bytes: self.page_bytes,
+            source,
+        };
+        if offset + self.page_bytes > self.mapping.bytes {
+            return Ok(false);
+        }
+        let at = Hva(self.mapping.base.as_ptr().addr() as u64 + offset);
+        for _ in 0..TRIES_MAX {
+            let asked = self.userfaultfd.map_present(at, self.page_bytes);
+            match asked.map_err(|error| failed(std::io::Error::other(error.to_string())))? {
+                MapOutcome::Mapped => return Ok(true),
+                MapOutcome::Absent => return Ok(false),
+                MapOutcome::Retry => std::thread::yield_now(),
+            }
+        }
+        Err(failed(std::io::ErrorKind::TimedOut.into()))
+    }
 }
 
 /// A mapping of a file that is never touched.
@@ -76,6 +164,7 @@ impl Untouched {
                 std::ptr::null_mut(),
                 to_usize(bytes),
                 ProtFlags::empty(),
+                // No huge pages are reserved, either.
                 MapFlags::SHARED | MapFlags::NORESERVE,
                 fd,
                 0,
@@ -126,11 +215,19 @@ impl Presence {
     /// The error of `fstat`.
     pub fn of(file: &GuestFile) -> Result<Self, FileError> {
         let bytes = file.len_bytes()?;
+        let page_bytes = file.page_bytes()?;
+        if page_bytes > PAGE_BYTES && bytes > 0 {
+            return Ok(Self {
+                untouched: None,
+                huge: Some(Huge::of(file, bytes, page_bytes)?),
+            });
+        }
         let untouched = match is_told_the_truth(file) && bytes > 0 {
             true => Untouched::of(file, bytes),
             false => None,
         };
-        Ok(Self { untouched })
+        let huge = None;
+        Ok(Self { untouched, huge })
     }
 
     /// Maximal runs `(offset, bytes)` of pages of `file` that are present within
@@ -145,6 +242,10 @@ impl Presence {
         len_bytes: u64,
     ) -> Result<Vec<(u64, u64)>, FileError> {
         let mut runs = Runs::default();
+        if let Some(huge) = &self.huge {
+            huge.runs(offset, len_bytes, &mut runs)?;
+            return Ok(runs.0);
+        }
         let end = offset.saturating_add(len_bytes);
         let mut asked = [0; PAGES_PER_CALL];
         let mut at = offset;
@@ -205,9 +306,13 @@ struct Runs(Vec<(u64, u64)>);
 
 impl Runs {
     fn add(&mut self, page_at: u64) {
+        self.add_bytes(page_at, PAGE_BYTES);
+    }
+
+    fn add_bytes(&mut self, at: u64, more: u64) {
         match self.0.last_mut() {
-            Some((start, bytes)) if *start + *bytes == page_at => *bytes += PAGE_BYTES,
-            _ => self.0.push((page_at, PAGE_BYTES)),
+            Some((start, bytes)) if *start + *bytes == at => *bytes += more,
+            _ => self.0.push((at, more)),
         }
     }
 }
@@ -340,5 +445,82 @@ mod tests {
         };
         let (short, long) = (took(2), took(128));
         assert!(long < 8 * short, "{short:?} of 4 MiB, {long:?} of 256 MiB");
+    }
+
+    /// Two more huge pages of 2 MiB, while nobody else of these tests has any; given back on drop.
+    struct TwoHugePages {
+        before: u64,
+        _turn: std::fs::File,
+    }
+
+    const HUGE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+
+    impl TwoHugePages {
+        fn borrow() -> Option<Self> {
+            let turn = std::fs::File::open(HUGE).ok()?;
+            rustix::fs::flock(&turn, rustix::fs::FlockOperation::LockExclusive).ok()?;
+            let number = |name: &str| -> Option<u64> {
+                let text = std::fs::read_to_string(format!("{HUGE}/{name}")).ok()?;
+                text.trim().parse().ok()
+            };
+            let before = number("nr_hugepages")?;
+            let more = (before + 2).to_string();
+            std::fs::write(format!("{HUGE}/nr_hugepages"), more).ok()?;
+            let borrowed = Self {
+                before,
+                _turn: turn,
+            };
+            (number("free_hugepages")? >= 2).then_some(borrowed)
+        }
+    }
+
+    impl Drop for TwoHugePages {
+        fn drop(&mut self) {
+            let given_back =
+                std::fs::write(format!("{HUGE}/nr_hugepages"), self.before.to_string());
+            assert!(given_back.is_ok());
+        }
+    }
+
+    #[test]
+    fn huge_pages_of_a_file_are_told_apart_from_holes() {
+        const BYTES: u64 = 2 << 20;
+        if Userfaultfd::create_here().is_err() {
+            println!("SKIPPED: no userfaultfd");
+            return;
+        }
+        let Some(_pages) = TwoHugePages::borrow() else {
+            println!("SKIPPED: no huge pages of 2 MiB");
+            return;
+        };
+        let file = GuestFile::new_huge_memfd("huge", 4 * BYTES).unwrap();
+        assert_eq!(file.page_bytes().unwrap(), BYTES);
+        let mapping = SharedMapping::new(file.as_fd(), 4 * BYTES).unwrap();
+        assert_eq!(file.present_runs(0, 4 * BYTES).unwrap(), []);
+        mapping.copy_to(BYTES + 77, &[1]).unwrap();
+        mapping.copy_to(2 * BYTES, &[1]).unwrap();
+        assert_eq!(
+            file.present_runs(0, 4 * BYTES).unwrap(),
+            [(BYTES, 2 * BYTES)]
+        );
+        // Parts of a huge page are as present as it is, and to be asked allocates nothing.
+        let part = file.present_runs(2 * BYTES - PAGE, 2 * PAGE).unwrap();
+        assert_eq!(part, [(2 * BYTES - PAGE, 2 * PAGE)]);
+        assert!(!file.is_data(3 * BYTES).unwrap() && !file.is_data(PAGE).unwrap());
+        assert!(file.is_data(BYTES + 5 * PAGE).unwrap());
+        assert_eq!(file.allocated_bytes().unwrap(), 2 * BYTES);
+        mapping.drop_translations(0, 4 * BYTES).unwrap();
+        assert!(file.is_data(BYTES).unwrap());
+        file.punch(BYTES, BYTES).unwrap();
+        assert_eq!(file.data_runs(0, 4 * BYTES).unwrap(), [(2 * BYTES, BYTES)]);
+        file.unmap();
+        assert_eq!(
+            file.present_runs(0, 4 * BYTES).unwrap(),
+            [(2 * BYTES, BYTES)]
+        );
+        let mut byte = [7];
+        file.read_at(BYTES + 77, &mut byte).unwrap();
+        assert_eq!(byte, [0]);
+        assert!(!file.is_data(BYTES).unwrap());
     }
 }

@@ -19,23 +19,23 @@
 #![expect(unsafe_code, reason = "ioctls and reads of kernel structures")]
 
 mod abi;
+mod asking;
 mod features;
 
+pub use asking::MapOutcome;
 pub use features::Features;
 
 use crate::to_usize;
 use abi::{
-    Api, COPY_PROTECTED, COPY_WITHOUT_WAKING, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill,
-    Message, PROTECT, PROTECT_WITHOUT_WAKING, Protect, Range, Register, UFFD_API,
-    UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY, UFFDIO_POISON, UFFDIO_REGISTER,
-    UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT, UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
+    Api, CopyIn, FLAG_MINOR, FLAG_WP, FLAG_WRITE, Fill, Message, PROTECT, PROTECT_WITHOUT_WAKING,
+    Protect, Range, Register, UFFD_API, UFFD_EVENT_PAGEFAULT, UFFDIO_API, UFFDIO_COPY,
+    UFFDIO_POISON, UFFDIO_REGISTER, UFFDIO_UNREGISTER, UFFDIO_WAKE, UFFDIO_WRITEPROTECT,
+    UFFDIO_ZEROPAGE, USERFAULTFD_IOC_NEW,
 };
 use pagetide_addr::{Access, Hva, PAGE_BYTES};
-use rustix::mm::{MapFlags, ProtFlags};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::sync::OnceLock;
 
 /// Messages per read.
 pub const EVENTS_PER_READ: usize = 16;
@@ -83,6 +83,8 @@ pub enum Watch {
     Missing,
     /// Accesses to absent pages, and writes to protected ones.
     MissingAndWriteProtected,
+    /// Accesses to pages that are absent, or in the file and not mapped.
+    MissingAndMinor,
 }
 
 /// Whether writes fault.
@@ -252,6 +254,7 @@ impl Userfaultfd {
             mode: match watch {
                 Watch::Missing => 1,
                 Watch::MissingAndWriteProtected => 3,
+                Watch::MissingAndMinor => 5,
             },
             ioctls: 0,
         };
@@ -316,29 +319,6 @@ impl Userfaultfd {
         };
         let answer = self.ioctl(UFFDIO_POISON, &mut fill);
         fill_outcome("UFFDIO_POISON", start, len_bytes, answer, fill.done)
-    }
-
-    /// True if the mapping that contains the page at `at` is watched for
-    /// [`Watch::MissingAndWriteProtected`]. Changes nothing, even if the page is in use.
-    ///
-    /// This attempts a copy from an unreadable page. The kernel checks the mapping first (`ENOENT`,
-    /// or `EINVAL` without write protection); any other error means that this check passed. The
-    /// check does not distinguish userfaultfds; [`Userfaultfd::register`] reports another one.
-    ///
-    /// # Errors
-    /// [`UffdError::Kernel`] if there is no address space left for the unreadable page.
-    pub fn is_watched(&self, at: Hva) -> Result<bool, UffdError> {
-        let src = unreadable_page()
-            .map_err(|source| kernel("reserving a page", at, PAGE_BYTES, source))?;
-        let mut copy = CopyIn {
-            dst: page_of(at).0,
-            src,
-            len: PAGE_BYTES,
-            mode: COPY_WITHOUT_WAKING | COPY_PROTECTED,
-            done: 0,
-        };
-        let answer = self.ioctl(UFFDIO_COPY, &mut copy);
-        Ok(!answer.is_err_and(|e| matches!(e.raw_os_error(), Some(libc::ENOENT | libc::EINVAL))))
     }
 
     /// Protects pages against writes, whether present or absent, or removes the protection.
@@ -487,25 +467,6 @@ pub(crate) const fn new_request() -> (u64, u64) {
 pub fn is_userfaultfd(fd: BorrowedFd<'_>) -> bool {
     std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
         .is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
-}
-
-/// Address of a page of this process that is unreadable, even for the kernel.
-fn unreadable_page() -> io::Result<u64> {
-    static PAGE: OnceLock<u64> = OnceLock::new();
-    if let Some(page) = PAGE.get() {
-        return Ok(*page);
-    }
-    // SAFETY: a null hint without MAP_FIXED touches no existing mapping; the page is kept for the
-    // life of the process (two, if two threads come here at once).
-    let page = unsafe {
-        rustix::mm::mmap_anonymous(
-            std::ptr::null_mut(),
-            to_usize(PAGE_BYTES),
-            ProtFlags::empty(),
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        )
-    }?;
-    Ok(*PAGE.get_or_init(|| page.addr() as u64))
 }
 
 fn own(made: libc::c_long) -> Option<OwnedFd> {

@@ -122,7 +122,7 @@ pub fn refuse_if_shared(vmm: &VmmProcess, layout: &RamLayout, ours: &[u32]) -> R
             other_name: other.name,
         });
     }
-    match swap::in_reach(pid, layout.keys()) {
+    match swap::in_reach(pid, layout.swappable_keys()) {
         Ok(None) => Ok(()),
         Ok(Some(reach)) => Err(Refusal::SwapInReach { pid, name, reach }),
         Err(e) => Err(Refusal::looking(pid, "find the cgroup", e)),
@@ -167,7 +167,7 @@ pub fn check(
             .into_iter()
             .map(|OtherProcess { pid, name }| EvictionBlocker::MappedByAnother { pid, name }),
     );
-    let reach = swap::in_reach(pid, layout.keys())
+    let reach = swap::in_reach(pid, layout.swappable_keys())
         .map_err(|e| Refusal::looking(pid, "find the cgroup", e))?;
     blockers.extend(reach.map(EvictionBlocker::Swap));
     vmm.still_runs()?;

@@ -47,4 +47,4 @@ pub mod takeover;
 pub mod threads;
 pub mod tracker;
 
-pub use refusal::Refusal;
+pub use refusal::{HugetlbFault, Refusal};

@@ -9,6 +9,9 @@
 //! A vCPU cannot be prevented from reading a present page, so its strongest restriction is
 //! read-only; *no access* is reached by discarding.
 //!
+//! Huge pages (hugetlbfs) are installed and discarded as a whole; a wake, a protection or poison of a part
+//! is one of all of it. A fill that finds none free fails with [`PlaceError::NoPageFree`].
+//!
 //! | answer of the kernel | what it means here |
 //! |---|---|
 //! | `EEXIST` | [`Installed::AlreadyThere`]; no thread is woken, since it may be a foreign page |
@@ -20,7 +23,8 @@ use pagetide_addr::{
     Access, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, PageSet, SectionNo, to_usize,
 };
 use pagetide_gmem::{
-    Backing, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted, TableId,
+    Backing, Granule, Installed, Mmu, MmuError, MmuLimits, Place, PlaceError, Restrict, Restricted,
+    TableId,
 };
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use pagetide_sys::pagemap::{Pagemap, PagemapError};
@@ -83,6 +87,43 @@ impl VmPlace {
         )))
     }
 
+    /// Installs all of a section in one huge page, or nothing of it.
+    fn install_huge(
+        &self,
+        layout: &RamLayout,
+        pages: PageRange,
+        content: &[u8],
+    ) -> Result<u64, PlaceError> {
+        let piece = Self::piece(layout, pages.start)?;
+        let piece = layout
+            .pieces(pages)
+            .next()
+            .filter(|whole| whole.pages == pages)
+            .ok_or_else(|| {
+                let source = io::Error::from(io::ErrorKind::InvalidInput);
+                kernel("UFFDIO_COPY of a part of a huge page", piece.pages)(source)
+            })?;
+        let (start, end) = (pages.start, pages.end);
+        let none_free = PlaceError::NoPageFree { start, end };
+        let filled = self.fill("UFFDIO_COPY", &piece, || {
+            self.userfaultfd.copy(piece.hva, content)
+        });
+        match filled {
+            Err(PlaceError::Kernel { source, .. })
+                if source.kind() == io::ErrorKind::OutOfMemory =>
+            {
+                Err(none_free)
+            }
+            // Linux 6.18 says EEXIST of a huge page that it has no memory for.
+            Ok(0) => match file(layout, &piece).is_data(piece.file_offset) {
+                Ok(true) => Ok(0),
+                Ok(false) => Err(none_free),
+                Err(error) => Err(file_error("UFFDIO_CONTINUE", pages, error)),
+            },
+            filled => filled,
+        }
+    }
+
     fn clear_marker(&self, piece: &Piece) -> Result<(), PlaceError> {
         let failed = |source| kernel("UFFDIO_WRITEPROTECT", piece.pages)(source);
         for tried in 0..MOST_TRIES {
@@ -116,6 +157,13 @@ fn rest(tried: u32) {
 }
 
 impl Place for VmPlace {
+    fn granule(&self, section: SectionNo) -> Granule {
+        match self.layout.look().is_huge(section.first_page()) {
+            true => Granule::Section,
+            false => Granule::Page,
+        }
+    }
+
     fn install(&self, page: PageNo, content: &[u8; 4096]) -> Result<Installed, PlaceError> {
         let piece = Self::piece(&self.layout.look(), page)?;
         let filled = self.fill("UFFDIO_COPY", &piece, || {
@@ -135,7 +183,11 @@ impl Place for VmPlace {
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
         assert_eq!(content.len() as u64, pages.bytes(), "content of each page");
         let mut installed = 0;
-        for piece in self.layout.look().pieces(pages) {
+        let layout = self.layout.look();
+        if layout.is_huge(pages.start) {
+            return self.install_huge(&layout, pages, content);
+        }
+        for piece in layout.pieces(pages) {
             let from = piece.pages.start.since(pages.start) * PAGE_BYTES;
             let part = bytes_of(content, from, piece.pages.bytes());
             let filled = self.fill("UFFDIO_COPY", &piece, || {
@@ -207,7 +259,8 @@ impl Place for VmPlace {
     }
 
     fn wake(&self, pages: PageRange) -> Result<(), PlaceError> {
-        for piece in self.layout.look().pieces(pages) {
+        let layout = self.layout.look();
+        for piece in layout.pieces(layout.widened(pages)) {
             self.wake_piece(&piece)?;
         }
         Ok(())
@@ -217,7 +270,10 @@ impl Place for VmPlace {
     /// page; so the marker is cleared first. A page poisoned before stays so, and its waiters are
     /// released.
     fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
-        let piece = Self::piece(&self.layout.look(), page)?;
+        let layout = self.layout.look();
+        let whole = layout.widened(page.single());
+        let piece = Self::piece(&layout, whole.start)?;
+        let piece = layout.pieces(whole).next().unwrap_or(piece);
         let there = || {
             let source = io::Error::from(io::ErrorKind::AlreadyExists);
             Err(kernel("UFFDIO_POISON", piece.pages)(source))
@@ -228,7 +284,7 @@ impl Place for VmPlace {
         }
         self.clear_marker(&piece)?;
         let poisoned = self.fill("UFFDIO_POISON", &piece, || {
-            self.userfaultfd.poison(piece.hva, PAGE_BYTES)
+            self.userfaultfd.poison(piece.hva, piece.pages.bytes())
         })?;
         if poisoned > 0 {
             return Ok(());
@@ -277,8 +333,13 @@ impl VcpuMmu {
     }
 
     fn protect(&self, pages: PageRange, protection: WriteProtection) -> Result<(), MmuError> {
-        for piece in self.layout.look().pieces(pages) {
+        let layout = self.layout.look();
+        for piece in layout.pieces(layout.widened(pages)) {
             match (&self.map, protection) {
+                // One entry of the page table stands for the whole of a huge page.
+                _ if layout.files()[piece.file].is_huge() => {
+                    self.protect_piece(&piece, protection)?;
+                }
                 (Some(map), WriteProtection::Off) if piece.pages.len() >= LOOK_PAGES_MIN => {
                     self.unprotect(map, &piece)?;
                 }

@@ -5,6 +5,19 @@ use crate::layout::{LayoutError, RecordedMapping};
 use crate::swap::SwapReach;
 use std::io;
 
+/// Why RAM in huge pages cannot be evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum HugetlbFault {
+    /// Each fault would fill a whole page.
+    #[error(
+        "of {0} MiB each, and a fault would have to fill all of one: more than a third of a second for 1 GiB"
+    )]
+    TooLarge(u64),
+    /// They are in no file that other processes can open.
+    #[error("that are private memory, which cannot be evicted from outside")]
+    Private,
+}
+
 /// Why a VMM cannot be taken over. Nothing about it has been changed.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
@@ -45,16 +58,18 @@ pub enum Refusal {
         /// Its program.
         name: String,
     },
-    /// Its RAM is in huge pages.
+    /// Its RAM is in huge pages of a kind that cannot be evicted.
     #[error(
-        "the RAM of VMM {pid} ({name}) is in hugetlb pages, which Pagetide cannot evict yet: start \
-         it with ordinary shared memory (QEMU: memory-backend-memfd without hugetlb=on)"
+        "the RAM of VMM {pid} ({name}) is in hugetlb pages {what}: start it with shared pages of 2 MiB (QEMU: \
+         memory-backend-memfd,share=on,hugetlb=on,hugetlbsize=2M), or without hugetlb"
     )]
     HugetlbRam {
         /// The pid.
         pid: u32,
         /// Its program.
         name: String,
+        /// What is wrong with them.
+        what: HugetlbFault,
     },
     /// Its RAM is in a file on a disk.
     #[error(

@@ -147,7 +147,7 @@ impl DmaDomain {
             bytes,
             source,
         })?;
-        let window = Arc::new(RamWindow::new(self, offset, mapping));
+        let window = Arc::new(RamWindow::new(self, part, mapping));
         windows.push(Arc::downgrade(&window));
         drop(windows);
         // Check only after listing it: a concurrent attach either finds the window in the list or

@@ -13,7 +13,7 @@
 //! of a write only delays the check.
 
 use super::content::{Mix, STAMP_STRIDE, Stamps, WORDS, words};
-use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_PAGES, to_usize};
+use pagetide_addr::{PAGE_BYTES, PageNo, SECTION_BYTES, SECTION_PAGES, to_usize};
 use pagetide_sys::{
     mapping::{MappingError, SharedMapping},
     memory_file::{FileError, GuestFile},
@@ -38,6 +38,8 @@ pub enum HugePages {
     Advised,
     /// The kernel's own decision.
     NotAdvised,
+    /// A file on hugetlbfs; needs free huge pages.
+    Hugetlb,
 }
 
 /// Why there is no RAM.
@@ -83,8 +85,13 @@ impl Ram {
     /// The kernel's error.
     pub fn new(pages: u64, huge: HugePages, mix: Mix) -> Result<Self, RamError> {
         let bytes = pages * PAGE_BYTES;
-        let file = GuestFile::new_memfd("guest-ram", bytes)?;
-        let mapping = SharedMapping::new(file.as_fd(), bytes)?;
+        let file = match huge {
+            HugePages::Hugetlb => {
+                GuestFile::new_huge_memfd("guest-ram", bytes.next_multiple_of(SECTION_BYTES))?
+            }
+            HugePages::Advised | HugePages::NotAdvised => GuestFile::new_memfd("guest-ram", bytes)?,
+        };
+        let mapping = SharedMapping::new(file.as_fd(), file.len_bytes()?)?;
         if huge == HugePages::Advised {
             mapping.advise_huge_pages()?;
         }

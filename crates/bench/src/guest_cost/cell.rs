@@ -22,6 +22,7 @@ use crate::{
     options::{GivenSetting, flags},
 };
 use pagetide_addr::to_usize;
+use pagetide_daemon::figure::LatencyUs;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -33,6 +34,8 @@ use tempfile::TempDir;
 pub(crate) const SETTLE: Duration = Duration::from_secs(1);
 /// Between two polls of a squeeze's progress.
 const SQUEEZE_LOOK: Duration = Duration::from_millis(50);
+/// Most RAM in huge pages of hugetlbfs, which take memory from everything else.
+pub(super) const HUGETLB_BYTES_MAX: u64 = 1 << 30;
 /// Least limit of a VM.
 const LIMIT_BYTES_MIN: u64 = 16 << 20;
 
@@ -42,16 +45,18 @@ pub(crate) enum Kind {
     Free,
     Limited,
     Huge,
+    Hugetlb,
     Kvm,
     Stock,
 }
 
 impl Kind {
     /// All.
-    pub(super) const ALL: [Self; 5] = [
+    pub(super) const ALL: [Self; 6] = [
         Self::Free,
         Self::Limited,
         Self::Huge,
+        Self::Hugetlb,
         Self::Kvm,
         Self::Stock,
     ];
@@ -59,7 +64,7 @@ impl Kind {
     /// All works tried with this kind.
     pub(super) fn works(self) -> Vec<Work> {
         let vcpus: &[u32] = match self {
-            Self::Free | Self::Limited | Self::Huge => &[1, 2],
+            Self::Free | Self::Limited | Self::Huge | Self::Hugetlb => &[1, 2],
             // The guest starts no other vCPU.
             Self::Kvm => &[1],
             Self::Stock => return Load::BUSY.map(Work::Load).to_vec(),
@@ -80,6 +85,7 @@ impl Kind {
             Self::Free => "attached_over_free",
             Self::Limited => "limited_over_free",
             Self::Huge => "huge_over_free",
+            Self::Hugetlb => "hugetlb_over_free",
             Self::Kvm => "kvm_over_free",
             Self::Stock => "stock_over_free",
         }
@@ -127,6 +133,24 @@ pub(crate) struct Pair {
     pub huge_share: f64,
     /// Pages evicted since the attach, after the attached slice.
     pub evicted_pages: u64,
+    /// Faults since the attach, as the daemon saw them.
+    pub fault_us: FaultTimes,
+}
+
+/// Percentiles of the time of a fault, in microseconds.
+#[derive(Clone, Copy, PartialEq, Default, Debug)]
+pub(crate) struct FaultTimes {
+    pub p50: f64,
+    pub p99: f64,
+}
+
+impl From<LatencyUs> for FaultTimes {
+    fn from(all: LatencyUs) -> Self {
+        Self {
+            p50: all.p50,
+            p99: all.p99,
+        }
+    }
 }
 
 /// What came of the pairs of a cell.
@@ -183,6 +207,9 @@ impl Summary {
             "attached_faults_per_s": of(|pair| pair.attached.faults_per_s()),
             "free_gap_ms": of(|pair| pair.released.gap_ms()),
             "attached_gap_ms": of(|pair| pair.attached.gap_ms()),
+            "attached_fault_p50_us": of(|pair| pair.fault_us.p50),
+            "attached_fault_p99_us": of(|pair| pair.fault_us.p99),
+            "evicted_pages": of(|pair| to_f64(pair.evicted_pages)),
             "daemon_cpu_share": of(|pair| pair.daemon_cpu_share),
             "attached_huge_share": of(|pair| pair.huge_share),
         });
@@ -201,6 +228,7 @@ impl Cell {
             Kind::Free => "free",
             Kind::Limited => "limited",
             Kind::Huge => "huge",
+            Kind::Hugetlb => "hugetlb",
             Kind::Kvm => "kvm",
             Kind::Stock => "stock",
         };
@@ -215,7 +243,8 @@ impl Cell {
     fn limit_bytes(&self, ram_bytes: u64) -> Option<u64> {
         match (self.kind, self.work) {
             (Kind::Free | Kind::Kvm | Kind::Stock, _) | (Kind::Limited, Work::Load(_)) => None,
-            (Kind::Limited, Work::Hot(hot)) => {
+            (Kind::Hugetlb, Work::Load(_)) => None,
+            (Kind::Limited | Kind::Hugetlb, Work::Hot(hot)) => {
                 let hot_bytes = ram_bytes / 8 * u64::from(hot.hot_eighths);
                 let above = hot_bytes + hot_bytes / 50 * 3 + (4 << 20);
                 Some(above.clamp(LIMIT_BYTES_MIN, ram_bytes))
@@ -236,6 +265,7 @@ impl Cell {
             },
             huge_pages: match self.kind {
                 Kind::Huge => HugePages::Advised,
+                Kind::Hugetlb => HugePages::Hugetlb,
                 Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
         }
@@ -245,6 +275,7 @@ impl Cell {
     pub(super) fn ram_bytes(&self, fitting_bytes: u64) -> u64 {
         match self.kind {
             Kind::Free | Kind::Limited | Kind::Huge => fitting_bytes,
+            Kind::Hugetlb => fitting_bytes.min(HUGETLB_BYTES_MAX),
             Kind::Kvm => fitting_bytes.min(kvm::RAM_BYTES_MAX),
             Kind::Stock => stock::RAM_BYTES,
         }
@@ -412,7 +443,8 @@ impl<'a> Rig<'a> {
                 self.daemon.detach()?;
             }
             Side::Attached => {
-                let limit = self.cell.limit_bytes(self.plan.ram_bytes);
+                let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
+                let limit = self.cell.limit_bytes(ram_bytes);
                 let vm = self.daemon.attach(self.guest.pid(), limit)?;
                 if let Some(bar) = vm.eviction_blockers.first() {
                     return Err(format!("nothing of the guest can be evicted: {bar}"));
@@ -452,7 +484,9 @@ impl<'a> Rig<'a> {
         pair.daemon_cpu_share = to_f64(spent_ns) / 1e9 / begun.elapsed().as_secs_f64();
         let ram_bytes = self.cell.ram_bytes(self.plan.ram_bytes);
         pair.huge_share = to_f64(huge_bytes(self.guest.pid())?) / to_f64(ram_bytes);
-        pair.evicted_pages = self.daemon.vm()?.evicted_pages;
+        let vm = self.daemon.vm()?;
+        pair.evicted_pages = vm.evicted_pages;
+        pair.fault_us = vm.vcpu_fault_us.into();
         Ok(())
     }
 }

@@ -20,6 +20,7 @@
 //! | `free_hot_1_8_vcpus_1` … | without a limit |
 //! | `limited_…` | with a limit just above the hot part: 6 % and 4 MiB more, since the daemon keeps 4.5 % free |
 //! | `huge_…` | with a limit as large as the RAM, in huge pages |
+//! | `hugetlb_…` | with a limit as in `limited_…`, in huge pages of hugetlbfs, 1 GiB at most: what goes and comes, goes and comes 2 MiB at a time |
 //! | `kvm_…` | without a limit, and a guest under KVM instead of the stand-in, on one vCPU, with 2 GiB at most |
 //! | `stock_stress_vm`, `stock_stress_stream`, `stock_redis` | without a limit, and a stock Linux guest of 1 GiB and two vCPUs with that load ([`super::busy::stock`]) |
 //!
@@ -51,7 +52,7 @@ use super::{
     memory::{fitting, ram_key},
     options::SizeOptions,
 };
-use cell::{Cell, Kind, Pair, Plan, SETTLE, Summary};
+use cell::{Cell, HUGETLB_BYTES_MAX, Kind, Pair, Plan, SETTLE, Summary};
 use serde_json::{Value, json};
 
 const NAME: &str = "guest-cost";
@@ -61,6 +62,8 @@ const RAM_BYTES: u64 = 2 << 30;
 const PAIRS: u64 = 30;
 /// Default length of a slice in seconds.
 const SLICE_SECONDS: u64 = 5;
+/// Shows how many huge pages of 2 MiB are free.
+const HUGETLB_FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 /// Shows whether shared memory may have huge pages.
 const SHMEM_ENABLED: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
@@ -92,6 +95,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         all.filter(|cell| options.includes(&cell.name()))
     };
     let no_huge = huge_pages_are_given().err();
+    let no_hugetlb = hugetlb_pages_are_free(ram_bytes.min(HUGETLB_BYTES_MAX)).err();
     let no_stock = if cells().any(|cell| cell.kind == Kind::Stock) {
         stock_guests_run().err()
     } else {
@@ -107,6 +111,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         let lacking = match cell.kind {
             Kind::Free | Kind::Limited => &None,
             Kind::Huge => &no_huge,
+            Kind::Hugetlb => &no_hugetlb,
             Kind::Kvm => &no_kvm,
             Kind::Stock => &no_stock,
         };
@@ -125,6 +130,7 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
     describe(&measured, &mut report);
     let lacking = [
         ("huge_unavailable", no_huge),
+        ("hugetlb_unavailable", no_hugetlb),
         ("kvm_unavailable", no_kvm),
         ("stock_unavailable", no_stock),
     ];
@@ -158,6 +164,21 @@ fn huge_pages_are_given() -> Result<(), String> {
         chosen => Err(format!(
             "{SHMEM_ENABLED} is {}: write advise to it and run this again",
             chosen.unwrap_or("without a choice")
+        )),
+    }
+}
+
+/// Fails with a message if fewer huge pages are free than RAM of `bytes` takes.
+fn hugetlb_pages_are_free(bytes: u64) -> Result<(), String> {
+    let text = std::fs::read_to_string(HUGETLB_FREE).map_err(|error| {
+        format!("this kernel has no huge pages of 2 MiB: {HUGETLB_FREE}: {error}")
+    })?;
+    let free: u64 = text.trim().parse().map_or(0, |free| free);
+    let wanted = bytes.div_ceil(pagetide_addr::SECTION_BYTES);
+    match free >= wanted {
+        true => Ok(()),
+        false => Err(format!(
+            "{free} huge pages of 2 MiB are free, and {wanted} are needed: raise vm.nr_hugepages and run this again"
         )),
     }
 }
@@ -245,7 +266,7 @@ mod tests {
     #[test]
     fn cells_have_names_of_their_own() {
         let names: std::collections::BTreeSet<_> = cells().iter().map(Cell::name).collect();
-        assert_eq!(names.len(), 17);
+        assert_eq!(names.len(), 21);
         assert!(names.contains("limited_hot_7_8_vcpus_2"));
         assert!(names.contains("stock_stress_vm") && names.contains("stock_redis"));
         assert!(names.contains("kvm_hot_1_8_vcpus_1") && !names.contains("kvm_hot_1_8_vcpus_2"));

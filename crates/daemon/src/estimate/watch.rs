@@ -185,7 +185,7 @@ fn unseen_dma(daemon: &OtherProcess) -> String {
 
 /// Refuses pages that can go to swap: unmapping would evict them.
 fn refuse_swap(vmm: &VmmProcess, layout: &RamLayout) -> Result<(), CommandError> {
-    match swap::in_reach(vmm.pid(), layout.keys()) {
+    match swap::in_reach(vmm.pid(), layout.swappable_keys()) {
         Ok(None) => Ok(()),
         Ok(Some(reach)) => Err(CommandError::Refused(format!(
             "looking at the RAM of VMM {} ({}) would send it to kernel swap: {reach}",

@@ -137,6 +137,7 @@ fn take_seat(
         pid: request.pid,
         ram_bytes: layout.len_bytes(),
         resident_bytes: layout.allocated_bytes().map_err(failed)?,
+        hugetlb_bytes: layout.huge_bytes(),
     };
     shared.budget.admit(&vm, &change)
 }
@@ -401,6 +402,7 @@ fn take_up(
         pid: identity.pid,
         ram_bytes: layout.len_bytes(),
         resident_bytes: layout.allocated_bytes().map_err(failed)?,
+        hugetlb_bytes: layout.huge_bytes(),
     };
     let seat = expected.seat_of(&newcomer, pool, shared);
     let prepared = Prepared {

@@ -61,6 +61,8 @@ impl Vm {
             wp_cancels: count(Counter::CancelledPages),
             alias_faults: count(Counter::AliasFaults),
             poisoned_pages: count(Counter::PoisonedPages),
+            hugetlb_bytes: layout.huge_bytes(),
+            huge_page_waits: (core.space.memory.counters().waits_for_huge_page).load(Relaxed),
             pinned_guest_bytes: core.pinned_bytes(),
             wired_bytes: core
                 .dma

@@ -56,8 +56,11 @@ impl SampleMethod {
         mmu: &Arc<DmaMmu>,
     ) -> Result<Arc<dyn AccessTracker>, TrackerError> {
         let devices = Arc::new(Dma(Arc::clone(mmu)));
+        let is_huge = layout.now().huge_bytes() > 0;
         let whole = UnmapAndLook::new(vmm, layout, devices)?;
         Ok(match self {
+            // hugetlb pages are on no list, and the bitmap knows only pages that are.
+            Self::Idle if is_huge => Arc::new(whole),
             Self::Unmap => Arc::new(whole),
             Self::Idle => Arc::new(IdlePages::new(whole, IdleBitmap::open()?)?),
             Self::Whole => Arc::new(WholeSections::new(whole)),

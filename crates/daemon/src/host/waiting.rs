@@ -118,6 +118,7 @@ fn find(path: &Path, shared: &Shared) -> Result<Option<(Seat, Arc<WaitingVm>)>, 
         pid: identity.pid,
         ram_bytes: layout.len_bytes(),
         resident_bytes: layout.allocated_bytes().map_err(failed)?,
+        hugetlb_bytes: layout.huge_bytes(),
     };
     let seat = shared.budget.welcome_back(&newcomer, pool.limit_bytes());
     let vm = Arc::new(WaitingVm {

@@ -16,15 +16,19 @@
 //! code under test, such as content that is freed twice, is a panic here.
 
 mod rooms;
+mod whole;
 
 pub use rooms::FakeRooms;
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Backing, Content, ContentStore, Device, Incidents,
-    Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable, PagedMemory,
-    Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Backing, Content, ContentStore, Device, Granule,
+    Incidents, Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable,
+    PagedMemory, Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited,
+    VolatileWords,
 };
-use pagetide_addr::{Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SectionNo, Va};
+use pagetide_addr::{
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
+};
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -80,6 +84,10 @@ struct PlaceState {
     is_gone: bool,
     installs_left: Option<u64>,
     stuck: Option<PageNo>,
+    /// Sections that the kernel can still install whole; `None` if it can install pages.
+    huge_pages_free: Option<u64>,
+    /// Calls that installed or discarded a section.
+    whole_calls: [u64; 2],
 }
 
 /// The RAM of a VM: pages that are present, with their content, in any order and of any number.
@@ -213,6 +221,13 @@ fn refused(page: PageNo) -> PlaceError {
 }
 
 impl Place for FakePlace {
+    fn granule(&self, _section: SectionNo) -> Granule {
+        match lock(&self.state).huge_pages_free {
+            Some(_) => Granule::Section,
+            None => Granule::Page,
+        }
+    }
+
     fn install(&self, page: PageNo, content: &Bytes) -> Result<Installed, PlaceError> {
         self.install_packed(page, packed(content))
     }
@@ -223,6 +238,9 @@ impl Place for FakePlace {
 
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
         assert_eq!(content.len() as u64, pages.bytes(), "content of {pages:?}");
+        if self.granule(pages.start.section()) == Granule::Section {
+            return self.install_whole(pages, content);
+        }
         let mut done = 0;
         for (page, bytes) in pages.iter().zip(content.as_chunks().0) {
             match self.install(page, bytes) {
@@ -248,6 +266,11 @@ impl Place for FakePlace {
 
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
         let mut state = self.running()?;
+        if let Some(free) = &mut state.huge_pages_free {
+            assert!(pages.start.0.is_multiple_of(SECTION_PAGES), "{pages:?}");
+            *free += 1;
+            state.whole_calls[1] += 1;
+        }
         for page in pages.iter() {
             state.present.remove(&page);
         }
@@ -286,6 +309,7 @@ struct StoreState {
     last: u64,
     loads: u64,
     freed: Vec<Content>,
+    damaged: BTreeSet<u64>,
     /// Content that is not at hand.
     far: BTreeSet<u64>,
     /// Loads under way, in the order in which they began.
@@ -321,6 +345,11 @@ impl FakeStore {
     /// Keeps a page, each byte of it `byte`, under a name of the test's choice.
     pub fn keep_as(&self, content: Content, byte: u8) {
         lock(&self.0).kept.insert(content, Box::new([byte; 4096]));
+    }
+
+    /// From now on `content` differs from what was stored.
+    pub fn damage(&self, content: Content) {
+        lock(&self.0).damaged.insert(content.bits());
     }
 
     /// From now on `content` is not at hand: each load of it ends when the test says so.
@@ -391,6 +420,10 @@ impl FakeStore {
 impl ContentStore for FakeStore {
     fn load(&self, page: PageNo, content: Content, into: &mut Bytes) -> Result<(), StoreError> {
         let mut state = lock(&self.0);
+        if state.damaged.contains(&content.bits()) {
+            let why = "the test says so";
+            return Err(StoreError::Damaged { page, why });
+        }
         state.loads += 1;
         let is_far = state.far.contains(&content.bits());
         assert!(

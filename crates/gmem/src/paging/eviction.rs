@@ -22,6 +22,7 @@
 use super::{
     memory::PagedMemory,
     place::PlaceError,
+    table::Section,
     word::{Content, Event, PageState, PageWord},
 };
 use crate::{
@@ -130,7 +131,10 @@ impl PagedMemory {
         for known in self.devices().share().iter() {
             chosen.subtract(&known.device.mmu().wired(section));
         }
-        Ok(chosen)
+        let state = self.table.made_section(section);
+        // One page that stays keeps all of them.
+        let stays = chosen.len() < pages.len() && self.is_whole(state, section);
+        Ok(if stays { PageSet::EMPTY } else { chosen })
     }
 
     /// The guest left a hole: from now on the page is a stored page of zeros like any other.
@@ -236,6 +240,11 @@ impl EvictionRound<'_> {
         if !self.is_under_way() {
             return;
         }
+        let mut pages = *pages;
+        if !pages.is_empty() && self.space.is_whole(state, self.section) {
+            let all = self.space.table.pages_of(self.section);
+            pages = PageSet::of_range(self.section, all);
+        }
         let mut spared = PageSet::EMPTY;
         for page in pages.pages(self.section).filter(|page| state.cancel(*page)) {
             spared.insert(page);
@@ -254,7 +263,14 @@ impl EvictionRound<'_> {
         self.space.place.read(pages, into)
     }
 
-    /// Evicts the pages of `batch` that were not needed meanwhile. Their content must be stored
+    /// True if the pages of the section can be evicted only together: then a batch has all of them.
+    #[must_use]
+    pub fn goes_whole(&self) -> bool {
+        self.space.goes_whole(self.section)
+    }
+
+    /// Evicts the pages of `batch` that were not needed meanwhile; of a section that goes whole, all or
+    /// none. Their content must be stored
     /// already, so that a successor can read it. Keep batches small: faults in the section wait for
     /// them.
     pub fn commit(&mut self, batch: &[(PageNo, Content)]) -> Committed {
@@ -263,7 +279,7 @@ impl EvictionRound<'_> {
         let _owned = own(&state.lock);
         let mut committed = Committed::default();
         let mut going = PageSet::EMPTY;
-        let under_way = self.is_under_way();
+        let under_way = self.is_under_way() && self.is_complete(state, batch);
         for (page, content) in batch {
             // A candidate is known by its place in the section alone.
             assert_eq!(page.section(), self.section, "{page} is not of the round");
@@ -294,6 +310,18 @@ impl EvictionRound<'_> {
             .evicted_pages
             .fetch_add(committed.evicted.len(), Relaxed);
         committed
+    }
+
+    /// False if the section goes whole, and a page of it is not in `batch` or was needed meanwhile.
+    fn is_complete(&self, state: &Section, batch: &[(PageNo, Content)]) -> bool {
+        if !self.space.is_whole(state, self.section) {
+            return true;
+        }
+        let may_go = |(page, _): &&(PageNo, Content)| {
+            state.is_candidate(*page) && self.space.table.word(*page).state() == PageState::Present
+        };
+        let going = batch.iter().filter(may_go).count() as u64;
+        going == self.space.table.pages_of(self.section).len()
     }
 
     fn punched(&self, run: PageRange, evicted: &mut PageSet) {

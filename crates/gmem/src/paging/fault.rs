@@ -59,4 +59,6 @@ pub struct MemoryCounters {
     pub evicted_pages: Count,
     /// Pages whose content was lost.
     pub poisoned_pages: Count,
+    /// Times that a fill found no huge page free, and waited.
+    pub waits_for_huge_page: Count,
 }

@@ -130,7 +130,12 @@ impl PagedMemory {
         (PageRange::new(run.start, end), None)
     }
 
-    fn load(&self, page: PageNo, content: Content, into: &mut [u8]) -> Result<(), StoreError> {
+    pub(super) fn load(
+        &self,
+        page: PageNo,
+        content: Content,
+        into: &mut [u8],
+    ) -> Result<(), StoreError> {
         if content.is_zero() {
             into.fill(0);
             return Ok(());

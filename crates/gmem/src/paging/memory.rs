@@ -69,6 +69,8 @@ pub(super) enum Resolved {
     BeingFilled,
     /// The content of the page is not at hand, and this request does not begin to load it.
     NotAtHand,
+    /// The kernel has no huge page free for the section.
+    NoPageFree,
     /// The page cannot be made present.
     Failed(FaultOutcome),
 }
@@ -220,7 +222,10 @@ impl PagedMemory {
         };
         match self.failed(page, &error) {
             Resolved::Failed(outcome) => outcome,
-            Resolved::UpTo(_) | Resolved::BeingFilled | Resolved::NotAtHand => FaultOutcome::Lost,
+            Resolved::UpTo(_)
+            | Resolved::BeingFilled
+            | Resolved::NotAtHand
+            | Resolved::NoPageFree => FaultOutcome::Lost,
         }
     }
 

@@ -7,7 +7,7 @@
 //! address space that the memory belongs to.
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
-//! [`memory`] (the parts), `fill`, `slow_fill`, [`overwrite`], [`readahead`], [`request`], [`serve`] (the one
+//! [`memory`] (the parts), `fill`, `slow_fill`, `whole`, [`overwrite`], [`readahead`], [`request`], [`serve`] (the one
 //! entry), [`eviction`], [`relocate`], [`growth`], [`recovery`].
 
 pub mod eviction;
@@ -34,6 +34,9 @@ mod slow_fill_tests;
 pub mod store;
 pub mod table;
 pub mod waiters;
+mod whole;
+#[cfg(all(test, not(loom)))]
+mod whole_tests;
 pub mod word;
 pub mod words;
 
@@ -42,7 +45,7 @@ pub use fault::{Fault, FaultOutcome, MemoryCounters};
 pub use growth::GrowthError;
 pub use memory::{MemoryParts, PagedMemory};
 pub use overwrite::Overwrite;
-pub use place::{Installed, Place, PlaceError};
+pub use place::{Granule, Installed, Place, PlaceError};
 pub use readahead::Readahead;
 pub use relocate::{Move, Relocated, Relocation};
 pub use request::{Cause, Served, Wait};

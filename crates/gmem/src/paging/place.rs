@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Place`]: where pages of an address space can be present.
 
-use pagetide_addr::{PageNo, PageRange};
+use pagetide_addr::{PageNo, PageRange, SectionNo};
 
 /// Result of installing a page.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,12 +13,29 @@ pub enum Installed {
     AlreadyThere,
 }
 
+/// What a place can make present or absent at a time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Granule {
+    /// A page.
+    Page,
+    /// A section, whole: memory on hugetlbfs, which the kernel never splits. See [`super::whole`].
+    Section,
+}
+
 /// Why a place failed.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
     /// The owner of the memory is gone; no page of it matters any more.
     #[error("the VM's memory is gone (its process ended)")]
     Gone,
+    /// The kernel has no free page of this size now. What is evicted elsewhere may free one.
+    #[error("no huge page is free for pages {start}..{end}")]
+    NoPageFree {
+        /// First page.
+        start: PageNo,
+        /// Page after the last.
+        end: PageNo,
+    },
     /// The kernel refused.
     #[error("{operation} of pages {start}..{end} failed: {source}")]
     Kernel {
@@ -37,6 +54,12 @@ pub enum PlaceError {
 ///
 /// Only [`PagedMemory`](crate) calls `install` and `discard`, always under the section's lock.
 pub trait Place: Send + Sync {
+    /// What can be installed and discarded in `section`. It stays the same while the section has pages.
+    fn granule(&self, section: SectionNo) -> Granule {
+        let _any = section;
+        Granule::Page
+    }
+
     /// Makes `page` present with `content`, whole and at once, for everyone who maps it, and
     /// releases its waiters in the kernel.
     ///
@@ -55,7 +78,8 @@ pub trait Place: Send + Sync {
     /// installed before it.
     ///
     /// # Errors
-    /// As [`Place::install`], if not even the first could be installed.
+    /// As [`Place::install`], if not even the first could be installed; [`PlaceError::NoPageFree`] only of a
+    /// section that goes whole.
     fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError>;
 
     /// Reads present pages without making absent ones present (those read as zeros);

@@ -36,6 +36,8 @@
 //! hand: it begins the load, and what waits is the vCPU, in the kernel, or the reply, on the page's
 //! list.
 
+mod sections;
+
 use super::{
     fault::FaultOutcome,
     fill::{Asked, FILL_PAGES_MAX},
@@ -142,6 +144,7 @@ impl PagedMemory {
             joining,
             page: cause.pages().start,
             still: 0,
+            waits: 0,
             admitted: self.take_room(cause, joining)?,
             filled: 0,
             end: End::Open,
@@ -201,7 +204,9 @@ impl PagedMemory {
         }
     }
 
+    /// How many pages will be filled if `pages` are.
     fn absent_pages(&self, pages: PageRange) -> u64 {
+        let pages = self.reach(pages);
         let is_stored =
             |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
         pages.iter().filter(is_stored).count() as u64
@@ -210,7 +215,7 @@ impl PagedMemory {
     /// How many of `pages` are absent; `None` if the content of one is not at hand.
     fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
         let mut absent = 0;
-        for page in pages.iter() {
+        for page in self.reach(pages).iter() {
             if let PageState::Stored(content) = self.table.word(page).state() {
                 if !content.is_zero() && !self.store.is_at_hand(content) {
                     return None;
@@ -223,7 +228,7 @@ impl PagedMemory {
 
     /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
     /// would neither punch nor let us query.
-    fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
+    pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
         let event = match self.place.is_present(page) {
             Ok(true) => Event::StillPresent,
             Ok(false) => Event::Punched,
@@ -274,6 +279,8 @@ struct Work<'a> {
     page: PageNo,
     /// How often that page was tried in vain.
     still: u32,
+    /// How often no huge page was free.
+    waits: u32,
     /// Pages that room was taken for.
     admitted: u64,
     /// How many of the installed pages were stored before: these need room.
@@ -315,6 +322,7 @@ impl<'a> Work<'a> {
             Resolved::UpTo(_) => self.still += 1,
             Resolved::BeingFilled => self.join(),
             Resolved::NotAtHand => self.end = End::WouldWait,
+            Resolved::NoPageFree => self.wait_for_huge_page(),
             Resolved::Failed(outcome) => self.end = End::Stopped(outcome),
         }
     }
@@ -322,22 +330,26 @@ impl<'a> Work<'a> {
     /// Another thread is filling the page.
     fn join(&mut self) {
         let memory = self.memory;
+        let (awaited, next) = match memory.goes_whole(self.page.section()) {
+            true => self.unit(),
+            false => (self.page, self.page.next()),
+        };
         let joined = match (self.cause, self.joining) {
             // It will be present with its stored content; the device then writes its bytes itself.
             (Cause::Overwrite(_) | Cause::Readahead(_), _) => {
-                (self.page, self.still) = (self.page.next(), 0);
+                (self.page, self.still) = (next, 0);
                 return;
             }
             (Cause::Fault(fault), Joining::Never) if fault.device != DeviceId::VCPUS => {
                 self.end = End::WouldWait;
                 return;
             }
-            (Cause::Fault(_), _) => self.wait_for(self.page),
+            (Cause::Fault(_), _) => self.wait_for(awaited),
         };
         match joined {
             Joined::Waits => {
                 memory.counters.joined_faults.fetch_add(1, Relaxed);
-                (self.page, self.still) = (self.page.next(), 0);
+                (self.page, self.still) = (next, 0);
             }
             // The page is checked again.
             Joined::Over => {}
@@ -366,6 +378,9 @@ impl<'a> Work<'a> {
             return Resolved::Failed(FaultOutcome::OutOfRange);
         }
         let (memory, page) = (self.memory, self.page);
+        if memory.is_whole(section, page.section()) {
+            return self.resolve_whole(section);
+        }
         let word = memory.table.word(page);
         match word.state() {
             PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
@@ -486,6 +501,11 @@ impl<'a> Work<'a> {
                 (counters.readahead_pages).fetch_add(installed.len(), Relaxed);
             }
         }
+        self.tell(installed);
+    }
+
+    /// Notes that this request made `installed` present.
+    fn tell(&mut self, installed: PageRange) {
         for page in installed.iter() {
             let number = page.since(self.cause.pages().start);
             if number < TOLD_PAGES_MAX {

@@ -160,6 +160,13 @@ pub trait Admission: Send + Sync {
     /// This thread has served its fault, or leaves it to another one.
     fn fault_ends(&self) {}
 
+    /// The kernel had no huge page for `pages` pages that are to be filled: evicts others of this space if any
+    /// are ready, or waits a moment, a hundredth of a second at most. Called without a lock.
+    fn no_page_free(&self, pages: u64) {
+        let _unmet = pages;
+        std::thread::yield_now();
+    }
+
     /// So many pages of `section` were filled with content from the store: they had been evicted before.
     /// (Pages of zeros are not counted: most were never touched.) Called with the section's lock held,
     /// so it must neither wait nor evict.

@@ -33,6 +33,7 @@
 //! the lock is a hint.
 
 use super::{
+    place::Granule,
     word::{Event, PageState, PageWord},
     words::{NoRoom, WordArray},
 };
@@ -55,6 +56,9 @@ pub(crate) struct Section {
     candidates: [AtomicU64; SET_WORDS],
     /// Number of the round that the candidates belong to.
     round: std::sync::atomic::AtomicU64,
+    /// What the place can install here; unset until it was asked, and again when the section has no pages. Like
+    /// `pages`, not one of the model checker's atomics.
+    granule: std::sync::atomic::AtomicU8,
     /// Page after the last one filled here by a fault, to detect a sequential reader.
     pub(crate) next_expected: std::sync::atomic::AtomicU64,
     /// How many pages the last fault here read ahead.
@@ -74,6 +78,10 @@ const _: () = assert!(FAULT_WORDS as u64 * COUNTS_PER_WORD * BLOCK_PAGES == SECT
 const SET_WORDS: usize = 8;
 const _: () = assert!(SET_WORDS as u64 * 64 == SECTION_PAGES);
 
+const GRANULE_UNASKED: u8 = 0;
+const GRANULE_PAGE: u8 = 1;
+const GRANULE_SECTION: u8 = 2;
+
 impl Section {
     pub(crate) fn new() -> Self {
         Self {
@@ -83,6 +91,7 @@ impl Section {
             leaving: std::sync::atomic::AtomicBool::new(false),
             candidates: std::array::from_fn(|_| AtomicU64::new(0)),
             round: std::sync::atomic::AtomicU64::new(0),
+            granule: std::sync::atomic::AtomicU8::new(GRANULE_UNASKED),
             next_expected: std::sync::atomic::AtomicU64::new(u64::MAX),
             window: std::sync::atomic::AtomicU32::new(0),
             faults: std::array::from_fn(|_| std::sync::atomic::AtomicU64::new(0)),
@@ -100,6 +109,24 @@ impl Section {
             (count(word) < COUNT_MAX).then(|| word + (1 << shift))
         });
         counted.map_or(COUNT_MAX, |before| count(before) + 1)
+    }
+
+    /// What the place can install here, if it was asked already.
+    pub(crate) fn granule(&self) -> Option<Granule> {
+        match self.granule.load(Ordering::Relaxed) {
+            GRANULE_PAGE => Some(Granule::Page),
+            GRANULE_SECTION => Some(Granule::Section),
+            _ => None,
+        }
+    }
+
+    /// The place was asked. The section's lock is held, and the section has pages.
+    pub(crate) fn set_granule(&self, granule: Granule) {
+        let number = match granule {
+            Granule::Page => GRANULE_PAGE,
+            Granule::Section => GRANULE_SECTION,
+        };
+        self.granule.store(number, Ordering::Relaxed);
     }
 
     /// True from the beginning of its removal to the end.
@@ -301,6 +328,7 @@ impl PageTable {
         if pages == 0 {
             state.leaving.store(false, Ordering::Relaxed);
         }
+        state.granule.store(GRANULE_UNASKED, Ordering::Relaxed);
         let first = section.0 * SECTION_PAGES;
         let _settling = (self.settling_end.lock()).unwrap_or_else(PoisonError::into_inner);
         if pages >= before {

@@ -68,7 +68,7 @@ impl Disk {
         let address = ram.address() as u64;
         front.set_mem_table(&[VhostUserMemoryRegionInfo {
             guest_phys_addr: GPA,
-            memory_size: base + DISK_BYTES,
+            memory_size: ram.len_bytes(),
             userspace_addr: address,
             mmap_offset: 0,
             mmap_handle: file.as_fd().as_raw_fd(),

@@ -15,10 +15,11 @@ use pagetide_sys::memory_file::{FileError, GuestFile};
 use vhost::vhost_user;
 
 use super::disk::{DISK_BYTES, Disk};
-use super::{READY, SOUND, StandInSpec, VERIFY};
+use super::{READY, RamPages, SOUND, StandInSpec, VERIFY};
 
 pub(super) const PAGE_BYTES: u64 = 4096;
 const PAGE: usize = 4096;
+const HUGE_BYTES: u64 = 2 << 20;
 /// Touches of a thread between two pauses: the host has other work.
 const TOUCHES_A_TURN: u32 = 32;
 /// The length of such a pause.
@@ -62,8 +63,14 @@ pub enum Wrong {
 /// [`Wrong`].
 pub fn serve(spec: &StandInSpec) -> Result<(), Wrong> {
     let filled_bytes = spec.ram_mib << 20;
-    let file = GuestFile::new_memfd("stand-in", filled_bytes + DISK_BYTES)?;
-    let ram = Arc::new(SharedMapping::new(file.as_fd(), filled_bytes + DISK_BYTES)?);
+    let bytes = filled_bytes + DISK_BYTES;
+    let file = match spec.pages {
+        RamPages::Usual => GuestFile::new_memfd("stand-in", bytes)?,
+        RamPages::Hugetlb => {
+            GuestFile::new_huge_memfd("stand-in", bytes.next_multiple_of(HUGE_BYTES))?
+        }
+    };
+    let ram = Arc::new(SharedMapping::new(file.as_fd(), file.len_bytes()?)?);
     let pages = filled_bytes / PAGE_BYTES;
     for page in 0..pages {
         ram.copy_to(page * PAGE_BYTES, &content_of(page))?;
@@ -89,7 +96,7 @@ pub fn serve(spec: &StandInSpec) -> Result<(), Wrong> {
 }
 
 impl StandInSpec {
-    /// As the program's command line has it: `RAM_MIB THREADS [SOCKET]`.
+    /// As the program's command line has it: `RAM_MIB THREADS PAGES [SOCKET]`.
     #[must_use]
     pub fn parse(mut words: impl Iterator<Item = String>) -> Option<Self> {
         let number = |word: Option<String>| word.and_then(|word| parsed(&word));
@@ -98,6 +105,11 @@ impl StandInSpec {
             threads: number(words.next())?
                 .try_into()
                 .map_or(1, |threads| threads),
+            pages: match words.next()?.as_str() {
+                "usual" => RamPages::Usual,
+                "hugetlb" => RamPages::Hugetlb,
+                _ => return None,
+            },
             disk: words.next().map(PathBuf::from),
         })
     }

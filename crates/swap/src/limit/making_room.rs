@@ -5,10 +5,15 @@
 use super::Limit;
 use crate::host_share::HostShare;
 use pagetide_policy::watermarks::{ADMISSION_WAIT, Headroom};
-use std::sync::{Weak, atomic::Ordering::Relaxed};
+use std::{
+    sync::{Weak, atomic::Ordering::Relaxed},
+    time::Duration,
+};
 
 /// Most pages that a fill makes room for at a time beyond its own.
 const ROOM_PAGES_MAX: i64 = 64;
+/// How long a fill waits for a huge page before it tries again: somebody else may free one.
+pub(super) const NO_PAGE_WAIT: Duration = Duration::from_millis(10);
 /// Times that a fill makes room before it waits: other fills may take the room it made.
 const ROOM_TRIES: u32 = 4;
 
@@ -26,6 +31,17 @@ impl Limit {
             if short == 0 || self.is_stopped() || direct.make_room(short) == 0 {
                 return;
             }
+        }
+    }
+
+    /// Evicts `pages` of sections that are ready, whatever room there is under the limit: the kernel has no huge
+    /// page for a fill. Returns how many went. A VM without a limit is not evicted from.
+    pub(super) fn make_room_elsewhere(&self, pages: u64) -> u64 {
+        let has_limit = matches!(self.headroom(), Headroom::Limited { .. });
+        let direct = self.direct.get().and_then(Weak::upgrade);
+        match direct {
+            Some(direct) if has_limit && !self.is_stopped() => direct.make_room(pages),
+            _ => 0,
         }
     }
 

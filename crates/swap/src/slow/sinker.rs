@@ -147,6 +147,10 @@ impl Sinker {
             sunk.stop = Some(SinkStop::UnderWay);
             return sunk;
         }
+        // A fault would wait for all of its pages.
+        if self.memory.goes_whole(section) {
+            return sunk;
+        }
         // Before any word is read: what is copied is then known to be what the word names in the end.
         let relocation = self.memory.begin_relocation(section);
         let packed = self.packed(section);

@@ -19,6 +19,7 @@ pub(super) const UFFDIO_COPY: u64 = ioctl_number(IOC_READ | IOC_WRITE, 3, size_o
 pub(super) const UFFDIO_ZEROPAGE: u64 = ioctl_number(IOC_READ | IOC_WRITE, 4, size_of::<Fill>());
 pub(super) const UFFDIO_WRITEPROTECT: u64 =
     ioctl_number(IOC_READ | IOC_WRITE, 6, size_of::<Protect>());
+pub(super) const UFFDIO_CONTINUE: u64 = ioctl_number(IOC_READ | IOC_WRITE, 7, size_of::<Fill>());
 pub(super) const UFFDIO_POISON: u64 = ioctl_number(IOC_READ | IOC_WRITE, 8, size_of::<Fill>());
 
 const _: () = assert!(UFFDIO_API == 0xc018_aa3f && UFFDIO_REGISTER == 0xc020_aa00);
@@ -29,6 +30,9 @@ const _: () = assert!(size_of::<Message>() == 32);
 /// Modes of `UFFDIO_COPY`.
 pub(super) const COPY_WITHOUT_WAKING: u64 = 1;
 pub(super) const COPY_PROTECTED: u64 = 2;
+
+/// Mode of `UFFDIO_CONTINUE`.
+pub(super) const CONTINUE_WITHOUT_WAKING: u64 = 1;
 
 /// Modes of `UFFDIO_WRITEPROTECT`; without the first the protection is removed.
 pub(super) const PROTECT: u64 = 1;
@@ -69,7 +73,7 @@ pub(super) struct CopyIn {
     pub(super) done: i64,
 }
 
-/// Layout of `uffdio_zeropage` and of `uffdio_poison`.
+/// Layout of `uffdio_zeropage`, of `uffdio_continue` and of `uffdio_poison`.
 #[repr(C)]
 pub(super) struct Fill {
     pub(super) range: Range,

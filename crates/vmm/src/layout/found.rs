@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides which files mapped by a VMM are RAM: shared, writable, in memory, large enough, in
-//! ordinary pages, and not inherited by children. A file that fails one of these is refused with
+//! Decides which files mapped by a VMM are RAM: shared, writable, in memory, large enough, in ordinary pages or
+//! huge ones of 2 MiB, and not inherited by children. A file that fails one of these is refused with
 //! advice.
 
 use super::{error::LayoutError, mapping::RamMapping, new_ram::NewRam};
 use crate::Refusal;
 use crate::process::VmmProcess;
-use pagetide_addr::{FileKey, Hva};
+use crate::refusal::HugetlbFault;
+use pagetide_addr::{FileKey, Hva, SECTION_BYTES};
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, VmFlags};
 use std::fs::{File, OpenOptions};
@@ -97,13 +98,16 @@ pub(super) fn find_ram(
         .filter(|m| !known.has(key_of(m)))
         .filter(large)
         .collect();
+    let is_private = |m: &&MemoryMap| m.inode == 0 || !is_shared_writable(m);
     if let Some(huge) = maps
         .iter()
         .filter(|m| !known.has(key_of(m)))
+        .filter(is_private)
         .find(|m| len_of(m) >= SMALLEST_RAM_BYTES && m.extension.vm_flags.contains(VmFlags::HT))
     {
         tracing::debug!(pid, address = huge.address.0, "hugetlb mapping");
-        return Err(Refusal::HugetlbRam { pid, name });
+        let what = HugetlbFault::Private;
+        return Err(Refusal::HugetlbRam { pid, name, what });
     }
     let mut found = FoundRam::default();
     let mut keys = Vec::new();
@@ -114,7 +118,13 @@ pub(super) fn find_ram(
         let Some(file) = open_ram_file(vmm, map)? else {
             continue;
         };
-        let in_memory = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
+        let page_bytes = file.page_bytes().map_err(|e| unreadable(pid, &e))?;
+        if page_bytes > SECTION_BYTES {
+            let what = HugetlbFault::TooLarge(page_bytes >> 20);
+            return Err(Refusal::HugetlbRam { pid, name, what });
+        }
+        let is_tmpfs = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
+        let in_memory = is_tmpfs || page_bytes == SECTION_BYTES;
         if !in_memory {
             found.on_disk.get_or_insert_with(|| path_of(map));
             continue;

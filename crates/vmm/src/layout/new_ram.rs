@@ -2,7 +2,7 @@
 //! [`NewRam`]: a RAM file with all its mappings, checked, that has no page numbers yet.
 
 use super::{error::LayoutError, mapping::RamMapping};
-use pagetide_addr::{FileKey, PAGE_BYTES, PAGE_SHIFT};
+use pagetide_addr::{FileKey, PAGE_SHIFT};
 use pagetide_sys::memory_file::GuestFile;
 use std::sync::Arc;
 
@@ -12,6 +12,7 @@ pub struct NewRam {
     file: Arc<GuestFile>,
     key: FileKey,
     len_bytes: u64,
+    page_bytes: u64,
     /// Ordered by their offsets in the file.
     mappings: Vec<RamMapping>,
 }
@@ -35,7 +36,8 @@ impl NewRam {
                 recorded_bytes: len_bytes,
             });
         }
-        if !len_bytes.is_multiple_of(PAGE_BYTES) {
+        let page_bytes = file.page_bytes()?;
+        if !len_bytes.is_multiple_of(page_bytes) {
             return Err(LayoutError::Unaligned {
                 key,
                 offset: len_bytes,
@@ -45,7 +47,8 @@ impl NewRam {
             file: Arc::new(file),
             key,
             len_bytes,
-            mappings: in_order(key, len_bytes, mappings)?,
+            page_bytes,
+            mappings: in_order(key, len_bytes, page_bytes, mappings)?,
         })
     }
 
@@ -61,6 +64,11 @@ impl NewRam {
         self.len_bytes >> PAGE_SHIFT
     }
 
+    /// Bytes of the file's pages.
+    pub(super) const fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
     pub(super) const fn file(&self) -> &Arc<GuestFile> {
         &self.file
     }
@@ -74,6 +82,7 @@ impl NewRam {
 fn in_order(
     key: FileKey,
     len_bytes: u64,
+    page_bytes: u64,
     mut of_file: Vec<RamMapping>,
 ) -> Result<Vec<RamMapping>, LayoutError> {
     of_file.sort_unstable_by_key(|m| m.file_offset);
@@ -81,7 +90,7 @@ fn in_order(
     for mapping in &of_file {
         let offset = mapping.file_offset;
         let unaligned = LayoutError::Unaligned { key, offset };
-        if !(offset | mapping.len_bytes | mapping.hva.0).is_multiple_of(PAGE_BYTES) {
+        if !(offset | mapping.len_bytes | mapping.hva.0).is_multiple_of(page_bytes) {
             return Err(unaligned);
         }
         if offset > covered {

@@ -7,7 +7,7 @@ use super::mapping::RamMapping;
 use super::new_ram::NewRam;
 use crate::Refusal;
 use crate::process::{VmmProcess, in_proc};
-use pagetide_addr::{FileKey, Hva, PAGE_SHIFT, PageNo, PageRange, SECTION_PAGES};
+use pagetide_addr::{FileKey, Hva, PAGE_BYTES, PAGE_SHIFT, PageNo, PageRange, SECTION_PAGES};
 use pagetide_sys::memory_file::{FileError, GuestFile};
 use std::sync::Arc;
 
@@ -20,6 +20,7 @@ pub struct RamFile {
     file: Arc<GuestFile>,
     key: FileKey,
     pages: PageRange,
+    page_bytes: u64,
 }
 
 impl RamFile {
@@ -33,6 +34,12 @@ impl RamFile {
     #[must_use]
     pub const fn key(&self) -> FileKey {
         self.key
+    }
+
+    /// True if it consists of huge pages: they are present or absent as a whole.
+    #[must_use]
+    pub const fn is_huge(&self) -> bool {
+        self.page_bytes > PAGE_BYTES
     }
 
     /// The pages of the VM's RAM that it holds.
@@ -162,6 +169,7 @@ impl RamLayout {
                 file: Arc::clone(new.file()),
                 key: new.key(),
                 pages,
+                page_bytes: new.page_bytes(),
             },
         );
         for (_, mapping) in &mut layout.mappings {
@@ -207,6 +215,44 @@ impl RamLayout {
     /// The identities of the files, in the order of their pages.
     pub fn keys(&self) -> impl Iterator<Item = FileKey> + '_ {
         self.files.iter().map(RamFile::key)
+    }
+
+    /// Those of files whose pages the kernel could swap out: it never does that to huge pages.
+    pub fn swappable_keys(&self) -> impl Iterator<Item = FileKey> + '_ {
+        let small = |file: &&RamFile| !file.is_huge();
+        self.files.iter().filter(small).map(RamFile::key)
+    }
+
+    /// Bytes of RAM in huge pages.
+    #[must_use]
+    pub fn huge_bytes(&self) -> u64 {
+        let huge = self.files.iter().filter(|file| file.is_huge());
+        huge.map(|file| file.pages.bytes()).sum()
+    }
+
+    /// True if `page` is part of a huge page.
+    #[must_use]
+    pub fn is_huge(&self, page: PageNo) -> bool {
+        let has = |file: &&RamFile| file.pages.contains(page);
+        self.files.iter().find(has).is_some_and(RamFile::is_huge)
+    }
+
+    /// `pages`, with all of the huge pages that they are part of.
+    #[must_use]
+    pub fn widened(&self, pages: PageRange) -> PageRange {
+        if pages.is_empty() || !self.files.iter().any(RamFile::is_huge) {
+            return pages;
+        }
+        let last = PageNo(pages.end.0 - 1);
+        let start = match self.is_huge(pages.start) {
+            true => pages.start.section().first_page(),
+            false => pages.start,
+        };
+        let end = match self.is_huge(last) {
+            true => last.section().first_page().plus(SECTION_PAGES),
+            false => pages.end,
+        };
+        PageRange::new(start, end)
     }
 
     /// The mappings, in the order of their pages.

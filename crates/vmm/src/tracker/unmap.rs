@@ -12,7 +12,8 @@
 //!           4. MADV_PAGEOUT on the VMM's   out of every page table, kept in the file
 //! ```
 //!
-//! Step 4 skips files on a tmpfs mounted with `noswap`, whose pages are unevictable. For those a
+//! Step 4 skips files on a tmpfs mounted with `noswap`, whose pages are unevictable, and huge pages of
+//! hugetlbfs, which the kernel never pages out. For those a
 //! remote system call in a thread of the VMM (see [`pagetide_sys::ptrace`]) drops the VMM's
 //! translations, which takes 0.2 ms of that thread's time per run of [`RUN_BYTES_MAX`], and some
 //! more per page.
@@ -38,10 +39,10 @@
 use super::huge::{HUGE_BYTES, HugePages, Kept};
 use super::ranges::{Ranges, RangesByWay, Way, Ways};
 use super::{DmaLook, TrackerError};
-use crate::layout::{LiveLayout, Piece, RamLayout};
+use crate::layout::{LiveLayout, Piece, RamFile, RamLayout};
 use crate::process::VmmProcess;
 use crate::swap;
-use pagetide_addr::{FileKey, FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
+use pagetide_addr::{FilePage, Hva, Marks, PAGE_SHIFT, PageNo, PageSet, SectionNo};
 use pagetide_policy::{
     sampling::{Look, Sampled, Touched},
     tracker::{self, AccessTracker},
@@ -190,7 +191,7 @@ impl UnmapAndLook {
         let keys = || layout.files().iter().map(|file| file.key());
         let mut known = self.ways.lock().unwrap_or_else(PoisonError::into_inner);
         if known.len() != keys().count() || keys().any(|key| !known.contains_key(&key)) {
-            *known = ways(self.vmm.pid(), keys())?;
+            *known = ways(self.vmm.pid(), &layout)?;
             self.huge.keep(layout.page_count());
         }
         let way = |key| known.get(&key).copied().unwrap_or(Way::PageOut);
@@ -309,6 +310,9 @@ impl UnmapAndLook {
         piece: &Piece,
         mapped: &Mapped,
     ) -> Result<Kept, TrackerError> {
+        if files.layout.files()[piece.file].is_huge() && !mapped.touched.cpu.is_empty() {
+            return Ok(Kept::Whole);
+        }
         if mapped.by == Translation::Huge {
             self.huge.is_well(section);
             return Ok(Kept::Whole);
@@ -395,6 +399,10 @@ impl UnmapAndLook {
         let mut ranges = RangesByWay::default();
         for section in sections {
             let pieces: Vec<Piece> = files.pieces(*section).collect();
+            let never_splits = |piece: &Piece| files.layout.files()[piece.file].is_huge();
+            if pieces.iter().any(never_splits) {
+                continue;
+            }
             let mut is_used = false;
             for piece in &pieces {
                 let mapped = self.mapped(files, piece, Marks::Keep)?;
@@ -421,16 +429,15 @@ impl Files {
     }
 }
 
-fn ways(pid: u32, keys: impl Iterator<Item = FileKey>) -> Result<Ways, TrackerError> {
+fn ways(pid: u32, layout: &RamLayout) -> Result<Ways, TrackerError> {
     let never_swapped = swap::file_systems_without_swap(pid)?;
-    let way = |key: FileKey| {
-        if never_swapped.contains(&key.dev) {
-            Way::Inside
-        } else {
-            Way::PageOut
-        }
+    // hugetlb pages are on none of the lists from which pages go out.
+    let is_unevictable = |file: &RamFile| file.is_huge() || never_swapped.contains(&file.key().dev);
+    let way = |file: &RamFile| match is_unevictable(file) {
+        true => (file.key(), Way::Inside),
+        false => (file.key(), Way::PageOut),
     };
-    Ok(keys.map(|key| (key, way(key))).collect())
+    Ok(layout.files().iter().map(way).collect())
 }
 
 impl AccessTracker for UnmapAndLook {

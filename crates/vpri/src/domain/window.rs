@@ -9,7 +9,7 @@ use super::DmaDomain;
 use crate::space::LookError;
 use pagetide_addr::{FilePage, FileRange, Hva, Marks};
 use pagetide_sys::{
-    mapping::{MappingError, SharedMapping},
+    mapping::{FilePart, MappingError, SharedMapping},
     pagemap::Pagemap,
 };
 use std::sync::Arc;
@@ -20,14 +20,17 @@ use vm_memory::VolatileSlice;
 pub struct RamWindow {
     domain: Arc<DmaDomain>,
     first_byte: u64,
+    /// Bytes of the file's pages.
+    page_bytes: u64,
     mapping: SharedMapping,
 }
 
 impl RamWindow {
-    pub(super) fn new(domain: &Arc<DmaDomain>, first_byte: u64, mapping: SharedMapping) -> Self {
+    pub(super) fn new(domain: &Arc<DmaDomain>, part: FilePart, mapping: SharedMapping) -> Self {
         Self {
             domain: Arc::clone(domain),
-            first_byte,
+            first_byte: part.offset,
+            page_bytes: part.page_bytes,
             mapping,
         }
     }
@@ -42,6 +45,12 @@ impl RamWindow {
     #[must_use]
     pub fn first_byte(&self) -> u64 {
         self.first_byte
+    }
+
+    /// Bytes of the file's pages: those of a huge page on hugetlbfs.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
     }
 
     /// Number of bytes.
@@ -137,8 +146,11 @@ impl RamWindow {
         )
         .map_err(|error| failed(&error))?;
         if any && marks == Marks::Forget {
-            let bytes = part.bytes().min(self.len_bytes() - into);
-            let dropped = self.mapping.drop_translations(into, bytes);
+            // A huge page has one translation. The window begins at a border of such a page, if it has any.
+            let first = into - into % self.page_bytes;
+            let end = (into + part.bytes()).next_multiple_of(self.page_bytes);
+            let end = end.min(self.len_bytes());
+            let dropped = self.mapping.drop_translations(first, end - first);
             dropped.map_err(|error| failed(&error))?;
         }
         Ok(())

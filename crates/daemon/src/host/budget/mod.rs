@@ -69,6 +69,8 @@ pub(super) struct Newcomer<'a> {
     pub(super) pid: u32,
     pub(super) ram_bytes: u64,
     pub(super) resident_bytes: u64,
+    /// RAM in huge pages of hugetlbfs.
+    pub(super) hugetlb_bytes: u64,
 }
 
 /// See the module.
@@ -233,6 +235,9 @@ impl Budget {
     /// A sentence; nothing has changed.
     pub(super) fn set(&self, change: &BudgetBody) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
+        if let Some(name) = state.in_huge_pages() {
+            return Err(in_huge_pages(name));
+        }
         let plan = changed(&state, change)?;
         let mut next = match &state.force {
             // What was learnt of the VMs is kept.
@@ -297,6 +302,9 @@ impl Budget {
         change: &ShareChange,
     ) -> Result<Seat, ControlError> {
         let mut state = lock(&self.state);
+        if vm.hugetlb_bytes > 0 && state.saved.plan.is_some() {
+            return Err(in_huge_pages(vm.name));
+        }
         let ram = Bytes(vm.ram_bytes);
         let share = state::share_of(change, state::usual_share(ram))?;
         let member = self.member(&mut state, vm, share);
@@ -351,7 +359,9 @@ impl Budget {
             resident: Bytes(vm.resident_bytes),
             ..VmReport::default()
         };
-        Member::new(state.next_id, vm.pid, seat, report)
+        let mut member = Member::new(state.next_id, vm.pid, seat, report);
+        member.hugetlb_bytes = vm.hugetlb_bytes;
+        member
     }
 
     fn put(
@@ -472,6 +482,14 @@ fn come_back(budget: &mut HostBudget, member: &Member) -> Result<(), BudgetError
 }
 
 /// The plan that a change asks for.
+/// What a VM gives up goes to the pool of huge pages, where no other VM can use it.
+fn in_huge_pages(name: &str) -> ControlError {
+    ControlError::refused(format!(
+        "VM '{name}' has its RAM in huge pages of hugetlbfs, which are a pool of their own: a budget cannot give them \
+         to other VMs. Use limits (`pagetide vm limit`) without a budget, or RAM without hugetlb"
+    ))
+}
+
 fn changed(state: &State, change: &BudgetBody) -> Result<Plan, ControlError> {
     let mut plan = match (&state.saved.plan, change.budget_bytes) {
         (Some(plan), bytes) => Plan {

@@ -49,6 +49,8 @@ pub(super) struct Member {
     pub(super) seat: Arc<VmSeat>,
     /// `None` while it is attached or recovered.
     pub(super) vm: Option<Weak<dyn Governed>>,
+    /// RAM in huge pages of hugetlbfs.
+    pub(super) hugetlb_bytes: u64,
     /// As it was when it came.
     pub(super) report: VmReport,
 }
@@ -82,6 +84,7 @@ impl Member {
             pid,
             seat: Arc::new(seat),
             vm: None,
+            hugetlb_bytes: 0,
             report,
         }
     }
@@ -141,6 +144,13 @@ impl State {
             joined.map_err(|error| told(&error, name))?;
         }
         Ok(())
+    }
+
+    /// A VM in huge pages, if there is one.
+    pub(super) fn in_huge_pages(&self) -> Option<&str> {
+        let mut all = self.members.iter();
+        let huge = all.find(|(_, member)| member.hugetlb_bytes > 0);
+        huge.map(|(name, _)| name.as_str())
     }
 
     /// From now on no VM has a target.

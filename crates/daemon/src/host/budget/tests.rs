@@ -140,6 +140,7 @@ fn newcomer(name: &str, ram_mib: u64) -> Newcomer<'_> {
         pid: 77,
         ram_bytes: ram_mib * MIB,
         resident_bytes: ram_mib * MIB,
+        hugetlb_bytes: 0,
     }
 }
 
@@ -657,4 +658,21 @@ fn vm_that_had_no_room_under_the_budget_comes_when_there_is_some() {
     second.set(&size(4096)).unwrap();
     assert_eq!(under(&second), 2);
     drop(back);
+}
+
+#[test]
+fn vm_in_huge_pages_and_a_budget_exclude_each_other() {
+    let rig = Rig::new();
+    let budget = rig.open("off");
+    let huge = Newcomer {
+        hugetlb_bytes: 64 * MIB,
+        ..newcomer("huge", 64)
+    };
+    let seat = budget.admit(&huge, &ShareChange::default()).unwrap();
+    let refused = budget.set(&size(1500)).unwrap_err();
+    assert!(refused.message.contains("hugetlbfs"), "{}", refused.message);
+    drop(seat);
+    budget.set(&size(1500)).unwrap();
+    let refused = budget.admit(&huge, &ShareChange::default());
+    assert!(refused.err().unwrap().message.contains("'huge'"));
 }

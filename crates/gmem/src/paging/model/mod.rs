@@ -7,7 +7,9 @@
 //! the page is; every fault is answered once; stored content is freed once; and
 //! of memory that was removed nothing is ever reached.
 
+mod huge;
 mod kernel;
+mod section;
 mod slow_fill;
 
 use kernel::{Kernel, Model, space};
