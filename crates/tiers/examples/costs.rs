@@ -152,7 +152,7 @@ fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
         limit_bytes,
         owner,
     };
-    let tier = DiskTier::open(source, Bounds::default())?.begin()?;
+    let tier = DiskTier::open(source, Bounds::default(), None)?.begin()?;
     let sealer = Sealer::new(&Key::generate()?);
     let granule = tier.granule_bytes();
     let content = vec![7; 2000];

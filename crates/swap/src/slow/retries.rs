@@ -95,6 +95,19 @@ impl Retries {
         drop(left);
     }
 
+    /// Has all loads that wait tried again now, whatever their time; returns how many there were.
+    pub(super) fn try_all(&self) -> usize {
+        let waiting = std::mem::take(&mut self.lock().loads);
+        let count = waiting.len();
+        waiting.into_iter().for_each(|(_, load)| load.again());
+        count
+    }
+
+    /// Loads that wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.lock().loads.len()
+    }
+
     fn run(&self) {
         while let Some(due) = self.next() {
             for load in due {

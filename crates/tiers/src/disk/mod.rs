@@ -225,12 +225,17 @@ impl FoundDisk {
 }
 
 impl DiskTier {
-    /// Opens and locks a file or device. Pages beyond a limit that was lowered stay where they are.
+    /// Opens and locks a file or device: that of this `id`, if VMs have pages there. Pages beyond a limit that was
+    /// lowered stay where they are.
     ///
     /// # Errors
     /// [`DiskError`].
-    pub fn open(source: Source, bounds: Bounds) -> Result<FoundDisk, DiskError> {
-        let disk = open::open(&source, Wanted::Any)?;
+    pub fn open(
+        source: Source,
+        bounds: Bounds,
+        id: Option<DiskId>,
+    ) -> Result<FoundDisk, DiskError> {
+        let disk = open::open(&source, id.map_or(Wanted::Any, Wanted::Known))?;
         Ok(FoundDisk {
             source,
             id: disk.id,

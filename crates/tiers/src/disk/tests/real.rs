@@ -47,7 +47,7 @@ fn source(path: &Path, limit_bytes: u64) -> Source {
 }
 
 fn open(path: &Path) -> Result<FoundDisk, DiskError> {
-    DiskTier::open(source(path, LIMIT), Bounds::default())
+    DiskTier::open(source(path, LIMIT), Bounds::default(), None)
 }
 
 /// Room, once its segment is there.
@@ -199,7 +199,7 @@ fn pages_beyond_a_lowered_limit_are_still_read() {
     }
     assert!(kept.last().unwrap().place.start >= SegmentNo(2).start());
     drop(tier);
-    let lowered = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default());
+    let lowered = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default(), None);
     let mut found = lowered.unwrap();
     found.hold(VM, entries).unwrap();
     let tier = found.begin().unwrap();
@@ -283,7 +283,7 @@ fn file_that_is_cut_off_has_no_page() {
 fn disk_is_one_daemons_and_a_full_one_says_so() {
     let Some(dir) = directory() else { return };
     let path = dir.path().join("tier");
-    let tier = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default())
+    let tier = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default(), None)
         .unwrap()
         .begin()
         .unwrap();
@@ -310,7 +310,7 @@ fn as_owner(path: &Path, owner: Owner) -> Result<DiskTier, DiskError> {
         owner,
         ..source(path, LIMIT)
     };
-    DiskTier::open(source, Bounds::default())?.begin()
+    DiskTier::open(source, Bounds::default(), None)?.begin()
 }
 
 /// Its daemon is dead, or hands over to another program just now.
@@ -482,6 +482,7 @@ fn what_is_no_disk_of_ours_is_refused_with_its_reason() {
     let small = DiskTier::open(
         source(&at("small"), 2 * SEGMENT_BYTES - 1),
         Bounds::default(),
+        None,
     );
     assert!(matches!(small, Err(DiskError::TooSmall { .. })));
     if let Ok(memory) = tempfile::tempdir_in("/dev/shm") {
