@@ -250,11 +250,13 @@ impl SlowTier for Hooked {
     fn make_room(&self, vm: VmId, sealed_bytes: &[usize]) -> Result<Vec<Room>, TierError> {
         let refusal = match self.life.enter(Call::Unlocked) {
             None => RequestEnd::Gone.error(),
-            Some(mut state) if state.knobs.slow == Slow::Troubled && state.random.below(8) == 0 => {
+            Some(mut state) => {
+                let is_refused = state.knobs.slow == Slow::Troubled && state.random.below(8) == 0;
                 let ends = [RequestEnd::Gone, RequestEnd::Slow, RequestEnd::Busy];
-                state.random.pick(&ends).error()
+                is_refused
+                    .then(|| state.random.pick(&ends).error())
+                    .flatten()
             }
-            Some(_) => None,
         };
         match refusal {
             Some(refusal) => Err(refusal),
