@@ -6,23 +6,14 @@
 //!   extents of all pools held   whether their VMs can be recovered or not
 //!   begun                       what no pool has goes back to the file system
 //! ```
-//! A daemon that finds no VM is not started with a disk that it cannot open. One that finds some serves them, and
-//! the tier stands as gone until its disk is there: so neither a restart nor the rollback of an upgrade fails for
-//! a disk that has gone away.
 
-use super::{
-    failure::failed,
-    pools::{name_of, pools},
-};
+use super::{disk_tier, failure::failed, pools::name_of};
 use crate::{control::ControlError, pool::TierReport, settings::RunSettings};
 use pagetide_swap::{
     Pool, PoolError, SlowTiers,
     slow::{RetryPauses, Seat},
 };
-use pagetide_tiers::{
-    DiskId, Standing,
-    disk::{Bounds, DiskError, DiskTier, FoundDisk, Owner, Source},
-};
+use pagetide_tiers::{Standing, disk::FoundDisk};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -39,90 +30,16 @@ pub(super) fn open(
     let Some(disk) = settings.tiers.disk() else {
         return Ok(SlowTiers::none());
     };
-    let source = Source {
-        path: disk.path.clone(),
-        limit_bytes: disk.limit_bytes,
-        owner: owner(&settings.state_dir),
-    };
-    let (id, tier) = begin(source, pools)?;
-    let seat = Seat {
-        disk: Some(id),
-        tier: Arc::new(tier),
-        when_gone: settings.disk_when_gone.0,
-    };
-    SlowTiers::new(vec![seat], RetryPauses::default()).map_err(failed)
-}
-
-/// Opens the disk. VMs that a predecessor left are served whatever has become of it: then it is awaited, and what
-/// they have there with it.
-fn begin(source: Source, pools: &[PathBuf]) -> Result<(DiskId, DiskTier), ControlError> {
-    let refused = |why: DiskError| ControlError::refused(why.to_string());
-    let id = pools.iter().find_map(|pool| disk_of(pool));
-    let why = match DiskTier::open(source.clone(), Bounds::default(), id) {
-        Err(why) => why,
-        Ok(found) => {
-            let id = found.id();
-            match held(found, pools)?.begin() {
-                Err(why) => why,
-                Ok(tier) => {
-                    tracing::info!(path = %source.path.display(), "the disk tier takes pages that stay cold");
-                    return Ok((id, tier));
-                }
-            }
-        }
-    };
-    if pools.is_empty() {
-        return Err(refused(why));
-    }
-    tracing::error!(%why, "the disk tier does not work; VMs are served without it, and it is tried again");
-    let found = FoundDisk::awaited(source, Bounds::default(), id, &why).map_err(refused)?;
-    let id = found.id();
-    Ok((id, held(found, pools)?.begin().map_err(refused)?))
-}
-
-/// The disk on which the VM of a pool has pages.
-fn disk_of(pool: &Path) -> Option<DiskId> {
-    // One that cannot be opened is told of where it is held.
-    let pool = Pool::open(pool).ok();
-    let pool = pool.filter(|pool| pool.extents().next().is_some());
-    pool.and_then(|pool| pool.disk())
-}
-
-fn held(mut found: FoundDisk, pools: &[PathBuf]) -> Result<FoundDisk, ControlError> {
+    let mut found = disk_tier::open(disk, &settings.state_dir, pools)?;
     for pool in pools {
         hold(&mut found, pool)?;
     }
-    Ok(found)
-}
-
-/// This daemon, as another one finds it in the header of the disk.
-fn owner(state_dir: &Path) -> Owner {
-    let state_dir = std::path::absolute(state_dir).unwrap_or_else(|_| state_dir.to_owned());
-    Owner {
-        state_dir: state_dir.canonicalize().unwrap_or(state_dir),
-        boot: boot(),
-        has_pages,
-    }
-}
-
-/// Which boot of the host this is; 0, which claims nothing, if the kernel does not say.
-fn boot() -> u128 {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
-    u128::from_str_radix(&digits, 16).unwrap_or(0)
-}
-
-/// True if VMs whose pools are in `state_dir` have pages on this disk, or may have.
-fn has_pages(state_dir: &Path, disk: DiskId) -> bool {
-    let Ok(found) = pools(state_dir) else {
-        return true;
+    let seat = Seat {
+        disk: Some(found.id()),
+        tier: Arc::new(disk_tier::begin(found, pools)?),
+        when_gone: settings.disk_when_gone.0,
     };
-    found.iter().any(|path| match Pool::open(path) {
-        Ok(pool) => pool.disk() == Some(disk) && pool.extents().next().is_some(),
-        // Without its key nothing can be read.
-        Err(PoolError::Damaged { .. }) => false,
-        Err(_) => true,
-    })
+    SlowTiers::new(vec![seat], RetryPauses::default()).map_err(failed)
 }
 
 /// Whether a successor can open the tiers.

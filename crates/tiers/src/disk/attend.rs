@@ -30,6 +30,15 @@ const REOPEN_PAUSE: Duration = Duration::from_secs(1);
 /// Held by each thread of a tier until it has let go of the disk.
 pub(super) type Ends = SyncSender<()>;
 
+/// What becomes of a tier whose disk was opened and then does not work.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum IfRefused {
+    /// There is none.
+    Fail,
+    /// Its disk is awaited.
+    Await,
+}
+
 /// See the module documentation.
 pub(super) struct Attendant {
     pub shared: Arc<Shared>,
@@ -49,10 +58,20 @@ struct Started {
 
 impl Attendant {
     /// Serves a disk that is open; `told` hears first whether that has begun.
-    pub fn serve(self, disk: OpenDisk, told: impl FnOnce(Result<(), DiskError>)) {
-        match self.start(disk) {
-            Err(error) => told(Err(error)),
-            Ok(started) => {
+    pub fn serve(
+        self,
+        disk: OpenDisk,
+        if_refused: IfRefused,
+        told: impl FnOnce(Result<(), DiskError>),
+    ) {
+        match (self.start(disk), if_refused) {
+            (Err(error), IfRefused::Fail) => told(Err(error)),
+            (Err(error), IfRefused::Await) => {
+                self.shared.begin_gone(error.to_string(), Instant::now());
+                told(Ok(()));
+                self.await_and_serve();
+            }
+            (Ok(started), _) => {
                 told(Ok(()));
                 self.work(started);
             }

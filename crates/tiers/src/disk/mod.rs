@@ -52,7 +52,7 @@ use crate::{
     Batch, DiskId, ExtentName, Health, NotRecovered, Place, ReadDone, Room, SectorNo, SlowTier,
     TierError, TierFigures, TierKind, VmId, WriteDone,
 };
-use attend::Attendant;
+use attend::{Attendant, IfRefused};
 use io::Geometry;
 pub use open::{DiskError, Owner, Source};
 use open::{OpenDisk, Wanted};
@@ -142,6 +142,18 @@ impl FoundDisk {
     /// # Errors
     /// [`DiskError::Kernel`], if there is no ring or no thread.
     pub fn begin(self) -> Result<DiskTier, DiskError> {
+        self.begin_as(IfRefused::Fail)
+    }
+
+    /// As [`Self::begin`]; but a disk that does not work any more is awaited.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn begin_or_await(self) -> Result<DiskTier, DiskError> {
+        self.begin_as(IfRefused::Await)
+    }
+
+    fn begin_as(self, if_refused: IfRefused) -> Result<DiskTier, DiskError> {
         let failed = |operation| {
             let path = self.source.path.clone();
             move |source| DiskError::Kernel {
@@ -164,9 +176,8 @@ impl FoundDisk {
         let thread = std::thread::Builder::new().name("pt-tier-disk".to_owned());
         let (told, begun) = sync_channel(1);
         let spawned = match self.disk {
-            Some(disk) => {
-                thread.spawn(move || attendant.serve(disk, |begun| drop(told.send(begun))))
-            }
+            Some(disk) => thread
+                .spawn(move || attendant.serve(disk, if_refused, |begun| drop(told.send(begun)))),
             None => {
                 shared.begin_gone(self.why, Instant::now());
                 drop(told.send(Ok(())));
