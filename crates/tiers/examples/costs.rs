@@ -11,13 +11,13 @@ use chacha20poly1305::aead::{AeadInOut, KeyInit};
 use pagetide_addr::PageNo;
 use pagetide_random::SplitMix64;
 use pagetide_sys::file_ring::Buffer;
-use pagetide_tiers::disk::{Bounds, DiskTier};
+use pagetide_tiers::disk::{Bounds, DiskTier, Owner, Source};
 use pagetide_tiers::extent::{NoRoom, Sectors, SegmentNo};
 use pagetide_tiers::seal::{Key, Sealer, sealed_bytes};
 use pagetide_tiers::tier::Done;
 use pagetide_tiers::{
-    Batch, BlockSize, ExtentName, ExtentNo, Place, Room, SectorNo, SlowTier, TierKind, Version,
-    VmId,
+    Batch, BlockSize, ExtentName, ExtentNo, Place, Room, SectorNo, SlowTier, TierError, TierKind,
+    Version, VmId,
 };
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -141,14 +141,32 @@ fn room_ns() -> f64 {
 fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir_in(directory)?;
     let path = dir.path().join("tier");
-    let tier = DiskTier::open(&path, 1 << 30, Bounds::default())?.begin()?;
+    let owner = Owner {
+        state_dir: dir.path().to_owned(),
+        boot: 1,
+        has_pages: |_, _| false,
+    };
+    let limit_bytes = Some(1 << 30);
+    let source = Source {
+        path: path.clone(),
+        limit_bytes,
+        owner,
+    };
+    let tier = DiskTier::open(source, Bounds::default(), None)?.begin()?;
     let sealer = Sealer::new(&Key::generate()?);
     let granule = tier.granule_bytes();
     let content = vec![7; 2000];
     let mut places = Vec::new();
     let began = Instant::now();
     for version in 1..=200 {
-        let rooms = tier.make_room(VM, &vec![sealed_bytes(content.len(), granule)?; 512])?;
+        let lengths = vec![sealed_bytes(content.len(), granule)?; 512];
+        let rooms = loop {
+            match tier.make_room(VM, &lengths) {
+                // Its segment is being allocated.
+                Err(TierError::Busy(_)) => std::thread::yield_now(),
+                made => break made?,
+            }
+        };
         for room in rooms {
             let mut batch = batch(version, room);
             for _ in 0..room.pages {

@@ -10,12 +10,12 @@
 //! A server that is refused (it may evict pages, or does not accept the password) ends the start of a daemon that
 //! has nothing to recover. Where there are VMs, they come first: the tier is then gone, and says why.
 
-use super::{failure::failed, pools::name_of};
+use super::{disk_tier, failure::failed, pools::name_of};
 use crate::{
     control::ControlError,
     pool::TierReport,
     settings::RunSettings,
-    tiers::{DiskSetting, RemoteSetting, SlowSetting},
+    tiers::{RemoteSetting, SlowSetting},
 };
 use pagetide_swap::{
     Pool, PoolError, SlowTiers,
@@ -23,10 +23,9 @@ use pagetide_swap::{
 };
 use pagetide_tiers::{
     ExtentName, Standing, TierKind,
-    disk::{Bounds, DiskTier, FoundDisk},
+    disk::FoundDisk,
     remote::{self, Durability, FirstContact, RemoteConfig, RemoteTier, TimeBounds},
 };
-use rustix::fs::FileType;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -55,7 +54,9 @@ pub(super) fn open(
         return Ok(SlowTiers::none());
     }
     let opening = named.iter().map(|slow| match slow {
-        SlowSetting::Disk(disk) => open_disk(disk).map(Opening::Disk),
+        SlowSetting::Disk(disk) => {
+            disk_tier::open(disk, &settings.state_dir, pools).map(Opening::Disk)
+        }
         SlowSetting::Remote(remote) => {
             open_remote(remote, settings.remote_when_gone.0).map(Opening::Remote)
         }
@@ -70,7 +71,7 @@ pub(super) fn open(
     let seats = opening.into_iter().map(|opening| match opening {
         Opening::Disk(found) => Ok(Seat {
             disk: Some(found.id()),
-            tier: Arc::new(found.begin().map_err(refused)?),
+            tier: Arc::new(disk_tier::begin(found, pools)?),
             when_gone: settings.disk_when_gone.0,
         }),
         Opening::Remote(tier) => Ok(Seat {
@@ -85,12 +86,6 @@ pub(super) fn open(
 
 fn refused(why: impl std::fmt::Display) -> ControlError {
     ControlError::refused(why.to_string())
-}
-
-fn open_disk(disk: &DiskSetting) -> Result<FoundDisk, ControlError> {
-    let found = DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
-    tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
-    Ok(found)
 }
 
 fn open_remote(setting: &RemoteSetting, when_gone: WhenGone) -> Result<RemoteTier, ControlError> {
@@ -140,24 +135,6 @@ pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
         }
     }
     Ok(())
-}
-
-/// What it may hold: without a limit, a file as much as its file system has, a device all.
-fn limit_of(disk: &DiskSetting) -> Result<u64, ControlError> {
-    if let Some(limit_bytes) = disk.limit_bytes {
-        return Ok(limit_bytes);
-    }
-    let is_device = rustix::fs::stat(&disk.path)
-        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
-    if is_device {
-        return Ok(u64::MAX);
-    }
-    let folder = disk.path.parent().unwrap_or(Path::new("/"));
-    let stat = rustix::fs::statvfs(folder).map_err(|error| {
-        let folder = folder.display();
-        ControlError::refused(format!("the disk tier cannot be in {folder}: {error}"))
-    })?;
-    Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
 }
 
 /// Whether a successor can open the tiers. It does not wait for another host.
