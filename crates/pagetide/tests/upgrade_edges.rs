@@ -89,12 +89,14 @@ fn signal_to_end_that_the_old_program_gets_last_is_passed_to_the_new_one() {
         return;
     }
     let mut scene = Scene::new(&[]);
-    let (pid, mut client) = scene.until_it_holds("serves and waits for a signal");
+    let way = Way::ServesUntilASignal;
+    let told = scene.programs.broken(way).with_extension("told");
+    fs::write(&told, "not yet").unwrap();
+    let (pid, mut client) = scene.until_it_holds(way);
     kill_process(pid, Signal::TERM).unwrap();
-    let mode = scene.daemon.mode_file();
-    fs::write(&mode, "now").unwrap();
+    fs::write(&told, "now").unwrap();
     scene.daemon.until("signal", |_| {
-        fs::read_to_string(&mode).unwrap().contains("TERM")
+        fs::read_to_string(&told).unwrap().contains("TERM")
     });
     client.kill().unwrap();
     client.wait().unwrap();

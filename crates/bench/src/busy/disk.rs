@@ -20,6 +20,7 @@ use pagetide_vpri_function::frontend::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use std::{
+    error::Error,
     os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::Path,
     sync::{
@@ -41,6 +42,7 @@ const RAM_BYTES: u64 = 32 << 20;
 const QUEUE_SIZE: u16 = 64;
 /// Parts of the disk, each with at most one request under way.
 const SLOTS: u16 = 8;
+const _: () = assert!(SLOTS * 3 <= QUEUE_SIZE, "each has three descriptors");
 /// Bytes of a part, and of a request.
 const DATA_BYTES: u64 = 16 << 10;
 /// Bytes of a disk that has all parts.
@@ -212,7 +214,7 @@ impl Disk {
         }
     }
 
-    fn begin(&mut self, number: usize) -> Result<(), Box<dyn std::error::Error>> {
+    fn begin(&mut self, number: usize) -> Result<(), Box<dyn Error>> {
         let slot = &mut self.slots[number];
         let (kind, flag) = match slot.turn {
             Turn::Write => (OUT, 0),
@@ -309,12 +311,11 @@ fn agreed(
     socket: &Path,
     file: &GuestFile,
     ram: &SharedMapping,
-) -> Result<Frontend, vhost::vhost_user::Error> {
+) -> Result<Frontend, Box<dyn Error>> {
     let mut front = Frontend::connect(socket, 1)?;
-    let failed = |_| vhost::vhost_user::Error::InvalidMessage;
-    front.set_owner().map_err(failed)?;
-    front.get_features().map_err(failed)?;
-    front.set_features(FEATURES).map_err(failed)?;
+    front.set_owner()?;
+    front.get_features()?;
+    front.set_features(FEATURES)?;
     front.get_protocol_features()?;
     front.set_protocol_features(
         VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::INFLIGHT_SHMFD,
@@ -329,7 +330,7 @@ fn agreed(
         mmap_offset: 0,
         mmap_handle: file.as_fd().as_raw_fd(),
     };
-    front.set_mem_table(&[memory]).map_err(failed)?;
+    front.set_mem_table(&[memory])?;
     Ok(front)
 }
 
@@ -339,12 +340,10 @@ fn started(
     ram: &SharedMapping,
     place: RingPlace,
     [kick, call]: [&OwnedFd; 2],
-) -> Result<Frontend, vhost::vhost_user::Error> {
-    let failed = |_| vhost::vhost_user::Error::InvalidMessage;
-    let io = vhost::vhost_user::Error::ReqHandlerError;
+) -> Result<Frontend, Box<dyn Error>> {
     let at = ram.address() as u64;
-    front.set_vring_num(0, QUEUE_SIZE).map_err(failed)?;
-    front.set_vring_base(0, 0).map_err(failed)?;
+    front.set_vring_num(0, QUEUE_SIZE)?;
+    front.set_vring_base(0, 0)?;
     let ring = VringConfigData {
         queue_max_size: QUEUE_SIZE,
         queue_size: QUEUE_SIZE,
@@ -354,11 +353,11 @@ fn started(
         avail_ring_addr: at + place.available,
         log_addr: None,
     };
-    front.set_vring_addr(0, &ring).map_err(failed)?;
-    let kick = for_vhost(kick.try_clone().map_err(io)?);
-    let call = for_vhost(call.try_clone().map_err(io)?);
-    front.set_vring_kick(0, &kick).map_err(failed)?;
-    front.set_vring_call(0, &call).map_err(failed)?;
+    front.set_vring_addr(0, &ring)?;
+    let kick = for_vhost(kick.try_clone()?);
+    let call = for_vhost(call.try_clone()?);
+    front.set_vring_kick(0, &kick)?;
+    front.set_vring_call(0, &call)?;
     front.set_vring_enable(0, true)?;
     Ok(front)
 }
@@ -386,7 +385,6 @@ mod tests {
             );
         }
         assert!(slot(SLOTS, 0).header() <= RAM_BYTES);
-        assert!(SLOTS * 3 <= QUEUE_SIZE);
     }
 
     #[test]

@@ -279,11 +279,6 @@ impl Part {
 fn sum_up(parts: &[Part], figures: &mut Map<String, Value>) {
     let sum = |of: fn(&Part) -> u64| parts.iter().map(of).sum::<u64>();
     let stalls = parts.iter().flat_map(|part| &part.stalls_us);
-    let broken = |part: &Part| {
-        part.broken
-            .iter()
-            .filter_map(|(_, seen)| seen.as_ref().ok())
-    };
     let stall_max_us = stalls.copied().fold(0.0, f64::max).round();
     for (name, value) in [
         ("upgrades", json!(sum(|part| part.upgrades))),
@@ -301,7 +296,8 @@ fn sum_up(parts: &[Part], figures: &mut Map<String, Value>) {
     ] {
         figures.insert(name.into(), value);
     }
-    let after = parts.iter().flat_map(broken).map(Seen::stall_us);
+    let broken = parts.iter().flat_map(|part| &part.broken);
+    let after = broken.filter_map(|(_, seen)| seen.as_ref().ok().map(Seen::stall_us));
     let broken_max_us = after.fold(0.0, f64::max).round();
     figures.insert("broken_stall_max_us".into(), json!(broken_max_us));
 }

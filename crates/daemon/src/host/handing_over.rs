@@ -62,7 +62,9 @@ impl Host {
                 if let Err(error) = feed.stop_recording() {
                     tracing::warn!(%error, "a recording does not end well");
                 }
-                drop(tell.send(()));
+                if tell.send(()).is_err() {
+                    tracing::warn!("a recording is completed late");
+                }
             })
             .map_err(failed)?;
         completed.recv_timeout(RECORDING_WAIT).map_err(|_| {
