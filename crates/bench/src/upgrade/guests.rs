@@ -26,6 +26,8 @@ use std::{
 const STOCK_DISK_BYTES: u64 = 64 << 20;
 /// RAM of a stock guest.
 const STOCK_RAM_BYTES: u64 = 768 << 20;
+/// Evicted from a stock guest before each upgrade.
+const STOCK_EVICTED_BYTES: u64 = 64 << 20;
 /// A run of a stock guest's load.
 const STOCK_RUN: Duration = Duration::from_secs(5);
 /// Of a vCPU's time, how long one looks whether it goes on.
@@ -93,10 +95,12 @@ impl StandIn {
         Ok(Self { name, guest })
     }
 
-    /// Evicts its memory, and forgets what it has seen.
+    /// Evicts its memory while its vCPU rests, and forgets what it has seen. From now on it faults.
     pub(super) fn begin(&mut self, running: &Running) -> Result<(), String> {
-        running.evict(&self.name)?;
-        self.seen().map(drop)
+        self.guest.obey(&Order::Pause)?;
+        running.evict(&self.name, None)?;
+        self.seen()?;
+        self.guest.obey(&Order::Resume).map(drop)
     }
 
     /// What it has seen since the last call.
@@ -190,10 +194,10 @@ impl Stock {
         })
     }
 
-    /// Evicts its memory.
+    /// Evicts part of its memory.
     pub(super) fn begin(&self, running: &Running) -> Result<(), String> {
         self.check()?;
-        running.evict(self.name)
+        running.evict(self.name, Some(STOCK_EVICTED_BYTES))
     }
 
     /// Fails if its load has: it compares what it reads.

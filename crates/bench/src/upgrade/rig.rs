@@ -11,14 +11,14 @@ use crate::{
 };
 use hyper::Method;
 use pagetide_daemon::{
-    api::{AttachBody, Health},
+    api::{AttachBody, Health, ReclaimBody},
     client::vm_path,
     control::{ReclaimReport, VmReport},
     upgrade::UpgradeReport,
 };
 use pagetide_sys::process::ProcessFd;
 use rustix::process::Signal;
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::{
     fs,
     os::unix::fs::PermissionsExt as _,
@@ -35,8 +35,6 @@ const LAB: &str = "pagetide-lab";
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Bounds of the daemon, shorter than by default so that programs that hang do not take long.
 const SETTINGS: [&str; 2] = ["--upgrade-ready-ms=2000", "--upgrade-serving-ms=2000"];
-/// Evictions until little is left.
-const RECLAIMS_MAX: u32 = 4;
 
 /// Directories that a run needs, removed with it.
 pub(super) struct Place {
@@ -149,15 +147,10 @@ impl Running {
         }
     }
 
-    /// Evicts most of a VM: so its vCPUs fault from now on.
-    pub(super) fn evict(&self, name: &str) -> Result<(), String> {
+    /// Evicts so many bytes of a VM, or all that can be: so its vCPUs fault from now on.
+    pub(super) fn evict(&self, name: &str, bytes: Option<u64>) -> Result<(), String> {
         let path = vm_path(name) + "/reclaim";
-        for _ in 0..RECLAIMS_MAX {
-            let report: ReclaimReport = self.daemon.send(&path, &json!({}))?;
-            if report.reclaimed_bytes == 0 || report.resident_bytes < 1 << 20 {
-                break;
-            }
-        }
+        let _done: ReclaimReport = self.daemon.send(&path, &ReclaimBody { bytes })?;
         Ok(())
     }
 
