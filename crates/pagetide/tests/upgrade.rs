@@ -395,20 +395,18 @@ fn new_program_that_is_killed_at_any_moment_loses_nothing() {
             let before = daemon.pid();
             let words = ["upgrade", program.to_str().unwrap(), "--json"];
             let client = daemon.command(&words).spawn().unwrap();
-            if let Some(successor) = child_of(before) {
-                let moment = Duration::from_micros(random.below(300_000));
-                let begun = Instant::now();
-                while begun.elapsed() < moment {
-                    std::thread::yield_now();
-                }
-                let killed =
-                    rustix::process::kill_process(successor, rustix::process::Signal::KILL);
-                // It may have ended by itself: then nothing was broken.
-                assert!(
-                    matches!(killed, Ok(()) | Err(rustix::io::Errno::SRCH)),
-                    "{killed:?}"
-                );
+            let successor = child_of(before).expect("a successor");
+            let moment = Duration::from_micros(random.below(300_000));
+            let begun = Instant::now();
+            while begun.elapsed() < moment {
+                std::thread::yield_now();
             }
+            let killed = rustix::process::kill_process(successor, rustix::process::Signal::KILL);
+            // It may have ended by itself: then nothing was broken.
+            assert!(
+                matches!(killed, Ok(()) | Err(rustix::io::Errno::SRCH)),
+                "{killed:?}"
+            );
             drop(client.wait_with_output().unwrap());
             match daemon.pid() {
                 0 => {
@@ -431,15 +429,14 @@ fn new_program_that_is_killed_at_any_moment_loses_nothing() {
 fn child_of(parent: u32) -> Option<rustix::process::Pid> {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(5) {
-        // Started by a thread of the runtime: any task's children.
-        let Ok(tasks) = fs::read_dir(format!("/proc/{parent}/task")) else {
-            return None;
-        };
-        for task in tasks.flatten() {
-            let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            let first = list.split_whitespace().next();
-            if let Some(pid) = first.and_then(|pid| pid.parse().ok()) {
-                return rustix::process::Pid::from_raw(pid);
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let name = entry.file_name();
+            let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+            let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+            let its = fields.split(' ').nth(1).and_then(|pid| pid.parse().ok());
+            if its == Some(parent) {
+                let pid = name.to_str().and_then(|pid| pid.parse().ok());
+                return pid.and_then(rustix::process::Pid::from_raw);
             }
         }
     }
