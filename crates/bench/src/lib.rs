@@ -44,6 +44,7 @@ pub mod sim;
 pub mod swap;
 pub mod tiers;
 pub mod tracker;
+pub mod upgrade;
 
 pub use harness::report::{BenchError, BenchHost, BenchReport};
 pub use options::SizeOptions;

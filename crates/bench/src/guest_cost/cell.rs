@@ -268,6 +268,7 @@ impl Cell {
                 Kind::Hugetlb => HugePages::Hugetlb,
                 Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
+            disk: None,
         }
     }
 

@@ -6,7 +6,7 @@
 //! a disk that has gone away.
 
 use super::pools::pools;
-use crate::{control::ControlError, tiers::DiskSetting};
+use crate::{control::ControlError, dpu::Owed, tiers::DiskSetting};
 use pagetide_swap::{Pool, PoolError};
 use pagetide_tiers::{
     DiskId, TierKind,
@@ -22,14 +22,20 @@ pub(super) fn open(
     disk: &DiskSetting,
     state_dir: &Path,
     found: &[PathBuf],
+    owed: Owed,
 ) -> Result<FoundDisk, ControlError> {
+    let usual = Bounds::default();
+    let bounds = Bounds {
+        lock: owed.wait(usual.lock),
+        ..usual
+    };
     let source = Source {
         path: disk.path.clone(),
         limit_bytes: disk.limit_bytes,
         owner: owner(state_dir),
     };
     let id = found.iter().find_map(|pool| disk_of(pool));
-    let why = match DiskTier::open(source.clone(), Bounds::default(), id) {
+    let why = match DiskTier::open(source.clone(), bounds, id) {
         Ok(opened) => {
             tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
             return Ok(opened);
@@ -38,7 +44,7 @@ pub(super) fn open(
         Err(why) => why,
     };
     tracing::error!(%why, "the disk tier does not work; VMs are served without it, and it is tried again");
-    FoundDisk::awaited(source, Bounds::default(), id, &why).map_err(|why| refused(&why))
+    FoundDisk::awaited(source, bounds, id, &why).map_err(|why| refused(&why))
 }
 
 /// Begins, once the pools that were found are held.

@@ -13,6 +13,7 @@
 use super::{disk_tier, failure::failed, pools::name_of};
 use crate::{
     control::ControlError,
+    dpu::Owed,
     pool::TierReport,
     settings::RunSettings,
     tiers::{RemoteSetting, SlowSetting},
@@ -48,6 +49,7 @@ enum Opening {
 pub(super) fn open(
     settings: &RunSettings,
     pools: &[PathBuf],
+    owed: Owed,
 ) -> Result<Arc<SlowTiers>, ControlError> {
     let named = settings.tiers.slow();
     if named.is_empty() {
@@ -55,7 +57,7 @@ pub(super) fn open(
     }
     let opening = named.iter().map(|slow| match slow {
         SlowSetting::Disk(disk) => {
-            disk_tier::open(disk, &settings.state_dir, pools).map(Opening::Disk)
+            disk_tier::open(disk, &settings.state_dir, pools, owed).map(Opening::Disk)
         }
         SlowSetting::Remote(remote) => {
             open_remote(remote, settings.remote_when_gone.0).map(Opening::Remote)

@@ -246,7 +246,7 @@ impl DiskTier {
         bounds: Bounds,
         id: Option<DiskId>,
     ) -> Result<FoundDisk, DiskError> {
-        let disk = open::open(&source, id.map_or(Wanted::Any, Wanted::Known))?;
+        let disk = open::open(&source, id.map_or(Wanted::Any, Wanted::Known), bounds.lock)?;
         Ok(FoundDisk {
             source,
             id: disk.id,

@@ -53,8 +53,6 @@ const SEGMENTS_MIN: u64 = 2;
 const LEFT_FREE_BYTES_MAX: u64 = 1 << 30;
 /// ... or, if that is less, one part in so many.
 const LEFT_FREE_PART: u64 = 20;
-/// How long a lock is waited for: that of a killed daemon falls when its last I/O is done.
-const LOCK_TIME: Duration = Duration::from_secs(10);
 /// How often it is looked whether a device is free.
 const POLL: Duration = Duration::from_millis(2);
 const TMPFS_MAGIC: i128 = 0x0102_1994;
@@ -203,8 +201,12 @@ impl At<'_> {
     }
 }
 
-/// Opens and locks a tier.
-pub(super) fn open(source: &Source, wanted: Wanted) -> Result<OpenDisk, DiskError> {
+/// Opens and locks a tier; waits so long for another to let go of it.
+pub(super) fn open(
+    source: &Source,
+    wanted: Wanted,
+    lock_wait: Duration,
+) -> Result<OpenDisk, DiskError> {
     let path = &*source.path;
     let at = At(path);
     let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
@@ -242,7 +244,7 @@ pub(super) fn open(source: &Source, wanted: Wanted) -> Result<OpenDisk, DiskErro
             flags | OFlags::EXCL
         }
     };
-    let end = Instant::now() + LOCK_TIME;
+    let end = Instant::now() + lock_wait;
     let file = loop {
         match rustix::fs::open(&link, flags, Mode::empty()) {
             Ok(file) => break file,
@@ -252,7 +254,7 @@ pub(super) fn open(source: &Source, wanted: Wanted) -> Result<OpenDisk, DiskErro
         }
     };
     drop(found);
-    lock(path, &file)?;
+    lock(path, &file, lock_wait)?;
     let (segments, limit) = segments(path, &file, discard, source.limit_bytes)?;
     let mut disk = OpenDisk {
         block: BlockSize::Bytes4096,
@@ -369,9 +371,9 @@ fn refuse_memory_device(path: &Path, stat: &Stat) -> Result<(), DiskError> {
 }
 
 /// Locks the open file. The ring keeps it open, and so locked, until its last I/O is done.
-fn lock(path: &Path, file: &OwnedFd) -> Result<(), DiskError> {
+fn lock(path: &Path, file: &OwnedFd, wait: Duration) -> Result<(), DiskError> {
     let copy = file.try_clone().map_err(At(path).failed("dup"))?;
-    match GuestFile::from(copy).lock_exclusive_within(LOCK_TIME) {
+    match GuestFile::from(copy).lock_exclusive_within(wait) {
         Ok(Locked::Ours) => Ok(()),
         Ok(Locked::HeldByAnother) => Err(DiskError::Held(path.to_owned())),
         Err(error) => Err(At(path).failed("flock")(io::Error::other(error))),

@@ -34,6 +34,8 @@ pub struct Bounds {
     pub lost: Duration,
     /// A write of a batch, and a probe.
     pub write: Duration,
+    /// The wait for a lock at the opening: that of a killed daemon falls when its last I/O is done.
+    pub lock: Duration,
 }
 
 impl Default for Bounds {
@@ -45,6 +47,7 @@ impl Default for Bounds {
             read: Duration::from_secs(1),
             lost: Duration::from_secs(60),
             write: Duration::from_secs(5),
+            lock: Duration::from_secs(10),
         }
     }
 }

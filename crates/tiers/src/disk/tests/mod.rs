@@ -22,6 +22,7 @@ const BOUNDS: Bounds = Bounds {
     read: Duration::from_millis(100),
     lost: Duration::from_secs(3),
     write: Duration::from_millis(500),
+    lock: Duration::from_secs(10),
 };
 
 /// What the simulated disk does with a transfer.
