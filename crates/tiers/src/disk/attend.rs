@@ -82,7 +82,8 @@ impl Attendant {
     pub fn await_and_serve(self) {
         let mut last = String::new();
         while !self.shared.is_over_within(REOPEN_PAUSE) {
-            let opened = open(&self.source, self.wanted);
+            // It is tried again, so nobody is waited for.
+            let opened = open(&self.source, self.wanted, Duration::ZERO);
             match opened.and_then(|disk| self.take_over(disk)) {
                 Ok(started) => {
                     tracing::info!(path = %self.source.path.display(), "the disk of the disk tier is there");

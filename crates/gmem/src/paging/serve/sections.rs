@@ -28,7 +28,7 @@ impl Work<'_> {
     pub(super) fn wait_for_huge_page(&mut self) {
         let memory = self.memory;
         let may_wait = match (self.cause, self.joining) {
-            (Cause::Readahead(_), _) | (_, Joining::Never) => false,
+            (Cause::Readahead(_), _) | (_, Joining::Never | Joining::Begin) => false,
             (_, Joining::InKernel | Joining::Reply(_)) => true,
         };
         if !may_wait {
