@@ -38,7 +38,7 @@ const CONTACT_BOUND: Duration = Duration::from_secs(10);
 
 /// A tier, before the pools are known.
 enum Opening {
-    Disk(FoundDisk),
+    Disk(Box<FoundDisk>),
     Remote(RemoteTier),
 }
 
@@ -56,9 +56,8 @@ pub(super) fn open(
         return Ok(SlowTiers::none());
     }
     let opening = named.iter().map(|slow| match slow {
-        SlowSetting::Disk(disk) => {
-            disk_tier::open(disk, &settings.state_dir, pools, owed).map(Opening::Disk)
-        }
+        SlowSetting::Disk(disk) => disk_tier::open(disk, &settings.state_dir, pools, owed)
+            .map(|found| Opening::Disk(Box::new(found))),
         SlowSetting::Remote(remote) => {
             open_remote(remote, settings.remote_when_gone.0).map(Opening::Remote)
         }
@@ -73,7 +72,7 @@ pub(super) fn open(
     let seats = opening.into_iter().map(|opening| match opening {
         Opening::Disk(found) => Ok(Seat {
             disk: Some(found.id()),
-            tier: Arc::new(disk_tier::begin(found, pools)?),
+            tier: Arc::new(disk_tier::begin(*found, pools)?),
             when_gone: settings.disk_when_gone.0,
         }),
         Opening::Remote(tier) => Ok(Seat {
