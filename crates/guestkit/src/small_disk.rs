@@ -35,7 +35,9 @@ impl SmallDisk {
     /// # Errors
     /// There is no loop device, or no `mkfs.ext4`.
     pub fn mount(image: &Path, at: &Path, bytes: u64) -> io::Result<Self> {
-        fs::create_dir_all(at)?;
+        for folder in image.parent().into_iter().chain([at]) {
+            fs::create_dir_all(folder)?;
+        }
         File::create(image)?.set_len(bytes)?;
         let (image, at) = (image.to_owned(), at.to_owned());
         let (image_word, at_word) = (image.to_string_lossy(), at.to_string_lossy());
