@@ -92,7 +92,8 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        let unmounted = run("umount", &[&self.at.to_string_lossy()]);
+        // A daemon that was killed may hold it for a moment.
+        let unmounted = run("umount", &["-l", &self.at.to_string_lossy()]);
         if let Err(error) = unmounted.and_then(|()| fs::remove_file(&self.image)) {
             eprintln!("the small disk stays: {error}");
         }
