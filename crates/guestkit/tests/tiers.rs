@@ -99,9 +99,9 @@ fn flip_bits(path: &Path, from: u64) -> io::Result<()> {
 fn set(disk: &SmallDisk, server: &FarServer) -> Result<Stage, Skip> {
     Stage::set_with_flags(vec![
         format!(
-            "--tiers=zero,same,lz4,disk:{}=48M,remote:redis://127.0.0.1:{}=512M",
-            disk.path().join("tier").display(),
-            server.port()
+            "--tiers=zero,same,lz4,remote:redis://127.0.0.1:{}=8M,disk:{}=128M",
+            server.port(),
+            disk.path().join("tier").display()
         ),
         "--sink-after=100ms".to_owned(),
     ])
@@ -127,7 +127,7 @@ fn bits_flipped_on_the_disk_cost_the_pages_that_are_told_and_no_other() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/guest");
     let at = tempfile::tempdir().expect("a folder");
     let image = folder.join(format!("tier-{}.img", std::process::id()));
-    let disk = match SmallDisk::mount(&image, &at.path().join("disk"), 160 << 20) {
+    let disk = match SmallDisk::mount(&image, &at.path().join("disk"), 192 << 20) {
         Ok(disk) => disk,
         Err(error) => return eprintln!("SKIPPED: no file system for a disk: {error}"),
     };
