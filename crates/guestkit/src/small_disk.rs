@@ -35,7 +35,9 @@ impl SmallDisk {
     /// # Errors
     /// There is no loop device, or no `mkfs.ext4`.
     pub fn mount(image: &Path, at: &Path, bytes: u64) -> io::Result<Self> {
-        fs::create_dir_all(at)?;
+        for folder in image.parent().into_iter().chain([at]) {
+            fs::create_dir_all(folder)?;
+        }
         File::create(image)?.set_len(bytes)?;
         let (image, at) = (image.to_owned(), at.to_owned());
         let (image_word, at_word) = (image.to_string_lossy(), at.to_string_lossy());
@@ -90,7 +92,8 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        let unmounted = run("umount", &[&self.at.to_string_lossy()]);
+        // A daemon that was killed may hold it for a moment.
+        let unmounted = run("umount", &["-l", &self.at.to_string_lossy()]);
         if let Err(error) = unmounted.and_then(|()| fs::remove_file(&self.image)) {
             eprintln!("the small disk stays: {error}");
         }

@@ -15,8 +15,8 @@
     reason = "mmap, and access to the memory it returns, have no safe form"
 )]
 
-use crate::{sigbus::Guard, to_usize};
-use pagetide_addr::PAGE_BYTES;
+use crate::{process::read_memory, sigbus::Guard, to_usize};
+use pagetide_addr::{Hva, PAGE_BYTES};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -243,29 +243,12 @@ impl SharedMapping {
     /// [`MappingError::OutOfBounds`], or the kernel's error: `EFAULT` for a page that cannot be had.
     pub fn copy_from_by_kernel(&self, offset: u64, into: &mut [u8]) -> Result<(), MappingError> {
         let from = self.bounded(offset, into.len() as u64)?;
-        let (to, len) = (into.as_mut_ptr(), into.len());
-        let part = |base: *mut u8| libc::iovec {
-            iov_base: base.cast(),
-            iov_len: len,
-        };
-        let (local, remote) = (part(to), part(from.as_ptr()));
-        let own = rustix::process::getpid().as_raw_nonzero().get();
-        // SAFETY: the kernel writes to `into` alone, which is exclusively ours for the call, and reads the other
-        // range, which lies in our own mapping; it copies bytes, and returns an error where there are none.
-        let copied =
-            unsafe { libc::process_vm_readv(own, &raw const local, 1, &raw const remote, 1, 0) };
-        match usize::try_from(copied) {
-            Ok(count) if count == len => Ok(()),
-            outcome => Err(MappingError::Kernel {
-                operation: "process_vm_readv",
-                len_bytes: len as u64,
-                source: match outcome {
-                    // Part of it was there.
-                    Ok(_) => std::io::Error::from_raw_os_error(libc::EFAULT),
-                    Err(_) => std::io::Error::last_os_error(),
-                },
-            }),
-        }
+        let at = Hva(from.as_ptr().addr() as u64);
+        read_memory(std::process::id(), at, into).map_err(|source| MappingError::Kernel {
+            operation: "process_vm_readv",
+            len_bytes: into.len() as u64,
+            source,
+        })
     }
 
     /// Drops this process's page table entries of the range; the content stays in the file.

@@ -234,6 +234,33 @@ impl ProcessFd {
     }
 }
 
+/// Copies memory of process `pid` at `at` into `into`, by the kernel: pages that are absent there are had as if the
+/// process itself read them.
+///
+/// # Errors
+/// The kernel's error: `EFAULT` if a page cannot be had, also after a part was copied.
+pub fn read_memory(pid: u32, at: Hva, into: &mut [u8]) -> std::io::Result<()> {
+    let local = libc::iovec {
+        iov_base: into.as_mut_ptr().cast(),
+        iov_len: into.len(),
+    };
+    let remote = libc::iovec {
+        iov_base: std::ptr::without_provenance_mut(crate::to_usize(at.0)),
+        iov_len: into.len(),
+    };
+    let pid = i32::try_from(pid).map_err(|_| std::io::Error::from_raw_os_error(libc::ESRCH))?;
+    // SAFETY: the kernel writes to `into` alone, which is exclusively ours for the call; the other range is an
+    // address in that process, of which it only reads, and where there is nothing it returns an error.
+    let copied =
+        unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    match usize::try_from(copied) {
+        Ok(count) if count == into.len() => Ok(()),
+        // Part of it was there.
+        Ok(_) => Err(std::io::Error::from_raw_os_error(libc::EFAULT)),
+        Err(_) => Err(std::io::Error::last_os_error()),
+    }
+}
+
 /// True if both processes run in one address space (`vfork`, QEMU's `-async-teardown`).
 ///
 /// # Errors

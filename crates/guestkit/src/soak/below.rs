@@ -2,8 +2,8 @@
 //! The tiers outside memory of a soak, which fail all the time: a disk whose file system fills up, a server of another
 //! host that is killed, a wire to it that is cut and flips bits.
 //!
-//! Memory goes down soon: to zstd after a moment, below it after a second. The disk is small, so what finds no room
-//! there goes to the other host. The server syncs its log for each batch, so it loses nothing when it is killed; a
+//! Memory goes down soon: to zstd after a moment, below it after a second. It goes to the other host as
+//! far as there is room, and to the disk else. The server syncs its log for each batch, so it loses nothing when it is killed; a
 //! bit that flips on the wire spoils an answer and not what the server has. So no page may be lost, whatever
 //! happens here.
 
@@ -23,8 +23,9 @@ use crate::small_disk::SmallDisk;
 /// The file system of the disk tier.
 const DISK_BYTES: u64 = 160 << 20;
 /// What the tier may take of it.
-const DISK_LIMIT: &str = "48M";
-const REMOTE_LIMIT: &str = "512M";
+const DISK_LIMIT: &str = "64M";
+/// Less than goes down, so that the rest goes to the disk.
+const REMOTE_LIMIT: &str = "12M";
 const DEMOTE_AFTER: &str = "500ms";
 const SINK_AFTER: &str = "1500ms";
 /// Between two failures.
@@ -76,7 +77,7 @@ impl Below {
     pub fn flags(&self) -> Vec<String> {
         let (disk, port) = (self.disk.path().join("tier"), self.wire.port());
         let tiers = format!(
-            "zero,same,lz4,zstd,disk:{}={DISK_LIMIT},remote:redis://127.0.0.1:{port}={REMOTE_LIMIT}",
+            "zero,same,lz4,zstd,remote:redis://127.0.0.1:{port}={REMOTE_LIMIT},disk:{}={DISK_LIMIT}",
             disk.display()
         );
         let flags = [

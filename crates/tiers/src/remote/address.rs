@@ -22,7 +22,7 @@
 //! [`RemoteUrl`] is what was written, [`RemoteAddress`] what is used, with the password. No error and no output of
 //! this module contains a password.
 
-use super::password::{PasswordPlace, Secret};
+use super::password::{PasswordError, PasswordPlace, Secret};
 use std::fmt;
 use std::path::PathBuf;
 use url::{Host, Url};
@@ -107,22 +107,9 @@ pub enum AddressError {
         "the URL names a user and no password: write user:password@host or add password-file=FILE or password-env=NAME"
     )]
     NoPassword,
-    /// The password file cannot be read.
-    #[error("the password file {path} cannot be read: {reason}")]
-    PasswordFile {
-        /// The file.
-        path: String,
-        /// What the kernel says.
-        reason: String,
-    },
-    /// The variable with the password cannot be used.
-    #[error("the environment's variable {name}, which is to have the password, {reason}")]
-    PasswordVariable {
-        /// The variable.
-        name: String,
-        /// What is wrong.
-        reason: &'static str,
-    },
+    /// The password cannot be read.
+    #[error(transparent)]
+    Password(#[from] PasswordError),
 }
 
 /// A host and its port.

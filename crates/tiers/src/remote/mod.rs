@@ -85,6 +85,7 @@ use tokio::sync::mpsc;
 pub use crate::figures::Durability;
 pub use address::{AddressError, RemoteAddress, RemoteUrl};
 pub use config::{FirstContact, RemoteConfig, RemoteNotes, TimeBounds, WhenGone};
+pub use password::PasswordError;
 pub use wire::{TlsError, check_tls_files};
 
 use crate::batch::EXTENT_PAGES_MAX;

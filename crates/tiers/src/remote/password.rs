@@ -5,13 +5,33 @@
 //! environment may be named instead, and a program that shows its settings refuses the URL with a password
 //! ([`super::RemoteUrl::has_password`]).
 
-use super::address::AddressError;
 use std::ffi::OsString;
 use std::fmt;
 use std::io::Read;
 
 /// Longest password that is read from a file, in bytes.
 const PASSWORD_BYTES_MAX: usize = 4096;
+
+/// Why a password cannot be read.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum PasswordError {
+    /// The password file.
+    #[error("the password file {path} cannot be read: {reason}")]
+    File {
+        /// The file.
+        path: String,
+        /// What the kernel says.
+        reason: String,
+    },
+    /// The variable with the password.
+    #[error("the environment's variable {name}, which is to have the password, {reason}")]
+    Variable {
+        /// The variable.
+        name: String,
+        /// What is wrong.
+        reason: &'static str,
+    },
+}
 
 /// A secret that no formatter prints.
 #[derive(Clone, PartialEq, Eq)]
@@ -47,7 +67,7 @@ pub(super) enum PasswordPlace {
 
 impl PasswordPlace {
     /// Reads it.
-    pub(super) fn read(&self) -> Result<Secret, AddressError> {
+    pub(super) fn read(&self) -> Result<Secret, PasswordError> {
         match self {
             Self::Url(secret) => Ok(secret.clone()),
             Self::File(path) => of_file(path),
@@ -57,8 +77,8 @@ impl PasswordPlace {
 }
 
 /// The first line of a file.
-fn of_file(path: &str) -> Result<Secret, AddressError> {
-    let failed = |reason: String| AddressError::PasswordFile {
+fn of_file(path: &str) -> Result<Secret, PasswordError> {
+    let failed = |reason: String| PasswordError::File {
         path: path.to_owned(),
         reason,
     };
@@ -73,8 +93,8 @@ fn of_file(path: &str) -> Result<Secret, AddressError> {
     }
 }
 
-fn of_variable(name: &str, value: Option<OsString>) -> Result<Secret, AddressError> {
-    let failed = |reason: &'static str| AddressError::PasswordVariable {
+fn of_variable(name: &str, value: Option<OsString>) -> Result<Secret, PasswordError> {
+    let failed = |reason: &'static str| PasswordError::Variable {
         name: name.to_owned(),
         reason,
     };
