@@ -12,7 +12,7 @@
 
 use crate::{
     cgroup::Group,
-    fault::{guest::Order, process::Guest, touch::Pattern},
+    fault::{guest::Order, process::Guest},
 };
 use pagetide_swap::tier::PAGE;
 use pagetide_sys::clock;
@@ -179,8 +179,9 @@ impl KernelSwap {
         pages: u64,
         work: impl FnOnce(&mut Guest, PagedOut) -> Result<T, String>,
     ) -> Result<T, String> {
-        // Only what is mapped is paged out.
-        guest.time(&Order::touch_all(Pattern::Sequential, 0))?;
+        // Only what is mapped is paged out, and what was never written is dropped instead: a detach leaves holes
+        // for pages of zeros.
+        guest.have_done(&Order::Fill)?;
         self.switch_on()?;
         let out = self.page_out(guest, pages)?;
         let done = work(guest, out)?;
