@@ -118,10 +118,10 @@ impl Knobs {
             vmm_deaths: OneIn(random.clone().pick(&[0, 0, 0, 5000, 700])),
             slow: of_copy(
                 random,
-                2,
+                3,
                 &[Slow::Nothing, Slow::Nothing, Slow::Sound, Slow::Troubled],
             ),
-            when_gone: of_copy(random, 3, &[WhenGone::Wait, WhenGone::Wait, WhenGone::Lost]),
+            when_gone: of_copy(random, 4, &[WhenGone::Wait, WhenGone::Wait, WhenGone::Lost]),
             // Of another copy, likewise.
             far: {
                 let mut copy = random.clone();
@@ -161,7 +161,9 @@ impl Knobs {
 /// Drawn of a copy after so many other draws, likewise.
 fn of_copy<T: Copy>(random: &Random, draws: u32, from: &[T]) -> T {
     let mut copy = random.clone();
-    (0..draws).for_each(|_| drop(copy.next()));
+    for _ in 0..draws {
+        copy.below(1000);
+    }
     copy.pick(from)
 }
 

@@ -124,6 +124,32 @@ impl State {
         }
     }
 
+    /// A request is about to end so.
+    fn note_end(&mut self, asked: Asked, how: RequestEnd) {
+        match (asked, how) {
+            (Asked::Read(_), RequestEnd::Done) => self.coverage.slow_reads += 1,
+            (Asked::Read(place), RequestEnd::Old) => {
+                self.coverage.old_answers += 1;
+                self.may_be_lost(&place);
+            }
+            (Asked::Read(place), RequestEnd::Flipped(_)) => {
+                self.coverage.flipped_answers += 1;
+                self.may_be_lost(&place);
+            }
+            (Asked::Read(place), _) => {
+                self.coverage.slow_reads_failed += 1;
+                self.slow_failed += 1;
+                let passes = matches!(how, RequestEnd::Slow | RequestEnd::Busy);
+                if self.knobs.when_gone == WhenGone::Lost && !passes {
+                    self.may_be_lost(&place);
+                    self.coverage.pages_lost_with_their_tier += 1;
+                }
+            }
+            (Asked::Write, RequestEnd::Done) => {}
+            (Asked::Write, _) => self.coverage.slow_writes_failed += 1,
+        }
+    }
+
     /// A page that a read is for may be lost by how it ends.
     fn may_be_lost(&mut self, place: &Place) {
         let at = (place.extent.number.0, place.position.0);
@@ -151,45 +177,19 @@ impl Daemon {
     /// As a thread of the tier does.
     pub fn end_request(&self, index: usize, how: RequestEnd) {
         let _frame = self.life.frame(Frame::Grow);
-        let (disk, how) = {
-            let mut state = self.life.world.lock();
-            let disk = Arc::clone(&state.disk);
-            // Another thread was faster.
-            let Some(asked) = disk.asked(index) else {
-                return;
-            };
-            let is_lost = state.knobs.when_gone == WhenGone::Lost;
-            let how = match (asked, how) {
-                (Asked::Read(_), RequestEnd::Old) if !disk.has_old(index) => RequestEnd::Done,
-                (Asked::Write, RequestEnd::Old | RequestEnd::Flipped(_) | RequestEnd::Busy) => {
-                    RequestEnd::Failed
-                }
-                (_, how) => how,
-            };
-            match (asked, how) {
-                (Asked::Read(_), RequestEnd::Done) => state.coverage.slow_reads += 1,
-                (Asked::Read(place), RequestEnd::Old) => {
-                    state.coverage.old_answers += 1;
-                    state.may_be_lost(&place);
-                }
-                (Asked::Read(place), RequestEnd::Flipped(_)) => {
-                    state.coverage.flipped_answers += 1;
-                    state.may_be_lost(&place);
-                }
-                (Asked::Read(place), _) => {
-                    state.coverage.slow_reads_failed += 1;
-                    state.slow_failed += 1;
-                    let passes = matches!(how, RequestEnd::Slow | RequestEnd::Busy);
-                    if is_lost && !passes {
-                        state.may_be_lost(&place);
-                        state.coverage.pages_lost_with_their_tier += 1;
-                    }
-                }
-                (Asked::Write, RequestEnd::Done) => {}
-                (Asked::Write, _) => state.coverage.slow_writes_failed += 1,
-            }
-            (disk, how)
+        let disk = Arc::clone(&self.life.world.lock().disk);
+        // Another thread was faster.
+        let Some(asked) = disk.asked(index) else {
+            return;
         };
+        let how = match (asked, how) {
+            (Asked::Read(_), RequestEnd::Old) if !disk.has_old(index) => RequestEnd::Done,
+            (Asked::Write, RequestEnd::Old | RequestEnd::Flipped(_) | RequestEnd::Busy) => {
+                RequestEnd::Failed
+            }
+            (_, how) => how,
+        };
+        self.life.world.lock().note_end(asked, how);
         let sunk = self.store.pool().counter(Counter::SunkPages);
         let before = sunk.load(Relaxed);
         match (how, how.error()) {
@@ -356,8 +356,10 @@ pub fn load_slow(disk: &FakeDisk, pool: &Pool, page: PageNo, at: InSlow) -> Opti
     let place = entry.place(vm, at.extent, at.position, at.sectors);
     let sealer = Sealer::new(&pool.slow_key().expect("a key"));
     let mut sealed = disk.stored(&place);
-    let opened = sealer.open(TierKind::Disk, page, &place, &mut sealed);
-    let (form, stored) = opened.ok()?.split_first()?;
+    let Ok(opened) = sealer.open(TierKind::Disk, page, &place, &mut sealed) else {
+        return None;
+    };
+    let (form, stored) = opened.split_first()?;
     let form = match form {
         1 => Form::Lz4,
         2 => Form::Uncompressed,
@@ -365,7 +367,9 @@ pub fn load_slow(disk: &FakeDisk, pool: &Pool, page: PageNo, at: InSlow) -> Opti
         other => panic!("{page}: form {other}"),
     };
     let mut bytes = [0; PAGE];
-    unpack(pool.seed(), page, form, stored, &mut bytes).ok()?;
+    if unpack(pool.seed(), page, form, stored, &mut bytes).is_err() {
+        return None;
+    }
     Some(Stamps::parse(&bytes).unwrap_or_else(|| panic!("{page:?}: nobody wrote what is stored")))
 }
 
