@@ -172,9 +172,13 @@ fn pid_of(process: u32) -> Result<Pid, String> {
     pid.ok_or_else(|| format!("{process} is no process"))
 }
 
-/// Whether the process has become the one that holds everything for a successor.
+/// Whether the process holds everything for a successor, and so has one thread. A daemon that has held and gone on
+/// has the same words.
 fn holds(process: u32) -> bool {
-    fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|words| words.ends_with(b"\0hold\0"))
+    let words = fs::read(format!("/proc/{process}/cmdline"));
+    let threads = fs::read_dir(format!("/proc/{process}/task"));
+    words.is_ok_and(|words| words.ends_with(b"\0hold\0"))
+        && threads.is_ok_and(|threads| threads.count() == 1)
 }
 
 /// A process that `parent` has started and not waited for.
