@@ -390,7 +390,10 @@ mod tests {
             u64::from(seed >> 1) % below
         };
         let presence = Presence::of(&file).unwrap();
-        let unsure = Presence { untouched: None };
+        let unsure = Presence {
+            untouched: None,
+            huge: None,
+        };
         for _ in 0..200 {
             let (at, count) = (random(4096), 1 + random(64));
             let count = count.min(4096 - at);
