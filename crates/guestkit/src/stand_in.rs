@@ -47,6 +47,8 @@ pub enum RamPages {
     Usual,
     /// Huge ones of 2 MiB, of hugetlbfs.
     Hugetlb,
+    /// One of 1 GiB, which is never touched: nothing is filled.
+    Giant,
 }
 
 impl RamPages {
@@ -55,6 +57,7 @@ impl RamPages {
         match self {
             Self::Usual => "usual",
             Self::Hugetlb => "hugetlb",
+            Self::Giant => "giant",
         }
     }
 }

@@ -14,7 +14,7 @@ use pagetide_guestkit::qemu::{GuestSpec, Ram};
 use pagetide_guestkit::stage::{RunFolder, Stage};
 use pagetide_guestkit::stand_in::{RamPages, StandIn, StandInSpec};
 use pagetide_guestkit::steps::{
-    PATIENCE, VM, let_go, number, small, take_turn, work, working_guest,
+    PATIENCE, VM, let_go, number, refused, small, take_turn, work, working_guest,
 };
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
@@ -184,6 +184,26 @@ fn vm_whose_huge_pages_were_taken_by_others_waits_and_reads_nothing_wrong() {
     });
     yard.product.detach(VM).expect("detach");
     vm.verify().expect("each page as it was");
+    vm.kill().expect("an end");
+}
+
+#[test]
+fn vm_in_pages_of_a_gib_is_refused_with_the_reason() {
+    if !Path::new("/sys/kernel/mm/hugepages/hugepages-1048576kB").exists() {
+        eprintln!("SKIPPED: no huge pages of 1 GiB here");
+        return;
+    }
+    let Some(yard) = Yard::open(1) else { return };
+    let spec = StandInSpec {
+        ram_mib: 0,
+        threads: 0,
+        pages: RamPages::Giant,
+        disk: None,
+    };
+    let mut vm = StandIn::start(&yard.program, &spec).expect("a stand-in");
+    let pid = vm.pid().to_string();
+    let said = refused(&yard.product, &["attach", "--pid", &pid]);
+    assert!(said.contains("1024 MiB each"), "{said}");
     vm.kill().expect("an end");
 }
 

@@ -903,7 +903,7 @@ fn ram_in_a_file_on_disk_is_refused() {
 }
 
 #[test]
-fn ram_in_huge_pages_is_refused() {
+fn ram_in_huge_pages_is_laid_out_as_such() {
     if !can_run() {
         return;
     }
@@ -915,7 +915,10 @@ fn ram_in_huge_pages_is_refused() {
     }
     let object = format!("memory-backend-memfd,id=ram,size={RAM_MIB}M,share=on,hugetlb=on");
     let huge = Qemu::with_ram_object(&object, &[]);
-    assert!(matches!(refusal(&huge), Refusal::HugetlbRam { .. }));
+    let vmm = VmmProcess::open(huge.pid()).unwrap();
+    let layout = RamLayout::of_process(&vmm).unwrap();
+    assert_eq!(layout.huge_bytes(), RAM_MIB << 20);
+    assert_eq!(layout.swappable_keys().count(), 0);
 }
 
 /// Path by which another process can open the RAM file of `qemu`.

@@ -8,7 +8,7 @@ use crate::{
     paging::recovery::recover_words,
 };
 use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo,
+    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, to_usize,
 };
 use pagetide_random::SplitMix64;
 use std::sync::{
@@ -84,7 +84,7 @@ fn content(page: u64) -> Content {
 }
 
 const fn byte(page: u64) -> u8 {
-    (page + 1) as u8
+    (page + 1).to_le_bytes()[0]
 }
 
 fn fault(first: u64, count: u64) -> Fault {
@@ -121,7 +121,7 @@ impl Vm {
         let wanted = PageSet::of_range(number, pages);
         let mut round = self.memory().begin_eviction(number, &wanted)?;
         assert!(round.goes_whole());
-        let mut bytes = vec![0; pages.bytes() as usize];
+        let mut bytes = vec![0; to_usize(pages.bytes())];
         round.read(pages, &mut bytes).unwrap();
         let keep = |(page, bytes): (PageNo, &[u8])| (page, self.store.keep(bytes));
         let batch: Vec<_> = pages.iter().zip(bytes.chunks(4096)).map(keep).collect();
@@ -390,9 +390,9 @@ fn random_operations_agree_with_a_naive_model() {
                 assert_eq!(vm.ask(page, 1), FaultOutcome::Present);
             }
             3 | 4 if vm.place.has(PageNo(page)) => {
-                let new = random.below(255) as u8 + 1;
+                let new = byte(random.below(255));
                 vm.place.put(PageNo(page), new);
-                bytes[page as usize] = new;
+                bytes[to_usize(page)] = new;
             }
             5 | 6 => match vm.evict(section) {
                 Ok(evicted) => assert!(evicted),
@@ -402,7 +402,7 @@ fn random_operations_agree_with_a_naive_model() {
             7 if vm.place.has(PageNo(page)) => {
                 let pages = PageNo(first).run(SECTION_PAGES);
                 crate::Place::discard(&*vm.place, pages).unwrap();
-                bytes[first as usize..][..SECTION_PAGES as usize].fill(0);
+                bytes[to_usize(first)..][..to_usize(SECTION_PAGES)].fill(0);
             }
             _ => {}
         }
@@ -416,6 +416,6 @@ fn random_operations_agree_with_a_naive_model() {
     for page in 0..PAGES {
         assert_eq!(vm.ask(page, 1), FaultOutcome::Present);
         let seen = vm.place.first_byte(PageNo(page));
-        assert_eq!(seen, Some(bytes[page as usize]), "{page}");
+        assert_eq!(seen, Some(bytes[to_usize(page)]), "{page}");
     }
 }

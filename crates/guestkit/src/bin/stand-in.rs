@@ -7,7 +7,7 @@ use pagetide_guestkit::stand_in::{StandInSpec, serve};
 
 fn main() -> ExitCode {
     let Some(spec) = StandInSpec::parse(std::env::args().skip(1)) else {
-        eprintln!("usage: stand-in RAM_MIB THREADS usual|hugetlb [SOCKET]");
+        eprintln!("usage: stand-in RAM_MIB THREADS usual|hugetlb|giant [SOCKET]");
         return ExitCode::from(2);
     };
     match serve(&spec) {

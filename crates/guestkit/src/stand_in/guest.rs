@@ -69,6 +69,7 @@ pub fn serve(spec: &StandInSpec) -> Result<(), Wrong> {
         RamPages::Hugetlb => {
             GuestFile::new_huge_memfd("stand-in", bytes.next_multiple_of(HUGE_BYTES))?
         }
+        RamPages::Giant => giant()?,
     };
     let ram = Arc::new(SharedMapping::new(file.as_fd(), file.len_bytes()?)?);
     let pages = filled_bytes / PAGE_BYTES;
@@ -108,11 +109,21 @@ impl StandInSpec {
             pages: match words.next()?.as_str() {
                 "usual" => RamPages::Usual,
                 "hugetlb" => RamPages::Hugetlb,
+                "giant" => RamPages::Giant,
                 _ => return None,
             },
             disk: words.next().map(PathBuf::from),
         })
     }
+}
+
+/// A file of one page of 1 GiB, which the host need not have: it is mapped, and no more.
+fn giant() -> io::Result<GuestFile> {
+    use rustix::fs::MemfdFlags;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB;
+    let file = rustix::fs::memfd_create("giant", flags)?;
+    rustix::fs::ftruncate(&file, 1 << 30)?;
+    Ok(GuestFile::from(file))
 }
 
 fn parsed(word: &str) -> Option<u64> {

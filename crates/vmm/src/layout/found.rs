@@ -98,17 +98,7 @@ pub(super) fn find_ram(
         .filter(|m| !known.has(key_of(m)))
         .filter(large)
         .collect();
-    let is_private = |m: &&MemoryMap| m.inode == 0 || !is_shared_writable(m);
-    if let Some(huge) = maps
-        .iter()
-        .filter(|m| !known.has(key_of(m)))
-        .filter(is_private)
-        .find(|m| len_of(m) >= SMALLEST_RAM_BYTES && m.extension.vm_flags.contains(VmFlags::HT))
-    {
-        tracing::debug!(pid, address = huge.address.0, "hugetlb mapping");
-        let what = HugetlbFault::Private;
-        return Err(Refusal::HugetlbRam { pid, name, what });
-    }
+    refuse_private_huge(vmm, maps, &known)?;
     let mut found = FoundRam::default();
     let mut keys = Vec::new();
     for map in &shared {
@@ -118,13 +108,7 @@ pub(super) fn find_ram(
         let Some(file) = open_ram_file(vmm, map)? else {
             continue;
         };
-        let page_bytes = file.page_bytes().map_err(|e| unreadable(pid, &e))?;
-        if page_bytes > SECTION_BYTES {
-            let what = HugetlbFault::TooLarge(page_bytes >> 20);
-            return Err(Refusal::HugetlbRam { pid, name, what });
-        }
-        let is_tmpfs = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
-        let in_memory = is_tmpfs || page_bytes == SECTION_BYTES;
+        let in_memory = is_in_memory(vmm, &file)?;
         if !in_memory {
             found.on_disk.get_or_insert_with(|| path_of(map));
             continue;
@@ -155,6 +139,48 @@ pub(super) fn find_ram(
         );
     }
     Ok(found)
+}
+
+/// Memory in huge pages that are in no file cannot be taken out from here.
+fn refuse_private_huge(
+    vmm: &VmmProcess,
+    maps: &[MemoryMap],
+    known: &Known<'_>,
+) -> Result<(), Refusal> {
+    let is_private = |map: &&MemoryMap| map.inode == 0 || !is_shared_writable(map);
+    let is_huge = |map: &&MemoryMap| map.extension.vm_flags.contains(VmFlags::HT);
+    let found = maps
+        .iter()
+        .filter(|map| !known.has(key_of(map)) && len_of(map) >= SMALLEST_RAM_BYTES)
+        .filter(is_private)
+        .find(is_huge);
+    match found {
+        None => Ok(()),
+        Some(huge) => {
+            let (pid, address) = (vmm.pid(), huge.address.0);
+            tracing::debug!(pid, address, "private hugetlb mapping");
+            Err(Refusal::HugetlbRam {
+                pid,
+                name: vmm.name().to_owned(),
+                what: HugetlbFault::Private,
+            })
+        }
+    }
+}
+
+/// True for a file on tmpfs, or in huge pages of a size that can be evicted.
+fn is_in_memory(vmm: &VmmProcess, file: &GuestFile) -> Result<bool, Refusal> {
+    let pid = vmm.pid();
+    let page_bytes = file.page_bytes().map_err(|e| unreadable(pid, &e))?;
+    if page_bytes > SECTION_BYTES {
+        return Err(Refusal::HugetlbRam {
+            pid,
+            name: vmm.name().to_owned(),
+            what: HugetlbFault::TooLarge(page_bytes >> 20),
+        });
+    }
+    let is_tmpfs = file.is_tmpfs().map_err(|e| unreadable(pid, &e))?;
+    Ok(is_tmpfs || page_bytes == SECTION_BYTES)
 }
 
 /// Adds a mapping, or extends the last one by it.

@@ -221,6 +221,7 @@ fn loom_thp_section_is_split_before_it_goes_and_merged_when_all_of_it_is_back() 
         assert_eq!(final_contents(&model, &space), [OLD, NEW]);
         // All of it comes back, and is made one page again: once.
         fault(&space, DPU, FIRST);
+        fault(&space, DPU, LAST);
         sample(&model, &reserve);
         sample(&model, &reserve);
         assert_eq!(model.with(|k| k.present), [Some(OLD), Some(NEW)]);
