@@ -7,7 +7,7 @@ use pagetide_sim::{
     fleet::{ColdShares, GuestStatistics},
     replay::{DeviceAccount, Division, DmaTouches, Service, ServiceSummary, VmAccount},
 };
-use pagetide_trace::ServiceAnalysis;
+use pagetide_trace::{FootprintShares, ServiceAnalysis};
 use serde_json::{Map, Value, json};
 
 /// The direction in which a figure is worse.
@@ -75,21 +75,6 @@ pub(super) fn guests(report: &mut BenchReport, guests: &[(Load, GuestStatistics)
         let made = made.map_or(Value::Null, thousandths);
         figures.insert(format!("block_{name}"), both(made, paper.into()));
     }
-    let all = guests.iter().flat_map(|(_, guest)| &guest.dma.devices);
-    let nics = ServiceAnalysis::of(Service::Network, all);
-    let share = |of: fn(&pagetide_trace::FootprintShares) -> f64| {
-        nics.footprint_share
-            .as_ref()
-            .map_or(Value::Null, |share| thousandths(of(share)))
-    };
-    figures.insert(
-        "nic_footprint_share".into(),
-        both(share(|share| share.mean), 0.03.into()),
-    );
-    figures.insert(
-        "nic_footprint_share_max".into(),
-        both(share(|share| share.max), 0.05.into()),
-    );
     let of_network = ServiceAnalysis::of(Service::Block, of(Load::Network));
     let made = of_network
         .footprint_share
@@ -98,11 +83,27 @@ pub(super) fn guests(report: &mut BenchReport, guests: &[(Load, GuestStatistics)
         "network_guests_block_footprint_share".into(),
         both(made, Value::Null),
     );
-    for (name, service) in [("block", &disks), ("nic", &nics)] {
-        let faults = service.locality.simulated_faults;
-        figures.insert(format!("{name}_simulated_faults"), faults.into());
-    }
+    let faults = disks.locality.simulated_faults;
+    figures.insert("block_simulated_faults".into(), faults.into());
+    let all = guests.iter().flat_map(|(_, guest)| &guest.dma.devices);
+    nics(&mut figures, &ServiceAnalysis::of(Service::Network, all));
     report.figures.insert("generator".into(), figures.into());
+}
+
+/// The guests' NICs.
+fn nics(figures: &mut Map<String, Value>, nics: &ServiceAnalysis) {
+    let share = |of: fn(&FootprintShares) -> f64| {
+        let share = nics.footprint_share.as_ref();
+        share.map_or(Value::Null, |share| thousandths(of(share)))
+    };
+    for (name, made, paper) in [
+        ("nic_footprint_share", share(|share| share.mean), 0.03),
+        ("nic_footprint_share_max", share(|share| share.max), 0.05),
+    ] {
+        figures.insert(name.into(), json!({"made": made, "paper": paper}));
+    }
+    let faults = nics.locality.simulated_faults;
+    figures.insert("nic_simulated_faults".into(), faults.into());
 }
 
 /// Ratio and eviction ages of each VM of the first seed, without a protector, in the paper's mode.

@@ -342,6 +342,7 @@ impl Adp {
             let (section, at) = (self.order.section(slot), self.order.touched_at(slot));
             self.forget(slot, changes);
             self.dropped += 1;
+            self.age.dropped();
             self.surplus.insert(section, at, ());
         }
         while self.surplus.len() > self.inactive_max

@@ -13,7 +13,8 @@
 //!   looked at once a round, a ninth of the age (the paper: 20 s of 180 s):
 //!     more than one lost for `follow` in time    too late: 7/8 of the oldest age of those lost, but at
 //!                                                least half of what it was; no try for 30 rounds
-//!     none that it knows evicted for the age     nobody comes: longer by a quarter
+//!     some dropped for lack of slots, and none
+//!     that it knows evicted for the age          nobody comes: longer by a quarter
 //!     shorter than it is written                 a try: longer by 1/64
 //!   a section that it knows is evicted           at most as it is written
 //! ```
@@ -22,6 +23,9 @@
 //! the age late; and the oldest, because a sudden demand for memory takes younger sections for a moment.
 //! For that reason, too, it takes more than a few losses: an age that is too short is as bad as one that is too
 //! long, wastes the slots on sections that are not about to go, and shows no loss by which it could be known.
+//!
+//! That nothing is evicted shows nothing where all that is idle has a slot; so it takes dropped sections that the
+//! evictor leaves alone.
 //!
 //! One for all devices of a VM, since they share an evictor: an interface that is idle for the first time
 //! profits from what a disk has shown.
@@ -62,7 +66,9 @@ struct State {
     evicted_at: Option<Duration>,
     /// Rounds until the next try.
     hold_rounds: u32,
-    /// Since the last round: sections evicted first, the oldest age of them, and sections promoted first.
+    /// Since the last round: sections dropped for lack of slots.
+    dropped: u64,
+    /// Likewise sections evicted first, the oldest age of them, and sections promoted first.
     lost: u64,
     oldest_lost: Duration,
     in_time: u64,
@@ -78,6 +84,7 @@ impl PromotionAge {
             looked_at: None,
             evicted_at: None,
             hold_rounds: 0,
+            dropped: 0,
             lost: 0,
             oldest_lost: Duration::ZERO,
             in_time: 0,
@@ -110,6 +117,12 @@ impl PromotionAge {
         state.in_time = state.in_time.saturating_add(1);
     }
 
+    /// A section that was old enough was dropped for lack of slots.
+    pub fn dropped(&self) {
+        let mut state = self.lock();
+        state.dropped = state.dropped.saturating_add(1);
+    }
+
     /// It is `now`: ends the round if it is over. One section may be lost for `follow` in time.
     pub fn look(&self, now: Duration, follow: u64) {
         let mut state = self.lock();
@@ -137,7 +150,7 @@ impl State {
             self.hold_rounds = HOLD_ROUNDS;
             let enough = self.oldest_lost / 8 * 7;
             enough.min(age).max(age / 2)
-        } else if self.evicted_at.is_none_or(is_alone) {
+        } else if self.dropped > 0 && self.evicted_at.is_none_or(is_alone) {
             age + age / ALONE_PART
         } else if self.hold_rounds > 0 {
             self.hold_rounds -= 1;
@@ -150,6 +163,7 @@ impl State {
         self.age = wanted.clamp(AGE_MIN.min(self.start), AGE_MAX.max(self.start));
         self.looked_at = Some(now);
         (self.lost, self.oldest_lost, self.in_time) = (0, Duration::ZERO, 0);
+        self.dropped = 0;
     }
 }
 
@@ -224,10 +238,13 @@ mod tests {
     }
 
     #[test]
-    fn age_grows_while_nothing_is_evicted_and_stays_within_its_bounds_whatever_happens() {
+    fn age_grows_while_what_was_dropped_is_not_evicted_and_stays_within_its_bounds_whatever_happens()
+     {
         let age = PromotionAge::starting_at(SECOND * 180);
         for second in 0..20_000 {
             age.look(SECOND * second, 1);
+            assert!(second > 0 || age.get() == SECOND * 180);
+            age.dropped();
         }
         assert_eq!(age.get(), AGE_MAX);
         age.evicted(SECOND * 20_000);

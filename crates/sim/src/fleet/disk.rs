@@ -19,9 +19,10 @@
 //!
 //! # What was fitted
 //! The five numbers below were chosen so that [`statistics`](super::statistics) gives what the paper states of a
-//! typical block device (Fig 10) and of cold memory (1): see there. Nothing about a policy went into them. The
-//! footprint alone says how many sections a window of `t` holds, and its slope how many touches come after more
-//! than `t` without one: it decides what any policy can gain (see `docs/protector.md`).
+//! typical block device (Fig 10) and of cold memory (1): see there. That leaves room; within it they were
+//! chosen so that the paper's `lru` comes out by arithmetic, and its protector gains: `docs/protector.md`. The
+//! footprint says how many sections a window of `t` holds, and its slope how many touches come after more than `t`
+//! without one. That decides what any policy can gain.
 
 use super::{
     random::{LoadRandom, number, whole},

@@ -110,6 +110,7 @@ impl AdpModel {
             let dropped = self.seen.remove(oldest.expect("one is inactive"));
             changes.push(Change::Release(dropped.section));
             self.dropped += 1;
+            self.age.dropped();
             self.surplus.push(dropped.section);
         }
         while self.surplus.len() as u64 > inactive_max {
