@@ -3,6 +3,9 @@
 //! results: its name, with `-dirty` behind it if what the program is made of was
 //! changed since. Outside a checkout, or without git, it is not told.
 //!
+//! Only a release is told: else each commit and each change of any crate would compile this again, and all tests
+//! of programs with it.
+//!
 //! A commit alone does not say what a program does; results are also marked with
 //! the hash of the program itself.
 
@@ -15,7 +18,8 @@ const SOURCES: [&str; 4] = ["Cargo.toml", "Cargo.lock", ".cargo", "crates"];
 fn main() {
     let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     println!("cargo::rerun-if-changed=build.rs");
-    if !top.join(".git").exists() {
+    let released = std::env::var("PROFILE").is_ok_and(|profile| profile == "release");
+    if !released || !top.join(".git").exists() {
         return;
     }
     // A line is added there with each commit and checkout.
