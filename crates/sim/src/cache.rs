@@ -16,6 +16,10 @@ use crate::policy::replacement::{AnyPolicy, Entries, Entry, ReplacementPolicy};
 use crate::request::{NO_TAG, Page, Tag};
 use crate::ties::TieBreak;
 
+/// Most tags of an invalidation that are looked up one by one: those of a page of 4 KiB, by the sizes that an
+/// entry for it may have.
+pub(crate) const TAGS_MAX: usize = 3;
+
 /// One cache.
 #[derive(Debug)]
 pub(crate) struct Cache {
@@ -83,21 +87,56 @@ impl Cache {
         }
     }
 
-    /// Drops every entry for whose tag `is_void` holds.
-    pub(crate) fn invalidate(&mut self, is_void: impl Fn(Tag) -> bool) {
-        for set in 0..self.used.len() {
-            let first = set * self.ways;
-            let mut end = first + self.used[set] as usize;
-            let mut at = first;
-            while at < end {
-                if is_void(self.entries[at].tag) {
-                    end -= 1;
-                    self.move_entry(end, at);
-                    self.used[set] -= 1;
-                    self.counts.invalidated += 1;
-                } else {
-                    at += 1;
+    /// Drops every entry for whose tag `is_void` holds. If only some of `tags` may be, and these are all, the
+    /// cost is that of their sets; an empty list: any tag may be.
+    pub(crate) fn invalidate(&mut self, tags: &[Tag], is_void: impl Fn(Tag) -> bool) {
+        if let Some(mut sets) = self.sets_of(tags) {
+            sets.sort_unstable();
+            let mut last = usize::MAX;
+            for set in sets {
+                let is_other = std::mem::replace(&mut last, set) != set;
+                if is_other && set < self.used.len() {
+                    self.invalidate_set(set, &is_void);
                 }
+            }
+            return;
+        }
+        for set in 0..self.used.len() {
+            self.invalidate_set(set, &is_void);
+        }
+    }
+
+    /// The sets in which the entries of a few tags are, each once or several times, or past the last set;
+    /// `None` if that takes a search.
+    fn sets_of(&self, tags: &[Tag]) -> Option<[usize; TAGS_MAX]> {
+        let mut sets = [usize::MAX; TAGS_MAX];
+        if tags.is_empty() || tags.len() > TAGS_MAX {
+            return None;
+        }
+        for (tag, set) in tags.iter().zip(&mut sets) {
+            let hint = self.hints.of(*tag);
+            if hint.others() > 0 {
+                return None;
+            }
+            if self.entries[hint.position()].tag == *tag {
+                *set = hint.position() / self.ways;
+            }
+        }
+        Some(sets)
+    }
+
+    fn invalidate_set(&mut self, set: usize, is_void: &impl Fn(Tag) -> bool) {
+        let first = set * self.ways;
+        let mut end = first + self.used[set] as usize;
+        let mut at = first;
+        while at < end {
+            if is_void(self.entries[at].tag) {
+                end -= 1;
+                self.move_entry(end, at);
+                self.used[set] -= 1;
+                self.counts.invalidated += 1;
+            } else {
+                at += 1;
             }
         }
     }

@@ -10,13 +10,14 @@ use crate::observe::Step;
 mod check;
 mod faults;
 
+pub use crate::faults::FAULT_NS_MAX;
 pub use check::{
     ACCESSES_MAX, BUFFER_ENTRIES_MAX, HISTORY_LENGTH_MAX, LATENCY_NS_MAX, PAGES_PER_TENANT_MAX,
     PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX,
 };
 pub use faults::{
-    Absent, FAULT_NS_MAX, FaultConfig, FaultDiscipline, HANDLER_CPUS_MAX, Handlers, OnFault,
-    PAGE_REQUESTS_MAX, PARKED_MAX, PPM,
+    Absent, FaultConfig, FaultDiscipline, HANDLER_CPUS_MAX, Handlers, OnFault, PAGE_REQUESTS_MAX,
+    PARKED_MAX, PPM,
 };
 
 /// The rules that the model follows.

@@ -9,6 +9,18 @@ use crate::ties::{TieBreak, Ties};
 /// A use count at which all are halved, as in [`crate::cache`].
 const LFU_SATURATED: u64 = 15;
 
+/// Use counts, as an array has them.
+const COUNTS: usize = 15;
+const _: () = assert!(COUNTS as u64 == LFU_SATURATED);
+
+/// The place of a use count in an array of [`COUNTS`].
+#[inline]
+const fn count_index(mark: u64) -> usize {
+    #[expect(clippy::cast_possible_truncation, reason = "below LFU_SATURATED")]
+    let index = mark as usize;
+    index
+}
+
 /// The state of one tenant.
 #[derive(Clone, Copy, Debug, Default)]
 struct Entry {
@@ -25,6 +37,9 @@ pub(crate) struct ContextCache {
     replacement: Replacement,
     entries: Vec<Entry>,
     resident: Vec<u32>,
+    /// Of the resident entries, how many have each use count (LFU): the least count and its number of entries
+    /// are known without a look at them.
+    counted: [u32; COUNTS],
     tick: u64,
     ties: Ties,
     counts: CacheCounts,
@@ -38,6 +53,7 @@ impl ContextCache {
             replacement: config.replacement,
             entries: Vec::new(),
             resident: Vec::new(),
+            counted: [0; COUNTS],
             tick: 0,
             ties: Ties::new(ties, 1),
             counts: CacheCounts::default(),
@@ -88,9 +104,13 @@ impl ContextCache {
             return false;
         }
         if self.replacement == Replacement::Lfu {
+            let mark = count_index(entry.mark);
             entry.mark += 1;
+            self.counted[mark] -= 1;
             if entry.mark == LFU_SATURATED {
                 self.halve();
+            } else {
+                self.counted[mark + 1] += 1;
             }
         } else {
             self.tick += 1;
@@ -101,8 +121,11 @@ impl ContextCache {
 
     #[cold]
     fn halve(&mut self) {
+        self.counted = [0; COUNTS];
         for tenant in &self.resident {
-            self.entries[*tenant as usize].mark >>= 1;
+            let mark = &mut self.entries[*tenant as usize].mark;
+            *mark >>= 1;
+            self.counted[count_index(*mark)] += 1;
         }
     }
 
@@ -130,6 +153,7 @@ impl ContextCache {
         let position = self.resident.len() as u32;
         self.entries[at] = Entry {
             mark: if self.replacement == Replacement::Lfu {
+                self.counted[0] += 1;
                 0
             } else {
                 self.tick
@@ -141,16 +165,25 @@ impl ContextCache {
     /// Position of the victim.
     fn victim(&mut self) -> usize {
         let mark = |tenant: &u32| self.entries[*tenant as usize].mark;
-        let least = self.resident.iter().map(mark).min().unwrap_or(0);
-        let is_least = |at: &usize| mark(&self.resident[*at]) == least;
-        let tied = || (0..self.resident.len()).filter(is_least);
+        let (least, tied) = if self.replacement == Replacement::Lfu {
+            let mut counts = (0..).zip(&self.counted);
+            let least = counts.find(|(_, tied)| **tied > 0);
+            least.map_or((0, 1), |(count, tied)| (count, *tied as usize))
+        } else {
+            // Ticks differ.
+            (self.resident.iter().map(mark).min().unwrap_or(0), 1)
+        };
         match &mut self.ties {
             Ties::Random(random) => {
-                let chosen = random.index(tied().count());
-                tied().nth(chosen).unwrap_or(0)
+                let chosen = random.index(tied);
+                let is_least = |at: &usize| mark(&self.resident[*at]) == least;
+                (0..self.resident.len())
+                    .filter(is_least)
+                    .nth(chosen)
+                    .unwrap_or(0)
             }
             Ties::Program(program) => {
-                let victim = program.choose(0, |tenant| mark(&tenant) == least);
+                let victim = program.choose_of(0, tied, |tenant| mark(&tenant) == least);
                 victim.map_or(0, |tenant| {
                     self.entries[tenant as usize].position as usize - 1
                 })
@@ -163,7 +196,11 @@ impl ContextCache {
         if let Ties::Program(program) = &mut self.ties {
             program.leaves(0, gone);
         }
-        self.entries[gone as usize].position = 0;
+        let entry = &mut self.entries[gone as usize];
+        entry.position = 0;
+        if self.replacement == Replacement::Lfu {
+            self.counted[count_index(entry.mark)] -= 1;
+        }
         if let Some(moved) = self.resident.get(at) {
             #[expect(clippy::cast_possible_truncation, reason = "no more than its capacity")]
             let position = at as u32 + 1;

@@ -99,6 +99,24 @@ pub(crate) enum VoidSpan {
 }
 
 impl VoidSpan {
+    /// The tags that entries of unknown size have, if only few meet this span; else none.
+    pub(crate) fn tags(&self) -> ([Tag; 3], usize) {
+        match self {
+            Self::Pages(page) if page.shift == 12 => {
+                ([12, 21, 30].map(|shift| page.tag_at(shift)), 3)
+            }
+            _ => ([0; 3], 0),
+        }
+    }
+
+    /// The tag that entries for `1 << shift` bytes have, if only one meets this span.
+    pub(crate) fn tag_at(&self, shift: u32) -> Option<Tag> {
+        match self {
+            Self::Pages(page) if u32::from(page.shift) <= shift => Some(page.tag_at(shift)),
+            _ => None,
+        }
+    }
+
     /// True if `page` overlaps this one.
     pub(crate) fn meets_page(&self, page: &Page) -> bool {
         self.meets(page.tag(), u32::from(page.shift))

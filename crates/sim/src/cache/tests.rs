@@ -25,7 +25,7 @@ fn ties(seed: u64) -> TieBreak {
 /// Tags that the cache holds, in its own order.
 fn content(cache: &mut Cache) -> Vec<Tag> {
     let tags = RefCell::new(Vec::new());
-    cache.invalidate(|tag| {
+    cache.invalidate(&[], |tag| {
         tags.borrow_mut().push(tag);
         false
     });
@@ -317,7 +317,7 @@ fn compare(shape: &Shape, seed: u64, acts: &[Act]) -> Vec<Tag> {
             }
             Act::Fill(page, next) => naive.fill(&mut real, page, shape.tag(page), *next),
             Act::Invalidate(span) => {
-                real.invalidate(|tag| shape.is_void(span, tag));
+                real.invalidate(&[], |tag| shape.is_void(span, tag));
                 naive.invalidate(|tag| shape.is_void(span, tag));
             }
         }
@@ -460,7 +460,7 @@ fn one_tag_in_the_partitions_of_two_sources_is_two_entries() {
         cache.fill(&second, second.tag(), NEVER);
         assert!(cache.look_up(&first, first.tag(), NEVER));
         assert!(cache.look_up(&second, second.tag(), NEVER));
-        cache.invalidate(|tag| VoidSpan::Domain(3).meets(tag, 21));
+        cache.invalidate(&[], |tag| VoidSpan::Domain(3).meets(tag, 21));
         assert_eq!(cache.counts().invalidated, 2);
         assert!(!cache.look_up(&first, first.tag(), NEVER));
     }

@@ -6,10 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::LATENCY_NS_MAX;
 use crate::error::{SimError, impossible};
-use crate::faults::ServiceSamples;
+use crate::faults::{FAULT_NS_MAX, ServiceSamples};
 
-/// Longest part of a fault: ten seconds, longer than any tier of memory takes.
-pub const FAULT_NS_MAX: u64 = 10_000_000_000;
 /// Most page requests that may be outstanding; PCIe allows as many as a device asks for, and devices ask for
 /// some hundred.
 pub const PAGE_REQUESTS_MAX: u32 = 1 << 16;

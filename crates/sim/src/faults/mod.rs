@@ -49,7 +49,9 @@ use crate::latency::Latencies;
 use crate::outcome::{FaultOutcome, ratio};
 use crate::request::Tag;
 use memory::Memory;
-pub use samples::{SamplesError, ServiceSamples, ServiceTime, parse_samples, read_samples};
+pub use samples::{
+    FAULT_NS_MAX, SamplesError, ServiceSamples, ServiceTime, parse_samples, read_samples,
+};
 
 /// Stream of random numbers for times; victims have the seed itself.
 const TIMES_STREAM: u64 = 1;

@@ -90,7 +90,8 @@ impl TranslationAgent for ShortWalk {
     fn invalidate(&mut self, span: &VoidSpan) {
         for (cache, shift) in [(&mut self.l2, L2_SHIFT), (&mut self.l3, L3_SHIFT)] {
             if let Some(cache) = cache {
-                cache.invalidate(|tag| span.meets(tag, shift));
+                let one = span.tag_at(shift);
+                cache.invalidate(one.as_slice(), |tag| span.meets(tag, shift));
             }
         }
     }

@@ -287,7 +287,8 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     fn void_page(&mut self, now_ns: u64, page: Page) {
         let span = VoidSpan::Pages(page);
         for cache in [&mut self.devtlb, &mut self.buffer].into_iter().flatten() {
-            cache.invalidate(|tag| span.meets(tag, widest_page(tag)));
+            let (tags, count) = span.tags();
+            cache.invalidate(&tags[..count], |tag| span.meets(tag, widest_page(tag)));
         }
         self.agent.invalidate(&span);
         for request in self.requests.all() {

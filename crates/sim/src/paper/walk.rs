@@ -128,11 +128,13 @@ impl TranslationAgent for NestedWalker {
 
     fn invalidate(&mut self, span: &VoidSpan) {
         if let Some(iotlb) = &mut self.iotlb {
-            iotlb.invalidate(|tag| span.meets(tag, widest_page(tag)));
+            let (tags, count) = span.tags();
+            iotlb.invalidate(&tags[..count], |tag| span.meets(tag, widest_page(tag)));
         }
         for (level, cache) in (1..).zip(&mut self.levels) {
             if let Some(cache) = cache {
-                cache.invalidate(|tag| span.meets(tag, span_shift(level)));
+                let one = span.tag_at(span_shift(level));
+                cache.invalidate(one.as_slice(), |tag| span.meets(tag, span_shift(level)));
             }
         }
     }

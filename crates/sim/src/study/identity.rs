@@ -87,6 +87,11 @@ impl Content {
     }
 }
 
+/// SHA-256 of `bytes`, in hexadecimal.
+pub(super) fn sha256(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
 fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
     bytes.iter().fold(String::new(), |mut text, byte| {

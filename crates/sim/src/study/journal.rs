@@ -16,9 +16,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::build_id::build_id;
 use super::columns;
 use super::error::StudyError;
-use super::identity::{Content, PointId};
+use super::identity::{Content, PointId, sha256};
 
 /// Version at the start of lines of this layout.
 const VERSION: u32 = 1;
@@ -30,8 +31,8 @@ pub struct Build {
     pub pagetide_version: String,
     /// The commit it was built from, if known; with the suffix `-dirty` if its source was changed since.
     pub git_commit: Option<String>,
-    /// SHA-256 of the program: two builds of one commit may differ by uncommitted changes, or by compiler
-    /// and features.
+    /// SHA-256 of the build id that the linker left in the program, or of the whole program if there is none:
+    /// two builds of one commit may differ by uncommitted changes, or by compiler and features.
     #[serde(default)]
     pub program_sha256: String,
 }
@@ -43,11 +44,17 @@ impl Build {
     /// If the program cannot be read.
     pub fn running(version: &str, commit: Option<&str>) -> Result<Self, StudyError> {
         // The link leads to the program even if its name is gone.
-        let program = Content::of(Path::new("/proc/self/exe"))?;
+        let path = Path::new("/proc/self/exe");
+        let id = File::open(path)
+            .ok()
+            .and_then(|mut file| build_id(&mut file));
         Ok(Self {
             pagetide_version: version.to_owned(),
             git_commit: commit.map(str::to_owned),
-            program_sha256: program.sha256,
+            program_sha256: match id {
+                Some(id) => sha256(&id),
+                None => Content::of(path)?.sha256,
+            },
         })
     }
 }

@@ -27,6 +27,7 @@
 //! configuration, and the trace's recipe or content. The journal records finished points by it
 //! ([`journal`]), so a killed sweep resumes, and a changed study runs only its new points.
 
+mod build_id;
 mod columns;
 mod document;
 mod draft;

@@ -160,9 +160,19 @@ impl ProgramTies {
             let places = self.sets[set].keys.iter().map(|key| key.place);
             places.filter(|place| is_least(*place))
         };
-        let count = least().count();
+        self.choose_of(set, least().count(), is_least)
+    }
+
+    /// The same if it is known that there are `count` of them.
+    pub(crate) fn choose_of(
+        &self,
+        set: usize,
+        count: usize,
+        is_least: impl Fn(u32) -> bool,
+    ) -> Option<u32> {
         let chosen = self.rand.borrow_mut().next() as usize % count.max(1);
-        least().nth(chosen)
+        let places = self.sets[set].keys.iter().map(|key| key.place);
+        places.filter(|place| is_least(*place)).nth(chosen)
     }
 }
 
