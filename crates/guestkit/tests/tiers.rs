@@ -56,7 +56,7 @@ fn ram_of(pid: u32) -> io::Result<(u64, u64)> {
     let memfds = maps.lines().filter(|line| line.contains("/memfd:"));
     let ranges = memfds.filter_map(|line| {
         let (begin, end) = line.split(' ').next()?.split_once('-')?;
-        let number = |text| u64::from_str_radix(text, 16).map_or(None, Some);
+        let number = |text| u64::from_str_radix(text, 16).ok();
         Some((number(begin)?, number(end)?))
     });
     let largest = ranges.max_by_key(|(begin, end)| end - begin);

@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// A read of so many bytes or more is of a page, and has no room for much else.
-const LONG_BYTES: usize = 1024;
+/// A read of so many bytes or more has a page in it, mostly.
+const LONG_BYTES: usize = 128;
 /// Of so many long replies one is spoilt: a page that is asked for again must come through in the end.
 const FLIP_EVERY: u64 = 16;
 
