@@ -118,6 +118,9 @@ struct Retouch {
     took: [LatenciesByRound; RETOUCHES.len()],
 }
 
+/// One side's turn, given a seed.
+type Phase = fn(&mut Bench, u64, &Interrupted) -> Result<(), String>;
+
 /// The resources of a run. Fields are dropped in this order: nothing is removed while it is in use.
 struct Bench {
     rows: Vec<RowRig>,
@@ -207,8 +210,7 @@ impl Bench {
     }
 
     fn round(&mut self, round: Round, interrupted: &Interrupted) -> Result<(), String> {
-        let phases: [fn(&mut Self, u64, &Interrupted) -> Result<(), String>; 2] =
-            [Self::measure_peers, Self::measure_ours];
+        let phases: [Phase; 2] = [Self::measure_peers, Self::measure_ours];
         for phase in round.turns(phases) {
             phase(self, round.seed() * 100, interrupted)?;
         }
