@@ -56,16 +56,13 @@ pub(super) const ENTRIES: u16 = 64;
 pub(super) const WRITES_AT_ONCE: usize = 4;
 /// How long the thread sleeps if nothing is to be done; anything wakes it.
 const IDLE: Duration = Duration::from_secs(3600);
-/// Where probes write: behind the header, in the segment that nobody gets.
-const PROBE_OFFSET: u64 = 4096;
-const PROBE_BYTES: usize = 4096;
 
 /// See the module documentation.
 pub(super) struct Engine<I> {
     io: I,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     geometry: Geometry,
-    bounds: Bounds,
+    pub(super) bounds: Bounds,
     reads: HashMap<u64, OpenRead>,
     writes: HashMap<u64, OpenWrite>,
     /// Reads that were told before they were done, by what they read.
@@ -81,8 +78,8 @@ pub(super) struct Engine<I> {
     /// Writes and punches in the ring.
     writes_in_ring: usize,
     /// When the probe under way began, and what it wrote.
-    probe: Option<(Instant, u8)>,
-    probes: u8,
+    pub(super) probe: Option<(Instant, u8)>,
+    pub(super) probes: u8,
 }
 
 impl<I: Io> Engine<I> {
@@ -277,7 +274,7 @@ impl<I: Io> Engine<I> {
     }
 
     /// Gives a transfer to the ring, unless its request was told meanwhile: then that is closed.
-    fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
+    pub(super) fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
         match transfer.tag {
             Tag::Read(key) if self.reads.get(&key).is_none_or(|read| read.done.is_none()) => {
                 self.close_read(key, Outcome::Abandoned, now);
@@ -579,60 +576,5 @@ impl<I: Io> Engine<I> {
         if let Ok(emptied) = self.shared.free(vm, room.start, room.sectors) {
             self.punches.extend(emptied);
         }
-    }
-
-    fn probe_if_due(&mut self, now: Instant) {
-        let due = self.shared.probe_due().is_some_and(|due| due <= now);
-        if !due || self.probe.is_some() {
-            return;
-        }
-        self.probes = self.probes.wrapping_add(1);
-        let mut buffer = Buffer::zeroed(PROBE_BYTES);
-        buffer.fill(self.probes);
-        self.probe = Some((now, self.probes));
-        self.start_probe(Operation::Write, buffer, Tag::ProbeWrite, now);
-    }
-
-    fn start_probe(&mut self, operation: Operation, buffer: Buffer, tag: Tag, now: Instant) {
-        let probe = Transfer {
-            operation,
-            offset: PROBE_OFFSET,
-            buffer,
-            part: 0..PROBE_BYTES,
-            tag,
-        };
-        if let Start::NoEntry(_) = self.start(probe, now) {
-            let busy = "all entries of the ring are in use".to_owned();
-            self.end_probe(Symptom::ProbeFailed(busy), now);
-        }
-    }
-
-    fn probe_went_on(&mut self, completed: Completed<Tag>, now: Instant) {
-        let Some((began, wrote)) = self.probe else {
-            return;
-        };
-        let transfer = completed.transfer;
-        let failed = match completed.result {
-            Err(error) => Some(error.to_string()),
-            Ok(moved) if moved < PROBE_BYTES => Some(format!("{moved} bytes of a probe moved")),
-            Ok(_) if now - began >= self.bounds.write => Some("it is still slow".to_owned()),
-            Ok(_) if transfer.buffer.iter().any(|byte| *byte != wrote) => {
-                Some("it returned other bytes than were written".to_owned())
-            }
-            Ok(_) => None,
-        };
-        match (failed, transfer.tag) {
-            (Some(reason), _) => self.end_probe(Symptom::ProbeFailed(reason), now),
-            (None, Tag::ProbeWrite) => {
-                let buffer = Buffer::zeroed(PROBE_BYTES);
-                self.start_probe(Operation::Read, buffer, Tag::ProbeRead, now);
-            }
-            (None, _) => self.end_probe(Symptom::ProbeDone, now),
-        }
-    }
-
-    fn end_probe(&mut self, symptom: Symptom, now: Instant) {
-        self.probe = None;
-        self.shared.note(symptom, now);
     }
 }

@@ -11,6 +11,7 @@
 //! - [`open`]: what is refused, and the header.
 //! - [`attend`]: the thread, from the opening of the disk to the end.
 //! - [`engine`]: what it does with requests; time bounds, and what happens to what is late.
+//! - [`probe`]: how a tier that does not work comes back.
 //! - [`space`]: segments for VMs, allocated by a thread of its own.
 //! - [`request`]: requests as the thread keeps them.
 //! - [`shared`]: what callers and thread share.
@@ -38,6 +39,7 @@ mod engine;
 mod io;
 mod open;
 mod panics;
+mod probe;
 mod request;
 mod shared;
 mod space;
