@@ -288,12 +288,15 @@ impl Naive {
                 }
             }
         }
-        let leaves_trace = access.actor == Actor::Cpu || self.dma == DmaTouches::Seen;
+        let trace = match access.actor {
+            Actor::Cpu => DmaTouches::Seen,
+            Actor::Device(..) => self.dma,
+        };
         if is_away {
-            self.fill(section, leaves_trace);
+            self.fill(section, trace);
             self.tell();
         }
-        if leaves_trace {
+        if trace == DmaTouches::Seen {
             self.pages.touched.insert(section);
             self.pages.mapped.insert(section);
         }
@@ -308,7 +311,7 @@ impl Naive {
         }
     }
 
-    fn fill(&mut self, section: SectionNo, leaves_trace: bool) {
+    fn fill(&mut self, section: SectionNo, trace: DmaTouches) {
         let now = self.pages.now();
         for _ in 0..4 {
             if self.pages.free() >= SECTION_PAGES {
@@ -335,7 +338,7 @@ impl Naive {
         }
         self.pages.present.insert(section);
         self.pages.mapped.insert(section);
-        if leaves_trace {
+        if trace == DmaTouches::Seen {
             self.pages.touched.insert(section);
         }
         self.wake();
