@@ -369,7 +369,7 @@ mod foreign {
                 "4 KiB, 2 MiB or 1 GiB",
             ),
             (Row { access: 3, ..SOUND }, "access 3"),
-            (Row { kind: 9, ..SOUND }, "kind 9"),
+            (Row { kind: 10, ..SOUND }, "kind 10"),
             (Row { kind: -1, ..SOUND }, "kind -1"),
         ];
         for (row, words) in cases {
