@@ -34,7 +34,9 @@ pub const TENANTS: u32 = 256;
 /// Those whose memory may be absent.
 pub const FAULTING_TENANTS: u32 = TENANTS / 4;
 /// Absent pages of a million.
-pub const LADDER_PPM: [u32; 8] = [0, 300, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000];
+pub const LADDER_PPM: [u32; 9] = [
+    0, 1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 600_000, 1_000_000,
+];
 /// Packets of a run: 400 a tenant.
 const PACKETS: u64 = 102_400;
 /// Share of the goodput that is lost at the break-even.

@@ -43,16 +43,8 @@ impl<P: BuiltInPredictor> PrefetchUnit<P> {
 impl<P: SourcePredictor> Prefetcher for PrefetchUnit<P> {
     #[inline(always)]
     fn looked_up(&mut self, page: &Page, step: Step, guesses: &mut Vec<Page>) {
-        self.remember(page);
-        let Some(next) = self.predictor.observe(page.tenant) else {
-            return;
-        };
-        if !self.trigger.fires(step) {
-            return;
-        }
-        let history = self.history(next);
-        for nth in 0..history.len {
-            guesses.push(*self.page(&history, nth));
+        if let Some(history) = self.learn(page, step) {
+            guesses.extend((0..history.len).map(|nth| *self.page(&history, nth)));
         }
     }
 
@@ -79,6 +71,14 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
             pages: Vec::new(),
             rings: Vec::new(),
         }
+    }
+
+    /// Learns from a request; returns the history of the tenant to prefetch for, if that is to be done.
+    #[inline(always)]
+    pub(crate) fn learn(&mut self, page: &Page, step: Step) -> Option<History> {
+        self.remember(page);
+        let next = self.predictor.observe(page.tenant)?;
+        self.trigger.fires(step).then(|| self.history(next))
     }
 
     /// Appends `page` to its tenant's history. Repeated pages are appended again, as the history in memory
@@ -122,7 +122,7 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
 
     /// The page number `nth` of a history, from the oldest on.
     #[inline(always)]
-    fn page(&self, history: &History, nth: u32) -> &Page {
+    pub(crate) fn page(&self, history: &History, nth: u32) -> &Page {
         let mut place = history.oldest + nth;
         if place >= self.depth {
             place -= self.depth;
@@ -133,9 +133,9 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
 
 /// A tenant's history among all.
 #[derive(Clone, Copy, Debug)]
-struct History {
+pub(crate) struct History {
     first: usize,
     oldest: u32,
     /// Pages in it.
-    len: u32,
+    pub(crate) len: u32,
 }

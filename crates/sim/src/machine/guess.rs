@@ -4,7 +4,7 @@
 use super::Machine;
 use crate::flavour::{Flavour, StageQueue as _};
 use crate::observe::{Moment, Observer, Step};
-use crate::policy::prefetch::Prefetcher as _;
+use crate::policy::prefetch::{AnyPrefetcher, Prefetcher as _};
 use crate::request::{Answered, Attempt, NEVER, Origin, Page, Request};
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
@@ -20,31 +20,55 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
             unit.set_length(length);
             self.tally.prefetch.register_writes += 1;
         }
-        unit.looked_up(page, step, &mut self.guesses);
-        if self.guesses.is_empty() {
+        // The paper's unit does here what its `looked_up` does, without a list of the pages between.
+        let AnyPrefetcher::BuiltIn(unit) = unit else {
+            self.guess_own(now_ns, page, step);
             return;
+        };
+        let Some(history) = unit.learn(page, step) else {
+            return;
+        };
+        for nth in 0..history.len {
+            if let Some(AnyPrefetcher::BuiltIn(unit)) = &self.prefetch {
+                let page = *unit.page(&history, nth);
+                self.send_guess(now_ns, page);
+            }
         }
-        if self.has_own {
-            self.sift_guesses();
+    }
+
+    /// The same with a unit or a predictor of the caller's.
+    #[cold]
+    fn guess_own(&mut self, now_ns: u64, page: &Page, step: Step) {
+        let Some(unit) = &mut self.prefetch else {
+            return;
+        };
+        unit.looked_up(page, step, &mut self.guesses);
+        self.sift_guesses();
+        let mut guesses = std::mem::take(&mut self.guesses);
+        for page in guesses.drain(..) {
+            self.send_guess(now_ns, page);
         }
+        self.guesses = guesses;
+    }
+
+    #[inline(always)]
+    fn send_guess(&mut self, now_ns: u64, page: Page) {
         let latency = &self.config.latency;
         let reaches_agent_ns =
             now_ns + latency.pcie_ns + latency.history_accesses * latency.dram_ns;
-        for page in self.guesses.drain(..) {
-            let slot = self.requests.take();
-            self.observer
-                .step(Moment::of(now_ns, slot), Step::Prefetch, &page);
-            *self.requests.get_mut(slot) = Request {
-                page,
-                next_use: NEVER,
-                issued_ns: now_ns,
-                packet: u32::MAX,
-                origin: Origin::Prefetch,
-                answer: Answered::No,
-                attempt: Attempt::First,
-            };
-            self.to_agent.push(reaches_agent_ns, slot);
-            self.tally.prefetch.sent += 1;
-        }
+        let slot = self.requests.take();
+        self.observer
+            .step(Moment::of(now_ns, slot), Step::Prefetch, &page);
+        *self.requests.get_mut(slot) = Request {
+            page,
+            next_use: NEVER,
+            issued_ns: now_ns,
+            packet: u32::MAX,
+            origin: Origin::Prefetch,
+            answer: Answered::No,
+            attempt: Attempt::First,
+        };
+        self.to_agent.push(reaches_agent_ns, slot);
+        self.tally.prefetch.sent += 1;
     }
 }

@@ -175,7 +175,14 @@ macro_rules! of_any {
 impl ReplacementPolicy for AnyPolicy {
     #[inline(always)]
     fn used(&mut self, entries: &mut Entries<'_>, at: usize, next_use: u64) {
-        of_any!(self, policy => policy.used(entries, at, next_use));
+        // The most frequent call by far: two comparisons are cheaper than a jump by the kind.
+        if let Self::Lru(lru) = self {
+            lru.used(entries, at, next_use);
+        } else if let Self::SmallLfu(small) = self {
+            small.used(entries, at, next_use);
+        } else {
+            of_any!(self, policy => policy.used(entries, at, next_use));
+        }
     }
 
     #[inline(always)]
