@@ -155,11 +155,23 @@ fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
     let tier = DiskTier::open(source, Bounds::default(), None)?.begin()?;
     let sealer = Sealer::new(&Key::generate()?);
     let granule = tier.granule_bytes();
+    let places = written(&tier, &sealer, granule)?;
+    read_in_turns(&tier, &path, &places)?;
+    eprintln!("{:?}", tier.figures());
+    Ok(())
+}
+
+/// Writes a batch after the other; where its pages are.
+fn written(
+    tier: &DiskTier,
+    sealer: &Sealer,
+    granule_bytes: usize,
+) -> Result<Vec<Place>, Box<dyn Error>> {
     let content = vec![7; 2000];
     let mut places = Vec::new();
     let began = Instant::now();
     for version in 1..=200 {
-        let lengths = vec![sealed_bytes(content.len(), granule)?; 512];
+        let lengths = vec![sealed_bytes(content.len(), granule_bytes)?; 512];
         let rooms = loop {
             match tier.make_room(VM, &lengths) {
                 // Its segment is being allocated.
@@ -170,7 +182,7 @@ fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
         for room in rooms {
             let mut batch = batch(version, room);
             for _ in 0..room.pages {
-                places.push(sealer.seal(PageNo(1), &content, granule, &mut batch)?);
+                places.push(sealer.seal(PageNo(1), &content, granule_bytes, &mut batch)?);
             }
             let (tell, written) = channel();
             tier.write(
@@ -182,15 +194,20 @@ fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
     }
     let us = began.elapsed().as_secs_f64() * 1e6 / places.len() as f64;
     eprintln!("written: {us:.1} us a page, one batch at a time");
+    Ok(places)
+}
+
+/// One after the other, as a VM asks that walks through stored memory; through the tier and without it in turns, as
+/// disks vary.
+fn read_in_turns(tier: &DiskTier, path: &Path, places: &[Place]) -> Result<(), Box<dyn Error>> {
     let bare = rustix::fs::open(
-        &path,
+        path,
         rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECT,
         rustix::fs::Mode::empty(),
     )?;
     let mut buffer = Buffer::zeroed(4096);
     let mut random = SplitMix64::new(2);
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    // One after the other, as a VM asks that walks through stored memory; in turns, as disks vary.
     for turn in 0..100 {
         for _ in 0..100 {
             let place = places[random.index(places.len())];
@@ -219,6 +236,5 @@ fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
             ours[at], theirs[at]
         );
     }
-    eprintln!("{:?}", tier.figures());
     Ok(())
 }

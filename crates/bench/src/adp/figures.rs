@@ -250,6 +250,9 @@ fn range(numbers: impl Iterator<Item = f64>) -> Value {
     json!({"mean": mean, "least": least, "most": most})
 }
 
+/// A count that an outcome has.
+type CountOf = fn(&Outcome) -> Option<u64>;
+
 /// The outcomes of one arm at one overcommit, a seed each.
 fn details(outcomes: &[&Outcome]) -> Value {
     let mut details = Map::new();
@@ -260,7 +263,7 @@ fn details(outcomes: &[&Outcome]) -> Value {
         details.insert(figure.into(), range(numbers));
     }
     let faults = |outcome: &Outcome, service| outcome.summary.service(service).map(|s| s.faults);
-    let counts: [(&str, fn(&Outcome) -> Option<u64>); 3] = [
+    let counts: [(&str, CountOf); 3] = [
         ("cpu_faults", |outcome| Some(outcome.summary.cpu_faults)),
         ("evicted_sections", |outcome| {
             Some(outcome.summary.evicted_sections)

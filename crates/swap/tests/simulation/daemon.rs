@@ -343,18 +343,22 @@ impl Daemon {
         });
         daemon.take_room(knobs.room);
         daemon.life.world.set_daemon(Some(daemon.clone()));
-        // What a device is granted: by its own attachment, or by the allocation.
-        let devices_first = daemon.life.world.lock().random.coin();
+        daemon.begin_devices(knobs.devices);
+        daemon
+    }
+
+    /// What a device is granted: by its own attachment, or by the allocation.
+    fn begin_devices(&self, devices: usize) {
+        let devices_first = self.life.world.lock().random.coin();
         if !devices_first {
-            daemon.allocate_base();
+            self.allocate_base();
         }
-        for device in 0..knobs.devices {
-            daemon.attach(device);
+        for device in 0..devices {
+            self.attach(device);
         }
         if devices_first {
-            daemon.allocate_base();
+            self.allocate_base();
         }
-        daemon
     }
 
     /// The kernel as this daemon has it.
