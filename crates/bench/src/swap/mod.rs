@@ -39,6 +39,7 @@
 
 mod out;
 mod peers;
+mod plan;
 mod programs;
 mod report;
 mod rig;
@@ -46,7 +47,13 @@ mod row;
 mod unpacking;
 
 use self::{
-    out::SwapOut, peers::Peers, programs::Programs, rig::RowRig, row::Row, unpacking::Stored,
+    out::SwapOut,
+    peers::Peers,
+    plan::{Cpus, KINDS, RETOUCHES},
+    programs::Programs,
+    rig::RowRig,
+    row::Row,
+    unpacking::Stored,
 };
 use super::{
     daemon::{Daemon, directory_in},
@@ -55,7 +62,6 @@ use super::{
         floor,
         guest::Order,
         process::{Guest, evict_all},
-        touch::{Part, Pattern},
     },
     harness::{
         latencies::LatenciesByRound,
@@ -72,14 +78,6 @@ const NAME: &str = "swap";
 const ROUNDS: u64 = 6;
 /// Of each stand-in; half of them are read by the vCPU, half by a device.
 const RAM_BYTES: u64 = 32 << 20;
-/// The kinds of content, each in a stand-in of its own.
-const KINDS: [Kind; 4] = [Kind::Zero, Kind::Same, Kind::Records, Kind::Paper];
-/// Orders in which a working set is read again, by their names.
-const RETOUCHES: [(&str, Pattern); 3] = [
-    ("sequential", Pattern::Sequential),
-    ("zipf", Pattern::Zipf),
-    ("random", Pattern::Random),
-];
 const RETOUCH: &str = "retouch";
 const PROGRAMS: &str = "programs";
 const SWAP_OUT: &str = "swap-out";
@@ -103,13 +101,6 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
         Programs::default()
     };
     Ok(report::report(&bench, &programs))
-}
-
-/// What CPUs the parts stay on.
-#[derive(Clone, Copy)]
-struct Cpus {
-    vcpu: usize,
-    engine: usize,
 }
 
 /// A daemon with default settings, and how long it took to get a working set back.
@@ -272,7 +263,3 @@ impl Bench {
         self.rows.iter().try_for_each(RowRig::verify)
     }
 }
-
-/// Which pages the vCPU reads, and which the device.
-const BY_VCPU: Part = Part::First;
-const BY_DEVICE: Part = Part::Second;

@@ -2,7 +2,12 @@
 //! Swap-out: CPU time for each page, on stand-ins so large that what a pass takes by itself (scans, the look for
 //! other processes that map the RAM) is as little of it as with a VM.
 
-use super::{Cpus, peers::Peers, rig::RowRig, row::Row};
+use super::{
+    peers::Peers,
+    plan::{Cpus, OUT_PAGES},
+    rig::RowRig,
+    row::Row,
+};
 use crate::{
     fault::{content::Kind, guest::Order, process::Guest},
     harness::figures::to_f64,
@@ -10,8 +15,6 @@ use crate::{
 };
 use std::path::Path;
 
-/// Pages of each stand-in: 256 MiB.
-pub(super) const PAGES: u64 = 1 << 16;
 /// What is evicted: only records, and as on the paper's fleet.
 const ROWS: [Row; 2] = [Row::Lz4, Row::Paper];
 
@@ -44,8 +47,8 @@ impl SwapOut {
         std::fs::create_dir(&memory).map_err(|error| format!("{}: {error}", memory.display()))?;
         let of = |row: Row| {
             Ok::<_, String>(OutMeasured {
-                rig: RowRig::prepare(row, &memory, disk, cpus.engine, PAGES)?,
-                guest: Guest::start(disk, row.content(), PAGES, cpus.vcpu)?,
+                rig: RowRig::prepare(row, &memory, disk, cpus.engine, OUT_PAGES)?,
+                guest: Guest::start(disk, row.content(), OUT_PAGES, cpus.vcpu)?,
                 zram_us: Vec::new(),
             })
         };
@@ -59,8 +62,8 @@ impl SwapOut {
     ) -> Result<(), String> {
         for out in &mut self.0 {
             interrupted.check()?;
-            if let Some(paged_out) = peers.page_out(&mut out.guest, PAGES)? {
-                let each_us = to_f64(paged_out.cpu_ns) / to_f64(PAGES) / 1e3;
+            if let Some(paged_out) = peers.page_out(&mut out.guest, OUT_PAGES)? {
+                let each_us = to_f64(paged_out.cpu_ns) / to_f64(OUT_PAGES) / 1e3;
                 out.zram_us.push(each_us);
             }
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The peers: kernel swap on zram, with lz4 and with zstd, and in a file.
 
-use super::{BY_VCPU, RETOUCHES, out};
+use super::plan::{BY_VCPU, KINDS, OUT_PAGES, RETOUCHES};
 use crate::{
     fault::{
         content::Kind,
@@ -96,11 +96,10 @@ impl Peers {
     /// Peers for guests of `pages` pages, of which the file is in `disk`.
     pub(super) fn prepare(disk: &Path, pages: u64) -> Self {
         let bytes = 2 * pages * PAGE_BYTES;
-        let all = super::KINDS;
         Self {
             zram: Peer::new(
-                KernelSwap::on_zram(bytes.max(2 * out::PAGES * PAGE_BYTES), Compressor::Lz4),
-                &all,
+                KernelSwap::on_zram(bytes.max(2 * OUT_PAGES * PAGE_BYTES), Compressor::Lz4),
+                &KINDS,
             ),
             zram_zstd: Peer::new(
                 KernelSwap::on_zram(bytes, Compressor::Zstd),

@@ -2,8 +2,9 @@
 //! The report of the bench.
 
 use super::{
-    Bench, NAME, RETOUCHES,
+    Bench, NAME,
     peers::{Peer, PeerMeasured},
+    plan::RETOUCHES,
     programs::{ProgramMeasured, Programs},
     rig::RowMeasured,
     row::{Lie, Row},

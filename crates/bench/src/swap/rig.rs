@@ -2,7 +2,7 @@
 //! A row as it is measured: its daemon, its device, and what came of it.
 
 use super::{
-    BY_DEVICE, BY_VCPU,
+    plan::{BY_DEVICE, BY_VCPU},
     row::{Lie, Row},
 };
 use crate::{
