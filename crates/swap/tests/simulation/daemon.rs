@@ -8,7 +8,7 @@ use crate::{
     guest::Message,
     kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
     knobs::{Eviction, Far, Room},
-    slow::{RequestEnd, chain_of},
+    slow::{RequestEnd, chain_of, sinker_of},
     state::{Frame, State},
 };
 use pagetide_addr::{
@@ -306,10 +306,7 @@ impl Daemon {
         let space = whole.memory().expect("it is over one").clone();
         let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
         attach_to_the_end(&life, &whole, &vcpus);
-        let sinker = chain.slow().map(|slow| {
-            let slow = Arc::clone(slow);
-            Mutex::new(Sinker::new(space.clone(), store.clone(), slow))
-        });
+        let sinker = sinker_of(&space, &chain);
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Arc::new(Tracker(life.clone()));
         let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker, HeatCost::default());

@@ -14,9 +14,9 @@ use crate::{
     state::{Frame, State},
 };
 use pagetide_addr::PageNo;
-use pagetide_gmem::Content;
+use pagetide_gmem::{Content, PagedMemory};
 use pagetide_swap::{
-    ChainStore, Counter, Pool, PoolStore, SlowTiers,
+    ChainStore, Counter, Pool, PoolStore, Sinker, SlowTiers,
     slow::{Seat, SinkStop, WhenGone, Which},
     tier::{Form, InSlow, Located, PAGE, unpack},
 };
@@ -28,7 +28,7 @@ use pagetide_tiers::{
 };
 use std::{
     collections::BTreeSet,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{Arc, Mutex, atomic::Ordering::Relaxed},
 };
 
 /// So few that the disk is full now and then.
@@ -339,6 +339,13 @@ pub fn chain_of(life: &Life, pool: Arc<Pool>) -> (Arc<ChainStore>, Arc<SlowTiers
     let tiers = SlowTiers::stepped(seats);
     let chain = ChainStore::new(Arc::new(PoolStore::new(pool)), &tiers);
     (chain, tiers)
+}
+
+/// What moves content of `space` down, if there is somewhere to go.
+pub fn sinker_of(space: &Arc<PagedMemory>, chain: &ChainStore) -> Option<Mutex<Sinker>> {
+    let slow = Arc::clone(chain.slow()?);
+    let (space, pool) = (Arc::clone(space), Arc::clone(chain.pool()));
+    Some(Mutex::new(Sinker::new(space, pool, slow)))
 }
 
 /// Where content in the slow tier is.
