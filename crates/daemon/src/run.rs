@@ -510,7 +510,7 @@ impl Upgrading<'_> {
         if begun.is_some_and(|begun| begun.send(answer).is_err()) {
             tracing::debug!("the client that has asked for an upgrade has left");
         }
-        Some((prepared.ok()?, turn))
+        prepared.map(|prepared| (prepared, turn)).ok()
     }
 }
 
