@@ -214,10 +214,13 @@ mod tests {
     #[test]
     fn command_line_is_read() {
         let words = |line: &str| StandInSpec::parse(line.split(' ').map(str::to_owned));
-        let spec = words("64 2 /a/b.sock").expect("right");
+        let spec = words("64 2 hugetlb /a/b.sock").expect("right");
         assert_eq!((spec.ram_mib, spec.threads), (64, 2));
+        assert_eq!(spec.pages, RamPages::Hugetlb);
         assert_eq!(spec.disk, Some(PathBuf::from("/a/b.sock")));
-        assert_eq!(words("64 2").expect("right").disk, None);
-        assert_eq!(words("x 2"), None);
+        assert_eq!(words("64 2 usual").expect("right").disk, None);
+        for wrong in ["x 2 usual", "64 2", "64 2 small"] {
+            assert_eq!(words(wrong), None, "{wrong}");
+        }
     }
 }

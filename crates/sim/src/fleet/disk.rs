@@ -18,7 +18,7 @@
 //! dirty, and it is written back `DIRTY_S` later.
 //!
 //! # What was fitted
-//! The five numbers below were chosen so that [`statistics`](super::statistics) gives what the paper states of a
+//! The five numbers below were chosen so that [`statistics`](super::statistics()) gives what the paper states of a
 //! typical block device (Fig 10) and of cold memory (1): see there. That leaves room; within it they were
 //! chosen so that the paper's `lru` comes out by arithmetic, and its protector gains: `docs/protector.md`. The
 //! footprint says how many sections a window of `t` holds, and its slope how many touches come after more than `t`

@@ -231,7 +231,7 @@ mod tests {
             let limit = rustix::process::getrlimit(rustix::process::Resource::Nice);
             // From this limit on, niceness 0 may be taken without it.
             let may_anyway = limit.current.is_none_or(|current| current >= 20);
-            (Weakness::of_this_process(), may_anyway)
+            (Weakness::try_on_a_thread(), may_anyway)
         });
         let (weakness, may_anyway) = found.join().unwrap();
         assert_eq!(weakness == Weakness::None, !may_anyway);

@@ -238,6 +238,11 @@ impl Rig {
         for page in PageNo(0).run(PAGES).iter() {
             self.touch(page);
             self.disk.finish_all();
+            // A wrong answer is asked for again.
+            while matches!(self.state(page), PageState::Filling(_)) {
+                wait_for_request(&self.disk);
+                self.disk.finish_all();
+            }
             if !self.lost.0.lock().unwrap().contains(&page) {
                 assert_eq!(self.state(page), PageState::Present, "{page}");
                 assert!(self.holds(page, version(page)), "{page}");
