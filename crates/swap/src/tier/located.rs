@@ -315,7 +315,6 @@ mod tests {
             tagged(TAG_ZSTD, 0),
             tagged(TAG_DISK, 1 << 48),
             tagged(TAG_REMOTE, 1 << 48),
-            tagged(TAG_REMOTE, 1),
         ];
         for bits in wrong.into_iter().chain(reserved) {
             assert_eq!(Located::of(at(bits)), Err(UnknownContent(bits)));
