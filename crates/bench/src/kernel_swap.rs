@@ -179,8 +179,7 @@ impl KernelSwap {
         pages: u64,
         work: impl FnOnce(&mut Guest, PagedOut) -> Result<T, String>,
     ) -> Result<T, String> {
-        // Only what is mapped is paged out, and what was never written is dropped instead: a detach leaves holes
-        // for pages of zeros.
+        // Only what is mapped is paged out.
         guest.have_done(&Order::Fill)?;
         self.switch_on()?;
         let out = self.page_out(guest, pages)?;

@@ -13,7 +13,7 @@ use crate::{
     harness::figures::to_f64,
     interrupt::Interrupted,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What is evicted: only records, and as on the paper's fleet.
 const ROWS: [Row; 2] = [Row::Lz4, Row::Paper];
@@ -38,7 +38,11 @@ impl OutMeasured {
 }
 
 /// See the module.
-pub(super) struct SwapOut(pub(super) Vec<OutMeasured>);
+pub(super) struct SwapOut {
+    pub(super) by_kind: Vec<OutMeasured>,
+    disk: PathBuf,
+    cpus: Cpus,
+}
 
 impl SwapOut {
     /// Starts guests and daemons; `memory` and `disk` are folders.
@@ -52,17 +56,25 @@ impl SwapOut {
                 zram_us: Vec::new(),
             })
         };
-        ROWS.into_iter().map(of).collect::<Result<_, _>>().map(Self)
+        let by_kind = ROWS.into_iter().map(of).collect::<Result<_, _>>()?;
+        Ok(Self {
+            by_kind,
+            disk: disk.to_owned(),
+            cpus,
+        })
     }
 
+    /// Each time with a fresh guest: of one that a daemon had evicted and let go, the kernel did not swap the
+    /// pages of zeros out.
     pub(super) fn measure_zram(
         &mut self,
         peers: &mut Peers,
         interrupted: &Interrupted,
     ) -> Result<(), String> {
-        for out in &mut self.0 {
+        for out in &mut self.by_kind {
             interrupted.check()?;
-            if let Some(paged_out) = peers.page_out(&mut out.guest, OUT_PAGES)? {
+            let mut guest = Guest::start(&self.disk, out.kind(), OUT_PAGES, self.cpus.vcpu)?;
+            if let Some(paged_out) = peers.page_out(&mut guest, OUT_PAGES)? {
                 let each_us = to_f64(paged_out.cpu_ns) / to_f64(OUT_PAGES) / 1e3;
                 out.zram_us.push(each_us);
             }
@@ -71,7 +83,7 @@ impl SwapOut {
     }
 
     pub(super) fn measure_ours(&mut self, interrupted: &Interrupted) -> Result<(), String> {
-        for out in &mut self.0 {
+        for out in &mut self.by_kind {
             interrupted.check()?;
             out.rig.measure_out(&out.guest)?;
         }
@@ -79,7 +91,7 @@ impl SwapOut {
     }
 
     pub(super) fn verify(&mut self) -> Result<(), String> {
-        self.0
+        self.by_kind
             .iter_mut()
             .try_for_each(|out| out.guest.have_done(&Order::Verify))
     }

@@ -113,7 +113,7 @@ fn pages_of(lie: &Lie) -> Value {
 }
 
 fn swap_out_figures(bench: &Bench) -> Value {
-    let all = bench.swap_out.iter().flat_map(|it| &it.0);
+    let all = bench.swap_out.iter().flat_map(|it| &it.by_kind);
     let each = all.map(|out| {
         let sides = json!({ "ours": middle(out.ours_us()), "zram": middle(&out.zram_us) });
         (out.kind().to_string(), sides)
@@ -269,7 +269,7 @@ impl Ratios<'_> {
     }
 
     fn swap_out(&self, kind: Kind) -> Option<f64> {
-        let mut all = self.bench.swap_out.as_ref()?.0.iter();
+        let mut all = self.bench.swap_out.as_ref()?.by_kind.iter();
         let out = all.find(|out| out.kind() == kind)?;
         Some(median_ratio(out.ours_us(), &out.zram_us, |us| *us))
     }
