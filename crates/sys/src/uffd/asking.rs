@@ -30,7 +30,7 @@ pub enum MapOutcome {
 }
 
 impl Userfaultfd {
-    /// Maps the page at `start`, of `len_bytes`, if its file has it ([`Watch::MissingAndMinor`]).
+    /// Maps the page at `start`, of `len_bytes`, if its file has it ([`Watch::MissingAndMinor`](super::Watch::MissingAndMinor)).
     ///
     /// # Errors
     /// [`UffdError::Kernel`].
@@ -55,7 +55,7 @@ impl Userfaultfd {
     }
 
     /// True if the mapping that contains the page at `at` is watched for
-    /// [`Watch::MissingAndWriteProtected`]. Changes nothing, even if the page is in use.
+    /// [`Watch::MissingAndWriteProtected`](super::Watch::MissingAndWriteProtected). Changes nothing, even if the page is in use.
     ///
     /// This attempts a copy from an unreadable page. The kernel checks the mapping first (`ENOENT`,
     /// or `EINVAL` without write protection); any other error means that this check passed. The

@@ -58,7 +58,7 @@ impl Work<'_> {
         FaultOutcome::Lost
     }
 
-    /// As [`Self::resolve`], in a section that goes whole ([`super::whole`]).
+    /// As [`Self::resolve`], in a section that goes whole ([`crate::paging::whole`]).
     pub(super) fn resolve_whole(&mut self, section: &Section) -> Resolved {
         let memory = self.memory;
         let pages = memory.table.pages_of(self.page.section());
