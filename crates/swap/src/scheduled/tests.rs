@@ -356,8 +356,8 @@ fn work_at_its_maximum_time_is_held_back_until_the_scheduler_has_more_for_it() {
     let scheduler = self::scheduler(little_work());
     let scan = WorkGroup::new(&scheduler).turns(WorkClass::Scan).unwrap();
     let share = Duration::from_micros(CYCLE_US_MAX / 1_000);
-    // Weak work gets little of a CPU that others use, too.
-    let by = Instant::now() + 6_000 * share;
+    // Weak work gets little of a CPU that others use, too; and the next cycle is ten seconds away.
+    let by = Instant::now() + 300 * share;
     while scan.step(Some(by)) == Turn::Granted {
         use_time(Duration::from_micros(50));
     }
