@@ -152,7 +152,7 @@ fn disturbed_once(program: &Path, running: &Running, signal: Signal) -> Result<O
     let old = pid_of(before)?;
     let client = running.begin_upgrade(program)?;
     let told = |error: rustix::io::Errno| format!("signal: {error}");
-    if eventually(|| holds(before) || !is_there(before)) && holds(before) {
+    if eventually(|| holds(before) || has_ended(before)) && holds(before) {
         kill_process(old, Signal::STOP).map_err(told)?;
         let successor = child_of(before).filter(|_| holds(before));
         let disturbed = successor.map(|successor| kill_process(successor, signal));
@@ -162,9 +162,12 @@ fn disturbed_once(program: &Path, running: &Running, signal: Signal) -> Result<O
     running.outcome(client)
 }
 
-/// Whether the process has not ended.
-fn is_there(process: u32) -> bool {
-    fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|words| !words.is_empty())
+/// Whether the process has ended. (In the middle of an `exec` it has no words.)
+fn has_ended(process: u32) -> bool {
+    match fs::read_to_string(format!("/proc/{process}/stat")) {
+        Ok(stat) => fields_of(&stat).is_some_and(|fields| fields.starts_with('Z')),
+        Err(_) => true,
+    }
 }
 
 fn pid_of(process: u32) -> Result<Pid, String> {
@@ -192,10 +195,13 @@ fn child_of(parent: u32) -> Option<Pid> {
     .and_then(Pid::from_raw)
 }
 
-/// The second field behind the name, which is in parentheses.
+/// What is behind the name, which is in parentheses: state, parent, and more.
+fn fields_of(stat: &str) -> Option<&str> {
+    stat.rsplit_once(") ").map(|(_, fields)| fields)
+}
+
 fn parent_in(stat: &str) -> Option<u32> {
-    let (_, fields) = stat.rsplit_once(") ")?;
-    fields.split(' ').nth(1)?.parse().ok()
+    fields_of(stat)?.split(' ').nth(1)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -218,7 +224,13 @@ mod tests {
             .spawn()
             .unwrap();
         assert!(child_of(std::process::id()).is_some());
+        assert!(!has_ended(child.id()));
         child.kill().unwrap();
+        assert!(
+            eventually(|| has_ended(child.id())),
+            "nobody has waited for it"
+        );
         child.wait().unwrap();
+        assert!(has_ended(child.id()));
     }
 }
