@@ -123,10 +123,13 @@ pub trait Control: Send + Sync {
             "this process is not upgraded while it runs: name the socket of a `pagetide run` with --api",
         ))
     }
-    /// Ends its background work and its devices, so that nothing is half done; the faults of VMs are served on. Called
-    /// once, and the process must not go on after it: its successor recovers everything.
-    fn hand_over(&self) -> Vec<ParkedDevice> {
-        Vec::new()
+    /// Ends its background work and its devices, so that nothing is half done; the faults of VMs are served on. Once
+    /// this has succeeded, the process must not go on: its successor recovers everything.
+    ///
+    /// # Errors
+    /// A disk does not answer. Nothing has happened.
+    fn hand_over(&self) -> Result<Vec<ParkedDevice>, ControlError> {
+        Ok(Vec::new())
     }
     /// Front ends that were handed over may go on: this process is the daemon now.
     fn admit(&self) {}

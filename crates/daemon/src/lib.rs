@@ -33,6 +33,7 @@ pub mod protection;
 pub mod run;
 pub mod scheduler;
 pub mod settings;
+mod signals;
 pub mod slo;
 pub mod state_dir;
 pub mod text;

@@ -5,13 +5,16 @@
 //! daemons thus never touch one pool, and clients that connect early wait in the socket's backlog
 //! instead of failing. On SIGTERM or SIGINT the API keeps answering while every VM is detached, so that
 //! progress can be watched; the API stops last.
+//!
+//! In a live upgrade everything that serving needs and that may not be had (a runtime, descriptors) is made
+//! before the new program says that it serves ([`Desk`]): afterwards there is no way back.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::error::Elapsed;
@@ -25,8 +28,11 @@ use crate::files;
 use crate::host::{start_control, start_with};
 use crate::notify;
 use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
+use crate::signals::{Signals, Told, aside};
 use crate::state_dir::StateDir;
-use crate::upgrade::{Order, Parts, Prepared, UpgradeReport, Upgrades, hold, own_program, prepare};
+use crate::upgrade::{
+    Order, Parts, Prepared, Turn, UpgradeReport, Upgrades, hold, own_program, prepare,
+};
 use pagetide_addr::{PAGE_BYTES, to_usize};
 use pagetide_report::outcome::{CommandError, print};
 use pagetide_sys::clock::now_ns;
@@ -54,10 +60,21 @@ pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
         return Ok(());
     };
     let started = Started::afresh(&settings, start_dpu)?;
-    let runtime = runtime()?;
     started.tell_ready();
-    let outcome = runtime.block_on(serve(&started.socket, started.control));
-    ended(runtime, outcome)
+    let Started {
+        socket,
+        control,
+        desk,
+        ..
+    } = started;
+    let Desk { runtime, front } = desk;
+    let serving = Serving {
+        socket: &socket,
+        control: &control,
+        upgrading: None,
+    };
+    let outcome = runtime.block_on(serving.run(front, None));
+    ended(runtime, outcome.map(drop))
 }
 
 /// Goes on as the daemon with what a predecessor, or this process before its last `exec`, has left.
@@ -120,22 +137,58 @@ fn ended(runtime: Runtime, outcome: Result<(), CommandError>) -> Result<(), Comm
     Ok(())
 }
 
+/// What serving needs and may not be had.
+struct Desk {
+    runtime: Runtime,
+    front: Front,
+}
+
+/// The part of it that belongs to the runtime.
+struct Front {
+    signals: Signals,
+    listener: UnixListener,
+}
+
+impl Front {
+    fn of(socket: &ApiSocket) -> Result<Self, CommandError> {
+        let failed = |error| CommandError::failed(format!("cannot start the API: {error}"));
+        Ok(Self {
+            signals: Signals::new().map_err(failed)?,
+            listener: socket.listener().map_err(failed)?,
+        })
+    }
+}
+
+impl Desk {
+    fn of(socket: &ApiSocket) -> Result<Self, CommandError> {
+        let runtime = runtime()?;
+        let front = {
+            let _within = runtime.enter();
+            Front::of(socket)?
+        };
+        Ok(Self { runtime, front })
+    }
+}
+
 /// A running system that does not answer yet.
 pub(crate) struct Started {
     state_dir: StateDir,
     socket: ApiSocket,
     control: Arc<dyn Control>,
+    desk: Desk,
 }
 
 impl Started {
-    fn afresh<S: Settings>(
+    fn afresh<S: Settings + Sync>(
         settings: &S,
-        start: impl FnOnce(&S) -> Result<Arc<dyn Control>, ControlError>,
+        start: impl FnOnce(&S) -> Result<Arc<dyn Control>, ControlError> + Send,
     ) -> Result<Self, CommandError> {
         let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
         let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
-        let control = start(settings)?;
+        let no_thread = |error| CommandError::failed(format!("no thread to start with: {error}"));
+        let control = aside(|| start(settings)).map_err(no_thread)??;
         Ok(Self {
+            desk: Desk::of(&socket)?,
             state_dir,
             socket,
             control,
@@ -151,8 +204,10 @@ impl Started {
         let state_dir =
             StateDir::adopt(&settings.state_dir, parts.lock).map_err(CommandError::refused)?;
         let socket = ApiSocket::adopt(&settings.api_path(), parts.api);
+        // Signals are blocked already: the mask is inherited.
         let control = start_with(settings, parts.handed, owed)?;
         Ok(Self {
+            desk: Desk::of(&socket)?,
             state_dir,
             socket,
             control,
@@ -183,44 +238,31 @@ impl Started {
         own: &Path,
         last: UpgradeReport,
     ) -> Result<(), CommandError> {
-        let runtime = runtime()?;
         let (upgrades, mut orders) = Upgrades::new(own, last);
         let text = settings.to_toml();
-        let upgrading = Upgrading {
-            state_dir: &self.state_dir,
-            upgrades: &upgrades,
-            settings: &text,
-            ready_wait: Duration::from_millis(settings.upgrade_ready_ms.into()),
-        };
+        self.tell_ready();
+        let Desk { runtime, front } = self.desk;
         let serving = Serving {
             socket: &self.socket,
             control: &self.control,
-            upgrading: Some(upgrading),
+            upgrading: Some(Upgrading {
+                state_dir: &self.state_dir,
+                upgrades: &upgrades,
+                settings: &text,
+                ready_wait: Duration::from_millis(settings.upgrade_ready_ms.into()),
+            }),
         };
-        self.tell_ready();
-        match runtime.block_on(serving.run(Some(&mut orders))) {
+        match runtime.block_on(serving.run(front, Some(&mut orders))) {
             Ok(End::HandedOver(prepared, parts)) => {
                 runtime.shutdown_background();
-                self.hand_over(*prepared, parts, &text, own)
+                let Err(error) = hold::pass_on(*prepared, parts, &text, own);
+                // Nothing is detached: the next daemon recovers everything, as after a crash.
+                tracing::error!(%error, "this program cannot be executed again; ending as by a crash");
+                std::process::exit(1)
             }
             Ok(End::Ended) => ended(runtime, Ok(())),
             Err(error) => ended(runtime, Err(error)),
         }
-    }
-
-    fn hand_over(
-        &self,
-        prepared: Prepared,
-        mut parts: Parts,
-        settings: &str,
-        own: &Path,
-    ) -> Result<(), CommandError> {
-        parts.handed.vms = self.control.vms().into_iter().map(|vm| vm.name).collect();
-        parts.handed.devices = self.control.hand_over();
-        let Err(error) = hold::pass_on(prepared, parts, settings, own);
-        // Nothing is detached: the next daemon recovers everything, as after a crash.
-        tracing::error!(%error, "this program cannot be executed again; ending as by a crash");
-        std::process::exit(1)
     }
 }
 
@@ -262,7 +304,7 @@ pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), 
         control: &control,
         upgrading: None,
     };
-    serving.run(None).await.map(drop)
+    serving.run(Front::of(socket)?, None).await.map(drop)
 }
 
 /// What a live upgrade needs.
@@ -285,7 +327,8 @@ enum End {
 enum Asked {
     /// A signal, by its name.
     End(&'static str),
-    HandOver(Box<Prepared>),
+    /// This program is ready, and no other upgrade is begun before this one is given up.
+    HandOver(Box<Prepared>, Turn),
 }
 
 /// The API of a running system.
@@ -298,40 +341,57 @@ struct Serving<'a> {
 impl Serving<'_> {
     async fn run(
         &self,
+        front: Front,
         mut orders: Option<&mut mpsc::Receiver<Order>>,
     ) -> Result<End, CommandError> {
-        let failed = |error| CommandError::failed(format!("cannot start the API: {error}"));
-        let mut signals = Signals::new().map_err(failed)?;
+        let Front {
+            mut signals,
+            mut listener,
+        } = front;
         loop {
-            let (stop, mut server) = self.answer().map_err(failed)?;
-            match self.until_asked(&mut signals, orders.as_deref_mut()).await {
-                Asked::End(name) => {
-                    tracing::info!(signal = name, "shutting down: detaching every VM");
-                    let outcome = shut_down(Arc::clone(self.control), &mut signals).await;
-                    drop(stop);
-                    match tokio::time::timeout(LAST_ANSWERS_WAIT, server).await {
-                        Ok(Ok(())) => {}
-                        Ok(ended) => tracing::warn!(?ended, "the API ended badly"),
-                        Err(_) => tracing::warn!("a client did not read its answer; left it"),
-                    }
-                    return outcome.map(|()| End::Ended).map_err(CommandError::from);
+            let (stop, mut server) = self.answer(listener);
+            let (prepared, _turn, next) = loop {
+                match self.until_asked(&mut signals, orders.as_deref_mut()).await {
+                    Asked::End(name) => return self.end(name, &mut signals, stop, server).await,
+                    // What a server of its own needs if nothing comes of it is there before this one stops.
+                    Asked::HandOver(prepared, turn) => match self.socket.listener() {
+                        Ok(next) => break (prepared, turn, next),
+                        Err(error) => self.gave_up(*prepared, &error.to_string()),
+                    },
                 }
-                Asked::HandOver(prepared) => {
-                    drop(stop);
-                    // Requests that go on longer keep their connections: the old server is not cut off.
-                    let drained = tokio::time::timeout(DRAIN_WAIT, &mut server).await;
-                    match self.last_checks(drained.map(drop)) {
-                        Ok(parts) => return Ok(End::HandedOver(prepared, parts)),
-                        Err(reason) => self.gave_up(*prepared, &reason),
-                    }
-                }
+            };
+            listener = next;
+            drop(stop);
+            // Requests that go on longer keep their connections: the old server is not cut off.
+            let drained = tokio::time::timeout(DRAIN_WAIT, &mut server).await;
+            match self.hand_over(drained.map(drop)) {
+                Ok(parts) => return Ok(End::HandedOver(prepared, parts)),
+                Err(reason) => self.gave_up(*prepared, &reason),
             }
         }
     }
 
+    /// Detaches everything, while the API answers.
+    async fn end(
+        &self,
+        signal: &'static str,
+        signals: &mut Signals,
+        stop: oneshot::Sender<()>,
+        server: JoinHandle<()>,
+    ) -> Result<End, CommandError> {
+        tracing::info!(signal, "shutting down: detaching every VM");
+        let outcome = shut_down(Arc::clone(self.control), signals).await;
+        drop(stop);
+        match tokio::time::timeout(LAST_ANSWERS_WAIT, server).await {
+            Ok(Ok(())) => {}
+            Ok(ended) => tracing::warn!(?ended, "the API ended badly"),
+            Err(_) => tracing::warn!("a client did not read its answer; left it"),
+        }
+        outcome.map(|()| End::Ended).map_err(CommandError::from)
+    }
+
     /// Answers requests until what is returned is dropped, and then those under way.
-    fn answer(&self) -> std::io::Result<(oneshot::Sender<()>, JoinHandle<()>)> {
-        let listener = self.socket.listener()?;
+    fn answer(&self, listener: UnixListener) -> (oneshot::Sender<()>, JoinHandle<()>) {
         let (stop, stopped) = oneshot::channel::<()>();
         let upgrades = self.upgrading.as_ref();
         let upgrades = upgrades.map(|upgrading| upgrading.upgrades.clone());
@@ -340,7 +400,7 @@ impl Serving<'_> {
             // A dropped sender requests the stop as much as its message does.
             drop(stopped.await);
         }));
-        Ok((stop, server))
+        (stop, server)
     }
 
     async fn until_asked(
@@ -360,16 +420,22 @@ impl Serving<'_> {
                 tracing::warn!("SIGUSR2: this process is not upgraded while it runs");
                 continue;
             };
-            let path = match &order {
-                Some(order) => order.program.clone(),
-                None => upgrading.upgrades.own().to_owned(),
+            let order = match order {
+                Some(order) => order,
+                None => match upgrading.upgrades.by_signal() {
+                    Some(order) => order,
+                    None => {
+                        tracing::warn!("SIGUSR2: an upgrade has been asked for already");
+                        continue;
+                    }
+                },
             };
             let prepared = tokio::select! {
                 name = signals.end() => return Asked::End(name),
-                prepared = self.prepare(upgrading, path) => prepared,
+                prepared = self.prepare(upgrading, order.program.clone()) => prepared,
             };
-            if let Some(prepared) = upgrading.begin(order, prepared) {
-                return Asked::HandOver(Box::new(prepared));
+            if let Some((prepared, turn)) = upgrading.begin(order, prepared) {
+                return Asked::HandOver(Box::new(prepared), turn);
             }
         }
     }
@@ -389,8 +455,8 @@ impl Serving<'_> {
         })
     }
 
-    /// Whether nothing stands against stopping the work now, and what will be handed over.
-    fn last_checks(&self, drained: Result<(), Elapsed>) -> Result<Parts, String> {
+    /// Stops all work, if nothing stands against it; returns what is handed over.
+    fn hand_over(&self, drained: Result<(), Elapsed>) -> Result<Parts, String> {
         let Some(upgrading) = &self.upgrading else {
             return Err("this process is not upgraded while it runs".to_owned());
         };
@@ -400,10 +466,12 @@ impl Serving<'_> {
                 DRAIN_WAIT.as_secs()
             ));
         }
-        self.control
-            .may_hand_over()
-            .map_err(|error| error.message)?;
-        Parts::of(upgrading.state_dir, self.socket, now_ns()).map_err(|error| error.message)
+        let told = |error: ControlError| error.message;
+        self.control.may_hand_over().map_err(told)?;
+        let mut parts = Parts::of(upgrading.state_dir, self.socket, now_ns()).map_err(told)?;
+        parts.handed.vms = self.control.vms().into_iter().map(|vm| vm.name).collect();
+        parts.handed.devices = self.control.hand_over().map_err(told)?;
+        Ok(parts)
     }
 
     fn gave_up(&self, prepared: Prepared, reason: &str) {
@@ -425,9 +493,9 @@ impl Upgrading<'_> {
     /// Tells whoever has asked whether an upgrade begins.
     fn begin(
         &self,
-        order: Option<Order>,
+        order: Order,
         prepared: Result<Prepared, ControlError>,
-    ) -> Option<Prepared> {
+    ) -> Option<(Prepared, Turn)> {
         let answer = match &prepared {
             Ok(prepared) => {
                 self.upgrades.set(prepared.report().clone());
@@ -438,12 +506,11 @@ impl Upgrading<'_> {
                 Err(error.clone())
             }
         };
-        if let Some(order) = order
-            && order.begun.send(answer).is_err()
-        {
+        let Order { begun, turn, .. } = order;
+        if begun.is_some_and(|begun| begun.send(answer).is_err()) {
             tracing::debug!("the client that has asked for an upgrade has left");
         }
-        prepared.ok()
+        prepared.map(|prepared| (prepared, turn)).ok()
     }
 }
 
@@ -461,46 +528,6 @@ async fn shut_down(control: Arc<dyn Control>, signals: &mut Signals) -> Result<(
                 signal = name,
                 "still detaching; SIGKILL would pause the VMs until the next `pagetide run`"
             ),
-        }
-    }
-}
-
-/// What a signal has told.
-enum Told {
-    /// To end, by this signal.
-    End(&'static str),
-    /// To be replaced by the program that lies where the own one lay.
-    Upgrade,
-}
-
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-    /// The same as `pagetide upgrade` with the path of the own program.
-    upgrade: Signal,
-}
-
-impl Signals {
-    fn new() -> std::io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-            upgrade: signal(SignalKind::user_defined2())?,
-        })
-    }
-
-    async fn next(&mut self) -> Told {
-        tokio::select! {
-            _ = self.terminate.recv() => Told::End("SIGTERM"),
-            _ = self.interrupt.recv() => Told::End("SIGINT"),
-            _ = self.upgrade.recv() => Told::Upgrade,
-        }
-    }
-
-    async fn end(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
         }
     }
 }

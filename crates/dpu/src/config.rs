@@ -82,6 +82,16 @@ pub enum DpuError {
     /// The session of a front end that was handed over cannot be led to where it was.
     #[error(transparent)]
     Resume(#[from] ReplayError),
+    /// I/O under way is not done in time.
+    #[error(
+        "I/O of images that engine {engine} has begun is not done within {waited_ms} ms: an image's disk does not answer"
+    )]
+    Unanswered {
+        /// The engine.
+        engine: usize,
+        /// How long it was waited for.
+        waited_ms: u64,
+    },
     /// An engine has ended.
     #[error(transparent)]
     Gone(#[from] EngineGone),

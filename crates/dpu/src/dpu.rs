@@ -28,10 +28,10 @@ use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::Ordering,
-        mpsc::{Sender, channel},
+        mpsc::{RecvTimeoutError, Sender, channel},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 struct EngineHandle {
@@ -195,13 +195,48 @@ impl Dpu {
 
     /// Lets devices that were parked read messages and accept front ends.
     pub fn admit(&self) {
-        for place in &mut self.lock().slots {
-            if let Place::Here(device) = place
-                && let Err(error) = device.endpoint.admit()
-            {
-                tracing::error!(%error, socket = %device.config.socket.display(), "a device has no thread, and is of no use any more");
+        self.lock()
+            .here()
+            .for_each(|device| device.endpoint.admit());
+    }
+
+    /// Waits until the kernel has no request of ours on any image, and begins none from then on: what comes stays in
+    /// the rings. [`Self::park`] is next, and waits for no disk then.
+    ///
+    /// # Errors
+    /// [`DpuError::Unanswered`], [`DpuError::Gone`]. The engines go on as before.
+    pub fn hush(&self, wait: Duration) -> Result<(), DpuError> {
+        let hushed = self.try_hush(wait);
+        if hushed.is_err() {
+            for engine in &self.engines {
+                if engine.shared.mailbox.post(Command::Speak).is_err() {
+                    tracing::debug!("an engine had ended already");
+                }
             }
         }
+        hushed
+    }
+
+    fn try_hush(&self, wait: Duration) -> Result<(), DpuError> {
+        let until = Instant::now() + wait;
+        let mut asked = Vec::new();
+        for engine in &self.engines {
+            let (tell, hushed) = channel();
+            let posted = engine.shared.mailbox.post(Command::Hush(tell));
+            posted.map_err(EngineGone::from)?;
+            asked.push(hushed);
+        }
+        for (engine, hushed) in asked.iter().enumerate() {
+            let left = until.saturating_duration_since(Instant::now());
+            hushed.recv_timeout(left).map_err(|error| match error {
+                RecvTimeoutError::Disconnected => EngineGone.into(),
+                RecvTimeoutError::Timeout => DpuError::Unanswered {
+                    engine,
+                    waited_ms: u64::try_from(wait.as_millis()).unwrap_or(u64::MAX),
+                },
+            })?;
+        }
+        Ok(())
     }
 
     /// The first device with a front end that cannot be handed over, since its requests in flight are recorded

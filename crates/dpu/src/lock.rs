@@ -14,7 +14,7 @@ use rustix::fs::{Mode, OFlags};
 use std::{
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// How long [`take`] waits: the kernel tears down a ring that this process has closed in the
@@ -78,14 +78,16 @@ pub(crate) fn take(state_dir: &Path, engine: usize) -> Result<OwnedFd, LockError
 
 /// Waits until all I/O of engines that died with this state directory is done. Until this has
 /// returned, nothing may be recovered, evicted or completed. `progress` is called for each lock
-/// that is still held, before the wait for it.
+/// that is still held, before the wait for it; `wait` bounds all of them together, if it is given.
 ///
 /// # Errors
-/// [`LockError`], if a lock cannot be examined.
+/// [`LockError`], if a lock cannot be examined, or is held for longer.
 pub fn wait_for_dead_engines(
     state_dir: &Path,
+    wait: Option<Duration>,
     mut progress: impl FnMut(&Path),
 ) -> Result<(), LockError> {
+    let until = wait.map(|wait| Instant::now() + wait);
     let failed = |source| LockError::File {
         path: state_dir.to_owned(),
         source,
@@ -105,7 +107,13 @@ pub fn wait_for_dead_engines(
         };
         if lock.lock_exclusive(LockWait::Try).map_err(locking)? == Locked::HeldByAnother {
             progress(&path);
-            match lock.lock_exclusive(LockWait::Wait).map_err(locking)? {
+            let locked = match until {
+                None => lock.lock_exclusive(LockWait::Wait),
+                Some(until) => {
+                    lock.lock_exclusive_within(until.saturating_duration_since(Instant::now()))
+                }
+            };
+            match locked.map_err(locking)? {
                 Locked::Ours => {}
                 Locked::HeldByAnother => return Err(LockError::Held(path)),
             }
@@ -129,9 +137,16 @@ mod tests {
             other.lock_exclusive(LockWait::Try).unwrap(),
             Locked::HeldByAnother
         );
+        let held = wait_for_dead_engines(dir.path(), Some(Duration::ZERO), |_| {});
+        assert!(matches!(held, Err(LockError::Held(_))), "{held:?}");
         drop(ring);
+        assert_eq!(
+            other.lock_exclusive(LockWait::Try).unwrap(),
+            Locked::Ours,
+            "it is given up before the kernel has taken the ring apart"
+        );
         drop(other);
-        wait_for_dead_engines(dir.path(), |_| {}).unwrap();
+        wait_for_dead_engines(dir.path(), None, |_| {}).unwrap();
         assert!(take(dir.path(), 0).is_ok());
     }
 
@@ -139,7 +154,7 @@ mod tests {
     fn files_that_are_no_locks_are_left_alone() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("pool-1"), b"x").unwrap();
-        wait_for_dead_engines(dir.path(), |_| panic!("nobody holds a lock")).unwrap();
-        assert!(wait_for_dead_engines(&dir.path().join("nowhere"), |_| {}).is_err());
+        wait_for_dead_engines(dir.path(), None, |_| panic!("nobody holds a lock")).unwrap();
+        assert!(wait_for_dead_engines(&dir.path().join("nowhere"), None, |_| {}).is_err());
     }
 }

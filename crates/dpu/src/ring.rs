@@ -14,7 +14,8 @@
 //! # The lock (when a successor may recover)
 //! I/O submitted by a killed process still completes later. Slot 0 of the ring's file table is a
 //! lock file, flock'ed by us and open nowhere else. The table, and with it the lock, goes away only
-//! when the ring's last request is done. See [`crate::lock`].
+//! when the ring's last request is done. A ring that is dropped waits for that and gives the lock up
+//! itself; the kernel would do so only when it has taken the ring apart. See [`crate::lock`].
 //!
 //! # Kernel threads
 //! Operations that would block (a flush, a write that needs a block of the file system) run on
@@ -453,6 +454,11 @@ impl<R> Drop for IoRing<R> {
                 return;
             }
             while self.next().is_some() {}
+        }
+        // The kernel takes a ring apart in the background, tens of milliseconds later. All I/O is done, so a
+        // successor need not wait for that.
+        if let Err(error) = self.ring.submitter().register_files_update(0, &[-1]) {
+            tracing::debug!(%error, "a successor waits until the kernel has taken a ring apart");
         }
     }
 }

@@ -313,7 +313,7 @@ fn successor_waits_for_the_lock_of_a_killed_process() {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("serving")));
     let mut waits = 0;
-    wait_for_dead_engines(dir.path(), |_| {
+    wait_for_dead_engines(dir.path(), None, |_| {
         waits += 1;
         child.kill().unwrap();
     })

@@ -3,11 +3,12 @@
 
 mod support;
 
-use pagetide_dpu::{DeviceState, Dpu, DpuConfig, ParkedDevice, Writes};
+use pagetide_dpu::{DeviceState, Dpu, DpuConfig, DpuError, ParkedDevice, Writes};
 use pagetide_vpri::{DomainTable, Doorbell, HostEnd};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 use support::*;
 use vhost::VhostBackend;
@@ -230,4 +231,101 @@ fn front_end_without_a_record_of_its_requests_is_named() {
     });
     drop(connection);
     eventually("it has gone", || rig.dpu.unrecorded().is_none());
+}
+
+#[test]
+fn hushed_engines_begin_nothing_and_what_comes_is_done_by_the_next_dpu() {
+    let rig = Rig::new(2);
+    let socket = rig.add("disk", 2, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut connection = Connection::open(&socket, &mut guest, 2, F_EVENT_IDX);
+    let read = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    connection.queues[1].submit(&guest, &read.parts(WRITE));
+    connection.queues[1].wait_used(&guest);
+    rig.dpu.hush(Duration::from_secs(20)).unwrap();
+    read.aim(&guest, T_IN, 16);
+    connection.queues[1].submit(&guest, &read.parts(WRITE));
+    // Messages are obeyed meanwhile, and every engine turns.
+    assert!(!connection.config().is_empty());
+    let base = connection.frontend.get_vring_base(0).unwrap();
+    assert_eq!((base, connection.queues[1].poll_used(&guest)), (0, None));
+    let parked = rig.dpu.park();
+    assert_eq!(connection.queues[1].poll_used(&guest), None);
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 2);
+    connection.queues[1].wait_used(&guest);
+    assert_eq!(guest.get(read.data, 8), 16_u64.to_le_bytes());
+}
+
+/// A file system in a file, mounted, that can be frozen: writes to it are not done until it is thawed.
+struct Frozen(PathBuf);
+
+impl Frozen {
+    fn mount(dir: &Path) -> Option<Self> {
+        let (disk, at) = (dir.join("disk.ext4"), dir.join("mounted"));
+        std::fs::File::create(&disk)
+            .unwrap()
+            .set_len(32 << 20)
+            .unwrap();
+        std::fs::create_dir(&at).unwrap();
+        let (disk, at_name) = (disk.to_str().unwrap(), at.to_str().unwrap());
+        let made =
+            run("mkfs.ext4", &["-q", "-F", disk]) && run("mount", &["-o", "loop", disk, at_name]);
+        if !made {
+            eprintln!("SKIPPED: no file system can be mounted here");
+            return None;
+        }
+        Some(Self(at))
+    }
+
+    fn set(&self, flag: &str) {
+        assert!(run("fsfreeze", &[flag, self.0.to_str().unwrap()]));
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        run("fsfreeze", &["-u", self.0.to_str().unwrap()]);
+        run("umount", &["-l", self.0.to_str().unwrap()]);
+    }
+}
+
+fn run(program: &str, words: &[&str]) -> bool {
+    let output = std::process::Command::new(program).args(words).output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn disk_that_does_not_answer_stands_against_a_hand_over_and_all_devices_go_on() {
+    let rig = Rig::new(1);
+    let Some(frozen) = Frozen::mount(rig.dir.path()) else {
+        return;
+    };
+    let image = frozen.0.join("image");
+    std::fs::write(&image, vec![0; 4 << 20]).unwrap();
+    let hangs = rig.dir.path().join("hangs.sock");
+    rig.dpu.add_blk(disk_of(hangs.clone(), image)).unwrap();
+    let works = rig.add("works", 1, Writes::Taken);
+    let (mut one, mut other) = (Guest::new(), Guest::new());
+    let mut stuck = Connection::open(&hangs, &mut one, 1, 0);
+    let mut fine = Connection::open(&works, &mut other, 1, 0);
+    let write = BlkRequest::new(&mut one, T_OUT, 0, 4096);
+    let read = BlkRequest::new(&mut other, T_IN, 8, 4096);
+    frozen.set("-f");
+    let head = stuck.queues[0].submit(&one, &write.parts(0));
+    eventually("it is taken", || stuck.taken(0) == [head]);
+    let refused = rig.dpu.hush(Duration::from_millis(50));
+    assert!(
+        matches!(refused, Err(DpuError::Unanswered { .. })),
+        "{refused:?}"
+    );
+    fine.queues[0].submit(&other, &read.parts(WRITE));
+    fine.queues[0].wait_used(&other);
+    assert_eq!(stuck.queues[0].poll_used(&one), None);
+    frozen.set("-u");
+    stuck.queues[0].wait_used(&one);
+    assert_eq!(write.status(&one), 0);
+    rig.dpu.hush(Duration::from_secs(20)).unwrap();
+    assert_eq!(rig.dpu.park().len(), 2);
+    drop((stuck, fine));
 }

@@ -35,6 +35,7 @@
 //! | [`file_ring`] | an io_uring for one file, which owns its buffers |
 //! | [`socket`] | a Unix socket with one peer at a time |
 //! | [`inherited`] | descriptors that outlive `exec` |
+//! | [`kept_signals`] | signals that wait until they are read, also over `exec` |
 
 pub mod accounts;
 pub mod byte_lock;
@@ -47,6 +48,7 @@ pub mod file_ring;
 pub mod guest_ram;
 pub mod inherited;
 pub mod interrupt;
+pub mod kept_signals;
 pub mod lent;
 pub mod mapping;
 pub mod membarrier;

@@ -80,8 +80,10 @@ impl<B: Backend> Connection<B> {
     /// A connection over `stream` whose session has come as far as `record` says, in another process.
     ///
     /// # Errors
-    /// The back end does not obey one of the messages that lead there.
+    /// The back end offers less than the front end has accepted, or does not obey one of the messages that lead
+    /// there.
     pub fn resume(stream: UnixStream, backend: B, record: &Record) -> Result<Self, ReplayError> {
+        replay::check(record, &backend.offer())?;
         let (front, back) = UnixStream::pair()?;
         let place = socket::Place::of(&back)?;
         let mut connection = Self::new(back, backend);

@@ -5,7 +5,7 @@ use crate::{
     backend::{Backend, KickChange, RegionShape, Stop},
     event::signal_of,
     record::InflightRecord,
-    ring::{Enabled, RingAddresses, Runs},
+    ring::{Enabled, RingAddresses, RingSettings, Runs},
     session::{Answered, Handshake, REGION_FILES_MAX, Session},
 };
 use pagetide_addr::FrontendVa;
@@ -43,12 +43,15 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
         Ok(())
     }
 
+    /// As the specification recommends, this disables all rings and does nothing else.
     fn reset_owner(&mut self) -> Result<()> {
-        self.stop_all(Stop::Abandon)
+        self.disable_all()
     }
 
     fn reset_device(&mut self) -> Result<()> {
-        self.stop_all(Stop::Abandon)
+        self.disable_all()?;
+        self.rings.fill_with(RingSettings::default);
+        Ok(())
     }
 
     fn get_features(&mut self) -> Result<u64> {
@@ -260,8 +263,13 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
     }
 
     fn set_inflight_fd(&mut self, inflight: &VhostUserInflight, file: File) -> Result<()> {
+        // A ring that runs records its requests where it began to.
         let taken = self
             .check_not_ended()
+            .and_then(|()| match self.runs() {
+                true => unsupported("SET_INFLIGHT_FD while a ring runs"),
+                false => Ok(()),
+            })
             .and_then(|()| self.backend.set_inflight(inflight, file.as_fd()));
         if let Err(refused) = taken {
             self.discarded.push(file.into());

@@ -6,8 +6,10 @@
 //! are those of the vhost-user specification.
 
 use crate::{
+    backend::Offer,
     record::Record,
     ring::{Enabled, RingSettings},
+    session::F_PROTOCOL_FEATURES,
 };
 use rustix::{
     cmsg_space,
@@ -23,8 +25,8 @@ use std::{
     },
 };
 
-/// Descriptors of a message: those of a memory table.
-const FDS_MAX: usize = 8;
+/// Descriptors of a message, those of a memory table: as many as the reader of messages takes.
+const FDS_MAX: usize = 32;
 /// Regions of a memory table.
 const TABLE_REGIONS_MAX: usize = FDS_MAX;
 /// `VHOST_USER_PROTOCOL_F_CONFIGURE_MEM_SLOTS`: memory comes region by region.
@@ -35,7 +37,13 @@ const FLAGS: u32 = 1;
 /// Why a session cannot be led to where it was.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// The device refuses.
+    /// This program lacks what the front end has negotiated with another one. No front end can bring this about.
+    #[error("the device does not offer {what}, which the front end has accepted")]
+    NotOffered {
+        /// What it lacks.
+        what: String,
+    },
+    /// The device refuses. A front end can bring this about: it can cut its memory short, for example.
     #[error("the device does not obey {message}, which it did before: {reason}")]
     Refused {
         /// The message.
@@ -130,6 +138,27 @@ pub(crate) fn forget_answer(front: &UnixStream) -> io::Result<()> {
     }
 }
 
+/// Whether a device that offers this can go on with the session at all.
+pub(crate) fn check(record: &Record, offer: &Offer) -> Result<(), ReplayError> {
+    let lacks = |what: String| Err(ReplayError::NotOffered { what });
+    let features = record.features & !offer.features;
+    if features != 0 {
+        return lacks(format!("features {features:#x}"));
+    }
+    let protocol = record.protocol_features.unwrap_or(0) & !offer.protocol_features.bits();
+    if protocol != 0 {
+        return lacks(format!("protocol features {protocol:#x}"));
+    }
+    if record.rings.len() > usize::from(offer.queue_count) {
+        return lacks(format!("{} queues", record.rings.len()));
+    }
+    let largest = record.rings.iter().map(|ring| ring.size).max().unwrap_or(0);
+    match largest > offer.queue_size_max {
+        true => lacks(format!("queues of {largest} entries")),
+        false => Ok(()),
+    }
+}
+
 /// The messages, in the order in which a front end sends them.
 pub(crate) fn messages(record: &Record) -> Vec<Message<'_>> {
     let mut all = vec![
@@ -155,6 +184,10 @@ pub(crate) fn messages(record: &Record) -> Vec<Message<'_>> {
     memory(record, &mut all);
     for (queue, ring) in (0..).zip(&record.rings) {
         ring_messages(queue, ring, &mut all);
+        // Without that feature all rings are enabled, and nobody may say so.
+        if ring.enabled == Enabled::Yes && record.features & F_PROTOCOL_FEATURES != 0 {
+            all.push(ring_state("SET_VRING_ENABLE", 18, queue, 1));
+        }
     }
     all
 }
@@ -173,8 +206,12 @@ fn memory<'a>(record: &'a Record, all: &mut Vec<Message<'a>>) {
     }
 }
 
+fn ring_state<'a>(name: &'static str, number: u32, queue: u32, value: u32) -> Message<'a> {
+    Message::new(name, number).word(queue).word(value)
+}
+
 fn ring_messages<'a>(queue: u32, ring: &'a RingSettings, all: &mut Vec<Message<'a>>) {
-    let state = |name, number, value: u32| Message::new(name, number).word(queue).word(value);
+    let state = |name, number, value| ring_state(name, number, queue, value);
     if ring.size > 0 {
         all.push(state("SET_VRING_NUM", 8, ring.size.into()));
     }
@@ -206,8 +243,5 @@ fn ring_messages<'a>(queue: u32, ring: &'a RingSettings, all: &mut Vec<Message<'
                 .long(queue.into())
                 .with(&**kick),
         );
-    }
-    if ring.enabled == Enabled::Yes {
-        all.push(state("SET_VRING_ENABLE", 18, 1));
     }
 }

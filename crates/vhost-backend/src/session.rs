@@ -14,7 +14,7 @@ use std::{
 use vhost::vhost_user::{Error, Result};
 
 /// `VHOST_USER_F_PROTOCOL_FEATURES`: without it, rings are enabled from the start.
-const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+pub(crate) const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
 /// Whether this connection began with a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -199,6 +199,23 @@ impl<B: Backend> Session<B> {
             ring.base = self.backend.stop(queue, how)?;
         }
         Ok(())
+    }
+
+    /// Stops all rings for a front end that resets the device. Each runs again only once it has another kick
+    /// descriptor.
+    pub(crate) fn disable_all(&mut self) -> Result<()> {
+        self.stop_all(Stop::Abandon)?;
+        for ring in &mut self.rings {
+            ring.enabled = Enabled::No;
+            ring.kick = None;
+            ring.call = None;
+        }
+        Ok(())
+    }
+
+    /// Whether a ring runs.
+    pub(crate) fn runs(&self) -> bool {
+        self.rings.iter().any(|ring| ring.runs == Runs::Yes)
     }
 
     pub(crate) fn stop_all(&mut self, how: Stop) -> Result<()> {

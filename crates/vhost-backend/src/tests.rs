@@ -563,4 +563,86 @@ mod parked {
         );
         assert!(named, "{refused:?}");
     }
+
+    #[test]
+    fn memory_of_a_whole_table_is_resumed_region_by_region_as_it_was() {
+        let mut session = set_up();
+        let regions: Vec<_> = (0..32)
+            .map(|at| VhostUserMemoryRegion::new(at << 20, 0x1000, 0x7000 + (at << 20), 0))
+            .collect();
+        let files = regions.iter().map(|_| memfd()).collect();
+        session.set_mem_table(&regions, files, None).unwrap();
+        let record = session.park().unwrap();
+        let before = facts(&record);
+        let (_front, stream) = UnixStream::pair().unwrap();
+        let connection = Connection::resume(stream, recording(), &record).unwrap();
+        assert_eq!(facts(&connection.session().park().unwrap()), before);
+    }
+
+    #[test]
+    fn ring_that_was_enabled_before_the_feature_for_that_was_given_up_runs_on() {
+        let mut session = set_up();
+        session.set_features(REQUIRED).unwrap();
+        let record = session.park().unwrap();
+        let (_front, stream) = UnixStream::pair().unwrap();
+        let connection = Connection::resume(stream, recording(), &record).unwrap();
+        let session = connection.session().clone();
+        session.end();
+        assert!(matches!(session.park(), Err(ParkError::Over)));
+    }
+
+    #[test]
+    fn in_flight_region_is_not_replaced_under_a_ring_that_runs() {
+        let mut session = set_up();
+        let inflight = VhostUserInflight::new(4096, 0, 1, 64);
+        assert!(session.set_inflight_fd(&inflight, memfd()).is_err());
+        assert_eq!(session.take_discarded().len(), 1);
+        session.set_vring_enable(0, false).unwrap();
+        session.set_inflight_fd(&inflight, memfd()).unwrap();
+    }
+
+    #[test]
+    fn ring_that_was_reset_stays_so_in_the_next_process() {
+        type Reset = fn(&mut Session<Recording>) -> Result<()>;
+        let resets: [Reset; 2] = [Session::reset_owner, Session::reset_device];
+        for features in [FEATURES, REQUIRED] {
+            for reset in resets {
+                let mut session = set_up();
+                session.set_features(features).unwrap();
+                reset(&mut session).unwrap();
+                session.set_vring_base(0, 5).unwrap();
+                session.start_all().unwrap();
+                assert_eq!(session.rings[0].runs, Runs::No);
+                let record = session.park().unwrap();
+                assert!(record.rings[0].kick.is_none());
+                let (_front, stream) = UnixStream::pair().unwrap();
+                let connection = Connection::resume(stream, recording(), &record).unwrap();
+                let again = connection.session().park().unwrap();
+                assert_eq!(again.rings[0].base, 5, "a ring that was started is at 77");
+                assert_eq!(facts(&again), facts(&record));
+            }
+        }
+    }
+
+    #[test]
+    fn program_that_offers_less_than_was_accepted_is_told_from_a_front_end_that_misbehaves() {
+        let resumed = |change: fn(&mut Record)| {
+            let mut record = set_up().park().unwrap();
+            change(&mut record);
+            let (_front, stream) = UnixStream::pair().unwrap();
+            Connection::resume(stream, recording(), &record).err()
+        };
+        let changes: [fn(&mut Record); 4] = [
+            |record| record.features |= 1,
+            |record| record.protocol_features = Some(1 << 15),
+            |record| record.rings.push(RingSettings::default()),
+            |record| record.rings[1].size = 512,
+        ];
+        for change in changes {
+            let refused = resumed(change);
+            let lacks = matches!(refused, Some(ReplayError::NotOffered { .. }));
+            assert!(lacks, "{refused:?}");
+        }
+        assert!(resumed(|_| {}).is_none());
+    }
 }

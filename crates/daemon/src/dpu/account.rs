@@ -220,7 +220,8 @@ mod tests {
             iopf_timeout_ms: 0,
         };
         let table = Arc::new(DomainTable::new(1));
-        let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
+        let (set, _hosts) =
+            DeviceSet::start(dir.path(), &engines, &table, Owed::AsAfterDeath).unwrap();
         set.restore(Vec::new(), Owed::AsAfterDeath).unwrap();
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 1 << 20]).unwrap();
@@ -285,7 +286,8 @@ mod tests {
         let list = dir.path().join("devices.json");
         let old = serde_json::json!({ "blk": [request("old")] }).to_string();
         std::fs::write(&list, &old).unwrap();
-        let (set, _hosts) = DeviceSet::start(dir.path(), &engines, &table).unwrap();
+        let (set, _hosts) =
+            DeviceSet::start(dir.path(), &engines, &table, Owed::AsAfterDeath).unwrap();
         let error = set.add(request("new"), &[]).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Refused);
         assert_eq!(std::fs::read_to_string(&list).unwrap(), old);

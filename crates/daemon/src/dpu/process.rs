@@ -49,7 +49,8 @@ pub fn start_dpu(settings: &DpuSettings) -> Result<Arc<dyn Control>, ControlErro
     let engines = settings.engines();
     let engine_count = engines.count.get();
     let domains = Arc::new(DomainTable::new(engine_count));
-    let (devices, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
+    let (devices, hosts) =
+        DeviceSet::start(&settings.state_dir, &engines, &domains, Owed::AsAfterDeath)?;
     let vpri = settings.vpri_path();
     let parts = FunctionParts {
         socket: vpri.clone(),

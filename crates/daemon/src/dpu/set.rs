@@ -51,10 +51,34 @@ const IMAGE_LOOK: Duration = Duration::from_millis(20);
 /// What a start owes to what was handed over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Owed {
-    /// All of it is served as before, or the start fails: another process can go on.
-    AsBefore,
+    /// All of it is served as before until then, or the start fails: another process can go on, and faults and
+    /// requests wait meanwhile.
+    AsBefore {
+        /// Until then anything is waited for.
+        until: Instant,
+    },
     /// What cannot be served waits, as after a death: nobody else can go on.
     AsAfterDeath,
+}
+
+impl Owed {
+    /// All of it, until then.
+    pub(crate) const fn before(until: Instant) -> Self {
+        Self::AsBefore { until }
+    }
+
+    /// How long to wait for what usually takes at most `usual`.
+    pub(crate) fn wait(self, usual: Duration) -> Duration {
+        self.left().map_or(usual, |left| left.min(usual))
+    }
+
+    /// How long to wait for what has no bound after a death.
+    pub(crate) fn left(self) -> Option<Duration> {
+        match self {
+            Self::AsBefore { until } => Some(until.saturating_duration_since(Instant::now())),
+            Self::AsAfterDeath => None,
+        }
+    }
 }
 
 /// The engines, their devices, and the list of devices.
@@ -120,10 +144,11 @@ impl DeviceSet {
         state_dir: &Path,
         engines: &EngineSettings,
         domains: &Arc<DomainTable>,
+        owed: Owed,
     ) -> Result<(Self, Hosts), ControlError> {
         let list_path = state_dir.join(LIST_FILE);
         let found = DeviceList::read(&list_path)?;
-        wait_for_dead_engines(state_dir, |path| {
+        wait_for_dead_engines(state_dir, owed.left(), |path| {
             tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
         })
         .map_err(failed)?;
@@ -189,7 +214,7 @@ impl DeviceSet {
         owed: Owed,
     ) -> Result<(), ControlError> {
         let known = std::mem::take(&mut *lock(&self.found));
-        let deadline = Instant::now() + IMAGE_WAIT;
+        let deadline = Instant::now() + owed.wait(IMAGE_WAIT);
         for device in parked {
             match self.go_on_with(device, &known.blk, deadline) {
                 Err(error) if owed == Owed::AsAfterDeath => {
@@ -447,6 +472,16 @@ impl DeviceSet {
                 socket.display()
             ))),
         }
+    }
+
+    /// Waits until no image has a request of ours under way, and begins none until [`Self::park`].
+    ///
+    /// # Errors
+    /// An image does not answer in time. The devices go on then.
+    pub(crate) fn hush(&self, wait: Duration) -> Result<(), ControlError> {
+        self.dpu
+            .hush(wait)
+            .map_err(|error| ControlError::refused(error.to_string()))
     }
 
     /// Gives up all devices and ends the engines, for another process.

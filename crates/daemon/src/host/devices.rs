@@ -56,17 +56,20 @@ enum Place {
 
 impl Devices {
     /// Starts engines and service, or connects to the DPU process.
-    pub(super) fn start(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
+    pub(super) fn start(
+        settings: &RunSettings,
+        owed: Owed,
+    ) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
         match &settings.dpu {
-            DpuPlace::InProcess => Self::here(settings),
-            DpuPlace::Socket(socket) => Self::elsewhere(settings, socket),
+            DpuPlace::InProcess => Self::here(settings, owed),
+            DpuPlace::Socket(socket) => Self::elsewhere(settings, socket, owed),
         }
     }
 
-    fn here(settings: &RunSettings) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
+    fn here(settings: &RunSettings, owed: Owed) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
         let engines = settings.engines();
         let domains = Arc::new(DomainTable::new(engines.count.get()));
-        let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains)?;
+        let (set, hosts) = DeviceSet::start(&settings.state_dir, &engines, &domains, owed)?;
         give_bounce(hosts.ends.iter().take(engines.count.get()))?;
         let service = FaultService::with(service_config(settings), hosts.ends, hosts.bell);
         let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
@@ -85,10 +88,11 @@ impl Devices {
     fn elsewhere(
         settings: &RunSettings,
         socket: &Path,
+        owed: Owed,
     ) -> Result<(Self, Arc<dyn IoSpaces>), ControlError> {
         let bell = Arc::new(Doorbell::new().map_err(failed)?);
         let driver = Driver::start(socket, Arc::clone(&bell)).map_err(failed)?;
-        if let Err(error) = driver.wait_connected(DPU_WAIT) {
+        if let Err(error) = driver.wait_connected(owed.wait(DPU_WAIT)) {
             tracing::warn!(%error, "VMs are served, and evicted once the DPU is there");
         }
         let service = FaultService::with(service_config(settings), Vec::new(), bell);
@@ -148,6 +152,17 @@ impl Devices {
                 driver.all_known();
                 Ok(())
             }
+        }
+    }
+
+    /// Waits until no image has a request of ours under way, and begins none until [`Self::park`].
+    ///
+    /// # Errors
+    /// An image does not answer. Nothing has changed.
+    pub(super) fn hush(&self, wait: Duration) -> Result<(), ControlError> {
+        match &self.place {
+            Place::Here(set) => set.hush(wait),
+            Place::Elsewhere(..) => Ok(()),
         }
     }
 

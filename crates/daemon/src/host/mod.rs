@@ -23,6 +23,7 @@ mod devices;
 #[cfg(test)]
 mod earlier_tests;
 mod failure;
+mod handing_over;
 mod holds;
 mod hotplug;
 mod identity;
@@ -80,7 +81,7 @@ use crate::{
 };
 use pagetide_addr::PAGE_BYTES;
 use pagetide_dpu::ParkedDevice;
-use pagetide_swap::Room;
+use pagetide_swap::{Room, scheduled::Weakness};
 use pagetide_vmm::process::VmmIdentity;
 use std::{
     path::{Path, PathBuf},
@@ -114,13 +115,16 @@ fn evict_helpers(threads: u32) -> u64 {
     threads - 1
 }
 
-/// Whether this program could start with these settings and recover what is there; changes nothing.
+/// Whether this program could start with these settings and recover what is there; changes nothing. What a start
+/// measures of the host is measured here, while nobody waits for it.
 ///
 /// # Errors
 /// Why not.
 pub(crate) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
     refuse_other_versions(&settings.state_dir)?;
-    devices::examine(settings)
+    devices::examine(settings)?;
+    let _known_from_now_on = (tracker::refault(), Weakness::of_this_process());
+    Ok(())
 }
 
 /// What a predecessor has handed over, instead of dying.
@@ -152,14 +156,14 @@ pub(crate) fn start_with(
         .iter()
         .map(|path| name_of(path))
         .collect();
-    let budget = Budget::open(settings, &state_dir, &known)?;
-    let (devices, spaces) = Devices::start(settings)?;
+    let budget = Budget::open(settings, &state_dir, &known, owed)?;
+    let (devices, spaces) = Devices::start(settings, owed)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (bell, rung) = JanitorBell::new()?;
-    let slow = slow_tiers::open(settings, &pools(&state_dir)?)?;
+    let slow = slow_tiers::open(settings, &pools(&state_dir)?, owed)?;
     let method = tracker::SampleMethod::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
@@ -519,22 +523,8 @@ impl Control for Host {
         self.devices.may_hand_over()
     }
 
-    fn hand_over(&self) -> Vec<ParkedDevice> {
-        self.vms.close();
-        self.shared.budget.stop();
-        self.shared.feed.stop();
-        let vms = self.vms.all();
-        // All at once: each takes as long as the step that it is in.
-        for vm in &vms {
-            vm.core.limit.stop();
-        }
-        for vm in &vms {
-            // Ended by nobody any more: its pool says how far it has come.
-            drop(vm.stop_reclaim_thread());
-            vm.core.counters.sync();
-        }
-        // Last: requests of disks wait from here on.
-        self.devices.park()
+    fn hand_over(&self) -> Result<Vec<ParkedDevice>, ControlError> {
+        self.stop_for_successor()
     }
 
     fn admit(&self) {

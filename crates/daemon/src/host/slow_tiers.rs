@@ -8,7 +8,9 @@
 //! ```
 
 use super::{failure::failed, pools::name_of};
-use crate::{control::ControlError, pool::TierReport, settings::RunSettings, tiers::DiskSetting};
+use crate::{
+    control::ControlError, dpu::Owed, pool::TierReport, settings::RunSettings, tiers::DiskSetting,
+};
 use pagetide_swap::{
     Pool, PoolError, SlowTiers,
     slow::{RetryPauses, Seat},
@@ -30,13 +32,18 @@ use std::{
 pub(super) fn open(
     settings: &RunSettings,
     pools: &[PathBuf],
+    owed: Owed,
 ) -> Result<Arc<SlowTiers>, ControlError> {
     let Some(disk) = settings.tiers.disk() else {
         return Ok(SlowTiers::none());
     };
     let refused = |why: pagetide_tiers::disk::DiskError| ControlError::refused(why.to_string());
-    let mut found =
-        DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
+    let usual = Bounds::default();
+    let bounds = Bounds {
+        lock: owed.wait(usual.lock),
+        ..usual
+    };
+    let mut found = DiskTier::open(&disk.path, limit_of(disk)?, bounds).map_err(refused)?;
     for pool in pools {
         hold(&mut found, pool)?;
     }

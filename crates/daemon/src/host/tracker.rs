@@ -13,7 +13,10 @@ use pagetide_vmm::layout::LiveLayout;
 use pagetide_vmm::process::VmmProcess;
 use pagetide_vmm::tracker::{DmaLook, IdlePages, UnmapAndLook, WholeSections, idle};
 use pagetide_vpri::DmaMmu;
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 /// How samples are taken on this host.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -110,19 +113,23 @@ impl DmaLook for Dma {
     }
 }
 
-/// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
-pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
-    let measured = match way {
-        SampleMethod::Unmap | SampleMethod::Whole => pagetide_vmm::tracker::refault_cost(),
-        // Samples unmap nothing.
-        SampleMethod::Idle => Ok(Duration::ZERO),
-    };
-    let refault = match measured {
-        Ok(refault) => refault,
-        Err(error) => {
+/// What a minor fault costs on this host; measured at the first call only.
+pub(super) fn refault() -> Duration {
+    static MEASURED: OnceLock<Duration> = OnceLock::new();
+    *MEASURED.get_or_init(|| {
+        pagetide_vmm::tracker::refault_cost().unwrap_or_else(|error| {
             tracing::warn!(%error, "what a small fault costs cannot be measured; 2 us are assumed");
             HeatCost::default().refault
-        }
+        })
+    })
+}
+
+/// How much heat tracking may cost a VM, with the cost of a minor fault on this host.
+pub(super) fn heat_cost(way: SampleMethod, share: Percent) -> HeatCost {
+    let refault = match way {
+        SampleMethod::Unmap | SampleMethod::Whole => refault(),
+        // Samples unmap nothing.
+        SampleMethod::Idle => Duration::ZERO,
     };
     tracing::info!(
         tracker = way.name(),

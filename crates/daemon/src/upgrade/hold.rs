@@ -15,16 +15,17 @@ use crate::{
     notify,
     run::{self, name_process},
     settings::{RunSettings, Settings, from_text},
+    signals,
 };
 use pagetide_handover::{
     Channel, HandoverError,
     message::{Go, Message},
 };
 use pagetide_report::outcome::CommandError;
-use pagetide_sys::{inherited, process::ProcessFd};
+use pagetide_sys::inherited;
 use rustix::{
     fs::{MemfdFlags, memfd_create},
-    process::{Pid, Signal, WaitId, WaitIdOptions, waitid},
+    process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -120,6 +121,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
             "this is a part of `pagetide upgrade`, and not started by hand ({error})"
         ))
     };
+    signals::keep().map_err(no_record)?;
     let record = read().map_err(no_record)?;
     let numbers = record.numbers.iter();
     let fds: Result<Vec<OwnedFd>, _> = numbers.map(|fd| inherited::take(*fd)).collect();
@@ -136,6 +138,9 @@ pub(crate) fn run() -> Result<(), CommandError> {
     let reason = match hand_over(&channel, &record.go, &fds, wait) {
         Ok(()) => {
             notify::main_process(successor);
+            if let Some(successor) = pid_of(successor) {
+                signals::pass_to(successor);
+            }
             tracing::info!(successor, "the new program serves; this process ends");
             exit(0);
         }
@@ -175,14 +180,18 @@ fn hand_over(channel: &Channel, go: &Go, fds: &[OwnedFd], wait: Duration) -> Res
     }
 }
 
-/// Kills the successor and waits until nothing of it runs any more.
+fn pid_of(process: u32) -> Option<Pid> {
+    i32::try_from(process).ok().and_then(Pid::from_raw)
+}
+
+/// Kills the successor and waits until nothing of it runs any more. This takes no descriptor, which might not be
+/// had: the process must end whatever else fails.
 fn end(successor: u32) -> Result<(), CommandError> {
-    let Some(pid) = i32::try_from(successor).ok().and_then(Pid::from_raw) else {
+    let Some(pid) = pid_of(successor) else {
         return Err(CommandError::failed("the new program has no process"));
     };
     // It is a child that nobody has waited for, so its number is still its own.
-    let killed = ProcessFd::open(successor).and_then(|process| process.signal(Signal::KILL));
-    if let Err(error) = killed {
+    if let Err(error) = kill_process(pid, Signal::KILL) {
         tracing::debug!(%error, successor, "the new program had ended");
     }
     loop {

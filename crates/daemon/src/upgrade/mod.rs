@@ -47,7 +47,13 @@
 //!
 //! # Failure before the daemon has stopped its work
 //! The program may not become the daemon, does not start, ends, refuses, or is not ready in time; or a request of
-//! the API does not end: then nothing has happened, and the daemon has never ceased to serve.
+//! the API does not end, or a disk does not answer: then nothing has happened, and the daemon has never ceased to
+//! serve.
+//!
+//! # Signals
+//! SIGTERM, SIGINT and SIGUSR2 are blocked in both programs from beginning to end. What comes during the hand-over
+//! stays pending, also over the `exec`. If the old program goes on, it reads them when it serves again; if the new
+//! one does, the old one passes them on before it ends.
 
 pub(crate) mod api;
 pub(crate) mod command;
@@ -64,23 +70,37 @@ pub use report::{UpgradeReport, UpgradeState};
 use crate::control::ControlError;
 use std::{
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{
+            AtomicBool,
+            Ordering::{AcqRel, Release},
+        },
+    },
 };
 use tokio::sync::{mpsc, oneshot};
 
-/// Orders that may wait for the one under way; more are refused.
-const ORDERS_MAX: usize = 4;
+/// The right to upgrade. Nobody else has it until this is dropped.
+pub(crate) struct Turn(Arc<AtomicBool>);
 
-/// The request to upgrade to a program, and where to say whether it has begun.
+impl Drop for Turn {
+    fn drop(&mut self) {
+        self.0.store(false, Release);
+    }
+}
+
+/// The request to upgrade to a program, and where to say whether it has begun, if anybody wants to know.
 pub(crate) struct Order {
     pub(crate) program: PathBuf,
-    pub(crate) begun: oneshot::Sender<Result<UpgradeReport, ControlError>>,
+    pub(crate) begun: Option<oneshot::Sender<Result<UpgradeReport, ControlError>>>,
+    pub(crate) turn: Turn,
 }
 
 /// Live upgrades of this process: how the last one came out, and the way to ask for one.
 #[derive(Clone)]
 pub struct Upgrades {
     orders: mpsc::Sender<Order>,
+    is_taken: Arc<AtomicBool>,
     last: Arc<Mutex<UpgradeReport>>,
     own: Arc<Path>,
 }
@@ -89,18 +109,31 @@ impl Upgrades {
     /// Of a process whose program lies at `own`, which has come to serve as `last` says; and the orders, for the
     /// thread that carries them out.
     pub(crate) fn new(own: &Path, last: UpgradeReport) -> (Self, mpsc::Receiver<Order>) {
-        let (orders, taken) = mpsc::channel(ORDERS_MAX);
+        // Only who has the turn sends one.
+        let (orders, taken) = mpsc::channel(1);
         let upgrades = Self {
             orders,
+            is_taken: Arc::default(),
             last: Arc::new(Mutex::new(last)),
             own: own.into(),
         };
         (upgrades, taken)
     }
 
-    /// Where the daemon's own program lies, or lay when it was started.
-    pub(crate) fn own(&self) -> &Path {
-        &self.own
+    /// The right to upgrade, unless somebody has it.
+    fn turn(&self) -> Option<Turn> {
+        let was_taken = self.is_taken.swap(true, AcqRel);
+        (!was_taken).then(|| Turn(Arc::clone(&self.is_taken)))
+    }
+
+    /// The order that a signal is: to the program that lies where the daemon's own one lies, or lay when it was
+    /// started. `None` if an upgrade is under way or has been asked for.
+    pub(crate) fn by_signal(&self) -> Option<Order> {
+        Some(Order {
+            program: self.own.to_path_buf(),
+            begun: None,
+            turn: self.turn()?,
+        })
     }
 
     /// How the last upgrade came out.
@@ -115,13 +148,17 @@ impl Upgrades {
 
     /// Asks for an upgrade; returns once the new program is ready, or why there will be none.
     pub(crate) async fn order(&self, program: PathBuf) -> Result<UpgradeReport, ControlError> {
+        let busy = || ControlError::refused("an upgrade is under way already: wait for its end");
+        let ending = || ControlError::refused("the daemon ends, and is not upgraded any more");
+        let turn = self.turn().ok_or_else(busy)?;
         let (begun, answer) = oneshot::channel();
-        let busy = |_| ControlError::refused("an upgrade is under way already: wait for its end");
-        self.orders
-            .try_send(Order { program, begun })
-            .map_err(busy)?;
-        let ending = |_| ControlError::refused("the daemon ends, and is not upgraded any more");
-        answer.await.map_err(ending)?
+        let order = Order {
+            program,
+            begun: Some(begun),
+            turn,
+        };
+        self.orders.try_send(order).map_err(|_| ending())?;
+        answer.await.map_err(|_| ending())?
     }
 
     fn last(&self) -> MutexGuard<'_, UpgradeReport> {
@@ -139,5 +176,32 @@ pub(crate) fn own_program() -> PathBuf {
     match path.to_str().and_then(|path| path.strip_suffix(DELETED)) {
         Some(before) => PathBuf::from(before),
         None => path,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn second_order_is_refused_until_the_first_has_come_to_nothing() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build();
+        runtime.unwrap().block_on(async {
+            let (upgrades, mut orders) = Upgrades::new(Path::new("/own"), UpgradeReport::none());
+            let asking = upgrades.clone();
+            let first = tokio::spawn(async move { asking.order("/first".into()).await });
+            let order = orders.recv().await.unwrap();
+            assert_eq!(order.program, Path::new("/first"));
+            let refused = upgrades.order("/second".into()).await.unwrap_err();
+            assert!(refused.message.contains("under way"), "{refused}");
+            assert!(upgrades.by_signal().is_none());
+            let Order { begun, turn, .. } = order;
+            let no = Err(ControlError::failed("it is not ready"));
+            assert!(begun.unwrap().send(no).is_ok());
+            assert!(first.await.unwrap().is_err());
+            assert!(upgrades.by_signal().is_none(), "the turn is not over yet");
+            drop(turn);
+            assert_eq!(upgrades.by_signal().unwrap().program, Path::new("/own"));
+        });
     }
 }

@@ -14,6 +14,7 @@ use crate::{
     host,
     run::{self, Started, check_host, name_process},
     settings::{RunSettings, Settings, from_text},
+    signals,
 };
 use pagetide_handover::{
     Channel, HandoverError,
@@ -21,12 +22,18 @@ use pagetide_handover::{
 };
 use pagetide_report::outcome::CommandError;
 use pagetide_sys::{clock::now_ns, inherited};
-use std::{path::Path, time::Duration};
+use std::{
+    path::Path,
+    time::{Duration, Instant},
+};
 
 /// How long the daemon may take to say what it wants.
 const OFFER_WAIT: Duration = Duration::from_secs(10);
 /// How long it may take to stop its work: I/O of disks under way is waited for.
 const GO_WAIT: Duration = Duration::from_secs(600);
+/// The part of the time for everything, from *Go* to *Serving*, in which the new program waits for what others still
+/// hold. The rest is for the recovery.
+const WAIT_SHARE: (u32, u32) = (4, 5);
 /// Between two looks whether the old program has decided; it does so at once.
 const COMMIT_LOOK: Duration = Duration::from_secs(10);
 
@@ -40,6 +47,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
             "this is a part of `pagetide upgrade`, and not started by hand ({error})"
         ))
     };
+    signals::keep().map_err(|error| by_hand(&error))?;
     let stdin = inherited::take_stdin().map_err(|error| by_hand(&error))?;
     let channel = Channel::of(stdin).map_err(|error| by_hand(&error))?;
     name_process();
@@ -98,7 +106,10 @@ fn take_over(
         Ok(parts) => parts,
         Err(error) => return refuse(channel, CommandError::failed(error)),
     };
-    let mut started = match Started::from_parts(settings, parts, Owed::AsBefore) {
+    // What is waited for is given up early enough to tell the old program, which goes on then.
+    let serving_wait = Duration::from_millis(settings.upgrade_serving_ms.into());
+    let owed = Owed::before(Instant::now() + serving_wait * WAIT_SHARE.0 / WAIT_SHARE.1);
+    let mut started = match Started::from_parts(settings, parts, owed) {
         Ok(started) => started,
         Err(error) => return refuse(channel, error),
     };

@@ -373,7 +373,7 @@ mod tests {
         drop(first);
         assert!(second.claim(&path, Sharing::Alone).is_err());
         drop(ring);
-        crate::lock::wait_for_dead_engines(dir.path(), |_| {}).unwrap();
+        crate::lock::wait_for_dead_engines(dir.path(), None, |_| {}).unwrap();
         // The kernel closes the files of a table one after another.
         let began = std::time::Instant::now();
         while second.claim(&path, Sharing::Alone).is_err() {

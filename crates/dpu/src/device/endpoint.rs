@@ -13,7 +13,11 @@
 //! session becomes a record, and listening socket and connection stay open. In the other process it is *held*: its
 //! session is led to where it was and its rings run, since what they do is recorded outside the process. But no
 //! message is read and no front end is accepted before it is *admitted*: until then that process may still be told
-//! to give up, and a message that it had read would be lost.
+//! to give up, and a message that it had read would be lost. Its threads are there already and wait at a [`Gate`],
+//! since afterwards nothing may fail.
+//!
+//! A session that cannot be led to where it was because of what its front end has done (it may have cut its memory
+//! short) ends, and that front end alone is hung up on: others go on.
 
 use super::{
     backend::BlkBackend,
@@ -33,7 +37,7 @@ use std::{
     },
     path::PathBuf,
     sync::{
-        Arc,
+        Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
@@ -46,8 +50,51 @@ pub(crate) struct Endpoint {
     control: Arc<Control>,
     orders: Arc<Orders>,
     listener: Option<JoinHandle<Option<Parked>>>,
-    /// It is still the process that was replaced whose device this is.
-    held: Option<Held>,
+    gate: Arc<Gate>,
+}
+
+/// Where threads of a device wait until they know whose the device is.
+struct Gate {
+    state: Mutex<GateState>,
+    changed: Condvar,
+}
+
+/// See [`Gate`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum GateState {
+    /// It may still be that of the process that was replaced.
+    Held,
+    /// It is ours.
+    Admitted,
+    /// It is not, and nothing of it is to be touched.
+    GivenUp,
+}
+
+impl Gate {
+    fn new(state: GateState) -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
+    }
+
+    /// Decides, unless that was done before; returns what it is.
+    fn decide(&self, decision: GateState) -> GateState {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if *state == GateState::Held {
+            *state = decision;
+            self.changed.notify_all();
+        }
+        *state
+    }
+
+    /// Waits for the decision.
+    fn wait(&self) -> GateState {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_held = |state: &mut GateState| *state == GateState::Held;
+        let decided = self.changed.wait_while(state, is_held);
+        *decided.unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// How a listener is to end.
@@ -103,12 +150,6 @@ struct Parked {
     front_end: Option<ParkedFrontEnd>,
 }
 
-/// What a listener begins with.
-struct Held {
-    listener: UnixListener,
-    front_end: Option<(Connection<BlkBackend>, UnixStream)>,
-}
-
 impl Endpoint {
     /// Listens, and serves front ends that `access` allows until [`Self::close`].
     pub fn open(control: Arc<Control>, access: SocketAccess) -> Result<Self, SocketError> {
@@ -121,7 +162,7 @@ impl Endpoint {
             control: control.clone(),
             orders: Arc::new(Orders::new().map_err(failed)?),
             listener: None,
-            held: None,
+            gate: Gate::new(GateState::Admitted),
         };
         endpoint.listen(listener, Tenancy::Nobody).map_err(failed)?;
         Ok(endpoint)
@@ -130,53 +171,74 @@ impl Endpoint {
     /// Holds a device that another process has parked; its rings run when this returns.
     ///
     /// # Errors
-    /// Its session cannot be led to where it was.
+    /// This program cannot go on with the session, whatever its front end does, or there is no descriptor or thread.
     pub fn hold(
         control: Arc<Control>,
         listener: UnixListener,
         front_end: Option<ParkedFrontEnd>,
     ) -> Result<Self, ReplayError> {
         control.shared.set_leaving(Leaving::No);
-        let front_end = front_end.map(|parked| {
-            parked.connection.set_nonblocking(false)?;
-            let copy = parked.connection.try_clone()?;
-            let backend = BlkBackend::new(control.clone());
-            let connection = Connection::resume(parked.connection, backend, &parked.record)?;
-            control.set_presence(Presence::There);
-            Ok::<_, ReplayError>((connection, copy))
-        });
-        Ok(Self {
-            held: Some(Held {
-                listener,
-                front_end: front_end.transpose()?,
-            }),
+        let mut endpoint = Self {
             orders: Arc::new(Orders::new()?),
             listener: None,
+            gate: Gate::new(GateState::Held),
             control,
-        })
+        };
+        let tenancy = match front_end {
+            None => Tenancy::Nobody,
+            Some(parked) => endpoint.resume(parked)?,
+        };
+        let session = match &tenancy {
+            Tenancy::Served(served) => Some(served.session.clone()),
+            Tenancy::Nobody | Tenancy::Stuck(_) => None,
+        };
+        if let Err(error) = endpoint.listen(listener, tenancy) {
+            session.iter().for_each(SharedSession::end);
+            return Err(error.into());
+        }
+        Ok(endpoint)
+    }
+
+    /// Leads a session to where it was.
+    fn resume(&self, parked: ParkedFrontEnd) -> Result<Tenancy, ReplayError> {
+        let control = &self.control;
+        parked.connection.set_nonblocking(false)?;
+        let copy = parked.connection.try_clone()?;
+        let backend = BlkBackend::new(control.clone());
+        match Connection::resume(parked.connection, backend, &parked.record) {
+            Ok(connection) => {
+                control.set_presence(Presence::There);
+                let session = connection.session().clone();
+                let begun = begin(control, &self.orders, &self.gate, connection, copy);
+                Ok(Tenancy::Served(begun.inspect_err(|_| session.end())?))
+            }
+            Err(error @ ReplayError::Refused { .. }) => {
+                // The process that was replaced has the connection, too, so it stays until that has ended.
+                tracing::warn!(socket = %control.socket.display(), %error, "a front end is hung up on");
+                Ok(Tenancy::Nobody)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Lets a held device read messages and accept front ends: this process is not told to give up any more.
-    ///
-    /// # Errors
-    /// No thread can be created.
-    pub fn admit(&mut self) -> io::Result<()> {
-        let Some(held) = self.held.take() else {
-            return Ok(());
-        };
-        let tenancy = match held.front_end {
-            None => Tenancy::Nobody,
-            Some((connection, stream)) => {
-                Tenancy::Served(begin(&self.control, &self.orders, connection, stream)?)
-            }
-        };
-        self.listen(held.listener, tenancy)
+    pub fn admit(&self) {
+        self.gate.decide(GateState::Admitted);
     }
 
     fn listen(&mut self, listener: UnixListener, tenancy: Tenancy) -> io::Result<()> {
-        let (control, orders) = (self.control.clone(), self.orders.clone());
+        let (control, orders, gate) =
+            (self.control.clone(), self.orders.clone(), self.gate.clone());
         let thread = std::thread::Builder::new().name(format!("blk-{}", control.slot));
-        let thread = thread.spawn(move || listen(&control, listener, &orders, tenancy))?;
+        let thread = thread.spawn(move || match gate.wait() {
+            GateState::Admitted => listen(&control, listener, &orders, tenancy),
+            GateState::Held | GateState::GivenUp => {
+                if let Tenancy::Served(served) = tenancy {
+                    served.give_up();
+                }
+                None
+            }
+        })?;
         self.listener = Some(thread);
         Ok(())
     }
@@ -208,19 +270,17 @@ impl Endpoint {
 
     /// Hangs up on the front end, waits for I/O under way, and stops listening.
     pub fn close(&mut self) {
-        if let Some(held) = self.held.take() {
-            // The socket is still another process', and so is its front end.
-            if let Some((connection, _stream)) = held.front_end {
-                connection.session().end();
-            }
-            return;
-        }
+        let decided = self.gate.decide(GateState::GivenUp);
         let Some(listener) = self.listener.take() else {
             return;
         };
         self.orders.end();
         if listener.join().is_err() {
             tracing::error!(socket = %self.control.socket.display(), "a device's listener panicked");
+        }
+        if decided == GateState::GivenUp {
+            // The socket is still another process', and so is its front end.
+            return;
         }
         if let Err(error) = std::fs::remove_file(&self.control.socket) {
             tracing::warn!(socket = %self.control.socket.display(), %error, "socket not removed");
@@ -247,6 +307,16 @@ struct FrontEnd {
     /// Carries no message; it disconnects when the thread ends.
     ended: Receiver<Infallible>,
     thread: JoinHandle<()>,
+}
+
+impl FrontEnd {
+    /// Ends what this process has of a front end that is another process'.
+    fn give_up(self) {
+        self.session.end();
+        if self.thread.join().is_err() {
+            tracing::error!("a connection thread panicked");
+        }
+    }
 }
 
 /// The listener's view of front ends.
@@ -371,24 +441,28 @@ fn serve(control: &Arc<Control>, orders: &Arc<Orders>, stream: UnixStream) -> io
     control.shared.forget_stop();
     control.set_presence(Presence::There);
     let connection = Connection::new(stream, BlkBackend::new(control.clone()));
-    begin(control, orders, connection, copy)
+    let gate = Gate::new(GateState::Admitted);
+    begin(control, orders, &gate, connection, copy)
 }
 
-/// Starts the thread of a connection, of which `copy` is a copy.
+/// Starts the thread of a connection, of which `copy` is a copy. It reads messages once the device is admitted.
 fn begin(
     control: &Arc<Control>,
     orders: &Arc<Orders>,
+    gate: &Arc<Gate>,
     mut connection: Connection<BlkBackend>,
     copy: UnixStream,
 ) -> io::Result<FrontEnd> {
     let closing = copy.try_clone()?;
     let session = connection.session().clone();
-    let (control, orders) = (control.clone(), orders.clone());
+    let (control, orders, gate) = (control.clone(), orders.clone(), gate.clone());
     let (end, ended) = channel();
     let thread = std::thread::Builder::new()
         .name(format!("blk-{}-conn", control.slot))
         .spawn(move || {
-            converse(&control, &orders, &mut connection, &closing);
+            if gate.wait() == GateState::Admitted {
+                converse(&control, &orders, &mut connection, &closing);
+            }
             drop(end);
         })?;
     Ok(FrontEnd {

@@ -51,6 +51,10 @@ pub(crate) enum Command {
     },
     SetAssist(Arc<dyn FaultAssist>),
     SetPen(AccessPen),
+    /// Begins nothing more on images. The answer comes once the kernel has nothing of this engine any more.
+    Hush(Sender<()>),
+    /// Goes on after that.
+    Speak,
     /// Only wakes the engine, to check state that was set elsewhere.
     Look,
     /// Sent when all queues have been stopped.
@@ -78,6 +82,8 @@ impl Command {
             | Self::RemoveDevice { .. }
             | Self::SetAssist(_)
             | Self::SetPen(_)
+            | Self::Hush(_)
+            | Self::Speak
             | Self::Look
             | Self::ShutDown => None,
         }

@@ -12,7 +12,7 @@ use super::{
     device::{Device, ImageFiles},
     fair::COMMAND_COST_BYTES,
     queue::EngineQueue,
-    thread::Engine,
+    thread::{Engine, Hush},
 };
 use crate::ring::FileSlot;
 use std::{io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
@@ -113,6 +113,8 @@ impl Engine {
             }
             Command::SetAssist(assist) => self.assist = Some(assist),
             Command::SetPen(pen) => self.io.reports.set_pen(pen),
+            Command::Hush(hushed) => self.hush = Some(Hush::Asked(hushed)),
+            Command::Speak => self.hush = None,
             Command::Look => {}
             Command::ShutDown => self.ending = true,
         }

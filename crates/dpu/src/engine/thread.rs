@@ -17,7 +17,7 @@ use pagetide_vpri::{DeviceEnd, Doorbell, FaultAssist, HostPresence};
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    sync::Arc,
+    sync::{Arc, mpsc::Sender},
     time::Duration,
 };
 
@@ -56,6 +56,16 @@ pub(crate) struct Engine {
     pub assist: Option<Arc<dyn FaultAssist>>,
     pub(super) patience: Patience,
     pub ending: bool,
+    /// It begins nothing on images.
+    pub(super) hush: Option<Hush>,
+}
+
+/// An engine that begins nothing on images, before the process is replaced.
+pub(super) enum Hush {
+    /// It was asked, and the kernel still has requests of it.
+    Asked(Sender<()>),
+    /// It has told that the kernel has none.
+    Told,
 }
 
 impl Engine {
@@ -84,6 +94,7 @@ impl Engine {
             assist: None,
             patience: Patience::new(seed.poll),
             ending: false,
+            hush: None,
         })
     }
 }

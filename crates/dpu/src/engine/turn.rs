@@ -3,11 +3,12 @@
 
 use super::{
     call,
+    command::answer,
     fair::Verdict,
     io::Progress,
     kicks::{BELL_TOKEN, Poll},
     patience::{Idle, WaitsFor},
-    thread::{EVENTS_PER_TURN, Engine},
+    thread::{EVENTS_PER_TURN, Engine, Hush},
 };
 use crate::{ring::Event, shared::StopReason, slo::recorder::Urgency};
 use std::{io, os::fd::AsFd, sync::atomic::Ordering};
@@ -79,10 +80,21 @@ impl Engine {
             self.io.ring.submit()?;
         }
         self.finish_stops()?;
+        self.tell_hushed();
         self.io
             .reports
             .tell_accounts(&mut self.devices, Urgency::Routine);
         Ok(progress)
+    }
+
+    /// Tells who has asked for it that the kernel has nothing of this engine any more.
+    fn tell_hushed(&mut self) {
+        if self.io.ring.in_flight() == 0
+            && let Some(Hush::Asked(asked)) = &self.hush
+        {
+            answer(asked, ());
+            self.hush = Some(Hush::Told);
+        }
     }
 
     fn take_completions(&mut self, progress: &mut Progress) -> io::Result<()> {
@@ -137,7 +149,8 @@ impl Engine {
             self.io.fair.visit(slot, device.shared.weight());
             // Before its requests, which would always use up its credit.
             progress.anything |= self.obey_waiting(slot)?;
-            if let Some(device) = self.devices[slot].as_mut()
+            if self.hush.is_none()
+                && let Some(device) = self.devices[slot].as_mut()
                 && !device.running.is_empty()
             {
                 self.io.serve_tenant(device, slot, progress)?;
@@ -200,6 +213,9 @@ impl Engine {
 
     /// Enables kicks; true if a queue has chains already.
     fn arm_queues(&mut self) -> bool {
+        if self.hush.is_some() {
+            return false;
+        }
         let mut more = false;
         for (device, number) in &self.active {
             let Some(device) = self.devices[*device].as_mut() else {

@@ -9,7 +9,11 @@
 
 use pagetide_policy::scheduler::{Basis, WorkClass};
 use pagetide_sys::cpu::{self, Urgency, priority};
-use std::{cell::RefCell, io, sync::Arc};
+use std::{
+    cell::RefCell,
+    io,
+    sync::{Arc, OnceLock},
+};
 
 /// Niceness of reclaim that is lent idle time, or may not preempt: about a third of the weight of an ordinary
 /// thread.
@@ -29,9 +33,14 @@ pub enum Weakness {
 }
 
 impl Weakness {
-    /// What this process may do.
+    /// What this process may do; tried at the first call only.
     #[must_use]
     pub fn of_this_process() -> Self {
+        static TRIED: OnceLock<Weakness> = OnceLock::new();
+        *TRIED.get_or_init(Self::try_on_a_thread)
+    }
+
+    fn try_on_a_thread() -> Self {
         let probe = std::thread::Builder::new().name("pt-probe".into());
         let probed = probe.spawn(|| Self::probe(cpu::set_urgency));
         match probed.map(std::thread::JoinHandle::join) {

@@ -168,7 +168,7 @@ impl DiskTier {
     /// # Errors
     /// [`DiskError`].
     pub fn open(path: &Path, limit_bytes: u64, bounds: Bounds) -> Result<FoundDisk, DiskError> {
-        let disk = open::open(path, limit_bytes)?;
+        let disk = open::open(path, limit_bytes, bounds.lock)?;
         Ok(FoundDisk {
             path: path.to_owned(),
             sectors: Sectors::new(disk.segments, disk.limit, disk.block),

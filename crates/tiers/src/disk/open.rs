@@ -42,8 +42,6 @@ const SEGMENTS_MIN: u64 = 2;
 const LEFT_FREE_BYTES_MAX: u64 = 1 << 30;
 /// ... or, if that is less, one part in so many.
 const LEFT_FREE_PART: u64 = 20;
-/// How long a lock is waited for: that of a killed daemon falls when its last I/O is done.
-const LOCK_TIME: Duration = Duration::from_secs(10);
 /// How often it is looked whether a device is free.
 const POLL: Duration = Duration::from_millis(2);
 const TMPFS_MAGIC: i128 = 0x0102_1994;
@@ -141,8 +139,12 @@ impl At<'_> {
     }
 }
 
-/// Opens `path` as a tier of at most `limit_bytes`.
-pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError> {
+/// Opens `path` as a tier of at most `limit_bytes`; waits so long for another to let go of it.
+pub(super) fn open(
+    path: &Path,
+    limit_bytes: u64,
+    lock_wait: Duration,
+) -> Result<OpenDisk, DiskError> {
     let at = At(path);
     let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
     let found = match rustix::fs::open(
@@ -179,7 +181,7 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
             flags | OFlags::EXCL
         }
     };
-    let end = Instant::now() + LOCK_TIME;
+    let end = Instant::now() + lock_wait;
     let file = loop {
         match rustix::fs::open(&link, flags, Mode::empty()) {
             Ok(file) => break file,
@@ -189,7 +191,7 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
         }
     };
     drop(found);
-    lock(path, &file)?;
+    lock(path, &file, lock_wait)?;
     let (segments, limit) = segments(path, &file, discard, limit_bytes)?;
     let mut disk = OpenDisk {
         block: BlockSize::Bytes4096,
@@ -306,9 +308,9 @@ fn refuse_memory_device(path: &Path, stat: &Stat) -> Result<(), DiskError> {
 }
 
 /// Locks the open file. The ring keeps it open, and so locked, until its last I/O is done.
-fn lock(path: &Path, file: &OwnedFd) -> Result<(), DiskError> {
+fn lock(path: &Path, file: &OwnedFd, wait: Duration) -> Result<(), DiskError> {
     let copy = file.try_clone().map_err(At(path).failed("dup"))?;
-    match GuestFile::from(copy).lock_exclusive_within(LOCK_TIME) {
+    match GuestFile::from(copy).lock_exclusive_within(wait) {
         Ok(Locked::Ours) => Ok(()),
         Ok(Locked::HeldByAnother) => Err(DiskError::Held(path.to_owned())),
         Err(error) => Err(At(path).failed("flock")(io::Error::other(error))),

@@ -32,6 +32,8 @@ pub struct Bounds {
     pub read: Duration,
     /// A write of a batch, and a probe.
     pub write: Duration,
+    /// The wait for a lock at the opening: that of a killed daemon falls when its last I/O is done.
+    pub lock: Duration,
 }
 
 impl Default for Bounds {
@@ -41,6 +43,7 @@ impl Default for Bounds {
         Self {
             read: Duration::from_secs(1),
             write: Duration::from_secs(5),
+            lock: Duration::from_secs(10),
         }
     }
 }

@@ -20,7 +20,10 @@ use std::{
 
 /// How long a successor waits for a predecessor that is exiting.
 pub(super) const LOCK_WAIT: Duration = Duration::from_secs(15);
-const LOCK_RETRY: Duration = Duration::from_millis(50);
+/// The same with VMs that are to be served: of a predecessor that was killed only the end of its exit is left, since
+/// it has given up the lock of the state directory.
+pub(super) const SERVED_LOCK_WAIT: Duration = Duration::from_millis(500);
+const LOCK_RETRY: Duration = Duration::from_millis(10);
 /// Longest note of a holder that is read.
 const NOTE_BYTES_MAX: u64 = 4096;
 

@@ -48,10 +48,11 @@ use super::lock::lock;
 use crate::{
     budget::{BudgetBody, HostReport, ShareChange},
     control::ControlError,
+    dpu::Owed,
     settings::RunSettings,
 };
 use groups::Groups;
-use host_lock::{HostLock, LOCK_WAIT};
+use host_lock::{HostLock, LOCK_WAIT, SERVED_LOCK_WAIT};
 use pagetide_policy::budget::{BudgetError, Bytes, HostBudget, Plan, Rate, VmReport, VmShare};
 use saved::{Given, Saved, SavedFile, mark};
 use seat::HostRoom;
@@ -146,8 +147,20 @@ impl Budget {
         settings: &RunSettings,
         state_dir: &Path,
         known: &[String],
+        owed: Owed,
     ) -> Result<Arc<Self>, ControlError> {
-        Self::open_with(settings, state_dir, known, Groups::of_this_host())
+        let wait = match known {
+            [] => LOCK_WAIT,
+            // Their faults wait meanwhile, and the lock is tried for again.
+            _ => SERVED_LOCK_WAIT,
+        };
+        Self::open_with(
+            settings,
+            state_dir,
+            known,
+            Groups::of_this_host(),
+            owed.wait(wait),
+        )
     }
 
     fn open_with(
@@ -155,6 +168,7 @@ impl Budget {
         state_dir: &Path,
         known: &[String],
         groups: Groups,
+        lock_wait: Duration,
     ) -> Result<Arc<Self>, ControlError> {
         let file = SavedFile::in_dir(state_dir);
         // VMs must be served whatever was set: without a daemon they wait at their next fault.
@@ -179,7 +193,7 @@ impl Budget {
             started: Instant::now(),
         };
         if let Some(plan) = saved.plan {
-            match budget.in_force(plan, LOCK_WAIT) {
+            match budget.in_force(plan, lock_wait) {
                 Ok(force) => lock(&budget.state).force = Some(force),
                 Err(error) if must_serve => tracing::error!(
                     %error,

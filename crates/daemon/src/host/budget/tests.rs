@@ -119,7 +119,13 @@ impl Rig {
         let settings = RunSettings::merge(flags, GivenSettings::default());
         let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
         let groups = Groups::below(self.root.path());
-        Budget::open_with(&settings, &self.root.path().join("state"), &known, groups)
+        Budget::open_with(
+            &settings,
+            &self.root.path().join("state"),
+            &known,
+            groups,
+            LOCK_WAIT,
+        )
     }
 
     fn open(&self, host_budget: &str) -> Arc<Budget> {

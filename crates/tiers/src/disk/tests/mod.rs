@@ -20,6 +20,7 @@ const VM: VmId = VmId(5);
 const BOUNDS: Bounds = Bounds {
     read: Duration::from_millis(100),
     write: Duration::from_millis(500),
+    lock: Duration::from_secs(10),
 };
 
 /// What the simulated disk does with a transfer.
