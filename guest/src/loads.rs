@@ -14,6 +14,7 @@
 //! | `sysbench-cpu` | sysbench `cpu`, prime numbers | one of its events |
 //! | `sysbench-memory` | sysbench `memory`, long blocks written in order | a block |
 //! | `fio` | fio on the guest's disk, 4 KiB at random past the page cache | a request |
+//! | `fio-verify` | the same, written, read again and verified | a request |
 //!
 //! The first run of a load prepares its data, and measures its rate.
 
@@ -92,17 +93,20 @@ pub enum Load {
     SysbenchMemory,
     /// See the module.
     Fio,
+    /// See the module.
+    FioVerify,
 }
 
 impl Load {
     /// All.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::StressVm,
         Self::StressStream,
         Self::Redis,
         Self::SysbenchCpu,
         Self::SysbenchMemory,
         Self::Fio,
+        Self::FioVerify,
     ];
 
     /// Its name in a command.
@@ -115,6 +119,7 @@ impl Load {
             Self::SysbenchCpu => "sysbench-cpu",
             Self::SysbenchMemory => "sysbench-memory",
             Self::Fio => "fio",
+            Self::FioVerify => "fio-verify",
         }
     }
 }
@@ -219,7 +224,8 @@ fn obey(order: Order, redis: &mut Option<Redis>) -> Result<Ran, LoadError> {
         }
         Load::SysbenchCpu => sysbench::run(sysbench::Test::Cpu, order.seconds),
         Load::SysbenchMemory => sysbench::run(sysbench::Test::Memory, order.seconds),
-        Load::Fio => disk::run(order.seconds),
+        Load::Fio => disk::run(disk::Job::Mixed, order.seconds),
+        Load::FioVerify => disk::run(disk::Job::Verified, order.seconds),
     }
 }
 

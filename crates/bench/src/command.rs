@@ -10,7 +10,7 @@ use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
     fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
     iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, schedule, sim,
-    tracker,
+    tracker, upgrade,
 };
 
 /// Arguments of `bench`.
@@ -218,5 +218,6 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::GuestCost => guest_cost::run(sizes),
         BenchName::Schedule => schedule::run(sizes),
         BenchName::Tracker => tracker::run(sizes),
+        BenchName::Upgrade => upgrade::run(sizes),
     }
 }

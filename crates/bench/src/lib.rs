@@ -39,6 +39,7 @@ pub mod schedule;
 pub mod sim;
 pub mod tiers;
 pub mod tracker;
+pub mod upgrade;
 
 pub use harness::report::{BenchError, BenchHost, BenchReport};
 pub use options::SizeOptions;

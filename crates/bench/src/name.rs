@@ -55,6 +55,8 @@ pub enum BenchName {
     GuestCost,
     /// How much cold memory is found, how soon, and what evicting it costs
     Tracker,
+    /// Live upgrades of the daemon of guests in use, and attempts with programs that are broken in twenty ways
+    Upgrade,
 }
 
 impl std::fmt::Display for BenchName {

@@ -16,12 +16,12 @@ const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, tracker and pool, the rounds also of fault and
-/// fault-parallel, days, VMs and seeds of budget; others take none.
+/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, tracker, pool and upgrade, the rounds also of
+/// fault and fault-parallel, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each VM (burst,
-    /// overcommit, schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool, upgrade), of each VM
+    /// (burst, overcommit, schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
@@ -33,7 +33,7 @@ pub struct SizeOptions {
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
-    /// four-guests)
+    /// four-guests; upgrade: stand-ins, real-guests)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -51,6 +51,9 @@ pub struct SizeOptions {
     /// Seeds, from 1 on (budget: 2)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub seeds: Option<u64>,
+    /// Upgrades of each part, and at most so many of the twenty broken ones (upgrade: 100)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
+    pub upgrades: Option<u64>,
     /// Draw pictures of what happened as SVG files in this directory (burst)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
@@ -98,16 +101,25 @@ impl SizeOptions {
         let schedule = overcommit || name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
-        let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
+        let upgrade = name == BenchName::Upgrade;
+        let real_size = name == BenchName::RealSize;
+        // Without alternations.
+        let plain = tracker || pool || upgrade;
+        let sized = plain || cost || schedule || burst || real_size;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
-            ("--setting", !self.settings.is_empty(), sized || overhead),
+            (
+                "--setting",
+                !self.settings.is_empty(),
+                sized && !upgrade || overhead,
+            ),
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || overhead || sized && !tracker && !pool,
+                faults || overhead || sized && !plain,
             ),
+            ("--upgrades", self.upgrades.is_some(), upgrade),
             (
                 "--seconds",
                 self.seconds.is_some(),
@@ -121,7 +133,7 @@ impl SizeOptions {
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit,
+                tracker || cost || overhead || overcommit || upgrade,
             ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
@@ -130,7 +142,7 @@ impl SizeOptions {
                 return Err(format!("bench {name} has no {flag}"));
             }
         }
-        if !sized || name == BenchName::RealSize || self.ram.len() < 2 {
+        if !sized || real_size || self.ram.len() < 2 {
             let least = ByteSize(RAM_BYTES_MIN);
             return match self.ram.iter().find(|ram| ram.0 < RAM_BYTES_MIN) {
                 Some(ram) => Err(format!(

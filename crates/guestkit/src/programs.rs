@@ -84,7 +84,7 @@ pub const fn of_load(load: Load) -> &'static [Program] {
         Load::StressVm | Load::StressStream => &[STRESS_NG],
         Load::Redis => &[REDIS_SERVER, REDIS_BENCHMARK],
         Load::SysbenchCpu | Load::SysbenchMemory => &[SYSBENCH],
-        Load::Fio => &[FIO],
+        Load::Fio | Load::FioVerify => &[FIO],
     }
 }
 

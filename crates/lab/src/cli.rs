@@ -46,6 +46,9 @@ pub enum LabCommand {
     /// A process that a bench starts for itself
     #[command(subcommand, hide = true)]
     BenchPart(BenchPart),
+    /// A program that fails to succeed a daemon; for `pagetide bench upgrade`
+    #[command(hide = true)]
+    Successor,
 }
 
 /// Executes the command line.
@@ -60,6 +63,9 @@ pub fn execute(cli: LabCli) -> Result<(), CommandError> {
         LabCommand::Trace(command) => trace::execute(command),
         LabCommand::Vpri(command) => vpri::execute(command),
         LabCommand::BenchPart(part) => bench::execute_part(part),
+        LabCommand::Successor => {
+            pagetide_bench::upgrade::broken::act().map_err(CommandError::failed)
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 mod upgrading;
 mod vmm;
 
+use pagetide_bench::upgrade::broken::Way;
 use pagetide_random::SplitMix64;
 use pagetide_swap::Pool;
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
@@ -22,10 +23,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     time::{Duration, Instant},
 };
-use upgrading::{
-    Daemon, PATIENCE, Programs,
-    broken::{BROKEN_AFTER, BROKEN_BEFORE},
-};
+use upgrading::{Daemon, PATIENCE, Programs};
 
 const MIB: u64 = 1 << 20;
 const PAGE_BYTES: u64 = 4096;
@@ -200,13 +198,6 @@ fn memory_in_use_is_right_over_ten_upgrades_and_nothing_is_lost() {
     assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
 }
 
-/// The program of the next test: this test program, which a daemon runs with the word `successor`, so that this
-/// test alone is run.
-#[test]
-fn as_the_successor() {
-    upgrading::broken::act();
-}
-
 #[test]
 fn broken_program_does_not_become_the_daemon_and_the_old_one_goes_on() {
     if is_skipped("broken_program_does_not_become_the_daemon_and_the_old_one_goes_on") {
@@ -214,7 +205,6 @@ fn broken_program_does_not_become_the_daemon_and_the_old_one_goes_on() {
     }
     let programs = Programs::new();
     let program = programs.pagetide("pagetide");
-    let broken = programs.put(&std::env::current_exe().unwrap(), "broken");
     let ram = Ram::filled();
     let settings = ["--upgrade-ready-ms", "1500", "--upgrade-serving-ms", "1500"];
     let mut daemon = Daemon::start(&program, &settings, None);
@@ -222,25 +212,23 @@ fn broken_program_does_not_become_the_daemon_and_the_old_one_goes_on() {
     let pid = daemon.pid();
     in_use(&ram, || {
         daemon.until("evictions", |daemon| daemon.figure("evicted_pages") > PAGES);
-        for mode in BROKEN_BEFORE {
-            fs::write(daemon.mode_file(), mode).unwrap();
-            let told = daemon.no_upgrade(&broken);
+        for way in Way::BEFORE {
+            let told = daemon.no_upgrade(&programs.broken(way));
             used_on(&ram);
             assert_eq!(
                 (daemon.pid(), daemon.figure("restarts")),
                 (pid, 0),
-                "{mode}: {told}"
+                "{way:?}: {told}"
             );
         }
-        for (number, mode) in BROKEN_AFTER.into_iter().enumerate() {
-            fs::write(daemon.mode_file(), mode).unwrap();
-            let told = daemon.no_upgrade(&broken);
+        for (number, way) in Way::AFTER.into_iter().enumerate() {
+            let told = daemon.no_upgrade(&programs.broken(way));
             used_on(&ram);
             let restarts = u64::try_from(number).unwrap() + 1;
             assert_eq!(
                 (daemon.pid(), daemon.figure("restarts")),
                 (pid, restarts),
-                "{mode}: {told}"
+                "{way:?}: {told}"
             );
             let report = daemon.asked("/v1/upgrade");
             assert_eq!(report["state"], "rolled-back", "{report}");
@@ -407,20 +395,18 @@ fn new_program_that_is_killed_at_any_moment_loses_nothing() {
             let before = daemon.pid();
             let words = ["upgrade", program.to_str().unwrap(), "--json"];
             let client = daemon.command(&words).spawn().unwrap();
-            if let Some(successor) = child_of(before) {
-                let moment = Duration::from_micros(random.below(300_000));
-                let begun = Instant::now();
-                while begun.elapsed() < moment {
-                    std::thread::yield_now();
-                }
-                let killed =
-                    rustix::process::kill_process(successor, rustix::process::Signal::KILL);
-                // It may have ended by itself: then nothing was broken.
-                assert!(
-                    matches!(killed, Ok(()) | Err(rustix::io::Errno::SRCH)),
-                    "{killed:?}"
-                );
+            let successor = child_of(before).expect("a successor");
+            let moment = Duration::from_micros(random.below(300_000));
+            let begun = Instant::now();
+            while begun.elapsed() < moment {
+                std::thread::yield_now();
             }
+            let killed = rustix::process::kill_process(successor, rustix::process::Signal::KILL);
+            // It may have ended by itself: then nothing was broken.
+            assert!(
+                matches!(killed, Ok(()) | Err(rustix::io::Errno::SRCH)),
+                "{killed:?}"
+            );
             drop(client.wait_with_output().unwrap());
             match daemon.pid() {
                 0 => {
@@ -443,15 +429,14 @@ fn new_program_that_is_killed_at_any_moment_loses_nothing() {
 fn child_of(parent: u32) -> Option<rustix::process::Pid> {
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(5) {
-        // Started by a thread of the runtime: any task's children.
-        let Ok(tasks) = fs::read_dir(format!("/proc/{parent}/task")) else {
-            return None;
-        };
-        for task in tasks.flatten() {
-            let list = fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            let first = list.split_whitespace().next();
-            if let Some(pid) = first.and_then(|pid| pid.parse().ok()) {
-                return rustix::process::Pid::from_raw(pid);
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let name = entry.file_name();
+            let stat = fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+            let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+            let its = fields.split(' ').nth(1).and_then(|pid| pid.parse().ok());
+            if its == Some(parent) {
+                let pid = name.to_str().and_then(|pid| pid.parse().ok());
+                return pid.and_then(rustix::process::Pid::from_raw);
             }
         }
     }

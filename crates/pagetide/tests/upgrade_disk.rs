@@ -7,6 +7,7 @@ mod support;
 mod upgrading;
 mod vmm;
 
+use pagetide_bench::upgrade::broken::Way;
 use pagetide_random::SplitMix64;
 use std::{
     fs,
@@ -15,10 +16,7 @@ use std::{
     time::Instant,
 };
 use support::{BlkRequest, Connection, Guest, T_IN, T_OUT, TestQueue, WRITE};
-use upgrading::{
-    Daemon, PATIENCE, Programs,
-    broken::{self, BROKEN_AFTER, BROKEN_BEFORE},
-};
+use upgrading::{Daemon, PATIENCE, Programs};
 
 const QUEUES: usize = 2;
 /// Requests under way in each queue.
@@ -32,12 +30,6 @@ fn is_skipped(test: &str) -> bool {
         return true;
     }
     !vmm::is_this(test)
-}
-
-/// See `upgrading::broken`.
-#[test]
-fn as_the_successor() {
-    broken::act();
 }
 
 /// What is known of all requests.
@@ -149,7 +141,6 @@ impl Drop for Ending<'_> {
 struct Scene {
     programs: Programs,
     names: [PathBuf; 2],
-    broken: PathBuf,
     daemon: Daemon,
     socket: PathBuf,
     guest: Guest,
@@ -159,7 +150,6 @@ impl Scene {
     fn new(settings: &[&str]) -> Self {
         let programs = Programs::new();
         let names = ["pagetide-0", "pagetide-1"].map(|name| programs.pagetide(name));
-        let broken = programs.put(&std::env::current_exe().unwrap(), "broken");
         let guest = Guest::new();
         let daemon = Daemon::start(&names[0], settings, None);
         let own = std::process::id().to_string();
@@ -173,7 +163,6 @@ impl Scene {
         Self {
             programs,
             names,
-            broken,
             daemon,
             socket,
             guest,
@@ -183,7 +172,7 @@ impl Scene {
     /// Does `work` while all queues are in use; returns what it returns.
     fn in_use<T>(
         &mut self,
-        work: impl FnOnce(&mut Daemon, &[PathBuf; 2], &PathBuf, &mut Used<'_>) -> T,
+        work: impl FnOnce(&mut Daemon, &[PathBuf; 2], &Programs, &mut Used<'_>) -> T,
     ) -> T {
         let connection =
             Connection::open(&self.socket, &mut self.guest, QUEUES, support::F_EVENT_IDX);
@@ -211,7 +200,7 @@ impl Scene {
                 frontend: &mut frontend,
             };
             used.on();
-            work(&mut self.daemon, &self.names, &self.broken, &mut used)
+            work(&mut self.daemon, &self.names, &self.programs, &mut used)
         })
     }
 }
@@ -282,20 +271,18 @@ fn disk_in_use_goes_on_with_the_old_program_whatever_becomes_of_the_new_one() {
         return;
     }
     let mut scene = Scene::new(&["--upgrade-ready-ms", "1500", "--upgrade-serving-ms", "1500"]);
-    scene.in_use(|daemon, names, broken, used| {
+    scene.in_use(|daemon, names, programs, used| {
         let pid = daemon.pid();
-        for mode in BROKEN_BEFORE {
-            fs::write(daemon.mode_file(), mode).unwrap();
-            let told = daemon.no_upgrade(broken);
+        for way in Way::BEFORE {
+            let told = daemon.no_upgrade(&programs.broken(way));
             used.on();
-            assert_eq!(daemon.pid(), pid, "{mode}: {told}");
+            assert_eq!(daemon.pid(), pid, "{way:?}: {told}");
         }
-        for mode in BROKEN_AFTER {
+        for way in Way::AFTER {
             evict(daemon);
-            fs::write(daemon.mode_file(), mode).unwrap();
-            let told = daemon.no_upgrade(broken);
+            let told = daemon.no_upgrade(&programs.broken(way));
             used.on();
-            assert_eq!(daemon.pid(), pid, "{mode}: {told}");
+            assert_eq!(daemon.pid(), pid, "{way:?}: {told}");
             let report = daemon.asked("/v1/upgrade");
             assert_eq!(report["state"], "rolled-back", "{report}");
         }
@@ -331,5 +318,61 @@ fn front_end_without_a_record_of_its_requests_stands_against_an_upgrade() {
     );
     assert_eq!(scene.daemon.pid(), pid);
     once(&scene);
+    scene.daemon.json(&["vm", "detach", "a", "--json"]);
+}
+
+/// A front end with memory in a file that takes no seals, which it cuts short afterwards.
+fn connect_and_cut_memory_short(socket: &std::path::Path) -> vhost::vhost_user::Frontend {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    use std::os::fd::AsRawFd as _;
+    use vhost::{VhostBackend as _, VhostUserMemoryRegionInfo, vhost_user::Frontend};
+    const BYTES: u64 = 16 << 20;
+    let file = memfd_create("short", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, BYTES).unwrap();
+    let frontend = Frontend::connect(socket, 2).unwrap();
+    frontend.set_owner().unwrap();
+    let features = frontend.get_features().unwrap();
+    frontend.set_features(features).unwrap();
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: 0,
+        memory_size: BYTES,
+        userspace_addr: 0x7000_0000,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    frontend.set_mem_table(&[region]).unwrap();
+    // It is answered when all before it was obeyed.
+    assert_eq!(frontend.get_features().unwrap(), features);
+    ftruncate(&file, 4096).unwrap();
+    frontend
+}
+
+#[test]
+fn front_end_whose_session_cannot_go_on_is_hung_up_on_and_no_other_one_notices() {
+    if is_skipped("front_end_whose_session_cannot_go_on_is_hung_up_on_and_no_other_one_notices") {
+        return;
+    }
+    let mut scene = Scene::new(&[]);
+    let place = scene.programs.dir().to_owned();
+    let (socket, image) = (place.join("bad.sock"), place.join("bad"));
+    fs::write(&image, vec![0; 1 << 20]).unwrap();
+    let words = [
+        "--socket",
+        socket.to_str().unwrap(),
+        "--image",
+        image.to_str().unwrap(),
+    ];
+    scene
+        .daemon
+        .json(&[&["dpu", "blk"][..], &words, &["--json"]].concat());
+    let hostile = connect_and_cut_memory_short(&socket);
+    scene.in_use(|daemon, names, _, used| {
+        assert_eq!(daemon.upgrade(&names[1])["state"], "done");
+        used.on();
+    });
+    use vhost::VhostBackend as _;
+    assert!(hostile.get_features().is_err(), "it is hung up on");
+    drop(hostile);
+    drop(connect_and_cut_memory_short(&socket));
     scene.daemon.json(&["vm", "detach", "a", "--json"]);
 }

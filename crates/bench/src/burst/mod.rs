@@ -537,6 +537,7 @@ fn start_guest(dir: &Path, ram_bytes: u64, number: usize) -> Result<BusyGuest, S
             hot_permille: HOT_PERMILLE,
         },
         huge_pages: HugePages::NotAdvised,
+        disk: None,
     };
     BusyGuest::start(dir, &options)
 }

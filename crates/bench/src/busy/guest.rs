@@ -9,6 +9,7 @@
 
 use super::{
     content::Mix,
+    disk::{Disk, DiskAccount, DiskCounted},
     pattern::{HotPages, Pattern},
     ram::{HugePages, Ram, WrongPage},
 };
@@ -20,6 +21,7 @@ use pagetide_sys::cpu;
 use serde::{Deserialize, Serialize};
 use std::{
     io::BufRead as _,
+    path::PathBuf,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
@@ -62,6 +64,9 @@ pub struct BusyGuestOptions {
     /// Whether to ask for huge pages
     #[arg(long, value_enum, default_value_t = HugePages::NotAdvised)]
     pub huge_pages: HugePages,
+    /// Socket of a vhost-user disk that it writes and reads, too
+    #[arg(long)]
+    pub disk: Option<PathBuf>,
 }
 
 /// What a size of RAM means.
@@ -107,6 +112,8 @@ pub enum Order {
     Presence,
     /// Report the times of the faults since the last such order.
     Faults,
+    /// Report what the disk has done since the last such order.
+    Disk,
 }
 
 /// An answer of the stand-in.
@@ -130,6 +137,8 @@ pub enum Answer {
         /// In nanoseconds.
         ns: Vec<u32>,
     },
+    /// See [`DiskCounted`].
+    Disk(DiskCounted),
     /// Done, with the time; all content read was right.
     Done {
         /// In nanoseconds.
@@ -204,8 +213,10 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
     let cpus = cpu::affinity().map_err(|error| error.to_string())?;
     ram.fill(cpus.len());
     let fill_ns = clock::ns(begun.elapsed());
+    let disk = options.disk.as_deref().map(Disk::connect).transpose()?;
     let guest = Arc::new(Guest {
         hot: HotPages::new(options.pattern, sections),
+        disk: disk.as_ref().map(Disk::account),
         ram,
         vcpus: (0..options.vcpus).map(|_| Vcpu::default()).collect(),
         pausing: AtomicBool::new(false),
@@ -224,6 +235,13 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
             .name(format!("CPU {number}/KVM"))
             .spawn(move || guest.run_vcpu(number, cpu))
             .map_err(|error| format!("no thread for a vCPU: {error}"))?;
+    }
+    if let Some(disk) = disk {
+        std::thread::spawn(move || {
+            if let Err(reason) = disk.work() {
+                eprintln!("stand-in {}: {reason}", std::process::id());
+            }
+        });
     }
     if let Some(time) = options.pattern.stays_for() {
         let guest = Arc::clone(&guest);
@@ -303,6 +321,7 @@ struct Guest {
     wrong: OnceLock<WrongPage>,
     threads: usize,
     time_faults: bool,
+    disk: Option<Arc<DiskAccount>>,
 }
 
 fn faults() -> Result<u64, String> {
@@ -463,6 +482,10 @@ impl Guest {
                 let ns = self.vcpus.iter().flat_map(Vcpu::take_faults).collect();
                 return Ok(Answer::Faults { ns });
             }
+            Order::Disk => {
+                let disk = self.disk.as_ref().ok_or("it has no disk")?;
+                return Ok(Answer::Disk(disk.take()));
+            }
             Order::Pause => self.pause()?,
             Order::Resume => self.resume(),
             Order::Move { sections } => self.hot.advance(*sections),
@@ -526,6 +549,7 @@ mod tests {
             changed: Condvar::new(),
             wrong: OnceLock::new(),
             time_faults: false,
+            disk: None,
             threads: 2,
         })
     }
@@ -588,6 +612,7 @@ mod tests {
             time_faults: false,
             pattern: Pattern::OnePage,
             huge_pages: HugePages::NotAdvised,
+            disk: None,
         };
         assert_eq!(options(64).ram_bytes(), Ok(64 << 20));
         for mib in [0, 3, u64::MAX, 1 << 30] {

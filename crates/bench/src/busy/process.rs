@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The stand-in, controlled by a bench.
 
+use super::disk::DiskCounted;
 use super::guest::{Answer, BusyGuestOptions, Counted, Order, Presence};
 use crate::orders::{Ordered, vmm_program};
 use clap::ValueEnum as _;
@@ -30,6 +31,9 @@ impl BusyGuest {
         command.args(["--first-cpu", &options.first_cpu.to_string()]);
         if options.time_faults {
             command.arg("--time-faults");
+        }
+        if let Some(disk) = &options.disk {
+            command.arg("--disk").arg(disk);
         }
         let mut process = Ordered::start(&mut command)?;
         match process.answer()? {
@@ -83,6 +87,16 @@ impl BusyGuest {
             Answer::Faults { ns } => Ok(ns),
             other => Err(format!(
                 "the guest answered {other:?} when asked for its faults"
+            )),
+        }
+    }
+
+    /// What its disk has done since the last call.
+    pub(crate) fn disk(&mut self) -> Result<DiskCounted, String> {
+        match self.ask(&Order::Disk)? {
+            Answer::Disk(counted) => Ok(counted),
+            other => Err(format!(
+                "the guest answered {other:?} when asked for its disk"
             )),
         }
     }

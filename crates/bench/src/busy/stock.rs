@@ -32,6 +32,8 @@ pub(crate) enum Load {
     SysbenchMemory,
     /// On a disk of ours.
     Fio,
+    /// The same, verified.
+    FioVerify,
 }
 
 impl Load {
@@ -47,12 +49,13 @@ impl Load {
             Self::SysbenchCpu => "sysbench-cpu",
             Self::SysbenchMemory => "sysbench-memory",
             Self::Fio => "fio",
+            Self::FioVerify => "fio-verify",
         }
     }
 
     /// True if it works on the guest's disk.
     pub(crate) const fn needs_disk(self) -> bool {
-        matches!(self, Self::Fio)
+        matches!(self, Self::Fio | Self::FioVerify)
     }
 }
 

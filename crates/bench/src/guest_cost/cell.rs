@@ -238,6 +238,7 @@ impl Cell {
                 Kind::Huge => HugePages::Advised,
                 Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
+            disk: None,
         }
     }
 

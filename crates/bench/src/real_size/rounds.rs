@@ -74,6 +74,7 @@ pub(super) fn measure(
         time_faults: false,
         pattern: HOT.parse().map_err(|error| format!("{error}"))?,
         huge_pages: HugePages::NotAdvised,
+        disk: None,
     };
     let state_dir = in_memory.path().join("daemon");
     let settings = flags(settings);

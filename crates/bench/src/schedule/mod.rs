@@ -189,6 +189,7 @@ impl Bench {
                     sections_a_minute: SECTIONS_A_MINUTE,
                 },
                 huge_pages: HugePages::NotAdvised,
+                disk: None,
             };
             BusyGuest::start(on_disk.path(), &options)
         };

@@ -221,6 +221,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         time_faults: false,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,
+        disk: None,
     };
     // Dropped in reverse order: the daemon detaches before the guest ends.
     let mut guest = BusyGuest::start(on_disk.path(), &options)?;

@@ -192,9 +192,30 @@ fn options_that_mean_nothing_are_wrong_use() {
         &["guest-cost", "--ram", "1G,2G"],
         &["guest-cost", "--setting", "dma-protector"],
         &["overhead", "--ram", "1G"],
+        &["upgrade", "--pairs", "3"],
+        &["pool", "--upgrades", "3"],
     ] {
         let output = bench(words);
         assert_eq!(output.status.code(), Some(2), "{words:?}");
         assert!(output.stdout.is_empty() && !output.stderr.is_empty());
+    }
+}
+
+#[test]
+fn upgrade_loses_nothing_and_the_old_program_goes_on_if_the_new_one_is_broken() {
+    let size = ["upgrade", "--ram", "32M", "--upgrades", "3"];
+    let words = [&size[..], &["--only", "stand-ins", "--json"]].concat();
+    let Some(report) = report(&words) else {
+        return;
+    };
+    let of = |name: &str| number(&report, &format!("/figures/{name}"));
+    for name in ["upgrades", "broken_upgrades"] {
+        assert!((of(name) - 3.0).abs() < 0.1, "{name}: {report}");
+    }
+    for name in ["failed_requests", "wrong_bytes", "broken_lost"] {
+        assert_eq!(report["figures"][name], 0, "{name}: {report}");
+    }
+    for name in ["stall_max_us", "stand_ins/faults", "stand_ins/requests"] {
+        assert!(of(name) > 0.0, "{name}: {report}");
     }
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A daemon that is upgraded: its process changes, its folder does not.
 
-pub mod broken;
+#![expect(dead_code, reason = "each test file uses a part of it")]
 
+use pagetide_bench::upgrade::broken::Way;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::{
@@ -39,6 +40,22 @@ impl Programs {
         let path = self.dir.path().join(name);
         fs::copy(program, &path).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    /// A program that fails in this way.
+    pub fn broken(&self, way: Way) -> PathBuf {
+        let path = self.dir.path().join(way.name());
+        if !path.exists() {
+            let lab = self.dir.path().join("pagetide-lab");
+            if !lab.exists() {
+                self.put(
+                    Path::new(env!("CARGO_BIN_EXE_pagetide-lab")),
+                    "pagetide-lab",
+                );
+            }
+            fs::hard_link(lab, &path).unwrap();
+        }
         path
     }
 
@@ -83,7 +100,6 @@ impl Daemon {
             .args(["run", "--state-dir"])
             .arg(self.dir.path().join("state"))
             .args(&self.settings)
-            .env("PAGETIDE_TEST_BROKEN", self.mode_file())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -93,11 +109,6 @@ impl Daemon {
         self.until("an answer", |daemon| {
             daemon.client(&["vm", "list"]).status.success()
         });
-    }
-
-    /// What a broken program is to do is written here.
-    pub fn mode_file(&self) -> PathBuf {
-        self.dir.path().join("mode")
     }
 
     pub fn state_dir(&self) -> PathBuf {
@@ -166,6 +177,18 @@ impl Daemon {
         vm[name]
             .as_u64()
             .unwrap_or_else(|| panic!("{name} in {vm}"))
+    }
+
+    /// Waits for the end of the process that was started last.
+    pub fn wait_for_child(&mut self) -> std::process::ExitStatus {
+        let begun = Instant::now();
+        loop {
+            if let Some(ended) = self.children.last_mut().unwrap().try_wait().unwrap() {
+                return ended;
+            }
+            assert!(begun.elapsed() < PATIENCE, "it goes on: {}", self.log());
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     pub fn log(&self) -> String {

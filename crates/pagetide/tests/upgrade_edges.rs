@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What may come in the way of a live upgrade: signals at its worst moment, a second order, a process without
+//! descriptors, a lock that somebody else takes while nobody has it.
+
+mod upgrading;
+mod vmm;
+
+use pagetide_bench::upgrade::broken::Way;
+use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit},
+};
+use std::{
+    fs,
+    os::fd::AsFd as _,
+    path::PathBuf,
+    process::Child,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    time::Instant,
+};
+use upgrading::{Daemon, PATIENCE, Programs};
+
+const RAM_BYTES: u64 = 64 << 20;
+
+fn is_skipped() -> bool {
+    let skipped = !rustix::process::geteuid().is_root();
+    if skipped {
+        eprintln!("SKIPPED: the program of an upgrade must be root's");
+    }
+    skipped
+}
+
+/// A daemon that is told to be replaced by a broken program, and how that one fails.
+struct Scene {
+    programs: Programs,
+    program: PathBuf,
+    daemon: Daemon,
+}
+
+impl Scene {
+    fn new(settings: &[&str]) -> Self {
+        let programs = Programs::new();
+        let program = programs.pagetide("pagetide");
+        Self {
+            daemon: Daemon::start(&program, settings, None),
+            programs,
+            program,
+        }
+    }
+
+    /// Begins an upgrade to the broken program and waits until the old one holds; its pid, and the client.
+    fn until_it_holds(&mut self, way: Way) -> (Pid, Child) {
+        let broken = self.programs.broken(way);
+        let pid = self.daemon.pid();
+        let words = ["upgrade", broken.to_str().unwrap(), "--json"];
+        let client = self.daemon.command(&words).spawn().unwrap();
+        let words = format!("/proc/{pid}/cmdline");
+        self.daemon.until("process that holds", |_| {
+            fs::read(&words).is_ok_and(|words| words.ends_with(b"\0hold\0"))
+        });
+        (Pid::from_raw(pid.cast_signed()).unwrap(), client)
+    }
+}
+
+#[test]
+fn signal_to_end_that_comes_during_the_hand_over_is_obeyed_by_the_program_that_goes_on() {
+    if is_skipped() {
+        return;
+    }
+    let mut scene = Scene::new(&["--upgrade-serving-ms", "1000"]);
+    let (pid, client) = scene.until_it_holds(Way::HangsWhenReady);
+    kill_process(pid, Signal::TERM).unwrap();
+    // The new program fails; the old one goes on, and then ends in order.
+    let ended = scene.daemon.wait_for_child();
+    assert!(ended.success(), "{ended}: {}", scene.daemon.log());
+    let log = scene.daemon.log();
+    assert!(
+        log.contains("the old one goes on") && log.contains("shutting down"),
+        "{log}"
+    );
+    assert!(!scene.daemon.socket().exists());
+    drop(client.wait_with_output().unwrap());
+}
+
+#[test]
+fn signal_to_end_that_the_old_program_gets_last_is_passed_to_the_new_one() {
+    if is_skipped() {
+        return;
+    }
+    let mut scene = Scene::new(&[]);
+    let way = Way::ServesUntilASignal;
+    let told = scene.programs.broken(way).with_extension("told");
+    fs::write(&told, "not yet").unwrap();
+    let (pid, mut client) = scene.until_it_holds(way);
+    kill_process(pid, Signal::TERM).unwrap();
+    fs::write(&told, "now").unwrap();
+    scene.daemon.until("signal", |_| {
+        fs::read_to_string(&told).unwrap().contains("TERM")
+    });
+    client.kill().unwrap();
+    client.wait().unwrap();
+}
+
+#[test]
+fn second_order_is_refused_while_the_first_is_under_way() {
+    if is_skipped() {
+        return;
+    }
+    let scene = Scene::new(&["--upgrade-ready-ms", "3000"]);
+    let daemon = &scene.daemon;
+    let broken = scene.programs.broken(Way::HangsAfterOffer);
+    let words = ["upgrade", broken.to_str().unwrap()];
+    let first = daemon.command(&words).spawn().unwrap();
+    let begun = Instant::now();
+    let refused = loop {
+        let told = daemon.no_upgrade(&broken);
+        if told.contains("under way already") {
+            break true;
+        }
+        if begun.elapsed() > PATIENCE {
+            break false;
+        }
+    };
+    assert!(refused);
+    let first = first.wait_with_output().unwrap();
+    let told = String::from_utf8_lossy(&first.stderr);
+    assert!(told.contains("is not ready"), "{told}");
+    assert_eq!(daemon.upgrade(&scene.program)["state"], "done");
+}
+
+#[test]
+fn new_program_that_hangs_is_ended_though_no_descriptor_is_to_be_had() {
+    if is_skipped() {
+        return;
+    }
+    let mut scene = Scene::new(&["--upgrade-serving-ms", "1000"]);
+    let (pid, client) = scene.until_it_holds(Way::HangsWhenReady);
+    let before = rustix::process::getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(3),
+        ..before
+    };
+    let real = prlimit(Some(pid), Resource::Nofile, none).unwrap();
+    let restored = std::thread::spawn(move || {
+        // As long as the old program holds: then it needs descriptors again.
+        let children = format!("/proc/{0}/task/{0}/children", pid.as_raw_nonzero());
+        let begun = Instant::now();
+        let has_child = || fs::read_to_string(&children).is_ok_and(|list| !list.trim().is_empty());
+        while has_child() && begun.elapsed() < PATIENCE {
+            std::thread::yield_now();
+        }
+        prlimit(Some(pid), Resource::Nofile, real).unwrap();
+        begun.elapsed() < PATIENCE
+    });
+    let told = client.wait_with_output().unwrap();
+    assert!(restored.join().unwrap(), "the new program was not ended");
+    assert!(!told.status.success());
+    scene.daemon.until("answer", |daemon| daemon.pid() != 0);
+}
+
+/// The lock of the host's budget falls with the old program. Whoever takes it then must not keep VMs waiting.
+#[test]
+fn lock_that_another_takes_during_the_hand_over_delays_nobody() {
+    let test = "lock_that_another_takes_during_the_hand_over_delays_nobody";
+    if is_skipped() || !vmm::is_this(test) {
+        return;
+    }
+    let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
+    let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
+    ram.copy_to(0, &[7; 4096]).unwrap();
+    let place = tempfile::tempdir_in("/dev/shm").unwrap();
+    let lock = place.path().join("budget.lock");
+    let lock_setting = format!("--budget-lock={}", lock.display());
+    let scene = Scene::new(&["--host-budget", "256M", &lock_setting]);
+    let daemon = &scene.daemon;
+    let own = std::process::id().to_string();
+    daemon.json(&["attach", "--pid", &own, "--name", "a", "--json"]);
+    let in_force = || daemon.json(&["host", "show", "--json"])["budget_bytes"].is_u64();
+    assert!(in_force());
+    let ends = AtomicBool::new(false);
+    let report = std::thread::scope(|scope| {
+        let taker = scope.spawn(|| {
+            let file = fs::File::options().write(true).open(&lock).unwrap();
+            while !ends.load(Relaxed) {
+                if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+                    return Some(file);
+                }
+            }
+            None
+        });
+        let report = daemon.upgrade(&scene.program);
+        ends.store(true, Relaxed);
+        drop(taker.join().unwrap());
+        report
+    });
+    assert_eq!(report["state"], "done", "{report}");
+    let begun = Instant::now();
+    while !in_force() {
+        assert!(begun.elapsed() < PATIENCE, "{}", daemon.log());
+        std::thread::yield_now();
+    }
+    daemon.json(&["vm", "detach", "a", "--json"]);
+    let mut page = [0; 4096];
+    ram.copy_from(0, &mut page).unwrap();
+    assert_eq!(page, [7; 4096]);
+}
