@@ -11,13 +11,13 @@ use chacha20poly1305::aead::{AeadInOut, KeyInit};
 use pagetide_addr::PageNo;
 use pagetide_random::SplitMix64;
 use pagetide_sys::file_ring::Buffer;
-use pagetide_tiers::disk::{Bounds, DiskTier};
+use pagetide_tiers::disk::{Bounds, DiskTier, Owner, Source};
 use pagetide_tiers::extent::{NoRoom, Sectors, SegmentNo};
 use pagetide_tiers::seal::{Key, Sealer, sealed_bytes};
 use pagetide_tiers::tier::Done;
 use pagetide_tiers::{
-    Batch, BlockSize, ExtentName, ExtentNo, Place, Room, SectorNo, SlowTier, TierKind, Version,
-    VmId,
+    Batch, BlockSize, ExtentName, ExtentNo, Place, Room, SectorNo, SlowTier, TierError, TierKind,
+    Version, VmId,
 };
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -138,17 +138,41 @@ fn room_ns() -> f64 {
     began.elapsed().as_secs_f64() * 1e9 / 4_000_000.0
 }
 
+fn tier_at(path: &Path) -> Result<DiskTier, Box<dyn Error>> {
+    let source = Source {
+        path: path.to_owned(),
+        limit_bytes: Some(1 << 30),
+        owner: Owner {
+            state_dir: path.to_owned(),
+            boot: 1,
+            has_pages: |_, _| false,
+        },
+    };
+    Ok(DiskTier::open(source, Bounds::default(), None)?.begin()?)
+}
+
+/// Room, once its segment has been allocated.
+fn rooms(tier: &DiskTier, sealed_bytes: &[usize]) -> Result<Vec<Room>, TierError> {
+    loop {
+        match tier.make_room(VM, sealed_bytes) {
+            Err(TierError::Busy(_)) => std::thread::yield_now(),
+            made => return made,
+        }
+    }
+}
+
 fn disk(directory: &Path) -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir_in(directory)?;
     let path = dir.path().join("tier");
-    let tier = DiskTier::open(&path, 1 << 30, Bounds::default())?.begin()?;
+    let tier = tier_at(&path)?;
     let sealer = Sealer::new(&Key::generate()?);
     let granule = tier.granule_bytes();
     let content = vec![7; 2000];
     let mut places = Vec::new();
     let began = Instant::now();
     for version in 1..=200 {
-        let rooms = tier.make_room(VM, &vec![sealed_bytes(content.len(), granule)?; 512])?;
+        let lengths = vec![sealed_bytes(content.len(), granule)?; 512];
+        let rooms = rooms(&tier, &lengths)?;
         for room in rooms {
             let mut batch = batch(version, room);
             for _ in 0..room.pages {

@@ -76,6 +76,14 @@ impl SectorMap {
         }
     }
 
+    /// The same sectors on a disk with these blocks.
+    pub fn in_blocks(&self, block: BlockSize) -> Self {
+        Self {
+            used: self.used.clone(),
+            block,
+        }
+    }
+
     /// Marks the sectors of `run` as used.
     pub fn set(&mut self, run: Run) {
         self.each_word(run, |word, mask| *word |= mask);

@@ -137,6 +137,52 @@ impl Sectors {
         }
     }
 
+    /// The disk has at least so many segments: those that are new are not given out.
+    pub fn stretch(&mut self, segments: u32) {
+        let segments = self.segments.len().max(segments as usize);
+        self.segments.resize_with(segments, || Segment::Free);
+    }
+
+    /// The same pages on a disk that has become known: so many segments, of which those from `limit` on are not
+    /// given out.
+    ///
+    /// # Errors
+    /// [`SectorError::Outside`]: a VM has a segment beyond its end.
+    pub fn moved_to(
+        &self,
+        segments: u32,
+        limit: SegmentNo,
+        block: BlockSize,
+    ) -> Result<Self, SectorError> {
+        let mut moved = Self::new(segments, limit, block);
+        for (number, slot) in (0..).map(SegmentNo).zip(&self.segments) {
+            let is_there = number.0 < segments;
+            match slot {
+                Segment::Free => {}
+                Segment::InTransit if is_there => {
+                    moved.free.remove(&number);
+                    moved.segments[number.0 as usize] = Segment::InTransit;
+                }
+                Segment::InTransit => {}
+                Segment::Owned(owned) if is_there => {
+                    moved.free.remove(&number);
+                    moved.give(owned.vm, number);
+                    moved.change(number, |to| {
+                        to.map = owned.map.in_blocks(block);
+                        to.used = owned.used;
+                        to.longest = to.map.longest_free();
+                    });
+                    moved.used_sectors += u64::from(owned.used);
+                }
+                Segment::Owned(_) => {
+                    let (start, sectors) = (number.start(), 0);
+                    return Err(SectorError::Outside { start, sectors });
+                }
+            }
+        }
+        Ok(moved)
+    }
+
     /// Room for pages of so many sectors each, in order.
     ///
     /// # Errors

@@ -6,20 +6,22 @@
 //! |---|---|
 //! | end requests in any order | [`FakeDisk::finish`] |
 //! | have them fail, or drop them | [`FakeDisk::fail`], [`FakeDisk::drop_request`] |
-//! | let the daemon die with some writes landed | [`FakeDisk::die`] |
-//! | flip bits | [`FakeDisk::flip`] |
+//! | let the daemon die with some writes landed | [`FakeDisk::die`], [`FakeDisk::forsake`] |
+//! | flip bits | [`FakeDisk::flip`], [`FakeDisk::finish_flipped`] |
+//! | answer with what stood there before | [`FakeDisk::finish_with_old`] |
 //! | fill it up, take it away | [`FakeDisk::set_standing`] |
 //!
 //! Sectors that are freed keep what they held, and are the first to be used again: so whoever believes an old
-//! place reads old bytes. Sectors that are freed twice, or used by two pages, are a panic.
+//! place reads old bytes. Sectors that are freed twice, or used by two pages, are a panic, and so is a nonce that is
+//! used twice: a version and position of a VM, over all daemons that write to the disk.
 
 use crate::batch::SECTOR_BYTES;
 use crate::{
-    Batch, ExtentName, Health, NotRecovered, Place, ReadDone, Room, SectorNo, SlowTier, Standing,
-    TierError, TierFigures, TierKind, VmId, WriteDone,
+    Batch, ExtentName, Health, NotRecovered, Place, Position, ReadDone, Room, SectorNo, SlowTier,
+    Standing, TierError, TierFigures, TierKind, Version, VmId, WriteDone,
 };
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::{Mutex, MutexGuard, PoisonError},
     time::Instant,
 };
@@ -33,8 +35,41 @@ enum Request {
     Read(Place, ReadDone),
 }
 
+/// What a request is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Asked {
+    /// A batch is written.
+    Write,
+    /// The page at this place is read.
+    Read(Place),
+}
+
+/// A request of a daemon that is dead. Its duty is told that the tier is gone when this is dropped.
+pub struct Forsaken(Request);
+
+impl Forsaken {
+    /// What it was.
+    #[must_use]
+    pub fn asked(&self) -> Asked {
+        self.0.asked()
+    }
+}
+
+impl Request {
+    fn asked(&self) -> Asked {
+        match self {
+            Self::Write(..) => Asked::Write,
+            Self::Read(place, _) => Asked::Read(*place),
+        }
+    }
+}
+
 struct State {
     sectors: BTreeMap<u64, Sector>,
+    /// What stood in a sector before.
+    past: BTreeMap<u64, Sector>,
+    /// All nonces ever used.
+    nonces: HashSet<(VmId, Version, Position)>,
     used: BTreeMap<u64, VmId>,
     sectors_max: u64,
     requests: Vec<Request>,
@@ -51,6 +86,8 @@ impl FakeDisk {
     pub fn new(sectors_max: u64) -> Self {
         Self(Mutex::new(State {
             sectors: BTreeMap::new(),
+            past: BTreeMap::new(),
+            nonces: HashSet::new(),
             used: BTreeMap::new(),
             sectors_max,
             requests: Vec::new(),
@@ -101,6 +138,82 @@ impl FakeDisk {
                 done.tell(Ok(bytes));
             }
         }
+    }
+
+    /// What a request is; `None` if there is none of this index.
+    #[must_use]
+    pub fn asked(&self, index: usize) -> Option<Asked> {
+        self.lock().requests.get(index).map(Request::asked)
+    }
+
+    /// The bytes at a place.
+    #[must_use]
+    pub fn stored(&self, place: &Place) -> Vec<u8> {
+        self.lock().read(place)
+    }
+
+    /// Nonces used so far.
+    #[must_use]
+    pub fn nonces(&self) -> usize {
+        self.lock().nonces.len()
+    }
+
+    /// True if other bytes stood before at the place of a read.
+    #[must_use]
+    pub fn has_old(&self, index: usize) -> bool {
+        let state = self.lock();
+        match state.requests.get(index) {
+            Some(Request::Read(place, _)) => state.read_old(place) != state.read(place),
+            _ => false,
+        }
+    }
+
+    /// Answers a read with what stood at its place before.
+    ///
+    /// # Panics
+    /// If there is no read of this index.
+    pub fn finish_with_old(&self, index: usize) {
+        self.finish_with(index, |state, place| state.read_old(place));
+    }
+
+    /// Answers a read with one bit flipped.
+    ///
+    /// # Panics
+    /// If there is no read of this index.
+    pub fn finish_flipped(&self, index: usize, bit: usize) {
+        self.finish_with(index, |state, place| {
+            let mut bytes = state.read(place);
+            let at = bit / 8 % bytes.len();
+            bytes[at] ^= 1 << (bit % 8);
+            bytes
+        });
+    }
+
+    fn finish_with(&self, index: usize, bytes: impl FnOnce(&State, &Place) -> Vec<u8>) {
+        let mut state = self.lock();
+        match state.requests.remove(index) {
+            Request::Read(place, done) => {
+                let bytes = bytes(&state, &place);
+                drop(state);
+                done.tell(Ok(bytes));
+            }
+            Request::Write(..) => panic!("request {index} is a write"),
+        }
+    }
+
+    /// The daemon is dead: of the writes under way those land that `lands` picks. The duties of all requests are
+    /// returned, to be dropped where nothing of the daemon has an effect any more.
+    pub fn forsake(&self, mut lands: impl FnMut() -> bool) -> Vec<Forsaken> {
+        let mut state = self.lock();
+        let requests = std::mem::take(&mut state.requests);
+        for request in &requests {
+            if let Request::Write(batch, _) = request
+                && lands()
+            {
+                state.land(batch);
+            }
+        }
+        requests.into_iter().map(Forsaken).collect()
     }
 
     /// Ends all requests, and those that follow from them, the last one first.
@@ -184,7 +297,9 @@ impl State {
         for (sector, bytes) in (start..).zip(batch.bytes().chunks(SECTOR_BYTES)) {
             let mut whole = [0; SECTOR_BYTES];
             whole[..bytes.len()].copy_from_slice(bytes);
-            self.sectors.insert(sector, whole);
+            if let Some(before) = self.sectors.insert(sector, whole) {
+                self.past.insert(sector, before);
+            }
         }
     }
 
@@ -192,6 +307,20 @@ impl State {
         let first = place.start.0 + u64::from(place.position.0);
         let sectors = first..first + u64::from(place.sectors);
         let bytes = |sector| self.sectors.get(&sector).copied();
+        sectors
+            .flat_map(|sector| bytes(sector).unwrap_or([0; SECTOR_BYTES]))
+            .collect()
+    }
+
+    fn read_old(&self, place: &Place) -> Vec<u8> {
+        let first = place.start.0 + u64::from(place.position.0);
+        let sectors = first..first + u64::from(place.sectors);
+        let bytes = |sector| {
+            self.past
+                .get(&sector)
+                .or(self.sectors.get(&sector))
+                .copied()
+        };
         sectors
             .flat_map(|sector| bytes(sector).unwrap_or([0; SECTOR_BYTES]))
             .collect()
@@ -280,7 +409,17 @@ impl SlowTier for FakeDisk {
     }
 
     fn write(&self, batch: Batch, done: WriteDone) {
-        self.lock().requests.push(Request::Write(batch, done));
+        let mut state = self.lock();
+        let extent = batch.extent();
+        for page in batch.pages() {
+            let is_new = (state.nonces).insert((extent.vm, extent.version, page.position));
+            assert!(
+                is_new,
+                "{extent:?} uses the nonce of {:?} again",
+                page.position
+            );
+        }
+        state.requests.push(Request::Write(batch, done));
     }
 
     fn read(&self, place: Place, done: ReadDone) {

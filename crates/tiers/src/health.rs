@@ -113,6 +113,19 @@ impl Pulse {
         }
     }
 
+    /// A tier that cannot be reached from the start.
+    #[must_use]
+    pub fn gone(reason: String, now: Instant) -> Self {
+        Self {
+            health: Health {
+                standing: Standing::Gone { reason },
+                since: now,
+            },
+            next_probe: now + PROBE_INTERVAL,
+            ..Self::new(now)
+        }
+    }
+
     /// How the tier stands.
     #[must_use]
     pub fn health(&self) -> &Health {

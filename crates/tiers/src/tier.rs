@@ -16,10 +16,10 @@
 //! they are that page's.
 //!
 //! # Rules for a tier
-//! - No call waits for the disk or the network, except `make_room`, which may, and is not called by
-//!   anything that serves a fault.
-//! - Each duty is told once, within the tier's time bound, on a thread of the tier, which holds no lock of
-//!   its own meanwhile. A request that is refused outright is told within the call: so the caller holds no
+//! - No call waits for the disk or the network. Where room takes time, `make_room` begins to make it, and
+//!   says [`TierError::Busy`] until it is there.
+//! - Each duty is told once, within a time bound, on a thread of the tier, which holds no lock of
+//!   its own meanwhile. The bound of a read is long: a tier that is merely slow still delivers. A request that is refused outright is told within the call: so the caller holds no
 //!   lock that its duty takes.
 //! - All queues are bounded: what does not fit is refused with [`TierError::Busy`].
 
@@ -163,7 +163,8 @@ pub trait SlowTier: Send + Sync {
     /// next pages. What is not used is given back by [`Self::give_back`].
     ///
     /// # Errors
-    /// [`TierError::Full`], or why the tier takes nothing now. Nothing is taken then.
+    /// [`TierError::Full`], [`TierError::Busy`] if it is worth while to come again soon, or why the tier takes
+    /// nothing now. Nothing is taken then.
     fn make_room(&self, vm: VmId, sealed_bytes: &[usize]) -> Result<Vec<Room>, TierError>;
 
     /// Gives back room of `vm` that no batch was written to.

@@ -5,10 +5,16 @@
 //! ```text
 //!   order ──► open, waits for an entry ──► in the ring ──► done: told, closed
 //!                        │                      │
-//!                        └────── overdue: told 'slow' ────► its transfer ends some day: closed
+//!                        └─ a write is overdue: told 'slow' ─► its transfer ends some day: closed
+//!                        └─ a read is overdue: the tier is slow; told when it is done,
+//!                             or 'gone', once the tier is gone or nobody can believe in the disk any more
 //! ```
-//! A request is told at its deadline at the latest; but it stays *open*, and counts, until the kernel is done
-//! with its memory and its sectors. So a disk that never answers holds a bounded number of buffers, and no
+//! A page on a disk that is merely slow is nowhere else, so its read is not given up: the answer serves the
+//! fault, however late. A batch is in the pool still, so its write is told at its deadline. What was told
+//! stays *open*, and counts, until the kernel is done with its memory and its sectors. A read that was told
+//! and is asked for again is not begun twice: whoever asks gets the answer of the first.
+//!
+//! So a disk that never answers holds a bounded number of buffers, and no
 //! sector is used again that a late write may still hit: the room of a batch that failed is freed when its
 //! transfer is done, and a segment is given back when no write to it is open.
 //!
@@ -22,8 +28,13 @@
 //! looking once none does (as KVM does with halted vCPUs).
 //!
 //! A transfer that moved less than asked is continued behind what it moved.
+//!
+//! # A panic
+//! of this thread, or of a duty that it tells, ends the tier: it counts as gone, and whoever waits, or asks
+//! later, is told so. Its duties are told one by one, so that one that panics does not cost the others.
 
 use super::io::{Geometry, Io, Tag};
+use super::panics::{drop_alone, panic_text};
 use super::request::{
     Bounds, FULL, LOST, OpenRead, OpenWrite, Outcome, Polling, Start, Tagged, is_one_of,
 };
@@ -31,10 +42,11 @@ use super::shared::{ReadOrder, Shared, WriteOrder, Wrote};
 use crate::batch::SECTOR_BYTES;
 use crate::extent::{SEGMENT_BYTES, SegmentNo};
 use crate::health::{Standing, Symptom};
-use crate::{ReadDone, Room, TierError, TierKind, VmId, WriteDone};
+use crate::{Place, ReadDone, Room, TierError, TierKind, VmId, WriteDone};
 use pagetide_sys::file_ring::{Buffer, Completed, NotStarted, Operation, Transfer};
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -44,20 +56,21 @@ pub(super) const ENTRIES: u16 = 64;
 pub(super) const WRITES_AT_ONCE: usize = 4;
 /// How long the thread sleeps if nothing is to be done; anything wakes it.
 const IDLE: Duration = Duration::from_secs(3600);
-/// Where probes write: behind the header, in the segment that nobody gets.
-const PROBE_OFFSET: u64 = 4096;
-const PROBE_BYTES: usize = 4096;
 
 /// See the module documentation.
 pub(super) struct Engine<I> {
     io: I,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     geometry: Geometry,
-    bounds: Bounds,
+    pub(super) bounds: Bounds,
     reads: HashMap<u64, OpenRead>,
     writes: HashMap<u64, OpenWrite>,
+    /// Reads that were told before they were done, by what they read.
+    given_up: HashMap<Place, u64>,
     /// When requests that were not told yet are overdue.
     deadlines: BTreeSet<(Instant, Tagged)>,
+    /// Reads that are overdue and not told.
+    late: BTreeSet<u64>,
     next_key: u64,
     waiting_reads: VecDeque<Transfer<Tag>>,
     waiting_writes: VecDeque<Transfer<Tag>>,
@@ -65,8 +78,8 @@ pub(super) struct Engine<I> {
     /// Writes and punches in the ring.
     writes_in_ring: usize,
     /// When the probe under way began, and what it wrote.
-    probe: Option<(Instant, u8)>,
-    probes: u8,
+    pub(super) probe: Option<(Instant, u8)>,
+    pub(super) probes: u8,
 }
 
 impl<I: Io> Engine<I> {
@@ -78,7 +91,9 @@ impl<I: Io> Engine<I> {
             bounds,
             reads: HashMap::new(),
             writes: HashMap::new(),
+            given_up: HashMap::new(),
             deadlines: BTreeSet::new(),
+            late: BTreeSet::new(),
             next_key: 0,
             waiting_reads: VecDeque::new(),
             waiting_writes: VecDeque::new(),
@@ -89,8 +104,29 @@ impl<I: Io> Engine<I> {
         }
     }
 
-    /// Serves until the tier ends or the ring fails. Whoever still waits is told that the tier is gone.
+    /// Serves until the tier ends, the ring fails, or something panics. Whoever still waits is told that the
+    /// tier is gone.
     pub fn run(mut self) {
+        let served = catch_unwind(AssertUnwindSafe(|| self.serve()));
+        if let Err(panic) = served {
+            let why = panic_text(&*panic);
+            tracing::error!(
+                why,
+                "the thread of the disk tier panicked; the tier has ended"
+            );
+            let lost = Symptom::Lost(format!("its thread panicked: {why}"));
+            self.shared.note(lost, Instant::now());
+        }
+        let reads = self.reads.drain().filter_map(|(_, read)| read.done);
+        let reads: Vec<ReadDone> = reads.collect();
+        let writes = self.writes.drain().filter_map(|(_, write)| write.done);
+        let writes: Vec<WriteDone> = writes.collect();
+        self.shared.end_orders();
+        reads.into_iter().for_each(drop_alone);
+        writes.into_iter().for_each(drop_alone);
+    }
+
+    fn serve(&mut self) {
         let mut polling = Polling::default();
         while !self.shared.inbox().over {
             let limit = self.turn(Instant::now());
@@ -111,20 +147,9 @@ impl<I: Io> Engine<I> {
                 tracing::error!(%error, "the ring of the disk tier failed; the tier has ended");
                 let lost = Symptom::Lost(format!("its io_uring failed: {error}"));
                 self.shared.note(lost, Instant::now());
-                break;
+                return;
             }
         }
-        let mut inbox = self.shared.inbox();
-        inbox.over = true;
-        let untaken = (
-            std::mem::take(&mut inbox.reads),
-            std::mem::take(&mut inbox.writes),
-        );
-        drop(inbox);
-        // Duties that are dropped tell their owners.
-        drop(untaken);
-        self.reads.clear();
-        self.writes.clear();
     }
 
     /// Does all that can be done now. Returns how long to wait for more.
@@ -134,6 +159,7 @@ impl<I: Io> Engine<I> {
         }
         self.take_orders();
         self.tell_overdue(now);
+        self.tell_late_if_gone(now);
         self.start_waiting(now);
         self.probe_if_due(now);
         let next = (self.deadlines.first())
@@ -165,8 +191,18 @@ impl<I: Io> Engine<I> {
     }
 
     fn open_read(&mut self, order: ReadOrder) {
-        let key = self.key();
         let deadline = order.began + self.bounds.read;
+        if let Some(key) = self.given_up.remove(&order.place)
+            && let Some(read) = self.reads.get_mut(&key)
+        {
+            // A version is used once, so what is read there is what the new order wants.
+            debug_assert!(read.done.is_none());
+            (read.done, read.began) = (Some(order.done), order.began);
+            self.deadlines.insert((deadline, Tagged::Read(key)));
+            self.shared.inbox().open_reads -= 1;
+            return;
+        }
+        let key = self.key();
         self.deadlines.insert((deadline, Tagged::Read(key)));
         let part = 0..order.buffer.len();
         self.waiting_reads.push_back(Transfer {
@@ -180,6 +216,7 @@ impl<I: Io> Engine<I> {
             key,
             OpenRead {
                 done: Some(order.done),
+                place: order.place,
                 page: order.page,
                 began: order.began,
             },
@@ -237,7 +274,7 @@ impl<I: Io> Engine<I> {
     }
 
     /// Gives a transfer to the ring, unless its request was told meanwhile: then that is closed.
-    fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
+    pub(super) fn start(&mut self, transfer: Transfer<Tag>, now: Instant) -> Start {
         match transfer.tag {
             Tag::Read(key) if self.reads.get(&key).is_none_or(|read| read.done.is_none()) => {
                 self.close_read(key, Outcome::Abandoned, now);
@@ -302,17 +339,24 @@ impl<I: Io> Engine<I> {
                 return;
             }
             self.deadlines.remove(&(deadline, request));
-            self.shared.note_overdue();
             match request {
                 Tagged::Read(key) => {
-                    let slow = self.slow(self.bounds.read, now);
-                    if let Some(read) = self.reads.get_mut(&key) {
-                        let began = read.began;
-                        let done = read.done.take();
-                        self.tell_read(done, Err(slow), now - began);
+                    self.shared.note_overdue();
+                    self.slow(self.bounds.read, now);
+                    if let Some(read) = self.reads.get(&key) {
+                        let lost = read.began + self.bounds.lost;
+                        self.deadlines.insert((lost, Tagged::Late(key)));
+                        self.late.insert(key);
                     }
                 }
+                Tagged::Late(key) => {
+                    let bound_s = self.bounds.lost.as_secs_f64();
+                    let lost = format!("it has not answered a read for {bound_s} s");
+                    self.shared.note(Symptom::Lost(lost), now);
+                    self.give_up(key, now);
+                }
                 Tagged::Write(key) => {
+                    self.shared.note_overdue();
                     let slow = self.slow(self.bounds.write, now);
                     if let Some(write) = self.writes.get_mut(&key) {
                         let (wrote, began) = (write.wrote, write.began);
@@ -322,6 +366,38 @@ impl<I: Io> Engine<I> {
                 }
             }
         }
+    }
+
+    /// What is late on a disk that is gone is not waited for.
+    fn tell_late_if_gone(&mut self, now: Instant) {
+        if self.late.is_empty() || !self.is_gone(now) {
+            return;
+        }
+        for key in std::mem::take(&mut self.late) {
+            self.give_up(key, now);
+        }
+    }
+
+    fn is_gone(&self, now: Instant) -> bool {
+        matches!(self.shared.health(now).standing, Standing::Gone { .. })
+    }
+
+    /// Tells a read that the tier is gone.
+    fn give_up(&mut self, key: u64, now: Instant) {
+        self.late.remove(&key);
+        let reason = match self.shared.health(now).standing {
+            Standing::Gone { reason } => reason,
+            _ => "it does not answer".to_owned(),
+        };
+        let Some(read) = self.reads.get_mut(&key) else {
+            return;
+        };
+        let (place, began, done) = (read.place, read.began, read.done.take());
+        self.deadlines
+            .remove(&(began + self.bounds.lost, Tagged::Late(key)));
+        self.given_up.insert(place, key);
+        let kind = TierKind::Disk;
+        self.tell_read(done, Err(TierError::Gone { kind, reason }), now - began);
     }
 
     fn slow(&self, bound: Duration, now: Instant) -> TierError {
@@ -418,6 +494,12 @@ impl<I: Io> Engine<I> {
         };
         self.deadlines
             .remove(&(read.began + self.bounds.read, Tagged::Read(key)));
+        self.deadlines
+            .remove(&(read.began + self.bounds.lost, Tagged::Late(key)));
+        self.late.remove(&key);
+        if read.done.is_none() {
+            self.given_up.remove(&read.place);
+        }
         self.shared.inbox().open_reads -= 1;
         let result = match outcome {
             Outcome::Whole(buffer) => match buffer.get(read.page) {
@@ -494,60 +576,5 @@ impl<I: Io> Engine<I> {
         if let Ok(emptied) = self.shared.free(vm, room.start, room.sectors) {
             self.punches.extend(emptied);
         }
-    }
-
-    fn probe_if_due(&mut self, now: Instant) {
-        let due = self.shared.probe_due().is_some_and(|due| due <= now);
-        if !due || self.probe.is_some() {
-            return;
-        }
-        self.probes = self.probes.wrapping_add(1);
-        let mut buffer = Buffer::zeroed(PROBE_BYTES);
-        buffer.fill(self.probes);
-        self.probe = Some((now, self.probes));
-        self.start_probe(Operation::Write, buffer, Tag::ProbeWrite, now);
-    }
-
-    fn start_probe(&mut self, operation: Operation, buffer: Buffer, tag: Tag, now: Instant) {
-        let probe = Transfer {
-            operation,
-            offset: PROBE_OFFSET,
-            buffer,
-            part: 0..PROBE_BYTES,
-            tag,
-        };
-        if let Start::NoEntry(_) = self.start(probe, now) {
-            let busy = "all entries of the ring are in use".to_owned();
-            self.end_probe(Symptom::ProbeFailed(busy), now);
-        }
-    }
-
-    fn probe_went_on(&mut self, completed: Completed<Tag>, now: Instant) {
-        let Some((began, wrote)) = self.probe else {
-            return;
-        };
-        let transfer = completed.transfer;
-        let failed = match completed.result {
-            Err(error) => Some(error.to_string()),
-            Ok(moved) if moved < PROBE_BYTES => Some(format!("{moved} bytes of a probe moved")),
-            Ok(_) if now - began >= self.bounds.write => Some("it is still slow".to_owned()),
-            Ok(_) if transfer.buffer.iter().any(|byte| *byte != wrote) => {
-                Some("it returned other bytes than were written".to_owned())
-            }
-            Ok(_) => None,
-        };
-        match (failed, transfer.tag) {
-            (Some(reason), _) => self.end_probe(Symptom::ProbeFailed(reason), now),
-            (None, Tag::ProbeWrite) => {
-                let buffer = Buffer::zeroed(PROBE_BYTES);
-                self.start_probe(Operation::Read, buffer, Tag::ProbeRead, now);
-            }
-            (None, _) => self.end_probe(Symptom::ProbeDone, now),
-        }
-    }
-
-    fn end_probe(&mut self, symptom: Symptom, now: Instant) {
-        self.probe = None;
-        self.shared.note(symptom, now);
     }
 }

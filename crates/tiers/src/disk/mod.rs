@@ -3,16 +3,20 @@
 //!
 //! ```text
 //!   callers                       thread `pt-tier-disk`              kernel
-//!   make_room ─► sectors, fallocate
+//!   make_room ─► sectors, or an order ─► thread `pt-tier-space` ─────► fallocate
 //!   write ─────► inbox ──────────► engine ─► ring (64 entries) ─────► file
 //!   read ──────► inbox ──────────►    │  ◄─── completions
 //!   forget ────► sectors              └► duties are told
 //! ```
 //! - [`open`]: what is refused, and the header.
-//! - [`engine`]: the thread; time bounds, and what happens to what is late.
+//! - [`attend`]: the thread, from the opening of the disk to the end.
+//! - [`engine`]: what it does with requests; time bounds, and what happens to what is late.
+//! - [`probe`]: how a tier that does not work comes back.
+//! - [`space`]: segments for VMs, allocated by a thread of its own.
 //! - [`request`]: requests as the thread keeps them.
 //! - [`shared`]: what callers and thread share.
 //! - [`io`]: the seams to the kernel.
+//! - [`panics`]: what becomes of panics.
 //!
 //! # Start
 //! [`DiskTier::open`] locks the disk, so that all I/O of a predecessor is done. Then every VM that the
@@ -20,45 +24,63 @@
 //! with it the first write. What no VM holds goes back to the file system. A VM that is recovered says which
 //! of its pages are there ([`SlowTier::recover`]).
 //!
+//! If the disk cannot be opened, VMs that need it must still be served: then it is awaited
+//! ([`FoundDisk::awaited`]). VMs are held and recovered as on a disk that is there, the tier stands as gone, and
+//! its thread tries again.
+//!
 //! # Space
 //! Segments of 16 MiB are allocated by `fallocate` before they are used, up to the operator's limit and as
-//! long as the file system keeps a reserve for others. So a full file system shows as [`TierError::Full`]
+//! long as the file system keeps a reserve for others. Whoever needs one is told [`TierError::Busy`] until it is
+//! there. So a full file system shows as [`TierError::Full`]
 //! when room is made, not when a batch is written.
 
+mod attend;
 mod engine;
 mod io;
 mod open;
+mod panics;
+mod probe;
 mod request;
 mod shared;
+mod space;
 #[cfg(test)]
 mod tests;
 
 use crate::batch::{PAGE_SECTORS_MAX, SECTOR_BYTES};
+use crate::bitmap::BlockSize;
 use crate::extent::{NoRoom, SEGMENT_BYTES, SectorError, Sectors, SegmentNo};
 use crate::table::ExtentEntry;
 use crate::{
     Batch, DiskId, ExtentName, Health, NotRecovered, Place, ReadDone, Room, SectorNo, SlowTier,
     TierError, TierFigures, TierKind, VmId, WriteDone,
 };
-use engine::{ENTRIES, Engine};
-use io::{Geometry, Ground};
-pub use open::DiskError;
-use open::OpenDisk;
-use pagetide_sys::file_ring::{Buffer, FileRing, RingWaker};
+use attend::{Attendant, IfRefused};
+use io::Geometry;
+pub use open::{DiskError, Owner, Source};
+use open::{OpenDisk, Wanted};
+use pagetide_sys::file_ring::Buffer;
 pub use request::Bounds;
-use shared::{Inbox, READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, MutexGuard};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use shared::{READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
+use space::Space;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
-/// Attempts to find room: each adds a segment, which another batch may take first.
-const ROOM_TRIES: usize = 16;
+/// How long the end of a tier waits for its threads: a ring drains for 5 s at most.
+const END_TIME: Duration = Duration::from_secs(10);
+/// Most segments of a disk that is awaited: 64 TiB. Its size is not known, so this bounds what damaged tables
+/// of extents may ask for.
+const AWAITED_SEGMENTS_MAX: u32 = 1 << 22;
 
-/// A disk that is ours, before anything is written to it.
+/// A disk that is ours, before anything is written to it; or one that is awaited.
 pub struct FoundDisk {
-    path: PathBuf,
-    disk: OpenDisk,
+    source: Source,
+    disk: Option<OpenDisk>,
+    id: DiskId,
+    wanted: Wanted,
+    /// Why it is awaited.
+    why: String,
     sectors: Sectors,
     bounds: Bounds,
 }
@@ -66,17 +88,18 @@ pub struct FoundDisk {
 /// See the module documentation.
 pub struct DiskTier {
     shared: Arc<Shared>,
-    ground: Box<dyn Ground>,
-    geometry: Geometry,
+    space: Arc<Space>,
+    bounds: Bounds,
     clock: Box<dyn Fn() -> Instant + Send + Sync>,
-    waker: RingWaker,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<ThreadId>,
+    /// Tells nothing, and is closed when all threads have let go of the disk.
+    ends: Mutex<Receiver<()>>,
 }
 
 impl std::fmt::Debug for DiskTier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DiskTier")
-            .field("geometry", &self.geometry)
+            .field("geometry", &self.shared.geometry)
             .finish_non_exhaustive()
     }
 }
@@ -85,7 +108,13 @@ impl FoundDisk {
     /// By what a VM's pool knows it again.
     #[must_use]
     pub fn id(&self) -> DiskId {
-        self.disk.id
+        self.id
+    }
+
+    /// True if it could not be opened yet.
+    #[must_use]
+    pub fn is_awaited(&self) -> bool {
+        self.disk.is_none()
     }
 
     /// Keeps the segments of a VM that a dead daemon left: nothing is written there.
@@ -97,7 +126,17 @@ impl FoundDisk {
         vm: VmId,
         entries: impl IntoIterator<Item = ExtentEntry>,
     ) -> Result<(), SectorError> {
-        self.sectors.hold(vm, entries)
+        for entry in entries {
+            if self.is_awaited() {
+                let segment = entry.start.0 * SECTOR_BYTES as u64 / SEGMENT_BYTES;
+                let needed = u32::try_from(segment + 1).unwrap_or(u32::MAX);
+                if needed <= AWAITED_SEGMENTS_MAX {
+                    self.sectors.stretch(needed);
+                }
+            }
+            self.sectors.hold(vm, [entry])?;
+        }
+        Ok(())
     }
 
     /// Begins, once all VMs are held. Gives back what none of them has.
@@ -105,74 +144,118 @@ impl FoundDisk {
     /// # Errors
     /// [`DiskError::Kernel`], if there is no ring or no thread.
     pub fn begin(self) -> Result<DiskTier, DiskError> {
+        self.begin_as(IfRefused::Fail)
+    }
+
+    /// As [`Self::begin`]; but a disk that does not work any more is awaited.
+    ///
+    /// # Errors
+    /// There is no thread.
+    pub fn begin_or_await(self) -> Result<DiskTier, DiskError> {
+        self.begin_as(IfRefused::Await)
+    }
+
+    fn begin_as(self, if_refused: IfRefused) -> Result<DiskTier, DiskError> {
         let failed = |operation| {
-            let path = self.path.clone();
+            let path = self.source.path.clone();
             move |source| DiskError::Kernel {
                 path,
                 operation,
                 source,
             }
         };
-        for run in self.sectors.free_runs() {
-            let bytes = u64::from(run.end.0 - run.start.0) * SEGMENT_BYTES;
-            let punched = self.disk.punch(run.start.start().byte_offset(), bytes);
-            punched.map_err(failed("fallocate(PUNCH_HOLE)"))?;
-        }
-        let geometry = Geometry {
-            block: self.disk.block,
-            segments: self.disk.segments,
-            discard: self.disk.discard,
-        };
-        let limit_bytes = u64::from(self.disk.limit.0 - 1) * SEGMENT_BYTES;
-        let shared = Arc::new(Shared::new(self.sectors, limit_bytes, Instant::now()));
-        let file = self.disk.file.try_clone().map_err(failed("dup"))?;
-        let (to_us, waker) = std::sync::mpsc::sync_channel(1);
-        let run = {
-            let (shared, bounds) = (Arc::clone(&shared), self.bounds);
-            move || {
-                // The thread that makes a ring is the one that uses it.
-                let made = FileRing::new(ENTRIES, file).map(|ring| {
-                    let waker = ring.waker();
-                    (ring, waker)
-                });
-                match made {
-                    Err(error) => drop(to_us.send(Err(error))),
-                    Ok((ring, waker)) => {
-                        drop(to_us.send(Ok(waker)));
-                        Engine::new(ring, shared, geometry, bounds).run();
-                    }
-                }
-            }
+        let shared = Arc::new(Shared::new(self.sectors, 0, Instant::now()));
+        let space = Arc::<Space>::default();
+        let (ends, ended) = sync_channel(0);
+        let attendant = Attendant {
+            shared: Arc::clone(&shared),
+            space: Arc::clone(&space),
+            source: self.source.clone(),
+            wanted: self.wanted,
+            bounds: self.bounds,
+            ends,
         };
         let thread = std::thread::Builder::new().name("pt-tier-disk".to_owned());
-        let thread = thread.spawn(run).map_err(failed("a thread"))?;
-        let ended = |_| std::io::Error::other("its thread ended");
-        let waker = (waker.recv().map_err(ended))
-            .and_then(|made| made)
-            .map_err(failed("io_uring"))?;
+        let (told, begun) = sync_channel(1);
+        let spawned = match self.disk {
+            Some(disk) => thread
+                .spawn(move || attendant.serve(disk, if_refused, |begun| drop(told.send(begun)))),
+            None => {
+                shared.begin_gone(self.why, Instant::now());
+                drop(told.send(Ok(())));
+                thread.spawn(move || attendant.await_and_serve())
+            }
+        };
+        let thread = spawned.map_err(failed("a thread"))?;
+        let ended_early = |_| std::io::Error::other("its thread ended");
+        begun
+            .recv()
+            .map_err(ended_early)
+            .map_err(failed("a thread"))??;
         Ok(DiskTier {
             shared,
-            ground: Box::new(self.disk),
-            geometry,
+            space,
+            bounds: self.bounds,
             clock: Box::new(Instant::now),
-            waker,
-            thread: Some(thread),
+            thread: Some(thread.thread().id()),
+            ends: Mutex::new(ended),
+        })
+    }
+
+    /// A disk that could not be opened, because of `why`, and on which VMs have pages if its `id` is known. It is
+    /// awaited: the tier stands as gone until it is there.
+    ///
+    /// # Errors
+    /// There are no random numbers.
+    pub fn awaited(
+        source: Source,
+        bounds: Bounds,
+        id: Option<DiskId>,
+        why: &DiskError,
+    ) -> Result<Self, DiskError> {
+        let drawn = |why| DiskError::Kernel {
+            path: source.path.clone(),
+            operation: "getrandom",
+            source: std::io::Error::other(why),
+        };
+        let (id, wanted) = match id {
+            Some(id) => (id, Wanted::Known(id)),
+            None => {
+                let id = DiskId::draw().map_err(drawn)?;
+                (id, Wanted::Named(id))
+            }
+        };
+        Ok(Self {
+            source,
+            disk: None,
+            id,
+            wanted,
+            why: why.to_string(),
+            sectors: Sectors::new(1, SegmentNo(0), BlockSize::Bytes512),
+            bounds,
         })
     }
 }
 
 impl DiskTier {
-    /// Opens and locks the file or device at `path`, of which at most `limit_bytes` are given out. A file that
-    /// does not exist is created. Pages beyond a limit that was lowered stay where they are.
+    /// Opens and locks a file or device: that of this `id`, if VMs have pages there. Pages beyond a limit that was
+    /// lowered stay where they are.
     ///
     /// # Errors
     /// [`DiskError`].
-    pub fn open(path: &Path, limit_bytes: u64, bounds: Bounds) -> Result<FoundDisk, DiskError> {
-        let disk = open::open(path, limit_bytes)?;
+    pub fn open(
+        source: Source,
+        bounds: Bounds,
+        id: Option<DiskId>,
+    ) -> Result<FoundDisk, DiskError> {
+        let disk = open::open(&source, id.map_or(Wanted::Any, Wanted::Known))?;
         Ok(FoundDisk {
-            path: path.to_owned(),
+            source,
+            id: disk.id,
+            wanted: Wanted::Known(disk.id),
+            why: String::new(),
             sectors: Sectors::new(disk.segments, disk.limit, disk.block),
-            disk,
+            disk: Some(disk),
             bounds,
         })
     }
@@ -181,64 +264,13 @@ impl DiskTier {
         (self.clock)()
     }
 
-    fn give_back_segments(&self, segments: Vec<SegmentNo>) {
-        if segments.is_empty() {
-            return;
-        }
-        let mut inbox = self.shared.inbox();
-        inbox.punches.extend(segments);
-        self.wake(inbox);
-    }
-
-    /// Ends the adding of an order.
-    fn wake(&self, inbox: MutexGuard<'_, Inbox>) {
-        if self.shared.added(inbox) {
-            self.waker.wake();
-        }
-    }
-
-    /// Adds a segment to those of `vm`.
-    fn add_segment(&self, vm: VmId) -> Result<(), TierError> {
-        let full = TierError::Full(TierKind::Disk);
-        let begun = self.shared.sectors().begin_segment();
-        let Some(segment) = begun else {
-            self.shared.note_full(self.now());
-            return Err(full);
-        };
-        let free = self.ground.free_bytes();
-        let allocated = match free {
-            Ok(Some(free_bytes)) if free_bytes < SEGMENT_BYTES => {
-                Err(rustix::io::Errno::NOSPC.into())
-            }
-            _ => (self.ground).allocate(segment.start().byte_offset(), SEGMENT_BYTES),
-        };
-        let mut sectors = self.shared.sectors();
-        let Err(error) = allocated else {
-            sectors.add_segment(vm, segment);
-            return Ok(());
-        };
-        sectors.end_transit(segment);
-        drop(sectors);
-        let is_full = error.kind() == std::io::ErrorKind::StorageFull
-            || error.kind() == std::io::ErrorKind::QuotaExceeded;
-        if is_full {
-            self.shared.note_full(self.now());
-            return Err(full);
-        }
-        Err(TierError::Io {
-            kind: TierKind::Disk,
-            operation: "fallocate",
-            reason: error.to_string(),
-        })
-    }
-
     fn free_room(&self, vm: VmId, room: Room) {
         self.free(vm, room.start, room.sectors);
     }
 
     fn free(&self, vm: VmId, start: SectorNo, sectors: u16) {
         match self.shared.free(vm, start, sectors) {
-            Ok(emptied) => self.give_back_segments(emptied.into_iter().collect()),
+            Ok(emptied) => (self.shared).give_back_segments(emptied.into_iter().collect()),
             // Sectors that are lost until the VM is recovered the next time, not pages.
             Err(error) => {
                 tracing::error!(%error, %vm, "a page of the disk tier could not be forgotten")
@@ -247,11 +279,11 @@ impl DiskTier {
     }
 
     /// Where the sectors of a place are, if they are on this disk.
-    fn sectors_of(&self, place: &Place) -> Option<(u64, usize)> {
+    fn sectors_of(&self, place: &Place, geometry: Geometry) -> Option<(u64, usize)> {
         let first = place.start.0.checked_add(u64::from(place.position.0))?;
         let end = first.checked_add(u64::from(place.sectors))?;
         let segment_sectors = SEGMENT_BYTES / SECTOR_BYTES as u64;
-        let is_there = end <= u64::from(self.geometry.segments) * segment_sectors
+        let is_there = end <= u64::from(geometry.segments) * segment_sectors
             && (1..=PAGE_SECTORS_MAX).contains(&place.sectors);
         is_there.then_some((
             first * SECTOR_BYTES as u64,
@@ -259,15 +291,27 @@ impl DiskTier {
         ))
     }
 
-    fn end(&mut self) {
-        let mut inbox = self.shared.inbox();
-        inbox.over = true;
-        self.wake(inbox);
-        let thread = self.thread.take();
+    /// Why nothing is taken or returned now, while there is no disk.
+    fn not_there(&self) -> TierError {
+        let refusal = self.health().refusal(TierKind::Disk);
+        refusal.unwrap_or_else(Shared::ended)
+    }
+
+    fn end(&self) {
+        self.space.end();
+        self.shared.end();
         // The last owner may be a duty that the thread itself tells. It ends by itself then.
-        let thread = thread.filter(|it| it.thread().id() != std::thread::current().id());
-        if thread.is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread of the disk tier panicked");
+        if self
+            .thread
+            .is_none_or(|it| it == std::thread::current().id())
+        {
+            return;
+        }
+        let ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        if ends.recv_timeout(END_TIME) == Err(RecvTimeoutError::Timeout) {
+            tracing::error!(
+                "the disk of the disk tier does not answer: it is let go of when it does"
+            );
         }
     }
 }
@@ -306,17 +350,22 @@ impl SlowTier for DiskTier {
             }
             pages.push(sectors);
         }
-        for _ in 0..ROOM_TRIES {
-            let taken = self.shared.sectors().take(vm, &pages);
-            match taken {
-                Ok(rooms) => return Ok(rooms),
-                Err(NoRoom::Impossible) => return Err(impossible),
-                Err(NoRoom::Segment) => self.add_segment(vm)?,
-                Err(NoRoom::Full) => break,
+        let now = self.now();
+        // Before the look: what comes meanwhile is found.
+        let is_on_its_way = self.space.is_ordered(vm);
+        let taken = self.shared.sectors().take(vm, &pages);
+        match taken {
+            Ok(rooms) => Ok(rooms),
+            Err(NoRoom::Impossible) => Err(impossible),
+            Err(NoRoom::Segment) => {
+                Err((self.space).order(vm, self.bounds.write, &self.shared, now))
+            }
+            Err(NoRoom::Full) if is_on_its_way => Err(TierError::Busy(TierKind::Disk)),
+            Err(NoRoom::Full) => {
+                self.shared.note_full(now);
+                Err(TierError::Full(TierKind::Disk))
             }
         }
-        self.shared.note_full(self.now());
-        Err(TierError::Full(TierKind::Disk))
     }
 
     fn give_back(&self, vm: VmId, room: Room) {
@@ -325,12 +374,11 @@ impl SlowTier for DiskTier {
 
     fn write(&self, batch: Batch, done: WriteDone) {
         let (vm, room) = (batch.extent().vm, batch.room());
-        let mut buffer = Buffer::zeroed(
-            batch
-                .bytes()
-                .len()
-                .next_multiple_of(self.geometry.block.bytes()),
-        );
+        let Some(geometry) = self.shared.geometry.get() else {
+            return done.tell(Err(self.not_there()));
+        };
+        let blocks = batch.bytes().len().next_multiple_of(geometry.block.bytes());
+        let mut buffer = Buffer::zeroed(blocks);
         buffer[..batch.bytes().len()].copy_from_slice(batch.bytes());
         let order = WriteOrder {
             buffer,
@@ -353,7 +401,7 @@ impl SlowTier for DiskTier {
             None => {
                 inbox.open_writes += 1;
                 inbox.writes.push_back(order);
-                self.wake(inbox);
+                self.shared.added(inbox);
             }
             Some(refusal) => {
                 drop(inbox);
@@ -365,15 +413,19 @@ impl SlowTier for DiskTier {
     }
 
     fn read(&self, place: Place, done: ReadDone) {
-        let Some((start, bytes)) = self.sectors_of(&place) else {
+        let Some(geometry) = self.shared.geometry.get() else {
+            return done.tell(Err(self.not_there()));
+        };
+        let Some((start, bytes)) = self.sectors_of(&place, *geometry) else {
             return done.tell(Err(TierError::NotThere(TierKind::Disk)));
         };
-        let block = self.geometry.block.bytes() as u64;
+        let block = geometry.block.bytes() as u64;
         let offset = start - start % block;
         let skipped = usize::try_from(start - offset).unwrap_or(0);
         let order = ReadOrder {
+            place,
             offset,
-            buffer: Buffer::zeroed((skipped + bytes).next_multiple_of(self.geometry.block.bytes())),
+            buffer: Buffer::zeroed((skipped + bytes).next_multiple_of(geometry.block.bytes())),
             page: skipped..skipped + bytes,
             done,
             began: self.now(),
@@ -385,7 +437,7 @@ impl SlowTier for DiskTier {
             _ => {
                 inbox.open_reads += 1;
                 inbox.reads.push_back(order);
-                return self.wake(inbox);
+                return self.shared.added(inbox);
             }
         };
         drop(inbox);
@@ -411,13 +463,14 @@ impl SlowTier for DiskTier {
             kind: TierKind::Disk,
             why: why.to_string(),
         })?;
-        self.give_back_segments(empty);
+        self.shared.give_back_segments(empty);
         Ok(())
     }
 
     fn forget_vm(&self, vm: VmId, _: &[ExtentName]) {
+        self.space.cancel(vm);
         let segments = self.shared.sectors().end_vm(vm);
-        self.give_back_segments(segments);
+        self.shared.give_back_segments(segments);
     }
 
     fn health(&self) -> Health {

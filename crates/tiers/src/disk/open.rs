@@ -10,6 +10,12 @@
 //! so that a VM whose pages are on another disk is not recovered with this one. It guards against mistakes
 //! only: what was sealed tells itself.
 //!
+//! A daemon that begins gives back what none of its own VMs has. So the header names its owner: the state
+//! directory with its pools, and the boot of the host, which pools do not outlive. Another daemon is refused
+//! while pools there have pages on the disk. While its owner runs, it has the lock of the open file; the header
+//! guards the disk while it does not run: between a death and the restart, and while one program hands over to
+//! the next. A daemon that ends with no page there gives the disk up.
+//!
 //! The path is looked at without following it and then opened by what was found there, so nobody can put
 //! something else in its place between the look and the opening.
 
@@ -25,7 +31,7 @@ use std::ffi::OsString;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -36,6 +42,11 @@ const HEADER_BYTES: usize = 4096;
 const MAGIC: &[u8; 24] = b"Pagetide disk tier, v1\n\0";
 /// Behind it: the id of this disk, by which a VM's pool knows it again.
 const ID: Range<usize> = MAGIC.len()..MAGIC.len() + 16;
+/// During which boot of the host its owner has used it; 0: it has no owner.
+const BOOT: Range<usize> = ID.end..ID.end + 16;
+/// The owner's state directory: its length, and its path.
+const HOME_LEN: Range<usize> = BOOT.end..BOOT.end + 2;
+const HOME_AT: usize = HOME_LEN.end;
 /// The least that makes a tier: segment 0 and one more.
 const SEGMENTS_MIN: u64 = 2;
 /// Space of a file system that is left to others ...
@@ -106,11 +117,62 @@ pub enum DiskError {
         /// What it would have.
         bytes: u64,
     },
+    /// VMs of another daemon have pages there, or may have.
+    #[error(
+        "disk tier {path}: VMs of the daemon with the state directory {} have pages there, or it cannot be seen whether \
+         they have; give each daemon a disk of its own, or, if those VMs are gone, wipe this one first",
+        state_dir.display()
+    )]
+    OfAnotherDaemon {
+        /// The tier.
+        path: PathBuf,
+        /// Where the other daemon's pools are.
+        state_dir: PathBuf,
+    },
+    /// The pages that it should have are on another one.
+    #[error("disk tier {0}: it is another disk than the one on which VMs have pages")]
+    AnotherDisk(PathBuf),
+    /// It has become shorter.
+    #[error("disk tier {0}: it is shorter than it was, and VMs have pages beyond its end")]
+    Shorter(PathBuf),
     /// Somebody else has it.
     #[error(
         "disk tier {0}: it is in use by another program, or the I/O of a killed daemon is still under way"
     )]
     Held(PathBuf),
+}
+
+/// A daemon, as others on this host are to know it.
+#[derive(Clone, Debug)]
+pub struct Owner {
+    /// Its state directory, where the pools are whose pages are on the disk.
+    pub state_dir: PathBuf,
+    /// Which boot of this host it is: no pool outlives it.
+    pub boot: u128,
+    /// True if pools in another daemon's state directory have pages on this disk, or may have.
+    pub has_pages: fn(&Path, DiskId) -> bool,
+}
+
+/// Where a tier is, and how much of it may be used.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// The file or device. A file that does not exist is created.
+    pub path: PathBuf,
+    /// Most that is given out; `None` for what there is.
+    pub limit_bytes: Option<u64>,
+    /// Whose it is.
+    pub owner: Owner,
+}
+
+/// Which disk it is to be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Wanted {
+    /// Whichever it is.
+    Any,
+    /// This one, on which VMs have pages.
+    Known(DiskId),
+    /// Whichever it is, from now on under this name: nobody has pages there.
+    Named(DiskId),
 }
 
 /// A file or device that may be a tier.
@@ -141,8 +203,9 @@ impl At<'_> {
     }
 }
 
-/// Opens `path` as a tier of at most `limit_bytes`.
-pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError> {
+/// Opens and locks a tier.
+pub(super) fn open(source: &Source, wanted: Wanted) -> Result<OpenDisk, DiskError> {
+    let path = &*source.path;
     let at = At(path);
     let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
     let found = match rustix::fs::open(
@@ -151,7 +214,7 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
         Mode::empty(),
     ) {
         Ok(found) => found,
-        Err(Errno::NOENT) => {
+        Err(Errno::NOENT) if !matches!(wanted, Wanted::Known(_)) => {
             let create = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
             refuse_memory(path, path.parent().unwrap_or(Path::new(".")))?;
             let made = rustix::fs::open(path, create, Mode::RUSR | Mode::WUSR);
@@ -190,7 +253,7 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
     };
     drop(found);
     lock(path, &file)?;
-    let (segments, limit) = segments(path, &file, discard, limit_bytes)?;
+    let (segments, limit) = segments(path, &file, discard, source.limit_bytes)?;
     let mut disk = OpenDisk {
         block: BlockSize::Bytes4096,
         segments,
@@ -199,7 +262,7 @@ pub(super) fn open(path: &Path, limit_bytes: u64) -> Result<OpenDisk, DiskError>
         discard,
         id: DiskId(0),
     };
-    disk.id = take_possession(path, &disk)?;
+    disk.id = take_possession(source, wanted, &disk)?;
     disk.block = block_size(path, &disk.file)?;
     Ok(disk)
 }
@@ -320,12 +383,18 @@ fn segments(
     path: &Path,
     file: &OwnedFd,
     discard: Discard,
-    limit_bytes: u64,
+    limit_bytes: Option<u64>,
 ) -> Result<(u32, SegmentNo), DiskError> {
     let size = rustix::fs::seek(file, SeekFrom::End(0)).map_err(At(path).failed("lseek"))?;
-    let (bytes, given_bytes) = match discard {
-        Discard::Punch => (limit_bytes.max(size), limit_bytes),
-        Discard::Keep => (size, limit_bytes.min(size)),
+    let (bytes, given_bytes) = match (discard, limit_bytes) {
+        (Discard::Keep, limit_bytes) => (size, limit_bytes.unwrap_or(u64::MAX).min(size)),
+        (Discard::Punch, Some(limit_bytes)) => (limit_bytes.max(size), limit_bytes),
+        // As much as its file system has.
+        (Discard::Punch, None) => {
+            let stat = rustix::fs::fstatvfs(file).map_err(At(path).failed("fstatfs"))?;
+            let all = stat.f_blocks.saturating_mul(stat.f_frsize);
+            (all.max(size), all)
+        }
     };
     if given_bytes / SEGMENT_BYTES < SEGMENTS_MIN {
         return Err(DiskError::TooSmall {
@@ -338,7 +407,8 @@ fn segments(
 }
 
 /// Sees that nothing else is there, and writes the header.
-fn take_possession(path: &Path, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+    let path = &*source.path;
     let mut head = Buffer::zeroed(HEAD_BYTES);
     let read = read_head(&disk.file, &mut head).map_err(|error| match error {
         Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
@@ -349,6 +419,18 @@ fn take_possession(path: &Path, disk: &OpenDisk) -> Result<DiskId, DiskError> {
     // An empty file is blank. One of zeros might be an image of somebody's.
     if !is_ours && !(is_blank && (read == 0 || disk.discard == Discard::Keep)) {
         return Err(DiskError::NotOurs(path.to_owned()));
+    }
+    let found = found_id(&head).filter(|_| is_ours);
+    if let Wanted::Known(id) = wanted
+        && found != Some(id)
+    {
+        return Err(DiskError::AnotherDisk(path.to_owned()));
+    }
+    if let (Some(id), Some(state_dir)) = (found, other_home(&head, &source.owner))
+        && (source.owner.has_pages)(&state_dir, id)
+    {
+        let path = path.to_owned();
+        return Err(DiskError::OfAnotherDaemon { path, state_dir });
     }
     if disk.discard == Discard::Punch {
         // One that has pages is needed however full the disk is.
@@ -363,19 +445,70 @@ fn take_possession(path: &Path, disk: &OpenDisk) -> Result<DiskId, DiskError> {
         rustix::fs::fallocate(&disk.file, FallocateFlags::empty(), 0, HEAD_BYTES as u64)
             .map_err(At(path).failed("fallocate"))?;
     }
-    let mut header = Buffer::zeroed(HEADER_BYTES);
-    header[..MAGIC.len()].copy_from_slice(MAGIC);
-    let found = head.get(ID).and_then(|id| id.first_chunk());
-    let id = match found.map(|id| u128::from_le_bytes(*id)) {
-        Some(id) if is_ours && id != 0 => DiskId(id),
-        _ => DiskId::draw().map_err(|why| At(path).failed("getrandom")(io::Error::other(why)))?,
+    let id = match (wanted, found) {
+        (Wanted::Known(id) | Wanted::Named(id), _) | (Wanted::Any, Some(id)) => id,
+        (Wanted::Any, None) => {
+            DiskId::draw().map_err(|why| At(path).failed("getrandom")(io::Error::other(why)))?
+        }
     };
-    header[ID].copy_from_slice(&id.0.to_le_bytes());
-    match rustix::io::pwrite(&disk.file, &header, 0) {
+    match rustix::io::pwrite(&disk.file, &header_of(id, &source.owner), 0) {
         Ok(HEADER_BYTES) => Ok(id),
         Ok(_) => Err(At(path).failed("write")(Errno::IO)),
         Err(Errno::INVAL) => Err(DiskError::NoDirectIo(path.to_owned())),
         Err(error) => Err(At(path).failed("write")(error)),
+    }
+}
+
+fn found_id(head: &[u8]) -> Option<DiskId> {
+    let id = head.get(ID).and_then(|id| id.first_chunk());
+    let id = id.map(|id| DiskId(u128::from_le_bytes(*id)));
+    id.filter(|id| id.0 != 0)
+}
+
+/// The state directory of another daemon, of this boot, whose the disk is. Pools of another boot do not exist.
+fn other_home(head: &[u8], owner: &Owner) -> Option<PathBuf> {
+    let boot = head.get(BOOT).and_then(|boot| boot.first_chunk());
+    let boot = boot.map(|boot| u128::from_le_bytes(*boot));
+    if boot.is_none_or(|boot| boot == 0 || boot != owner.boot) {
+        return None;
+    }
+    let len = head.get(HOME_LEN).and_then(|len| len.first_chunk());
+    let len = len.map_or(0, |len| usize::from(u16::from_le_bytes(*len)));
+    let home = head
+        .get(HOME_AT..HEADER_BYTES)
+        .and_then(|at| at.get(..len))?;
+    let home = PathBuf::from(OsString::from_vec(home.to_vec()));
+    (home != owner.state_dir).then_some(home)
+}
+
+fn header_of(id: DiskId, owner: &Owner) -> Buffer {
+    let mut header = Buffer::zeroed(HEADER_BYTES);
+    header[..MAGIC.len()].copy_from_slice(MAGIC);
+    header[ID].copy_from_slice(&id.0.to_le_bytes());
+    let home = owner.state_dir.as_os_str().as_bytes();
+    // One that is longer cannot have a socket in it, nor be a state directory.
+    if let (Some(at), Ok(len)) = (
+        header[HOME_AT..].get_mut(..home.len()),
+        u16::try_from(home.len()),
+    ) {
+        at.copy_from_slice(home);
+        header[HOME_LEN].copy_from_slice(&len.to_le_bytes());
+        header[BOOT].copy_from_slice(&owner.boot.to_le_bytes());
+    }
+    header
+}
+
+/// The disk has no owner any more: no VM has pages there.
+pub(super) fn disown(file: &OwnedFd) -> io::Result<()> {
+    let mut header = Buffer::zeroed(HEADER_BYTES);
+    let read = rustix::io::pread(file, &mut header[..], 0)?;
+    if read < HEADER_BYTES || !header.starts_with(MAGIC) {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    header[BOOT].fill(0);
+    match rustix::io::pwrite(file, &header, 0)? {
+        HEADER_BYTES => Ok(()),
+        _ => Err(io::ErrorKind::WriteZero.into()),
     }
 }
 

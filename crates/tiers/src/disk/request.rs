@@ -3,7 +3,7 @@
 
 use super::io::Tag;
 use super::shared::{Shared, Wrote};
-use crate::{ReadDone, Room, VmId, WriteDone};
+use crate::{Place, ReadDone, Room, VmId, WriteDone};
 use pagetide_sys::file_ring::{Buffer, Transfer};
 use std::io;
 use std::ops::Range;
@@ -28,18 +28,22 @@ const POLL_TIME: Duration = Duration::from_micros(30);
 /// How long requests may take.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bounds {
-    /// A read of a page.
+    /// A read of a page, before the tier counts as slow. It is still answered when it is done.
     pub read: Duration,
+    /// A read of a page, before the tier counts as gone, and the read as failed.
+    pub lost: Duration,
     /// A write of a batch, and a probe.
     pub write: Duration,
 }
 
 impl Default for Bounds {
     /// Disks answer in milliseconds. One that takes a second for a page has a fault, or a queue so long
-    /// that pages are better off elsewhere.
+    /// that pages are better off elsewhere. The kernel gives a request up to its device after 30 s, and tries it
+    /// a few times more: a disk that has not answered for a minute is not there.
     fn default() -> Self {
         Self {
             read: Duration::from_secs(1),
+            lost: Duration::from_secs(60),
             write: Duration::from_secs(5),
         }
     }
@@ -67,6 +71,7 @@ impl Polling {
 /// A read that is open. Its duty is gone once it was told.
 pub(super) struct OpenRead {
     pub done: Option<ReadDone>,
+    pub place: Place,
     pub page: Range<usize>,
     pub began: Instant,
 }
@@ -107,7 +112,10 @@ pub(super) enum Outcome {
 /// A request in the list of deadlines.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Tagged {
+    /// A read that makes the tier slow.
     Read(u64),
+    /// A read that is given up.
+    Late(u64),
     Write(u64),
 }
 

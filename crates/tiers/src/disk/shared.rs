@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the callers of a disk tier and its thread share: sectors, orders that wait, the record.
 //!
-//! Three locks, none of which is held while another is taken or a duty is told.
+//! Three locks, none of which is held while another is taken or a duty is told; but for that of the sectors,
+//! which [`super::space`] takes under its own.
 
+use super::io::Geometry;
+use super::panics::drop_alone;
 use crate::batch::SECTOR_BYTES;
 use crate::extent::{SectorError, Sectors, SegmentNo};
 use crate::figures::Latencies;
 use crate::health::{Health, Pulse, Standing, Symptom};
-use crate::{ReadDone, Room, SectorNo, TierError, TierFigures, TierKind, VmId, WriteDone};
-use pagetide_sys::file_ring::Buffer;
+use crate::{Place, ReadDone, Room, SectorNo, TierError, TierFigures, TierKind, VmId, WriteDone};
+use pagetide_sys::file_ring::{Buffer, RingWaker};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Reads that may be open at a time: each is a fault that waits, or readahead.
@@ -27,6 +30,7 @@ const FULL_TIME: Duration = Duration::from_secs(10);
 /// A page to be read.
 #[derive(Debug)]
 pub(super) struct ReadOrder {
+    pub place: Place,
     /// Offset of the first whole block.
     pub offset: u64,
     /// Memory for whole blocks.
@@ -90,8 +94,14 @@ struct Record {
 
 /// See the module documentation.
 pub(super) struct Shared {
+    /// Known once the disk is open.
+    pub geometry: OnceLock<Geometry>,
+    /// Wakes the thread, once there is a ring.
+    pub waker: OnceLock<RingWaker>,
     sectors: Mutex<Sectors>,
     inbox: Mutex<Inbox>,
+    /// Notified of the end.
+    ended: Condvar,
     /// Set when there are orders: what the thread looks at while it polls.
     has_orders: AtomicBool,
     record: Mutex<Record>,
@@ -100,8 +110,11 @@ pub(super) struct Shared {
 impl Shared {
     pub fn new(sectors: Sectors, limit_bytes: u64, now: Instant) -> Self {
         Self {
+            geometry: OnceLock::new(),
+            waker: OnceLock::new(),
             sectors: Mutex::new(sectors),
             inbox: Mutex::default(),
+            ended: Condvar::new(),
             has_orders: AtomicBool::new(false),
             record: Mutex::new(Record {
                 pulse: Pulse::new(now),
@@ -124,11 +137,35 @@ impl Shared {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the adding of an order. True if the thread must be woken.
-    #[must_use]
-    pub fn added(&self, mut inbox: MutexGuard<'_, Inbox>) -> bool {
+    /// Ends the adding of an order, and wakes the thread if it sleeps.
+    pub fn added(&self, mut inbox: MutexGuard<'_, Inbox>) {
         self.has_orders.store(true, Ordering::Release);
-        std::mem::take(&mut inbox.asleep)
+        let was_asleep = std::mem::take(&mut inbox.asleep);
+        drop(inbox);
+        if let Some(waker) = self.waker.get().filter(|_| was_asleep) {
+            waker.wake();
+        }
+    }
+
+    /// Nothing is done any more: whoever has ordered something is told.
+    pub fn end_orders(&self) {
+        let mut inbox = self.inbox();
+        inbox.over = true;
+        let reads = std::mem::take(&mut inbox.reads);
+        let writes = std::mem::take(&mut inbox.writes);
+        drop(inbox);
+        // Duties that are dropped tell their owners.
+        reads.into_iter().for_each(|order| drop_alone(order.done));
+        writes.into_iter().for_each(|order| drop_alone(order.done));
+    }
+
+    /// Segments that nobody has go back to the file system.
+    pub fn give_back_segments(&self, segments: Vec<SegmentNo>) {
+        if !segments.is_empty() {
+            let mut inbox = self.inbox();
+            inbox.punches.extend(segments);
+            self.added(inbox);
+        }
     }
 
     /// Takes all orders. The thread is awake.
@@ -198,6 +235,35 @@ impl Shared {
 
     pub fn probe_due(&self) -> Option<Instant> {
         self.record().pulse.probe_due()
+    }
+
+    /// There is no disk yet, for this reason.
+    pub fn begin_gone(&self, reason: String, now: Instant) {
+        self.record().pulse = Pulse::gone(reason, now);
+    }
+
+    /// The disk is there, and its thread has a ring.
+    pub fn opened(&self, geometry: Geometry, waker: RingWaker, limit_bytes: u64) {
+        self.record().figures.limit_bytes = limit_bytes;
+        self.geometry.get_or_init(|| geometry);
+        self.waker.get_or_init(|| waker);
+    }
+
+    /// The tier ends.
+    pub fn end(&self) {
+        let mut inbox = self.inbox();
+        inbox.over = true;
+        self.added(inbox);
+        self.ended.notify_all();
+    }
+
+    /// Waits for the end of the tier; false if it has not come in this time.
+    #[must_use]
+    pub fn is_over_within(&self, limit: Duration) -> bool {
+        let goes_on = |inbox: &mut Inbox| !inbox.over;
+        let waited = (self.ended).wait_timeout_while(self.inbox(), limit, goes_on);
+        let (inbox, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        inbox.over
     }
 
     pub fn note_full(&self, now: Instant) {

@@ -24,6 +24,38 @@ fn is_page(words: &[String]) -> bool {
     words[0] == "GET" && !words[1].starts_with("pagetide:marker:")
 }
 
+/// Behind it pages wait until it is opened.
+#[derive(Clone)]
+struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    fn shut() -> Self {
+        Self(Arc::new((Mutex::new(false), Condvar::new())))
+    }
+
+    fn open(&self) {
+        *self.0.0.lock().unwrap() = true;
+        self.0.1.notify_all();
+    }
+
+    fn pass(&self) {
+        let (is_open, opened) = &*self.0;
+        let waited = opened.wait_while(is_open.lock().unwrap(), |is_open| !*is_open);
+        drop(waited.unwrap());
+    }
+
+    /// A server that answers no read of a page before.
+    fn before_pages(&self) -> Fake {
+        let gate = self.clone();
+        Fake::start(move |words| {
+            if is_page(words) {
+                gate.pass();
+            }
+            None
+        })
+    }
+}
+
 #[test]
 fn fake_that_behaves_is_a_working_server() {
     let fake = Fake::start(|_| None);
@@ -176,19 +208,8 @@ fn strange_answers_to_a_batch_fail_it_and_delete_what_may_have_arrived() {
 
 #[test]
 fn slow_server_is_sent_no_batches_until_it_has_recovered() {
-    let gate = Arc::new((Mutex::new(false), Condvar::new()));
-    let shut = Arc::clone(&gate);
-    let fake = Fake::start(move |words| {
-        if is_page(words) {
-            let (open, opened) = &*shut;
-            drop(
-                opened
-                    .wait_while(open.lock().unwrap(), |open| !*open)
-                    .unwrap(),
-            );
-        }
-        None
-    });
+    let gate = Gate::shut();
+    let fake = gate.before_pages();
     let mut config = config(&fake.url());
     config.bounds.read = Duration::from_millis(100);
     let tier = working(config);
@@ -200,8 +221,7 @@ fn slow_server_is_sent_no_batches_until_it_has_recovered() {
     assert_eq!(tier.health().standing, Standing::Slow { bound_ms: 100 });
     assert_eq!(write(&tier, extent(1), &pages(42, 1)), Err(slow));
     assert_eq!(tier.figures().overdue, 1);
-    *gate.0.lock().unwrap() = true;
-    gate.1.notify_all();
+    gate.open();
     until("recovery", || tier.health().standing == Standing::Working);
     write(&tier, extent(2), &pages(42, 1)).unwrap();
     assert_eq!(read(&tier, place()), Ok(b"a page".to_vec()));
@@ -256,19 +276,8 @@ fn server_that_repeats_the_password_does_not_make_us_print_it() {
 
 #[test]
 fn queue_that_is_full_refuses_and_every_duty_is_told_at_the_end() {
-    let gate = Arc::new((Mutex::new(false), Condvar::new()));
-    let shut = Arc::clone(&gate);
-    let fake = Fake::start(move |words| {
-        if is_page(words) {
-            let (open, opened) = &*shut;
-            drop(
-                opened
-                    .wait_while(open.lock().unwrap(), |open| !*open)
-                    .unwrap(),
-            );
-        }
-        None
-    });
+    let gate = Gate::shut();
+    let fake = gate.before_pages();
     let tier = working(config(&fake.url()));
     let answers: Vec<_> = (0..5000)
         .map(|_| crate::begin_read(&tier, place()))
@@ -284,6 +293,5 @@ fn queue_that_is_full_refuses_and_every_duty_is_told_at_the_end() {
     assert_eq!(results.iter().filter(busy).count(), 5000 - 4096);
     let gone = |result: &&Result<Vec<u8>, TierError>| matches!(result, Err(TierError::Gone { .. }));
     assert_eq!(results.iter().filter(gone).count(), 4096);
-    *gate.0.lock().unwrap() = true;
-    gate.1.notify_all();
+    gate.open();
 }

@@ -2,13 +2,14 @@
 //! The disk tier over a simulated ring and file system, with faults, and over a real file.
 #![expect(clippy::cast_possible_truncation, reason = "random numbers are cut")]
 
-use super::io::{Discard, Io, Tag};
+use super::engine::{self, ENTRIES, Engine};
+use super::io::{Discard, Ground, Io, Tag};
 use super::*;
 use crate::bitmap::BlockSize;
 use crate::health::{FAILED_WRITES_MAX, PROBE_INTERVAL, RECOVERY_PROBES};
 use crate::{ExtentNo, Standing, Version};
 use pagetide_random::SplitMix64;
-use pagetide_sys::file_ring::{Completed, NotStarted, Operation, Transfer};
+use pagetide_sys::file_ring::{Completed, FileRing, NotStarted, Operation, Transfer};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +20,7 @@ mod real;
 const VM: VmId = VmId(5);
 const BOUNDS: Bounds = Bounds {
     read: Duration::from_millis(100),
+    lost: Duration::from_secs(3),
     write: Duration::from_millis(500),
 };
 
@@ -159,6 +161,7 @@ struct Rig {
     tier: DiskTier,
     engine: Engine<SimulatedIo>,
     io: SimulatedIo,
+    ground: SimulatedGround,
     free_bytes: Arc<AtomicU64>,
     clock: Arc<Mutex<Instant>>,
     version: u64,
@@ -176,22 +179,24 @@ impl Rig {
         let sectors = Sectors::new(geometry.segments, SegmentNo(geometry.segments), block);
         let shared = Arc::new(Shared::new(sectors, 4 * SEGMENT_BYTES, now));
         let ring: FileRing<()> = FileRing::new(1, tempfile::tempfile().unwrap().into()).unwrap();
+        shared.opened(geometry, ring.waker(), 4 * SEGMENT_BYTES);
         let io = SimulatedIo::default();
         let free_bytes = Arc::new(AtomicU64::new(u64::MAX));
         Self {
             engine: Engine::new(io.clone(), Arc::clone(&shared), geometry, BOUNDS),
             tier: DiskTier {
                 shared,
-                ground: Box::new(SimulatedGround(Arc::clone(&free_bytes))),
-                geometry,
+                space: Arc::default(),
+                bounds: BOUNDS,
                 clock: Box::new({
                     let clock = Arc::clone(&clock);
                     move || *clock.lock().unwrap()
                 }),
-                waker: ring.waker(),
                 thread: None,
+                ends: Mutex::new(sync_channel(0).1),
             },
             io,
+            ground: SimulatedGround(Arc::clone(&free_bytes)),
             free_bytes,
             clock,
             version: 0,
@@ -211,10 +216,26 @@ impl Rig {
         self.turn()
     }
 
+    /// Segments that are ordered are allocated at once.
+    fn room(&self, vm: VmId, bytes: &[usize]) -> Result<Vec<Room>, TierError> {
+        loop {
+            match self.tier.make_room(vm, bytes) {
+                Err(TierError::Busy(_)) => self.allocate(),
+                made => return made,
+            }
+        }
+    }
+
+    fn allocate(&self) {
+        let clock = || *self.clock.lock().unwrap();
+        let (space, shared) = (&self.tier.space, &self.tier.shared);
+        space.allocate_next(shared, &self.ground, clock);
+    }
+
     /// A batch with these pages, in one extent.
     fn batch(&mut self, pages: &[Vec<u8>]) -> (Batch, Vec<Place>) {
         let bytes: Vec<usize> = pages.iter().map(Vec::len).collect();
-        let rooms = self.tier.make_room(VM, &bytes).unwrap();
+        let rooms = self.room(VM, &bytes).unwrap();
         assert_eq!(rooms.len(), 1);
         self.version += 1;
         let extent = ExtentName {
@@ -363,10 +384,7 @@ fn bad_sector_is_an_error_of_its_page_and_a_lost_device_of_the_tier() {
     rig.turn();
     assert!(told(&answer).unwrap().unwrap_err().may_pass());
     assert!(matches!(rig.standing(), Standing::Gone { .. }));
-    assert!(matches!(
-        rig.tier.make_room(VM, &[512]),
-        Err(TierError::Gone { .. })
-    ));
+    assert!(matches!(rig.room(VM, &[512]), Err(TierError::Gone { .. })));
     // Reads are tried all the same.
     let answer = rig.read(places[0]);
     rig.settle();
@@ -415,7 +433,7 @@ fn disk_without_space_is_full_until_something_is_freed() {
     let full = Err(TierError::Full(TierKind::Disk));
     assert_eq!(told(&answer), Some(full.clone()));
     assert_eq!(rig.standing(), Standing::Full);
-    assert_eq!(rig.tier.make_room(VM, &[512]).map(drop), full);
+    assert_eq!(rig.room(VM, &[512]).map(drop), full);
     let answer = rig.read(places[0]);
     rig.settle();
     assert!(told(&answer).unwrap().is_ok(), "reads work");
@@ -438,7 +456,7 @@ fn space_that_cannot_be_allocated_is_told_when_room_is_made() {
     rig.free_bytes.store(2 * SEGMENT_BYTES, Ordering::Relaxed);
     let mut batches = 0;
     let full = loop {
-        match rig.tier.make_room(VM, &[4096; 512]) {
+        match rig.room(VM, &[4096; 512]) {
             Ok(rooms) => batches += rooms.len(),
             Err(error) => break error,
         }
@@ -451,11 +469,11 @@ fn space_that_cannot_be_allocated_is_told_when_room_is_made() {
     rig.free_bytes.store(SEGMENT_BYTES, Ordering::Relaxed);
     rig.settle();
     assert_eq!(rig.standing(), Standing::Working);
-    assert_eq!(rig.tier.make_room(VM, &[4096; 512]).unwrap().len(), 1);
+    assert_eq!(rig.room(VM, &[4096; 512]).unwrap().len(), 1);
 }
 
 #[test]
-fn read_that_never_ends_is_told_at_its_bound_and_the_tier_is_slow() {
+fn read_that_is_late_makes_the_tier_slow_and_is_told_when_it_is_done() {
     let mut rig = Rig::file();
     let content = pages(6, &[8, 8]);
     let places = rig.stored(&content);
@@ -463,22 +481,215 @@ fn read_that_never_ends_is_told_at_its_bound_and_the_tier_is_slow() {
     let left = rig.pass(Duration::from_millis(60));
     assert_eq!((left, told(&answer)), (Duration::from_millis(40), None));
     rig.pass(left);
+    assert_eq!(told(&answer), None);
     let slow = TierError::Slow {
         kind: TierKind::Disk,
         bound_ms: 100,
     };
-    assert_eq!(told(&answer), Some(Err(slow.clone())));
     assert_eq!(rig.standing(), Standing::Slow { bound_ms: 100 });
-    assert_eq!(rig.tier.make_room(VM, &[512]).map(drop), Err(slow));
+    assert_eq!(rig.room(VM, &[512]).map(drop), Err(slow));
     assert_eq!(rig.tier.figures().overdue, 1);
-    // It ends after all, and nobody is told again.
+    rig.pass(Duration::from_secs(2));
+    assert_eq!(told(&answer), None);
     rig.io.end(0, Fate::Done);
-    rig.turn();
-    rig.recover_by_probes();
+    rig.settle();
+    assert_eq!(told(&answer).unwrap().unwrap(), content[0]);
+    while rig.standing() != Standing::Working {
+        rig.pass(PROBE_INTERVAL);
+        rig.settle();
+    }
     let answer = rig.read(places[1]);
     rig.settle();
     assert_eq!(told(&answer).unwrap().unwrap(), content[1]);
     assert_eq!(rig.tier.shared.inbox().open_reads, 0);
+    assert_eq!(rig.tier.figures().read_errors, 0);
+}
+
+#[test]
+fn read_that_is_never_done_is_told_gone_and_one_that_asks_again_gets_its_answer() {
+    let mut rig = Rig::file();
+    let content = pages(6, &[8, 8]);
+    let places = rig.stored(&content);
+    let answer = rig.read(places[0]);
+    rig.pass(BOUNDS.read);
+    rig.pass(BOUNDS.lost - BOUNDS.read - Duration::from_millis(1));
+    assert_eq!(told(&answer), None);
+    rig.pass(Duration::from_millis(1));
+    let error = told(&answer).unwrap().unwrap_err();
+    assert!(matches!(error, TierError::Gone { .. }), "{error}");
+    assert!(matches!(rig.standing(), Standing::Gone { .. }));
+    // It is asked for again and again, and read once.
+    let reads = |rig: &Rig| {
+        let is_read = |tag: &&Tag| matches!(tag, Tag::Read(_));
+        rig.io.tags().iter().filter(is_read).count()
+    };
+    for _ in 0..3 {
+        let answer = rig.read(places[0]);
+        rig.pass(BOUNDS.read);
+        let gone = told(&answer).unwrap();
+        assert!(matches!(gone, Err(TierError::Gone { .. })), "{gone:?}");
+        assert_eq!((reads(&rig), rig.tier.shared.inbox().open_reads), (1, 1));
+    }
+    let again = rig.read(places[0]);
+    rig.settle();
+    assert_eq!(told(&again).unwrap().unwrap(), content[0]);
+    assert_eq!(rig.tier.shared.inbox().open_reads, 0);
+    // A late one does not wait for its own bound once the disk is known to be gone.
+    let (late, lost) = (rig.read(places[0]), rig.read(places[1]));
+    rig.pass(BOUNDS.read);
+    rig.io
+        .end(reads(&rig) - 1, Fate::Fails(rustix::io::Errno::NODEV));
+    rig.turn();
+    for answer in [late, lost] {
+        assert!(matches!(told(&answer), Some(Err(TierError::Gone { .. }))));
+    }
+    rig.settle();
+    assert_eq!(rig.tier.shared.inbox().open_reads, 0);
+}
+
+#[test]
+fn whoever_makes_room_does_not_wait_for_a_segment_to_be_allocated() {
+    let rig = Rig::file();
+    let busy = Err(TierError::Busy(TierKind::Disk));
+    for _ in 0..3 {
+        assert_eq!(rig.tier.make_room(VM, &[4096]).map(drop), busy);
+    }
+    let free_bytes = rig.free_bytes.load(Ordering::Relaxed);
+    assert_eq!(free_bytes, u64::MAX, "nothing is allocated in the call");
+    rig.allocate();
+    assert_eq!(rig.tier.make_room(VM, &[4096; 512]).unwrap().len(), 1);
+    assert!(
+        !rig.tier.space.is_ordered(VM),
+        "three asked for one segment"
+    );
+}
+
+#[test]
+fn segment_that_comes_when_its_vm_has_ended_is_given_back() {
+    let mut rig = Rig::file();
+    let other = VmId(6);
+    assert!(rig.tier.make_room(other, &[4096]).is_err());
+    rig.tier.forget_vm(other, &[]);
+    assert!(!rig.tier.space.is_ordered(other), "it was not begun");
+    assert!(rig.tier.make_room(other, &[4096]).is_err());
+    let ending = Ending {
+        tier: &rig.tier,
+        ground: &rig.ground,
+        vm: other,
+    };
+    let clock = || rig.tier.now();
+    (rig.tier.space).allocate_next(&rig.tier.shared, &ending, clock);
+    assert_eq!(rig.tier.shared.sectors().segments_of(other), 0);
+    rig.settle();
+    let free = rig.tier.shared.sectors().free_runs();
+    assert_eq!(free, [SegmentNo(1)..SegmentNo(5)]);
+}
+
+/// The VM ends while its segment is allocated.
+struct Ending<'a> {
+    tier: &'a DiskTier,
+    ground: &'a SimulatedGround,
+    vm: VmId,
+}
+
+impl Ground for Ending<'_> {
+    fn allocate(&self, offset: u64, bytes: u64) -> std::io::Result<()> {
+        self.tier.forget_vm(self.vm, &[]);
+        self.ground.allocate(offset, bytes)
+    }
+
+    fn free_bytes(&self) -> std::io::Result<Option<u64>> {
+        Ok(None)
+    }
+}
+
+/// Each allocation takes so long, and ends so.
+struct Slowly<'a> {
+    tier: &'a DiskTier,
+    clock: &'a Mutex<Instant>,
+    time: Duration,
+    ends: rustix::io::Errno,
+    asked: Mutex<Vec<TierError>>,
+}
+
+impl Ground for Slowly<'_> {
+    fn allocate(&self, _: u64, _: u64) -> std::io::Result<()> {
+        *self.clock.lock().unwrap() += self.time;
+        let asked = self.tier.make_room(VM, &[4096]);
+        self.asked.lock().unwrap().push(asked.unwrap_err());
+        Err(self.ends.into())
+    }
+
+    fn free_bytes(&self) -> std::io::Result<Option<u64>> {
+        Ok(None)
+    }
+}
+
+#[test]
+fn allocation_that_hangs_makes_the_tier_slow_and_one_that_fails_is_not_repeated_at_once() {
+    let rig = Rig::file();
+    let busy = TierError::Busy(TierKind::Disk);
+    assert_eq!(rig.tier.make_room(VM, &[4096]).unwrap_err(), busy);
+    let slowly = Slowly {
+        tier: &rig.tier,
+        clock: &rig.clock,
+        time: BOUNDS.write,
+        ends: rustix::io::Errno::IO,
+        asked: Mutex::default(),
+    };
+    let clock = || rig.tier.now();
+    (rig.tier.space).allocate_next(&rig.tier.shared, &slowly, clock);
+    let asked = slowly.asked.lock().unwrap().clone();
+    assert!(matches!(asked[..], [TierError::Slow { .. }]), "{asked:?}");
+    assert!(matches!(rig.standing(), Standing::Slow { .. }));
+    let rig = Rig::file();
+    assert_eq!(rig.tier.make_room(VM, &[4096]).unwrap_err(), busy);
+    let failing = Slowly {
+        tier: &rig.tier,
+        clock: &rig.clock,
+        time: Duration::ZERO,
+        ends: rustix::io::Errno::IO,
+        asked: Mutex::default(),
+    };
+    let clock = || rig.tier.now();
+    (rig.tier.space).allocate_next(&rig.tier.shared, &failing, clock);
+    for _ in 0..2 {
+        let error = rig.tier.make_room(VM, &[4096]).unwrap_err();
+        assert!(matches!(error, TierError::Io { .. }), "{error}");
+    }
+    assert!(!rig.tier.space.is_ordered(VM));
+    *rig.clock.lock().unwrap() += Duration::from_secs(5);
+    assert_eq!(rig.tier.make_room(VM, &[4096]).unwrap_err(), busy);
+    assert_eq!(rig.room(VM, &[4096]).unwrap().len(), 1);
+}
+
+#[test]
+fn panic_of_the_thread_is_told_to_whoever_waits_and_the_tier_is_gone() {
+    let mut rig = Rig::file();
+    let places = rig.stored(&pages(9, &[8, 8, 8]));
+    let mine = rig.read(places[1]);
+    let panics = crate::tier::Done::new(TierKind::Disk, |_| panic!("for the test"));
+    rig.tier.read(places[0], panics);
+    rig.turn();
+    let (_, write) = rig.write(&pages(9, &[8]));
+    // It waits in the inbox.
+    let (done, waits) = duty();
+    rig.tier.read(places[2], done);
+    rig.io.end(1, Fate::Done);
+    let Rig { tier, engine, .. } = rig;
+    engine.run();
+    let gone = |error: &TierError| matches!(error, TierError::Gone { .. });
+    assert!(told(&mine).unwrap().is_err_and(|error| gone(&error)));
+    assert!(told(&waits).unwrap().is_err_and(|error| gone(&error)));
+    assert!(told(&write).unwrap().is_err_and(|error| gone(&error)));
+    let Standing::Gone { reason } = tier.health().standing else {
+        panic!("it stands otherwise");
+    };
+    assert!(reason.contains("for the test"), "{reason}");
+    let (done, later) = duty();
+    tier.read(places[1], done);
+    assert!(told(&later).unwrap().is_err_and(|error| gone(&error)));
+    assert!(gone(&tier.make_room(VM, &[512]).unwrap_err()));
 }
 
 #[test]
@@ -582,7 +793,7 @@ fn places_that_are_not_on_the_disk_are_not_there() {
         assert!(!error.may_pass());
     }
     assert!(matches!(
-        rig.tier.make_room(VM, &[512, 17 * 512]),
+        rig.room(VM, &[512, 17 * 512]),
         Err(TierError::Io { .. })
     ));
 }
@@ -629,7 +840,7 @@ fn random_faults_lose_no_answer_and_invent_no_byte() {
                         .collect();
                     let bytes: Vec<usize> = sizes.iter().map(|size| size * 512).collect();
                     if rig.standing() == Standing::Working
-                        && let Ok(rooms) = rig.tier.make_room(VM, &bytes)
+                        && let Ok(rooms) = rig.room(VM, &bytes)
                     {
                         rig.tier.give_back(VM, rooms[0]);
                         let content = pages(seed * 1000 + step, &sizes);

@@ -9,6 +9,7 @@ use pagetide_addr::PageNo;
 use pagetide_random::SplitMix64;
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use tempfile::TempDir;
 
@@ -18,7 +19,7 @@ const VM: VmId = VmId(3);
 /// A directory on a disk; `None` if there is none.
 fn directory() -> Option<TempDir> {
     let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    match DiskTier::open(&dir.path().join("probe"), LIMIT, Bounds::default()) {
+    match open(&dir.path().join("probe")) {
         Ok(_) => Some(dir),
         Err(error @ (DiskError::NoDirectIo(_) | DiskError::InMemory(..))) => {
             eprintln!("SKIPPED: {error}");
@@ -28,8 +29,35 @@ fn directory() -> Option<TempDir> {
     }
 }
 
+/// A daemon that has pools with pages on any disk.
+fn owner(state_dir: &str) -> Owner {
+    Owner {
+        state_dir: state_dir.into(),
+        boot: 9,
+        has_pages: |_, _| true,
+    }
+}
+
+fn source(path: &Path, limit_bytes: u64) -> Source {
+    Source {
+        path: path.to_owned(),
+        limit_bytes: Some(limit_bytes),
+        owner: owner("/run/one"),
+    }
+}
+
 fn open(path: &Path) -> Result<FoundDisk, DiskError> {
-    DiskTier::open(path, LIMIT, Bounds::default())
+    DiskTier::open(source(path, LIMIT), Bounds::default(), None)
+}
+
+/// Room, once its segment is there.
+fn room(tier: &DiskTier, sealed_bytes: &[usize]) -> Result<Vec<Room>, TierError> {
+    loop {
+        match tier.make_room(VM, sealed_bytes) {
+            Err(TierError::Busy(_)) => std::thread::yield_now(),
+            made => return made,
+        }
+    }
 }
 
 fn duty<T: Send + 'static>() -> (crate::tier::Done<T>, Receiver<Result<T, TierError>>) {
@@ -64,7 +92,7 @@ fn store(
         .iter()
         .map(|content| crate::seal::sealed_bytes(content.len(), granule).unwrap())
         .collect();
-    let rooms = tier.make_room(VM, &bytes).unwrap();
+    let rooms = room(tier, &bytes).unwrap();
     let (mut stored, mut entries) = (Vec::new(), Vec::new());
     for (room, version) in rooms.into_iter().zip(version..) {
         let extent = ExtentName {
@@ -171,7 +199,7 @@ fn pages_beyond_a_lowered_limit_are_still_read() {
     }
     assert!(kept.last().unwrap().place.start >= SegmentNo(2).start());
     drop(tier);
-    let lowered = DiskTier::open(&path, 2 * SEGMENT_BYTES, Bounds::default());
+    let lowered = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default(), None);
     let mut found = lowered.unwrap();
     found.hold(VM, entries).unwrap();
     let tier = found.begin().unwrap();
@@ -255,7 +283,7 @@ fn file_that_is_cut_off_has_no_page() {
 fn disk_is_one_daemons_and_a_full_one_says_so() {
     let Some(dir) = directory() else { return };
     let path = dir.path().join("tier");
-    let tier = DiskTier::open(&path, 2 * SEGMENT_BYTES, Bounds::default())
+    let tier = DiskTier::open(source(&path, 2 * SEGMENT_BYTES), Bounds::default(), None)
         .unwrap()
         .begin()
         .unwrap();
@@ -263,18 +291,168 @@ fn disk_is_one_daemons_and_a_full_one_says_so() {
     let locked = rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive);
     assert_eq!(locked, Err(rustix::io::Errno::WOULDBLOCK));
     for _ in 0..8 {
-        assert_eq!(tier.make_room(VM, &[4096; 512]).unwrap().len(), 1);
+        assert_eq!(room(&tier, &[4096; 512]).unwrap().len(), 1);
     }
     let full = TierError::Full(TierKind::Disk);
-    assert_eq!(tier.make_room(VM, &[4096]).unwrap_err(), full);
+    assert_eq!(room(&tier, &[4096]).unwrap_err(), full);
     assert_eq!(tier.health().standing, crate::Standing::Full);
     tier.forget_vm(VM, &[]);
     while tier.health().standing == crate::Standing::Full {
         std::thread::yield_now();
     }
-    assert!(tier.make_room(VM, &[4096; 512]).is_ok());
+    assert!(room(&tier, &[4096; 512]).is_ok());
     assert_eq!(tier.figures().limit_bytes, SEGMENT_BYTES);
     assert_eq!(tier.kind().to_string(), "disk");
+}
+
+fn as_owner(path: &Path, owner: Owner) -> Result<DiskTier, DiskError> {
+    let source = Source {
+        owner,
+        ..source(path, LIMIT)
+    };
+    DiskTier::open(source, Bounds::default(), None)?.begin()
+}
+
+/// Its daemon is dead, or hands over to another program just now.
+#[test]
+fn disk_with_pages_of_another_daemon_is_refused_and_one_without_is_taken() {
+    let Some(dir) = directory() else { return };
+    let path = dir.path().join("tier");
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    let tier = open(&path).unwrap().begin().unwrap();
+    let (stored, entries) = store(&tier, &sealer, 1, &contents(1, 40));
+    drop(tier);
+    let refused = as_owner(&path, owner("/run/other")).unwrap_err();
+    assert!(refused.to_string().contains("/run/one"), "{refused}");
+    let mut found = open(&path).unwrap();
+    found.hold(VM, entries).unwrap();
+    let tier = found.begin().unwrap();
+    for page in &stored {
+        let opened = open_sealed(&tier, &sealer, page);
+        assert_eq!(opened.as_ref(), Some(&page.content));
+    }
+    // What is nobody's may be taken: its pools have no page, or did not outlive the host.
+    drop(tier);
+    let other = owner("/run/other");
+    let without_pages = Owner {
+        has_pages: |home, _| home != Path::new("/run/one"),
+        ..other.clone()
+    };
+    drop(as_owner(&path, without_pages).unwrap());
+    drop(as_owner(&path, owner("/run/third")).unwrap());
+    let tier = as_owner(&path, owner("/run/third")).unwrap();
+    store(&tier, &sealer, 9, &contents(1, 40));
+    drop(tier);
+    assert!(as_owner(&path, owner("/run/other")).is_err());
+    drop(as_owner(&path, Owner { boot: 10, ..other }).unwrap());
+}
+
+/// Waits for the threads of a tier.
+fn until_working(tier: &DiskTier) {
+    while tier.health().standing != crate::Standing::Working {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn disk_that_is_missing_is_awaited_and_has_its_pages_when_it_is_back() {
+    let Some(dir) = directory() else { return };
+    let (path, away) = (dir.path().join("tier"), dir.path().join("away"));
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    let tier = open(&path).unwrap().begin().unwrap();
+    let (mut kept, mut entries) = (Vec::new(), Vec::new());
+    for round in 0..10 {
+        let (stored, more) = store(&tier, &sealer, 1 + round, &vec![vec![1; 4096]; 400]);
+        kept.extend(stored);
+        entries.extend(more);
+    }
+    drop(tier);
+    let id = open(&path).unwrap().id();
+    std::fs::rename(&path, &away).unwrap();
+    let missing = DiskError::NotADisk(path.clone());
+    let awaited = |id| FoundDisk::awaited(source(&path, LIMIT), Bounds::default(), id, &missing);
+    let mut found = awaited(Some(id)).unwrap();
+    assert_eq!((found.id(), found.is_awaited()), (id, true));
+    found.hold(VM, entries).unwrap();
+    let tier = found.begin().unwrap();
+    let places: Vec<Place> = kept.iter().map(|page| page.place).collect();
+    tier.recover(VM, &places).unwrap();
+    assert!(matches!(
+        tier.health().standing,
+        crate::Standing::Gone { .. }
+    ));
+    let gone = |error: TierError| matches!(error, TierError::Gone { .. });
+    assert!(gone(read(&tier, places[0]).unwrap_err()));
+    assert!(gone(tier.make_room(VM, &[512]).unwrap_err()));
+    // Pages are given up meanwhile, and another disk lies there for a while.
+    tier.forget(&places[..1800]);
+    let stored_bytes = tier.figures().stored_bytes;
+    drop(open(&path).unwrap().begin().unwrap());
+    while !format!("{:?}", tier.health().standing).contains("another disk") {
+        std::thread::yield_now();
+    }
+    std::fs::rename(&away, &path).unwrap();
+    until_working(&tier);
+    assert_eq!(tier.figures().stored_bytes, stored_bytes);
+    assert_eq!(tier.figures().limit_bytes, LIMIT - SEGMENT_BYTES);
+    for page in &kept[1800..] {
+        let opened = open_sealed(&tier, &sealer, page);
+        assert_eq!(opened.as_ref(), Some(&page.content));
+    }
+    let (more, _) = store(&tier, &sealer, 100, &contents(3, 300));
+    for page in kept[1800..].iter().chain(&more) {
+        let opened = open_sealed(&tier, &sealer, page);
+        assert_eq!(opened.as_ref(), Some(&page.content));
+    }
+}
+
+#[test]
+fn disk_that_nobody_has_pages_on_and_is_missing_gets_the_name_that_it_was_given() {
+    let Some(dir) = directory() else { return };
+    let folder = dir.path().join("later");
+    let path = folder.join("tier");
+    let missing = open(&path).map(drop).unwrap_err();
+    let found =
+        FoundDisk::awaited(source(&path, LIMIT), Bounds::default(), None, &missing).unwrap();
+    let id = found.id();
+    let tier = found.begin().unwrap();
+    assert!(matches!(
+        tier.health().standing,
+        crate::Standing::Gone { .. }
+    ));
+    std::fs::create_dir(&folder).unwrap();
+    until_working(&tier);
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    store(&tier, &sealer, 1, &contents(1, 40));
+    drop(tier);
+    assert_eq!(open(&path).unwrap().id(), id);
+}
+
+#[test]
+fn awaited_tier_ends_at_once() {
+    let Some(dir) = directory() else { return };
+    let path = dir.path().join("nowhere/tier");
+    let missing = DiskError::NotADisk(path.clone());
+    let found = FoundDisk::awaited(source(&path, LIMIT), Bounds::default(), None, &missing);
+    let tier = found.unwrap().begin().unwrap();
+    let (done, answer) = duty();
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    let room = Room {
+        kind: TierKind::Disk,
+        start: SectorNo(0),
+        sectors: 8,
+        pages: 1,
+    };
+    let extent = ExtentName {
+        vm: VM,
+        number: ExtentNo(1),
+        version: Version(1),
+    };
+    let mut batch = Batch::new(extent, room);
+    let place = sealer.seal(PageNo(1), &[1; 100], 512, &mut batch).unwrap();
+    tier.read(place, done);
+    assert!(answer.recv().unwrap().is_err());
+    drop(tier);
 }
 
 #[test]
@@ -301,7 +479,11 @@ fn what_is_no_disk_of_ours_is_refused_with_its_reason() {
             Err(DiskError::OthersCanWrite(_))
         ));
     }
-    let small = DiskTier::open(&at("small"), 2 * SEGMENT_BYTES - 1, Bounds::default());
+    let small = DiskTier::open(
+        source(&at("small"), 2 * SEGMENT_BYTES - 1),
+        Bounds::default(),
+        None,
+    );
     assert!(matches!(small, Err(DiskError::TooSmall { .. })));
     if let Ok(memory) = tempfile::tempdir_in("/dev/shm") {
         let path = memory.path().join("tier");
