@@ -6,7 +6,7 @@
 //!   stored page needed ────►   (a section that waits goes to the end)
 //!                                 │ untouched for `after`
 //!                                 ▼
-//!                          order: demote ──┬─ all of it ──► forgotten, until pages of it are evicted again
+//!                          order: demote ──┬─ all of it, nothing ──► forgotten, until pages of it are evicted again
 //!                                          ├─ a part ─────► waiting, in front
 //!                                          └─ no room ────► waiting, in front; a pause
 //! ```
@@ -34,9 +34,16 @@ const TICK: Duration = Duration::from_millis(100);
 /// Shortest time that can be set: one unit.
 pub const AFTER_MIN: Duration = TICK;
 
+/// How long pages that do not compress stay in memory if there is a tier outside: they take as much there as they
+/// have freed, so they go as soon as it is likely that they are not needed again at once. (Those that are needed
+/// soon after their eviction mostly are so within seconds: they were taken for cold by mistake.)
+pub const BULKY_AFTER: Duration = Duration::from_secs(60);
+
 /// What came of a section.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
+    /// It had no page to be demoted.
+    Nothing,
     /// All its pages were tried.
     Whole,
     /// There was no time for the rest.
@@ -147,6 +154,10 @@ impl Demotion {
         let mut rest = (Duration::from_secs(1) * packed_pages / PAGES_A_SECOND).max(TURN);
         match outcome {
             Outcome::Whole => self.forget(section),
+            Outcome::Nothing => {
+                self.forget(section);
+                rest = Duration::ZERO;
+            }
             // It has kept its place.
             Outcome::Part => {}
             Outcome::NoRoom => rest = NO_ROOM_REST,
@@ -237,6 +248,13 @@ mod tests {
         assert_eq!(demotion.due_in(now), Some(NO_ROOM_REST));
         demotion.forget_all();
         assert_eq!(demotion.due_in(now), None);
+        // One without any such page costs no time.
+        demotion.stored(SectionNo(7), at(0));
+        demotion.stored(SectionNo(8), at(0));
+        let now = now + NO_ROOM_REST;
+        assert_eq!(demotion.next(now), Some(SectionNo(7)));
+        demotion.demoted(SectionNo(7), now, 0, Outcome::Nothing);
+        assert_eq!(demotion.next(now), Some(SectionNo(8)));
     }
 
     #[test]

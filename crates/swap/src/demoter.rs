@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`Demoter`]: packs stored pages of one section anew, smaller: from lz4 to zstd.
+//! [`Demoter`]: packs stored pages of one section anew, smaller: from lz4, or uncompressed, to zstd.
 //!
 //! ```text
-//!   pages of the section that are Stored in lz4, sixteen at a time:
+//!   pages of the section that are Stored in lz4 or uncompressed, sixteen at a time:
 //!     begin a relocation
 //!     word read ─► load ─► zstd ─► store  (only what takes an eighth less)
 //!     relocate the words                  (those that still name what was copied)
@@ -88,10 +88,10 @@ impl Demoter {
         }
     }
 
-    /// Packs the pages of `section` anew that are stored in lz4. `pace` is asked before each few of them.
+    /// Packs the pages of `section` anew that are stored in lz4, or uncompressed. `pace` is asked before each few of them.
     pub fn demote(&mut self, section: SectionNo, pace: &impl Pace) -> Demoted {
         let mut done = Demoted::default();
-        let placed = self.in_lz4(section);
+        let placed = self.above_zstd(section);
         let mut left = &placed[..];
         while !left.is_empty() {
             if !pace.go_on() {
@@ -110,11 +110,12 @@ impl Demoter {
         done
     }
 
-    fn in_lz4(&self, section: SectionNo) -> Vec<Placed> {
+    /// What lz4 does not make smaller zstd may: it packs symbols that are not equally frequent, too.
+    fn above_zstd(&self, section: SectionNo) -> Vec<Placed> {
         let table = self.space.table();
         let stored = table.pages_in_state(section, |state| matches!(state, PageState::Stored(_)));
         let placed = |page| match self.content(page).map(Located::of) {
-            Some(Ok(Located::Pool(place))) if place.form == Form::Lz4 => Some((page, place)),
+            Some(Ok(Located::Pool(place))) if place.form != Form::Zstd => Some((page, place)),
             _ => None,
         };
         stored.pages(section).filter_map(placed).collect()

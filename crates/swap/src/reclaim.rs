@@ -35,13 +35,13 @@ use crate::{
     limit::Limit,
     pace::Pace,
     reserve::Reserve,
-    slow::{SinkStop, Sinker, Sunk},
+    slow::{Sinker, Sunk},
 };
 use pagetide_addr::{PageNo, PageRange, SectionNo};
 use pagetide_gmem::{Cause, PageState, Readahead, Wait};
 use pagetide_policy::{
     candidates::Ready,
-    demotion::{Demotion, Haste, Outcome},
+    demotion::{Demotion, Outcome},
     prefetch::{Prefetched, Rest},
     protect::ProtectedSections,
     reclaim::{Attempt, Sections, Selection, Unmapped, is_warm},
@@ -56,8 +56,10 @@ use std::{
     time::Duration,
 };
 
+mod sinking;
 pub(crate) mod taking;
 
+use sinking::Sinking;
 use taking::Memory;
 
 pub use pagetide_policy::victims::{Need, Reach, UNMAPPED_MIN};
@@ -78,12 +80,6 @@ pub struct Reclaimer {
     sinking: Option<Sinking>,
     /// Notified of each section that pages were evicted from.
     taken: TellTaken,
-}
-
-/// The way down to tiers outside memory.
-struct Sinking {
-    demotion: Demotion,
-    sinker: Sinker,
 }
 
 impl Reclaimer {
@@ -137,12 +133,12 @@ impl Reclaimer {
         self.find_stored(now);
     }
 
-    /// From now on, `now`, stored pages of sections that were not touched for `after` are moved down by `sinker`;
-    /// while the pool has no room, those of the oldest sections at once.
+    /// From now on, `now`, stored pages of sections that were not touched for `after` are moved down by `sinker`,
+    /// and those that do not compress after
+    /// [`BULKY_AFTER`](pagetide_policy::demotion::BULKY_AFTER); while the pool has no room, those of the oldest
+    /// sections at once.
     pub fn sink_after(&mut self, sinker: Sinker, after: Duration, now: Duration) {
-        let mut demotion = Demotion::default();
-        demotion.set_after(after);
-        self.sinking = Some(Sinking { demotion, sinker });
+        self.sinking = Some(Sinking::new(sinker, after));
         self.memory.limit.touched().begin();
         self.find_stored(now);
     }
@@ -161,8 +157,8 @@ impl Reclaimer {
     }
 
     fn demotions(&mut self) -> impl Iterator<Item = &mut Demotion> {
-        let sinking = self.sinking.as_mut().map(|sinking| &mut sinking.demotion);
-        std::iter::once(&mut self.demotion).chain(sinking)
+        let sinking = self.sinking.as_mut().map(Sinking::demotions);
+        std::iter::once(&mut self.demotion).chain(sinking.into_iter().flatten())
     }
 
     /// How long it is from `now` to the next section that is to be demoted or moved down, if any waits.
@@ -177,36 +173,18 @@ impl Reclaimer {
         for section in limit.touched().take() {
             self.demotions().for_each(|it| it.touched(section, now));
         }
-        let is_full = self.memory.evictor.store().full().is_some();
-        if let Some(Sinking { demotion, sinker }) = &mut self.sinking {
-            for section in sinker.take_failed() {
-                demotion.stored(section, now);
-            }
-            demotion.set_haste(match is_full {
-                true => Haste::Room,
-                false => Haste::None,
-            });
+        if let Some(sinking) = &mut self.sinking {
+            sinking.hear(self.memory.evictor.store(), now);
         }
         let due = self.demotions().filter_map(|demotion| demotion.due_in(now));
         due.min()
     }
 
-    /// Begins to move the pages of the next section that stayed cold down, if it is time.
-    pub fn sink(&mut self, clock: impl Fn() -> Duration) -> Sunk {
-        let Some(Sinking { demotion, sinker }) = &mut self.sinking else {
-            return Sunk::default();
-        };
-        let Some(section) = demotion.next(clock()) else {
-            return Sunk::default();
-        };
-        let sunk = sinker.sink(section);
-        let outcome = match &sunk.stop {
-            None => Outcome::Whole,
-            Some(SinkStop::UnderWay) => Outcome::Part,
-            Some(SinkStop::Tier(_) | SinkStop::TableFull | SinkStop::Seal(_)) => Outcome::NoRoom,
-        };
-        demotion.demoted(section, clock(), sunk.pages, outcome);
-        sunk
+    /// Begins to move the pages of the next section that stayed cold down, if it is time; or else those that do
+    /// not compress of the next section that has some. Keeps to `pace`.
+    pub fn sink(&mut self, clock: impl Fn() -> Duration, pace: &impl Pace) -> Sunk {
+        let sinking = self.sinking.as_mut();
+        sinking.map_or_else(Sunk::default, |sinking| sinking.sink(clock, pace))
     }
 
     /// Packs the pages of the next section that stayed cold anew, smaller, if it is time. Keeps to `pace`.
@@ -257,7 +235,7 @@ impl Reclaimer {
     /// Memory of this process that records which sections are hot, in bytes, about.
     #[must_use]
     pub fn metadata_bytes(&self) -> u64 {
-        let sinking = self.sinking.as_ref().map_or(0, |it| it.demotion.bytes());
+        let sinking = self.sinking.as_ref().map_or(0, Sinking::bytes);
         self.heat.sampler.bytes() + self.selection.bytes() + self.demotion.bytes() + sinking
     }
 

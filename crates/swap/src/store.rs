@@ -132,6 +132,8 @@ pub struct PoolStore {
     full: Mutex<Option<Refusal>>,
     /// The same, for who only wants to know whether.
     is_full: AtomicBool,
+    /// The last page that did not get smaller, and found no room.
+    turned_away: Mutex<Option<Refusal>>,
 }
 
 impl PoolStore {
@@ -149,6 +151,7 @@ impl PoolStore {
             counts: TierCounts::default(),
             full: Mutex::default(),
             is_full: AtomicBool::new(false),
+            turned_away: Mutex::default(),
         }
     }
 
@@ -304,9 +307,27 @@ impl PoolStore {
         put.inspect_err(|why| self.refused(why))
     }
 
-    /// Neither this tier nor one below it takes a page: the store is full, because of `why`.
-    pub(crate) fn refused_by_all(&self, why: &PutError) {
-        self.refused(why);
+    /// Neither this tier nor one below it takes a page, because of `why`: there is no room for pages that do not
+    /// get smaller. Others are stored.
+    pub(crate) fn turn_away(&self, why: &PutError) {
+        let refusal = Refusal {
+            why: why.clone(),
+            at: Instant::now(),
+        };
+        *self.lock_turned_away() = Some(refusal);
+    }
+
+    /// Why pages that do not get smaller were not stored just before `now`, if so. They are where they were.
+    #[must_use]
+    pub fn turned_away(&self, now: Instant) -> Option<PutError> {
+        let last = self.lock_turned_away();
+        let is_recent = |refusal: &&Refusal| now.saturating_duration_since(refusal.at) < FULL_MIN;
+        let last = last.as_ref().filter(is_recent);
+        last.map(|refusal| refusal.why.clone())
+    }
+
+    fn lock_turned_away(&self) -> MutexGuard<'_, Option<Refusal>> {
+        (self.turned_away.lock()).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Stores the zstd form of a page that has content in the store already.

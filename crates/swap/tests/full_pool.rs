@@ -2,17 +2,12 @@
 //! A pool that has reached its cap: pages of zeros are evicted all the same, others stay, nothing is
 //! lost, and once there is room eviction goes on. And what the record of all this takes.
 
-use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
-};
+mod untouched;
+
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageSet, SECTION_PAGES, SectionNo};
 use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Backing, Cause, Device, Fault, Incidents, Installed,
-    MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageState, PageTable, Place, PlaceError,
-    RegionRequest, Restrict, Restricted, StoreError, TableId, Unlimited, Wait,
-};
-use pagetide_policy::{
-    sampling::{Look, Sampled, Touched},
-    tracker::{AccessTracker, TrackerError},
+    AddressSpace, Installed, MemoryParts, PageState, PageTable, Place as _, RegionRequest,
+    fake::{self, FakeMmu, FakePlace},
 };
 use pagetide_swap::{
     EvictReport, Evictor, HeatCost, Limit, Pace, Pool, PoolCap, PoolStore, PoolWords, Reclaimer,
@@ -24,119 +19,14 @@ use std::{
     cell::Cell,
     ops::ControlFlow,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::Arc,
     time::{Duration, Instant},
 };
+use untouched::{Untouched, touch};
 
 const SECTIONS: u64 = 4;
 const PAGES: u64 = SECTIONS * SECTION_PAGES;
 const PAGE: usize = 4096;
-
-/// RAM: the pages that are present.
-struct Ram(Mutex<Vec<Option<Box<[u8; PAGE]>>>>);
-
-impl Ram {
-    fn lock(&self) -> MutexGuard<'_, Vec<Option<Box<[u8; PAGE]>>>> {
-        self.0.lock().unwrap()
-    }
-}
-
-impl Place for Ram {
-    fn install(&self, page: PageNo, content: &[u8; PAGE]) -> Result<Installed, PlaceError> {
-        let slot = &mut self.lock()[page.index()];
-        if slot.is_some() {
-            return Ok(Installed::AlreadyThere);
-        }
-        *slot = Some(Box::new(*content));
-        Ok(Installed::Installed)
-    }
-
-    fn install_zero(&self, page: PageNo) -> Result<Installed, PlaceError> {
-        self.install(page, &[0; PAGE])
-    }
-
-    fn install_run(&self, pages: PageRange, content: &[u8]) -> Result<u64, PlaceError> {
-        for (page, bytes) in pages.iter().zip(content.as_chunks::<PAGE>().0) {
-            if self.install(page, bytes)? == Installed::AlreadyThere {
-                return Ok(page.since(pages.start));
-            }
-        }
-        Ok(pages.len())
-    }
-
-    fn read(&self, pages: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
-        let ram = self.lock();
-        for (page, bytes) in pages.iter().zip(into.as_chunks_mut::<PAGE>().0) {
-            *bytes = ram[page.index()].as_deref().copied().unwrap_or([0; PAGE]);
-        }
-        Ok(())
-    }
-
-    fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
-        let mut ram = self.lock();
-        pages.iter().for_each(|page| ram[page.index()] = None);
-        Ok(())
-    }
-
-    fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        Ok(self.lock()[page.index()].is_some())
-    }
-
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let ram = self.lock();
-        let there = pages.iter().filter(|page| ram[page.index()].is_some());
-        Ok(there.map(PageNo::single).collect())
-    }
-
-    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-
-    fn poison(&self, page: PageNo) -> Result<(), PlaceError> {
-        panic!("{page} is poisoned");
-    }
-}
-
-impl Incidents for Ram {
-    fn foreign_page(&self, page: PageNo) {
-        panic!("a foreign page in {page}");
-    }
-
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        panic!("{page}: {why}");
-    }
-
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        panic!("{page}: {why}");
-    }
-
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        panic!("{page}: {why}");
-    }
-}
-
-impl Mmu for Ram {
-    fn limits(&self) -> MmuLimits {
-        MmuLimits {
-            strongest: Restrict::ReadOnly,
-            ..MmuLimits::PAGED
-        }
-    }
-
-    fn restrict(
-        &self,
-        _: TableId,
-        _: SectionNo,
-        _: &PageSet,
-        _: Restrict,
-    ) -> Result<Restricted, MmuError> {
-        Ok(Restricted::Done)
-    }
-
-    fn grant(&self, _: TableId, _: PageRange, _: Access, _: Backing) -> Result<(), MmuError> {
-        Ok(())
-    }
-}
 
 /// Every third page is zero; the others do not compress.
 fn content(page: PageNo) -> [u8; PAGE] {
@@ -153,7 +43,7 @@ fn content(page: PageNo) -> [u8; PAGE] {
 }
 
 struct Rig {
-    ram: Arc<Ram>,
+    ram: Arc<FakePlace>,
     space: Arc<AddressSpace>,
     store: Arc<PoolStore>,
     evictor: Evictor,
@@ -161,26 +51,22 @@ struct Rig {
 
 impl Rig {
     fn new(folder: &Path, cap: &Arc<PoolCap>) -> Self {
-        let pages = (0..PAGES).map(|page| Some(Box::new(content(PageNo(page)))));
-        let ram = Arc::new(Ram(Mutex::new(pages.collect())));
+        let ram = Arc::new(FakePlace::default());
+        for page in PageNo(0).run(PAGES).iter() {
+            let installed = ram.install(page, &content(page));
+            assert_eq!(installed.unwrap(), Installed::Installed);
+        }
         let pool = Pool::create_empty(&folder.join("full.pool"), PAGES, 1, b"").unwrap();
         let pool = Arc::new(pool.within(cap).unwrap());
         let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
-        let memory = pagetide_gmem::PagedMemory::new(MemoryParts {
+        let parts = MemoryParts {
             table: PageTable::growing(Box::new(PoolWords::of(pool))),
-            place: Arc::clone(&ram) as _,
             store: Arc::clone(&store) as _,
-            admission: Arc::new(Unlimited),
-            incidents: Arc::clone(&ram) as _,
-            neighbours_max: 0,
-        });
-        let bytes = PAGES * PAGE_BYTES;
-        let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default()).unwrap();
-        let vcpus = Device::with_id(DeviceId::VCPUS, Arc::clone(&ram) as _);
-        space
-            .attach(&vcpus, Mode::Coherent, Activation::Now)
-            .unwrap();
-        space.alloc(&RegionRequest::of_bytes(bytes)).unwrap();
+            ..fake::parts(PAGES, Arc::clone(&ram) as _)
+        };
+        let space = fake::space(parts, DeviceId::VCPUS, Arc::new(FakeMmu::vcpus()));
+        let all = RegionRequest::of_bytes(PAGES * PAGE_BYTES);
+        space.alloc(&all).unwrap();
         let evictor = Evictor::new(Arc::clone(space.memory().unwrap()), Arc::clone(&store));
         Self {
             ram,
@@ -207,22 +93,20 @@ impl Rig {
     }
 
     fn touch(&self, page: PageNo) {
-        let fault = Fault {
-            device: DeviceId::VCPUS,
-            pages: page.single(),
-            access: Access::Write,
-        };
-        let served = self.space.fault(&Cause::Fault(fault), Wait::Here);
-        assert!(served.is_some());
+        touch(&self.space, page);
+    }
+
+    fn held(&self, page: PageNo) -> [u8; PAGE] {
+        let mut found = [1; PAGE];
+        self.ram.read(page.single(), &mut found).unwrap();
+        found
     }
 
     /// Every page comes back as it was.
     fn verify(&self) {
         for page in PageNo(0).run(PAGES).iter() {
             self.touch(page);
-            let ram = self.ram.lock();
-            let found = ram[page.index()].as_deref();
-            assert!(found == Some(&content(page)), "{page}");
+            assert!(self.held(page) == content(page), "{page}");
         }
         self.store.trim().unwrap();
     }
@@ -281,26 +165,6 @@ fn zeros_leave_a_full_pool_and_the_rest_stays_until_there_is_room_and_nothing_is
     let pool = rig.store.pool();
     assert_eq!(pool.charged_bytes(), pool.allocated_bytes().unwrap());
     assert!(pool.peak_bytes() > SECTIONS * (1 << 20), "{bytes:?}");
-}
-
-/// Nobody touches anything.
-struct Untouched;
-
-impl AccessTracker for Untouched {
-    fn sample(&self, looks: &[Look]) -> Result<Sampled, TrackerError> {
-        Ok(Sampled {
-            touched: vec![Touched::default(); looks.len()],
-            ..Sampled::default()
-        })
-    }
-
-    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
-        Ok(vec![Touched::default(); sections.len()])
-    }
-
-    fn mapped(&self, _: SectionNo) -> Result<PageSet, TrackerError> {
-        Ok(PageSet::EMPTY)
-    }
 }
 
 /// Has to pause as soon as it can, each time, and goes on so many times.
@@ -384,10 +248,7 @@ fn page_that_is_known_to_be_free_is_not_packed_and_its_stored_copy_goes_with_its
     assert!(given_up.iter().all(|page| rig.is_stored(page)));
     assert_eq!(rig.store.bytes().stored_bytes, 0);
     rig.touch(given_up.start);
-    assert_eq!(
-        rig.ram.lock()[given_up.start.index()].as_deref(),
-        Some(&[0; PAGE])
-    );
+    assert!(rig.ram.has(given_up.start) && rig.held(given_up.start) == [0; PAGE]);
     // The guest gives stored pages up: nothing shows that, and the copies stay until a touch.
     rig.evict(1, u64::MAX);
     let stored_bytes = rig.store.bytes().stored_bytes;

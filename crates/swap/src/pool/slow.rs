@@ -173,7 +173,8 @@ impl Pool {
         ExtentEntry::of([version, place.load(Ordering::Relaxed)])
     }
 
-    /// Enters an extent, in place of what was there.
+    /// Enters an extent, in place of what was there. Cannot fail for want of memory after
+    /// [`Self::make_extent_room`].
     ///
     /// # Errors
     /// [`ExtentError`]; nothing has changed.
@@ -226,8 +227,11 @@ impl Pool {
         cells.first_chunk()
     }
 
-    /// Gives the table memory up to this extent.
-    fn make_extent_room(&self, number: ExtentNo) -> Result<(), ExtentError> {
+    /// Gives the table memory up to this extent, which is to be entered.
+    ///
+    /// # Errors
+    /// [`ExtentError`]; nothing has changed.
+    pub fn make_extent_room(&self, number: ExtentNo) -> Result<(), ExtentError> {
         let capacity = self.extent_capacity();
         if number.0 >= capacity {
             let number = number.0;

@@ -37,6 +37,6 @@ mod tiers;
 
 pub use chain::{ChainError, ChainStore};
 pub use retries::RetryPauses;
-pub use sinker::{SinkStop, Sinker, Sunk};
+pub use sinker::{SinkStop, Sinker, Sunk, Which};
 pub use store::{SlowCounts, SlowStore, forget};
 pub use tiers::{Seat, SlowTiers, WhenGone};

@@ -2,10 +2,12 @@
 //! [`Retries`]: loads whose tier did not answer wait here, and are tried again after a pause.
 //!
 //! One thread for all VMs. Each load here is a fault that waits, so there are as many as the guests have;
-//! beyond [`WAITING_MAX`] a load is given up, and the fault comes again by itself.
+//! beyond [`WAITING_MAX`] a load is given up, and the fault comes again by itself. A load that panics is given up,
+//! too, and the others are not.
 
 use std::{
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -93,10 +95,26 @@ impl Retries {
         drop(left);
     }
 
+    /// Has all loads that wait tried again now, whatever their time; returns how many there were.
+    pub(super) fn try_all(&self) -> usize {
+        let waiting = std::mem::take(&mut self.lock().loads);
+        let count = waiting.len();
+        waiting.into_iter().for_each(|(_, load)| load.again());
+        count
+    }
+
+    /// Loads that wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.lock().loads.len()
+    }
+
     fn run(&self) {
         while let Some(due) = self.next() {
             for load in due {
-                load.again();
+                // What it had to tell is told as it unwinds.
+                if catch_unwind(AssertUnwindSafe(|| load.again())).is_err() {
+                    tracing::error!("a load from a slow tier panicked; its page is not served");
+                }
             }
         }
     }
@@ -122,5 +140,50 @@ impl Retries {
             };
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{Sender, channel};
+
+    enum Try {
+        Panics,
+        Tells,
+    }
+
+    struct Told(Try, Sender<&'static str>);
+
+    impl Again for Told {
+        fn again(self: Box<Self>) {
+            match self.0 {
+                Try::Panics => panic!("for the test"),
+                Try::Tells => self.1.send("tried").unwrap(),
+            }
+        }
+    }
+
+    impl Drop for Told {
+        fn drop(&mut self) {
+            if self.1.send("dropped").is_err() {
+                eprintln!("the test has ended");
+            }
+        }
+    }
+
+    #[test]
+    fn load_that_panics_is_told_and_does_not_cost_those_behind_it() {
+        let retries = Retries::new(RetryPauses::default());
+        let (tell, told) = channel();
+        for what in [Try::Panics, Try::Tells, Try::Panics, Try::Tells] {
+            retries.put(Told(what, tell.clone()), Duration::ZERO);
+        }
+        Retries::start(&retries).unwrap();
+        let heard: Vec<_> = (0..6).map(|_| told.recv().unwrap()).collect();
+        assert_eq!(heard.iter().filter(|it| **it == "tried").count(), 2);
+        retries.put(Told(Try::Tells, tell), Duration::ZERO);
+        assert_eq!(told.recv(), Ok("tried"));
+        retries.end();
     }
 }

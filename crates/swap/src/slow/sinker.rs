@@ -12,7 +12,11 @@
 //!                                                                  what did not move forgotten
 //! ```
 //! Nobody waits for the tier here: a few batches are under way at a time ([`BATCHES_MAX`]), and what is not
-//! moved stays in the pool, whatever happened. The pages that do not compress go first.
+//! moved stays in the pool, whatever happened. The pages that do not compress go first, or alone ([`Which`]).
+//! What may fail for want of room fails before anything is written: room in the tier, a number, and memory of the
+//! table in the pool.
+//!
+//! The locks of a tier are such as faults wait for, so they are taken firmly ([`Pace::firmly`]).
 //!
 //! A page that is needed while it is on its way is served from the pool, and the relocation leaves it out.
 //! One that is evicted anew meanwhile ends the relocation of its whole section ([`pagetide_gmem::Relocation`]).
@@ -22,7 +26,8 @@
 
 use super::{form::byte_of, store::SlowStore, tiers::Seat};
 use crate::{
-    pool::Counter,
+    pace::Pace,
+    pool::{Counter, ExtentError},
     store::PoolStore,
     tier::{Form, InPool, InSlow, Located},
 };
@@ -43,6 +48,15 @@ use std::{
 
 /// Batches of a VM under way with which no further section is begun.
 const BATCHES_MAX: usize = 4;
+
+/// Which pages of a section are moved.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Which {
+    /// All that are in the pool.
+    All,
+    /// Those that lz4 has not made smaller: they take as much there as they have freed.
+    Uncompressed,
+}
 
 /// What moving a section down came to.
 #[derive(Debug, Default)]
@@ -65,6 +79,9 @@ pub enum SinkStop {
     /// The table of extents is full, or there are no versions left.
     #[error("the VM's table of extents is full")]
     TableFull,
+    /// There is no memory for more of the table.
+    #[error("there is no room for the VM's table of extents: {0}")]
+    NoRoom(#[from] ExtentError),
     /// They could not be sealed.
     #[error(transparent)]
     Seal(#[from] SealError),
@@ -140,8 +157,8 @@ impl Sinker {
         self.news.batches.load(Relaxed)
     }
 
-    /// Begins to move the pages of `section` that are in the pool to the first slow tier that takes them.
-    pub fn sink(&mut self, section: SectionNo) -> Sunk {
+    /// Begins to move pages of `section` from the pool to the first slow tier that takes them.
+    pub fn sink(&mut self, section: SectionNo, which: Which, pace: &impl Pace) -> Sunk {
         let mut sunk = Sunk::default();
         if self.batches_under_way() >= BATCHES_MAX {
             sunk.stop = Some(SinkStop::UnderWay);
@@ -149,19 +166,20 @@ impl Sinker {
         }
         // Before any word is read: what is copied is then known to be what the word names in the end.
         let relocation = self.memory.begin_relocation(section);
-        let packed = self.packed(section);
-        if let Err(stop) = self.send(section, relocation, packed, &mut sunk.pages) {
+        let packed = self.packed(section, which);
+        if let Err(stop) = self.send(section, relocation, packed, pace, &mut sunk.pages) {
             sunk.stop = Some(stop);
         }
         sunk
     }
 
-    fn packed(&self, section: SectionNo) -> Vec<Packed> {
+    fn packed(&self, section: SectionNo, which: Which) -> Vec<Packed> {
+        let is_wanted = |place: InPool| which == Which::All || place.form == Form::Uncompressed;
         let table = self.memory.table();
         let stored = table.pages_in_state(section, |state| matches!(state, PageState::Stored(_)));
         let in_pool = |page| match table.word(page).state() {
             PageState::Stored(content) if !content.is_zero() => match Located::of(content) {
-                Ok(Located::Pool(place)) => self.copy(page, content, place),
+                Ok(Located::Pool(place)) if is_wanted(place) => self.copy(page, content, place),
                 _ => None,
             },
             _ => None,
@@ -189,12 +207,13 @@ impl Sinker {
         section: SectionNo,
         relocation: Relocation,
         packed: Vec<Packed>,
+        pace: &impl Pace,
         pages: &mut u64,
     ) -> Result<(), SinkStop> {
         if packed.is_empty() {
             return Ok(());
         }
-        let (seat, rooms) = self.make_room(&packed)?;
+        let (seat, rooms) = pace.firmly(|| self.make_room(&packed))?;
         if let Some(disk) = seat.disk
             && self.slow.pool().disk() != Some(disk)
         {
@@ -205,12 +224,13 @@ impl Sinker {
         let mut rooms = rooms.into_iter();
         while let Some(room) = rooms.next() {
             let (part, behind) = rest.split_at(rest.len().min(room.pages.into()));
-            let sealed = self.seal(seat, room, part);
+            let sealed = self.seal(seat, room, part, pace);
             let (batch, number, to) = match sealed {
                 Ok(sealed) => sealed,
                 Err(stop) => {
                     let unused = std::iter::once(room).chain(rooms);
-                    unused.for_each(|room| seat.tier.give_back(self.slow.vm(), room));
+                    let give_back = |room| seat.tier.give_back(self.slow.vm(), room);
+                    pace.firmly(|| unused.for_each(give_back));
                     return Err(stop);
                 }
             };
@@ -237,8 +257,8 @@ impl Sinker {
             *pages += part.len() as u64;
             self.news.batches.fetch_add(1, Relaxed);
             let told = move |written| under_way.end(written);
-            seat.tier
-                .write(batch, WriteDone::new(seat.tier.kind(), told));
+            let done = WriteDone::new(seat.tier.kind(), told);
+            pace.firmly(|| seat.tier.write(batch, done));
             rest = behind;
         }
         Ok(())
@@ -255,6 +275,8 @@ impl Sinker {
             let lengths: Vec<usize> = lengths.collect::<Result<_, _>>()?;
             match seat.tier.make_room(self.slow.vm(), &lengths) {
                 Ok(rooms) => return Ok((seat, rooms)),
+                // It makes room, and will have some soon.
+                Err(busy @ TierError::Busy(_)) => return Err(busy.into()),
                 // What the first tier says is what the operator is to hear.
                 Err(why) => drop(refusal.get_or_insert(why)),
             }
@@ -268,11 +290,16 @@ impl Sinker {
         seat: &Seat,
         room: Room,
         part: &[Packed],
+        pace: &impl Pace,
     ) -> Result<(Batch, ExtentNo, Vec<To>), SinkStop> {
-        let number = self.slow.numbers().take().ok_or(SinkStop::TableFull)?;
-        let sealed = self.seal_as(number, seat, room, part);
+        let number = pace.firmly(|| self.slow.numbers().take());
+        let number = number.ok_or(SinkStop::TableFull)?;
+        // Once the batch is written nothing may be missing that its entry needs.
+        let has_room = pace.firmly(|| self.slow.pool().make_extent_room(number));
+        let sealed = has_room.map_err(SinkStop::from);
+        let sealed = sealed.and_then(|()| self.seal_as(number, seat, room, part));
         if sealed.is_err() {
-            self.slow.give_number_back(number);
+            pace.firmly(|| self.slow.give_number_back(number));
         }
         let (batch, to) = sealed?;
         Ok((batch, number, to))

@@ -3,9 +3,9 @@
 
 use super::*;
 use crate::{
-    Evictor, Limit, Pool, PoolCap, PoolStore,
+    Evictor, HeatCost, Limit, Pace, Pool, PoolCap, PoolStore, Reclaimer,
     store::AdoptError,
-    tier::{Located, PAGE},
+    tier::{Form, Located, PAGE},
 };
 use pagetide_addr::{
     Access, DeviceId, PAGE_BYTES, PageNo, PageSet, SECTION_PAGES, SectionNo, to_usize,
@@ -15,15 +15,24 @@ use pagetide_gmem::{
     MemoryParts, PageState, PagedMemory, Place as _, PlaceError, RegionRequest, StoreError, Wait,
     fake::{self, FakeMmu, FakePlace},
 };
+use pagetide_policy::{
+    demotion::BULKY_AFTER,
+    sampling::{Look, Sampled, Touched},
+    tracker::{AccessTracker, TrackerError},
+};
 use pagetide_random::SplitMix64;
 use pagetide_tiers::{
-    DiskId, SlowTier as _, Standing, TierError, TierKind, fake::FakeDisk, table::ExtentEntry,
+    Batch, DiskId, ExtentName, Health, Place, ReadDone, Room, SlowTier, Standing, TierError,
+    TierFigures, TierKind, VmId, WriteDone, fake::FakeDisk, table::ExtentEntry,
 };
 use std::{
     collections::BTreeSet,
     ops::ControlFlow,
     path::Path,
-    sync::{Arc, Mutex, atomic::Ordering::Relaxed},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -73,6 +82,7 @@ struct Rig {
     chain: Arc<ChainStore>,
     disk: Arc<FakeDisk>,
     lost: Arc<Lost>,
+    limit: Arc<Limit>,
     evictor: Evictor,
     sinker: Sinker,
     folder: tempfile::TempDir,
@@ -90,17 +100,22 @@ fn tiers(disk: &Arc<FakeDisk>, when_gone: WhenGone) -> Arc<SlowTiers> {
 fn pool_at(path: &Path) -> Arc<Pool> {
     let pool = match path.exists() {
         true => Pool::open(path).unwrap(),
-        false => Pool::create_empty(path, PAGES, 1, b"").unwrap(),
+        // With a table that has room for every extent of every test.
+        false => Pool::create_empty(path, 4 * PAGES, 1, b"").unwrap(),
     };
     Arc::new(pool.within(&PoolCap::new(None)).unwrap())
 }
 
 impl Rig {
     fn new(when_gone: WhenGone) -> Self {
+        Self::over(|disk| tiers(disk, when_gone))
+    }
+
+    fn over(tiers: impl FnOnce(&Arc<FakeDisk>) -> Arc<SlowTiers>) -> Self {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let disk = Arc::new(FakeDisk::new(1 << 16));
         let pool = pool_at(&folder.path().join("vm.pool"));
-        let chain = ChainStore::new(Arc::new(PoolStore::new(pool)), &tiers(&disk, when_gone));
+        let chain = ChainStore::new(Arc::new(PoolStore::new(pool)), &tiers(&disk));
         let place = Arc::new(FakePlace::default());
         for page in PageNo(0).run(PAGES).iter() {
             let installed = place.install(page, &content(page, 0));
@@ -130,8 +145,13 @@ impl Rig {
             chain,
             disk,
             lost,
+            limit,
             folder,
         }
+    }
+
+    fn sink(&mut self, section: SectionNo) -> Sunk {
+        self.sinker.sink(section, Which::All, &|| true)
     }
 
     fn memory(&self) -> &Arc<PagedMemory> {
@@ -140,7 +160,11 @@ impl Rig {
 
     fn evict(&mut self, section: SectionNo, wanted: &PageSet) {
         let none = || Ok(PageSet::EMPTY);
-        let go_on = |_| ControlFlow::Continue(());
+        let limit = Arc::clone(&self.limit);
+        let go_on = |pages| {
+            limit.evicted_from(section, pages);
+            ControlFlow::Continue(())
+        };
         let done = self.evictor.evict(section, wanted, u64::MAX, none, go_on);
         assert_eq!(done.unwrap().evicted_pages, wanted.len());
     }
@@ -157,7 +181,7 @@ impl Rig {
     fn sunk(when_gone: WhenGone) -> Self {
         let mut rig = Self::new(when_gone);
         rig.evict_all();
-        let sunk = rig.sinker.sink(FIRST);
+        let sunk = rig.sink(FIRST);
         assert!(sunk.stop.is_none(), "{:?}", sunk.stop);
         assert_eq!(sunk.pages, SECTION_PAGES);
         rig.disk.finish_all();
@@ -249,7 +273,7 @@ fn section_goes_to_disk_sealed_and_each_page_comes_back_as_it_was() {
     let mut rig = Rig::new(WhenGone::Wait);
     rig.evict_all();
     let before = rig.chain.pool().bytes().stored_bytes;
-    assert_eq!(rig.sinker.sink(FIRST).pages, SECTION_PAGES);
+    assert_eq!(rig.sink(FIRST).pages, SECTION_PAGES);
     // Nothing has moved before the disk has it.
     assert_eq!(rig.chain.pool().bytes().stored_bytes, before);
     assert!(!rig.is_on_disk(PageNo(0)));
@@ -260,11 +284,12 @@ fn section_goes_to_disk_sealed_and_each_page_comes_back_as_it_was() {
     assert!(FIRST.all_pages().iter().all(|page| rig.is_on_disk(page)));
     assert!(rig.chain.pool().bytes().stored_bytes < before * 6 / 10);
     assert_eq!(rig.on_disk(), SECTION_PAGES);
-    let counts = rig.chain.slow().unwrap().counts();
+    let slow = Arc::clone(rig.chain.slow().unwrap());
+    let counts = slow.counts();
     let bytes = counts.disk_bytes.load(Relaxed);
     assert_eq!(bytes, rig.disk.figures().stored_bytes);
     // There is nothing left to move.
-    assert_eq!(rig.sinker.sink(FIRST).pages, 0);
+    assert_eq!(rig.sink(FIRST).pages, 0);
     assert_eq!(rig.disk.requests(), 0);
     rig.verify(|_| 0);
     assert_eq!(counts.loaded_pages.load(Relaxed), SECTION_PAGES);
@@ -274,14 +299,14 @@ fn section_goes_to_disk_sealed_and_each_page_comes_back_as_it_was() {
 fn page_that_is_needed_or_written_anew_on_its_way_keeps_what_it_has() {
     let mut rig = Rig::new(WhenGone::Wait);
     rig.evict_all();
-    assert_eq!(rig.sinker.sink(FIRST).pages, SECTION_PAGES);
+    assert_eq!(rig.sink(FIRST).pages, SECTION_PAGES);
     rig.touch(PageNo(5));
     assert!(rig.holds(PageNo(5), 0), "nobody waits for the disk");
     rig.disk.finish_all();
     assert!(!rig.is_on_disk(PageNo(5)) && rig.is_on_disk(PageNo(6)));
     assert_eq!(rig.on_disk(), SECTION_PAGES - 1);
     // An eviction from the section ends the relocation of all of it.
-    let sunk = rig.sinker.sink(SectionNo(1));
+    let sunk = rig.sink(SectionNo(1));
     assert_eq!(sunk.pages, SECTION_PAGES);
     let other = PageNo(SECTION_PAGES + 3);
     rig.touch(other);
@@ -296,7 +321,7 @@ fn page_that_is_needed_or_written_anew_on_its_way_keeps_what_it_has() {
 fn write_that_fails_or_is_dropped_leaves_all_pages_in_the_pool_and_tells_the_section() {
     let mut rig = Rig::new(WhenGone::Wait);
     rig.evict_all();
-    rig.sinker.sink(FIRST);
+    rig.sink(FIRST);
     rig.disk.fail(0, TierError::Full(TierKind::Disk));
     rig.disk.drop_request(0);
     assert_eq!(rig.sinker.take_failed(), BTreeSet::from([FIRST]));
@@ -310,7 +335,7 @@ fn write_that_fails_or_is_dropped_leaves_all_pages_in_the_pool_and_tells_the_sec
         },
     ] {
         rig.disk.set_standing(standing);
-        let sunk = rig.sinker.sink(FIRST);
+        let sunk = rig.sink(FIRST);
         assert!(
             matches!(sunk.stop, Some(SinkStop::Tier(_))),
             "{:?}",
@@ -319,10 +344,240 @@ fn write_that_fails_or_is_dropped_leaves_all_pages_in_the_pool_and_tells_the_sec
         assert_eq!(sunk.pages, 0);
     }
     rig.disk.set_standing(Standing::Working);
-    assert_eq!(rig.sinker.sink(FIRST).pages, SECTION_PAGES);
+    assert_eq!(rig.sink(FIRST).pages, SECTION_PAGES);
     rig.disk.finish_all();
     assert_eq!(rig.on_disk(), SECTION_PAGES);
     rig.verify(|_| 0);
+}
+
+/// What a word says of the form of a page in the pool.
+fn form_of(rig: &Rig, page: PageNo) -> Option<Form> {
+    match rig.state(page) {
+        PageState::Stored(content) => Located::of(content).unwrap().in_pool().map(|it| it.form),
+        state => panic!("{page} is {state:?}"),
+    }
+}
+
+#[test]
+fn batch_for_whose_entry_there_is_no_memory_is_not_written() {
+    let mut rig = Rig::new(WhenGone::Wait);
+    rig.evict_all();
+    let pool = Arc::clone(rig.chain.pool().pool());
+    let cap = Arc::clone(pool.cap());
+    cap.set(Some(cap.used_bytes()));
+    let version = *pool.reserve_versions(1).unwrap().end();
+    let sunk = rig.sink(FIRST);
+    let no_room = matches!(sunk.stop, Some(SinkStop::NoRoom(_)));
+    assert!(no_room && sunk.pages == 0, "{:?}", sunk.stop);
+    assert_eq!((rig.disk.requests(), rig.disk.used_sectors()), (0, 0));
+    assert_eq!(rig.chain.slow().unwrap().numbers().in_use(), 0);
+    assert_eq!(pool.reserve_versions(1).unwrap(), version + 1..=version + 1);
+    cap.set(None);
+    assert!(rig.sink(FIRST).stop.is_none());
+    // From here on it needs none.
+    cap.set(Some(1));
+    rig.disk.finish_all();
+    assert_eq!(rig.on_disk(), SECTION_PAGES);
+    cap.set(None);
+    rig.verify(|_| 0);
+}
+
+#[test]
+fn page_that_is_touched_comes_up_to_memory_and_its_copy_is_gone_from_the_tier() {
+    let mut rig = Rig::sunk(WhenGone::Wait);
+    let (page, other) = (PageNo(5), PageNo(6));
+    let PageState::Stored(before) = rig.state(page) else {
+        panic!("it is on disk");
+    };
+    let used = rig.disk.used_sectors();
+    rig.touch(page);
+    rig.disk.finish_all();
+    assert_eq!(rig.state(page), PageState::Present);
+    assert_eq!(rig.on_disk(), SECTION_PAGES - 1);
+    let Ok(Located::Slow(place)) = Located::of(before) else {
+        panic!("{before:?}");
+    };
+    assert_eq!(used - rig.disk.used_sectors(), usize::from(place.sectors));
+    // Its next way down begins at the top, also if nobody has written to it.
+    rig.evict(FIRST, &PageSet::of_range(FIRST, page.single()));
+    assert_eq!(form_of(&rig, page), Some(Form::Lz4));
+    assert!(rig.is_on_disk(other));
+    assert_eq!(rig.sink(FIRST).pages, 1);
+    rig.disk.finish_all();
+    let PageState::Stored(after) = rig.state(page) else {
+        panic!("it is on disk");
+    };
+    assert_ne!(before, after);
+    assert_eq!(rig.disk.used_sectors(), used);
+    rig.verify(|_| 0);
+}
+
+#[test]
+fn what_does_not_compress_goes_alone_if_so_wanted() {
+    let mut rig = Rig::new(WhenGone::Wait);
+    rig.evict_all();
+    let sunk = rig.sinker.sink(FIRST, Which::Uncompressed, &|| true);
+    assert_eq!(sunk.pages, SECTION_PAGES / 4);
+    rig.disk.finish_all();
+    for page in FIRST.all_pages().iter() {
+        assert_eq!(rig.is_on_disk(page), page.0.is_multiple_of(4), "{page}");
+    }
+    let counts = rig.chain.pool().counts();
+    let left = counts.uncompressed_pages.load(Relaxed);
+    assert_eq!(left, SECTION_PAGES / 4, "those of the other section");
+    rig.verify(|_| 0);
+}
+
+/// No page is ever mapped.
+struct Untouched;
+
+impl AccessTracker for Untouched {
+    fn sample(&self, _: &[Look]) -> Result<Sampled, TrackerError> {
+        Ok(Sampled::default())
+    }
+
+    fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+        Ok(vec![Touched::default(); sections.len()])
+    }
+
+    fn mapped(&self, _: SectionNo) -> Result<PageSet, TrackerError> {
+        Ok(PageSet::EMPTY)
+    }
+}
+
+#[test]
+fn what_does_not_compress_leaves_the_pool_long_before_the_rest_and_ages_anew_when_touched() {
+    let mut rig = Rig::new(WhenGone::Wait);
+    let (limit, tracker) = (Arc::clone(&rig.limit), Arc::new(Untouched));
+    let evictor = rig.evictor.another();
+    let mut reclaimer = Reclaimer::new(evictor, limit, tracker, HeatCost::default());
+    let memory = Arc::clone(rig.memory());
+    let (store, slow) = (Arc::clone(rig.chain.pool()), rig.chain.slow().unwrap());
+    let sinker = Sinker::new(memory, store, Arc::clone(slow));
+    let at = Duration::from_secs;
+    reclaimer.sink_after(sinker, at(1800), at(0));
+    rig.evict_all();
+    assert_eq!(reclaimer.demotion_in(at(1)), Some(BULKY_AFTER));
+    rig.touch(PageNo(1));
+    assert_eq!(reclaimer.demotion_in(at(31)), Some(BULKY_AFTER - at(30)));
+    let mut sink = |rig: &Rig, now: u64| {
+        reclaimer.demotion_in(at(now));
+        let sunk = reclaimer.sink(|| at(now), &|| true);
+        assert!(sunk.stop.is_none(), "{:?}", sunk.stop);
+        rig.disk.finish_all();
+        sunk.pages
+    };
+    assert_eq!(sink(&rig, 60), 0);
+    assert_eq!(sink(&rig, 61), SECTION_PAGES / 4, "of the other section");
+    assert_eq!(sink(&rig, 90), 0);
+    assert_eq!(sink(&rig, 91), SECTION_PAGES / 4);
+    assert!(rig.is_on_disk(PageNo(4)) && !rig.is_on_disk(PageNo(2)));
+    // One of them comes up, and goes down again as it did.
+    rig.touch(PageNo(4));
+    rig.disk.finish_all();
+    rig.evict(FIRST, &PageSet::of_range(FIRST, PageNo(4).single()));
+    assert_eq!(form_of(&rig, PageNo(4)), Some(Form::Uncompressed));
+    assert_eq!(sink(&rig, 100), 0);
+    assert_eq!(sink(&rig, 159), 0);
+    assert_eq!(sink(&rig, 160), 1);
+    // The rest at its time.
+    assert_eq!(sink(&rig, 1800), 0);
+    assert_eq!(sink(&rig, 1801), SECTION_PAGES * 3 / 4);
+    assert_eq!(sink(&rig, 1899), 0);
+    assert_eq!(sink(&rig, 1900), SECTION_PAGES * 3 / 4 - 1);
+    rig.verify(|_| 0);
+}
+
+/// A tier that must be called firmly.
+struct Firm {
+    disk: Arc<FakeDisk>,
+    is_firm: Arc<AtomicBool>,
+}
+
+impl Firm {
+    fn disk(&self) -> &FakeDisk {
+        assert!(self.is_firm.load(Relaxed), "a weak thread holds its locks");
+        &self.disk
+    }
+}
+
+impl SlowTier for Firm {
+    fn kind(&self) -> TierKind {
+        self.disk.kind()
+    }
+    fn granule_bytes(&self) -> usize {
+        self.disk.granule_bytes()
+    }
+    fn make_room(&self, vm: VmId, sealed_bytes: &[usize]) -> Result<Vec<Room>, TierError> {
+        self.disk().make_room(vm, sealed_bytes)
+    }
+    fn give_back(&self, vm: VmId, room: Room) {
+        self.disk().give_back(vm, room);
+    }
+    fn write(&self, batch: Batch, done: WriteDone) {
+        self.disk().write(batch, done);
+    }
+    fn read(&self, place: Place, done: ReadDone) {
+        self.disk.read(place, done);
+    }
+    fn forget(&self, places: &[Place]) {
+        self.disk.forget(places);
+    }
+    fn forget_vm(&self, vm: VmId, extents: &[ExtentName]) {
+        self.disk.forget_vm(vm, extents);
+    }
+    fn health(&self) -> Health {
+        self.disk.health()
+    }
+    fn figures(&self) -> TierFigures {
+        self.disk.figures()
+    }
+}
+
+struct Firmly(Arc<AtomicBool>);
+
+impl Pace for Firmly {
+    fn go_on(&self) -> bool {
+        true
+    }
+
+    fn firmly<T>(&self, work: impl FnOnce() -> T) -> T {
+        assert!(!self.0.swap(true, Relaxed));
+        let done = work();
+        self.0.store(false, Relaxed);
+        done
+    }
+}
+
+#[test]
+fn locks_of_a_tier_are_taken_firmly() {
+    let is_firm = Arc::<AtomicBool>::default();
+    let mut rig = Rig::over(|disk| {
+        let (disk, is_firm) = (Arc::clone(disk), Arc::clone(&is_firm));
+        let seat = Seat {
+            tier: Arc::new(Firm { disk, is_firm }),
+            when_gone: WhenGone::Wait,
+            disk: Some(DISK),
+        };
+        SlowTiers::new(vec![seat], PAUSES).unwrap()
+    });
+    rig.evict_all();
+    let pace = Firmly(is_firm);
+    let sunk = rig.sinker.sink(FIRST, Which::All, &pace);
+    assert_eq!(sunk.pages, SECTION_PAGES);
+    rig.disk.finish_all();
+    rig.verify(|_| 0);
+    // Room that is given back, too.
+    rig.evict_all();
+    let slow = Arc::clone(rig.chain.slow().unwrap());
+    while slow.numbers().take().is_some() {}
+    let sunk = rig.sinker.sink(FIRST, Which::All, &pace);
+    assert!(
+        matches!(sunk.stop, Some(SinkStop::TableFull)),
+        "{:?}",
+        sunk.stop
+    );
+    assert_eq!(rig.disk.used_sectors(), 0);
 }
 
 #[test]
@@ -330,12 +585,12 @@ fn few_batches_are_under_way_at_a_time() {
     let mut rig = Rig::new(WhenGone::Wait);
     rig.evict_all();
     for section in [FIRST, SectionNo(1)] {
-        assert_eq!(rig.sinker.sink(section).pages, SECTION_PAGES);
+        assert_eq!(rig.sink(section).pages, SECTION_PAGES);
     }
-    let more = rig.sinker.sink(FIRST);
+    let more = rig.sink(FIRST);
     assert!(matches!(more.stop, Some(SinkStop::UnderWay)));
     rig.disk.finish_all();
-    assert!(rig.sinker.sink(FIRST).stop.is_none());
+    assert!(rig.sink(FIRST).stop.is_none());
     rig.verify(|_| 0);
 }
 
@@ -409,7 +664,7 @@ fn page_of_a_tier_that_is_gone_is_lost_if_so_chosen_but_not_of_a_slow_one() {
 #[test]
 fn vm_that_ends_is_forgotten_once_its_last_request_has_ended() {
     let mut rig = Rig::sunk(WhenGone::Wait);
-    rig.sinker.sink(SectionNo(1));
+    rig.sink(SectionNo(1));
     rig.touch(PageNo(3));
     let requests = rig.disk.requests();
     assert!(requests >= 2);
@@ -482,7 +737,7 @@ fn successor_finds_every_page_and_gives_back_what_no_word_names() {
         rig.evict_all();
         let mut versions = vec![0; to_usize(PAGES)];
         for version in 1..random.below(12) {
-            rig.sinker.sink(SectionNo(random.below(SECTIONS)));
+            rig.sink(SectionNo(random.below(SECTIONS)));
             while rig.disk.requests() > 0 && random.below(3) > 0 {
                 rig.disk.finish(random.index(rig.disk.requests()));
             }

@@ -52,6 +52,27 @@ impl SlowTiers {
         Ok(Arc::new(Self { seats, retries }))
     }
 
+    /// The same without a thread of its own: loads whose tier did not answer wait until [`Self::try_again`]. For
+    /// whoever has a time of his own, such as a simulation.
+    #[must_use]
+    pub fn stepped(seats: Vec<Seat>) -> Arc<Self> {
+        Arc::new(Self {
+            seats,
+            retries: Retries::new(RetryPauses::default()),
+        })
+    }
+
+    /// Tries all loads again that wait; returns how many there were.
+    pub fn try_again(&self) -> usize {
+        self.retries.try_all()
+    }
+
+    /// Loads that wait until they are tried again.
+    #[must_use]
+    pub fn waiting_loads(&self) -> usize {
+        self.retries.waiting()
+    }
+
     /// No tier.
     #[must_use]
     pub fn none() -> Arc<Self> {

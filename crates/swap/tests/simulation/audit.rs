@@ -7,6 +7,7 @@ use crate::{
     daemon::{Daemon, has_room},
     dimm::{BASE, PAGE_COUNT, Phase, SLOT},
     random::Random,
+    slow::{SlowPlaces, audit_slow, in_slow, load_slow, slow_loads},
     state::State,
 };
 use pagetide_addr::{PAGE_BYTES, PageNo};
@@ -56,6 +57,7 @@ fn is_present(state: &State, page: PageNo) -> bool {
 /// stored content belongs to two pages.
 pub fn audit(state: &State, store: &PoolStore) {
     let words = words(store);
+    let mut slow = SlowPlaces::new();
     // What is in the slot may be other memory than the words are of; a successor sees that.
     let known = state.knows_the_slot(store.pool());
     for page in pages().filter(|page| known || !SLOT.contains(*page)) {
@@ -67,23 +69,36 @@ pub fn audit(state: &State, store: &PoolStore) {
         };
         match words.word(page).recover(presence) {
             Recovered::ForeignPage => panic!("{page:?} is present though its word says stored"),
-            Recovered::Word { word, .. } => check_content(state, store, page, word),
+            Recovered::Word { word, .. } => check_content(state, store, &mut slow, page, word),
         }
     }
 }
 
-fn check_content(state: &State, store: &PoolStore, number: PageNo, word: PageWord) {
+fn check_content(
+    state: &State,
+    store: &PoolStore,
+    slow: &mut SlowPlaces,
+    number: PageNo,
+    word: PageWord,
+) {
     let page = &state.pages[number.index()];
     match word.state() {
         WordState::Poisoned => assert!(page.damaged, "{number:?} is poisoned, never damaged"),
         WordState::Stored(content) => {
-            let adopted = content.is_zero() || store.adopt(content).is_ok();
+            let adopted = match in_slow(content) {
+                Some(place) => slow.insert((place.extent, place.position)),
+                None => content.is_zero() || store.adopt(content).is_ok(),
+            };
             assert!(adopted, "{number:?} shares its stored content with another");
             if page.unmapped {
                 // What it held matters to nobody.
                 return;
             }
-            let Some(held) = load(store, number, content) else {
+            let held = match in_slow(content) {
+                Some(place) => load_slow(&state.disk, store.pool(), number, place),
+                None => load(store, number, content),
+            };
+            let Some(held) = held else {
                 assert!(page.damaged, "stored content of {number:?} is damaged");
                 return;
             };
@@ -120,19 +135,24 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
         state.foreign_pages
     );
     assert!(
-        state.unanswered.is_empty() || !state.loads.is_empty(),
+        state.unanswered.is_empty() || state.has_loads(),
         "page requests stay unanswered: {}",
         state.describe()
     );
     let loading = daemon.space.loading_pages();
-    assert_eq!(loading, state.loads.len() as u64, "loads under way");
+    let slow_loads = slow_loads(state, daemon);
+    assert_eq!(
+        loading,
+        state.loads.len() as u64 + slow_loads,
+        "loads under way"
+    );
     let words = words(&daemon.store);
     for section in words.sections() {
         let stored = words.pages_in_state(section, |it| matches!(it, WordState::Stored(_)));
         let counted = daemon.space.table().stored_pages(section);
         assert_eq!(counted, stored.len(), "stored pages of {section:?}");
     }
-    let (mut contents, mut bytes) = (state.quarantined, 0);
+    let (mut contents, mut bytes, mut slow_pages) = (0, 0, 0);
     for page in pages() {
         check_membership(state, page, words.word(page));
         let content = match words.word(page).state() {
@@ -141,6 +161,7 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
             {
                 content
             }
+            WordState::Filling(content) if slow_loads > 0 && in_slow(content).is_some() => content,
             WordState::Filling(_) | WordState::Discarding => panic!("{page:?} is left half done"),
             WordState::Evicting(content) => {
                 let right = state.coverage.errors + state.coverage.unplugs > 0;
@@ -153,10 +174,14 @@ pub fn audit_at_rest(state: &State, daemon: &Daemon) {
             }
             WordState::Present | WordState::Poisoned | WordState::Unallocated => continue,
         };
-        contents += u64::from(!content.is_zero());
+        match in_slow(content) {
+            Some(_) => slow_pages += 1,
+            None => contents += u64::from(!content.is_zero()),
+        }
         bytes += stored_bytes(content);
     }
     audit_counts(state, daemon, contents, bytes);
+    audit_slow(state, daemon, slow_pages);
     audit_limit(state, daemon);
     if state.coverage.errors == 0 {
         audit_restrictions(state, &words);
@@ -180,10 +205,10 @@ fn audit_counts(state: &State, daemon: &Daemon, contents: u64, bytes: u64) {
     let hogs = daemon.hogs.lock().map_or(0, |hogs| hogs.len() as u64);
     let counts = daemon.store.counts();
     let stored = counts.pages();
-    assert_eq!(
-        stored,
-        contents + hogs,
-        "contents stored, and named by a word ({} of them found damaged)",
+    let named = contents + hogs;
+    assert!(
+        (named..=named + state.quarantined).contains(&stored),
+        "{stored} contents are stored, {named} named by a word, {} found damaged",
         state.quarantined
     );
     if state.quarantined == 0 {
@@ -250,10 +275,18 @@ fn audit_grants(state: &State, words: &PageTable) {
 pub fn audit_nothing_stored(state: &State, store: &PoolStore) {
     let counts = store.counts();
     let stored = counts.pages();
-    assert_eq!(stored, state.quarantined, "contents left behind");
+    assert!(
+        stored <= state.quarantined,
+        "{stored} contents are left behind"
+    );
+    if state.quarantined == 0 {
+        assert_eq!(state.disk.used_sectors(), 0, "left behind in the slow tier");
+        assert_eq!(store.pool().extents().count(), 0);
+    }
     store.trim().expect("a pool that can be punched");
     let words = words(store).sections().count() as u64 * PAGE_BYTES;
-    let most = HEADER_BYTES + words + (SPARE_CHUNKS + state.quarantined) * CHUNK_BYTES;
+    let table = store.pool().extent_bytes();
+    let most = HEADER_BYTES + words + table + (SPARE_CHUNKS + state.quarantined) * CHUNK_BYTES;
     let bytes = store.pool().allocated_bytes().expect("a file");
     assert!(
         bytes <= most.next_multiple_of(PAGE_BYTES),

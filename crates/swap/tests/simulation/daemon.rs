@@ -8,6 +8,7 @@ use crate::{
     guest::Message,
     kernel::{Call, DeviceMmu, Life, Tracker, VcpuMmu, Words, World},
     knobs::{Eviction, Far, Room},
+    slow::{RequestEnd, chain_of, sinker_of},
     state::{Frame, State},
 };
 use pagetide_addr::{
@@ -24,12 +25,14 @@ use pagetide_policy::{
     swap_in::Together,
 };
 use pagetide_swap::{
-    Demoter, DirectReclaim, Evictor, HeatCost, Limit, Pace, Pool, PoolStore, PoolWords, Reclaimer,
+    ChainStore, Demoter, DirectReclaim, Evictor, HeatCost, Limit, Pace, Pool, PoolStore, PoolWords,
+    Reclaimer, Sinker, SlowTiers,
     demoter::DemotionStop,
     evictor::EvictorError,
     limit::MakeRoom as _,
     reclaim::{Need, Reach, Took, UNMAPPED_MIN},
     slots::SLOT_UNIT_BYTES,
+    slow::Which,
     store::FULL_MIN,
     tier::{Form, Located, PAGE},
 };
@@ -87,6 +90,18 @@ pub enum Task {
         page: PageNo,
         how: LoadEnd,
     },
+    /// A request to the slow tier ends.
+    EndRequest {
+        index: usize,
+        how: RequestEnd,
+    },
+    /// Loads that failed there are tried again.
+    RetryLoads,
+    /// Stored pages of the section are moved down to the slow tier.
+    Sink {
+        section: SectionNo,
+        which: Which,
+    },
     /// The content of a page moves to another place of the store.
     Relocate {
         page: PageNo,
@@ -119,6 +134,9 @@ pub enum LoadEnd {
 impl Task {
     /// A load that ends now, in any order.
     pub fn next_load(state: &mut State) -> Option<Self> {
+        if state.has_slow_work() && (state.loads.is_empty() || state.random.coin()) {
+            return Some(Self::next_request(state));
+        }
         let pages: Vec<PageNo> = state.loads.iter().map(|(_, done)| done.page()).collect();
         if pages.is_empty() {
             return None;
@@ -183,7 +201,7 @@ impl Task {
 }
 
 /// The pace of work in which anything may happen between two steps.
-struct Between(Life);
+pub struct Between(pub Life);
 
 impl Pace for Between {
     fn go_on(&self) -> bool {
@@ -200,12 +218,15 @@ impl Pace for Between {
 
 /// One incarnation of the daemon.
 pub struct Daemon {
-    life: Life,
+    pub life: Life,
     /// The space around the memory, to which devices are attached.
     whole: Arc<AddressSpace>,
     devices: Mutex<HashMap<usize, Arc<Device>>>,
     pub space: Arc<PagedMemory>,
     pub store: Arc<PoolStore>,
+    pub chain: Arc<ChainStore>,
+    pub tiers: Arc<SlowTiers>,
+    pub sinker: Option<Mutex<Sinker>>,
     pub limit: Arc<Limit>,
     reclaimer: Mutex<Reclaimer>,
     direct: DirectReclaim,
@@ -222,7 +243,8 @@ impl Daemon {
         let pool = Arc::new(Pool::create_empty(path, CAPACITY_PAGES, 4711, b"").expect("a pool"));
         let life = begin_life(world);
         let table = PageTable::growing(hooked_words(&life, &pool));
-        Self::assemble(life, table, Arc::new(PoolStore::new(pool)))
+        let (chain, tiers) = chain_of(&life, pool);
+        Self::assemble(life, table, chain, tiers)
     }
 
     /// A successor; `None` if the kernel failed it and another try is due.
@@ -232,7 +254,7 @@ impl Daemon {
         let life = begin_life(world);
         let table = PageTable::reopen(hooked_words(&life, &pool)).expect("a pool");
         forget_what_is_gone(&life, &pool, &table);
-        let store = Arc::new(PoolStore::new(pool));
+        let (chain, tiers) = chain_of(&life, pool);
         let mut stored = Vec::new();
         let report = match recover_words(&table, &life, |_, content| stored.push(content)) {
             Ok(report) => report,
@@ -242,16 +264,22 @@ impl Daemon {
             }
         };
         for content in stored {
-            store.adopt(content).expect("content of one page each");
+            chain.adopt(content).expect("content of one page each");
         }
-        store.finish_adoption().expect("a pool that can be punched");
+        chain.finish_adoption().expect("a pool that can be punched");
         let known = report.present_pages + report.stored_pages + report.poisoned_pages;
         let most: u64 = table.sections().map(|s| table.pages_of(s).len()).sum();
         assert!(known <= most, "{known} pages of {most}");
-        Some(Self::assemble(life, table, store))
+        Some(Self::assemble(life, table, chain, tiers))
     }
 
-    fn assemble(life: Life, table: PageTable, store: Arc<PoolStore>) -> Arc<Self> {
+    fn assemble(
+        life: Life,
+        table: PageTable,
+        chain: Arc<ChainStore>,
+        tiers: Arc<SlowTiers>,
+    ) -> Arc<Self> {
+        let store = Arc::clone(chain.pool());
         let knobs = life.world.lock().knobs.clone();
         let limit = Arc::new(Limit::new());
         // Nothing waits for time to pass here.
@@ -263,7 +291,7 @@ impl Daemon {
             place: Arc::new(life.clone()),
             store: Arc::new(Checked {
                 life: life.clone(),
-                store: store.clone(),
+                store: chain.clone(),
                 far: knobs.far,
             }),
             admission: Arc::new(AtTheLimit {
@@ -278,6 +306,7 @@ impl Daemon {
         let space = whole.memory().expect("it is over one").clone();
         let vcpus = Device::with_id(DeviceId::VCPUS, Arc::new(VcpuMmu(life.clone())));
         attach_to_the_end(&life, &whole, &vcpus);
+        let sinker = sinker_of(&space, &chain);
         let evictor = Evictor::new(space.clone(), store.clone());
         let tracker = Arc::new(Tracker(life.clone()));
         let mut reclaimer = Reclaimer::new(evictor, limit.clone(), tracker, HeatCost::default());
@@ -304,6 +333,9 @@ impl Daemon {
             devices: Mutex::new(HashMap::new()),
             space,
             store,
+            chain,
+            tiers,
+            sinker,
             limit,
         });
         daemon.take_room(knobs.room);
@@ -401,6 +433,9 @@ impl Daemon {
             Task::KeepReady { pages } => self.keep_ready(pages),
             Task::SwapIn { section } => self.swap_in(section),
             Task::EndLoad { page, how } => self.end_load(page, how),
+            Task::EndRequest { index, how } => self.end_request(index, how),
+            Task::RetryLoads => self.retry_loads(),
+            Task::Sink { section, which } => self.sink(section, which),
             Task::Relocate { page } => self.relocate(page),
             Task::MakeRoom { pages } => self.take_directly(pages),
             Task::Demote { section } => self.demote(section),
@@ -482,7 +517,7 @@ impl Daemon {
         }
         let checked = Checked {
             life: self.life.clone(),
-            store: self.store.clone(),
+            store: self.chain.clone(),
             far: Far::Nothing,
         };
         let mut bytes = [0; PAGE];
@@ -796,7 +831,7 @@ impl Life {
 /// The store, with calls that may fail.
 struct Checked {
     life: Life,
-    store: Arc<PoolStore>,
+    store: Arc<ChainStore>,
     /// Content that takes time.
     far: Far,
 }
@@ -825,14 +860,25 @@ impl ContentStore for Checked {
         }
     }
 
-    fn load_later(&self, _page: PageNo, content: Content, done: LoadDone) {
-        match self.life.enter(Call::Locked) {
-            Some(mut state) => state.loads.push((content, done)),
-            None => drop(done),
+    fn load_later(&self, page: PageNo, content: Content, done: LoadDone) {
+        let Some(mut state) = self.life.enter(Call::Locked) else {
+            return drop(done);
+        };
+        match Located::of(content) {
+            Ok(Located::Slow(place)) => {
+                let at = (place.extent.0, place.position.0);
+                state.slow_pages.insert(at, page);
+                drop(state);
+                self.store.load_later(page, content, done);
+            }
+            _ => state.loads.push((content, done)),
         }
     }
 
     fn is_at_hand(&self, content: Content) -> bool {
+        if matches!(Located::of(content), Ok(Located::Slow(_))) {
+            return false;
+        }
         match self.far {
             Far::Nothing => true,
             // A slot that begins at an even unit.

@@ -147,7 +147,7 @@ fn nested_task(state: &mut State, call: Call) -> Option<Task> {
         return Some(task);
     }
     if call != Call::Word
-        && !state.loads.is_empty()
+        && state.has_loads()
         && state.random.below(3) == 0
         && let Some(task) = Task::next_load(state)
     {
@@ -225,6 +225,11 @@ impl Life {
             resume_unwind(Box::new(Death));
         }
         Some(state)
+    }
+
+    /// True if this incarnation is not dead.
+    pub fn lives(&self) -> bool {
+        !std::thread::panicking() && self.lock_if_alive().is_some()
     }
 
     fn lock_if_alive(&self) -> Option<MutexGuard<'_, State>> {

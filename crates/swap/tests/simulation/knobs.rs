@@ -6,6 +6,7 @@ use crate::{
     random::{OneIn, Random},
 };
 use pagetide_addr::PageNo;
+use pagetide_swap::slow::WhenGone;
 
 /// Who chooses what is evicted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -37,6 +38,16 @@ pub enum Far {
     Nothing,
     Half,
     All,
+}
+
+/// Whether there is a slow tier.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Slow {
+    Nothing,
+    /// What it is asked it does, in any order.
+    Sound,
+    /// It fails, goes and comes back, returns other bytes.
+    Troubled,
 }
 
 /// The settings of one run.
@@ -71,6 +82,9 @@ pub struct Knobs {
     /// Death of the VMM, which ends the run, in calls into the kernel.
     pub vmm_deaths: OneIn,
     pub far: Far,
+    pub slow: Slow,
+    /// Of the slow tier.
+    pub when_gone: WhenGone,
 }
 
 impl Knobs {
@@ -102,6 +116,12 @@ impl Knobs {
             demotion: demotion(random.clone()),
             // Of a copy: runs without it go as they did before there was this trouble.
             vmm_deaths: OneIn(random.clone().pick(&[0, 0, 0, 5000, 700])),
+            slow: of_copy(
+                random,
+                3,
+                &[Slow::Nothing, Slow::Nothing, Slow::Sound, Slow::Troubled],
+            ),
+            when_gone: of_copy(random, 4, &[WhenGone::Wait, WhenGone::Wait, WhenGone::Lost]),
             // Of another copy, likewise.
             far: {
                 let mut copy = random.clone();
@@ -132,7 +152,19 @@ impl Knobs {
         ] {
             *trouble = OneIn(0);
         }
+        if self.slow == Slow::Troubled {
+            self.slow = Slow::Sound;
+        }
     }
+}
+
+/// Drawn of a copy after so many other draws, likewise.
+fn of_copy<T: Copy>(random: &Random, draws: u32, from: &[T]) -> T {
+    let mut copy = random.clone();
+    for _ in 0..draws {
+        copy.below(1000);
+    }
+    copy.pick(from)
 }
 
 /// Of a copy, too.

@@ -15,7 +15,8 @@
 //! which was taken out of the VM is out of everybody's reach (`dimm.rs`); that whatever is
 //! under way when the VMM dies comes to an end, and all is given back (`vmm_death.rs`); that
 //! nothing is punched that somebody may still write to (`kernel.rs`); that nobody
-//! waits for ever and every page request is answered once (`run.rs`).
+//! waits for ever and every page request is answered once (`run.rs`); that a slow tier, whatever it answers and
+//! when, never makes a wrong byte, and is never given a nonce twice (`slow.rs`).
 
 mod aside;
 mod audit;
@@ -29,6 +30,7 @@ mod knobs;
 mod random;
 mod run;
 mod single;
+mod slow;
 mod state;
 mod vmm_death;
 

@@ -8,12 +8,12 @@ use crate::{
     dimm::PAGE_COUNT,
     guest::{Message, PageAccess},
     kernel::{Death, World},
-    knobs::{Eviction, Far},
+    knobs::{Eviction, Far, Slow},
     state::{Coverage, State},
 };
 use pagetide_addr::{Access, PageNo};
 use pagetide_gmem::ContentStore;
-use pagetide_swap::{Pool, PoolStore, reclaim::Reach};
+use pagetide_swap::{Pool, PoolStore, reclaim::Reach, slow::Which};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     path::PathBuf,
@@ -186,8 +186,15 @@ impl Run {
                 state.coverage.loads_of_the_dead += state.loads.len() as u64;
                 std::mem::take(&mut state.loads)
             };
+            let requests = {
+                let mut state = self.world.lock();
+                let disk = Arc::clone(&state.disk);
+                let requests = disk.forsake(|| state.random.coin());
+                state.coverage.slow_requests_of_the_dead += requests.len() as u64;
+                requests
+            };
             // Their daemon is dead: they do nothing.
-            drop(loads);
+            drop((loads, requests));
             if self.is_vmm_dead() {
                 self.remove_pool();
                 return;
@@ -297,7 +304,7 @@ impl Run {
                     state.advance(at);
                 }
                 let about_memory = Task::about_memory(&state);
-                if state.is_quiet() && about_memory.is_none() && state.loads.is_empty() {
+                if state.is_quiet() && about_memory.is_none() && !state.has_loads() {
                     return;
                 }
                 match about_memory.filter(|_| state.random.coin()) {
@@ -377,11 +384,18 @@ fn choose(state: &mut State) -> Option<Task> {
     {
         return Some(task);
     }
-    if !state.loads.is_empty()
+    if state.has_loads()
         && state.random.below(4) == 0
         && let Some(task) = Task::next_load(state)
     {
         return Some(task);
+    }
+    if state.knobs.slow != Slow::Nothing && state.random.below(6) == 0 {
+        let section = state.active_page().section();
+        let which = state
+            .random
+            .pick(&[Which::All, Which::All, Which::Uncompressed]);
+        return Some(Task::Sink { section, which });
     }
     if state.knobs.far != Far::Nothing && state.random.below(4) == 0 {
         let page = state.active_page();

@@ -6,7 +6,7 @@ use crate::{
     daemon::{Daemon, Task},
     guest::Message,
     kernel::World,
-    knobs::{Eviction, Far, Room},
+    knobs::{Eviction, Far, Room, Slow},
 };
 use pagetide_addr::{Access, PageNo, PageSet};
 use pagetide_gmem::{
@@ -49,6 +49,7 @@ impl Stage {
             state.knobs.neighbours_max = 0;
             state.knobs.room = Room::Ample;
             state.knobs.far = Far::Nothing;
+            state.knobs.slow = Slow::Nothing;
             state.knobs.eviction = Eviction::AtRandom;
             let page = state.page(PAGE);
             page.content = Some(OLD);

@@ -23,7 +23,11 @@ use crate::{
 };
 use pagetide_addr::{PageNo, PageRange, SectionNo, to_usize};
 use pagetide_gmem::{Content, LoadDone};
-use std::collections::{BTreeSet, VecDeque};
+use pagetide_tiers::fake::FakeDisk;
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
+};
 
 /// One page of the VM.
 #[derive(Clone, Debug)]
@@ -110,6 +114,17 @@ coverage! {
     demoted_pages
     demotions_in_vain
     same_filled_pages
+    sunk_pages
+    sinks_in_vain
+    sinks_refused
+    slow_reads
+    slow_reads_failed
+    slow_reads_retried
+    slow_writes_failed
+    old_answers
+    flipped_answers
+    pages_lost_with_their_tier
+    slow_requests_of_the_dead
     busy
     store_full
     damaged_pages
@@ -162,6 +177,12 @@ pub struct State {
     pub unanswered: BTreeSet<u64>,
     /// Loads of far content under way.
     pub loads: Vec<(Content, LoadDone)>,
+    /// The slow tier, which outlives daemons.
+    pub disk: Arc<FakeDisk>,
+    /// Pages whose content was asked for there, by extent and position.
+    pub slow_pages: BTreeMap<(u32, u32), PageNo>,
+    /// Reads that failed there since they were last tried again.
+    pub slow_failed: u64,
     /// DMA that a dead daemon had submitted.
     pub dead_io: Vec<Request>,
     pub frames: Vec<Frame>,
@@ -240,6 +261,9 @@ impl State {
             page_requests: VecDeque::new(),
             unanswered: BTreeSet::new(),
             loads: Vec::new(),
+            disk: Arc::new(FakeDisk::new(crate::slow::SECTORS)),
+            slow_pages: BTreeMap::new(),
+            slow_failed: 0,
             dead_io: Vec::new(),
             frames: Vec::new(),
             incarnation: 0,
@@ -389,6 +413,8 @@ impl State {
         self.unanswered.clear();
         self.page_requests.clear();
         self.quarantined = 0;
+        self.slow_pages.clear();
+        self.slow_failed = 0;
         let mut random = self.random.clone();
         self.messages.retain(|_| random.coin());
         self.random = random;
