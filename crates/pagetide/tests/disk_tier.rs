@@ -226,9 +226,68 @@ fn vm_waits_for_the_disk_that_it_has_pages_on() {
         without.log()
     );
     drop(without);
-    let other = place.start_with(&place.disk.path().join("other"));
-    assert!(other.log().contains("another disk"), "{}", other.log());
+    // Another disk is not taken in its place, nor written to.
+    let path = place.disk.path().join("other");
+    let other = place.start_with(&path);
+    let log = other.log();
+    assert!(log.contains("the disk tier does not work"), "{log}");
     drop(other);
+    assert!(!path.exists());
+    let daemon = place.start();
+    ram.verify();
+    daemon.json(&["vm", "detach", "a"]);
+}
+
+#[test]
+fn daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_back() {
+    let test = "daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_back";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    // Some are in memory.
+    (0..PAGES / 4).for_each(|page| ram.touch(page));
+    daemon.client(&["vm", "reclaim", "a"]);
+    (0..PAGES / 8).for_each(|page| ram.touch(page));
+    drop(daemon);
+    let away = place.disk.path().join("away");
+    std::fs::rename(place.disk(), &away).unwrap();
+    let mut daemon = place.start();
+    let pool = daemon.json(&["pool", "show"]);
+    assert_eq!(pool["tiers"][0]["standing"], "gone", "{pool}");
+    (0..PAGES / 8).for_each(|page| ram.touch(page));
+    let vm = show(&daemon);
+    assert_eq!(number(&vm, "poisoned_pages"), 0, "{vm}");
+    assert!(number(&vm, "disk_pages") > PAGES / 2, "{vm}");
+    std::fs::rename(&away, place.disk()).unwrap();
+    daemon.until("the disk is back", |daemon| {
+        daemon.json(&["pool", "show"])["tiers"][0]["standing"] == "working"
+    });
+    ram.verify();
+    sink_all(&mut daemon);
+    ram.verify();
+    daemon.json(&["vm", "detach", "a"]);
+}
+
+#[test]
+fn disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one() {
+    let test = "disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    drop(daemon);
+    let other = tempfile::tempdir_in("/dev/shm").unwrap();
+    let tiers = format!("lz4,disk:{}=512M", place.disk().display());
+    let output = command(other.path(), &["--tiers", &tiers])
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    let first = place.state.path().display().to_string();
+    assert!(told.contains(&first), "{told}");
     let daemon = place.start();
     ram.verify();
     daemon.json(&["vm", "detach", "a"]);

@@ -20,6 +20,7 @@ mod core;
 mod counters;
 mod detach;
 mod devices;
+mod disk_tier;
 #[cfg(test)]
 mod earlier_tests;
 mod failure;

@@ -266,7 +266,7 @@ impl ReclaimThread {
         let done = self.reclaimer.demote(|| started.elapsed(), &pace);
         // Sealing a section costs a millisecond.
         let sunk = match pace.go_on() {
-            true => self.reclaimer.sink(|| started.elapsed()),
+            true => self.reclaimer.sink(|| started.elapsed(), &pace),
             false => Sunk::default(),
         };
         work.background.end();

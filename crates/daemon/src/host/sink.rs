@@ -31,14 +31,11 @@ pub(super) struct VmSink {
     pub(super) janitor: JanitorBell,
 }
 
-impl VmSink {
-    /// Counts a fault and its latency, from when it was read until now.
-    fn count(&self, fault: VcpuFault) {
-        self.latencies.record(fault.read_at.elapsed());
-        self.pool
-            .counter(Counter::VcpuFaults)
-            .fetch_add(1, Ordering::Relaxed);
-    }
+/// Counts a fault and its latency, from when it was read until now.
+fn count(latencies: &Latencies, pool: &Pool, fault: VcpuFault) {
+    latencies.record(fault.read_at.elapsed());
+    pool.counter(Counter::VcpuFaults)
+        .fetch_add(1, Ordering::Relaxed);
 }
 
 fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
@@ -54,7 +51,7 @@ impl FaultSink for VmSink {
         // Incidents report outcomes that matter; the vCPU sees the outcome when it retries.
         match self.space.fault(&of_vcpu(fault), Wait::Never) {
             Some(_served) => {
-                self.count(fault);
+                count(&self.latencies, &self.pool, fault);
                 Served::Yes
             }
             None => Served::WouldWait,
@@ -62,8 +59,11 @@ impl FaultSink for VmSink {
     }
 
     fn fault(&self, fault: VcpuFault) {
-        self.space.fault(&of_vcpu(fault), Wait::Here);
-        self.count(fault);
+        let (latencies, pool) = (Arc::clone(&self.latencies), Arc::clone(&self.pool));
+        // Told when the page is there: the content may be on a disk, and this thread does not wait for that.
+        let there = move |_| count(&latencies, &pool, fault);
+        self.space
+            .fault(&of_vcpu(fault), Wait::Reply(Box::new(there)));
     }
 
     fn served(&self, fault: VcpuFault) -> Option<PageRange> {

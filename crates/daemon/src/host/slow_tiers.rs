@@ -7,17 +7,13 @@
 //!   begun                       what no pool has goes back to the file system
 //! ```
 
-use super::{failure::failed, pools::name_of};
-use crate::{control::ControlError, pool::TierReport, settings::RunSettings, tiers::DiskSetting};
+use super::{disk_tier, failure::failed, pools::name_of};
+use crate::{control::ControlError, pool::TierReport, settings::RunSettings};
 use pagetide_swap::{
     Pool, PoolError, SlowTiers,
     slow::{RetryPauses, Seat},
 };
-use pagetide_tiers::{
-    Standing,
-    disk::{Bounds, DiskTier, FoundDisk},
-};
-use rustix::fs::FileType;
+use pagetide_tiers::{Standing, disk::FoundDisk};
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -34,37 +30,16 @@ pub(super) fn open(
     let Some(disk) = settings.tiers.disk() else {
         return Ok(SlowTiers::none());
     };
-    let refused = |why: pagetide_tiers::disk::DiskError| ControlError::refused(why.to_string());
-    let mut found =
-        DiskTier::open(&disk.path, limit_of(disk)?, Bounds::default()).map_err(refused)?;
+    let mut found = disk_tier::open(disk, &settings.state_dir, pools)?;
     for pool in pools {
         hold(&mut found, pool)?;
     }
     let seat = Seat {
         disk: Some(found.id()),
-        tier: Arc::new(found.begin().map_err(refused)?),
+        tier: Arc::new(disk_tier::begin(found, pools)?),
         when_gone: settings.disk_when_gone.0,
     };
-    tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
     SlowTiers::new(vec![seat], RetryPauses::default()).map_err(failed)
-}
-
-/// What it may hold: without a limit, a file as much as its file system has, a device all.
-fn limit_of(disk: &DiskSetting) -> Result<u64, ControlError> {
-    if let Some(limit_bytes) = disk.limit_bytes {
-        return Ok(limit_bytes);
-    }
-    let is_device = rustix::fs::stat(&disk.path)
-        .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice);
-    if is_device {
-        return Ok(u64::MAX);
-    }
-    let folder = disk.path.parent().unwrap_or(Path::new("/"));
-    let stat = rustix::fs::statvfs(folder).map_err(|error| {
-        let folder = folder.display();
-        ControlError::refused(format!("the disk tier cannot be in {folder}: {error}"))
-    })?;
-    Ok(stat.f_blocks.saturating_mul(stat.f_frsize))
 }
 
 /// Whether a successor can open the tiers.

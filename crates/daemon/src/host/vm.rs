@@ -289,7 +289,11 @@ impl Vm {
                 let blocker = self.core.gate.blockers().into_iter().next();
                 let blocker = blocker.map(|blocker| blocker.to_string());
                 let stopped = reclaimed.stopped.map(|stop| stop.to_string());
-                let full = || self.core.store.full().map(|why| why.to_string());
+                let full = || {
+                    let store = &self.core.store;
+                    let why = store.full().or_else(|| store.turned_away(Instant::now()));
+                    why.map(|why| why.to_string())
+                };
                 let in_use = || "the rest is in use".to_owned();
                 let short = reclaimed.evicted_pages < pages;
                 (
