@@ -101,7 +101,8 @@ fn chacha_ns(bytes: usize) -> Result<f64, Box<dyn Error>> {
     Ok(began.elapsed().as_secs_f64() * 1e9 / f64::from(ROUNDS))
 }
 
-/// Nanoseconds to take and to free the sectors of a page, on a disk that is full. Whole rooms are freed, so it is hardly fragmented.
+/// Nanoseconds to take and to free the sectors of a page, on a disk that is full. Whole rooms are freed, so it is
+/// hardly fragmented.
 fn room_ns() -> f64 {
     let mut sectors = Sectors::new(64 << 6, SegmentNo(64 << 6), BlockSize::Bytes512);
     let mut random = SplitMix64::new(1);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Benches that have the kernel's swap on for their peer, or turn what it does. RAM in reach of swap is refused
-//! meanwhile, to any VM of this machine: these run by themselves, one after the other (scripts/test).
+//! Benches that switch the kernel's swap on for their peer, or change its settings. RAM in reach of swap is refused,
+//! so no VM of this machine can be attached meanwhile: these run by themselves, one after the other (scripts/test).
 
 use super::{SWAP, number, report_of};
 use serde_json::Value;

@@ -101,9 +101,7 @@ impl Weakness {
             Urgency::Ordinary | Urgency::Eager | Urgency::Preempting(_) => urgency,
         }
     }
-}
 
-impl Weakness {
     /// Priority of work that is not part of a run with `urgency`, and not at its expense: it preempts nobody.
     #[must_use]
     pub fn aside(self, urgency: Urgency) -> Urgency {
