@@ -12,7 +12,7 @@
 //! ```
 //! The bytes that a tier returns are believed in nothing: version, place and page come from the pool. A bit that
 //! flips on the way spoils an answer, or makes the tier look for another page; what it has may be sound. So an
-//! answer counts as the page's loss when it came [`WRONG_MAX`] times in a row.
+//! answer counts as the page's loss when a load got [`WRONG_MAX`] of them.
 
 use super::{form::form_of, retries::Again, store::SlowStore, tiers::WhenGone};
 use crate::tier::{InSlow, PAGE, unpack};
@@ -24,7 +24,7 @@ use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 /// Reads of a page that fail by themselves before it counts as lost.
 const TRIES_MAX: u32 = 5;
 /// Answers to the reads of a page that are not this page, before it counts as lost.
-const WRONG_MAX: u32 = 5;
+pub const WRONG_MAX: u32 = 5;
 
 /// A load that has not ended.
 struct Load {

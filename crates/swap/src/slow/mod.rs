@@ -36,6 +36,7 @@ mod tests;
 mod tiers;
 
 pub use chain::{ChainError, ChainStore};
+pub use load::WRONG_MAX;
 pub use retries::RetryPauses;
 pub use sinker::{SinkStop, Sinker, Sunk, Which};
 pub use store::{SlowCounts, SlowStore, forget};

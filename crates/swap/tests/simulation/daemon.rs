@@ -872,6 +872,7 @@ impl ContentStore for Checked {
             Ok(Located::Slow(place)) => {
                 let at = (place.extent.0, place.position.0);
                 state.slow_pages.insert(at, page);
+                state.slow_wrong.remove(&at);
                 drop(state);
                 self.store.load_later(page, content, done);
             }

@@ -2,8 +2,8 @@
 //! The slow tier: a disk that outlives daemons, under the real way down and up.
 //!
 //! What it is asked it does when the run says so, in any order. In runs with trouble it fails, is gone and back,
-//! drops requests, and answers with bytes that stood there before or with a bit flipped: such a page may be lost,
-//! and no other. A dead daemon's writes land, or do not. That no nonce is used twice, over all daemons of a run,
+//! drops requests, and answers with bytes that stood there before or with a bit flipped: a page whose load got
+//! [`WRONG_MAX`] such answers may be lost, and no other. A dead daemon's writes land, or do not. That no nonce is used twice, over all daemons of a run,
 //! the disk itself asserts ([`FakeDisk`]).
 
 use crate::{
@@ -17,7 +17,7 @@ use pagetide_addr::PageNo;
 use pagetide_gmem::{Content, PagedMemory};
 use pagetide_swap::{
     ChainStore, Counter, Pool, PoolStore, Sinker, SlowTiers,
-    slow::{Seat, SinkStop, WhenGone, Which},
+    slow::{Seat, SinkStop, WRONG_MAX, WhenGone, Which},
     tier::{Form, InSlow, Located, PAGE, unpack},
 };
 use pagetide_tiers::{
@@ -83,10 +83,14 @@ impl RequestEnd {
     }
 }
 
+fn at(place: &Place) -> (u32, u32) {
+    (place.extent.number.0, place.position.0)
+}
+
 impl State {
     /// Something is under way in the slow tier.
     pub fn has_slow_work(&self) -> bool {
-        self.disk.requests() > 0 || self.slow_failed > 0
+        self.disk.requests() > 0 || self.slow_waiting > 0
     }
 
     /// A load is under way, or a batch.
@@ -95,10 +99,25 @@ impl State {
     }
 
     fn end_of(&mut self, asked: Asked) -> RequestEnd {
-        if self.knobs.slow != Slow::Troubled || self.random.below(3) > 0 {
+        if self.knobs.slow != Slow::Troubled {
             return RequestEnd::Done;
         }
         let bit = self.random.index(1 << 16);
+        // Where one answer is wrong, more are.
+        if let Asked::Read(place) = asked
+            && self.slow_wrong.contains_key(&at(&place))
+            && self.random.below(8) > 0
+        {
+            let old = self.random.below(8) == 0;
+            return if old {
+                RequestEnd::Old
+            } else {
+                RequestEnd::Flipped(bit)
+            };
+        }
+        if self.random.below(3) > 0 {
+            return RequestEnd::Done;
+        }
         let (reads, writes) = (
             [
                 RequestEnd::Old,
@@ -130,15 +149,14 @@ impl State {
             (Asked::Read(_), RequestEnd::Done) => self.coverage.slow_reads += 1,
             (Asked::Read(place), RequestEnd::Old) => {
                 self.coverage.old_answers += 1;
-                self.may_be_lost(&place);
+                self.wrong_answer(&place);
             }
             (Asked::Read(place), RequestEnd::Flipped(_)) => {
                 self.coverage.flipped_answers += 1;
-                self.may_be_lost(&place);
+                self.wrong_answer(&place);
             }
             (Asked::Read(place), _) => {
                 self.coverage.slow_reads_failed += 1;
-                self.slow_failed += 1;
                 let passes = matches!(how, RequestEnd::Slow | RequestEnd::Busy);
                 if self.knobs.when_gone == WhenGone::Lost && !passes {
                     self.may_be_lost(&place);
@@ -150,10 +168,19 @@ impl State {
         }
     }
 
+    /// A load gets bytes that are not its page: it reads again, until it has had enough of it.
+    fn wrong_answer(&mut self, place: &Place) {
+        let wrong = self.slow_wrong.entry(at(place)).or_default();
+        *wrong += 1;
+        if *wrong >= WRONG_MAX {
+            self.coverage.wrong_answers_in_a_row += 1;
+            self.may_be_lost(place);
+        }
+    }
+
     /// A page that a read is for may be lost by how it ends.
     fn may_be_lost(&mut self, place: &Place) {
-        let at = (place.extent.number.0, place.position.0);
-        let page = self.slow_pages.get(&at).copied();
+        let page = self.slow_pages.get(&at(place)).copied();
         let page = page.expect("it was asked for");
         self.page(page).damaged = true;
     }
@@ -163,7 +190,7 @@ impl Task {
     /// A request ends, or what failed is tried again. There is one of them.
     pub fn next_request(state: &mut State) -> Self {
         let requests = state.disk.requests();
-        if requests == 0 || state.slow_failed > 0 && state.random.below(4) == 0 {
+        if requests == 0 || state.slow_waiting > 0 && state.random.below(4) == 0 {
             return Self::RetryLoads;
         }
         let index = state.random.index(requests);
@@ -199,14 +226,17 @@ impl Daemon {
             (RequestEnd::Dropped, _) => disk.drop_request(index),
             _ => disk.finish(index),
         }
-        self.life.world.lock().coverage.sunk_pages += sunk.load(Relaxed) - before;
+        let mut state = self.life.world.lock();
+        state.slow_waiting = self.tiers.waiting_loads();
+        state.coverage.sunk_pages += sunk.load(Relaxed) - before;
     }
 
     pub fn retry_loads(&self) {
         let _frame = self.life.frame(Frame::Grow);
-        self.life.world.lock().slow_failed = 0;
         let retried = self.tiers.try_again() as u64;
-        self.life.world.lock().coverage.slow_reads_retried += retried;
+        let mut state = self.life.world.lock();
+        state.slow_waiting = self.tiers.waiting_loads();
+        state.coverage.slow_reads_retried += retried;
     }
 
     /// Begins to move stored pages of a section down.

@@ -123,6 +123,7 @@ coverage! {
     slow_writes_failed
     old_answers
     flipped_answers
+    wrong_answers_in_a_row
     pages_lost_with_their_tier
     slow_requests_of_the_dead
     busy
@@ -181,8 +182,10 @@ pub struct State {
     pub disk: Arc<FakeDisk>,
     /// Pages whose content was asked for there, by extent and position.
     pub slow_pages: BTreeMap<(u32, u32), PageNo>,
-    /// Reads that failed there since they were last tried again.
-    pub slow_failed: u64,
+    /// Reads that wait until they are tried again.
+    pub slow_waiting: usize,
+    /// Answers to the load under way from a place that were not what it holds.
+    pub slow_wrong: BTreeMap<(u32, u32), u32>,
     /// DMA that a dead daemon had submitted.
     pub dead_io: Vec<Request>,
     pub frames: Vec<Frame>,
@@ -263,7 +266,8 @@ impl State {
             loads: Vec::new(),
             disk: Arc::new(FakeDisk::new(crate::slow::SECTORS)),
             slow_pages: BTreeMap::new(),
-            slow_failed: 0,
+            slow_waiting: 0,
+            slow_wrong: BTreeMap::new(),
             dead_io: Vec::new(),
             frames: Vec::new(),
             incarnation: 0,
@@ -414,7 +418,8 @@ impl State {
         self.page_requests.clear();
         self.quarantined = 0;
         self.slow_pages.clear();
-        self.slow_failed = 0;
+        self.slow_waiting = 0;
+        self.slow_wrong.clear();
         let mut random = self.random.clone();
         self.messages.retain(|_| random.coin());
         self.random = random;
