@@ -135,6 +135,10 @@ pub(crate) fn run() -> Result<(), CommandError> {
     run::start_log(&settings)?;
     let successor = record.upgrade.successor.unwrap_or_default();
     let wait = Duration::from_millis(settings.upgrade_serving_ms.into());
+    tracing::info!(
+        successor,
+        "this process holds the VMs until the new program serves"
+    );
     let reason = match hand_over(&channel, &record.go, &fds, wait) {
         Ok(()) => {
             notify::main_process(successor);
