@@ -4,6 +4,7 @@
 //! | columns | what |
 //! |---|---|
 //! | `point`, `id` | number in the study, identity |
+//! | `variant` | the point's variant, if the study has any |
 //! | `preset`, `config_…` | every parameter of the run: `config_devtlb_entries` |
 //! | `trace_…` | every parameter of the trace's recipe: `trace_tenants`, `trace_input_synthetic_workload` |
 //! | `trace_recipe` | the recipe as JSON, if there is one |
@@ -87,6 +88,7 @@ fn cells(study: &Study, traces: &Traces, number: usize, row: &SweepRow) -> Vec<(
     let mut cells = vec![
         ("point".to_owned(), json!(number)),
         ("id".to_owned(), json!(row.id)),
+        ("variant".to_owned(), json!(point.variant)),
         ("preset".to_owned(), json!(point.preset)),
     ];
     columns::flatten("config", '_', &columns::json(&point.config), &mut cells);
