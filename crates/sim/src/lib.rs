@@ -12,6 +12,7 @@ mod context;
 mod error;
 mod fault_study;
 mod faults;
+pub mod figures;
 pub mod findings;
 mod flavour;
 pub mod fleet;

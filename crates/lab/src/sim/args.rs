@@ -18,12 +18,34 @@ pub enum SimCommand {
     /// Run a study of the project's own
     #[command(subcommand)]
     Study(StudyCommand),
+    /// Compute and draw the paper's figures
+    Figures(FiguresArgs),
     /// Run the paper's findings as checks
     Findings {
         /// Print one JSON object
         #[arg(long)]
         json: bool,
     },
+}
+
+/// Arguments of `sim figures`.
+#[derive(Args, Debug)]
+pub struct FiguresArgs {
+    /// Directory for pictures, data and index.html; what is finished is kept there
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Packets of each run
+    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub packets: u64,
+    /// Only these figures, such as 10,12b,history-length
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Studies.

@@ -6,6 +6,7 @@
 
 pub mod args;
 mod faults;
+mod figures;
 mod report;
 mod single;
 
@@ -32,6 +33,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Sweep(args) => run_sweep(args),
         SimCommand::Verify(args) => run_verify(args),
         SimCommand::Study(StudyCommand::Faults(args)) => faults::run(&args),
+        SimCommand::Figures(args) => figures::run(args),
         SimCommand::Findings { json } => run_findings(json.into()),
     }
 }
@@ -66,19 +68,25 @@ fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
         build: build()?,
         host: host(),
     };
-    let progress = Progress::new("sweep", "points");
+    let swept = sweep_progress("sweep", |told| sweep(&study, &options, told)).map_err(of_study)?;
+    print_report(&SweepReport::of(&study, swept), args.json.into())
+}
+
+/// What `work` gives, with a bar under `name` while it calls what it is passed.
+fn sweep_progress<T>(
+    name: &'static str,
+    work: impl FnOnce(&(dyn Fn(SweepProgress) + Sync)) -> T,
+) -> T {
+    let progress = Progress::new(name, "points");
     // Workers report points in any order; the bar only moves forward.
     let most = Mutex::new(0);
-    let told = |at: SweepProgress| {
+    work(&|at: SweepProgress| {
         let mut most = most
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         *most = at.done.max(*most);
         progress.at(*most as u64, Some(at.points as u64));
-    };
-    let swept = sweep(&study, &options, &told).map_err(of_study)?;
-    drop(progress);
-    print_report(&SweepReport::of(&study, swept), args.json.into())
+    })
 }
 
 fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {

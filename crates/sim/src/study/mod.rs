@@ -69,6 +69,7 @@ pub use output::check_output;
 pub use points::{Point, Preset, Study};
 pub use recipe::Recipe;
 pub use results::{RESULTS_FORMAT, SweepRow};
+pub(crate) use results::{cells, write_table};
 pub use sweep::{Sweep, SweepOptions, SweepProgress, SweepSummary, sweep};
 pub use trace::Trace;
 pub use traces::{TraceFile, Traces};
