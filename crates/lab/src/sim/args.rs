@@ -51,8 +51,21 @@ pub struct FiguresArgs {
 /// Studies.
 #[derive(Subcommand, Debug)]
 pub enum StudyCommand {
+    /// Host pages, walkers, and links of 400 and 800 Gb/s
+    Hardware(HardwareStudyArgs),
     /// What I/O page faults cost, by discipline, over a ladder of absent shares
     Faults(FaultStudyArgs),
+}
+
+/// Arguments of `sim study hardware`.
+#[derive(Args, Debug)]
+pub struct HardwareStudyArgs {
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `sim study faults`.
@@ -75,7 +88,7 @@ pub struct FaultStudyArgs {
 /// What is run.
 #[derive(Args, Debug)]
 pub struct StudyArgs {
-    /// Ground of the parameters: base or hypertrio
+    /// Ground of the parameters: base, hypertrio, hypertrio-400 or hypertrio-800
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
     /// Whose rules: paper or hypersio

@@ -15,13 +15,14 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use pagetide_access_log::TraceError;
+use pagetide_bench::BenchReport;
 use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
-use pagetide_sim::{SimError, findings};
+use pagetide_sim::{SimError, findings, run_hardware_study};
 
-use args::{SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
+use args::{HardwareStudyArgs, SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
 use pagetide_report::outcome::{CommandError, Form, print_report, print_with};
 use pagetide_report::progress::Progress;
 use report::{SweepReport, verify_text};
@@ -33,6 +34,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Sweep(args) => run_sweep(args),
         SimCommand::Verify(args) => run_verify(args),
         SimCommand::Study(StudyCommand::Faults(args)) => faults::run(&args),
+        SimCommand::Study(StudyCommand::Hardware(args)) => run_hardware(&args),
         SimCommand::Figures(args) => figures::run(args),
         SimCommand::Findings { json } => run_findings(json.into()),
     }
@@ -110,6 +112,16 @@ fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
             "the model does not agree with the table, or no row has its trace",
         ))
     }
+}
+
+fn run_hardware(args: &HardwareStudyArgs) -> Result<(), CommandError> {
+    let jobs = args.jobs.unwrap_or_else(all_cores).get();
+    let progress = Progress::new("study", "runs");
+    let figures = run_hardware_study(jobs, &|done, all| progress.at(done, Some(all)));
+    drop(progress);
+    let mut report = BenchReport::new("hardware");
+    report.figures = figures.map_err(of_sim)?;
+    print_report(&report, args.json.into())
 }
 
 /// Findings that do not hold are results too, so the status is 0 either way.

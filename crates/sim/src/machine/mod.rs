@@ -24,6 +24,8 @@ mod guess;
 mod input;
 mod own;
 
+use std::collections::VecDeque;
+
 use pagetide_trace::{BATCH_EVENTS, EventKind, EventSource, PageSize};
 
 use crate::cache::Cache;
@@ -73,6 +75,10 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     to_device: F::Queue,
     to_agent: F::Queue,
     walking: F::Queue,
+    /// Walks that wait for a walker, with the time that each will take; only with a limited number of walkers.
+    waiting_walks: VecDeque<(u32, u64)>,
+    /// Walkers at work, likewise.
+    walkers_busy: u32,
     returning: F::Queue,
     context_cache: ContextCache,
     devtlb: Option<Cache>,
@@ -148,6 +154,8 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             to_device: queue(),
             to_agent: queue(),
             walking: queue(),
+            waiting_walks: VecDeque::new(),
+            walkers_busy: 0,
             returning: queue(),
             context_cache: ContextCache::new(&config.context_cache, &ties),
             devtlb: Cache::new(&config.devtlb, DEVTLB_SHIFT, &ties),
@@ -457,14 +465,41 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
                     .step(Moment::of(now_ns, slot), Step::Walk, &request.page);
                 self.tally.walks += 1;
                 self.tally.walk_accesses += accesses;
-                self.walking.push(now_ns + after_ns, slot);
+                self.begin_walk(now_ns, slot, after_ns);
             }
         }
         Ok(())
     }
 
+    /// Gives a walk of `takes_ns` to a walker, if one is free.
+    #[inline(always)]
+    fn begin_walk(&mut self, now_ns: u64, slot: u32, takes_ns: u64) {
+        let walkers = self.config.walk.walkers;
+        if walkers > 0 {
+            if self.walkers_busy == walkers {
+                self.waiting_walks.push_back((slot, takes_ns));
+                return;
+            }
+            self.walkers_busy += 1;
+        }
+        self.walking.push(now_ns + takes_ns, slot);
+    }
+
+    /// A walker is free: it takes the walk that waits longest.
+    #[inline(always)]
+    fn next_walk(&mut self, now_ns: u64) {
+        if self.config.walk.walkers == 0 {
+            return;
+        }
+        match self.waiting_walks.pop_front() {
+            Some((slot, takes_ns)) => self.walking.push(now_ns + takes_ns, slot),
+            None => self.walkers_busy -= 1,
+        }
+    }
+
     #[inline(always)]
     fn walk_ends(&mut self, now_ns: u64, slot: u32) {
+        self.next_walk(now_ns);
         let request = self.requests.get(slot);
         if F::HAS_FAULTS && self.faults.is_some() && self.walk_finds_absent(request) {
             self.requests.get_mut(slot).answer = Answered::Absent;

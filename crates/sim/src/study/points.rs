@@ -21,6 +21,12 @@ pub enum Preset {
     Base,
     /// Table IV, *HyperTRIO*.
     Hypertrio,
+    /// HyperTRIO on a link of 400 Gb/s; values with their sources: `sim study hardware`.
+    #[serde(rename = "hypertrio-400")]
+    Hypertrio400,
+    /// HyperTRIO on a link of 800 Gb/s.
+    #[serde(rename = "hypertrio-800")]
+    Hypertrio800,
 }
 
 impl Preset {
@@ -30,6 +36,8 @@ impl Preset {
         match self {
             Self::Base => Config::base(flavour),
             Self::Hypertrio => Config::hypertrio(flavour),
+            Self::Hypertrio400 => Config::hypertrio_times(flavour, 2),
+            Self::Hypertrio800 => Config::hypertrio_times(flavour, 4),
         }
     }
 }
