@@ -57,12 +57,15 @@ impl Finding {
     /// What `observations` say about `statement`.
     pub(super) fn of(statement: &Statement, observations: Vec<Observation>) -> Self {
         let holding = observations.iter().filter(|seen| seen.holds).count();
-        let (verdict, cause) = if holding == observations.len() {
-            (Verdict::Holds, "")
-        } else if holding == 0 {
-            (Verdict::NotReproduced, statement.cause)
-        } else {
-            (Verdict::HoldsUnderSomeSettings, statement.cause)
+        let verdict = match holding {
+            all if all == observations.len() => Verdict::Holds,
+            0 => Verdict::NotReproduced,
+            _ => Verdict::HoldsUnderSomeSettings,
+        };
+        let cause = match (verdict, statement.cause) {
+            (Verdict::Holds, _) => "",
+            (_, "") => "not known",
+            (_, cause) => cause,
         };
         Self {
             id: statement.id,
