@@ -242,10 +242,10 @@ const FIGURE_5: Figure = Figure {
     id: "5",
     title: "Bandwidth by pairs of client and server (Intel)",
     section: "II-B",
-    about: "A measurement in the paper; here Base on a link of 10 Gb/s. The knee is at 8 pairs in both. The \
-            floor is not: a full walk of 24 accesses with two crossings of PCIe takes 2.1 us, in which \
-            a packet of 1542 bytes cannot come to less than 5 Gb/s; what the machine loses beyond that is not translation \
-            latency alone",
+    about: "A measurement in the paper; here Base on a link of 10 Gb/s. With 24 accesses a walk the knee is at 8 \
+            pairs in both, but the floor is not the paper's: a walk with its two crossings of PCIe takes 2.1 us, in which a \
+            packet of 1542 bytes cannot come to less than 5 Gb/s. What the machine loses beyond that is not the latency \
+            of translation alone. With a short walk nothing is lost at this rate",
     settings: "preset = \"base\"\nlink.gbps = 10",
     traces: Traces {
         tenants: &[1, 2, 4, 8, 12, 16, 24, 32, 40],
@@ -604,7 +604,7 @@ const BUFFER_SIZE: Figure = Figure {
     x: buffer,
     x_name: "entries of the buffer",
     paper: &[Stated {
-        what: "entries with the most bandwidth at 1,024 tenants (least 0.5% counts)",
+        what: "entries with the most bandwidth at 1,024 tenants (give or take 0.5%)",
         paper: "8 are a good trade-off",
         ours: Ours::Best(&[AT_1024], buffer, GBPS),
     }],

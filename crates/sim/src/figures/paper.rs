@@ -58,14 +58,14 @@ impl Ours {
     /// Ours of the rows of one reading; a dash if there are none.
     pub(super) fn of(self, rows: &[&Row]) -> String {
         match self {
-            Self::Range(which, quantity) => range(&values(rows, which, quantity), 1.0, ""),
-            Self::Percent(which, quantity) => range(&values(rows, which, quantity), 100.0, "%"),
+            Self::Range(which, quantity) => range(&values(rows, which, quantity), 1, "", 1.0),
+            Self::Percent(which, quantity) => range(&values(rows, which, quantity), 1, "%", 100.0),
             Self::Ratio(over, under, quantity) => {
                 let under = values(rows, under, quantity);
                 let over = values(rows, over, quantity);
                 let pairs = over.iter().zip(&under).filter(|(_, under)| **under > 0.0);
                 let ratios: Vec<f64> = pairs.map(|(over, under)| over / under).collect();
-                range(&ratios, 1.0, " times")
+                range(&ratios, 2, " times", 1.0)
             }
             Self::Best(which, place, quantity) => best(rows, which, place, quantity),
         }
@@ -84,16 +84,16 @@ fn values(rows: &[&Row], which: &[Where], quantity: Quantity) -> Vec<f64> {
 }
 
 /// 'least to greatest', or the one.
-fn range(values: &[f64], by: f64, unit: &str) -> String {
+fn range(values: &[f64], digits: usize, unit: &str, by: f64) -> String {
     let least = values.iter().copied().fold(f64::INFINITY, f64::min) * by;
     let greatest = values.iter().copied().fold(f64::NEG_INFINITY, f64::max) * by;
     if least > greatest {
         return "–".to_owned();
     }
+    // What is small needs more of them.
     let digits = match greatest.abs() {
-        large if large >= 100.0 => 0,
-        middle if middle >= 1.0 => 1,
-        _ => 2,
+        small if small < 1.0 => digits.max(2),
+        _ => digits,
     };
     let (least, greatest) = (format!("{least:.digits$}"), format!("{greatest:.digits$}"));
     match least == greatest {
