@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! From rows to panels, and to our numbers beside the paper's.
 
-use super::catalogue::{Figure, Readings};
+use super::figure::{Figure, Readings};
 use super::paper::Quantity;
 use super::rows::{Name, Row, reading};
 use super::{Beside, Curve, Form, Panel, Places, Shares};

@@ -18,9 +18,12 @@
 //! The pictures of the paper are no part of its text, so what is compared are the numbers that its sentences
 //! have. This module draws nothing: its panels are for whoever does.
 
+mod base;
 mod catalogue;
 mod collect;
+mod figure;
 mod paper;
+mod parts;
 mod rows;
 mod tenant;
 #[cfg(test)]
@@ -37,8 +40,9 @@ use crate::study::{
     Build, Draft, Study, StudyError, SweepOptions, SweepProgress, SweepRow, Traces, cells, sweep,
     write_table,
 };
-use catalogue::{FIGURES, Figure};
+use catalogue::FIGURES;
 use collect::collect;
+use figure::Figure;
 use rows::Row;
 
 /// What is drawn, where to, and by whom.

@@ -23,6 +23,7 @@ mod fault;
 mod guess;
 mod input;
 mod own;
+mod walkers;
 
 use std::collections::VecDeque;
 
@@ -469,32 +470,6 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             }
         }
         Ok(())
-    }
-
-    /// Gives a walk of `takes_ns` to a walker, if one is free.
-    #[inline(always)]
-    fn begin_walk(&mut self, now_ns: u64, slot: u32, takes_ns: u64) {
-        let walkers = self.config.walk.walkers;
-        if walkers > 0 {
-            if self.walkers_busy == walkers {
-                self.waiting_walks.push_back((slot, takes_ns));
-                return;
-            }
-            self.walkers_busy += 1;
-        }
-        self.walking.push(now_ns + takes_ns, slot);
-    }
-
-    /// A walker is free: it takes the walk that waits longest.
-    #[inline(always)]
-    fn next_walk(&mut self, now_ns: u64) {
-        if self.config.walk.walkers == 0 {
-            return;
-        }
-        match self.waiting_walks.pop_front() {
-            Some((slot, takes_ns)) => self.walking.push(now_ns + takes_ns, slot),
-            None => self.walkers_busy -= 1,
-        }
     }
 
     #[inline(always)]
