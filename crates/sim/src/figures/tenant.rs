@@ -97,7 +97,7 @@ fn frequencies(out: &Path) -> Result<Computed, StudyError> {
     let shown = counts
         .iter()
         .filter(|((page, _), _)| *page < DATA.end)
-        .map(|((page, _), count)| (format!("{page:#x}"), number(*count)));
+        .map(|((page, _), count)| (format!("{page:#x}"), number(*count) / 1e3));
     let (places, heights): (Vec<String>, Vec<f64>) = shown.unzip();
     Ok(Computed {
         id: "8a",
@@ -109,7 +109,7 @@ fn frequencies(out: &Path) -> Result<Computed, StudyError> {
             reading: String::new(),
             name: String::new(),
             x_name: "page",
-            y_name: "requests",
+            y_name: "thousands of requests",
             shares: Shares::No,
             places: Places::Named(places),
             form: Form::Bars,
