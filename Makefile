@@ -30,6 +30,7 @@ bench: packages ## The benches against their peers, in the same run
 reproduce: ## Findings of the papers, checked here: today HyperTRIO's (translation with a thousand tenants)
 	cargo build --release --package pagetide
 	target/release/pagetide sim findings
+	target/release/pagetide sim figures --out target/figures
 	@echo "To come, each beside the paper's own figure:"
 	@echo "  swap-in and swap-out latency by tier          (Taiji)"
 	@echo "  I/O page faults avoided by the DMA protector  (VPRI)"
