@@ -215,7 +215,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
-        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
+        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::of(sizes)),
         BenchName::Sim => sim::run(),
         BenchName::Overcommit => overcommit::run(sizes),
         BenchName::Pool => pool::run(sizes),
