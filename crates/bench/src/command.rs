@@ -210,7 +210,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Burst => burst::run(sizes),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
-        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
+        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::of(sizes)),
         BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
