@@ -69,6 +69,8 @@ const WHOLE_GRID: [u64; 2] = [4 << 10, 2 << 20];
 const REQUESTS_OF_P9999: u64 = 100_000;
 /// Injected faults may go on for so long after the end of a slice; they are stopped there.
 const INJECTED_OVER_S: u64 = 60;
+/// Longest injection, which no slice exceeds.
+const INJECTED_S_MAX: u64 = *pagetide_dpu::inject::SECONDS.end();
 
 /// Which cells of the grid are measured at sizes other than 4 KiB and 2 MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -236,7 +238,7 @@ impl Rig {
                 rate: faults.per_second,
                 latency: Duration::from_millis(faults.hold_ms),
                 burst: 1,
-                seconds: time.as_secs() + INJECTED_OVER_S,
+                seconds: (time.as_secs() + INJECTED_OVER_S).min(INJECTED_S_MAX),
             };
             self.dpu.inject(id, injection).map_err(failed)?;
         }
