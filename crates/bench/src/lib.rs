@@ -42,6 +42,7 @@ pub mod remote;
 pub mod schedule;
 pub mod sim;
 pub mod swap;
+mod tenant_ram;
 pub mod tiers;
 pub mod tracker;
 pub mod upgrade;

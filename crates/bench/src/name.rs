@@ -70,3 +70,22 @@ impl std::fmt::Display for BenchName {
         f.write_str(value.as_ref().map_or("", |value| value.get_name()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn make_bench_runs_every_bench() {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/bench");
+        let script = std::fs::read_to_string(script).unwrap();
+        let (_, list) = script.split_once("all=(").unwrap();
+        let (list, _) = list.split_once(')').unwrap();
+        let mut run: Vec<_> = list.split_whitespace().map(str::to_owned).collect();
+        let mut all: Vec<_> =
+            (BenchName::value_variants().iter().map(ToString::to_string)).collect();
+        run.sort_unstable();
+        all.sort_unstable();
+        assert_eq!(run, all);
+    }
+}
