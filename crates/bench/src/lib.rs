@@ -13,6 +13,7 @@ pub mod budget;
 pub mod burst;
 pub mod busy;
 pub mod command;
+pub mod crash;
 mod daemon;
 pub mod fairness;
 pub mod fault;

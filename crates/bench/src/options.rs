@@ -11,16 +11,18 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
+/// A day of them.
+const KILLS_MAX: u64 = 100_000;
 /// Ten years.
 const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, tracker and pool, the rounds also of fault and
+/// Of crash, real-size, burst, guest-cost, overhead, overcommit, schedule, tracker and pool, the rounds also of fault and
 /// fault-parallel, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool), of each VM (burst,
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (crash, guest-cost, tracker, pool), of each VM (burst,
     /// overcommit, schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
@@ -33,7 +35,7 @@ pub struct SizeOptions {
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
-    /// four-guests)
+    /// four-guests; crash: daemon, dpu, guest)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -51,6 +53,12 @@ pub struct SizeOptions {
     /// Seeds, from 1 on (budget: 2)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub seeds: Option<u64>,
+    /// Processes to kill (crash: 1000)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=KILLS_MAX))]
+    pub kills: Option<u64>,
+    /// Seed of what is killed when (crash: 1)
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
     /// Draw pictures of what happened as SVG files in this directory (burst)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
@@ -98,7 +106,8 @@ impl SizeOptions {
         let schedule = overcommit || name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
-        let sized = tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
+        let crash = name == BenchName::Crash;
+        let sized = crash || tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),
@@ -106,7 +115,7 @@ impl SizeOptions {
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || overhead || sized && !tracker && !pool,
+                faults || overhead || sized && !tracker && !pool && !crash,
             ),
             (
                 "--seconds",
@@ -117,11 +126,13 @@ impl SizeOptions {
             ("--days", self.days.is_some(), budget),
             ("--vms", self.vms.is_some(), budget),
             ("--seeds", self.seeds.is_some(), budget),
+            ("--kills", self.kills.is_some(), crash),
+            ("--seed", self.seed.is_some(), crash),
             ("--plots", self.plots.is_some(), burst),
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit,
+                tracker || cost || overhead || overcommit || crash,
             ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];

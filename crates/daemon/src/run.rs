@@ -40,6 +40,7 @@ const DRAIN_WAIT: Duration = Duration::from_secs(3);
 
 /// Runs the daemon until SIGTERM or SIGINT, or until another program has taken over.
 pub fn run(args: RunArgs) -> Result<(), CommandError> {
+    notify::started();
     let Some(settings) = settings_of::<RunSettings>(args.source, args.given)? else {
         return Ok(());
     };
@@ -50,6 +51,7 @@ pub fn run(args: RunArgs) -> Result<(), CommandError> {
 
 /// Runs a DPU process until SIGTERM or SIGINT.
 pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
+    notify::started();
     let Some(settings) = settings_of::<DpuSettings>(args.source, args.given)? else {
         return Ok(());
     };
@@ -134,6 +136,7 @@ impl Started {
     ) -> Result<Self, CommandError> {
         let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
         let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
+        notify::recovering();
         let control = start(settings)?;
         Ok(Self {
             state_dir,

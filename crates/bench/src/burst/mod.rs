@@ -47,7 +47,7 @@ use self::{
 };
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -532,6 +532,8 @@ fn start_guest(dir: &Path, ram_bytes: u64, number: usize) -> Result<BusyGuest, S
         vcpus: 1,
         first_cpu: number,
         // The other one need not know its own.
+        disk: None,
+        batch: BATCH,
         time_faults: number == BURSTING,
         pattern: Pattern::Part {
             hot_permille: HOT_PERMILLE,

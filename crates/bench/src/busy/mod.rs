@@ -11,7 +11,7 @@
 //!                      ◄─stdout── Answer         vCPUs: choose a hot page, check or write it, count
 //! ```
 //! [`ram`] has the memory and the required content of each page, [`pattern`] the choice of hot pages,
-//! [`guest`] the process, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead,
+//! [`guest`] the process, [`disk`] its work on a disk, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead,
 //! [`stock`] a stock Linux guest.
 //!
 //! # The content of a page
@@ -21,6 +21,7 @@
 //! each byte of each page.
 
 pub mod content;
+pub mod disk;
 pub mod guest;
 pub(super) mod kvm;
 pub mod pattern;

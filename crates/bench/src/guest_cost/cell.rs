@@ -5,7 +5,7 @@
 use crate::{
     blk::side::make_image,
     busy::{
-        guest::{BusyGuestOptions, Counted, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Counted, Order, RamSize},
         kvm::{self, KvmGuest},
         pattern::Pattern,
         process::{BusyGuest, huge_bytes},
@@ -230,6 +230,8 @@ impl Cell {
             size: RamSize::Exact,
             vcpus: hot.vcpus,
             first_cpu: 0,
+            disk: None,
+            batch: BATCH,
             time_faults: false,
             pattern: Pattern::Part {
                 hot_permille: hot.hot_eighths * 125,

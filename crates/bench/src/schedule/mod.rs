@@ -19,7 +19,7 @@
 
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -183,6 +183,8 @@ impl Bench {
                 size: RamSize::Exact,
                 vcpus: 1,
                 first_cpu: number,
+                disk: None,
+                batch: BATCH,
                 time_faults: true,
                 pattern: Pattern::Moving {
                     hot_permille: HOT_PERMILLE,

@@ -34,7 +34,7 @@
 
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -218,6 +218,8 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         size: RamSize::Exact,
         vcpus: 1,
         first_cpu: 0,
+        disk: None,
+        batch: BATCH,
         time_faults: false,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,

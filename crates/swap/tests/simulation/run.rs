@@ -240,8 +240,23 @@ impl Run {
         }
     }
 
-    fn audit_at_rest(&self) {
+    /// Returns who began it.
+    fn grant_all(&self) -> Arc<Daemon> {
         let daemon = self.daemon();
+        let sections: Vec<_> = daemon.space.table().sections().collect();
+        for section in sections {
+            self.perform(Task::Grant { section });
+        }
+        daemon
+    }
+
+    /// What a recovery left for later has come to its end, too.
+    fn audit_at_rest(&self) {
+        let mut daemon = self.grant_all();
+        // Who dies of it leaves it to a successor.
+        while !Arc::ptr_eq(&daemon, &self.daemon()) {
+            daemon = self.grant_all();
+        }
         crate::audit::audit_at_rest(&self.world.lock(), &daemon);
     }
 
@@ -387,7 +402,7 @@ fn choose(state: &mut State) -> Option<Task> {
         let page = state.active_page();
         return Some(Task::Relocate { page });
     }
-    match state.random.below(21) {
+    match state.random.below(22) {
         0..=10 => Task::next_fault(state),
         11..=14 if state.knobs.eviction == Eviction::AtRandom => Task::random_eviction(state),
         11 => Some(match state.random.below(3) {
@@ -410,7 +425,10 @@ fn choose(state: &mut State) -> Option<Task> {
         17 => Some(Task::SwapIn {
             section: state.active_page().section(),
         }),
-        18 => {
+        18 => Some(Task::Grant {
+            section: state.active_page().section(),
+        }),
+        19 => {
             state.change_wiring();
             None
         }

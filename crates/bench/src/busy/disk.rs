@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The stand-in's work on a disk: blocks that are written and read at random, and compared.
+//!
+//! ```text
+//!   the RAM   │ pages of the vCPUs … │ ring and slots │ buffers of slot 0 │ of slot 1 │ …
+//!   the disk  │ block 0: slot 0's │ block 1: slot 1's │ … in turns
+//! ```
+//! Buffers lie in memory that the daemon evicts, and each slot has more of them than it uses at a time, so that some
+//! are away when the disk wants them. A block's content follows from its number and its *version*, which a write
+//! raises and which is kept outside of RAM and disk; so a block that is old, or another's, or torn, is detected. Each
+//! block belongs to one slot, which has one request under way: nobody writes what another reads.
+//!
+//! The back end may die at any time. Then the thread connects to the next one, and its requests are done by that.
+
+use super::ram::Ram;
+use pagetide_addr::PAGE_BYTES;
+use pagetide_frontend::{
+    Direction, Disk, FrontendError, Outcome, RINGS_BYTES, Request, SECTOR_BYTES,
+};
+use pagetide_random::SplitMix64;
+use pagetide_sys::{clock, mapping::SharedMapping};
+use serde::{Deserialize, Serialize};
+use std::{
+    path::Path,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, Sender, TryRecvError, channel},
+    },
+    time::{Duration, Instant},
+};
+
+/// Memory of the disk, behind the pages of the vCPUs: whole sections.
+pub const DISK_BYTES: u64 = 8 << 20;
+/// The image must have room for these blocks.
+pub const IMAGE_BYTES: u64 = BLOCKS * BLOCK_BYTES;
+/// Bytes of a block.
+const BLOCK_BYTES: u64 = 16 << 10;
+/// Blocks of the disk.
+const BLOCKS: u64 = 4096;
+/// Requests under way.
+const SLOTS: u16 = 6;
+/// Buffers of a slot.
+const BUFFERS: u64 = 64;
+/// Seed of the choice of blocks.
+const SEED: u64 = 17;
+/// Between two looks at the ring, and two tries to connect.
+const PAUSE: Duration = Duration::from_micros(100);
+/// Longest check of all blocks.
+const VERIFY_WAIT: Duration = Duration::from_secs(120);
+
+const _: () = assert!(RINGS_BYTES + SLOTS as u64 * BUFFERS * BLOCK_BYTES <= DISK_BYTES);
+
+/// The work on a disk in an interval.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct DiskCounted {
+    /// Requests that are done.
+    pub requests: u64,
+    /// Of them, those that failed.
+    pub failed_requests: u64,
+    /// Blocks that were compared.
+    pub compared_blocks: u64,
+    /// Blocks that were wrong.
+    pub wrong_blocks: u64,
+    /// The first of them, or what else ended the work.
+    pub first_wrong: Option<String>,
+    /// Longest request, in nanoseconds.
+    pub longest_ns: u64,
+    /// Times that the back end hung up.
+    pub hang_ups: u64,
+    /// Requests that were under way then.
+    pub under_way_at_hang_up: u64,
+    /// Requests that are under way now.
+    pub under_way: u64,
+}
+
+/// The thread that uses the disk, from outside.
+pub struct DiskWork {
+    shared: Arc<Shared>,
+    checks: Sender<()>,
+}
+
+#[derive(Default)]
+struct Shared {
+    counted: Mutex<Counted>,
+    checked: Condvar,
+}
+
+#[derive(Default)]
+struct Counted {
+    since: DiskCounted,
+    /// All blocks were compared, as was asked.
+    is_checked: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Counted> {
+        // Its numbers are right at any time.
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DiskWork {
+    /// Begins to use the disk at `socket` in the bytes behind the pages of `ram`.
+    ///
+    /// # Errors
+    /// There are no descriptors, or there is no thread.
+    pub fn start(ram: &Ram, socket: &Path) -> Result<Self, FrontendError> {
+        let (file, mapping) = ram.shared()?;
+        let base = ram.pages() * PAGE_BYTES;
+        let disk = Disk::new(
+            Arc::clone(&mapping),
+            file,
+            base + DISK_BYTES,
+            base,
+            socket,
+        )?;
+        let shared = Arc::new(Shared::default());
+        let (checks, asked) = channel();
+        let mut work = Work {
+            disk,
+            ram: mapping,
+            buffers: base + RINGS_BYTES,
+            slots: (0..SLOTS).map(Slot::new).collect(),
+            versions: vec![0; usize::try_from(BLOCKS).unwrap_or(usize::MAX)],
+            random: SplitMix64::new(SEED),
+            task: Task::Use,
+            was_connected: false,
+            shared: Arc::clone(&shared),
+            asked,
+        };
+        let thread = std::thread::Builder::new().name("disk".into());
+        thread.spawn(move || {
+            if let Err(error) = work.run() {
+                let mut counted = work.shared.lock();
+                counted.since.wrong_blocks += 1;
+                let what = counted.since.first_wrong.get_or_insert_with(String::new);
+                *what = format!("the disk cannot be used any more: {error}");
+                work.shared.checked.notify_all();
+            }
+        })?;
+        Ok(Self { shared, checks })
+    }
+
+    /// What was done since the last call.
+    #[must_use]
+    pub fn count(&self) -> DiskCounted {
+        let mut counted = self.shared.lock();
+        let now = DiskCounted {
+            under_way: counted.since.under_way,
+            first_wrong: counted.since.first_wrong.clone(),
+            ..DiskCounted::default()
+        };
+        std::mem::replace(&mut counted.since, now)
+    }
+
+    /// Ends the use of the disk, and compares all its blocks.
+    ///
+    /// # Errors
+    /// It takes too long.
+    pub fn verify(&self) -> Result<DiskCounted, String> {
+        self.checks
+            .send(())
+            .map_err(|_| "the disk's thread has ended".to_owned())?;
+        let counted = self.shared.lock();
+        let goes_on = |counted: &mut Counted| {
+            !counted.is_checked && counted.since.first_wrong.is_none()
+        };
+        let waited = (self.shared.checked).wait_timeout_while(counted, VERIFY_WAIT, goes_on);
+        let (counted, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        drop(counted);
+        match waited.timed_out() {
+            true => Err("its blocks are not all compared after 120 s".into()),
+            false => Ok(self.count()),
+        }
+    }
+}
+
+/// What the thread does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Task {
+    /// Writes and reads.
+    Use,
+    /// Waits until nothing is under way, and then compares.
+    Settle,
+    /// Compares all blocks, from this one on.
+    Check(u64),
+    Rest,
+}
+
+/// One of the requests at a time.
+struct Slot {
+    number: u16,
+    buffer: u64,
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    direction: Direction,
+    block: u64,
+    version: u32,
+    begun: Instant,
+}
+
+impl Slot {
+    fn new(number: u16) -> Self {
+        Self {
+            number,
+            buffer: 0,
+            under_way: None,
+        }
+    }
+
+    /// Offset of its buffer among all buffers.
+    fn at(&self) -> u64 {
+        (u64::from(self.number) * BUFFERS + self.buffer) * BLOCK_BYTES
+    }
+}
+
+struct Work {
+    disk: Disk,
+    ram: Arc<SharedMapping>,
+    buffers: u64,
+    slots: Vec<Slot>,
+    versions: Vec<u32>,
+    random: SplitMix64,
+    task: Task,
+    was_connected: bool,
+    shared: Arc<Shared>,
+    asked: Receiver<()>,
+}
+
+/// What a block holds: zeros before its first write.
+fn content(block: u64, version: u32) -> Vec<u8> {
+    let mut random = SplitMix64::new(block << 32 | u64::from(version));
+    let words = (0..BLOCK_BYTES / 8).map(|at| match version {
+        0 => 0,
+        // A quarter of each page compresses to nothing, the rest not at all.
+        _ if at % 512 < 128 => block,
+        _ => random.next_u64(),
+    });
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+impl Work {
+    fn run(&mut self) -> Result<(), FrontendError> {
+        loop {
+            self.follow_link();
+            let mut has_done = false;
+            while let Some((slot, outcome)) = self.disk.take_done()? {
+                self.ended(slot, outcome)?;
+                has_done = true;
+            }
+            match self.asked.try_recv() {
+                Ok(()) => self.task = Task::Settle,
+                Err(TryRecvError::Empty) => {}
+                Err(TryRecvError::Disconnected) => return Ok(()),
+            }
+            self.go_on()?;
+            if !has_done {
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+
+    /// Connects again if the back end is gone.
+    fn follow_link(&mut self) {
+        if !self.disk.has_hung_up() {
+            return;
+        }
+        if self.was_connected {
+            self.was_connected = false;
+            let mut counted = self.shared.lock();
+            counted.since.hang_ups += 1;
+            counted.since.under_way_at_hang_up += self.disk.under_way() as u64;
+        }
+        // One that is not there yet, or dies in the middle, is tried again.
+        match self.disk.connect() {
+            Ok(()) => self.was_connected = true,
+            Err(error) => tracing::trace!(%error, "the disk is away"),
+        }
+    }
+
+    fn go_on(&mut self) -> Result<(), FrontendError> {
+        let is_idle = self.disk.under_way() == 0;
+        if self.task == Task::Settle && is_idle {
+            self.task = Task::Check(0);
+        }
+        for number in 0..self.slots.len() {
+            if self.slots[number].under_way.is_some() {
+                continue;
+            }
+            match self.task {
+                Task::Use => {
+                    let (block, direction) = self.chosen(number as u64);
+                    self.begin(number, block, direction)?;
+                }
+                Task::Check(block) if block < BLOCKS => {
+                    self.begin(number, block, Direction::Read)?;
+                    self.task = Task::Check(block + 1);
+                }
+                Task::Settle | Task::Check(_) | Task::Rest => {}
+            }
+        }
+        let is_idle = self.disk.under_way() == 0;
+        if self.task == Task::Check(BLOCKS) && is_idle {
+            self.task = Task::Rest;
+            self.shared.lock().is_checked = true;
+            self.shared.checked.notify_all();
+        }
+        self.shared.lock().since.under_way = self.disk.under_way() as u64;
+        Ok(())
+    }
+
+    /// One of the slot's blocks, and what to do with it.
+    fn chosen(&mut self, slot: u64) -> (u64, Direction) {
+        let slots = u64::from(SLOTS);
+        let block = self.random.below((BLOCKS - slot).div_ceil(slots)) * slots + slot;
+        let direction = match self.random.below(2) {
+            0 => Direction::Read,
+            _ => Direction::Write,
+        };
+        (block, direction)
+    }
+
+    fn begin(
+        &mut self,
+        number: usize,
+        block: u64,
+        direction: Direction,
+    ) -> Result<(), FrontendError> {
+        let slot = &mut self.slots[number];
+        slot.buffer = (slot.buffer + 1) % BUFFERS;
+        let data = self.buffers + slot.at();
+        let place = usize::try_from(block).unwrap_or(usize::MAX);
+        if direction == Direction::Write {
+            self.versions[place] += 1;
+        }
+        let version = self.versions[place];
+        let bytes = match direction {
+            Direction::Write => content(block, version),
+            // What a read leaves undone shows.
+            Direction::Read => vec![0xa5; usize::try_from(BLOCK_BYTES).unwrap_or(usize::MAX)],
+        };
+        self.ram.copy_to(data, &bytes)?;
+        let request = Request {
+            direction,
+            sector: block * BLOCK_BYTES / SECTOR_BYTES,
+            data,
+            bytes: u32::try_from(BLOCK_BYTES).unwrap_or(u32::MAX),
+        };
+        slot.under_way = Some(UnderWay {
+            direction,
+            block,
+            version,
+            begun: Instant::now(),
+        });
+        let number = slot.number;
+        self.disk.begin(number, &request)
+    }
+
+    fn ended(&mut self, number: u16, outcome: Outcome) -> Result<(), FrontendError> {
+        let slot = &mut self.slots[usize::from(number)];
+        let at = self.buffers + slot.at();
+        let Some(was) = slot.under_way.take() else {
+            return Err(FrontendError::NotFree(number));
+        };
+        let wrong = match (was.direction, outcome) {
+            (Direction::Read, Outcome::Done) => {
+                let wanted = content(was.block, was.version);
+                let mut found = vec![0; wanted.len()];
+                self.ram.copy_from(at, &mut found)?;
+                let differs = found.iter().zip(&wanted).position(|(one, other)| one != other);
+                differs.map(|byte| {
+                    format!(
+                        "block {} is wrong from byte {byte} on (version {})",
+                        was.block, was.version
+                    )
+                })
+            }
+            (Direction::Read | Direction::Write, _) => None,
+        };
+        let mut counted = self.shared.lock();
+        let since = &mut counted.since;
+        since.requests += 1;
+        since.longest_ns = since.longest_ns.max(clock::ns(was.begun.elapsed()));
+        if let Outcome::Failed(status) = outcome {
+            since.failed_requests += 1;
+            let what = || format!("a request for block {} ended with {status}", was.block);
+            since.first_wrong.get_or_insert_with(what);
+        }
+        since.compared_blocks += u64::from(was.direction == Direction::Read);
+        if let Some(wrong) = wrong {
+            since.wrong_blocks += 1;
+            since.first_wrong.get_or_insert(wrong);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn content_tells_blocks_and_versions_apart() {
+        let all: BTreeSet<Vec<u8>> = (0..4)
+            .flat_map(|block| (1..4).map(move |version| content(block, version)))
+            .collect();
+        assert_eq!(all.len(), 12);
+        assert!(content(7, 0).iter().all(|byte| *byte == 0));
+        assert_eq!(content(7, 1).len() as u64, BLOCK_BYTES);
+    }
+
+    #[test]
+    fn requests_wait_for_a_back_end_and_are_told() {
+        let ram = Ram::with_tail(
+            pagetide_addr::SECTION_PAGES,
+            DISK_BYTES,
+            super::super::ram::HugePages::NotAdvised,
+            super::super::content::Mix::Halves,
+        )
+        .unwrap();
+        let work = DiskWork::start(&ram, Path::new("/nowhere")).unwrap();
+        // Nobody listens: its requests stay under way, and are told so.
+        let begun = Instant::now();
+        while work.count().under_way < u64::from(SLOTS) {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            std::thread::yield_now();
+        }
+    }
+}
