@@ -7,10 +7,10 @@ use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
 use crate::{
-    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, crash, fairness,
-    fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, schedule, sim,
-    tracker,
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, crash,
+    fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact,
+    iopf_rtt, iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size,
+    schedule, sim, tracker,
 };
 
 /// Arguments of `bench`.

@@ -107,7 +107,8 @@ impl SizeOptions {
         let overhead = name == BenchName::Overhead;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let crash = name == BenchName::Crash;
-        let sized = crash || tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
+        let sized =
+            crash || tracker || cost || pool || schedule || burst || name == BenchName::RealSize;
         let faults = matches!(name, BenchName::Fault | BenchName::FaultParallel);
         let given = [
             ("--ram", !self.ram.is_empty(), sized),

@@ -208,7 +208,7 @@ impl Disk {
             mmap_handle: self.file.as_raw_fd(),
         }])?;
         self.hand_over_record(&mut front)?;
-        self.start_ring(&front, address)?;
+        self.start_ring(&mut front, address)?;
         self.link = Some(Link {
             _frontend: front,
             stream: ear,
@@ -227,7 +227,7 @@ impl Disk {
         Ok(())
     }
 
-    fn start_ring(&self, front: &Frontend, address: u64) -> Result<(), FrontendError> {
+    fn start_ring(&self, front: &mut Frontend, address: u64) -> Result<(), FrontendError> {
         front.set_vring_num(0, QUEUE_SIZE)?;
         front.set_vring_base(0, self.used)?;
         let ring = VringConfigData {

@@ -44,7 +44,10 @@ fn requests_are_begun_once_and_done_once_in_any_order() {
     for slot in 0..3 {
         disk.begin(slot, &READ).unwrap();
     }
-    assert!(matches!(disk.begin(1, &READ), Err(FrontendError::NotFree(1))));
+    assert!(matches!(
+        disk.begin(1, &READ),
+        Err(FrontendError::NotFree(1))
+    ));
     assert!(matches!(
         disk.begin(SLOTS, &READ),
         Err(FrontendError::NotFree(SLOTS))

@@ -91,11 +91,7 @@ const BELOW: [(&str, &[&str]); 30] = [
     ("pagetide-guest", &[]),
     (
         "pagetide-guestkit",
-        &[
-            "pagetide-frontend",
-            "pagetide-guest",
-            "pagetide-random",
-        ],
+        &["pagetide-frontend", "pagetide-guest", "pagetide-random"],
     ),
     ("pagetide-examples", &["pagetide-gmem", "pagetide-vpri"]),
     ("xtask", &[]),

@@ -107,13 +107,7 @@ impl DiskWork {
     pub fn start(ram: &Ram, socket: &Path) -> Result<Self, FrontendError> {
         let (file, mapping) = ram.shared()?;
         let base = ram.pages() * PAGE_BYTES;
-        let disk = Disk::new(
-            Arc::clone(&mapping),
-            file,
-            base + DISK_BYTES,
-            base,
-            socket,
-        )?;
+        let disk = Disk::new(Arc::clone(&mapping), file, base + DISK_BYTES, base, socket)?;
         let shared = Arc::new(Shared::default());
         let (checks, asked) = channel();
         let mut work = Work {
@@ -162,9 +156,8 @@ impl DiskWork {
             .send(())
             .map_err(|_| "the disk's thread has ended".to_owned())?;
         let counted = self.shared.lock();
-        let goes_on = |counted: &mut Counted| {
-            !counted.is_checked && counted.since.first_wrong.is_none()
-        };
+        let goes_on =
+            |counted: &mut Counted| !counted.is_checked && counted.since.first_wrong.is_none();
         let waited = (self.shared.checked).wait_timeout_while(counted, VERIFY_WAIT, goes_on);
         let (counted, waited) = waited.unwrap_or_else(PoisonError::into_inner);
         drop(counted);
@@ -369,7 +362,10 @@ impl Work {
                 let wanted = content(was.block, was.version);
                 let mut found = vec![0; wanted.len()];
                 self.ram.copy_from(at, &mut found)?;
-                let differs = found.iter().zip(&wanted).position(|(one, other)| one != other);
+                let differs = found
+                    .iter()
+                    .zip(&wanted)
+                    .position(|(one, other)| one != other);
                 differs.map(|byte| {
                     format!(
                         "block {} is wrong from byte {byte} on (version {})",

@@ -107,7 +107,9 @@ impl BusyGuest {
     pub(crate) fn laggards(&mut self, since_ns: u64) -> Result<u64, String> {
         match self.ask(&Order::Laggards { since_ns })? {
             Answer::Laggards { vcpus } => Ok(vcpus),
-            other => Err(format!("the guest answered {other:?} to a question for laggards")),
+            other => Err(format!(
+                "the guest answered {other:?} to a question for laggards"
+            )),
         }
     }
 
@@ -115,7 +117,9 @@ impl BusyGuest {
     pub(crate) fn disk(&mut self, order: &Order) -> Result<DiskCounted, String> {
         match self.ask(order)? {
             Answer::Disk(counted) => Ok(counted),
-            other => Err(format!("the guest answered {other:?} when asked for its disk")),
+            other => Err(format!(
+                "the guest answered {other:?} when asked for its disk"
+            )),
         }
     }
 

@@ -148,7 +148,9 @@ impl VerifiedGuest {
         writeln!(self.port, "stop")
             .and_then(|()| self.port.flush())
             .map_err(|error| format!("the guest takes no orders: {error}"))?;
-        self.wait(BOOT_WAIT, "the last verification", |now| now.phase == "done")
+        self.wait(BOOT_WAIT, "the last verification", |now| {
+            now.phase == "done"
+        })
     }
 }
 

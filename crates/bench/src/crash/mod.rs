@@ -217,7 +217,10 @@ fn finish(scene: &mut Scene, tally: &mut Tally) -> Result<(), String> {
     tally.count_disk(&disk);
     // It detaches what is still there: every page comes back.
     scene.daemon.end()?;
-    for process in [Some(&scene.daemon), scene.dpu.as_ref()].into_iter().flatten() {
+    for process in [Some(&scene.daemon), scene.dpu.as_ref()]
+        .into_iter()
+        .flatten()
+    {
         let log = process.log();
         let errors = log.lines().filter(|line| line.contains(" ERROR "));
         for error in errors {

@@ -67,7 +67,7 @@ impl Expected {
 enum Begun {
     Asked(Asked),
     /// A counter of *main* grows.
-    Grows(&'static str, u64),
+    Grows,
     /// It never grew.
     Quiet,
     Budget,
@@ -203,7 +203,7 @@ fn wait_for_growth(scene: &Scene, counter: Option<&'static str>) -> Result<Begun
         std::thread::sleep(LOOK_AGAIN);
         let now = number(&scene.vm(MAIN)?, counter);
         if now > first {
-            return Ok(Begun::Grows(counter, now));
+            return Ok(Begun::Grows);
         }
     }
     Ok(Begun::Quiet)
@@ -213,7 +213,7 @@ fn wait_for_growth(scene: &Scene, counter: Option<&'static str>) -> Result<Begun
 fn sleep_until(since: Instant, instant: Duration, begun: &Begun) {
     let left = || instant.saturating_sub(since.elapsed());
     match begun {
-        Begun::Asked(_) | Begun::Grows(..) | Begun::Budget => std::thread::sleep(left()),
+        Begun::Asked(_) | Begun::Grows | Begun::Budget => std::thread::sleep(left()),
         Begun::Quiet | Begun::Nothing => {}
     }
 }
@@ -223,7 +223,7 @@ fn looks_under_way(scene: &Scene, begun: &Begun) -> Result<bool, String> {
     match begun {
         Begun::Asked(asked) => Ok(asked.is_under_way()),
         // It grew within the last moments, and goes on.
-        Begun::Grows(..) => Ok(true),
+        Begun::Grows => Ok(true),
         Begun::Budget => scene.is_over_budget(),
         Begun::Quiet | Begun::Nothing => Ok(false),
     }
@@ -337,7 +337,12 @@ fn after(scene: &Scene, act: Act, begun: Begun) -> Result<(), String> {
 
 /// Each act once, without a death, so that it is known how long it takes.
 pub(super) fn rehearse(scene: &mut Scene, expected: &mut Expected) -> Result<(), String> {
-    for act in [Act::Evicting, Act::Detaching, Act::Attaching, Act::Upgrading] {
+    for act in [
+        Act::Evicting,
+        Act::Detaching,
+        Act::Attaching,
+        Act::Upgrading,
+    ] {
         if act == Act::Attaching {
             if scene.state(SMALL)?.is_some() {
                 scene.detach_small()?;

@@ -352,7 +352,10 @@ impl Served {
         let log = self.log();
         let lines: Vec<&str> = log.lines().collect();
         let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n  ");
-        format!("{error}; the log of {} ends with\n  {last}", self.log.display())
+        format!(
+            "{error}; the log of {} ends with\n  {last}",
+            self.log.display()
+        )
     }
 
     /// Ends it in order.

@@ -113,7 +113,11 @@ fn daemon_role(places: &Places, budget_bytes: u64, settings: &[GivenSetting]) ->
     let tier = places.on_disk.path().join("tier");
     let mut arguments: Vec<OsString> = vec![
         "run".into(),
-        format!("--tiers=zero,same,lz4,zstd,disk:{}={TIER_BYTES}", tier.display()).into(),
+        format!(
+            "--tiers=zero,same,lz4,zstd,disk:{}={TIER_BYTES}",
+            tier.display()
+        )
+        .into(),
         format!("--host-budget={budget_bytes}").into(),
         format!("--budget-lock={}", places.state("budget.lock").display()).into(),
     ];
@@ -150,7 +154,8 @@ impl Scene {
         };
         if dpu.is_some() {
             role.arguments.push("--dpu".into());
-            role.arguments.push(places.state("dpu").join("vpri.sock").into());
+            role.arguments
+                .push(places.state("dpu").join("vpri.sock").into());
         }
         let daemon = Served::start(role)?;
         let device = json!({"socket": socket, "image": image, "raw": true});

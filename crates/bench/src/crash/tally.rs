@@ -143,7 +143,10 @@ impl Tally {
             let value = json!({"deaths": count.deaths, "under_way": count.under_way});
             (act.name(), value)
         });
-        let victims = self.victims.iter().map(|(victim, kills)| (victim.name(), json!(kills)));
+        let victims = self
+            .victims
+            .iter()
+            .map(|(victim, kills)| (victim.name(), json!(kills)));
         let in_use = json!({
             "zero_pages": mean(self.in_use.zero_pages),
             "same_filled_pages": mean(self.in_use.same_filled_pages),
@@ -164,7 +167,10 @@ impl Tally {
         put("kills_by_victim", Value::Object(victims.collect()));
         put("in_use_mean", in_use);
         put("deaths_with_disk_requests", json!(self.kills_with_requests));
-        put("requests_under_way_at_hang_up", json!(self.disk.under_way_at_hang_up));
+        put(
+            "requests_under_way_at_hang_up",
+            json!(self.disk.under_way_at_hang_up),
+        );
         put("compared_blocks", json!(self.compared_blocks));
         let [memory, disk] = self.guest_compared_bytes;
         put("guest_memory_compared_bytes", json!(memory));
@@ -182,7 +188,10 @@ impl Tally {
         ] {
             values.sort_unstable();
             for (quantile, permille) in QUANTILES {
-                put(&format!("{name}_{quantile}_us"), quantile_us(values, permille));
+                put(
+                    &format!("{name}_{quantile}_us"),
+                    quantile_us(values, permille),
+                );
             }
         }
         figures
@@ -228,8 +237,14 @@ mod tests {
         }
         tally.add(Cast::Guest, played(Act::Recovering, 7000));
         let figures = tally.figures();
-        assert_eq!((&figures["kills"], &figures["guest_kills"]), (&json!(202), &json!(2)));
-        assert_eq!(figures["by_act"]["running"], json!({"deaths": 200, "under_way": 200}));
+        assert_eq!(
+            (&figures["kills"], &figures["guest_kills"]),
+            (&json!(202), &json!(2))
+        );
+        assert_eq!(
+            figures["by_act"]["running"],
+            json!({"deaths": 200, "under_way": 200})
+        );
         assert_eq!(figures["stall_p50_us"], json!(100.0));
         assert_eq!(figures["stall_p99_us"], json!(198.0));
         assert_eq!(figures["stall_max_us"], json!(200.0));

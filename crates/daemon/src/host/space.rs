@@ -14,8 +14,8 @@ use super::failure::failed;
 use crate::control::ControlError;
 use pagetide_addr::{DeviceId, PageNo, PageRange, SECTION_PAGES, Va};
 use pagetide_gmem::{
-    AddressFit, AddressSpace, AllocPolicy, Device, GmError, GrowthError, Mmu, Mode,
-    PagedMemory, Placement, Region, RegionRequest,
+    AddressFit, AddressSpace, AllocPolicy, Device, GmError, GrowthError, Mmu, Mode, PagedMemory,
+    Placement, Region, RegionRequest,
 };
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;

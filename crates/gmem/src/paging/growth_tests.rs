@@ -365,8 +365,17 @@ fn presence_is_asked_for_only_where_words_do_not_tell_after_a_death() {
     assert_eq!(place.take_asked(), asked);
     // Page 530 is a hole, and page 0 may be one: only the first was being given up.
     let of = |page| table.word(PageNo(page)).state();
-    assert_eq!((of(0), of(530)), (PageState::Present, PageState::Stored(Content::ZERO)));
-    assert_eq!((of(700), of(701)), (PageState::Present, PageState::Stored(Content::at(6).unwrap())));
+    assert_eq!(
+        (of(0), of(530)),
+        (PageState::Present, PageState::Stored(Content::ZERO))
+    );
+    assert_eq!(
+        (of(700), of(701)),
+        (
+            PageState::Present,
+            PageState::Stored(Content::at(6).unwrap())
+        )
+    );
     assert_eq!((report.stored_pages, report.mended_words), (514, 3));
     // A stored page that is present is found, wherever it is.
     place.put(PageNo(1300), 1);
@@ -374,7 +383,10 @@ fn presence_is_asked_for_only_where_words_do_not_tell_after_a_death() {
     let found = recovery::recover_words(&table, &place, |_, _| {});
     assert!(matches!(
         found,
-        Err(recovery::RecoveryError::ForeignPage { first: PageNo(700), count: 2 })
+        Err(recovery::RecoveryError::ForeignPage {
+            first: PageNo(700),
+            count: 2
+        })
     ));
 }
 
@@ -400,7 +412,10 @@ fn pages_that_are_allocated_already_are_neither_asked_for_nor_counted_again() {
     assert!(vm.place.take_asked().is_empty());
     // The last section grows: it alone is looked at.
     memory.allocate(region(0, 700)).unwrap();
-    assert_eq!(vm.place.take_asked(), [PageRange::new(PageNo(512), PageNo(700))]);
+    assert_eq!(
+        vm.place.take_asked(),
+        [PageRange::new(PageNo(512), PageNo(700))]
+    );
     assert_eq!(vm.mmu.granted(), granted);
 }
 
@@ -411,7 +426,9 @@ fn device_attached_without_a_page_gets_those_that_are_present_by_section_or_by_f
     memory.allocate(region(0, 1024)).unwrap();
     let late = Arc::new(FakeMmu::default());
     let device = Device::with_id(DeviceId(7), Arc::clone(&late) as _);
-    (memory.0).attach_ungranted(&device, Mode::Coherent).unwrap();
+    (memory.0)
+        .attach_ungranted(&device, Mode::Coherent)
+        .unwrap();
     assert!(late.granted().is_empty());
     assert_eq!(fault(&memory, PageNo(5).single()), FaultOutcome::Present);
     assert_eq!(late.granted(), BTreeSet::from([PageNo(5)]));

@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use super::disk::{DISK_BYTES, Disk};
+use super::{READY, SOUND, StandInSpec, VERIFY};
 use pagetide_frontend::FrontendError;
 use pagetide_random::SplitMix64;
 use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::memory_file::{FileError, GuestFile};
-use super::disk::{DISK_BYTES, Disk};
-use super::{READY, SOUND, StandInSpec, VERIFY};
 
 const PAGE_BYTES: u64 = 4096;
 const PAGE: usize = 4096;
