@@ -250,7 +250,10 @@ impl Served {
 
     /// Processes that live: more than one during an upgrade, the leader first.
     pub(super) fn pids(&self) -> Vec<u32> {
-        let leader = self.life.as_ref().map_or(0, |life| life.leader.id());
+        // There is a group 0, the kernel's.
+        let Some(leader) = self.life.as_ref().map(|life| life.leader.id()) else {
+            return Vec::new();
+        };
         let mut all = members(leader);
         all.sort_by_key(|pid| (*pid != leader, *pid));
         all
