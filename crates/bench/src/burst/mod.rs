@@ -534,6 +534,7 @@ fn start_guest(dir: &Path, ram_bytes: u64, number: usize) -> Result<BusyGuest, S
         // The other one need not know its own.
         disk: None,
         batch: BATCH,
+        rest_us: 0,
         time_faults: number == BURSTING,
         pattern: Pattern::Part {
             hot_permille: HOT_PERMILLE,

@@ -58,6 +58,9 @@ pub struct BusyGuestOptions {
     /// Pages that a vCPU touches between two reads of the clock
     #[arg(long, default_value_t = BATCH)]
     pub batch: u64,
+    /// Pause of a vCPU between two such batches, in microseconds
+    #[arg(long, default_value_t = 0)]
+    pub rest_us: u64,
     /// Socket of a disk to write to and read from
     #[arg(long)]
     pub disk: Option<PathBuf>,
@@ -244,6 +247,7 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
         ram,
         disk,
         batch: options.batch.max(1),
+        nap: Duration::from_micros(options.rest_us),
         vcpus: (0..options.vcpus).map(|_| Vcpu::default()).collect(),
         pausing: AtomicBool::new(false),
         rest: Mutex::new(Rest::default()),
@@ -336,6 +340,8 @@ struct Guest {
     hot: HotPages,
     disk: Option<DiskWork>,
     batch: u64,
+    /// Between two batches.
+    nap: Duration,
     vcpus: Vec<Vcpu>,
     /// A copy of `rest.wanted` that can be read without the lock.
     pausing: AtomicBool,
@@ -400,6 +406,10 @@ impl Guest {
                 .longest_gap_ns
                 .fetch_max(clock::ns(now - looked), Relaxed);
             looked = now;
+            if !self.nap.is_zero() {
+                std::thread::sleep(self.nap);
+                looked = Instant::now();
+            }
             if self.pausing.load(Relaxed) {
                 self.rest();
                 looked = Instant::now();
@@ -577,6 +587,7 @@ mod tests {
         Arc::new(Guest {
             disk: None,
             batch: BATCH,
+            nap: Duration::ZERO,
             hot: HotPages::new(pattern.parse().unwrap(), sections),
             ram,
             vcpus: vec![Vcpu::default(), Vcpu::default()],
@@ -646,6 +657,7 @@ mod tests {
             first_cpu: 0,
             disk: None,
             batch: BATCH,
+            rest_us: 0,
             time_faults: false,
             pattern: Pattern::OnePage,
             huge_pages: HugePages::NotAdvised,

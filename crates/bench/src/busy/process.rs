@@ -31,6 +31,7 @@ impl BusyGuest {
             ]);
         command.args(["--first-cpu", &options.first_cpu.to_string()]);
         command.args(["--batch", &options.batch.to_string()]);
+        command.args(["--rest-us", &options.rest_us.to_string()]);
         if let Some(disk) = &options.disk {
             command.arg("--disk").arg(disk);
         }

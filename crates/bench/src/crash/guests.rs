@@ -64,7 +64,7 @@ pub(super) struct VerifiedGuest {
 
 fn progress_in(line: &str) -> Option<Progress> {
     let json = line.trim().strip_prefix(PREFIX)?;
-    serde_json::from_str(json).map_or(None, Some)
+    serde_json::from_str(json).ok()
 }
 
 impl VerifiedGuest {

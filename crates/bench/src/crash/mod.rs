@@ -22,6 +22,7 @@
 //! | `in_use_mean` | pages of the VM by tier before a death, on average |
 //! | `deaths_with_disk_requests` | deaths that cut a disk off with requests under way |
 //! | `stall_p99_us` | longest time that a vCPU of a stand-in touched no page around the death of a daemon, less the time from `spawn` to `main` of its successors. It includes the end of the dead process. Two deaths in a row count as one |
+//! | `gap_between_deaths_p99_us` | the same without a death, between two of them: what pressure on memory and CPUs costs |
 //! | `process_start_p99_us` | that time from `spawn` to `main` |
 //! | `recovery_p99_us` | from `spawn` until requests are served |
 //! | `disk_request_longest_p99_us` | longest request of the disk around a death |

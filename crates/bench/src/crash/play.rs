@@ -99,7 +99,7 @@ pub(super) fn play(
         zstd_pages: number(&before, "zstd_pages"),
         disk_pages: number(&before, "disk_pages"),
     };
-    scene.begin_watch()?;
+    let quiet_ns = scene.begin_watch()?;
     scene.drain_disk()?;
     let begun = begin(scene, death.act, began)?;
     let since = Instant::now();
@@ -138,6 +138,7 @@ pub(super) fn play(
     Ok(Played {
         death,
         is_under_way,
+        quiet_ns,
         stall_ns: gap_ns.saturating_sub(down.starts_ns),
         start_ns: down.starts_ns,
         recovery_ns,

@@ -115,7 +115,7 @@ fn procfs_entries() -> std::io::Result<Vec<u32>> {
     let entries = std::fs::read_dir("/proc")?;
     let pid = |entry: std::io::Result<std::fs::DirEntry>| -> Option<u32> {
         let name = entry.map_or(OsString::new(), |entry| entry.file_name());
-        name.to_str()?.parse().map_or(None, Some)
+        name.to_str()?.parse().ok()
     };
     Ok(entries.filter_map(pid).collect())
 }
@@ -311,7 +311,7 @@ impl Served {
     pub(super) fn try_ask(&self, path: &str) -> Option<Value> {
         self.runtime
             .block_on(self.client.ask(Method::GET, path))
-            .map_or(None, Some)
+            .ok()
     }
 
     /// Orders something and waits for the answer.

@@ -23,6 +23,8 @@ pub(super) struct Played {
     pub is_under_way: bool,
     /// From the first kill on, no longer than a vCPU stood still, less the starts of programs.
     pub stall_ns: u64,
+    /// The longest time that a vCPU touched no page before that, since the death before.
+    pub quiet_ns: u64,
     /// The starts of programs in it.
     pub start_ns: u64,
     /// From the last spawn until requests were served.
@@ -59,6 +61,7 @@ pub(super) struct Tally {
     stalls: Vec<u64>,
     stalls_by_dpu: Vec<u64>,
     guest_stalls: Vec<u64>,
+    quiet: Vec<u64>,
     starts: Vec<u64>,
     recoveries: Vec<u64>,
     in_use: InUse,
@@ -95,6 +98,7 @@ impl Tally {
             (_, Cast::Guest) => self.guest_stalls.push(played.stall_ns),
             (_, Cast::Daemon | Cast::WithDpu) => self.stalls.push(played.stall_ns),
         }
+        self.quiet.push(played.quiet_ns);
         self.starts.push(played.start_ns);
         self.recoveries.push(played.recovery_ns);
         let (all, now) = (&mut self.in_use, played.in_use);
@@ -182,6 +186,7 @@ impl Tally {
             ("stall", &mut self.stalls),
             ("stall_without_dpu", &mut self.stalls_by_dpu),
             ("stall_beside_guest", &mut self.guest_stalls),
+            ("gap_between_deaths", &mut self.quiet),
             ("process_start", &mut self.starts),
             ("recovery", &mut self.recoveries),
             ("disk_request_longest", &mut self.disk_longest),
@@ -219,6 +224,7 @@ mod tests {
             },
             is_under_way: stall_ns.is_multiple_of(2),
             stall_ns,
+            quiet_ns: 0,
             start_ns: 1,
             recovery_ns: 2,
             in_use: InUse {

@@ -232,6 +232,7 @@ impl Cell {
             first_cpu: 0,
             disk: None,
             batch: BATCH,
+            rest_us: 0,
             time_faults: false,
             pattern: Pattern::Part {
                 hot_permille: hot.hot_eighths * 125,

@@ -73,6 +73,7 @@ pub(super) fn measure(
         first_cpu: 0,
         disk: None,
         batch: BATCH,
+        rest_us: 0,
         time_faults: false,
         pattern: HOT.parse().map_err(|error| format!("{error}"))?,
         huge_pages: HugePages::NotAdvised,

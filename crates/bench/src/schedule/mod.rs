@@ -185,6 +185,7 @@ impl Bench {
                 first_cpu: number,
                 disk: None,
                 batch: BATCH,
+                rest_us: 0,
                 time_faults: true,
                 pattern: Pattern::Moving {
                     hot_permille: HOT_PERMILLE,

@@ -220,6 +220,7 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         first_cpu: 0,
         disk: None,
         batch: BATCH,
+        rest_us: 0,
         time_faults: false,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,

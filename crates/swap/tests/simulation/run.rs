@@ -240,23 +240,30 @@ impl Run {
         }
     }
 
-    /// Returns who began it.
-    fn grant_all(&self) -> Arc<Daemon> {
-        let daemon = self.daemon();
-        let sections: Vec<_> = daemon.space.table().sections().collect();
-        for section in sections {
-            self.perform(Task::Grant { section });
+    /// Present pages of all sections are granted; whoever dies of it leaves that to a successor.
+    fn grant_all(&self) {
+        while !self.is_vmm_dead() {
+            let before = self.world.lock().incarnation;
+            let sections: Vec<_> = self.daemon().space.table().sections().collect();
+            for section in sections {
+                self.perform(Task::Grant { section });
+                if self.is_vmm_dead() {
+                    return;
+                }
+            }
+            if self.world.lock().incarnation == before {
+                return;
+            }
         }
-        daemon
     }
 
     /// What a recovery left for later has come to its end, too.
     fn audit_at_rest(&self) {
-        let mut daemon = self.grant_all();
-        // Who dies of it leaves it to a successor.
-        while !Arc::ptr_eq(&daemon, &self.daemon()) {
-            daemon = self.grant_all();
+        self.grant_all();
+        if self.is_vmm_dead() {
+            return;
         }
+        let daemon = self.daemon();
         crate::audit::audit_at_rest(&self.world.lock(), &daemon);
     }
 
