@@ -14,6 +14,7 @@ pub mod burst;
 pub mod busy;
 mod cgroup;
 pub mod command;
+pub mod crash;
 mod daemon;
 pub mod fairness;
 pub mod fault;

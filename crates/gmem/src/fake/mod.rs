@@ -81,6 +81,8 @@ struct PlaceState {
     /// Content of the present pages; `None` is a page of zeros.
     present: BTreeMap<PageNo, Option<Box<Bytes>>>,
     woken: BTreeSet<PageNo>,
+    /// Parts whose presence was asked for.
+    asked: Vec<PageRange>,
     is_gone: bool,
     installs_left: Option<u64>,
     stuck: Option<PageNo>,
@@ -153,6 +155,12 @@ impl FakePlace {
     #[must_use]
     pub fn woken(&self) -> BTreeSet<PageNo> {
         lock(&self.state).woken.clone()
+    }
+
+    /// The parts whose presence was asked for as runs since the last call.
+    #[must_use]
+    pub fn take_asked(&self) -> Vec<PageRange> {
+        std::mem::take(&mut lock(&self.state).asked)
     }
 
     /// The VM ends: every call fails from now on.
@@ -282,7 +290,8 @@ impl Place for FakePlace {
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let state = self.running()?;
+        let mut state = self.running()?;
+        state.asked.push(pages);
         let mut runs: Vec<PageRange> = Vec::new();
         for (page, _) in state.present.range(pages.start..pages.end) {
             match runs.last_mut() {
