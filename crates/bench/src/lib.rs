@@ -37,6 +37,7 @@ pub mod overcommit;
 pub mod overhead;
 pub mod pa_bitmap;
 pub mod pool;
+mod programs;
 pub mod real_size;
 mod redis;
 pub mod remote;

@@ -20,6 +20,7 @@
 //! | `wrong_pages`, `lost_pages`, `wrong_blocks`, `failed_requests` | must be 0: pages and blocks that were other than they should, pages that the daemon says are lost, disk requests that failed |
 //! | `by_act` | deaths by what was begun before them, and in how many of them it was under way at that instant |
 //! | `in_use_mean` | pages of the VM by tier before a death, on average |
+//! | `without_remote` | why there was no remote tier; null if there was one |
 //! | `deaths_with_disk_requests` | deaths that cut a disk off with requests under way |
 //! | `stall_p99_us` | longest time that a vCPU of a stand-in touched no page around the death of a daemon, less the time from `spawn` to `main` of its successors. It includes the end of the dead process. Two deaths in a row count as one |
 //! | `gap_between_deaths_p99_us` | the same without a death, between two of them: what pressure on memory and CPUs costs |
@@ -152,6 +153,7 @@ impl Run<'_> {
         let Part { name, cast, kills } = *self.part;
         progress(NAME, format_args!("{name}: {kills} kills"));
         let mut scene = Scene::open(cast, ram_bytes, &self.options.settings)?;
+        tally.without_remote.clone_from(&scene.without_remote);
         let mut expected = Expected::default();
         rehearse(&mut scene, &mut expected)?;
         for (number, death) in plan(self.seed, cast, kills).into_iter().enumerate() {
@@ -193,7 +195,10 @@ fn finish(scene: &mut Scene, tally: &mut Tally) -> Result<(), String> {
     scene.drain_disk()?;
     for name in [MAIN, SMALL] {
         let vm: Value = scene.vm(name)?;
-        tally.lost_pages += vm["poisoned_pages"].as_u64().unwrap_or(0);
+        // Those that the server of the tier has lost stand still for ever.
+        for lost in ["poisoned_pages", "missing_pages"] {
+            tally.lost_pages += vm[lost].as_u64().unwrap_or(0);
+        }
     }
     scene.small.obey(&Order::VerifyAll)?;
     match &mut scene.main {

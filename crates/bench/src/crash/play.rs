@@ -98,6 +98,7 @@ pub(super) fn play(
         lz4_pages: number(&before, "lz4_pages"),
         zstd_pages: number(&before, "zstd_pages"),
         disk_pages: number(&before, "disk_pages"),
+        remote_pages: number(&before, "remote_pages"),
     };
     let quiet_ns = scene.begin_watch()?;
     scene.drain_disk()?;

@@ -27,7 +27,7 @@ use std::{
         fd::OwnedFd,
         unix::{net::UnixDatagram, process::CommandExt as _},
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -388,38 +388,5 @@ impl Drop for Served {
         if let Err(error) = self.kill() {
             tracing::error!(%error, "a process of the bench could not be ended");
         }
-    }
-}
-
-/// A directory that is root's alone, with a copy of the daemon's program: only such a program may become the daemon.
-pub(super) struct Programs {
-    dir: tempfile::TempDir,
-    pagetide: PathBuf,
-}
-
-/// Where such directories are.
-const PROGRAMS: &str = "/var/lib";
-
-impl Programs {
-    /// Copies the program there.
-    pub(super) fn copy(from: &Path) -> Result<Self, String> {
-        use std::os::unix::fs::PermissionsExt as _;
-        let mode = std::fs::Permissions::from_mode(0o755);
-        let failed = |error: std::io::Error| format!("{PROGRAMS}: {error}");
-        let dir = tempfile::Builder::new()
-            .prefix("pagetide-bench-")
-            .permissions(mode.clone())
-            .tempdir_in(PROGRAMS)
-            .map_err(failed)?;
-        let pagetide = dir.path().join("pagetide");
-        std::fs::copy(from, &pagetide).map_err(failed)?;
-        std::fs::set_permissions(&pagetide, mode).map_err(failed)?;
-        Ok(Self { dir, pagetide })
-    }
-
-    /// The program.
-    pub(super) fn pagetide(&self) -> &Path {
-        debug_assert!(self.pagetide.starts_with(self.dir.path()));
-        &self.pagetide
     }
 }

@@ -3,18 +3,19 @@
 //!
 //! ```text
 //!   stand-in "main", with a disk ─┐
-//!   stand-in "small" ─────────────┼─ daemon ─ tiers: memory, a file on disk
+//!   stand-in "small" ─────────────┼─ daemon ─ tiers: memory, a file on disk, a Redis server
 //!   or a stock guest as "main" ───┘     └──── DPU process with the disk, or the disk is in the daemon
 //! ```
 //! *main* is served all the time. *small* is the one that is attached and detached, so that it takes no longer than
 //! the other acts. A budget of four fifths of their RAM, for what is resident and
 //! what is stored, keeps both squeezed; the hot part of *main* moves on, so that pages go
-//! down all tiers and come back.
+//! down all tiers and come back. With the disk in the daemon, pages go to the file first, else to the server; to the
+//! other one while the first has no room. The server is not killed: it is another host's.
 
 use super::{
     guests::VerifiedGuest,
     plan::Cast,
-    process::{PATIENCE, Programs, Role, Served},
+    process::{PATIENCE, Role, Served},
 };
 use crate::{
     busy::{
@@ -26,6 +27,8 @@ use crate::{
     daemon::directory_in,
     options::{GivenSetting, flags},
     orders::daemon_program,
+    programs::Programs,
+    redis::RedisServer,
 };
 use hyper::Method;
 use pagetide_addr::SECTION_BYTES;
@@ -55,7 +58,9 @@ const BUDGET_PERMILLE: u64 = 800;
 const SMALL_BUDGET_PERMILLE: u64 = 700;
 /// When cold memory goes to zstd, and to the disk: pages of the moving part come back after some seconds.
 const SETTINGS: [&str; 2] = ["--demote-after=300ms", "--sink-after=1s"];
-/// Limit of the disk tier.
+/// Limit of the slow tier that pages go to first: less than what is cold, so that the other one is used, too.
+const FIRST_TIER_BYTES: u64 = 32 << 20;
+/// Limit of the other one, and of the disk if it is alone.
 const TIER_BYTES: u64 = 8 << 30;
 /// File systems on disk hold these.
 const ON_DISK: &str = "/var/tmp";
@@ -77,6 +82,8 @@ pub(super) struct Scene {
     pub main: Main,
     pub small: BusyGuest,
     pub program: PathBuf,
+    /// Why there is no remote tier.
+    pub without_remote: Option<String>,
     /// Work on the disk that no death has to do with.
     pub disk_before: DiskCounted,
     budget_bytes: [u64; 2],
@@ -85,16 +92,23 @@ pub(super) struct Scene {
 }
 
 struct Places {
-    programs: Programs,
+    /// Must be there until the daemon has ended.
+    server: Result<RedisServer, String>,
+    pagetide: PathBuf,
+    _programs: Programs,
     in_memory: tempfile::TempDir,
     on_disk: tempfile::TempDir,
 }
 
 impl Places {
     fn new() -> Result<Self, String> {
+        let programs = Programs::new()?;
+        let in_memory = directory_in(Path::new("/dev/shm"))?;
         Ok(Self {
-            programs: Programs::copy(&daemon_program()?)?,
-            in_memory: directory_in(Path::new("/dev/shm"))?,
+            server: RedisServer::start(in_memory.path()),
+            pagetide: programs.put(&daemon_program()?, "pagetide")?,
+            _programs: programs,
+            in_memory,
             on_disk: directory_in(Path::new(ON_DISK))?,
         })
     }
@@ -112,22 +126,33 @@ impl Places {
     }
 }
 
-fn daemon_role(places: &Places, budget_bytes: u64, settings: &[GivenSetting]) -> Role {
-    let tier = places.on_disk.path().join("tier");
+/// The slow tiers of the daemon, in their order.
+fn slow_tiers(cast: Cast, places: &Places) -> String {
+    let disk = places.on_disk.path().join("tier");
+    let disk = |bytes: u64| format!("disk:{}={bytes}", disk.display());
+    let Ok(server) = &places.server else {
+        return disk(TIER_BYTES);
+    };
+    let remote = |bytes: u64| format!("remote:redis://127.0.0.1:{}={bytes}", server.port());
+    match cast {
+        Cast::Daemon => format!("{},{}", disk(FIRST_TIER_BYTES), remote(TIER_BYTES)),
+        Cast::WithDpu | Cast::Guest => {
+            format!("{},{}", remote(FIRST_TIER_BYTES), disk(TIER_BYTES))
+        }
+    }
+}
+
+fn daemon_role(cast: Cast, places: &Places, budget_bytes: u64, settings: &[GivenSetting]) -> Role {
     let mut arguments: Vec<OsString> = vec![
         "run".into(),
-        format!(
-            "--tiers=zero,same,lz4,zstd,disk:{}={TIER_BYTES}",
-            tier.display()
-        )
-        .into(),
+        format!("--tiers=zero,same,lz4,zstd,{}", slow_tiers(cast, places)).into(),
         format!("--host-budget={budget_bytes}").into(),
         format!("--budget-lock={}", places.state("budget.lock").display()).into(),
     ];
     arguments.extend(SETTINGS.map(OsString::from));
     arguments.extend(flags(settings).into_iter().map(OsString::from));
     Role {
-        program: places.programs.pagetide().to_owned(),
+        program: places.pagetide.clone(),
         arguments,
         state_dir: places.state("daemon"),
     }
@@ -142,11 +167,11 @@ impl Scene {
     ) -> Result<Self, String> {
         let places = Places::new()?;
         let (socket, image) = places.image()?;
-        let program = places.programs.pagetide().to_owned();
+        let program = places.pagetide.clone();
         let of_both = ram_bytes + SMALL_BYTES;
         let budget_bytes =
             [BUDGET_PERMILLE, SMALL_BUDGET_PERMILLE].map(|permille| of_both / 1000 * permille);
-        let mut role = daemon_role(&places, budget_bytes[0], settings);
+        let mut role = daemon_role(cast, &places, budget_bytes[0], settings);
         let dpu = match cast {
             Cast::Daemon => None,
             Cast::WithDpu | Cast::Guest => Some(Served::start(Role {
@@ -182,6 +207,7 @@ impl Scene {
             main,
             small,
             program,
+            without_remote: places.server.as_ref().err().cloned(),
             disk_before: DiskCounted::default(),
             budget_bytes,
             _places: places,

@@ -42,6 +42,7 @@ pub(super) struct InUse {
     pub lz4_pages: u64,
     pub zstd_pages: u64,
     pub disk_pages: u64,
+    pub remote_pages: u64,
 }
 
 /// How often an act was played.
@@ -76,6 +77,7 @@ pub(super) struct Tally {
     guest_compared_bytes: [u64; 2],
     pub logged_errors: u64,
     pub first_error: Option<String>,
+    pub without_remote: Option<String>,
     pub first_wrong: Option<String>,
 }
 
@@ -107,6 +109,7 @@ impl Tally {
         all.lz4_pages += now.lz4_pages;
         all.zstd_pages += now.zstd_pages;
         all.disk_pages += now.disk_pages;
+        all.remote_pages += now.remote_pages;
         self.kills_with_requests += u64::from(played.disk.under_way_at_hang_up > 0);
         self.disk_longest.push(played.disk.longest_ns);
         self.count_disk(&played.disk);
@@ -157,6 +160,7 @@ impl Tally {
             "lz4_pages": mean(self.in_use.lz4_pages),
             "zstd_pages": mean(self.in_use.zstd_pages),
             "disk_pages": mean(self.in_use.disk_pages),
+            "remote_pages": mean(self.in_use.remote_pages),
         });
         let mut figures = Map::new();
         let mut put = |name: &str, value: Value| figures.insert(name.to_owned(), value);
@@ -182,6 +186,7 @@ impl Tally {
         put("logged_errors", json!(self.logged_errors));
         put("first_error", json!(self.first_error));
         put("first_wrong", json!(self.first_wrong));
+        put("without_remote", json!(self.without_remote));
         for (name, values) in [
             ("stall", &mut self.stalls),
             ("stall_without_dpu", &mut self.stalls_by_dpu),
