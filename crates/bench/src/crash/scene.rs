@@ -58,8 +58,8 @@ const BUDGET_PERMILLE: u64 = 800;
 const SMALL_BUDGET_PERMILLE: u64 = 700;
 /// When cold memory goes to zstd, and to the disk: pages of the moving part come back after some seconds.
 const SETTINGS: [&str; 2] = ["--demote-after=300ms", "--sink-after=1s"];
-/// Limit of the slow tier that pages go to first: less than what is cold, so that the other one is used, too.
-const FIRST_TIER_BYTES: u64 = 32 << 20;
+/// Limit of the slow tier that pages go to first; where more is cold than that, the other one is used, too.
+const FIRST_TIER_BYTES: u64 = 128 << 20;
 /// Limit of the other one, and of the disk if it is alone.
 const TIER_BYTES: u64 = 8 << 30;
 /// File systems on disk hold these.

@@ -211,11 +211,11 @@ fn lost_by(
     running: &Running,
     guests: &mut [StandIn],
 ) -> Result<Result<Seen, String>, String> {
-    let before = running.pid()?;
     guests
         .iter_mut()
         .try_for_each(|guest| guest.begin(running))?;
-    if let Ok(report) = way.tried(place, running)? {
+    let (before, outcome) = way.tried(place, running)?;
+    if let Ok(report) = outcome {
         return Ok(Err(format!(
             "it has become the daemon: process {}",
             report.pid
