@@ -215,9 +215,12 @@ fn work(
         tell.send(Ok(Vec::new()))?;
         while go.recv().is_ok() {
             while shared.works.load(Ordering::Acquire) {
-                let mut transport = connect(&plan.socket)?;
-                Disk::open(transport.as_mut(), plan)?.read_one()?;
-                shared.done.fetch_add(1, Ordering::Relaxed);
+                match come_and_go(plan) {
+                    Ok(()) => drop(shared.done.fetch_add(1, Ordering::Relaxed)),
+                    // The device was not done with the connection before: the next comes at once.
+                    Err(ClientError::Device(error)) if is_turned_away(&error) => {}
+                    Err(error) => return Err(error),
+                }
             }
             tell.send(Ok(Vec::new()))?;
         }
@@ -237,6 +240,19 @@ fn work(
         tell.send(latencies)?;
     }
     Ok(())
+}
+
+/// One of the hostile connections.
+fn come_and_go(plan: &Plan) -> Result<(), ClientError> {
+    let mut transport = connect(&plan.socket)?;
+    Disk::open(transport.as_mut(), plan)?.read_one()
+}
+
+fn is_turned_away(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::UnexpectedEof
+    )
 }
 
 fn connect(socket: &Path) -> Result<Box<VirtioBlkTransport>, ClientError> {
