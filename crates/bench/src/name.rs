@@ -24,6 +24,9 @@ pub enum BenchName {
     Budget,
     /// A tenant whose working set doubles, under a budget, beside kernel zram under a memory cgroup
     Burst,
+    /// A thousand SIGKILLs of daemon and DPU process at random instants, under stand-ins and a stock guest that check all
+    /// that they read: what is wrong afterwards, and how long they stood still
+    Crash,
     /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators

@@ -11,17 +11,19 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
+/// A day of them.
+const KILLS_MAX: u64 = 100_000;
 /// Ten years.
 const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds also
-/// of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget; others take none.
+/// Of crash, real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds
+/// also of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool, upgrade), of each VM
-    /// (burst, overcommit, schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (crash, guest-cost, tracker, pool, upgrade), of each
+    /// VM (burst, overcommit, schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
@@ -34,7 +36,7 @@ pub struct SizeOptions {
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
     /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out,
-    /// programs; upgrade: stand-ins, real-guests)
+    /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -55,6 +57,12 @@ pub struct SizeOptions {
     /// Upgrades of each part, and at most so many of the twenty broken ones (upgrade: 100)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub upgrades: Option<u64>,
+    /// Processes to kill (crash: 1000)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=KILLS_MAX))]
+    pub kills: Option<u64>,
+    /// Seed of what is killed when (crash: 1)
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
     /// Draw pictures of what happened as SVG files in this directory (burst, adp)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
@@ -107,11 +115,11 @@ impl SizeOptions {
         let adp = name == BenchName::Adp;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let (swap, upgrade) = (name == BenchName::Swap, name == BenchName::Upgrade);
-        let real_size = name == BenchName::RealSize;
+        let (crash, real_size) = (name == BenchName::Crash, name == BenchName::RealSize);
         let impact = name == BenchName::IopfImpact;
         let scale = impact || name == BenchName::IopfScale;
         // Without alternations.
-        let plain = tracker || pool || upgrade;
+        let plain = tracker || pool || upgrade || crash;
         let sized = plain || cost || schedule || burst || real_size;
         let faults = matches!(
             name,
@@ -130,6 +138,8 @@ impl SizeOptions {
                 faults || scale || overhead || swap || sized && !plain,
             ),
             ("--upgrades", self.upgrades.is_some(), upgrade),
+            ("--kills", self.kills.is_some(), crash),
+            ("--seed", self.seed.is_some(), crash),
             (
                 "--seconds",
                 self.seconds.is_some(),
@@ -143,7 +153,7 @@ impl SizeOptions {
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit || swap || upgrade,
+                tracker || cost || overhead || overcommit || swap || upgrade || crash,
             ),
             ("--full", self.full, impact),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
