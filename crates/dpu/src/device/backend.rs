@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`BlkBackend`]: what a block device does with a front end's settings: they become commands to its
+//! [`DeviceBackend`]: what a device does with a front end's settings: they become commands to its
 //! engines.
 
 use super::{
     control::{Control, EngineGone},
     inflight_fd::{self, InflightRegion, Shape},
+    offer::{F_EVENT_IDX, F_INDIRECT_DESC, QUEUE_SIZE_MAX, RING_FEATURES},
 };
 use crate::{
-    blk::config::{self, F_EVENT_IDX, F_INDIRECT_DESC, QUEUE_SIZE_MAX},
     chain::Indirect,
     engine::command::{Command, QueueSetup, StopHow},
     regions::{REGIONS_MAX, Region, RegionTable},
@@ -28,15 +28,15 @@ use vhost::vhost_user::{Error, Result, VhostUserProtocolFeatures, message::Vhost
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 
-/// A block device as one front end has set it up.
-pub(super) struct BlkBackend {
+/// A device as one front end has set it up.
+pub(super) struct DeviceBackend {
     control: Arc<Control>,
     features: u64,
     regions: RegionTable,
     inflight: Option<InflightRegion>,
 }
 
-impl BlkBackend {
+impl DeviceBackend {
     /// Without memory and without features.
     pub fn new(control: Arc<Control>) -> Self {
         Self {
@@ -83,6 +83,7 @@ impl BlkBackend {
             } else {
                 Indirect::Negotiated
             },
+            role: self.control.shared.kind.role_of(queue),
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
             call: settings.call.as_ref().map(signal_of).transpose()?,
             error: settings.error.as_ref().map(signal_of).transpose()?,
@@ -149,12 +150,12 @@ impl BlkBackend {
     }
 }
 
-impl Backend for BlkBackend {
+impl Backend for DeviceBackend {
     type Memory = RegionTable;
 
     fn offer(&self) -> Offer {
         Offer {
-            features: config::features(&self.control.shared.image),
+            features: RING_FEATURES | self.control.shared.kind.features(),
             required_features: 0,
             protocol_features: VhostUserProtocolFeatures::MQ
                 | VhostUserProtocolFeatures::REPLY_ACK
@@ -173,8 +174,8 @@ impl Backend for BlkBackend {
     }
 
     fn config(&self, offset: u32, bytes: u32) -> Option<Vec<u8>> {
-        let image = &self.control.shared.image;
-        config::read(image, self.control.queue_count, offset, bytes)
+        let kind = &self.control.shared.kind;
+        kind.config(self.control.queue_count, offset, bytes)
     }
 
     fn map(&mut self, regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<RegionTable> {
