@@ -11,7 +11,8 @@
 //!
 //! A buffer outside guest memory does not end the walk: memory may have been unplugged under a
 //! request, which must then be answered with an error. That requires the address for the answer, so
-//! the chain's last writable buffer must be in memory, as must rings and tables.
+//! the chain's last writable buffer must be in memory if the answer is written there, as must rings
+//! and tables.
 //!
 //! A chain that is longer than is served ([`Layout::bytes_max`]) does not end the walk either: the
 //! specification allows 2^32 bytes, and QEMU answers requests it refuses with an I/O error. Of such
@@ -182,7 +183,10 @@ pub(crate) fn walk(
         }
         Some(descriptor) => walk.indirect(&descriptor)?,
     }
-    walk.end.map_err(WalkError::from)
+    match table.layout.answer {
+        AnswerPlace::LastByte => walk.end.map_err(WalkError::from),
+        AnswerPlace::Nowhere => Ok(()),
+    }
 }
 
 struct Walk<'a> {

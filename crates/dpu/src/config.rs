@@ -207,6 +207,34 @@ pub struct BlkConfig {
     pub access: SocketAccess,
 }
 
+/// Configuration of a network device. Its sending queues pause on a fault, so that packets keep
+/// their order. See [`crate::net`] for what it does with packets.
+#[derive(Debug, Clone)]
+pub struct NicConfig {
+    /// Unix socket to listen on.
+    pub socket: PathBuf,
+    /// Queue pairs offered, at most [`PAIRS_MAX`](crate::PAIRS_MAX).
+    pub pairs: u16,
+    /// Whether pages are looked up before DMA.
+    pub look_up: LookUp,
+    /// What it accepts as guest RAM.
+    pub ram: RamPolicy,
+    /// Who may connect to the socket.
+    pub access: SocketAccess,
+}
+
+impl NicConfig {
+    pub(crate) fn device(&self) -> DeviceConfig {
+        DeviceConfig {
+            socket: self.socket.clone(),
+            queue_count: 2 * self.pairs,
+            look_up: self.look_up,
+            on_fault: OnFault::Pause,
+            ram: self.ram,
+        }
+    }
+}
+
 impl BlkConfig {
     pub(crate) fn device(&self) -> DeviceConfig {
         DeviceConfig {

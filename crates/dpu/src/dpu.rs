@@ -4,7 +4,7 @@
 use crate::{
     alias::{ALIAS_FAULTS_MAX, Alias},
     blk::open::UnclaimedDisk,
-    config::{BlkConfig, DeviceConfig, DpuConfig, DpuError},
+    config::{BlkConfig, DeviceConfig, DpuConfig, DpuError, NicConfig},
     device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError, offer::QUEUES_MAX},
     devices::{Device, DeviceReport, Devices, Place},
     engine::{
@@ -14,6 +14,7 @@ use crate::{
     inject::{Injection, InjectionReport},
     kind::Kind,
     lock,
+    net::nic::PAIRS_MAX,
     ring::DEVICES_MAX,
     shared::{DeviceSetup, DeviceShared, WEIGHTS},
     slo::report::{Accounting, SloReport},
@@ -192,6 +193,26 @@ impl Dpu {
             } = parked.ok_or(SocketError::NotASocket(socket))?;
             Ok(Endpoint::hold(control, listener, front_end)?)
         })
+    }
+
+    /// Adds a network device, which starts listening.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn add_nic(&self, config: &NicConfig) -> Result<DeviceId, DpuError> {
+        if !(1..=PAIRS_MAX).contains(&config.pairs) {
+            return Err(DpuError::Setting {
+                setting: "pairs",
+                value: u64::from(config.pairs),
+                must: "from 1 to 32",
+            });
+        }
+        let (pairs, access) = (config.pairs, config.access);
+        self.add_device(
+            config.device(),
+            |_, _| Ok(Kind::Net(pairs)),
+            |control| Ok(Endpoint::open(control, access)?),
+        )
     }
 
     /// Lets devices that were parked read messages and accept front ends.

@@ -27,6 +27,7 @@
 //! | `device` | the socket and the vhost-user messages |
 //! | `kind` | what a kind of device says about its chains; the engine knows no more of it |
 //! | [`blk`] | virtio-blk: image, configuration, requests |
+//! | [`net`] | virtio-net: the packets that a guest sends |
 //!
 //! *Invariant:* an engine and its I/O touch a guest page only under a lease or while the page is
 //! wired.
@@ -69,6 +70,7 @@ mod kind;
 pub mod lock;
 mod mailbox;
 mod memory;
+pub mod net;
 mod parked;
 mod ram;
 mod regions;
@@ -81,7 +83,7 @@ pub use blk::disk::DiskReport;
 pub use blk::format::Content;
 pub use blk::image::{DirectIo, ImageError, ImageUse, Writes};
 pub use chain::ChainError;
-pub use config::{BlkConfig, DpuConfig, DpuError};
+pub use config::{BlkConfig, DpuConfig, DpuError, NicConfig};
 pub use device::{
     DeviceState, EngineGone, ParkedDevice, ParkedFrontEnd, SocketAccess, SocketError,
 };
@@ -91,6 +93,7 @@ pub use frame::FrameError;
 pub use kind::Backing;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
+pub use net::nic::{NicReport, PAIRS_MAX};
 pub use pagetide_vhost_backend::{
     Enabled, InflightRecord, Record, RegionShape, ReplayError, RingAddresses, RingSettings, Runs,
 };

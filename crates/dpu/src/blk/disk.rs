@@ -7,7 +7,7 @@ use super::{
     image::{Image, ImageUse, Writes},
     request::{LAYOUT, Limits, SERIAL_BYTES},
 };
-use crate::kind::work::QueueRole;
+use crate::kind::work::{Chains, QueueRole};
 use pagetide_addr::DeviceId;
 use std::{
     path::PathBuf,
@@ -101,6 +101,7 @@ impl Disk {
     pub fn role_of(queue: u16) -> QueueRole {
         QueueRole {
             layout: LAYOUT,
+            chains: Chains::Requests,
             vector: queue,
         }
     }

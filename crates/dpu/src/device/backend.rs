@@ -63,8 +63,13 @@ impl DeviceBackend {
         let Some(ring) = self.ring(settings.size, addresses)? else {
             return Ok(None);
         };
+        let kind = &self.control.shared.kind;
+        let records =
+            (kind.protocol_features()).contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
         let inflight = match &self.inflight {
             None => None,
+            // Offered or not, some front end may send one.
+            Some(_) if !records => None,
             Some(region) => Some(region.queue(queue, settings.size).ok_or_else(|| {
                 tracing::warn!(
                     queue,
@@ -83,7 +88,7 @@ impl DeviceBackend {
             } else {
                 Indirect::Negotiated
             },
-            role: self.control.shared.kind.role_of(queue),
+            role: kind.role_of(queue, self.features),
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
             call: settings.call.as_ref().map(signal_of).transpose()?,
             error: settings.error.as_ref().map(signal_of).transpose()?,
@@ -159,10 +164,9 @@ impl Backend for DeviceBackend {
             required_features: 0,
             protocol_features: VhostUserProtocolFeatures::MQ
                 | VhostUserProtocolFeatures::REPLY_ACK
-                | VhostUserProtocolFeatures::CONFIG
-                | VhostUserProtocolFeatures::INFLIGHT_SHMFD
                 | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-                | VhostUserProtocolFeatures::RESET_DEVICE,
+                | VhostUserProtocolFeatures::RESET_DEVICE
+                | self.control.shared.kind.protocol_features(),
             queue_count: self.control.queue_count,
             queue_size_max: QUEUE_SIZE_MAX,
             regions_max: REGIONS_MAX as u64,
@@ -216,6 +220,7 @@ impl Backend for DeviceBackend {
         let Some(setup) = self.setup(queue, ring)? else {
             return Ok(Runs::No);
         };
+        let is_unrecorded = setup.inflight.is_none();
         let (reply, taken) = channel();
         let command = Command::StartQueue {
             device: self.control.slot,
@@ -223,7 +228,7 @@ impl Backend for DeviceBackend {
             reply,
         };
         self.tell_engine(queue, command, &taken)?;
-        if self.inflight.is_none() {
+        if is_unrecorded {
             self.control.set_unrecorded(queue, Runs::Yes);
         }
         Ok(Runs::Yes)

@@ -44,6 +44,7 @@ use super::{
 use crate::{
     chain::Table,
     inflight::InflightQueue,
+    kind::work::Chains,
     memory::{DeviceMemory, Span},
     parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
@@ -94,6 +95,7 @@ pub(crate) struct EngineQueue {
     pub key: QueueKey,
     pub queue: Queue,
     pub table: Table,
+    chains: Chains,
     /// Interrupt vector by which the driver is told of its completions.
     vector: u16,
     pub state: QueueState,
@@ -145,6 +147,7 @@ impl EngineQueue {
                 indirect: setup.indirect,
                 layout: setup.role.layout,
             },
+            chains: setup.role.chains,
             vector: setup.role.vector,
             queue: setup.queue,
             state: QueueState::Starting,
@@ -181,6 +184,7 @@ impl EngineQueue {
     /// True if the avail ring may be read now.
     pub fn may_pop(&self) -> bool {
         matches!(self.state, QueueState::Running)
+            && self.chains == Chains::Requests
             && self.resubmit.is_empty()
             && !self.is_paused()
             && self.parked < PARKED_PER_QUEUE_MAX

@@ -40,16 +40,20 @@ use crate::{
         on_engine::{DiskFlight, DiskOnEngine},
     },
     memory::{DeviceMemory, OutsideMemory, Span},
+    net::nic::{self, NicReport},
     ring::{Dma, FILES_PER_DEVICE, FileSlot, Step},
 };
 use pagetide_vpri::Service;
 use std::{io, os::fd::BorrowedFd, sync::Arc};
+use vhost::vhost_user::VhostUserProtocolFeatures;
 use work::{Acted, Aim, Chain, Decided, Next, Outcome, QueueRole, Task};
 
 /// A device's own part, as all its threads see it.
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     Blk(Arc<Disk>),
+    /// With so many queue pairs.
+    Net(u16),
 }
 
 impl Kind {
@@ -57,6 +61,7 @@ impl Kind {
     pub fn name(&self) -> &'static str {
         match self {
             Self::Blk(_) => "blk",
+            Self::Net(_) => "net",
         }
     }
 
@@ -64,6 +69,18 @@ impl Kind {
     pub fn features(&self) -> u64 {
         match self {
             Self::Blk(disk) => disk.features(),
+            Self::Net(_) => nic::FEATURES,
+        }
+    }
+
+    /// Features of vhost-user that it offers, besides those of all devices.
+    pub fn protocol_features(&self) -> VhostUserProtocolFeatures {
+        match self {
+            Self::Blk(_) => {
+                VhostUserProtocolFeatures::CONFIG | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            }
+            // The front end has the configuration space, and QEMU no in-flight region.
+            Self::Net(_) => VhostUserProtocolFeatures::empty(),
         }
     }
 
@@ -71,13 +88,23 @@ impl Kind {
     pub fn config(&self, queue_count: u16, offset: u32, bytes: u32) -> Option<Vec<u8>> {
         match self {
             Self::Blk(disk) => disk.config(queue_count, offset, bytes),
+            Self::Net(_) => None,
         }
     }
 
-    /// What the chains of a queue are made of.
-    pub fn role_of(&self, queue: u16) -> QueueRole {
+    /// What the chains of a queue are made of, for a driver that has accepted `features`.
+    pub fn role_of(&self, queue: u16, features: u64) -> QueueRole {
         match self {
             Self::Blk(_) => Disk::role_of(queue),
+            Self::Net(_) => nic::role_of(queue, features),
+        }
+    }
+
+    /// The number of the group of queues that are served by one engine.
+    pub fn group_of(&self, queue: u16) -> u16 {
+        match self {
+            Self::Blk(_) => queue,
+            Self::Net(_) => nic::pair_of(queue),
         }
     }
 
@@ -85,6 +112,7 @@ impl Kind {
     pub fn service(&self) -> Service {
         match self {
             Self::Blk(_) => Service::Block,
+            Self::Net(_) => Service::Network,
         }
     }
 
@@ -92,6 +120,7 @@ impl Kind {
     pub fn error(&self) -> Option<String> {
         match self {
             Self::Blk(disk) => disk.error(),
+            Self::Net(_) => None,
         }
     }
 
@@ -99,6 +128,7 @@ impl Kind {
     pub fn release(&self) {
         match self {
             Self::Blk(disk) => disk.release(),
+            Self::Net(_) => {}
         }
     }
 
@@ -106,6 +136,7 @@ impl Kind {
     pub fn backing(&self) -> Backing {
         match self {
             Self::Blk(disk) => Backing::Disk(disk.report()),
+            Self::Net(pairs) => Backing::Nic(NicReport { pairs: *pairs }),
         }
     }
 
@@ -113,6 +144,7 @@ impl Kind {
     pub fn disk(&self) -> Option<&Disk> {
         match self {
             Self::Blk(disk) => Some(disk),
+            Self::Net(_) => None,
         }
     }
 
@@ -124,6 +156,7 @@ impl Kind {
     ) -> io::Result<OnEngine> {
         match self {
             Self::Blk(disk) => Ok(OnEngine::Blk(DiskOnEngine::open(disk, slots, set)?)),
+            Self::Net(_) => Ok(OnEngine::Net),
         }
     }
 }
@@ -133,14 +166,17 @@ impl Kind {
 pub enum Backing {
     /// A block device's image.
     Disk(DiskReport),
+    /// A network interface.
+    Nic(NicReport),
 }
 
 impl Backing {
-    /// The kind of the device: `blk`.
+    /// The kind of the device: `blk`, `net`.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Disk(_) => "blk",
+            Self::Nic(_) => "net",
         }
     }
 
@@ -149,6 +185,7 @@ impl Backing {
     pub fn disk(&self) -> Option<&DiskReport> {
         match self {
             Self::Disk(disk) => Some(disk),
+            Self::Nic(_) => None,
         }
     }
 }
@@ -157,6 +194,7 @@ impl Backing {
 #[derive(Debug)]
 pub(crate) enum OnEngine {
     Blk(DiskOnEngine),
+    Net,
 }
 
 impl OnEngine {
@@ -164,6 +202,7 @@ impl OnEngine {
     pub fn files(&self) -> [Option<FileSlot>; FILES_PER_DEVICE] {
         match self {
             Self::Blk(disk) => disk.files(),
+            Self::Net => [None; FILES_PER_DEVICE],
         }
     }
 
@@ -173,6 +212,10 @@ impl OnEngine {
     pub fn decide(&mut self, now_ns: u64, chain: Chain<'_>) -> Decided<Flight> {
         match self {
             Self::Blk(disk) => disk.decide(now_ns, chain).map(Flight::Blk),
+            Self::Net => match nic::check(chain) {
+                Outcome::Done => Decided::Act,
+                refused => Decided::Answer(refused),
+            },
         }
     }
 
@@ -180,6 +223,7 @@ impl OnEngine {
     pub fn act(&mut self, chain: Chain<'_>) -> Acted {
         match self {
             Self::Blk(disk) => disk.act(chain),
+            Self::Net => nic::send(chain),
         }
     }
 
@@ -188,6 +232,13 @@ impl OnEngine {
     pub fn aim(&self, flight: &Flight, dma: &Dma, step: &Step) -> Aim {
         match (self, flight) {
             (Self::Blk(disk), Flight::Blk(flight)) => disk.aim(flight, dma, step),
+            (Self::Net, Flight::Blk(_)) => {
+                debug_assert!(false, "a network device has no I/O of the kernel");
+                Aim {
+                    file: step.file,
+                    unit_bytes: 1,
+                }
+            }
         }
     }
 
@@ -202,6 +253,10 @@ impl OnEngine {
     ) -> Next {
         match (self, flight) {
             (Self::Blk(disk), Flight::Blk(flight)) => disk.next(now_ns, flight, io, result),
+            (Self::Net, Flight::Blk(_)) => {
+                debug_assert!(false, "a network device has no I/O of the kernel");
+                Next::Complete(Outcome::Failed)
+            }
         }
     }
 
@@ -215,6 +270,8 @@ impl OnEngine {
     ) -> Result<(), OutsideMemory> {
         match self {
             Self::Blk(_) => DiskOnEngine::answer(memory, at, outcome),
+            // Its chains have no place for one.
+            Self::Net => Ok(()),
         }
     }
 }

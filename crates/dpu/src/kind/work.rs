@@ -12,8 +12,18 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct QueueRole {
     pub layout: Layout,
+    pub chains: Chains,
     /// Interrupt vector that the page requests of its chains name.
     pub vector: u16,
+}
+
+/// What a driver makes chains of a queue available for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Chains {
+    /// Each requests something, and is begun as soon as it may be.
+    Requests,
+    /// Each is a buffer for what may come. It stays in the ring until then.
+    Posted,
 }
 
 /// A chain that is in memory.
