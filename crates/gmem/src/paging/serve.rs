@@ -234,6 +234,13 @@ impl PagedMemory {
             Ok(false) => Event::Punched,
             Err(error) => return self.failed(page, &error),
         };
+        self.settle_as(page, word, event);
+        // The next turn of the loop handles the new state.
+        Resolved::UpTo(page)
+    }
+
+    /// What became of a page whose word is `Evicting` is known now.
+    pub(super) fn settle_as(&self, page: PageNo, word: PageWord, event: Event) {
         let changed = self.table.change(page, word, event);
         if let (Some(_), Event::StillPresent, PageState::Evicting(content)) =
             (changed, event, word.state())
@@ -241,8 +248,6 @@ impl PagedMemory {
         {
             self.store.free(content);
         }
-        // The next turn of the loop handles the new state.
-        Resolved::UpTo(page)
     }
 
     /// The faulting page is present: takes it out of the round and grants it.

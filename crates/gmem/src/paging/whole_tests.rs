@@ -317,6 +317,70 @@ fn section_that_the_guest_gave_up_begins_with_zeros() {
 }
 
 #[test]
+fn section_of_mixed_words_takes_and_counts_room_for_what_was_stored() {
+    let vm = setting(SECTIONS);
+    let filled = || {
+        let counters = vm.memory().counters();
+        counters.filled_pages.load(Ordering::Relaxed)
+    };
+    // The guest gave up what came first, or what came last.
+    for page in (0..100).chain(SECTION_PAGES + 200..2 * SECTION_PAGES) {
+        vm.set(page, PageState::Present);
+    }
+    vm.set(SECTION_PAGES + 7, PageState::Stored(Content::ZERO));
+    assert_eq!(vm.ask(3, 1), FaultOutcome::Present);
+    assert_eq!((filled(), vm.rooms.taken()), (412, 412));
+    let ahead = Cause::Readahead(Readahead::SwapIn(PageNo(SECTION_PAGES).run(SECTION_PAGES)));
+    assert!(vm.space.fault(&ahead, Wait::Never).is_some());
+    assert_eq!((filled(), vm.rooms.taken()), (612, 612));
+    assert_eq!(vm.place.present_pages(), 2 * SECTION_PAGES);
+    let bytes = |page| vm.place.first_byte(PageNo(page));
+    assert_eq!((bytes(99), bytes(100)), (Some(0), Some(byte(100))));
+    let last = SECTION_PAGES + 199;
+    assert_eq!((bytes(last), bytes(last + 1)), (Some(byte(last)), Some(0)));
+}
+
+/// A section whose punch was refused is present or stored as a whole, whatever page the kernel tells nothing of.
+#[test]
+fn section_whose_punch_fails_is_settled_by_one_answer() {
+    for hidden in [0, 5, 511] {
+        let vm = setting(SECTIONS);
+        vm.ask(0, 1);
+        vm.place.refuse_punches();
+        vm.place.hide([PageNo(hidden)]);
+        assert!(!vm.evict(0).unwrap());
+        vm.place.refuse_no_punches();
+        let is_known = hidden != 0;
+        for page in 0..SECTION_PAGES {
+            let is_present = vm.state(page) == PageState::Present;
+            assert_eq!(is_present, is_known, "{page}, {hidden} hidden");
+        }
+        vm.place.hide([]);
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+        assert!(vm.evict(0).unwrap(), "{hidden} hidden");
+        assert_eq!(vm.ask(0, 1), FaultOutcome::Present);
+        assert_eq!(vm.place.first_byte(PageNo(5)), Some(byte(5)));
+        // The other way round: it was punched, and nobody could tell.
+        vm.place.refuse_punches();
+        vm.place.hide([PageNo(0)]);
+        assert!(!vm.evict(0).unwrap());
+        vm.place.refuse_no_punches();
+        crate::Place::discard(&*vm.place, PageNo(0).run(SECTION_PAGES)).unwrap();
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Lost, "it is not known yet");
+        vm.place.hide([]);
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+        assert_eq!(vm.place.first_byte(PageNo(5)), Some(byte(5)));
+    }
+    // And words that an eviction has left behind so.
+    let vm = setting(SECTIONS);
+    for page in [1, 300, 511] {
+        vm.set(page, PageState::Evicting(content(page)));
+    }
+    assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+    assert_eq!(vm.place.first_byte(PageNo(300)), Some(byte(300)));
+}
+
+#[test]
 fn foreign_section_is_told_and_its_content_kept() {
     let vm = setting(SECTIONS);
     vm.place.put_zeros(PageNo(0).run(SECTION_PAGES));

@@ -94,7 +94,7 @@ impl Work<'_> {
         let memory = self.memory;
         let asked = match self.cause {
             Cause::Readahead(Readahead::SwapIn(_))
-                if self.admitted >= self.filled + pages.len() =>
+                if self.admitted >= self.filled + memory.absent_pages(pages) =>
             {
                 Asked::ByNobody
             }
