@@ -39,7 +39,7 @@ use crate::{
     together::FaultedSections, touched::TouchedSections,
 };
 use pagetide_addr::{DeviceId, SECTION_PAGES, SectionNo};
-use pagetide_gmem::Admission;
+use pagetide_gmem::{Admission, Corrections};
 use pagetide_policy::{
     scheduler::FaultClass,
     watermarks::{ADMISSION_WAIT, Headroom},
@@ -91,6 +91,8 @@ pub struct Limit {
     is_advisory: AtomicBool,
     pages: AtomicI64,
     headroom: AtomicI64,
+    /// How often the headroom was set by the kernel's count: with it, under the lock of the state.
+    corrections: AtomicU64,
     over_limit_fills: AtomicU64,
     state: Mutex<State>,
     wanted: Condvar,
@@ -141,6 +143,7 @@ impl Limit {
             is_stopped: AtomicBool::new(false),
             pages: AtomicI64::new(UNLIMITED),
             headroom: AtomicI64::new(UNLIMITED),
+            corrections: AtomicU64::new(0),
             over_limit_fills: AtomicU64::new(0),
             state: Mutex::default(),
             wanted: Condvar::new(),
@@ -244,8 +247,15 @@ impl Limit {
         } else {
             limit - resident
         };
+        let state = self.lock();
+        self.corrections.fetch_add(1, Relaxed);
         self.headroom.store(headroom, Relaxed);
+        drop(state);
         self.notify_freed(headroom);
+    }
+
+    fn corrections(&self) -> Corrections {
+        Corrections(self.corrections.load(Relaxed))
     }
 
     /// Pages were evicted.
@@ -471,10 +481,11 @@ impl Admission for Limit {
         }
     }
 
-    fn admit(&self, count: u64) {
+    fn admit(&self, count: u64) -> Corrections {
         if self.is_advisory() {
+            let corrections = self.corrections();
             self.exceed(count);
-            return;
+            return corrections;
         }
         let pages = i64::try_from(count).unwrap_or(0);
         if self.headroom.load(Relaxed) < pages {
@@ -486,11 +497,14 @@ impl Admission for Limit {
             self.wait_for_headroom(pages);
         }
         self.make_room_on_host(count);
+        // Before the room is taken: one that comes in between leaves it taken.
+        let corrections = self.corrections();
         self.took(count);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
         }
+        corrections
     }
 
     fn try_admit(&self, pages: u64) -> bool {
@@ -522,6 +536,18 @@ impl Admission for Limit {
         if short && pages > 0 {
             self.notify_freed(headroom);
         }
+    }
+
+    fn give_back_unless_corrected(&self, pages: u64, since: Corrections) {
+        let state = self.lock();
+        if self.corrections() != since {
+            return;
+        }
+        let pages = i64::try_from(pages).unwrap_or(0);
+        let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
+        drop(state);
+        self.notify_freed(headroom);
+        // The host's budget is corrected at times of its own, and so has given the room back, or will.
     }
 
     fn count_in(&self, pages: u64) {
@@ -592,6 +618,24 @@ mod tests {
         reclaimer.join().unwrap();
         assert_eq!(limit.over_limit_fills(), 0);
         assert!(!limit.try_admit(64) && limit.try_admit(63) && !limit.try_admit(1));
+    }
+
+    #[test]
+    fn room_is_given_back_by_its_owner_or_by_a_correction_and_never_by_both() {
+        let limit = Limit::new();
+        let free = |limit: &Limit| match limit.headroom() {
+            Headroom::Limited { free_pages, .. } => free_pages,
+            Headroom::Unlimited => panic!("it has a limit"),
+        };
+        limit.put_right(Some(10_000), 2_000);
+        let since = limit.admit(512);
+        assert_eq!(free(&limit), 7_488);
+        limit.give_back_unless_corrected(512, since);
+        assert_eq!(free(&limit), 8_000);
+        let since = limit.admit(512);
+        limit.correct(2_000);
+        limit.give_back_unless_corrected(512, since);
+        assert_eq!(free(&limit), 8_000);
     }
 
     #[test]

@@ -47,12 +47,13 @@ use super::{
     readahead::Readahead,
     request::{Cause, Served, TOLD_PAGES_MAX, Wait},
     slow_fill::Load,
+    store::Corrections,
     table::Section,
     waiters::{Joined, Pending},
     word::{Event, PageState, PageWord},
 };
 use crate::sync::{Arc, share, try_share};
-use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange};
+use pagetide_addr::{DeviceId, OVERWRITE_PAGES_MAX, PageNo, PageRange, SECTION_PAGES, SectionNo};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Most absent pages that a call which must not wait fills: at some microseconds each, more would
@@ -138,6 +139,7 @@ impl PagedMemory {
                 is_awaited.then(|| Told::begin(self, fault.device))
             }
         };
+        let admitted = self.take_room(cause, joining)?;
         let mut work = Work {
             memory: self,
             cause,
@@ -145,8 +147,9 @@ impl PagedMemory {
             page: cause.pages().start,
             still: 0,
             waits: 0,
-            admitted: self.take_room(cause, joining)?,
+            admitted,
             filled: 0,
+            filled_whole: 0,
             end: End::Open,
             installed: 0,
             loads: Vec::new(),
@@ -170,9 +173,9 @@ impl PagedMemory {
         work.finish()
     }
 
-    /// Takes room for the pages of `cause` that are absent; returns for how many. `None` if that
-    /// would take time that the caller does not have.
-    fn take_room(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<u64> {
+    /// Takes room for the pages of `cause` that are absent. `None` if that would take time that the caller does not
+    /// have.
+    fn take_room(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<Admitted> {
         let pages = cause.pages();
         let absent = match (cause, joining) {
             (Cause::Readahead(readahead), _) => {
@@ -185,21 +188,27 @@ impl PagedMemory {
                     Readahead::SwapIn(_) => absent,
                 };
                 let has_room = wanted > 0 && self.admission.try_admit(wanted);
-                return Some(if has_room { wanted } else { 0 });
+                return Some(Admitted::pages(if has_room { wanted } else { 0 }));
             }
             // The device's bytes are at hand.
             (Cause::Fault(_), Joining::Never) => self.absent_at_hand(pages)?,
             (Cause::Fault(_) | Cause::Overwrite(_), _) => self.absent_pages(pages),
         };
         match joining {
-            _ if absent == 0 => Some(0),
+            _ if absent == 0 => Some(Admitted::pages(0)),
             Joining::Never | Joining::Begin => {
                 let few = absent <= AT_ONCE_PAGES_MAX;
-                (few && self.admission.try_admit(absent)).then_some(absent)
+                let has_room = few && self.admission.try_admit(absent);
+                has_room.then_some(Admitted::pages(absent))
             }
             Joining::InKernel | Joining::Reply(_) => {
-                self.admission.admit(absent);
-                Some(absent)
+                let whole = self.absent_whole(pages);
+                let since = self.admission.admit(absent);
+                Some(Admitted {
+                    pages: absent,
+                    whole,
+                    since,
+                })
             }
         }
     }
@@ -210,6 +219,17 @@ impl PagedMemory {
         let is_stored =
             |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
         pages.iter().filter(is_stored).count() as u64
+    }
+
+    /// Of those, how many lie in sections that go whole.
+    fn absent_whole(&self, pages: PageRange) -> u64 {
+        let (first, end) = (pages.start.section().0, pages.end.0.div_ceil(SECTION_PAGES));
+        let whole = (first..end)
+            .map(SectionNo)
+            .filter(|it| self.goes_whole(*it));
+        whole
+            .map(|section| self.absent_pages(self.table.pages_of(section)))
+            .sum()
     }
 
     /// How many of `pages` are absent; `None` if the content of one is not at hand.
@@ -266,6 +286,26 @@ impl PagedMemory {
     }
 }
 
+/// Room that a request took.
+#[derive(Clone, Copy)]
+struct Admitted {
+    /// For so many pages.
+    pages: u64,
+    /// Of them, those in sections that go whole, if the request may fill such.
+    whole: u64,
+    since: Corrections,
+}
+
+impl Admitted {
+    const fn pages(pages: u64) -> Self {
+        Self {
+            pages,
+            whole: 0,
+            since: Corrections(0),
+        }
+    }
+}
+
 /// Whether a request goes on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
@@ -287,9 +327,11 @@ struct Work<'a> {
     /// How often no huge page was free.
     waits: u32,
     /// Pages that room was taken for.
-    admitted: u64,
+    admitted: Admitted,
     /// How many of the installed pages were stored before: these need room.
     filled: u64,
+    /// Of them, those in sections that go whole.
+    filled_whole: u64,
     end: End,
     /// See [`Served`].
     installed: u64,
@@ -302,7 +344,7 @@ impl<'a> Work<'a> {
     fn next_section(&mut self) -> Option<&'a Section> {
         let is_over = self.page >= self.cause.pages().end
             || self.end != End::Open
-            || (matches!(self.cause, Cause::Readahead(_)) && self.filled >= self.admitted);
+            || (matches!(self.cause, Cause::Readahead(_)) && self.filled >= self.admitted.pages);
         if is_over {
             return None;
         }
@@ -418,7 +460,9 @@ impl<'a> Work<'a> {
     fn step_pages(&self) -> u64 {
         match self.cause {
             Cause::Fault(_) | Cause::Overwrite(_) => FILL_PAGES_MAX,
-            Cause::Readahead(readahead) => readahead.step_pages().min(self.admitted - self.filled),
+            Cause::Readahead(readahead) => readahead
+                .step_pages()
+                .min(self.admitted.pages - self.filled),
         }
     }
 
@@ -545,20 +589,31 @@ impl<'a> Work<'a> {
     /// correction of the limit, which looks at what is present, came in between, room given back
     /// would be room twice, and the limit must never believe in more than is free. One that comes
     /// again takes its room again.
+    ///
+    /// Of sections that go whole, a keeping fault would keep too much: each of the vCPUs that wait for one of them has
+    /// taken room for 512 pages, and so has one for which no huge page was free. They give back what they did not
+    /// fill, if no correction came in between.
     fn settle_room(&self) {
         let memory = self.memory;
+        let (admitted, whole) = (self.admitted.pages, self.admitted.whole);
         match self.cause {
-            Cause::Fault(fault) => {
-                if self.end == End::WouldWait && self.admitted > 0 {
+            Cause::Fault(fault) if self.end == End::WouldWait => {
+                if admitted > 0 {
                     let absent = memory.absent_pages(fault.pages);
-                    memory.admission.give_back(self.admitted.min(absent));
+                    memory.admission.give_back(admitted.min(absent));
+                }
+            }
+            Cause::Fault(_) => {
+                if whole > self.filled_whole {
+                    let (surplus, since) = (whole - self.filled_whole, self.admitted.since);
+                    (memory.admission).give_back_unless_corrected(surplus, since);
                 }
             }
             Cause::Overwrite(_) | Cause::Readahead(_) => {
-                if self.admitted > self.filled {
-                    memory.admission.give_back(self.admitted - self.filled);
-                } else if self.filled > self.admitted {
-                    memory.admission.count_in(self.filled - self.admitted);
+                if admitted > self.filled {
+                    memory.admission.give_back(admitted - self.filled);
+                } else if self.filled > admitted {
+                    memory.admission.count_in(self.filled - admitted);
                 }
             }
         }

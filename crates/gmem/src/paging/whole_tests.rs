@@ -277,10 +277,32 @@ fn fill_that_finds_no_huge_page_waits_and_ends_without_a_failure() {
     let waits = &vm.memory().counters().waits_for_huge_page;
     assert!(waits.load(Ordering::Relaxed) > 1);
     assert_eq!(vm.state(600), before);
+    assert_eq!(vm.rooms.taken(), 0, "it comes again");
     assert!(vm.place.woken().contains(&PageNo(600)));
     vm.place.go_whole(1);
     assert_eq!(vm.ask(600, 1), FaultOutcome::Present);
     assert_eq!(vm.state(600), PageState::Present);
+}
+
+#[test]
+fn faults_that_wait_for_one_section_keep_room_for_one() {
+    for is_corrected in [false, true] {
+        let vm = setting(SECTIONS);
+        vm.rooms.fill_up();
+        std::thread::scope(|scope| {
+            for page in 0..6 {
+                let vm = &vm;
+                scope.spawn(move || assert_eq!(vm.ask(page, 1), FaultOutcome::Present));
+            }
+            vm.rooms.wait_for_waiting(6);
+            if is_corrected {
+                vm.rooms.correct(0);
+            }
+            vm.rooms.make_room();
+        });
+        assert_eq!(vm.place.present_pages(), SECTION_PAGES);
+        assert_eq!(vm.rooms.taken(), SECTION_PAGES.cast_signed());
+    }
 }
 
 #[test]
