@@ -32,7 +32,7 @@
 
 mod making_room;
 
-use making_room::NO_PAGE_WAIT;
+use making_room::{HUGE_PAGE_TRIES, NO_PAGE_WAIT};
 
 use crate::{
     host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup,
@@ -62,6 +62,9 @@ pub trait MakeRoom: Send + Sync {
     /// Evicts some pages, at least `pages` if that many may be evicted at once; returns the number
     /// evicted. Does not wait.
     fn make_room(&self, pages: u64) -> u64;
+
+    /// Evicts a section that goes whole, if one may be evicted at once: a huge page comes free. Does not wait.
+    fn make_huge_page(&self) -> bool;
 }
 
 /// What the limit means for fills.
@@ -559,8 +562,10 @@ impl Admission for Limit {
         }
     }
 
-    fn no_page_free(&self, pages: u64) {
-        if self.make_room_elsewhere(pages) == 0 {
+    fn no_page_free(&self, _pages: u64, in_vain: u32) {
+        // Others on the host took the huge pages that came free: more of this VM would go for nothing.
+        let may_help = in_vain < HUGE_PAGE_TRIES;
+        if !may_help || !self.make_huge_page() {
             self.want_reclaim();
             self.sleep(|| std::thread::sleep(NO_PAGE_WAIT));
         }
@@ -689,6 +694,34 @@ mod tests {
             self.limit.evicted(made);
             made
         }
+
+        fn make_huge_page(&self) -> bool {
+            self.make_room(SECTION_PAGES - 1) > 0
+        }
+    }
+
+    #[test]
+    fn fill_without_a_huge_page_evicts_two_sections_at_most_and_then_only_waits() {
+        let limit = Arc::new(Limit::new());
+        limit.put_right(Some(50_000), 5_000);
+        let stock = Arc::new(Stock {
+            limit: Arc::clone(&limit),
+            pages: AtomicU64::new(10 * SECTION_PAGES),
+        });
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        for in_vain in 0..5 {
+            limit.no_page_free(SECTION_PAGES, in_vain);
+        }
+        assert_eq!(stock.pages.load(Relaxed), 8 * SECTION_PAGES);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        // Another fill.
+        limit.no_page_free(SECTION_PAGES, 0);
+        assert_eq!(stock.pages.load(Relaxed), 7 * SECTION_PAGES);
+        // Of a VM without a limit nothing is evicted.
+        limit.put_right(None, 5_000);
+        limit.no_page_free(SECTION_PAGES, 0);
+        assert_eq!(stock.pages.load(Relaxed), 7 * SECTION_PAGES);
     }
 
     #[test]

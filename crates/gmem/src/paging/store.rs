@@ -166,9 +166,10 @@ pub trait Admission: Send + Sync {
     fn fault_ends(&self) {}
 
     /// The kernel had no huge page for `pages` pages that are to be filled: evicts others of this space if any
-    /// are ready, or waits a moment, a hundredth of a second at most. Called without a lock.
-    fn no_page_free(&self, pages: u64) {
-        let _unmet = pages;
+    /// are ready, or waits a moment, a hundredth of a second at most. It was called `in_vain` times for this fill
+    /// before. Called without a lock.
+    fn no_page_free(&self, pages: u64, in_vain: u32) {
+        let _unmet = (pages, in_vain);
         std::thread::yield_now();
     }
 

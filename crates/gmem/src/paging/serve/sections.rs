@@ -40,8 +40,8 @@ impl Work<'_> {
             self.end = End::Stopped(self.without_huge_page());
             return;
         }
+        memory.admission.no_page_free(SECTION_PAGES, self.waits);
         self.waits += 1;
-        memory.admission.no_page_free(SECTION_PAGES);
     }
 
     /// Whoever waits comes again; but what the daemon asks for itself is not there.
