@@ -377,7 +377,7 @@ report! {
         retried_loads: u64 => counter,
         /// Answers of such a tier that were not the page as it was stored; it was asked for again.
         wrong_answers: u64 => counter,
-        /// Pages that were needed and that the server of the tier remote does not have any more; what needs them waits, as is set by remote-when-gone.
+        /// Loads of pages that the server of the tier remote does not have any more; what needs those pages waits, as is set by remote-when-gone. A page that is loaded again later counts again.
         missing_pages: u64 => counter,
         /// Pages evicted since the attach.
         evicted_pages: u64 => counter,

@@ -8,7 +8,7 @@ use crate::{
     reserve::{Claim, Reserve},
     taken::Took,
 };
-use pagetide_addr::SectionNo;
+use pagetide_addr::{SECTION_PAGES, SectionNo};
 use pagetide_policy::{
     candidates::Ready, protect::ProtectedSections, reclaim::DIRECT_SECTIONS_MAX,
 };
@@ -42,19 +42,33 @@ impl MakeRoom for DirectReclaim {
         self.reserve().direct_pages.fetch_add(evicted, Relaxed);
         evicted
     }
+
+    /// Tries a few sections at most.
+    fn make_huge_page(&self) -> bool {
+        let space = self.pattern.evictor.space();
+        let goes_whole = |section| space.goes_whole(section);
+        let evicted = self.take_of(SECTION_PAGES, goes_whole, &|| true);
+        self.reserve().direct_pages.fetch_add(evicted, Relaxed);
+        evicted > 0
+    }
 }
 
 impl DirectReclaim {
     /// Evicts some pages of ready sections, as [`MakeRoom::make_room`] does, but on behalf of a
     /// reclaimer: they are not counted as a fill's. Between two sections and within one it keeps to `pace`.
     pub fn take_some(&self, pages: u64, pace: &impl Pace) -> u64 {
+        self.take_of(pages, |_| true, pace)
+    }
+
+    /// The same, of sections that are `wanted`.
+    fn take_of(&self, pages: u64, wanted: impl Fn(SectionNo) -> bool, pace: &impl Pace) -> u64 {
         let mut worker = self.worker();
         let mut evicted = 0;
         for _ in 0..DIRECT_SECTIONS_MAX {
             if !pace.go_on() {
                 break;
             }
-            let Some((claim, ready)) = self.reserve().claim_next((self.clock)()) else {
+            let Some((claim, ready)) = self.reserve().claim_next((self.clock)(), &wanted) else {
                 break;
             };
             // It was protected after it was offered: only the reclaimer may evict it.

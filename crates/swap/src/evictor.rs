@@ -15,7 +15,8 @@
 //! a fault in the section waits for a commit, and because content packed in vain is wasted work.
 //!
 //! A section that comes and goes whole (hugetlbfs) is packed batch by batch and committed at once, so a
-//! store without room for all of it refuses all of it.
+//! store without room for all of it refuses all of it. It is not tried again for a while, as long as there is no more
+//! room.
 //!
 //! Content that a full store refuses stays where it is, and so do the pages after it that would need
 //! room; pages of zeros, and those of one repeated word, go all the same.
@@ -28,8 +29,18 @@ use crate::{
 use pagetide_addr::{PageNo, PageRange, PageSet, SectionNo, to_usize};
 use pagetide_gmem::{Content, ContentStore, EvictionError, EvictionRound, PagedMemory, PlaceError};
 use pagetide_policy::tracker::TrackerError;
-use std::{ops::ControlFlow, sync::Arc};
+use std::{
+    collections::HashMap,
+    ops::ControlFlow,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
 
+/// For how long a section that goes whole is left alone after there was no room for one of its pages, while there is
+/// not more.
+const REFUSED_TIME: Duration = Duration::from_secs(60);
+/// Most of them that are known: 8 GiB.
+const REFUSED_MAX: usize = 4096;
 /// Pages read, packed and committed together.
 const BATCH_PAGES: u64 = 16;
 
@@ -44,8 +55,10 @@ pub struct EvictReport {
     pub same_filled_pages: u64,
     /// Candidates that were needed meanwhile, and stayed; and those that `progress` did not want any more.
     pub cancelled_pages: u64,
-    /// Candidates that stayed because the store is full.
+    /// Candidates that stayed because the store is full, or has no room for such pages.
     pub refused: PageSet,
+    /// More pages were wanted than it was to evict: those behind them were not tried.
+    pub was_trimmed: bool,
     /// `progress` has ended it.
     pub was_cut: bool,
 }
@@ -73,6 +86,15 @@ pub struct Evictor {
     store: Arc<PoolStore>,
     keeper: Keeper,
     pages: Box<[u8]>,
+    /// Sections that go whole and for a page of which there was no room, and when that was: what all workers know.
+    refused: Arc<Mutex<HashMap<SectionNo, Instant>>>,
+}
+
+/// Why not all pages of a section that goes whole are stored.
+enum Unpacked {
+    /// There is no room for one of them.
+    NoRoom,
+    Failed(PutError),
 }
 
 impl Evictor {
@@ -85,13 +107,18 @@ impl Evictor {
             store,
             keeper: Keeper::default(),
             pages,
+            refused: Arc::default(),
         }
     }
 
     /// One for another thread.
     #[must_use]
     pub fn another(&self) -> Self {
-        Self::new(Arc::clone(&self.space), Arc::clone(&self.store))
+        let refused = Arc::clone(&self.refused);
+        Self {
+            refused,
+            ..Self::new(Arc::clone(&self.space), Arc::clone(&self.store))
+        }
     }
 
     /// The space.
@@ -124,12 +151,16 @@ impl Evictor {
         let space = Arc::clone(&self.space);
         let mut wanted = *wanted;
         let goes_whole = space.goes_whole(section);
+        let mut report = EvictReport::default();
+        if goes_whole && self.is_refused(section) {
+            report.refused = wanted;
+            return Ok(report);
+        }
         // Of a full store's pages only those of one word go, and which they are is not known yet.
         if self.store.takes_content() && !goes_whole {
-            trim_to(&mut wanted, section, pages_max);
+            report.was_trimmed = trim_to(&mut wanted, section, pages_max);
         }
         let mut round = space.begin_eviction(section, &wanted)?;
-        let mut report = EvictReport::default();
         round.spare(&touched().map_err(EvictorError::Tracker)?);
         let begun = round.candidates();
         if goes_whole {
@@ -170,16 +201,44 @@ impl Evictor {
             for (_, content) in batch {
                 self.free(content);
             }
-            if let Some(why) = packed? {
-                report.refused = *begun;
-                return match why.is_full() {
-                    true => Ok(()),
-                    false => Err(why.into()),
-                };
-            }
-            return Ok(());
+            return match packed? {
+                None => Ok(()),
+                Some(Unpacked::Failed(why)) => Err(why.into()),
+                Some(Unpacked::NoRoom) => {
+                    report.refused = *begun;
+                    self.refuse(round.section());
+                    Ok(())
+                }
+            };
         }
         self.commit(round, &batch, report)
+    }
+
+    /// True if there was no room for a page of `section` lately, and there is not much more now: to pack 511 other
+    /// pages would be for nothing again.
+    fn is_refused(&self, section: SectionNo) -> bool {
+        let now = Instant::now();
+        let mut refused = self.refused();
+        if self.store.full().is_none() && self.store.turned_away(now).is_none() {
+            refused.clear();
+        }
+        let at = refused.get(&section);
+        at.is_some_and(|at| now.saturating_duration_since(*at) < REFUSED_TIME)
+    }
+
+    fn refuse(&self, section: SectionNo) {
+        let now = Instant::now();
+        let mut refused = self.refused();
+        if refused.len() >= REFUSED_MAX {
+            refused.retain(|_, at| now.saturating_duration_since(*at) < REFUSED_TIME);
+        }
+        if refused.len() < REFUSED_MAX {
+            refused.insert(section, now);
+        }
+    }
+
+    fn refused(&self) -> MutexGuard<'_, HashMap<SectionNo, Instant>> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Stores the pages of `begun` into `batch`, as long as none was needed. Returns why a page is not stored.
@@ -188,7 +247,8 @@ impl Evictor {
         round: &EvictionRound<'_>,
         begun: &PageSet,
         batch: &mut Vec<(PageNo, Content)>,
-    ) -> Result<Option<PutError>, EvictorError> {
+    ) -> Result<Option<Unpacked>, EvictorError> {
+        let may_take = self.may_take();
         for run in begun.runs(round.section()) {
             let mut first = run.start;
             while first < run.end {
@@ -199,16 +259,25 @@ impl Evictor {
                 let bytes = &mut self.pages[..to_usize(pages.bytes())];
                 round.read(pages, bytes)?;
                 for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
-                    match (self.keeper).keep(&self.store, page, content, MayTake::Room) {
+                    match (self.keeper).keep(&self.store, page, content, may_take) {
                         Kept::Stored(content) => batch.push((page, content)),
-                        Kept::Refused(why) => return Ok(Some(why)),
-                        Kept::NeedsRoom => unreachable!("room may be taken"),
+                        Kept::NeedsRoom => return Ok(Some(Unpacked::NoRoom)),
+                        Kept::Refused(why) if why.is_full() => return Ok(Some(Unpacked::NoRoom)),
+                        Kept::Refused(why) => return Ok(Some(Unpacked::Failed(why))),
                     }
                 }
                 first = pages.end;
             }
         }
         Ok(None)
+    }
+
+    /// Of a full store's pages only those that need no room go.
+    fn may_take(&self) -> MayTake {
+        match self.store.takes_content() {
+            true => MayTake::Room,
+            false => MayTake::Nothing,
+        }
     }
 
     fn free(&self, content: Content) {
@@ -229,14 +298,11 @@ impl Evictor {
         if !pages.iter().any(|page| candidates.contains(page)) {
             return Ok(());
         }
+        let may_take = self.may_take();
         let bytes = &mut self.pages[..to_usize(pages.bytes())];
         round.read(pages, bytes)?;
         let mut batch: Vec<(PageNo, Content)> = Vec::with_capacity(to_usize(pages.len()));
         let mut failed = None;
-        let may_take = match self.store.takes_content() {
-            true => MayTake::Room,
-            false => MayTake::Nothing,
-        };
         for (page, content) in pages.iter().zip(bytes.as_chunks::<PAGE>().0) {
             if !candidates.contains(page) {
                 continue;
@@ -278,12 +344,14 @@ impl Evictor {
     }
 }
 
-/// Leaves the first `pages_max` pages in the set.
-fn trim_to(set: &mut PageSet, section: SectionNo, pages_max: u64) {
-    if set.len() > pages_max {
+/// Leaves the first `pages_max` pages in the set; true if it had more.
+fn trim_to(set: &mut PageSet, section: SectionNo, pages_max: u64) -> bool {
+    let has_more = set.len() > pages_max;
+    if has_more {
         let surplus: Vec<PageNo> = set.pages(section).skip(to_usize(pages_max)).collect();
         for page in surplus {
             set.remove(page);
         }
     }
+    has_more
 }

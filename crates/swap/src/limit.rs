@@ -32,14 +32,14 @@
 
 mod making_room;
 
-use making_room::NO_PAGE_WAIT;
+use making_room::{HUGE_PAGE_TRIES, NO_PAGE_WAIT};
 
 use crate::{
     host_share::HostShare, reserve::Reserve, scheduled::group::WorkGroup,
     together::FaultedSections, touched::TouchedSections,
 };
 use pagetide_addr::{DeviceId, SECTION_PAGES, SectionNo};
-use pagetide_gmem::Admission;
+use pagetide_gmem::{Admission, Corrections};
 use pagetide_policy::{
     scheduler::FaultClass,
     watermarks::{ADMISSION_WAIT, Headroom},
@@ -62,6 +62,9 @@ pub trait MakeRoom: Send + Sync {
     /// Evicts some pages, at least `pages` if that many may be evicted at once; returns the number
     /// evicted. Does not wait.
     fn make_room(&self, pages: u64) -> u64;
+
+    /// Evicts a section that goes whole, if one may be evicted at once: a huge page comes free. Does not wait.
+    fn make_huge_page(&self) -> bool;
 }
 
 /// What the limit means for fills.
@@ -91,6 +94,8 @@ pub struct Limit {
     is_advisory: AtomicBool,
     pages: AtomicI64,
     headroom: AtomicI64,
+    /// How often the headroom was set by the kernel's count: with it, under the lock of the state.
+    corrections: AtomicU64,
     over_limit_fills: AtomicU64,
     state: Mutex<State>,
     wanted: Condvar,
@@ -141,6 +146,7 @@ impl Limit {
             is_stopped: AtomicBool::new(false),
             pages: AtomicI64::new(UNLIMITED),
             headroom: AtomicI64::new(UNLIMITED),
+            corrections: AtomicU64::new(0),
             over_limit_fills: AtomicU64::new(0),
             state: Mutex::default(),
             wanted: Condvar::new(),
@@ -244,8 +250,15 @@ impl Limit {
         } else {
             limit - resident
         };
+        let state = self.lock();
+        self.corrections.fetch_add(1, Relaxed);
         self.headroom.store(headroom, Relaxed);
+        drop(state);
         self.notify_freed(headroom);
+    }
+
+    fn corrections(&self) -> Corrections {
+        Corrections(self.corrections.load(Relaxed))
     }
 
     /// Pages were evicted.
@@ -471,10 +484,11 @@ impl Admission for Limit {
         }
     }
 
-    fn admit(&self, count: u64) {
+    fn admit(&self, count: u64) -> Corrections {
         if self.is_advisory() {
+            let corrections = self.corrections();
             self.exceed(count);
-            return;
+            return corrections;
         }
         let pages = i64::try_from(count).unwrap_or(0);
         if self.headroom.load(Relaxed) < pages {
@@ -486,11 +500,14 @@ impl Admission for Limit {
             self.wait_for_headroom(pages);
         }
         self.make_room_on_host(count);
+        // Before the room is taken: one that comes in between leaves it taken.
+        let corrections = self.corrections();
         self.took(count);
         self.headroom.fetch_sub(pages, Relaxed);
         if self.headroom().is_below_low() {
             self.want_reclaim();
         }
+        corrections
     }
 
     fn try_admit(&self, pages: u64) -> bool {
@@ -524,6 +541,18 @@ impl Admission for Limit {
         }
     }
 
+    fn give_back_unless_corrected(&self, pages: u64, since: Corrections) {
+        let state = self.lock();
+        if self.corrections() != since {
+            return;
+        }
+        let pages = i64::try_from(pages).unwrap_or(0);
+        let headroom = self.headroom.fetch_add(pages, Relaxed) + pages;
+        drop(state);
+        self.notify_freed(headroom);
+        // The host's budget is corrected at times of its own, and so has given the room back, or will.
+    }
+
     fn count_in(&self, pages: u64) {
         self.took(pages);
         let pages = i64::try_from(pages).unwrap_or(0);
@@ -533,8 +562,10 @@ impl Admission for Limit {
         }
     }
 
-    fn no_page_free(&self, pages: u64) {
-        if self.make_room_elsewhere(pages) == 0 {
+    fn no_page_free(&self, _pages: u64, in_vain: u32) {
+        // Others on the host took the huge pages that came free: more of this VM would go for nothing.
+        let may_help = in_vain < HUGE_PAGE_TRIES;
+        if !may_help || !self.make_huge_page() {
             self.want_reclaim();
             self.sleep(|| std::thread::sleep(NO_PAGE_WAIT));
         }
@@ -595,6 +626,24 @@ mod tests {
     }
 
     #[test]
+    fn room_is_given_back_by_its_owner_or_by_a_correction_and_never_by_both() {
+        let limit = Limit::new();
+        let free = |limit: &Limit| match limit.headroom() {
+            Headroom::Limited { free_pages, .. } => free_pages,
+            Headroom::Unlimited => panic!("it has a limit"),
+        };
+        limit.put_right(Some(10_000), 2_000);
+        let since = limit.admit(512);
+        assert_eq!(free(&limit), 7_488);
+        limit.give_back_unless_corrected(512, since);
+        assert_eq!(free(&limit), 8_000);
+        let since = limit.admit(512);
+        limit.correct(2_000);
+        limit.give_back_unless_corrected(512, since);
+        assert_eq!(free(&limit), 8_000);
+    }
+
+    #[test]
     fn limit_that_goes_on_after_a_stop_is_waited_for_again() {
         let limit = Limit::new();
         limit.put_right(Some(5_000), 5_000);
@@ -645,6 +694,34 @@ mod tests {
             self.limit.evicted(made);
             made
         }
+
+        fn make_huge_page(&self) -> bool {
+            self.make_room(SECTION_PAGES - 1) > 0
+        }
+    }
+
+    #[test]
+    fn fill_without_a_huge_page_evicts_two_sections_at_most_and_then_only_waits() {
+        let limit = Arc::new(Limit::new());
+        limit.put_right(Some(50_000), 5_000);
+        let stock = Arc::new(Stock {
+            limit: Arc::clone(&limit),
+            pages: AtomicU64::new(10 * SECTION_PAGES),
+        });
+        let weak: Weak<Stock> = Arc::downgrade(&stock);
+        limit.make_room_by(weak);
+        for in_vain in 0..5 {
+            limit.no_page_free(SECTION_PAGES, in_vain);
+        }
+        assert_eq!(stock.pages.load(Relaxed), 8 * SECTION_PAGES);
+        assert_eq!(limit.wait_for_work(Duration::ZERO), Wake::Wanted);
+        // Another fill.
+        limit.no_page_free(SECTION_PAGES, 0);
+        assert_eq!(stock.pages.load(Relaxed), 7 * SECTION_PAGES);
+        // Of a VM without a limit nothing is evicted.
+        limit.put_right(None, 5_000);
+        limit.no_page_free(SECTION_PAGES, 0);
+        assert_eq!(stock.pages.load(Relaxed), 7 * SECTION_PAGES);
     }
 
     #[test]

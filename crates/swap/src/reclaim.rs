@@ -532,13 +532,15 @@ impl<C: Fn() -> Duration, G: Pace> Sections for SectionPages<'_, C, G> {
         if !self.pace.go_on() {
             return None;
         }
-        let table = self.memory.evictor.space().table();
+        let space = self.memory.evictor.space();
+        if space.goes_whole(section) {
+            return Some(self.fill_whole(section));
+        }
+        let table = space.table();
         let is_stored = |state| matches!(state, PageState::Stored(_));
         let stored = table.pages_in_state(section, is_stored);
         let mut pages = 0;
-        // A section that comes whole has come with its first run.
-        let is_left = |run: &PageRange| run.iter().any(|page| is_stored(table.word(page).state()));
-        for run in (stored.runs(section).into_iter().flat_map(in_steps)).filter(is_left) {
+        for run in stored.runs(section).into_iter().flat_map(in_steps) {
             let goes_on = pages == 0 || self.pace.may_stay() || self.pace.go_on();
             let filled = match goes_on && pages < pages_max {
                 true => self.fill(run),
@@ -564,6 +566,23 @@ impl<C, G: Pace> SectionPages<'_, C, G> {
         let served = self.pace.firmly(|| space.fault(&cause, Wait::Never));
         served.map_or(0, |served| served.installed.count_ones().into())
     }
+
+    /// The same for all of a section that goes whole: more pages than one answer tells of.
+    fn fill_whole(&self, section: SectionNo) -> Prefetched {
+        let table = self.memory.evictor.space().table();
+        let before = table.stored_pages(section);
+        if before > 0 {
+            self.fill(table.pages_of(section));
+        }
+        let left = table.stored_pages(section);
+        Prefetched {
+            pages: before.saturating_sub(left),
+            rest: match left {
+                0 => Rest::None,
+                _ => Rest::Some,
+            },
+        }
+    }
 }
 
 /// A run in parts of [`SWAP_IN_PAGES`] pages at most.
@@ -578,6 +597,76 @@ fn in_steps(run: PageRange) -> impl Iterator<Item = PageRange> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Pool, PoolCap, PoolStore};
+    use pagetide_addr::{DeviceId, PAGE_BYTES, PageSet, SECTION_PAGES};
+    use pagetide_gmem::{
+        MemoryParts, RegionRequest,
+        fake::{self, FakeMmu, FakePlace},
+    };
+    use pagetide_policy::{
+        sampling::{Look, Sampled, Touched},
+        tracker::TrackerError,
+    };
+    use std::ops::ControlFlow;
+
+    struct Untouched;
+
+    impl AccessTracker for Untouched {
+        fn sample(&self, _: &[Look]) -> Result<Sampled, TrackerError> {
+            Ok(Sampled::default())
+        }
+
+        fn take_out(&self, sections: &[SectionNo]) -> Result<Vec<Touched>, TrackerError> {
+            Ok(vec![Touched::default(); sections.len()])
+        }
+
+        fn mapped(&self, _: SectionNo) -> Result<PageSet, TrackerError> {
+            Ok(PageSet::EMPTY)
+        }
+    }
+
+    #[test]
+    fn swapping_in_a_section_that_goes_whole_counts_all_of_its_pages() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let pages = 2 * SECTION_PAGES;
+        let pool = Pool::create_empty(&folder.path().join("a.pool"), pages, 1, b"").unwrap();
+        let pool = pool.within(&PoolCap::new(None)).unwrap();
+        let store = Arc::new(PoolStore::new(Arc::new(pool)));
+        let place = Arc::new(FakePlace::default());
+        place.put_zeros(PageNo(0).run(pages));
+        place.go_whole(0);
+        let parts = MemoryParts {
+            store: Arc::clone(&store) as _,
+            ..fake::parts(pages, Arc::clone(&place) as _)
+        };
+        let space = fake::space(parts, DeviceId::VCPUS, Arc::new(FakeMmu::vcpus()));
+        let all = RegionRequest::of_bytes(pages * PAGE_BYTES);
+        space.alloc(&all).unwrap();
+        let section = SectionNo(1);
+        let mut evictor = Evictor::new(Arc::clone(space.memory().unwrap()), store);
+        let wanted = PageSet::of_range(section, section.first_page().run(SECTION_PAGES));
+        let none = || Ok(PageSet::EMPTY);
+        let goes_on = |_| ControlFlow::Continue(());
+        let done = evictor.evict(section, &wanted, u64::MAX, none, goes_on);
+        assert_eq!(done.unwrap().evicted_pages, SECTION_PAGES);
+        let mut memory = Memory {
+            evictor,
+            limit: Arc::new(Limit::new()),
+            tracker: Arc::new(Untouched),
+        };
+        let tell: TellTaken = Arc::new(|_, _| ());
+        let mut pages = SectionPages {
+            memory: &mut memory,
+            tell: &tell,
+            clock: &no_time,
+            pace: &|| true,
+        };
+        let filled = pages.swap_in(section, 16).unwrap();
+        assert_eq!((filled.pages, filled.rest), (SECTION_PAGES, Rest::None));
+        assert_eq!(place.present_pages(), 2 * SECTION_PAGES);
+        let again = pages.swap_in(section, 16).unwrap();
+        assert_eq!((again.pages, again.rest), (0, Rest::None));
+    }
 
     #[test]
     fn section_is_taken_as_a_whole_if_no_more_than_an_eighth_of_its_pages_stays() {

@@ -144,8 +144,12 @@ impl Reserve {
         !self.lock().ready.is_empty()
     }
 
-    /// Claims the coldest section that may be evicted now.
-    pub(crate) fn claim_next(&self, now: Duration) -> Option<(Claim<'_>, Ready)> {
+    /// Claims the coldest of the `wanted` sections that may be evicted now.
+    pub(crate) fn claim_next(
+        &self,
+        now: Duration,
+        wanted: impl Fn(SectionNo) -> bool,
+    ) -> Option<(Claim<'_>, Ready)> {
         let mut state = self.lock();
         if now >= state.open_until {
             return None;
@@ -153,7 +157,7 @@ impl Reserve {
         let place = state
             .ready
             .iter()
-            .position(|ready| ready.within.contains(&now))?;
+            .position(|ready| ready.within.contains(&now) && wanted(ready.section))?;
         let ready = state.ready.remove(place)?;
         state.claimed.insert(ready.section);
         let epoch = state.epoch;
@@ -221,24 +225,27 @@ mod tests {
     fn section_is_claimed_once_it_has_rested_while_a_look_for_hazards_holds() {
         let reserve = Reserve::default();
         reserve.offer([ready(A, 10..20), ready(B, 5..15)].to_vec());
-        assert!(reserve.claim_next(at(12)).is_none(), "it was never opened");
+        assert!(
+            reserve.claim_next(at(12), |_| true).is_none(),
+            "it was never opened"
+        );
         reserve.open(at(30));
-        assert!(reserve.claim_next(at(4)).is_none());
+        assert!(reserve.claim_next(at(4), |_| true).is_none());
         // B is warmer, but A has not aged enough.
-        assert_eq!(section_of(&reserve.claim_next(at(9))), Some(B));
+        assert_eq!(section_of(&reserve.claim_next(at(9), |_| true)), Some(B));
         // It was not put back, since its outcome is not known.
-        assert!(reserve.claim_next(at(9)).is_none());
+        assert!(reserve.claim_next(at(9), |_| true).is_none());
         reserve.offer([ready(A, 10..20)].to_vec());
         assert!(
-            reserve.claim_next(at(20)).is_none(),
+            reserve.claim_next(at(20), |_| true).is_none(),
             "it stood for too long"
         );
-        assert!(reserve.claim_next(at(30)).is_none());
+        assert!(reserve.claim_next(at(30), |_| true).is_none());
         reserve.open(at(13));
-        assert_eq!(section_of(&reserve.claim_next(at(12))), Some(A));
+        assert_eq!(section_of(&reserve.claim_next(at(12), |_| true)), Some(A));
         reserve.offer([ready(A, 10..20)].to_vec());
         reserve.close();
-        assert!(reserve.claim_next(at(12)).is_none());
+        assert!(reserve.claim_next(at(12), |_| true).is_none());
     }
 
     #[test]
@@ -246,20 +253,20 @@ mod tests {
         let reserve = Reserve::default();
         reserve.open(at(100));
         reserve.offer([ready(A, 0..50)].to_vec());
-        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+        let (claim, taken) = reserve.claim_next(at(1), |_| true).unwrap();
         assert!(reserve.claim(A).is_none());
         assert!(!reserve.withdraw(A));
         assert!(reserve.withdraw(B));
         // The reclaimer acts on what it knew before.
         reserve.offer([ready(A, 0..50), ready(B, 0..50)].to_vec());
-        let other = reserve.claim_next(at(1));
+        let other = reserve.claim_next(at(1), |_| true);
         assert_eq!(section_of(&other), Some(B));
         reserve.release(claim, taken, None);
-        assert_eq!(section_of(&reserve.claim_next(at(1))), Some(A));
+        assert_eq!(section_of(&reserve.claim_next(at(1), |_| true)), Some(A));
         drop(other);
         let own = reserve.claim(A).unwrap();
         reserve.offer([ready(A, 0..50)].to_vec());
-        assert!(reserve.claim_next(at(1)).is_none());
+        assert!(reserve.claim_next(at(1), |_| true).is_none());
         drop(own);
         assert!(reserve.withdraw(A));
         assert!(reserve.outcomes().is_empty());
@@ -271,13 +278,13 @@ mod tests {
         reserve.open(at(100));
         for after in [After::Emptied, After::Tried, After::Warm] {
             reserve.offer([ready(A, 0..50)].to_vec());
-            let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+            let (claim, taken) = reserve.claim_next(at(1), |_| true).unwrap();
             reserve.release(claim, taken, Some(after));
             // The reclaimer does not know the outcome yet.
             reserve.offer([ready(A, 0..50)].to_vec());
-            assert!(reserve.claim_next(at(1)).is_none());
+            assert!(reserve.claim_next(at(1), |_| true).is_none());
             assert_eq!(reserve.outcomes(), [(A, after)]);
-            assert!(reserve.claim_next(at(1)).is_none() && reserve.outcomes().is_empty());
+            assert!(reserve.claim_next(at(1), |_| true).is_none() && reserve.outcomes().is_empty());
         }
     }
 
@@ -286,13 +293,13 @@ mod tests {
         let reserve = Reserve::default();
         reserve.open(at(100));
         reserve.offer([ready(A, 0..50), ready(B, 0..50)].to_vec());
-        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+        let (claim, taken) = reserve.claim_next(at(1), |_| true).unwrap();
         assert!(claim.holds());
         reserve.ram_changed();
         assert!(!claim.holds());
-        assert!(reserve.claim_next(at(1)).is_none());
+        assert!(reserve.claim_next(at(1), |_| true).is_none());
         reserve.release(claim, taken, None);
-        assert!(reserve.claim_next(at(1)).is_none() && reserve.outcomes().is_empty());
+        assert!(reserve.claim_next(at(1), |_| true).is_none() && reserve.outcomes().is_empty());
         assert!(reserve.withdraw(A));
     }
 
@@ -301,7 +308,7 @@ mod tests {
         let reserve = Reserve::default();
         reserve.open(at(100));
         reserve.offer([ready(A, 0..50)].to_vec());
-        let (claim, taken) = reserve.claim_next(at(1)).unwrap();
+        let (claim, taken) = reserve.claim_next(at(1), |_| true).unwrap();
         let is_shut = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -316,6 +323,18 @@ mod tests {
             reserve.release(claim, taken, None);
         });
         assert!(is_shut.load(Relaxed));
-        assert!(reserve.claim_next(at(1)).is_none());
+        assert!(reserve.claim_next(at(1), |_| true).is_none());
+    }
+
+    #[test]
+    fn only_wanted_sections_are_claimed_and_the_others_stay_ready() {
+        let reserve = Reserve::default();
+        reserve.open(at(10));
+        reserve.offer(vec![ready(A, 0..10), ready(B, 0..10)]);
+        assert!(reserve.claim_next(at(1), |_| false).is_none());
+        let claimed = reserve.claim_next(at(1), |section| section == B).unwrap();
+        assert_eq!(claimed.1.section, B);
+        assert!(reserve.claim_next(at(1), |section| section == B).is_none());
+        assert_eq!(reserve.claim_next(at(1), |_| true).unwrap().1.section, A);
     }
 }

@@ -13,7 +13,7 @@ use pagetide_swap::{
     EvictReport, Evictor, HeatCost, Limit, Pace, Pool, PoolCap, PoolStore, PoolWords, Reclaimer,
     reclaim::{Need, Reach, UNMAPPED_MIN},
     slots::Slots,
-    store::{FULL_MIN, PutError, RESUME_BYTES},
+    store::{FULL_MIN, PoolTiers, PutError, RESUME_BYTES, ZstdTier},
 };
 use std::{
     cell::Cell,
@@ -51,14 +51,26 @@ struct Rig {
 
 impl Rig {
     fn new(folder: &Path, cap: &Arc<PoolCap>) -> Self {
+        let tiers = PoolTiers::new(None, ZstdTier::Off);
+        Self::with(folder, cap, &tiers, |_| ())
+    }
+
+    /// One whose RAM is arranged before the space takes it.
+    fn with(
+        folder: &Path,
+        cap: &Arc<PoolCap>,
+        tiers: &Arc<PoolTiers>,
+        arrange: impl FnOnce(&FakePlace),
+    ) -> Self {
         let ram = Arc::new(FakePlace::default());
         for page in PageNo(0).run(PAGES).iter() {
             let installed = ram.install(page, &content(page));
             assert_eq!(installed.unwrap(), Installed::Installed);
         }
+        arrange(&ram);
         let pool = Pool::create_empty(&folder.join("full.pool"), PAGES, 1, b"").unwrap();
         let pool = Arc::new(pool.within(cap).unwrap());
-        let store = Arc::new(PoolStore::new(Arc::clone(&pool)));
+        let store = Arc::new(PoolStore::new(Arc::clone(&pool)).in_tiers(tiers));
         let parts = MemoryParts {
             table: PageTable::growing(Box::new(PoolWords::of(pool))),
             store: Arc::clone(&store) as _,
@@ -211,6 +223,99 @@ fn search_of_a_full_pool_for_zeros_goes_on_after_a_pause_behind_what_was_refused
         assert_eq!(rig.is_stored(page), page.0.is_multiple_of(3), "{page}");
     }
     rig.verify();
+}
+
+/// Half of it is noise.
+fn record(page: PageNo) -> [u8; PAGE] {
+    let mut bytes = [0; PAGE];
+    bytes[..PAGE / 2].copy_from_slice(&content(PageNo(3 * page.0 + 1))[..PAGE / 2]);
+    bytes
+}
+
+#[test]
+fn pages_that_do_not_compress_do_not_hide_those_behind_them() {
+    const NOISE: u64 = 200;
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let zstd = ZstdTier::On { limit_bytes: None };
+    let tiers = PoolTiers::new(Some(1 << 20), zstd);
+    let is_noise = |page: PageNo| page.0 % SECTION_PAGES < NOISE;
+    let bytes = |page: PageNo| match is_noise(page) {
+        true => content(PageNo(3 * page.0 + 1)),
+        false => record(page),
+    };
+    let rig = Rig::with(folder.path(), &PoolCap::new(None), &tiers, |ram| {
+        for page in PageNo(0).run(PAGES).iter() {
+            ram.discard(page.single()).unwrap();
+            let installed = ram.install(page, &bytes(page)).unwrap();
+            assert_eq!(installed, Installed::Installed);
+        }
+    });
+    while rig.store.put(&[1; 4100]).is_ok() {}
+    let evictor = rig.evictor.another();
+    let limit = Arc::new(Limit::new());
+    let mut reclaimer = Reclaimer::new(evictor, limit, Arc::new(Untouched), HeatCost::default());
+    let now = Cell::new(Duration::ZERO);
+    let clock = || now.get();
+    reclaimer.sweep(clock, clock, &|| true).unwrap();
+    // The first pass unmaps what the second takes.
+    for _ in 0..2 {
+        now.set(now.get() + UNMAPPED_MIN);
+        reclaimer.reclaim(clock, 64, Reach::AllResting, Need::Limit, &|| true);
+    }
+    assert!(rig.store.turned_away(Instant::now()).is_some());
+    let stored: Vec<PageNo> = PageNo(0)
+        .run(PAGES)
+        .iter()
+        .filter(|page| rig.is_stored(*page))
+        .collect();
+    assert_eq!(stored.len(), 64, "as many as were wanted");
+    for page in stored {
+        assert!(!is_noise(page));
+        rig.touch(page);
+        assert!(rig.held(page) == bytes(page), "{page}");
+    }
+}
+
+/// Of a section that goes whole one page is enough to keep all of it.
+#[test]
+fn section_that_goes_whole_is_packed_for_nothing_once_and_goes_when_there_is_room() {
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let cap = PoolCap::new(Some((64 << 10) + SECTIONS * PAGE_BYTES + RESUME_BYTES));
+    let tiers = PoolTiers::new(None, ZstdTier::Off);
+    let pages_of = |section: u64| SectionNo(section).first_page().run(SECTION_PAGES);
+    let mut rig = Rig::with(folder.path(), &cap, &tiers, |ram| {
+        ram.put_zeros(pages_of(3));
+        ram.go_whole(0);
+    });
+    let refused = rig.evict(0, u64::MAX);
+    assert_eq!(
+        (refused.evicted_pages, refused.refused.len()),
+        (0, SECTION_PAGES)
+    );
+    assert!(rig.store.full().is_some());
+    assert_eq!(rig.store.counts().pages(), 0);
+    // While another round is under way, none can begin: so none was tried.
+    let memory = Arc::clone(rig.space.memory().unwrap());
+    let wanted = PageSet::of_range(SectionNo(0), pages_of(0));
+    let round = memory.begin_eviction(SectionNo(0), &wanted).unwrap();
+    let again = rig.evict(0, u64::MAX);
+    assert_eq!(
+        (again.evicted_pages, again.refused.len()),
+        (0, SECTION_PAGES)
+    );
+    drop(round);
+    let zeros = rig.evict(3, u64::MAX);
+    assert_eq!(zeros.zero_pages, SECTION_PAGES);
+    cap.set(None);
+    rig.store.look_for_room(Instant::now());
+    for section in 0..3 {
+        let done = rig.evict(section, u64::MAX);
+        assert_eq!(done.evicted_pages, SECTION_PAGES);
+    }
+    for page in PageNo(0).run(3 * SECTION_PAGES).iter() {
+        rig.touch(page);
+        assert!(rig.held(page) == content(page), "{page}");
+    }
 }
 
 #[test]

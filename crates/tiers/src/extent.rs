@@ -115,6 +115,8 @@ enum Segment {
 pub struct Sectors {
     block: BlockSize,
     segments: Vec<Segment>,
+    /// Where the disk ends. Segments from this one on are only held: no page can be there.
+    end: SegmentNo,
     /// Segments from this one on are only held, and not given out: the operator has lowered the limit.
     limit: SegmentNo,
     free: BTreeSet<SegmentNo>,
@@ -130,6 +132,7 @@ impl Sectors {
         Self {
             block,
             segments: (0..segments).map(|_| Segment::Free).collect(),
+            end: SegmentNo(segments),
             limit,
             free: (1..segments.min(limit.0)).map(SegmentNo).collect(),
             vms: HashMap::new(),
@@ -139,32 +142,45 @@ impl Sectors {
 
     /// The disk has at least so many segments: those that are new are not given out.
     pub fn stretch(&mut self, segments: u32) {
+        self.end = self.end.max(SegmentNo(segments));
+        self.lengthen(segments);
+    }
+
+    fn lengthen(&mut self, segments: u32) {
         let segments = self.segments.len().max(segments as usize);
         self.segments.resize_with(segments, || Segment::Free);
     }
 
     /// The same pages on a disk that has become known: so many segments, of which those from `limit` on are not
-    /// given out.
+    /// given out. What VMs have beyond its end they keep, and nothing is put there: tables of extents may be
+    /// damaged, and one of them must not cost the pages of all others.
     ///
     /// # Errors
-    /// [`SectorError::Outside`]: a VM has a segment beyond its end.
+    /// [`SectorError::Outside`]: VMs have segments, and all of them are beyond its end.
     pub fn moved_to(
         &self,
         segments: u32,
         limit: SegmentNo,
         block: BlockSize,
     ) -> Result<Self, SectorError> {
-        let mut moved = Self::new(segments, limit, block);
+        let mut moved = Self::new(segments, limit.min(SegmentNo(segments)), block);
+        let mut fits = false;
+        let mut beyond = None;
         for (number, slot) in (0..).map(SegmentNo).zip(&self.segments) {
-            let is_there = number.0 < segments;
+            if !matches!(slot, Segment::Free) {
+                moved.lengthen(number.0 + 1);
+            }
             match slot {
                 Segment::Free => {}
-                Segment::InTransit if is_there => {
+                Segment::InTransit => {
                     moved.free.remove(&number);
                     moved.segments[number.0 as usize] = Segment::InTransit;
                 }
-                Segment::InTransit => {}
-                Segment::Owned(owned) if is_there => {
+                Segment::Owned(owned) => {
+                    match number < moved.end {
+                        true => fits = true,
+                        false => beyond = beyond.or(Some(number)),
+                    }
                     moved.free.remove(&number);
                     moved.give(owned.vm, number);
                     moved.change(number, |to| {
@@ -174,13 +190,23 @@ impl Sectors {
                     });
                     moved.used_sectors += u64::from(owned.used);
                 }
-                Segment::Owned(_) => {
-                    let (start, sectors) = (number.start(), 0);
-                    return Err(SectorError::Outside { start, sectors });
-                }
             }
         }
-        Ok(moved)
+        match beyond {
+            Some(number) if !fits => {
+                let (start, sectors) = (number.start(), 0);
+                Err(SectorError::Outside { start, sectors })
+            }
+            _ => Ok(moved),
+        }
+    }
+
+    /// Segments that VMs have beyond the end of the disk.
+    #[must_use]
+    pub fn beyond_end(&self) -> usize {
+        let beyond = self.segments.iter().skip(self.end.0 as usize);
+        let is_owned = |slot: &&Segment| matches!(slot, Segment::Owned(_));
+        beyond.filter(is_owned).count()
     }
 
     /// Room for pages of so many sectors each, in order.
@@ -282,6 +308,10 @@ impl Sectors {
         };
         let before = owned.longest;
         let result = act(owned);
+        if segment >= self.end {
+            // Nothing is put there.
+            owned.longest = 0;
+        }
         if owned.longest != before {
             let list = self.vms.entry(owned.vm).or_default();
             list.remove(&(before, segment));
@@ -377,9 +407,12 @@ impl Sectors {
         list.insert((SEGMENT_SECTORS, segment));
     }
 
-    /// A segment in transit is free: its space could not be allocated, or was returned.
+    /// A segment in transit is free: its space could not be allocated, or was returned. A number that no segment
+    /// has is none.
     pub fn end_transit(&mut self, segment: SegmentNo) {
-        let slot = &mut self.segments[segment.0 as usize];
+        let Some(slot) = self.segments.get_mut(segment.0 as usize) else {
+            return;
+        };
         debug_assert!(matches!(slot, Segment::InTransit));
         *slot = Segment::Free;
         if segment < self.limit {
@@ -473,10 +506,11 @@ impl Sectors {
         Ok(empty)
     }
 
-    /// Runs of segments that nobody has.
+    /// Runs of segments of the disk that nobody has.
     pub fn free_runs(&self) -> Vec<Range<SegmentNo>> {
         let mut runs: Vec<Range<SegmentNo>> = Vec::new();
-        for (segment, slot) in (0..).map(SegmentNo).zip(&self.segments).skip(1) {
+        let there = self.segments.iter().take(self.end.0 as usize);
+        for (segment, slot) in (0..).map(SegmentNo).zip(there).skip(1) {
             let next = SegmentNo(segment.0 + 1);
             match (slot, runs.last_mut()) {
                 (Segment::Free, Some(run)) if run.end == segment => run.end = next,
@@ -827,6 +861,46 @@ mod tests {
         assert_eq!(sectors.end_vm(vm), [SegmentNo(3)]);
         sectors.end_transit(SegmentNo(3));
         assert_eq!(sectors.begin_segment(), None);
+    }
+
+    #[test]
+    fn segments_beyond_the_end_of_a_disk_that_became_known_are_held_and_never_used() {
+        let entry = |segment: SegmentNo| ExtentEntry {
+            version: Version(1),
+            start: segment.start(),
+            sectors: 8,
+        };
+        let (vm, damaged, ended) = (VmId(1), VmId(2), VmId(3));
+        let (near, far, further) = (SegmentNo(1), SegmentNo(9), SegmentNo(11));
+        let mut awaited = Sectors::new(1, SegmentNo(0), BlockSize::Bytes512);
+        awaited.stretch(12);
+        awaited.hold(vm, [entry(near)]).unwrap();
+        awaited
+            .hold(damaged, [entry(near), entry(far)])
+            .unwrap_err();
+        awaited.hold(damaged, [entry(far)]).unwrap();
+        awaited.hold(ended, [entry(further)]).unwrap();
+        assert_eq!(awaited.end_vm(ended), [further]);
+        let mut moved = (awaited.moved_to(4, SegmentNo(4), BlockSize::Bytes4096)).unwrap();
+        assert_eq!((moved.beyond_end(), moved.used_bytes()), (1, 16 * 512));
+        assert_eq!(moved.free_runs(), [SegmentNo(2)..SegmentNo(4)]);
+        // What was in transit may end it, though it is not there; and what never was.
+        moved.end_transit(further);
+        moved.end_transit(SegmentNo(4000));
+        // Its page is known there, and none is put beside it.
+        let recovered = moved.recover(damaged, [(far.start(), 8)]);
+        assert_eq!(recovered, Ok(Vec::new()));
+        assert_eq!(moved.take(damaged, &[8]), Err(NoRoom::Segment));
+        assert_eq!(moved.free(damaged, far.start(), 8), Ok(None));
+        assert_eq!(moved.take(damaged, &[8]), Err(NoRoom::Segment));
+        assert_eq!(moved.end_vm(damaged), [far]);
+        moved.end_transit(far);
+        assert_eq!(moved.used_bytes(), 8 * 512);
+        let given: Vec<_> = std::iter::from_fn(|| moved.begin_segment()).collect();
+        assert_eq!(given, [SegmentNo(2), SegmentNo(3)]);
+        // A disk on which no VM has anything is another one.
+        let other = awaited.moved_to(1, SegmentNo(1), BlockSize::Bytes512);
+        assert!(matches!(other, Err(SectorError::Outside { .. })));
     }
 
     #[test]

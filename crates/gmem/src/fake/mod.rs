@@ -16,6 +16,7 @@
 //! code under test, such as content that is freed twice, is a panic here.
 
 mod device;
+mod faults;
 mod rooms;
 mod whole;
 
@@ -85,6 +86,9 @@ struct PlaceState {
     is_gone: bool,
     installs_left: Option<u64>,
     stuck: Option<PageNo>,
+    /// Pages of which the kernel does not tell whether they are present.
+    hidden: BTreeSet<PageNo>,
+    refuses_punches: bool,
     /// Sections that the kernel can still install whole; `None` if it can install pages.
     huge_pages_free: Option<u64>,
     /// Calls that installed or discarded a section.
@@ -170,21 +174,6 @@ impl FakePlace {
     /// A VM begins anew, with no page present.
     pub fn begin_anew(&self) {
         *lock(&self.state) = PlaceState::default();
-    }
-
-    /// From now on the kernel installs so many pages, and refuses all others.
-    pub fn refuse_installs_after(&self, pages: u64) {
-        lock(&self.state).installs_left = Some(pages);
-    }
-
-    /// The kernel refuses no page any more.
-    pub fn refuse_no_installs(&self) {
-        lock(&self.state).installs_left = None;
-    }
-
-    /// The kernel does not install `page`, and does not report it as present either.
-    pub fn jam(&self, page: PageNo) {
-        lock(&self.state).stuck = Some(page);
     }
 
     fn running(&self) -> Result<MutexGuard<'_, PlaceState>, PlaceError> {
@@ -273,6 +262,9 @@ impl Place for FakePlace {
 
     fn discard(&self, pages: PageRange) -> Result<(), PlaceError> {
         let mut state = self.running()?;
+        if state.refuses_punches {
+            return Err(refused(pages.start));
+        }
         if let Some(free) = &mut state.huge_pages_free {
             assert!(pages.start.0.is_multiple_of(SECTION_PAGES), "{pages:?}");
             *free += 1;
@@ -285,7 +277,11 @@ impl Place for FakePlace {
     }
 
     fn is_present(&self, page: PageNo) -> Result<bool, PlaceError> {
-        Ok(self.running()?.present.contains_key(&page))
+        let state = self.running()?;
+        match state.hidden.contains(&page) {
+            true => Err(refused(page)),
+            false => Ok(state.present.contains_key(&page)),
+        }
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {

@@ -2,7 +2,7 @@
 //! A limit for tests.
 
 use super::{PATIENCE, lock};
-use crate::Admission;
+use crate::{Admission, Corrections};
 use pagetide_addr::{DeviceId, SectionNo};
 use std::sync::{Condvar, Mutex, PoisonError};
 
@@ -13,6 +13,7 @@ struct RoomState {
     taken: i64,
     counted_in: u64,
     given_back: u64,
+    corrections: u64,
     refilled: Vec<(SectionNo, u64)>,
     faulted: Vec<DeviceId>,
 }
@@ -58,6 +59,13 @@ impl FakeRooms {
         lock(&self.state).taken
     }
 
+    /// What was taken is corrected to what is present.
+    pub fn correct(&self, present: u64) {
+        let mut state = lock(&self.state);
+        state.corrections += 1;
+        state.taken = signed(present);
+    }
+
     /// Pages that were present when they became part of the space.
     #[must_use]
     pub fn counted_in(&self) -> u64 {
@@ -84,7 +92,7 @@ impl FakeRooms {
 }
 
 impl Admission for FakeRooms {
-    fn admit(&self, pages: u64) {
+    fn admit(&self, pages: u64) -> Corrections {
         let mut state = lock(&self.state);
         state.waiting += 1;
         self.changed.notify_all();
@@ -93,6 +101,7 @@ impl Admission for FakeRooms {
         let (mut state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         state.waiting -= 1;
         state.taken += signed(pages);
+        Corrections(state.corrections)
     }
 
     fn try_admit(&self, pages: u64) -> bool {
@@ -107,6 +116,13 @@ impl Admission for FakeRooms {
         let mut state = lock(&self.state);
         state.taken -= signed(pages);
         state.given_back += pages;
+    }
+
+    fn give_back_unless_corrected(&self, pages: u64, since: Corrections) {
+        let is_corrected = lock(&self.state).corrections != since.0;
+        if !is_corrected {
+            self.give_back(pages);
+        }
     }
 
     fn count_in(&self, pages: u64) {

@@ -30,7 +30,7 @@ use crate::{
     mmu::{Restrict, Restricted},
     sync::own,
 };
-use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SectionNo};
+use pagetide_addr::{DeviceId, PageNo, PageRange, PageSet, SectionNo, to_usize};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Why a section cannot be evicted from now.
@@ -335,13 +335,21 @@ impl EvictionRound<'_> {
     }
 
     /// After a failed punch each page is either gone or still present. A page that cannot even be
-    /// queried keeps both copies, as after a crash.
+    /// queried keeps both copies, as after a crash. Pages that go together are queried together, so that their
+    /// words agree; the one that leads changes last.
     fn look_what_stayed(&self, run: PageRange, committed: &mut Committed) {
-        for page in run.iter() {
-            match self.space.place.is_present(page) {
-                Ok(true) => self.stayed(page),
-                Ok(false) => self.punched(page.single(), &mut committed.evicted),
-                Err(error) => self.space.incidents.fill_failed(page, &error),
+        let step = match self.goes_whole() {
+            true => to_usize(run.len()),
+            false => 1,
+        };
+        for first in run.iter().step_by(step) {
+            let pages = PageRange::new(first, run.end.min(first.plus(step as u64)));
+            let leader_last = || pages.iter().skip(1).chain([first]);
+            match self.space.place.is_present(first) {
+                Ok(true) => leader_last().for_each(|page| self.stayed(page)),
+                Ok(false) => leader_last()
+                    .for_each(|page| self.punched(page.single(), &mut committed.evicted)),
+                Err(error) => self.space.incidents.fill_failed(first, &error),
             }
         }
     }

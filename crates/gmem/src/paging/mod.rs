@@ -49,7 +49,9 @@ pub use place::{Granule, Installed, Place, PlaceError};
 pub use readahead::Readahead;
 pub use relocate::{Move, Relocated, Relocation};
 pub use request::{Cause, Served, Wait};
-pub use store::{Admission, ContentStore, Incidents, LoadDone, Loaded, StoreError, Unlimited};
+pub use store::{
+    Admission, ContentStore, Corrections, Incidents, LoadDone, Loaded, StoreError, Unlimited,
+};
 pub use table::PageTable;
 pub use waiters::Reply;
 pub use word::{Content, PageState, PageWord};

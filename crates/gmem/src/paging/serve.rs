@@ -36,6 +36,7 @@
 //! hand: it begins the load, and what waits is the vCPU, in the kernel, or the reply, on the page's
 //! list.
 
+mod room;
 mod sections;
 
 use super::{
@@ -47,6 +48,7 @@ use super::{
     readahead::Readahead,
     request::{Cause, Served, TOLD_PAGES_MAX, Wait},
     slow_fill::Load,
+    store::Corrections,
     table::Section,
     waiters::{Joined, Pending},
     word::{Event, PageState, PageWord},
@@ -138,6 +140,7 @@ impl PagedMemory {
                 is_awaited.then(|| Told::begin(self, fault.device))
             }
         };
+        let admitted = self.take_room(cause, joining)?;
         let mut work = Work {
             memory: self,
             cause,
@@ -145,8 +148,9 @@ impl PagedMemory {
             page: cause.pages().start,
             still: 0,
             waits: 0,
-            admitted: self.take_room(cause, joining)?,
+            admitted,
             filled: 0,
+            filled_whole: 0,
             end: End::Open,
             installed: 0,
             loads: Vec::new(),
@@ -170,62 +174,6 @@ impl PagedMemory {
         work.finish()
     }
 
-    /// Takes room for the pages of `cause` that are absent; returns for how many. `None` if that
-    /// would take time that the caller does not have.
-    fn take_room(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<u64> {
-        let pages = cause.pages();
-        let absent = match (cause, joining) {
-            (Cause::Readahead(readahead), _) => {
-                let far = pages.iter().filter(|page| self.is_far(*page)).count() as u64;
-                let absent = self.absent_pages(pages).saturating_sub(far);
-                let wanted = match readahead {
-                    Readahead::Next(_) | Readahead::Around(_) => {
-                        absent.min(self.neighbours_max.into())
-                    }
-                    Readahead::SwapIn(_) => absent,
-                };
-                let has_room = wanted > 0 && self.admission.try_admit(wanted);
-                return Some(if has_room { wanted } else { 0 });
-            }
-            // The device's bytes are at hand.
-            (Cause::Fault(_), Joining::Never) => self.absent_at_hand(pages)?,
-            (Cause::Fault(_) | Cause::Overwrite(_), _) => self.absent_pages(pages),
-        };
-        match joining {
-            _ if absent == 0 => Some(0),
-            Joining::Never | Joining::Begin => {
-                let few = absent <= AT_ONCE_PAGES_MAX;
-                (few && self.admission.try_admit(absent)).then_some(absent)
-            }
-            Joining::InKernel | Joining::Reply(_) => {
-                self.admission.admit(absent);
-                Some(absent)
-            }
-        }
-    }
-
-    /// How many pages will be filled if `pages` are.
-    fn absent_pages(&self, pages: PageRange) -> u64 {
-        let pages = self.reach(pages);
-        let is_stored =
-            |page: &PageNo| matches!(self.table.word(*page).state(), PageState::Stored(_));
-        pages.iter().filter(is_stored).count() as u64
-    }
-
-    /// How many of `pages` are absent; `None` if the content of one is not at hand.
-    fn absent_at_hand(&self, pages: PageRange) -> Option<u64> {
-        let mut absent = 0;
-        for page in self.reach(pages).iter() {
-            if let PageState::Stored(content) = self.table.word(page).state() {
-                if !content.is_zero() && !self.store.is_at_hand(content) {
-                    return None;
-                }
-                absent += 1;
-            }
-        }
-        Some(absent)
-    }
-
     /// `Evicting` lasts only while the lock is held exclusively, except for a page that the kernel
     /// would neither punch nor let us query.
     pub(super) fn settle_evicting(&self, page: PageNo, word: PageWord) -> Resolved {
@@ -234,6 +182,13 @@ impl PagedMemory {
             Ok(false) => Event::Punched,
             Err(error) => return self.failed(page, &error),
         };
+        self.settle_as(page, word, event);
+        // The next turn of the loop handles the new state.
+        Resolved::UpTo(page)
+    }
+
+    /// What became of a page whose word is `Evicting` is known now.
+    pub(super) fn settle_as(&self, page: PageNo, word: PageWord, event: Event) {
         let changed = self.table.change(page, word, event);
         if let (Some(_), Event::StillPresent, PageState::Evicting(content)) =
             (changed, event, word.state())
@@ -241,8 +196,6 @@ impl PagedMemory {
         {
             self.store.free(content);
         }
-        // The next turn of the loop handles the new state.
-        Resolved::UpTo(page)
     }
 
     /// The faulting page is present: takes it out of the round and grants it.
@@ -258,6 +211,26 @@ impl PagedMemory {
         }
         self.grant_to(page.single(), |id| id != DeviceId::VCPUS);
         Resolved::UpTo(page.next())
+    }
+}
+
+/// Room that a request took.
+#[derive(Clone, Copy)]
+struct Admitted {
+    /// For so many pages.
+    pages: u64,
+    /// Of them, those in sections that go whole, if the request may fill such.
+    whole: u64,
+    since: Corrections,
+}
+
+impl Admitted {
+    const fn pages(pages: u64) -> Self {
+        Self {
+            pages,
+            whole: 0,
+            since: Corrections(0),
+        }
     }
 }
 
@@ -282,9 +255,11 @@ struct Work<'a> {
     /// How often no huge page was free.
     waits: u32,
     /// Pages that room was taken for.
-    admitted: u64,
+    admitted: Admitted,
     /// How many of the installed pages were stored before: these need room.
     filled: u64,
+    /// Of them, those in sections that go whole.
+    filled_whole: u64,
     end: End,
     /// See [`Served`].
     installed: u64,
@@ -297,7 +272,7 @@ impl<'a> Work<'a> {
     fn next_section(&mut self) -> Option<&'a Section> {
         let is_over = self.page >= self.cause.pages().end
             || self.end != End::Open
-            || (matches!(self.cause, Cause::Readahead(_)) && self.filled >= self.admitted);
+            || (matches!(self.cause, Cause::Readahead(_)) && self.filled >= self.admitted.pages);
         if is_over {
             return None;
         }
@@ -413,7 +388,9 @@ impl<'a> Work<'a> {
     fn step_pages(&self) -> u64 {
         match self.cause {
             Cause::Fault(_) | Cause::Overwrite(_) => FILL_PAGES_MAX,
-            Cause::Readahead(readahead) => readahead.step_pages().min(self.admitted - self.filled),
+            Cause::Readahead(readahead) => readahead
+                .step_pages()
+                .min(self.admitted.pages - self.filled),
         }
     }
 
@@ -530,32 +507,6 @@ impl<'a> Work<'a> {
                 (self.installed != 0).then(|| served(FaultOutcome::Present))
             }
             (End::WouldWait, Cause::Readahead(_)) => Some(served(FaultOutcome::Present)),
-        }
-    }
-
-    /// Gives back room that was taken and is not needed, and counts what is needed beyond it
-    /// because pages were evicted meanwhile.
-    ///
-    /// A fault that is over keeps the room of pages that others made present meanwhile. If a
-    /// correction of the limit, which looks at what is present, came in between, room given back
-    /// would be room twice, and the limit must never believe in more than is free. One that comes
-    /// again takes its room again.
-    fn settle_room(&self) {
-        let memory = self.memory;
-        match self.cause {
-            Cause::Fault(fault) => {
-                if self.end == End::WouldWait && self.admitted > 0 {
-                    let absent = memory.absent_pages(fault.pages);
-                    memory.admission.give_back(self.admitted.min(absent));
-                }
-            }
-            Cause::Overwrite(_) | Cause::Readahead(_) => {
-                if self.admitted > self.filled {
-                    memory.admission.give_back(self.admitted - self.filled);
-                } else if self.filled > self.admitted {
-                    memory.admission.count_in(self.filled - self.admitted);
-                }
-            }
         }
     }
 }

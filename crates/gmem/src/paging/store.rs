@@ -137,8 +137,9 @@ pub trait ContentStore: Send + Sync {
 /// Whether an address space may hold more pages: the limit, with watermarks as in Taiji 4.2.2.
 pub trait Admission: Send + Sync {
     /// Makes room for `pages` more pages, evicting others first if the limit requires it. May wait
-    /// for that, but not for ever: the guest needs its page.
-    fn admit(&self, pages: u64);
+    /// for that, but not for ever: the guest needs its page. Returns how often the count was corrected before this
+    /// room was taken.
+    fn admit(&self, pages: u64) -> Corrections;
 
     /// Takes room for `pages` more pages if that needs no eviction; else takes none.
     fn try_admit(&self, pages: u64) -> bool;
@@ -146,6 +147,10 @@ pub trait Admission: Send + Sync {
     /// Gives back room that was taken for pages which were not filled, or which are no longer part
     /// of the space.
     fn give_back(&self, pages: u64);
+
+    /// Gives back room that was taken after so many corrections, unless there was one since: it has looked at what is
+    /// present, and so has given the room back itself.
+    fn give_back_unless_corrected(&self, pages: u64, since: Corrections);
 
     /// Takes room for `pages` that were already present when they became part of the space, even if
     /// there is none.
@@ -161,9 +166,10 @@ pub trait Admission: Send + Sync {
     fn fault_ends(&self) {}
 
     /// The kernel had no huge page for `pages` pages that are to be filled: evicts others of this space if any
-    /// are ready, or waits a moment, a hundredth of a second at most. Called without a lock.
-    fn no_page_free(&self, pages: u64) {
-        let _unmet = pages;
+    /// are ready, or waits a moment, a hundredth of a second at most. It was called `in_vain` times for this fill
+    /// before. Called without a lock.
+    fn no_page_free(&self, pages: u64, in_vain: u32) {
+        let _unmet = (pages, in_vain);
         std::thread::yield_now();
     }
 
@@ -175,18 +181,26 @@ pub trait Admission: Send + Sync {
     }
 }
 
+/// How often an [`Admission`] has set what it knows of free room by what is present.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Corrections(pub u64);
+
 /// No limit.
 #[derive(Debug, Clone, Copy)]
 pub struct Unlimited;
 
 impl Admission for Unlimited {
-    fn admit(&self, _pages: u64) {}
+    fn admit(&self, _pages: u64) -> Corrections {
+        Corrections::default()
+    }
 
     fn try_admit(&self, _pages: u64) -> bool {
         true
     }
 
     fn give_back(&self, _pages: u64) {}
+
+    fn give_back_unless_corrected(&self, _pages: u64, _since: Corrections) {}
 
     fn count_in(&self, _pages: u64) {}
 }

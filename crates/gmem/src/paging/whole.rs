@@ -71,7 +71,9 @@ fn with_buffer<R>(bytes: usize, work: impl FnOnce(&mut [u8]) -> R) -> R {
 
 /// What was found while a section was claimed.
 struct Claimed {
-    /// Pages that have content in the store.
+    /// Pages that were stored, those of zeros included: for these room was taken.
+    pages: u64,
+    /// Of them, those that have content in the store.
     stored: u64,
     /// The guest had given the section up: nothing of it is stored.
     is_discarded: bool,
@@ -142,10 +144,7 @@ impl PagedMemory {
                 return (0, self.not_installed(pages, installed));
             }
             self.finish_whole(pages);
-            let filled = match claimed.is_discarded {
-                true => 0,
-                false => pages.len(),
-            };
+            let filled = claimed.pages;
             self.counters.filled_pages.fetch_add(filled, Relaxed);
             if claimed.stored > 0 && asked == Asked::ByFault {
                 self.admission.refilled(section, claimed.stored);
@@ -157,6 +156,7 @@ impl PagedMemory {
     /// Claims all words, the leader's first; `None` if another thread has that.
     fn claim_whole(&self, pages: PageRange) -> Option<Claimed> {
         let mut claimed = Claimed {
+            pages: 0,
             stored: 0,
             is_discarded: false,
             lost: None,
@@ -166,30 +166,32 @@ impl PagedMemory {
             loop {
                 let word = self.table.word(page);
                 let event = match word.state() {
-                    PageState::Stored(content) => {
-                        claimed.stored += u64::from(!content.is_zero());
-                        Event::Claim
-                    }
+                    PageState::Stored(_) => Event::Claim,
                     PageState::Present => Event::FoundHole,
                     PageState::Poisoned => {
                         claimed.lost = Some(page);
                         break;
                     }
                     _ if page == pages.start => return None,
+                    // Left by an eviction that did not know whether it was punched. It was: the leader says so.
+                    PageState::Evicting(_) => Event::Punched,
                     state => unreachable!("{page} is {state:?} in a section that was absent"),
                 };
-                if self.table.change(page, word, event).is_some() {
-                    let is_hole = event == Event::FoundHole;
-                    claimed.is_discarded |= is_hole && page == pages.start;
-                    let discarded = &self.counters.discarded_pages;
-                    discarded.fetch_add(u64::from(is_hole), Relaxed);
-                    break;
-                }
-                if let PageState::Stored(content) = word.state() {
-                    claimed.stored -= u64::from(!content.is_zero());
-                }
-                if page == pages.start {
-                    return None;
+                let changed = self.table.change(page, word, event).is_some();
+                match (changed, word.state()) {
+                    (true, PageState::Stored(content)) => {
+                        claimed.pages += 1;
+                        claimed.stored += u64::from(!content.is_zero());
+                        break;
+                    }
+                    (true, PageState::Present) => {
+                        claimed.is_discarded |= page == pages.start;
+                        self.counters.discarded_pages.fetch_add(1, Relaxed);
+                        break;
+                    }
+                    (false, _) if page == pages.start => return None,
+                    // The word is read again.
+                    _ => {}
                 }
             }
         }
@@ -293,14 +295,17 @@ impl PagedMemory {
         self.grant_to(pages, |id| id != DeviceId::VCPUS);
     }
 
-    /// As [`Self::settle_evicting`], for all pages of a section; the leader last.
+    /// As [`Self::settle_evicting`], for all pages of a section by one answer; the leader last.
     pub(super) fn settle_whole(&self, pages: PageRange) -> Resolved {
+        let event = match self.place.is_present(pages.start) {
+            Ok(true) => Event::StillPresent,
+            Ok(false) => Event::Punched,
+            Err(error) => return self.failed(pages.start, &error),
+        };
         for page in pages.iter().skip(1).chain([pages.start]) {
             let word = self.table.word(page);
-            if let PageState::Evicting(_) = word.state()
-                && let Resolved::Failed(outcome) = self.settle_evicting(page, word)
-            {
-                return Resolved::Failed(outcome);
+            if let PageState::Evicting(_) = word.state() {
+                self.settle_as(page, word, event);
             }
         }
         Resolved::UpTo(pages.start)

@@ -277,10 +277,32 @@ fn fill_that_finds_no_huge_page_waits_and_ends_without_a_failure() {
     let waits = &vm.memory().counters().waits_for_huge_page;
     assert!(waits.load(Ordering::Relaxed) > 1);
     assert_eq!(vm.state(600), before);
+    assert_eq!(vm.rooms.taken(), 0, "it comes again");
     assert!(vm.place.woken().contains(&PageNo(600)));
     vm.place.go_whole(1);
     assert_eq!(vm.ask(600, 1), FaultOutcome::Present);
     assert_eq!(vm.state(600), PageState::Present);
+}
+
+#[test]
+fn faults_that_wait_for_one_section_keep_room_for_one() {
+    for is_corrected in [false, true] {
+        let vm = setting(SECTIONS);
+        vm.rooms.fill_up();
+        std::thread::scope(|scope| {
+            for page in 0..6 {
+                let vm = &vm;
+                scope.spawn(move || assert_eq!(vm.ask(page, 1), FaultOutcome::Present));
+            }
+            vm.rooms.wait_for_waiting(6);
+            if is_corrected {
+                vm.rooms.correct(0);
+            }
+            vm.rooms.make_room();
+        });
+        assert_eq!(vm.place.present_pages(), SECTION_PAGES);
+        assert_eq!(vm.rooms.taken(), SECTION_PAGES.cast_signed());
+    }
 }
 
 #[test]
@@ -314,6 +336,70 @@ fn section_that_the_guest_gave_up_begins_with_zeros() {
         (PageState::Present, PageState::Present)
     );
     assert_eq!(vm.place.whole_calls(), [1, 0]);
+}
+
+#[test]
+fn section_of_mixed_words_takes_and_counts_room_for_what_was_stored() {
+    let vm = setting(SECTIONS);
+    let filled = || {
+        let counters = vm.memory().counters();
+        counters.filled_pages.load(Ordering::Relaxed)
+    };
+    // The guest gave up what came first, or what came last.
+    for page in (0..100).chain(SECTION_PAGES + 200..2 * SECTION_PAGES) {
+        vm.set(page, PageState::Present);
+    }
+    vm.set(SECTION_PAGES + 7, PageState::Stored(Content::ZERO));
+    assert_eq!(vm.ask(3, 1), FaultOutcome::Present);
+    assert_eq!((filled(), vm.rooms.taken()), (412, 412));
+    let ahead = Cause::Readahead(Readahead::SwapIn(PageNo(SECTION_PAGES).run(SECTION_PAGES)));
+    assert!(vm.space.fault(&ahead, Wait::Never).is_some());
+    assert_eq!((filled(), vm.rooms.taken()), (612, 612));
+    assert_eq!(vm.place.present_pages(), 2 * SECTION_PAGES);
+    let bytes = |page| vm.place.first_byte(PageNo(page));
+    assert_eq!((bytes(99), bytes(100)), (Some(0), Some(byte(100))));
+    let last = SECTION_PAGES + 199;
+    assert_eq!((bytes(last), bytes(last + 1)), (Some(byte(last)), Some(0)));
+}
+
+/// A section whose punch was refused is present or stored as a whole, whatever page the kernel tells nothing of.
+#[test]
+fn section_whose_punch_fails_is_settled_by_one_answer() {
+    for hidden in [0, 5, 511] {
+        let vm = setting(SECTIONS);
+        vm.ask(0, 1);
+        vm.place.refuse_punches();
+        vm.place.hide([PageNo(hidden)]);
+        assert!(!vm.evict(0).unwrap());
+        vm.place.refuse_no_punches();
+        let is_known = hidden != 0;
+        for page in 0..SECTION_PAGES {
+            let is_present = vm.state(page) == PageState::Present;
+            assert_eq!(is_present, is_known, "{page}, {hidden} hidden");
+        }
+        vm.place.hide([]);
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+        assert!(vm.evict(0).unwrap(), "{hidden} hidden");
+        assert_eq!(vm.ask(0, 1), FaultOutcome::Present);
+        assert_eq!(vm.place.first_byte(PageNo(5)), Some(byte(5)));
+        // The other way round: it was punched, and nobody could tell.
+        vm.place.refuse_punches();
+        vm.place.hide([PageNo(0)]);
+        assert!(!vm.evict(0).unwrap());
+        vm.place.refuse_no_punches();
+        crate::Place::discard(&*vm.place, PageNo(0).run(SECTION_PAGES)).unwrap();
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Lost, "it is not known yet");
+        vm.place.hide([]);
+        assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+        assert_eq!(vm.place.first_byte(PageNo(5)), Some(byte(5)));
+    }
+    // And words that an eviction has left behind so.
+    let vm = setting(SECTIONS);
+    for page in [1, 300, 511] {
+        vm.set(page, PageState::Evicting(content(page)));
+    }
+    assert_eq!(vm.ask(9, 1), FaultOutcome::Present);
+    assert_eq!(vm.place.first_byte(PageNo(300)), Some(byte(300)));
 }
 
 #[test]

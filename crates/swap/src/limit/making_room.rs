@@ -14,6 +14,8 @@ use std::{
 const ROOM_PAGES_MAX: i64 = 64;
 /// How long a fill waits for a huge page before it tries again: somebody else may free one.
 pub(super) const NO_PAGE_WAIT: Duration = Duration::from_millis(10);
+/// Sections that a fill evicts for a huge page before it only waits for one: what comes free may go to others.
+pub(super) const HUGE_PAGE_TRIES: u32 = 2;
 /// Times that a fill makes room before it waits: other fills may take the room it made.
 const ROOM_TRIES: u32 = 4;
 
@@ -34,15 +36,12 @@ impl Limit {
         }
     }
 
-    /// Evicts `pages` of sections that are ready, whatever room there is under the limit: the kernel has no huge
-    /// page for a fill. Returns how many went. A VM without a limit is not evicted from.
-    pub(super) fn make_room_elsewhere(&self, pages: u64) -> u64 {
+    /// Evicts a section that is ready and goes whole, whatever room there is under the limit: the kernel has no huge
+    /// page for a fill. False if none went. A VM without a limit is not evicted from.
+    pub(super) fn make_huge_page(&self) -> bool {
         let has_limit = matches!(self.headroom(), Headroom::Limited { .. });
         let direct = self.direct.get().and_then(Weak::upgrade);
-        match direct {
-            Some(direct) if has_limit && !self.is_stopped() => direct.make_room(pages),
-            _ => 0,
-        }
+        direct.is_some_and(|direct| has_limit && !self.is_stopped() && direct.make_huge_page())
     }
 
     /// True if so little headroom is left that room should be made before a fill needs it.

@@ -30,6 +30,8 @@ struct Next {
     then: Then,
     /// The round was ended for a pause.
     is_cut: bool,
+    /// It was to take the first pages only, and the store has refused some of them.
+    goes_on: bool,
     refused: PageSet,
 }
 
@@ -38,6 +40,7 @@ impl Next {
         Self {
             then,
             is_cut: false,
+            goes_on: false,
             refused: PageSet::EMPTY,
         }
     }
@@ -47,7 +50,8 @@ impl Next {
 struct Part {
     evicted: Evicted<ReclaimStop>,
     was_cut: bool,
-    /// By a full store.
+    goes_on: bool,
+    /// By a store that is full, or has no room for such pages.
     refused: PageSet,
 }
 
@@ -68,6 +72,7 @@ impl Part {
                 stop: last.stop,
             },
             was_cut: next.was_cut,
+            goes_on: next.goes_on,
             refused,
         }
     }
@@ -98,7 +103,8 @@ impl Memory {
     /// Evicts up to `pages` pages of `section`; none if `holds` returns false because the memory
     /// has changed. Where `pace` wants a pause within the section, it ends the eviction round, pauses, and
     /// begins another one, behind what a full store has refused: else it would find nothing but that, in one
-    /// round after the other.
+    /// round after the other. So it does where the first pages are refused, because they do not compress, and others
+    /// behind them may go.
     pub fn take(
         &mut self,
         section: SectionNo,
@@ -113,8 +119,8 @@ impl Memory {
             refused: PageSet::EMPTY,
         };
         let mut whole = self.take_part(whole, &holds, pace);
-        while whole.was_cut {
-            if !pace.go_on() {
+        while whole.was_cut || whole.goes_on {
+            if whole.was_cut && !pace.go_on() {
                 // What was found out about the rest of the section is not known to the pass.
                 whole.evicted.taken.then = Then::Stop;
                 break;
@@ -143,7 +149,7 @@ impl Memory {
             mapped_pages: 0,
             stop: None,
         };
-        let (mut was_cut, mut refused) = (false, PageSet::EMPTY);
+        let (mut was_cut, mut goes_on, mut refused) = (false, false, PageSet::EMPTY);
         let progress = |evicted| match evicted < pages && !pace.may_stay() {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
@@ -151,7 +157,7 @@ impl Memory {
         match self.evict(&part, holds, progress, &mut outcome) {
             Ok(next) => {
                 outcome.taken.then = next.then;
-                (was_cut, refused) = (next.is_cut, next.refused);
+                (was_cut, goes_on, refused) = (next.is_cut, next.goes_on, next.refused);
             }
             // Memory removed from the VM meanwhile is no error.
             Err(ReclaimStop::Kernel(_)) if self.section_pages(section) < there => {}
@@ -163,6 +169,7 @@ impl Memory {
         Part {
             evicted: outcome,
             was_cut,
+            goes_on,
             refused,
         }
     }
@@ -217,6 +224,7 @@ impl Memory {
             Ok(report) => Ok(Next {
                 then: Then::Next,
                 is_cut: report.was_cut,
+                goes_on: report.was_trimmed && !report.refused.is_empty() && *evicted < pages,
                 refused: report.refused,
             }),
             Err(EvictorError::Round(EvictionError::Nothing | EvictionError::RoundUnderWay)) => {

@@ -359,8 +359,11 @@ impl UnderWay {
             slow.give_number_back(*number);
             return Err(why.to_string());
         }
-        // Without its memory the VM has ended, and its tiers are about to forget it.
+        // Without its memory the VM has ended, or leaves this daemon. No entry names the batch, by which a tier could
+        // forget it with the VM.
         let Some(memory) = self.memory.upgrade() else {
+            slow.give_number_back(*number);
+            self.forget_all();
             return Ok(());
         };
         let entered = slow.pool().set_extent(*number, self.entry);
@@ -372,8 +375,7 @@ impl UnderWay {
         if let Err(why) = entered {
             slow.pool().clear_extent(*number);
             slow.give_number_back(*number);
-            let places: Vec<Place> = self.to.iter().map(|(_, place)| *place).collect();
-            self.forget(&places);
+            self.forget_all();
             return Err(why);
         }
         for (place, _) in &self.to {
@@ -394,10 +396,11 @@ impl UnderWay {
         Ok(())
     }
 
-    fn forget(&self, places: &[Place]) {
+    fn forget_all(&self) {
+        let places: Vec<Place> = self.to.iter().map(|(_, place)| *place).collect();
         let kind = self.to.first().map(|(place, _)| place.kind);
         if let Some(seat) = kind.and_then(|kind| self.slow.tiers().seat(kind)) {
-            seat.tier.forget(places);
+            seat.tier.forget(&places);
         }
     }
 }

@@ -44,7 +44,8 @@ pub struct SlowCounts {
     pub retried_loads: AtomicU64,
     /// Answers that were not the page as it was stored.
     pub wrong_answers: AtomicU64,
-    /// Pages that were needed and that their tier does not have, for which faults wait.
+    /// Loads of pages that their tier does not have, which go on until it does: a page counts once for each load of
+    /// it, so again if it was brought back meanwhile or its load was given up because too many wait.
     pub missing_pages: AtomicU64,
     /// Batches that could not be written.
     pub failed_batches: AtomicU64,

@@ -31,7 +31,7 @@ use std::{
     path::Path,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     time::Duration,
 };
@@ -497,6 +497,8 @@ fn what_does_not_compress_leaves_the_pool_long_before_the_rest_and_ages_anew_whe
 struct Firm {
     disk: Arc<FakeDisk>,
     is_firm: Arc<AtomicBool>,
+    /// Pages that it was to forget one by one.
+    forgotten: Arc<AtomicU64>,
 }
 
 impl Firm {
@@ -526,6 +528,7 @@ impl SlowTier for Firm {
         self.disk.read(place, done);
     }
     fn forget(&self, places: &[Place]) {
+        self.forgotten.fetch_add(places.len() as u64, Relaxed);
         self.disk.forget(places);
     }
     fn forget_vm(&self, vm: VmId, extents: &[ExtentName]) {
@@ -554,18 +557,55 @@ impl Pace for Firmly {
     }
 }
 
+fn firm(
+    disk: &Arc<FakeDisk>,
+    is_firm: &Arc<AtomicBool>,
+    forgotten: &Arc<AtomicU64>,
+) -> Arc<SlowTiers> {
+    let firm = Firm {
+        disk: Arc::clone(disk),
+        is_firm: Arc::clone(is_firm),
+        forgotten: Arc::clone(forgotten),
+    };
+    let seat = Seat {
+        tier: Arc::new(firm),
+        when_gone: WhenGone::Wait,
+        disk: Some(DISK),
+    };
+    SlowTiers::new(vec![seat], PAUSES).unwrap()
+}
+
+/// A tier that knows a VM's pages by the entries of its pool alone, such as that of another host.
+#[test]
+fn batch_that_is_written_when_its_vm_has_ended_is_forgotten_page_by_page() {
+    let forgotten = Arc::<AtomicU64>::default();
+    let is_firm = Arc::new(AtomicBool::new(true));
+    let mut rig = Rig::over(|disk| firm(disk, &is_firm, &forgotten));
+    rig.evict_all();
+    assert_eq!(rig.sink(FIRST).pages, SECTION_PAGES);
+    let Rig {
+        space,
+        chain,
+        disk,
+        evictor,
+        sinker,
+        ..
+    } = rig;
+    chain.pool().pool().remove().unwrap();
+    chain.slow().unwrap().end();
+    drop((space, chain, evictor, sinker));
+    disk.finish(0);
+    let part = forgotten.load(Relaxed);
+    assert!(0 < part && part < SECTION_PAGES, "{part}");
+    disk.finish_all();
+    assert_eq!(forgotten.load(Relaxed), SECTION_PAGES);
+    assert_eq!(disk.used_sectors(), 0);
+}
+
 #[test]
 fn locks_of_a_tier_are_taken_firmly() {
     let is_firm = Arc::<AtomicBool>::default();
-    let mut rig = Rig::over(|disk| {
-        let (disk, is_firm) = (Arc::clone(disk), Arc::clone(&is_firm));
-        let seat = Seat {
-            tier: Arc::new(Firm { disk, is_firm }),
-            when_gone: WhenGone::Wait,
-            disk: Some(DISK),
-        };
-        SlowTiers::new(vec![seat], PAUSES).unwrap()
-    });
+    let mut rig = Rig::over(|disk| firm(disk, &is_firm, &Arc::default()));
     rig.evict_all();
     let pace = Firmly(is_firm);
     let sunk = rig.sinker.sink(FIRST, Which::All, &pace);

@@ -15,9 +15,9 @@ use pagetide_addr::{
     Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
 };
 use pagetide_gmem::{
-    Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Device,
-    EvictionError, Fault, FaultOutcome, Incidents, LoadDone, MemoryParts, Mode, Move, Overwrite,
-    PageState, PageTable, PagedMemory, Readahead, Served, StoreError, Wait,
+    Activation, AddressSpace, Admission, AllocPolicy, Cause, Content, ContentStore, Corrections,
+    Device, EvictionError, Fault, FaultOutcome, Incidents, LoadDone, MemoryParts, Mode, Move,
+    Overwrite, PageState, PageTable, PagedMemory, Readahead, Served, StoreError, Wait,
     recovery::recover_words,
 };
 use pagetide_policy::{
@@ -918,7 +918,7 @@ struct AtTheLimit {
 }
 
 impl Admission for AtTheLimit {
-    fn admit(&self, pages: u64) {
+    fn admit(&self, pages: u64) -> Corrections {
         // Outer tasks may hold locks that an eviction needs.
         let alone = self.life.world.lock().frames.len() == 1;
         if alone
@@ -930,7 +930,7 @@ impl Admission for AtTheLimit {
         if !has_room(&self.limit, pages) {
             self.life.world.lock().coverage.over_limit_pages += pages;
         }
-        self.limit.admit(pages);
+        self.limit.admit(pages)
     }
 
     fn try_admit(&self, pages: u64) -> bool {
@@ -939,6 +939,10 @@ impl Admission for AtTheLimit {
 
     fn give_back(&self, pages: u64) {
         self.limit.give_back(pages);
+    }
+
+    fn give_back_unless_corrected(&self, pages: u64, since: Corrections) {
+        self.limit.give_back_unless_corrected(pages, since);
     }
 
     fn count_in(&self, pages: u64) {

@@ -106,8 +106,17 @@ impl Attendant {
         let mut sectors = self.shared.sectors();
         let moved = sectors.moved_to(disk.segments, disk.limit, disk.block);
         *sectors = moved.map_err(|_| DiskError::Shorter(self.source.path.clone()))?;
+        let beyond = sectors.beyond_end();
         drop(sectors);
-        self.start(disk)
+        let started = self.start(disk)?;
+        if beyond > 0 {
+            tracing::error!(
+                segments = beyond,
+                "VMs have pages beyond the end of the disk tier: their tables of extents are damaged, or the disk \
+                 has become shorter; those pages are not there, the others are"
+            );
+        }
+        Ok(started)
     }
 
     fn start(&self, disk: OpenDisk) -> Result<Started, DiskError> {

@@ -307,7 +307,8 @@ impl<I: Io> Engine<I> {
             let is_written = (self.writes.values()).any(|write| part.contains(&write.room.start.0));
             if is_written || self.writes_in_ring >= WRITES_AT_ONCE {
                 later.push(segment);
-            } else if !self.geometry.discard.is_punch() {
+            } else if !self.geometry.discard.is_punch() || segment.0 >= self.geometry.segments {
+                // One beyond the end of the disk was held before the disk was known.
                 self.end_transit(segment);
             } else {
                 let punch = Transfer {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What the callers of a disk tier and its thread share: sectors, orders that wait, the record.
 //!
-//! Three locks, none of which is held while another is taken or a duty is told; but for that of the sectors,
-//! which [`super::space`] takes under its own.
+//! Three locks, none of which is held while another is taken or a duty is told; but for those of the sectors and of
+//! the record, which [`super::space`] takes under its own.
 
 use super::io::Geometry;
 use super::panics::drop_alone;
@@ -86,6 +86,8 @@ struct Full {
 #[derive(Debug)]
 struct Record {
     pulse: Pulse,
+    /// A segment is being allocated for longer than a write may take.
+    space_is_late: bool,
     full: Option<Full>,
     figures: TierFigures,
     reads: Latencies,
@@ -118,6 +120,7 @@ impl Shared {
             has_orders: AtomicBool::new(false),
             record: Mutex::new(Record {
                 pulse: Pulse::new(now),
+                space_is_late: false,
                 full: None,
                 figures: TierFigures {
                     limit_bytes,
@@ -226,11 +229,30 @@ impl Shared {
 
     pub fn note(&self, symptom: Symptom, now: Instant) {
         let mut record = self.record();
+        let symptom = match symptom {
+            // The next batch would wait all the same.
+            Symptom::ProbeDone if record.space_is_late => {
+                Symptom::ProbeFailed("space for it is still being allocated".to_owned())
+            }
+            symptom => symptom,
+        };
         let changed = record.pulse.note(symptom, now).cloned();
         drop(record);
         if let Some(standing) = changed {
             tracing::warn!(?standing, "the disk tier stands otherwise");
         }
+    }
+
+    /// A segment is being allocated for longer than a write may take: from now on the tier is slow, until
+    /// [`Self::space_is_not_late`] and probes after it.
+    pub fn space_is_late(&self, bound_ms: u64, now: Instant) {
+        self.record().space_is_late = true;
+        self.note(Symptom::Overdue(bound_ms), now);
+    }
+
+    /// It was allocated, or refused.
+    pub fn space_is_not_late(&self) {
+        self.record().space_is_late = false;
     }
 
     pub fn probe_due(&self) -> Option<Instant> {

@@ -4,10 +4,11 @@
 //! A file system may take as long as it likes for `fallocate` and `statvfs`. Whoever makes room for a batch is a
 //! VM's reclaim thread, which faults may wait for; so it orders a segment and comes again. One segment is
 //! allocated at a time, for the VM that has waited longest. A segment that takes longer than a write may makes the
-//! tier slow.
+//! tier slow, until it is there or refused: what probes find meanwhile, which need no space, does not count.
 //!
-//! The lock of the orders is held while a segment is given to its VM, and no other time together with another
-//! lock: so a VM that ends meanwhile either takes the order back or finds the segment among its own.
+//! The lock of the orders is held while a segment is given to its VM, and while the tier is told that one is late;
+//! no other time together with another lock. So a VM that ends meanwhile either takes the order back or finds the
+//! segment among its own.
 
 use super::io::Ground;
 use super::panics::panic_text;
@@ -30,6 +31,8 @@ struct UnderWay {
     vm: VmId,
     began: Instant,
     is_wanted: bool,
+    /// It has made the tier slow.
+    is_late: bool,
 }
 
 #[derive(Debug, Default)]
@@ -73,18 +76,17 @@ impl Space {
             orders.waiting.push_back(vm);
             self.changed.notify_one();
         }
-        let began = orders.under_way.map(|it| it.began);
-        drop(orders);
-        match began {
-            Some(began) if now.saturating_duration_since(began) >= bound => {
-                let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
-                shared.note(Symptom::Overdue(bound_ms), now);
-                TierError::Slow {
-                    kind: TierKind::Disk,
-                    bound_ms,
-                }
-            }
-            _ => TierError::Busy(TierKind::Disk),
+        let overdue = |it: &&mut UnderWay| now.saturating_duration_since(it.began) >= bound;
+        let Some(under_way) = orders.under_way.as_mut().filter(overdue) else {
+            return TierError::Busy(TierKind::Disk);
+        };
+        let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
+        if !std::mem::replace(&mut under_way.is_late, true) {
+            shared.space_is_late(bound_ms, now);
+        }
+        TierError::Slow {
+            kind: TierKind::Disk,
+            bound_ms,
         }
     }
 
@@ -140,6 +142,7 @@ impl Space {
             vm,
             began: clock(),
             is_wanted: true,
+            is_late: false,
         });
         drop(orders);
         let begun = shared.sectors().begin_segment();
@@ -161,6 +164,7 @@ impl Space {
     fn allocated(&self, segment: SegmentNo, shared: &Shared) {
         let mut orders = self.orders();
         orders.failed = None;
+        shared.space_is_not_late();
         match orders.under_way.take() {
             Some(UnderWay {
                 vm,
@@ -181,6 +185,7 @@ impl Space {
         );
         let mut orders = self.orders();
         orders.under_way = None;
+        shared.space_is_not_late();
         if is_full {
             // The tier says so itself, and knows when it is over.
             drop(orders);

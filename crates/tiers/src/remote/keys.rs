@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   pagetide:{VM:version}:position       a sealed page: VM in 32 hexadecimal digits, the others decimal
-//!   pagetide:marker:token                one for each connected tier, see [`super`]
+//!   pagetide:marker:token:number         one for each connected tier, the next after each loss, see [`super`]
 //! ```
 //! A version is used for one batch of a VM only, so a key is written once in its life, and whatever is under
 //! it is that page or nothing. What stands between the braces is all that a cluster hashes: the pages of an
@@ -23,9 +23,9 @@ pub(super) fn of(place: Place) -> String {
     page(place.extent, place.position)
 }
 
-/// The key of a tier's marker.
-pub(super) fn marker(token: u128) -> String {
-    format!("pagetide:marker:{token:032x}")
+/// The key of a tier's marker with this number.
+pub(super) fn marker(token: u128, number: u32) -> String {
+    format!("pagetide:marker:{token:032x}:{number}")
 }
 
 #[cfg(test)]
@@ -53,8 +53,8 @@ mod tests {
         };
         assert_eq!(of(place), key);
         assert_eq!(
-            marker(1),
-            "pagetide:marker:00000000000000000000000000000001"
+            marker(1, 2),
+            "pagetide:marker:00000000000000000000000000000001:2"
         );
     }
 

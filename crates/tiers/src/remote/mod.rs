@@ -40,7 +40,8 @@
 //! # A server that lost its data
 //! At the first connection a *marker* is written, a key with a random name. If it is not there after a
 //! reconnect, the server has lost what it was given: reads of pages sent before are answered
-//! [`TierError::NotThere`] without asking (see `state`). If it disappears while the connection lasts
+//! [`TierError::NotThere`] without asking (see `state`), until the marker is there again, because somebody has
+//! given the data back; the one that is written meanwhile has another name. If it disappears while the connection lasts
 //! (`FLUSHALL`), or on a cluster, where each node loses its own, every page is asked for, and what is not there
 //! is not there. A successor of this daemon writes a marker of its own and asks, too.
 //!

@@ -14,6 +14,7 @@
 //! read, so no request meets a server that is refused, and no batch is sent between the loss of data and its
 //! discovery.
 
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -37,6 +38,9 @@ pub(super) const BACKOFF_MIN: Duration = Duration::from_millis(20);
 /// Longest such pause.
 pub(super) const BACKOFF_MAX: Duration = Duration::from_secs(2);
 
+/// How many markers of lost data are looked for: each is asked for in each probe while pages count as lost.
+const LOST_MARKERS_MAX: usize = 8;
+
 /// A connection and its number; each reconnect gets the next.
 #[derive(Clone)]
 pub(super) struct Connected {
@@ -54,7 +58,9 @@ pub(super) struct Shared {
     pub(super) doubts: Notify,
     pub(super) bounds: TimeBounds,
     pub(super) when_gone: WhenGone,
-    pub(super) marker: String,
+    token: u128,
+    /// The number of the marker; those below it went with data that was lost.
+    marker: AtomicU32,
     state: Mutex<State>,
     pub(super) connected: watch::Sender<Option<Connected>>,
     pub(super) reads: Semaphore,
@@ -70,7 +76,8 @@ impl Shared {
             doubts: Notify::new(),
             bounds: config.bounds,
             when_gone: config.when_gone,
-            marker: keys::marker(token),
+            token,
+            marker: AtomicU32::new(0),
             state: Mutex::new(state),
             connected: watch::Sender::new(None),
             reads: Semaphore::new(READS_AT_A_TIME),
@@ -80,6 +87,23 @@ impl Shared {
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The key of the marker.
+    pub(super) fn marker(&self) -> String {
+        keys::marker(self.token, self.marker.load(Relaxed))
+    }
+
+    /// The markers of data that was lost, the last first.
+    pub(super) fn lost_markers(&self) -> impl Iterator<Item = String> + use<> {
+        let (token, now) = (self.token, self.marker.load(Relaxed));
+        let lost = (0..now).rev().take(LOST_MARKERS_MAX);
+        lost.map(move |number| keys::marker(token, number))
+    }
+
+    /// The marker is lost: the next one has another name, so that this one tells when it is back.
+    pub(super) fn next_marker(&self) {
+        self.marker.fetch_add(1, Relaxed);
     }
 
     pub(super) fn gone(&self) -> TierError {

@@ -18,7 +18,9 @@
 //! ([`State::lost`]) After a reconnect without the marker, nothing that was sent before is there. For each
 //! VM the highest version sent so far is known; versions grow, so all up to it are lost, and reads of them
 //! are answered without asking. A batch whose version was taken before that and which comes after it is
-//! refused: it could be written, and would be taken for lost.
+//! refused: it could be written, and would be taken for lost. If the marker of then comes back, somebody has given
+//! the data back ([`State::found_again`]): from then on each page is asked for. What was forgotten in between stays
+//! on the server.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -389,6 +391,16 @@ impl State {
         self.lost_some();
     }
 
+    /// True if there are pages that are not asked for.
+    pub(super) fn has_lost(&self) -> bool {
+        !self.lost.is_empty()
+    }
+
+    /// Somebody has given the server back what it had lost, or a part of it: each page is asked for.
+    pub(super) fn found_again(&mut self) {
+        self.lost.clear();
+    }
+
     /// The server has lost some pages or all: each is asked for.
     pub(super) fn lost_some(&mut self) {
         self.notes.losses += 1;
@@ -532,6 +544,10 @@ mod tests {
         assert_eq!(state.notes().losses, 1);
         state.forget_vm(VmId(1), &[]);
         assert!(!state.is_lost(extent(1, 5)));
+        assert!(state.has_lost() && state.is_lost(extent(2, 3)));
+        state.found_again();
+        assert!(!state.has_lost());
+        assert!(state.send(extent(2, 3)).is_ok());
     }
 
     #[test]

@@ -103,11 +103,13 @@ async fn connect(shared: &Shared, marked: &mut bool) -> Result<Link, NoLink> {
 /// Looks for the marker, or writes it at the first connect.
 async fn greet(shared: &Shared, link: &Link, marked: &mut bool) -> Result<(), Failure> {
     if *marked {
-        if link.clone().has_marker(&shared.marker).await? {
+        if link.clone().has_marker(&shared.marker()).await? {
+            look_what_is_back(shared, link).await?;
             shared.stand_working();
             return Ok(());
         }
         *marked = false;
+        shared.next_marker();
         if link.is_one_server() {
             shared.state().lost_all();
             tracing::error!(
@@ -118,11 +120,29 @@ async fn greet(shared: &Shared, link: &Link, marked: &mut bool) -> Result<(), Fa
             tracing::error!("a node of the remote tier's cluster has lost its data");
         }
     }
+    look_what_is_back(shared, link).await?;
     mark(shared, link, marked).await
 }
 
+/// Somebody may have given the server data back that it had lost: its marker of then is there.
+async fn look_what_is_back(shared: &Shared, link: &Link) -> Result<(), Failure> {
+    if !shared.state().has_lost() {
+        return Ok(());
+    }
+    for marker in shared.lost_markers() {
+        if link.clone().has_marker(&marker).await? {
+            shared.state().found_again();
+            tracing::warn!(
+                "the server of the remote tier has data again that it had lost: each page is asked for"
+            );
+            break;
+        }
+    }
+    Ok(())
+}
+
 async fn mark(shared: &Shared, link: &Link, marked: &mut bool) -> Result<(), Failure> {
-    match link.clone().mark(&shared.marker).await {
+    match link.clone().mark(&shared.marker()).await {
         Ok(()) => {
             *marked = true;
             shared.stand_working();
@@ -180,18 +200,20 @@ async fn watch_over(shared: &Shared, link: &Link, marked: &mut bool) -> String {
 async fn probe(shared: &Shared, link: &Link, marked: &mut bool) -> Result<(), Failure> {
     let begin = Instant::now();
     let standing = shared.state().health().standing.clone();
+    look_what_is_back(shared, link).await?;
     if standing == Standing::Full || !*marked {
         return mark(shared, link, marked).await;
     }
-    let up = link.clone().get(shared.marker.clone()).await?;
+    let up = link.clone().get(shared.marker()).await?;
     if up.is_none() {
         // While the connection lasted: what was written since is there, so each page is asked for.
         *marked = false;
+        shared.next_marker();
         shared.state().lost_some();
         tracing::error!("the remote tier's server was emptied: pages there are lost");
         return mark(shared, link, marked).await;
     }
-    let down = link.clone().has_marker(&shared.marker).await?;
+    let down = link.clone().has_marker(&shared.marker()).await?;
     let in_time = begin.elapsed() <= shared.bounds.read;
     if down && in_time && matches!(standing, Standing::Slow { .. }) {
         shared.stand_working();

@@ -77,14 +77,16 @@ async fn run(shared: Arc<Shared>, mut commands: mpsc::UnboundedReceiver<Command>
     }
 }
 
-/// Deletes what is still to be deleted, and the marker.
+/// Deletes what is still to be deleted, and the markers.
 async fn farewell(shared: &Shared) {
     let connected = shared.connected.borrow().clone();
     let Some(Connected { link, .. }) = connected else {
         return;
     };
     delete_rest(shared, &link).await;
-    if let Err(failure) = link.unmark(&shared.marker).await {
-        tracing::debug!(?failure, "the marker of the remote tier stays");
+    for marker in std::iter::once(shared.marker()).chain(shared.lost_markers()) {
+        if let Err(failure) = link.clone().unmark(&marker).await {
+            tracing::debug!(?failure, "a marker of the remote tier stays");
+        }
     }
 }

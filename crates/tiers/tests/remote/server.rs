@@ -4,7 +4,7 @@
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 /// Servers and checkers of redis' files are one program, which decides by its name; Debian's package
@@ -122,6 +122,21 @@ impl Server {
     pub fn start_again(&mut self) {
         assert!(self.child.is_none());
         assert!(self.launch(&["--port".to_owned(), "0".to_owned()]));
+    }
+
+    /// As if it had lost all that it had written. It does not run.
+    pub fn put_data_aside(&self) {
+        std::fs::rename(self.data(), self.folder.path().join("aside")).unwrap();
+    }
+
+    /// Undoes [`Self::put_data_aside`], and drops what was written since.
+    pub fn put_data_back(&self) {
+        std::fs::remove_dir_all(self.data()).unwrap();
+        std::fs::rename(self.folder.path().join("aside"), self.data()).unwrap();
+    }
+
+    fn data(&self) -> PathBuf {
+        self.folder.path().join("appendonlydir")
     }
 
     /// A connection of the test's own.

@@ -127,6 +127,39 @@ fn server_with_a_log_loses_nothing_and_reads_wait_for_it() {
 }
 
 #[test]
+fn pages_that_were_lost_are_asked_for_again_once_their_marker_is_back() {
+    let Some(mut server) = Server::start(&LOGGED) else {
+        return;
+    };
+    let tier = working(config(&server.url()));
+    let contents = pages(17, 40);
+    let places = write(&tier, extent(10), &contents).unwrap();
+    server.kill();
+    server.put_data_aside();
+    server.start_again();
+    until("the discovery", || {
+        tier.notes().losses == 1 && tier.health().standing == Standing::Working
+    });
+    assert_not_there(&tier, &places);
+    let new = pages(18, 5);
+    let new_places = write(&tier, extent(11), &new).unwrap();
+    // As an operator who has a copy. What was written since goes with the server that was empty.
+    server.kill();
+    server.put_data_back();
+    server.start_again();
+    until("the discovery", || {
+        tier.notes().losses == 2 && tier.health().standing == Standing::Working
+    });
+    assert_pages(&tier, &places, &contents);
+    assert_not_there(&tier, &new_places);
+    let places = write(&tier, extent(12), &contents).unwrap();
+    assert_pages(&tier, &places, &contents);
+    drop(tier);
+    let markers: Vec<String> = server.query(&["KEYS", "pagetide:marker:*"]);
+    assert!(markers.is_empty(), "{markers:?}");
+}
+
+#[test]
 fn server_without_a_log_loses_its_pages_and_that_is_told() {
     let Some(mut server) = Server::start(&["--appendonly", "no"]) else {
         return;

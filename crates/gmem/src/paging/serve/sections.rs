@@ -40,8 +40,8 @@ impl Work<'_> {
             self.end = End::Stopped(self.without_huge_page());
             return;
         }
+        memory.admission.no_page_free(SECTION_PAGES, self.waits);
         self.waits += 1;
-        memory.admission.no_page_free(SECTION_PAGES);
     }
 
     /// Whoever waits comes again; but what the daemon asks for itself is not there.
@@ -94,7 +94,7 @@ impl Work<'_> {
         let memory = self.memory;
         let asked = match self.cause {
             Cause::Readahead(Readahead::SwapIn(_))
-                if self.admitted >= self.filled + pages.len() =>
+                if self.admitted.pages >= self.filled + memory.absent_pages(pages) =>
             {
                 Asked::ByNobody
             }
@@ -103,6 +103,7 @@ impl Work<'_> {
         };
         let (filled, resolved) = memory.fill_whole(pages.start.section(), asked);
         self.filled += filled;
+        self.filled_whole += filled;
         if asked == Asked::ByNobody && filled > 0 {
             let counter = &memory.counters.swapped_in_ahead_pages;
             counter.fetch_add(filled, Relaxed);

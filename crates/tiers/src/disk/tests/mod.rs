@@ -664,6 +664,57 @@ fn allocation_that_hangs_makes_the_tier_slow_and_one_that_fails_is_not_repeated_
     assert_eq!(rig.room(VM, &[4096]).unwrap().len(), 1);
 }
 
+/// While a segment is allocated, probes succeed again and again, and whoever needs room asks.
+struct Probed<'a> {
+    engine: Mutex<&'a mut Engine<SimulatedIo>>,
+    tier: &'a DiskTier,
+    io: &'a SimulatedIo,
+    clock: &'a Mutex<Instant>,
+    since: Mutex<Vec<Instant>>,
+}
+
+impl Ground for Probed<'_> {
+    fn allocate(&self, _: u64, _: u64) -> std::io::Result<()> {
+        *self.clock.lock().unwrap() += BOUNDS.write;
+        let mut engine = self.engine.lock().unwrap();
+        for _ in 0..3 * RECOVERY_PROBES {
+            let room = self.tier.make_room(VM, &[4096]);
+            assert!(matches!(room, Err(TierError::Slow { .. })), "{room:?}");
+            *self.clock.lock().unwrap() += PROBE_INTERVAL;
+            for _ in 0..3 {
+                engine.turn(self.tier.now());
+                self.io.end_all();
+            }
+            self.since.lock().unwrap().push(self.tier.health().since);
+        }
+        Ok(())
+    }
+
+    fn free_bytes(&self) -> std::io::Result<Option<u64>> {
+        Ok(None)
+    }
+}
+
+#[test]
+fn tier_is_slow_as_long_as_an_allocation_hangs_though_probes_succeed() {
+    let mut rig = Rig::file();
+    assert!(rig.tier.make_room(VM, &[4096]).is_err());
+    let probed = Probed {
+        engine: Mutex::new(&mut rig.engine),
+        tier: &rig.tier,
+        io: &rig.io,
+        clock: &rig.clock,
+        since: Mutex::default(),
+    };
+    let clock = || rig.tier.now();
+    (rig.tier.space).allocate_next(&rig.tier.shared, &probed, clock);
+    let mut since = probed.since.into_inner().unwrap();
+    since.dedup();
+    assert_eq!(since.len(), 1, "it became slow once");
+    rig.recover_by_probes();
+    assert_eq!(rig.tier.make_room(VM, &[4096]).unwrap().len(), 1);
+}
+
 #[test]
 fn panic_of_the_thread_is_told_to_whoever_waits_and_the_tier_is_gone() {
     let mut rig = Rig::file();

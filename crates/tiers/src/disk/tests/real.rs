@@ -407,6 +407,50 @@ fn disk_that_is_missing_is_awaited_and_has_its_pages_when_it_is_back() {
 }
 
 #[test]
+fn awaited_disk_serves_the_others_though_tables_name_what_is_beyond_its_end() {
+    let Some(dir) = directory() else { return };
+    let (path, away) = (dir.path().join("tier"), dir.path().join("away"));
+    let sealer = Sealer::new(&Key::generate().unwrap());
+    let tier = open(&path).unwrap().begin().unwrap();
+    let (kept, entries) = store(&tier, &sealer, 1, &contents(4, 100));
+    drop(tier);
+    let id = open(&path).unwrap().id();
+    std::fs::rename(&path, &away).unwrap();
+    let missing = DiskError::NotADisk(path.clone());
+    let mut found =
+        FoundDisk::awaited(source(&path, LIMIT), Bounds::default(), Some(id), &missing).unwrap();
+    found.hold(VM, entries).unwrap();
+    let (damaged, ended) = (VmId(6), VmId(7));
+    let beyond = |segments: u64| ExtentEntry {
+        version: Version(1),
+        start: SectorNo((LIMIT + segments * SEGMENT_BYTES) / SECTOR_BYTES as u64),
+        sectors: 8,
+    };
+    found.hold(damaged, [beyond(3)]).unwrap();
+    found.hold(ended, [beyond(5)]).unwrap();
+    let tier = found.begin().unwrap();
+    let places: Vec<Place> = kept.iter().map(|page| page.place).collect();
+    tier.recover(VM, &places).unwrap();
+    tier.forget_vm(ended, &[]);
+    std::fs::rename(&away, &path).unwrap();
+    until_working(&tier);
+    let nowhere = Place {
+        start: beyond(3).start,
+        ..places[0]
+    };
+    let not_there = Err(TierError::NotThere(TierKind::Disk));
+    assert_eq!(read(&tier, nowhere), not_there);
+    tier.forget_vm(damaged, &[]);
+    for round in 0..3 {
+        let (more, _) = store(&tier, &sealer, 100 + round, &contents(5, 20));
+        for page in kept.iter().chain(&more) {
+            let opened = open_sealed(&tier, &sealer, page);
+            assert_eq!(opened.as_ref(), Some(&page.content));
+        }
+    }
+}
+
+#[test]
 fn disk_that_nobody_has_pages_on_and_is_missing_gets_the_name_that_it_was_given() {
     let Some(dir) = directory() else { return };
     let folder = dir.path().join("later");
