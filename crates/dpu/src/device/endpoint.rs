@@ -16,6 +16,10 @@
 //! to give up, and a message that it had read would be lost. Its threads are there already and wait at a [`Gate`],
 //! since afterwards nothing may fail.
 //!
+//! Before that it *rests*: it reads no more messages, and those under way are awaited, of all devices at once and while
+//! their rings still run. A message that stops a ring waits for that ring's I/O, which would never be done once the
+//! engines are hushed; and a front end that sends half a message would keep all others waiting.
+//!
 //! A session that cannot be led to where it was because of what its front end has done (it may have cut its memory
 //! short) ends, and that front end alone is hung up on: others go on.
 
@@ -37,12 +41,12 @@ use std::{
     },
     path::PathBuf,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// A listening device.
@@ -97,12 +101,42 @@ impl Gate {
     }
 }
 
-/// How a listener is to end.
+/// How a listener is to end, and whether its connection threads read messages until then.
 struct Orders {
     /// Readable once it is to end.
     end: OwnedFd,
     /// It parks its front end.
     parks: AtomicBool,
+    talk: Mutex<Talk>,
+    changed: Condvar,
+}
+
+/// What a connection thread may do, and does.
+#[derive(Default)]
+struct Talk {
+    rest: Rest,
+    message: Message,
+    /// Until when a message under way is waited for, once it was asked to rest.
+    until: Option<Instant>,
+}
+
+/// Whether it may begin to read a message.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Rest {
+    #[default]
+    No,
+    /// Not now: the process may be replaced. What comes stays in the socket.
+    Wanted,
+    /// The device ends.
+    Over,
+}
+
+/// Whether it is in the middle of one.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Message {
+    #[default]
+    None,
+    UnderWay,
 }
 
 impl Orders {
@@ -110,10 +144,44 @@ impl Orders {
         Ok(Self {
             end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             parks: AtomicBool::new(false),
+            talk: Mutex::default(),
+            changed: Condvar::new(),
         })
     }
 
+    fn talk(&self) -> MutexGuard<'_, Talk> {
+        self.talk.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A message is there: waits while none is to be read; false if none is any more.
+    fn begin_message(&self) -> bool {
+        let waits = |talk: &mut Talk| talk.rest == Rest::Wanted;
+        let talk = self.changed.wait_while(self.talk(), waits);
+        let mut talk = talk.unwrap_or_else(PoisonError::into_inner);
+        if self.parks() {
+            return false;
+        }
+        talk.message = Message::UnderWay;
+        true
+    }
+
+    fn end_message(&self) {
+        self.talk().message = Message::None;
+        self.changed.notify_all();
+    }
+
+    /// How long a message that is under way may still take.
+    fn message_wait(&self) -> Duration {
+        let talk = self.talk();
+        match (talk.message, talk.until) {
+            (Message::UnderWay, Some(until)) => until.saturating_duration_since(Instant::now()),
+            _ => MESSAGE_WAIT,
+        }
+    }
+
     fn end(&self) {
+        self.talk().rest = Rest::Over;
+        self.changed.notify_all();
         if let Err(error) = rustix::io::write(&self.end, &1_u64.to_ne_bytes()) {
             tracing::error!(%error, "a device's listener cannot be stopped");
         }
@@ -243,6 +311,34 @@ impl Endpoint {
         Ok(())
     }
 
+    /// From now on no message is read, until [`Self::speak`].
+    pub fn rest(&self) -> Resting {
+        let until = Instant::now() + MESSAGE_WAIT;
+        let mut talk = self.orders.talk();
+        if talk.rest == Rest::No {
+            talk.rest = Rest::Wanted;
+        }
+        talk.until = Some(until);
+        drop(talk);
+        Resting {
+            control: Arc::clone(&self.control),
+            orders: Arc::clone(&self.orders),
+            until,
+        }
+    }
+
+    /// Messages are read again.
+    pub fn speak(&self) {
+        let mut talk = self.orders.talk();
+        if talk.rest == Rest::Wanted {
+            *talk = Talk {
+                message: talk.message,
+                ..Talk::default()
+            };
+        }
+        self.orders.changed.notify_all();
+    }
+
     /// Begins to park the device: see [`Self::parked`].
     pub fn park(&self) {
         self.orders.parks.store(true, Ordering::Release);
@@ -299,6 +395,27 @@ impl Drop for Endpoint {
 const STUCK_AFTER: Duration = Duration::from_secs(2);
 /// How long a message that is under way when a device is parked may take. One that stops a ring waits for its I/O.
 const MESSAGE_WAIT: Duration = Duration::from_secs(1);
+
+/// A device that reads no further message.
+pub(crate) struct Resting {
+    control: Arc<Control>,
+    orders: Arc<Orders>,
+    until: Instant,
+}
+
+impl Resting {
+    /// Waits until no message is under way, at most for [`MESSAGE_WAIT`] since it was asked to rest.
+    pub fn wait(self) {
+        let left = self.until.saturating_duration_since(Instant::now());
+        let is_under_way = |talk: &mut Talk| talk.message == Message::UnderWay;
+        let waited =
+            (self.orders.changed).wait_timeout_while(self.orders.talk(), left, is_under_way);
+        if waited.is_ok_and(|(_, waited)| waited.timed_out()) {
+            let socket = self.control.socket.display();
+            tracing::warn!(%socket, "a front end does not come to the end of a message");
+        }
+    }
+}
 
 /// A front end that is being served.
 struct FrontEnd {
@@ -358,7 +475,7 @@ fn listen(
         }
     }
     let front_end = match tenancy {
-        Tenancy::Served(served) if orders.parks() => park(control, served),
+        Tenancy::Served(served) if orders.parks() => park(control, orders, served),
         Tenancy::Served(served) => {
             if let Tenancy::Stuck(_) = hang_up(control, served) {
                 tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
@@ -374,12 +491,13 @@ fn listen(
 }
 
 /// Gives a front end away, for another process. One that is in the middle of a message, or whose requests in flight
-/// are recorded nowhere, is hung up on instead: it connects to that process.
-fn park(control: &Control, served: FrontEnd) -> Option<ParkedFrontEnd> {
+/// are recorded nowhere, is hung up on instead: it connects to that process. Its thread is not waited for: it ends with
+/// this process, and other devices wait meanwhile.
+fn park(control: &Control, orders: &Orders, served: FrontEnd) -> Option<ParkedFrontEnd> {
     let socket = control.socket.display();
-    if served.ended.recv_timeout(MESSAGE_WAIT) == Err(RecvTimeoutError::Timeout) {
+    if served.ended.recv_timeout(orders.message_wait()) == Err(RecvTimeoutError::Timeout) {
         tracing::warn!(%socket, "a front end is in the middle of a message, and is hung up on");
-        hang_up(control, served);
+        break_off(control, &served);
         return None;
     }
     match served.session.park() {
@@ -390,7 +508,7 @@ fn park(control: &Control, served: FrontEnd) -> Option<ParkedFrontEnd> {
         Err(ParkError::Over) => None,
         Err(error) => {
             tracing::warn!(%socket, %error, "a front end is hung up on");
-            hang_up(control, served);
+            break_off(control, &served);
             None
         }
     }
@@ -509,7 +627,12 @@ fn converse(
             // Parked: the session goes on in another process.
             return;
         }
-        match connection.serve_one() {
+        if !orders.begin_message() {
+            return;
+        }
+        let message = connection.serve_one();
+        orders.end_message();
+        match message {
             Served::Yes => {}
             Served::Over => break,
             Served::Refused(error) => {
@@ -547,12 +670,17 @@ fn shut_down(stream: &UnixStream) {
 }
 
 /// Ends a session: after it returns, nothing of that session touches memory any more.
-fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
+fn break_off(control: &Control, served: &FrontEnd) {
     shut_down(&served.stream);
     // First, because its thread may be waiting for a queue to drain, with the session locked.
     control.hurry();
     served.session.end();
     control.set_presence(Presence::Nobody);
+}
+
+/// The same, and the thread of the connection ends.
+fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
+    break_off(control, &served);
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
         tracing::error!(
             socket = %control.socket.display(),
