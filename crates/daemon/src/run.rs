@@ -205,7 +205,7 @@ impl Started {
             StateDir::adopt(&settings.state_dir, parts.lock).map_err(CommandError::refused)?;
         let socket = ApiSocket::adopt(&settings.api_path(), parts.api);
         // Signals are blocked already: the mask is inherited.
-        let control = start_with(settings, parts.handed, owed)?;
+        let control = start_with(settings, Some(parts.handed), owed)?;
         Ok(Self {
             desk: Desk::of(&socket)?,
             state_dir,

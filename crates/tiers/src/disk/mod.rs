@@ -57,11 +57,12 @@ use crate::{
 use attend::{Attendant, IfRefused};
 use io::Geometry;
 pub use open::{DiskError, Owner, Source};
-use open::{OpenDisk, Wanted};
+use open::{Identity, OpenDisk, Wanted};
 use pagetide_sys::file_ring::Buffer;
 pub use request::Bounds;
 use shared::{READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
 use space::Space;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
@@ -87,6 +88,7 @@ pub struct FoundDisk {
 
 /// See the module documentation.
 pub struct DiskTier {
+    path: PathBuf,
     shared: Arc<Shared>,
     space: Arc<Space>,
     bounds: Bounds,
@@ -137,6 +139,12 @@ impl FoundDisk {
             self.sectors.hold(vm, [entry])?;
         }
         Ok(())
+    }
+
+    /// There are VMs whose extents are not known now. Nothing is given back then, and no further segment is given out;
+    /// a VM that is recovered all the same has its pages.
+    pub fn keep_all(&mut self) {
+        self.sectors.keep_all();
     }
 
     /// Begins, once all VMs are held. Gives back what none of them has.
@@ -193,6 +201,7 @@ impl FoundDisk {
             .map_err(ended_early)
             .map_err(failed("a thread"))??;
         Ok(DiskTier {
+            path: self.source.path,
             shared,
             space,
             bounds: self.bounds,
@@ -260,6 +269,14 @@ impl DiskTier {
         })
     }
 
+    /// Whether a disk that another program has open could be opened once that has let go of it; nothing is changed.
+    ///
+    /// # Errors
+    /// [`DiskError`]: why not.
+    pub fn examine(source: &Source, id: Option<DiskId>) -> Result<(), DiskError> {
+        open::examine(source, id)
+    }
+
     fn now(&self) -> Instant {
         (self.clock)()
     }
@@ -325,6 +342,20 @@ impl Drop for DiskTier {
 impl SlowTier for DiskTier {
     fn kind(&self) -> TierKind {
         TierKind::Disk
+    }
+
+    fn is_found(&self) -> Result<(), TierError> {
+        let gone = |reason| TierError::Gone {
+            kind: TierKind::Disk,
+            reason,
+        };
+        let there = Identity::at(&self.path)
+            .map_err(|error| gone(format!("{}: {error}", self.path.display())))?;
+        match self.shared.identity.get() {
+            Some(open) if *open == there => Ok(()),
+            Some(_) => Err(gone(DiskError::Replaced(self.path.clone()).to_string())),
+            None => Err(self.not_there()),
+        }
     }
 
     fn granule_bytes(&self) -> usize {

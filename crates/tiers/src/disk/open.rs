@@ -130,6 +130,9 @@ pub enum DiskError {
     /// The pages that it should have are on another one.
     #[error("disk tier {0}: it is another disk than the one on which VMs have pages")]
     AnotherDisk(PathBuf),
+    /// It does not lie there any more.
+    #[error("disk tier {0}: what lies there now is not the file or device that is in use")]
+    Replaced(PathBuf),
     /// It has become shorter.
     #[error("disk tier {0}: it is shorter than it was, and VMs have pages beyond its end")]
     Shorter(PathBuf),
@@ -199,6 +202,62 @@ impl At<'_> {
             source: source.into(),
         }
     }
+}
+
+/// What tells a file or device from all others while it is open.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Identity {
+    device: u64,
+    number: u64,
+}
+
+impl Identity {
+    fn of(stat: &Stat) -> Self {
+        match FileType::from_raw_mode(stat.st_mode) {
+            // It may have several names.
+            FileType::BlockDevice => Self {
+                device: stat.st_rdev,
+                number: 0,
+            },
+            _ => Self {
+                device: stat.st_dev,
+                number: stat.st_ino,
+            },
+        }
+    }
+
+    pub fn of_open(file: &OwnedFd) -> io::Result<Self> {
+        Ok(Self::of(&rustix::fs::fstat(file)?))
+    }
+
+    /// Of what lies at `path`, without following it.
+    pub fn at(path: &Path) -> io::Result<Self> {
+        Ok(Self::of(&rustix::fs::lstat(path)?))
+    }
+}
+
+/// Looks at a tier that another program has open, as [`open`] would: what it is, whose, and its header.
+///
+/// # Errors
+/// It would not be opened, however long its lock is waited for.
+pub(super) fn examine(source: &Source, id: Option<DiskId>) -> Result<(), DiskError> {
+    let path = &*source.path;
+    let at = At(path);
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = rustix::fs::open(path, flags, Mode::empty()).map_err(at.failed("open"))?;
+    let stat = rustix::fs::fstat(&found).map_err(at.failed("fstat"))?;
+    let discard = look_at(path, &stat)?;
+    let link = PathBuf::from(format!("/proc/self/fd/{}", found.as_raw_fd()));
+    match discard {
+        Discard::Punch => refuse_memory(path, &link)?,
+        Discard::Keep => refuse_memory_device(path, &stat)?,
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&link, flags, Mode::empty());
+    let file = file.map_err(|error| unopened(path, error))?;
+    segments(path, &file, discard, source.limit_bytes)?;
+    let wanted = id.map_or(Wanted::Any, Wanted::Known);
+    look_into(source, wanted, &file, discard).map(drop)
 }
 
 /// Opens and locks a tier; waits so long for another to let go of it.
@@ -408,18 +467,29 @@ fn segments(
     Ok((whole(bytes), SegmentNo(whole(given_bytes))))
 }
 
-/// Sees that nothing else is there, and writes the header.
-fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+/// What stands at the beginning of a disk that may be a tier.
+struct Head {
+    is_ours: bool,
+    id: Option<DiskId>,
+}
+
+/// Sees that nothing else is there.
+fn look_into(
+    source: &Source,
+    wanted: Wanted,
+    file: &OwnedFd,
+    discard: Discard,
+) -> Result<Head, DiskError> {
     let path = &*source.path;
     let mut head = Buffer::zeroed(HEAD_BYTES);
-    let read = read_head(&disk.file, &mut head).map_err(|error| match error {
+    let read = read_head(file, &mut head).map_err(|error| match error {
         Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
         error => At(path).failed("read")(error),
     })?;
     let is_ours = head.starts_with(MAGIC);
     let is_blank = head.iter().all(|byte| *byte == 0);
     // An empty file is blank. One of zeros might be an image of somebody's.
-    if !is_ours && !(is_blank && (read == 0 || disk.discard == Discard::Keep)) {
+    if !is_ours && !(is_blank && (read == 0 || discard == Discard::Keep)) {
         return Err(DiskError::NotOurs(path.to_owned()));
     }
     let found = found_id(&head).filter(|_| is_ours);
@@ -434,6 +504,13 @@ fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<D
         let path = path.to_owned();
         return Err(DiskError::OfAnotherDaemon { path, state_dir });
     }
+    Ok(Head { is_ours, id: found })
+}
+
+/// Sees that nothing else is there, and writes the header.
+fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+    let path = &*source.path;
+    let Head { is_ours, id: found } = look_into(source, wanted, &disk.file, disk.discard)?;
     if disk.discard == Discard::Punch {
         // One that has pages is needed however full the disk is.
         let (free_bytes, left_bytes) = space(&disk.file).map_err(At(path).failed("fstatfs"))?;

@@ -5,6 +5,7 @@
 //! which [`super::space`] takes under its own.
 
 use super::io::Geometry;
+use super::open::Identity;
 use super::panics::drop_alone;
 use crate::batch::SECTOR_BYTES;
 use crate::extent::{SectorError, Sectors, SegmentNo};
@@ -96,6 +97,8 @@ struct Record {
 pub(super) struct Shared {
     /// Known once the disk is open.
     pub geometry: OnceLock<Geometry>,
+    /// Which file or device it is, once it is open.
+    pub identity: OnceLock<Identity>,
     /// Wakes the thread, once there is a ring.
     pub waker: OnceLock<RingWaker>,
     sectors: Mutex<Sectors>,
@@ -111,6 +114,7 @@ impl Shared {
     pub fn new(sectors: Sectors, limit_bytes: u64, now: Instant) -> Self {
         Self {
             geometry: OnceLock::new(),
+            identity: OnceLock::new(),
             waker: OnceLock::new(),
             sectors: Mutex::new(sectors),
             inbox: Mutex::default(),
