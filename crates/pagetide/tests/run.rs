@@ -107,6 +107,7 @@ impl Control for Ending {
     }
 }
 
+#[expect(clippy::print_stdout, reason = "it is a harness of its own")]
 fn main() {
     println!("\nrunning 1 test");
     signal_shuts_the_system_down_and_its_error_is_told();
