@@ -157,7 +157,10 @@ pub(crate) fn start_with(
     let pool_cap = KeptCap::open(&state_dir, settings.pool_max);
     let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
     let found = pools(&state_dir)?;
-    let needed = Needed::of(settings, &found, handed.as_ref());
+    let needed = match &handed {
+        Some(_) => Needed::BySomebody,
+        None => Needed::of_what_is_left(settings, &found),
+    };
     let known: Vec<_> = found.iter().map(|path| name_of(path)).collect();
     let budget = Budget::open(settings, &state_dir, &known, needed, owed)?;
     let (devices, spaces) = Devices::start(settings, owed)?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Needed`]: whether anybody waits for the daemon that starts.
 
-use super::{HandedOver, devices};
+use super::devices;
 use crate::settings::RunSettings;
 use std::path::PathBuf;
 
@@ -17,13 +17,9 @@ pub(super) enum Needed {
 }
 
 impl Needed {
-    /// Of a daemon that finds these pools.
-    pub(super) fn of(
-        settings: &RunSettings,
-        pools: &[PathBuf],
-        handed: Option<&HandedOver>,
-    ) -> Self {
-        match handed.is_some() || !pools.is_empty() || devices::are_left(settings) {
+    /// Of a daemon to which nothing was handed over, and which finds these pools.
+    pub(super) fn of_what_is_left(settings: &RunSettings, pools: &[PathBuf]) -> Self {
+        match !pools.is_empty() || devices::are_left(settings) {
             true => Self::BySomebody,
             false => Self::ByNobody,
         }

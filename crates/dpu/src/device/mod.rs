@@ -16,6 +16,7 @@ mod backend;
 mod control;
 mod endpoint;
 mod inflight_fd;
+mod orders;
 
 pub(crate) use control::{Control, Parts};
 pub use control::{DeviceState, EngineGone};

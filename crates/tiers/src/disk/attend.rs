@@ -10,8 +10,9 @@
 //! gone: by probes.
 
 use super::engine::{ENTRIES, Engine};
+use super::identity::Identity;
 use super::io::{Geometry, Tag};
-use super::open::{DiskError, Identity, OpenDisk, Source, Wanted, disown, open};
+use super::open::{DiskError, OpenDisk, Source, Wanted, disown, open};
 use super::request::Bounds;
 use super::shared::Shared;
 use super::space::{self, Space};

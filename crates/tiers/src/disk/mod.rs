@@ -8,7 +8,7 @@
 //!   read ──────► inbox ──────────►    │  ◄─── completions
 //!   forget ────► sectors              └► duties are told
 //! ```
-//! - [`open`]: what is refused, and the header.
+//! - [`open`]: what is refused, and the header. [`identity`]: which file or device it is.
 //! - [`attend`]: the thread, from the opening of the disk to the end.
 //! - [`engine`]: what it does with requests; time bounds, and what happens to what is late.
 //! - [`probe`]: how a tier that does not work comes back.
@@ -36,6 +36,7 @@
 
 mod attend;
 mod engine;
+mod identity;
 mod io;
 mod open;
 mod panics;
@@ -55,9 +56,10 @@ use crate::{
     TierError, TierFigures, TierKind, VmId, WriteDone,
 };
 use attend::{Attendant, IfRefused};
+use identity::Identity;
 use io::Geometry;
 pub use open::{DiskError, Owner, Source};
-use open::{Identity, OpenDisk, Wanted};
+use open::{OpenDisk, Wanted};
 use pagetide_sys::file_ring::Buffer;
 pub use request::Bounds;
 use shared::{READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};

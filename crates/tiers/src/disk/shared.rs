@@ -4,8 +4,8 @@
 //! Three locks, none of which is held while another is taken or a duty is told; but for that of the sectors,
 //! which [`super::space`] takes under its own.
 
+use super::identity::Identity;
 use super::io::Geometry;
-use super::open::Identity;
 use super::panics::drop_alone;
 use crate::batch::SECTOR_BYTES;
 use crate::extent::{SectorError, Sectors, SegmentNo};
