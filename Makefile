@@ -23,17 +23,15 @@ test-aarch64: packages ## Build for AArch64, and the unit tests under qemu-user
 fuzz: packages ## Every fuzz target for a minute (FUZZ_FLAGS="--seconds 600 open" for ten minutes of one)
 	scripts/fuzz $(FUZZ_FLAGS)
 
-bench: packages ## The benches against their peers, in the same run
-	cargo build --release --package pagetide
-	scripts/bench
+bench: packages ## Every bench against its peer, in the same run; hours (BENCH_FLAGS="gmem-va blk" for some)
+	cargo build --release --package pagetide --package pagetide-guestkit
+	scripts/bench $(BENCH_FLAGS)
 
-reproduce: ## Findings of the papers, checked here: today HyperTRIO's (translation with a thousand tenants)
+reproduce: ## The papers: HyperTRIO's findings checked here, VPRI's and Taiji's figures beside those of `make bench`
 	cargo build --release --package pagetide
 	target/release/pagetide sim findings
-	@echo "To come, each beside the paper's own figure:"
-	@echo "  swap-in and swap-out latency by tier          (Taiji)"
-	@echo "  I/O page faults avoided by the DMA protector  (VPRI)"
-	@echo "  receive faults without packet loss            (page fault support for network controllers)"
+	target/release/pagetide sim figures --out target/figures
+	target/release/pagetide-lab reproduce --reports target/bench
 
 lint: ## Format, clippy and the repository's own rules
 	cargo fmt --all --check

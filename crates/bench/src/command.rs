@@ -7,10 +7,10 @@ use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
 use crate::{
-    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, fairness,
-    fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact, iopf_rtt,
-    iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size, remote,
-    schedule, sim, swap, tracker, upgrade,
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, crash,
+    fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact,
+    iopf_rtt, iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size,
+    remote, schedule, sim, swap, tracker, upgrade,
 };
 
 /// Arguments of `bench`.
@@ -208,14 +208,15 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Blk => blk::run(),
         BenchName::Budget => budget::run(sizes),
         BenchName::Burst => burst::run(sizes),
+        BenchName::Crash => crash::run(sizes),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
-        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::default()),
+        BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::of(sizes)),
         BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
-        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::default()),
+        BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::of(sizes)),
         BenchName::Sim => sim::run(),
         BenchName::Overcommit => overcommit::run(sizes),
         BenchName::Pool => pool::run(sizes),

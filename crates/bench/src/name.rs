@@ -24,6 +24,9 @@ pub enum BenchName {
     Budget,
     /// A tenant whose working set doubles, under a budget, beside kernel zram under a memory cgroup
     Burst,
+    /// A thousand SIGKILLs of daemon and DPU process at random instants, under stand-ins and a stock guest that check all
+    /// that they read: what is wrong afterwards, and how long they stood still
+    Crash,
     /// Unmaps a second that are queued, beside unmaps that wait for their invalidation
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators
@@ -68,5 +71,24 @@ impl std::fmt::Display for BenchName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let value = self.to_possible_value();
         f.write_str(value.as_ref().map_or("", |value| value.get_name()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn make_bench_runs_every_bench() {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/bench");
+        let script = std::fs::read_to_string(script).unwrap();
+        let (_, list) = script.split_once("all=(").unwrap();
+        let (list, _) = list.split_once(')').unwrap();
+        let mut run: Vec<_> = list.split_whitespace().map(str::to_owned).collect();
+        let mut all: Vec<_> =
+            (BenchName::value_variants().iter().map(ToString::to_string)).collect();
+        run.sort_unstable();
+        all.sort_unstable();
+        assert_eq!(run, all);
     }
 }

@@ -11,30 +11,32 @@ use std::{path::PathBuf, str::FromStr, time::Duration};
 const SECONDS_MAX: u64 = 3600;
 /// More alternations than anybody waits for.
 const ROUNDS_MAX: u64 = 10_000;
+/// A day of them.
+const KILLS_MAX: u64 = 100_000;
 /// Ten years.
 const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
 const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
 
-/// Of real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds also
-/// of fault, fault-parallel and remote, days, VMs and seeds of budget; others take none.
+/// Of crash, real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds
+/// also of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
-    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (guest-cost, tracker, pool, upgrade), of each VM
-    /// (burst, overcommit, schedule)
+    /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (crash, guest-cost, tracker, pool, upgrade), of each
+    /// VM (burst, overcommit, schedule)
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
-    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6)
+    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, of isolation iopf-scale: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6), longest
+    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale: 30, iopf-impact: 20), longest
     /// search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
     /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out,
-    /// programs; upgrade: stand-ins, real-guests)
+    /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -55,9 +57,18 @@ pub struct SizeOptions {
     /// Upgrades of each part, and at most so many of the twenty broken ones (upgrade: 100)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub upgrades: Option<u64>,
+    /// Processes to kill (crash: 1000)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=KILLS_MAX))]
+    pub kills: Option<u64>,
+    /// Seed of what is killed when (crash: 1)
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
     /// Draw pictures of what happened as SVG files in this directory (burst, adp)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
+    /// The whole grid at all sizes (iopf-impact)
+    #[arg(long)]
+    pub full: bool,
     /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
     #[arg(long = "peer-setting", value_name = "NAME=VALUE")]
     pub peer_settings: Vec<GivenSetting>,
@@ -104,9 +115,11 @@ impl SizeOptions {
         let adp = name == BenchName::Adp;
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let (swap, upgrade) = (name == BenchName::Swap, name == BenchName::Upgrade);
-        let real_size = name == BenchName::RealSize;
+        let (crash, real_size) = (name == BenchName::Crash, name == BenchName::RealSize);
+        let impact = name == BenchName::IopfImpact;
+        let scale = impact || name == BenchName::IopfScale;
         // Without alternations.
-        let plain = tracker || pool || upgrade;
+        let plain = tracker || pool || upgrade || crash;
         let sized = plain || cost || schedule || burst || real_size;
         let faults = matches!(
             name,
@@ -122,13 +135,15 @@ impl SizeOptions {
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || overhead || swap || sized && !plain,
+                faults || scale || overhead || swap || sized && !plain,
             ),
             ("--upgrades", self.upgrades.is_some(), upgrade),
+            ("--kills", self.kills.is_some(), crash),
+            ("--seed", self.seed.is_some(), crash),
             (
                 "--seconds",
                 self.seconds.is_some(),
-                tracker || cost || overhead || schedule || burst,
+                tracker || cost || overhead || schedule || burst || scale,
             ),
             ("--online", self.online.is_some(), burst),
             ("--days", self.days.is_some(), budget),
@@ -138,8 +153,9 @@ impl SizeOptions {
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit || swap || upgrade,
+                tracker || cost || overhead || overcommit || swap || upgrade || crash,
             ),
+            ("--full", self.full, impact),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {
@@ -167,6 +183,12 @@ impl SizeOptions {
     /// The time given, or so many seconds.
     pub(super) fn time(&self, default_seconds: u64) -> Duration {
         Duration::from_secs(self.seconds.unwrap_or(default_seconds))
+    }
+
+    /// The alternations given, or so many.
+    pub(super) fn pairs(&self, default_pairs: usize) -> usize {
+        let given = self.pairs.and_then(|pairs| usize::try_from(pairs).ok());
+        given.unwrap_or(default_pairs)
     }
 
     /// True if the cell `name` is to be measured.

@@ -3,6 +3,7 @@
 //!
 //! A datagram to the socket that `NOTIFY_SOCKET` names. Without that variable nobody wants to know.
 
+use pagetide_sys::clock::now_ns;
 use std::{
     ffi::OsStr,
     io,
@@ -15,9 +16,21 @@ use std::{
     },
 };
 
+/// The program has begun to run. What its start has cost can be told from the time, which is that of
+/// `CLOCK_MONOTONIC`.
+pub(crate) fn started() {
+    let us = now_ns() / 1000;
+    tell(&format!("STATUS=starting\nMONOTONIC_USEC={us}"));
+}
+
+/// What a predecessor has left is being recovered: threads of its VMs wait.
+pub(crate) fn recovering() {
+    tell("STATUS=recovering what was left");
+}
+
 /// The daemon serves.
 pub(crate) fn ready() {
-    tell("READY=1");
+    tell("READY=1\nSTATUS=serving");
 }
 
 /// The daemon is another process from now on.

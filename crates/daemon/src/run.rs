@@ -46,6 +46,7 @@ const DRAIN_WAIT: Duration = Duration::from_secs(3);
 
 /// Runs the daemon until SIGTERM or SIGINT, or until another program has taken over.
 pub fn run(args: RunArgs) -> Result<(), CommandError> {
+    notify::started();
     let Some(settings) = settings_of::<RunSettings>(args.source, args.given)? else {
         return Ok(());
     };
@@ -56,6 +57,7 @@ pub fn run(args: RunArgs) -> Result<(), CommandError> {
 
 /// Runs a DPU process until SIGTERM or SIGINT.
 pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
+    notify::started();
     let Some(settings) = settings_of::<DpuSettings>(args.source, args.given)? else {
         return Ok(());
     };
@@ -186,6 +188,7 @@ impl Started {
     ) -> Result<Self, CommandError> {
         let state_dir = StateDir::open(settings.state_dir()).map_err(CommandError::refused)?;
         let socket = ApiSocket::bind(&settings.api_path()).map_err(CommandError::refused)?;
+        notify::recovering();
         let no_thread = |error| CommandError::failed(format!("no thread to start with: {error}"));
         let control = aside(|| start(settings)).map_err(no_thread)??;
         Ok(Self {

@@ -11,9 +11,10 @@
 //!
 //! A buffer outside guest memory does not end the walk: memory may have been unplugged under a
 //! request, which must then be answered with an error. That requires the address for the answer, so
-//! the chain's last writable buffer must be in memory, as must rings and tables.
+//! the chain's last writable buffer must be in memory if the answer is written there, as must rings
+//! and tables.
 //!
-//! A chain that is longer than is served ([`CHAIN_BYTES_MAX`]) does not end the walk either: the
+//! A chain that is longer than is served ([`Layout::bytes_max`]) does not end the walk either: the
 //! specification allows 2^32 bytes, and QEMU answers requests it refuses with an I/O error. Of such
 //! a chain the last writable byte is kept, for the answer.
 
@@ -30,12 +31,37 @@ const DESCRIPTOR_BYTES: u32 = 16;
 pub const INDIRECT_MAX: u32 = 1024;
 /// Most bytes of data in a request.
 const DATA_BYTES_MAX: u64 = 64 << 20;
-/// Bytes of a block request around its data: header and status.
-pub(crate) const FRAME_BYTES: u64 = 17;
-/// Most bytes of a chain that is served, all buffers together: data, header and status. A chain
-/// leases all its pages at once, so this is also how far one request can carry a VM past its limit.
-/// Drivers send a few MiB at most; longer chains are answered with an error.
-pub const CHAIN_BYTES_MAX: u64 = DATA_BYTES_MAX + FRAME_BYTES;
+
+/// What the chains of a queue consist of besides data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Bytes at the beginning that the device reads.
+    pub header_bytes: u32,
+    /// Where the device writes its answer.
+    pub answer: AnswerPlace,
+}
+
+/// Where the answer to a chain is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AnswerPlace {
+    /// The last byte that the device may write.
+    LastByte,
+    /// Nowhere: the entry in the used ring says all.
+    Nowhere,
+}
+
+impl Layout {
+    /// Most bytes of a chain that is served, all buffers together: header, data and answer. A chain
+    /// leases all its pages at once, so this is also how far one request can carry a VM past its
+    /// limit. Drivers send a few MiB at most; longer chains are answered with an error.
+    pub const fn bytes_max(self) -> u64 {
+        let answer = match self.answer {
+            AnswerPlace::LastByte => 1,
+            AnswerPlace::Nowhere => 0,
+        };
+        DATA_BYTES_MAX + self.header_bytes as u64 + answer
+    }
+}
 
 /// Why a chain is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -104,7 +130,7 @@ pub(crate) struct Buffers {
 pub(crate) enum Length {
     #[default]
     Served,
-    /// More than [`CHAIN_BYTES_MAX`] bytes.
+    /// More than [`Layout::bytes_max`] bytes.
     TooLong,
 }
 
@@ -130,6 +156,8 @@ pub(crate) struct Table {
     pub at: Gpa,
     pub size: u16,
     pub indirect: Indirect,
+    /// What its chains consist of.
+    pub layout: Layout,
 }
 
 /// Walks the chain that starts at `head` and appends its buffers to `into`.
@@ -144,6 +172,7 @@ pub(crate) fn walk(
         memory,
         into,
         bytes: 0,
+        bytes_max: table.layout.bytes_max(),
         steps_left: INDIRECT_MAX.max(u32::from(table.size)),
         end: Ok(()),
     };
@@ -154,13 +183,17 @@ pub(crate) fn walk(
         }
         Some(descriptor) => walk.indirect(&descriptor)?,
     }
-    walk.end.map_err(WalkError::from)
+    match table.layout.answer {
+        AnswerPlace::LastByte => walk.end.map_err(WalkError::from),
+        AnswerPlace::Nowhere => Ok(()),
+    }
 }
 
 struct Walk<'a> {
     memory: &'a DeviceMemory,
     into: &'a mut Buffers,
     bytes: u64,
+    bytes_max: u64,
     steps_left: u32,
     /// Whether the last buffer, which must hold the answer, is in memory.
     end: Result<(), OutsideMemory>,
@@ -225,7 +258,7 @@ impl Walk<'_> {
     fn buffer(&mut self, descriptor: &Descriptor) -> Result<(), ChainError> {
         let len = descriptor.len();
         self.bytes += u64::from(len);
-        if self.bytes > CHAIN_BYTES_MAX {
+        if self.bytes > self.bytes_max {
             self.into.length = Length::TooLong;
         }
         let list = if descriptor.is_write_only() {
@@ -350,6 +383,10 @@ mod tests {
             at: Gpa(BASE),
             size: 8,
             indirect: Indirect::Negotiated,
+            layout: Layout {
+                header_bytes: 16,
+                answer: AnswerPlace::LastByte,
+            },
         }
     }
 

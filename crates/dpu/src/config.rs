@@ -73,8 +73,8 @@ pub enum DpuError {
     /// No such device.
     #[error("there is no device {0:?}")]
     NoSuchDevice(DeviceId),
-    /// The image could not be put into an engine's file table.
-    #[error("an engine could not take the image: {0}")]
+    /// The device's files could not be put into an engine's file table.
+    #[error("an engine could not take the device's files: {0}")]
     Table(io::Error),
     /// No memory for bounce buffers.
     #[error(transparent)]
@@ -170,6 +170,16 @@ impl DpuConfig {
     }
 }
 
+/// What devices of all kinds are configured by.
+#[derive(Debug, Clone)]
+pub(crate) struct DeviceConfig {
+    pub socket: PathBuf,
+    pub queue_count: u16,
+    pub look_up: LookUp,
+    pub on_fault: OnFault,
+    pub ram: RamPolicy,
+}
+
 /// Configuration of a block device.
 #[derive(Debug, Clone)]
 pub struct BlkConfig {
@@ -195,4 +205,44 @@ pub struct BlkConfig {
     pub image_use: ImageUse,
     /// Who may connect to the socket.
     pub access: SocketAccess,
+}
+
+/// Configuration of a network device. Its sending queues pause on a fault, so that packets keep
+/// their order. See [`crate::net`] for what it does with packets.
+#[derive(Debug, Clone)]
+pub struct NicConfig {
+    /// Unix socket to listen on.
+    pub socket: PathBuf,
+    /// Queue pairs offered, at most [`PAIRS_MAX`](crate::PAIRS_MAX).
+    pub pairs: u16,
+    /// Whether pages are looked up before DMA.
+    pub look_up: LookUp,
+    /// What it accepts as guest RAM.
+    pub ram: RamPolicy,
+    /// Who may connect to the socket.
+    pub access: SocketAccess,
+}
+
+impl NicConfig {
+    pub(crate) fn device(&self) -> DeviceConfig {
+        DeviceConfig {
+            socket: self.socket.clone(),
+            queue_count: 2 * self.pairs,
+            look_up: self.look_up,
+            on_fault: OnFault::Pause,
+            ram: self.ram,
+        }
+    }
+}
+
+impl BlkConfig {
+    pub(crate) fn device(&self) -> DeviceConfig {
+        DeviceConfig {
+            socket: self.socket.clone(),
+            queue_count: self.queue_count,
+            look_up: self.look_up,
+            on_fault: self.on_fault,
+            ram: self.ram,
+        }
+    }
 }

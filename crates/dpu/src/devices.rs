@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The devices of a DPU: their slots, image ownership, and reports.
+//! The devices of a DPU: their slots, and reports.
 
 use crate::{
-    blk::{
-        claim::Sharing,
-        image::{Image, ImageError, ImageUse, Writes},
-    },
-    config::BlkConfig,
+    blk::open::DiskInUse,
+    config::DeviceConfig,
     device::{Control, DeviceState, Endpoint},
+    kind::Backing,
     ram::RamPolicy,
     shared::OnFault,
 };
@@ -27,10 +25,10 @@ pub struct DeviceReport {
     pub stopped_because: Option<String>,
     /// Socket it listens on.
     pub socket: PathBuf,
-    /// Image it serves.
-    pub image: PathBuf,
-    /// Serial number shown to the guest.
-    pub serial: String,
+    /// What is behind it.
+    pub backing: Backing,
+    /// What is wrong with that, as a sentence; for example, that an image was cut short.
+    pub backing_error: Option<String>,
     /// Files of guest RAM it uses now.
     pub files: Vec<FileKey>,
     /// Whether those files are sealed against shrinking; `None` without any.
@@ -39,25 +37,17 @@ pub struct DeviceReport {
     pub ram: RamPolicy,
     /// Request queues offered.
     pub queue_count: u16,
-    /// Whether the guest may write.
-    pub writes: Writes,
-    /// What is wrong with the image, as a sentence; for example, that it was cut short.
-    pub image_error: Option<String>,
-    /// Whether other programs may write the image at the same time.
-    pub sharing: Sharing,
     /// Whether pages are looked up before DMA.
     pub look_up: LookUp,
     /// What a queue does while one of its requests waits for pages.
     pub on_fault: OnFault,
     /// Its share of its engines beside the weights of others.
     pub weight: u32,
-    /// Size of the image.
-    pub capacity_bytes: u64,
     /// Requests completed.
     pub requests: u64,
-    /// Bytes read from the image.
+    /// Bytes moved to the guest: those read from the image of a disk.
     pub read_bytes: u64,
-    /// Bytes written to the image.
+    /// Bytes moved from the guest: those written to the image of a disk.
     pub written_bytes: u64,
     /// Requests that ended in an I/O error.
     pub failed_requests: u64,
@@ -93,6 +83,12 @@ pub struct DeviceReport {
 }
 
 impl DeviceReport {
+    /// The serial number by which its guest knows it, if its kind has one.
+    #[must_use]
+    pub fn serial(&self) -> Option<&str> {
+        self.backing.disk().map(|disk| disk.serial.as_str())
+    }
+
     /// Mean time of a look-up, in nanoseconds; 0 before the first sample.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a mean for people")]
@@ -112,78 +108,60 @@ pub(crate) struct Devices {
 /// A slot for a device.
 pub(crate) enum Place {
     Free,
-    Here(BlkDevice),
-    /// The device is being removed: its I/O is still under way, and its image is in use.
-    Ending(Ending),
-}
-
-/// The remains of a device that is being removed.
-pub(crate) struct Ending {
-    pub control: Arc<Control>,
-    pub config: BlkConfig,
+    Here(Device),
+    /// The device is being removed: its I/O is still under way, and what is behind it in use.
+    Ending(Arc<Control>),
 }
 
 /// A device in service.
-pub(crate) struct BlkDevice {
-    pub config: BlkConfig,
+pub(crate) struct Device {
+    pub config: DeviceConfig,
     pub endpoint: Endpoint,
 }
 
 impl Devices {
     /// Devices that are not being removed.
-    pub fn here(&self) -> impl Iterator<Item = &BlkDevice> {
+    pub fn here(&self) -> impl Iterator<Item = &Device> {
         self.slots.iter().filter_map(|place| match place {
             Place::Here(device) => Some(device),
             Place::Free | Place::Ending(_) => None,
         })
     }
 
-    /// Every image in use.
-    pub fn images(&self) -> impl Iterator<Item = (&Image, &BlkConfig)> {
+    /// Every device, also those that are being removed.
+    fn all(&self) -> impl Iterator<Item = &Control> {
         self.slots.iter().filter_map(|place| match place {
             Place::Free => None,
-            Place::Here(device) => {
-                let control = device.endpoint.control();
-                Some((&control.shared.image, &device.config))
-            }
-            Place::Ending(ending) => Some((&ending.control.shared.image, &ending.config)),
+            Place::Here(device) => Some(&**device.endpoint.control()),
+            Place::Ending(control) => Some(&**control),
+        })
+    }
+
+    /// Every disk in use.
+    pub fn disks(&self) -> impl Iterator<Item = DiskInUse<'_>> {
+        self.all().filter_map(|control| {
+            Some(DiskInUse {
+                disk: control.shared.kind.disk()?,
+                socket: &control.socket,
+            })
         })
     }
 
     /// Takes out a device that is to be removed.
-    pub fn take(&mut self, id: DeviceId) -> Option<(usize, BlkDevice)> {
+    pub fn take(&mut self, id: DeviceId) -> Option<(usize, Device)> {
         let is_it = |place: &Place| matches!(place, Place::Here(device) if device.id() == id);
         let slot = self.slots.iter().position(is_it)?;
         match std::mem::replace(&mut self.slots[slot], Place::Free) {
             Place::Here(device) => {
-                self.slots[slot] = Place::Ending(Ending {
-                    control: device.endpoint.control().clone(),
-                    config: device.config.clone(),
-                });
+                self.slots[slot] = Place::Ending(device.endpoint.control().clone());
                 Some((slot, device))
             }
             Place::Free | Place::Ending(_) => None,
         }
     }
-
-    /// Claims an image for us, unless a device of ours or another program uses it.
-    pub fn claim(&self, image: &mut Image, config: &BlkConfig) -> Result<(), ImageError> {
-        let ImageUse { sharing, content } = config.image_use;
-        let mut images = self.images();
-        let other = images
-            .find(|(theirs, other)| !image.agrees_with(sharing, theirs, other.image_use.sharing));
-        if let Some((_, other)) = other {
-            return Err(ImageError::Served {
-                path: config.image.clone(),
-                socket: other.socket.clone(),
-            });
-        }
-        image.claim(&config.image, sharing)?;
-        image.check_content(&config.image, content)
-    }
 }
 
-impl BlkDevice {
+impl Device {
     pub fn id(&self) -> DeviceId {
         self.endpoint.control().shared.id
     }
@@ -196,19 +174,15 @@ impl BlkDevice {
             state: control.state(),
             stopped_because: shared.stopped_because(),
             socket: self.config.socket.clone(),
-            image: self.config.image.clone(),
-            serial: self.config.serial.clone(),
+            backing: shared.kind.backing(),
+            backing_error: shared.kind.error(),
             files: control.files(),
             ram_sealed: control.sealed(),
             ram: self.config.ram,
             queue_count: self.config.queue_count,
-            writes: self.config.writes,
-            image_error: shared.image_error(),
-            sharing: self.config.image_use.sharing,
             look_up: self.config.look_up,
             on_fault: self.config.on_fault,
             weight: shared.weight(),
-            capacity_bytes: shared.image.capacity_bytes(),
             requests: shared.total(|c| &c.requests),
             read_bytes: shared.total(|c| &c.read_bytes),
             written_bytes: shared.total(|c| &c.written_bytes),

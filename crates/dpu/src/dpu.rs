@@ -3,16 +3,18 @@
 
 use crate::{
     alias::{ALIAS_FAULTS_MAX, Alias},
-    blk::{config::QUEUES_MAX, image::Image, request::SERIAL_BYTES},
-    config::{BlkConfig, DpuConfig, DpuError},
-    device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError},
-    devices::{BlkDevice, DeviceReport, Devices, Place},
+    blk::open::UnclaimedDisk,
+    config::{BlkConfig, DeviceConfig, DpuConfig, DpuError, NicConfig},
+    device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError, offer::QUEUES_MAX},
+    devices::{Device, DeviceReport, Devices, Place},
     engine::{
         Engine, Seed,
         command::{Command, EngineShared},
     },
     inject::{Injection, InjectionReport},
+    kind::Kind,
     lock,
+    net::nic::PAIRS_MAX,
     ring::DEVICES_MAX,
     shared::{DeviceSetup, DeviceShared, WEIGHTS},
     slo::report::{Accounting, SloReport},
@@ -168,7 +170,7 @@ impl Dpu {
     /// [`DpuError`].
     pub fn add_blk(&self, config: BlkConfig) -> Result<DeviceId, DpuError> {
         let access = config.access;
-        self.add_device(config, |control| Ok(Endpoint::open(control, access)?))
+        self.add_disk(&config, |control| Ok(Endpoint::open(control, access)?))
     }
 
     /// Adds a block device that another process has parked. Its rings run, and its front end's messages wait until
@@ -182,7 +184,7 @@ impl Dpu {
         parked: &mut Option<ParkedDevice>,
     ) -> Result<DeviceId, DpuError> {
         let socket = config.socket.clone();
-        self.add_device(config, |control| {
+        self.add_disk(&config, |control| {
             let parked = parked.take();
             let ParkedDevice {
                 listener,
@@ -191,6 +193,26 @@ impl Dpu {
             } = parked.ok_or(SocketError::NotASocket(socket))?;
             Ok(Endpoint::hold(control, listener, front_end)?)
         })
+    }
+
+    /// Adds a network device, which starts listening.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn add_nic(&self, config: &NicConfig) -> Result<DeviceId, DpuError> {
+        if !(1..=PAIRS_MAX).contains(&config.pairs) {
+            return Err(DpuError::Setting {
+                setting: "pairs",
+                value: u64::from(config.pairs),
+                must: "from 1 to 32",
+            });
+        }
+        let (pairs, access) = (config.pairs, config.access);
+        self.add_device(
+            config.device(),
+            |_, _| Ok(Kind::Net(pairs)),
+            |control| Ok(Endpoint::open(control, access)?),
+        )
     }
 
     /// Lets devices that were parked read messages and accept front ends.
@@ -268,7 +290,7 @@ impl Dpu {
     /// that are not done stay in the in-flight regions; all that was given to the kernel is done when this returns.
     pub fn park(&self) -> Vec<ParkedDevice> {
         let slots = std::mem::take(&mut self.lock().slots);
-        let mut here: Vec<BlkDevice> = (slots.into_iter())
+        let mut here: Vec<Device> = (slots.into_iter())
             .filter_map(|place| match place {
                 Place::Here(device) => Some(device),
                 Place::Free | Place::Ending(_) => None,
@@ -278,8 +300,7 @@ impl Dpu {
         here.iter().for_each(|device| device.endpoint.park());
         let parked = here.iter_mut().filter_map(|device| {
             let parked = device.endpoint.parked();
-            let control = device.endpoint.control();
-            control.shared.image.give_up_claim(&device.config.image);
+            device.endpoint.control().shared.kind.release();
             parked
         });
         let parked = parked.collect();
@@ -287,22 +308,31 @@ impl Dpu {
         parked
     }
 
-    fn add_device(
+    fn add_disk(
         &self,
-        config: BlkConfig,
+        config: &BlkConfig,
         open: impl FnOnce(Arc<Control>) -> Result<Endpoint, DpuError>,
     ) -> Result<DeviceId, DpuError> {
-        if config.queue_count == 0 || config.queue_count > QUEUES_MAX {
-            return Err(DpuError::Setting {
-                setting: "queue_count",
-                value: u64::from(config.queue_count),
-                must: "from 1 to 64",
-            });
-        }
-        let serial = serial_bytes(&config.serial)?;
-        let mut image = Image::open(&config.image, config.writes, config.direct_io)?;
+        let device = config.device();
+        check_queues(device.queue_count)?;
+        let disk = UnclaimedDisk::open(config)?;
+        let claim = |id, devices: &Devices| {
+            let disk = disk.claim(id, devices.disks())?;
+            Ok(Kind::Blk(Arc::new(disk)))
+        };
+        self.add_device(device, claim, open)
+    }
+
+    /// Adds a device. `claim` takes for it what it needs of the host and no other device may have.
+    fn add_device(
+        &self,
+        config: DeviceConfig,
+        claim: impl FnOnce(DeviceId, &Devices) -> Result<Kind, DpuError>,
+        open: impl FnOnce(Arc<Control>) -> Result<Endpoint, DpuError>,
+    ) -> Result<DeviceId, DpuError> {
         let mut devices = self.lock();
-        devices.claim(&mut image, &config)?;
+        let id = DeviceId(devices.next_id + 1);
+        let kind = claim(id, &devices)?;
         let is_free = |place: &Place| matches!(place, Place::Free);
         let slot = match devices.slots.iter().position(is_free) {
             Some(slot) => slot,
@@ -314,12 +344,10 @@ impl Dpu {
                 devices.slots.len() - 1
             }
         };
-        devices.next_id += 1;
-        let id = DeviceId(devices.next_id);
+        devices.next_id = id.0;
         let shared = Arc::new(DeviceShared::new(DeviceSetup {
             id,
-            image,
-            serial,
+            kind,
             on_fault: config.on_fault,
             engine_count: self.engines.len(),
             iopf_timeout: self.iopf_timeout,
@@ -339,11 +367,11 @@ impl Dpu {
             Ok(endpoint) => endpoint,
             Err(error) => {
                 control.remove_from_engines()?.map_err(DpuError::Table)?;
-                control.shared.image.give_up_claim(&config.image);
+                control.shared.kind.release();
                 return Err(error);
             }
         };
-        devices.slots[slot] = Place::Here(BlkDevice { config, endpoint });
+        devices.slots[slot] = Place::Here(Device { config, endpoint });
         Ok(id)
     }
 
@@ -358,8 +386,8 @@ impl Dpu {
         device.endpoint.close();
         let control = device.endpoint.control();
         let removed = control.remove_from_engines()?;
-        // Its I/O is done: the image is free now, even if some ring still refers to it.
-        control.shared.image.give_up_claim(&device.config.image);
+        // Its I/O is done: what is behind it is free now, even if some ring still refers to it.
+        control.shared.kind.release();
         self.lock().slots[slot] = Place::Free;
         removed.map_err(DpuError::Table)
     }
@@ -368,7 +396,7 @@ impl Dpu {
     #[must_use]
     pub fn devices(&self) -> Vec<DeviceReport> {
         let devices = self.lock();
-        let mut reports: Vec<DeviceReport> = devices.here().map(BlkDevice::report).collect();
+        let mut reports: Vec<DeviceReport> = devices.here().map(Device::report).collect();
         reports.sort_by_key(|report| report.id);
         reports
     }
@@ -485,6 +513,17 @@ impl Drop for Dpu {
     }
 }
 
+fn check_queues(queue_count: u16) -> Result<(), DpuError> {
+    if (1..=QUEUES_MAX).contains(&queue_count) {
+        return Ok(());
+    }
+    Err(DpuError::Setting {
+        setting: "queue_count",
+        value: u64::from(queue_count),
+        must: "from 1 to 64",
+    })
+}
+
 /// Checks that a weight is allowed.
 ///
 /// # Errors
@@ -498,15 +537,6 @@ pub fn check_weight(weight: u32) -> Result<(), DpuError> {
         value: u64::from(weight),
         must: "from 1 to 1000",
     })
-}
-
-fn serial_bytes(serial: &str) -> Result<[u8; SERIAL_BYTES], DpuError> {
-    let mut bytes = [0; SERIAL_BYTES];
-    bytes
-        .get_mut(..serial.len())
-        .ok_or_else(|| DpuError::Serial(serial.to_owned()))?
-        .copy_from_slice(serial.as_bytes());
-    Ok(bytes)
 }
 
 fn run_engine(seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {

@@ -3,7 +3,7 @@
 //!
 //! Engine threads serve the queues of many devices and many VMs. A front end (a VMM) sets up a
 //! device over vhost-user. From then on, the engine alone moves requests between the guest's ring
-//! and the image:
+//! and what is behind the device (here, the image of a disk):
 //!
 //! ```text
 //!   guest ──► avail ring ──► engine: lease all pages ──► io_uring, straight to guest memory
@@ -19,13 +19,15 @@
 //! | `parked` | chains that wait for pages, and why nothing else waits |
 //! | `ring` | io_uring, and why giving it guest memory is sound |
 //! | `alias` | our own mapping of guest RAM, watched for alias faults |
-//! | `memory`, `chain` | guest addresses, leases; descriptor chains |
+//! | `memory`, `chain`, `frame` | guest addresses, leases; descriptor chains, and what is around their data |
 //! | `inflight` | what survives the death of this process, so that no request is lost |
 //! | [`inject`] | fault injection |
 //! | `slo` | service-level accounting |
 //! | [`lock`] | how a successor knows that a dead engine's I/O is done |
 //! | `device` | the socket and the vhost-user messages |
+//! | `kind` | what a kind of device says about its chains; the engine knows no more of it |
 //! | [`blk`] | virtio-blk: image, configuration, requests |
+//! | [`net`] | virtio-net: the packets that a guest sends |
 //!
 //! *Invariant:* an engine and its I/O touch a guest page only under a lease or while the page is
 //! wired.
@@ -61,11 +63,14 @@ mod device;
 mod devices;
 pub mod dpu;
 mod engine;
+mod frame;
 mod inflight;
 pub mod inject;
+mod kind;
 pub mod lock;
 mod mailbox;
 mod memory;
+pub mod net;
 mod parked;
 mod ram;
 mod regions;
@@ -74,17 +79,21 @@ mod shared;
 mod slo;
 
 pub use blk::claim::Sharing;
+pub use blk::disk::DiskReport;
 pub use blk::format::Content;
 pub use blk::image::{DirectIo, ImageError, ImageUse, Writes};
 pub use chain::ChainError;
-pub use config::{BlkConfig, DpuConfig, DpuError};
+pub use config::{BlkConfig, DpuConfig, DpuError, NicConfig};
 pub use device::{
     DeviceState, EngineGone, ParkedDevice, ParkedFrontEnd, SocketAccess, SocketError,
 };
 pub use devices::DeviceReport;
 pub use dpu::{Dpu, check_weight};
+pub use frame::FrameError;
+pub use kind::Backing;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
+pub use net::nic::{NicReport, PAIRS_MAX};
 pub use pagetide_vhost_backend::{
     Enabled, InflightRecord, Record, RegionShape, ReplayError, RingAddresses, RingSettings, Runs,
 };

@@ -45,8 +45,10 @@ use std::{
     time::Duration,
 };
 
-/// Capacity of the file table: the lock and two files for each device.
-pub(crate) const FILE_SLOTS: u32 = 1 + 2 * DEVICES_MAX;
+/// Capacity of the file table: the lock and the files of each device.
+pub(crate) const FILE_SLOTS: usize = 1 + FILES_PER_DEVICE * DEVICES_MAX as usize;
+/// Files that a device may have in the table.
+pub(crate) const FILES_PER_DEVICE: usize = 2;
 /// Most devices of one DPU.
 pub(crate) const DEVICES_MAX: u32 = 128;
 /// Kernel threads for one ring's I/O on files and disks. The kernel's default is four for each CPU:
@@ -63,6 +65,12 @@ const KIND_IGNORED: u64 = 3;
 /// A file in the ring's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FileSlot(pub u32);
+
+/// The slots for the files of the device in that slot of an engine.
+pub(crate) fn device_files(device: usize) -> [FileSlot; FILES_PER_DEVICE] {
+    let before = u32::try_from(device * FILES_PER_DEVICE).unwrap_or(u32::MAX / 2);
+    [FileSlot(1 + before), FileSlot(2 + before)]
+}
 
 /// The operation on the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -296,7 +304,7 @@ impl<R> IoRing<R> {
             .setup_cqsize(entries.saturating_mul(4))
             .dontfork()
             .build(entries)?;
-        let mut files = vec![-1; FILE_SLOTS as usize];
+        let mut files = vec![-1; FILE_SLOTS];
         files[0] = lock.as_raw_fd();
         ring.submitter().register_files(&files)?;
         // The second value is for sockets and the like, which are not used here: 0 leaves it

@@ -5,12 +5,10 @@
 //! up.
 
 use crate::{
-    blk::{
-        image::Image,
-        request::{Limits, RequestError, SERIAL_BYTES},
-    },
     chain::ChainError,
+    frame::FrameError,
     inject::Injector,
+    kind::Kind,
     slo::{account::Account, report::Accounting},
 };
 use pagetide_addr::DeviceId;
@@ -52,7 +50,7 @@ pub enum StopReason {
         /// What is wrong with it.
         source: ChainError,
     },
-    /// A chain is not a block request.
+    /// A chain is no request of a device of this kind.
     #[error("queue {queue}, chain {head}: {source}")]
     Request {
         /// Queue number.
@@ -60,7 +58,7 @@ pub enum StopReason {
         /// Head of the chain.
         head: u16,
         /// What is wrong with it.
-        source: RequestError,
+        source: FrameError,
     },
     /// The rings cannot be used.
     #[error("queue {queue}: {error}")]
@@ -92,7 +90,9 @@ pub enum StopReason {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub requests: AtomicU64,
+    /// Moved to the guest.
     pub read_bytes: AtomicU64,
+    /// Moved from the guest.
     pub written_bytes: AtomicU64,
     pub errors: AtomicU64,
     pub malformed: AtomicU64,
@@ -135,8 +135,7 @@ pub(crate) enum Leaving {
 #[derive(Debug)]
 pub(crate) struct DeviceSetup {
     pub id: DeviceId,
-    pub image: Image,
-    pub serial: [u8; SERIAL_BYTES],
+    pub kind: Kind,
     pub on_fault: OnFault,
     /// Engines of the DPU; each has counters of its own.
     pub engine_count: usize,
@@ -148,8 +147,7 @@ pub(crate) struct DeviceSetup {
 #[derive(Debug)]
 pub(crate) struct DeviceShared {
     pub id: DeviceId,
-    pub image: Image,
-    pub serial: [u8; SERIAL_BYTES],
+    pub kind: Kind,
     pub on_fault: OnFault,
     weight: AtomicU32,
     pub counters: Box<[Counters]>,
@@ -157,8 +155,6 @@ pub(crate) struct DeviceShared {
     pub account: Mutex<Account>,
     accounted: AtomicBool,
     pub injector: Injector,
-    /// Size of the image when it was found cut short; `u64::MAX` while it is complete.
-    cut_bytes: AtomicU64,
     stopped: AtomicBool,
     leaving: AtomicBool,
     reason: Mutex<Option<StopReason>>,
@@ -169,15 +165,13 @@ impl DeviceShared {
         let engine_count = setup.engine_count;
         Self {
             id: setup.id,
-            image: setup.image,
-            serial: setup.serial,
+            kind: setup.kind,
             on_fault: setup.on_fault,
             weight: AtomicU32::new(WEIGHT_DEFAULT),
             counters: (0..engine_count).map(|_| Counters::default()).collect(),
             account: Mutex::new(Account::new(engine_count, now_ns())),
             accounted: AtomicBool::new(true),
             injector: Injector::new(setup.iopf_timeout),
-            cut_bytes: AtomicU64::new(u64::MAX),
             stopped: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
             reason: Mutex::new(None),
@@ -192,14 +186,6 @@ impl DeviceShared {
     /// Engines use it from their next turn on.
     pub fn set_weight(&self, weight: u32) {
         self.weight.store(weight, Ordering::Relaxed);
-    }
-
-    /// The properties by which requests are decided.
-    pub fn limits(&self) -> Limits {
-        Limits {
-            sectors: self.image.sectors,
-            writes: self.image.writes,
-        }
     }
 
     /// True while engines report to its account.
@@ -254,49 +240,6 @@ impl DeviceShared {
     /// Why the device stopped, as a sentence.
     pub fn stopped_because(&self) -> Option<String> {
         self.lock().as_ref().map(ToString::to_string)
-    }
-
-    /// Size of the image now, at most the served size. A change is logged: the guest's I/O beyond
-    /// the end fails from now on, or no longer.
-    #[inline]
-    pub fn look_at_size(&self) -> u64 {
-        let (now, capacity) = (self.image.bytes_now(), self.image.capacity_bytes());
-        let cut = if now < capacity { now } else { u64::MAX };
-        if self.cut_bytes.load(Ordering::Relaxed) != cut {
-            self.tell_size(cut, capacity);
-        }
-        now.min(capacity)
-    }
-
-    #[cold]
-    fn tell_size(&self, cut: u64, capacity: u64) {
-        if self.cut_bytes.swap(cut, Ordering::Relaxed) == cut {
-            return;
-        }
-        if cut == u64::MAX {
-            tracing::warn!(
-                device = self.id.0,
-                capacity_bytes = capacity,
-                "the image has its size again; the part that was cut off reads as zeros, unless it was restored"
-            );
-        } else {
-            tracing::error!(
-                device = self.id.0,
-                image_bytes = cut,
-                capacity_bytes = capacity,
-                "somebody has cut the image short; I/O beyond its end fails until it has its size again"
-            );
-        }
-    }
-
-    /// What is wrong with the image, as a sentence.
-    pub fn image_error(&self) -> Option<String> {
-        let (now, capacity) = (self.look_at_size(), self.image.capacity_bytes());
-        (now < capacity).then(|| {
-            format!(
-                "the image was cut short, from {capacity} to {now} bytes: I/O beyond its end fails; restore its content, or give it its size again by truncate(1)"
-            )
-        })
     }
 
     /// The sum of a counter over all engines.

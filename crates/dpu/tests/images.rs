@@ -56,7 +56,7 @@ fn image_cut_short_does_not_grow_again_and_what_lies_beyond_its_end_is_an_error(
     let mut connection = Connection::open(&socket, &mut guest, 1, 0);
     let queue = &mut connection.queues[0];
     assert_eq!(status(queue, &mut guest, T_OUT, 4096), 0);
-    assert!(rig.report(&socket).image_error.is_none());
+    assert!(rig.report(&socket).backing_error.is_none());
 
     image.set_len(4096 * 512).unwrap();
     assert_eq!(status(queue, &mut guest, T_OUT, 4096), 1);
@@ -77,17 +77,17 @@ fn image_cut_short_does_not_grow_again_and_what_lies_beyond_its_end_is_an_error(
     assert_eq!(status(queue, &mut guest, T_OUT, 4088), 0);
     assert_eq!(status(queue, &mut guest, T_IN, 4088), 0);
     let report = rig.report(&socket);
-    let said = report.image_error.unwrap();
+    let said = report.backing_error.unwrap();
     assert!(
         said.contains("cut short") && said.contains("2097152"),
         "{said}"
     );
-    assert_eq!(report.capacity_bytes, SECTORS * 512);
+    assert_eq!(report.backing.disk().unwrap().capacity_bytes, SECTORS * 512);
     assert_eq!(report.failed_requests, 6);
 
     image.set_len(SECTORS * 512).unwrap();
     assert_eq!(status(queue, &mut guest, T_OUT, 4096), 0);
-    assert!(rig.report(&socket).image_error.is_none());
+    assert!(rig.report(&socket).backing_error.is_none());
 }
 
 #[test]
@@ -103,8 +103,8 @@ fn image_that_grows_keeps_the_capacity_it_had() {
     assert_eq!(status(queue, &mut guest, T_OUT, SECTORS), 1);
     assert_eq!(status(queue, &mut guest, T_OUT, SECTORS - 8), 0);
     let report = rig.report(&socket);
-    assert_eq!(report.capacity_bytes, SECTORS * 512);
-    assert!(report.image_error.is_none());
+    assert_eq!(report.backing.disk().unwrap().capacity_bytes, SECTORS * 512);
+    assert!(report.backing_error.is_none());
 }
 
 #[test]

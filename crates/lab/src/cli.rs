@@ -6,6 +6,7 @@ use pagetide_bench::command::{self as bench, BenchArgs, BenchPart};
 use pagetide_report::outcome::CommandError;
 
 use crate::replay::{self, args::ReplayArgs};
+use crate::reproduce::{self, ReproduceArgs};
 use crate::sim::{self, args::SimCommand};
 use crate::trace::{self, args::TraceCommand};
 use crate::vpri::{self, VpriCommand};
@@ -34,6 +35,8 @@ pub enum LabCommand {
     Bench(BenchArgs),
     /// Run DMA protection policies on traces, and compare them
     Replay(Box<ReplayArgs>),
+    /// Print the papers' figures and tables beside what the benches found
+    Reproduce(ReproduceArgs),
     /// Simulate the translation of I/O addresses for many tenants
     #[command(subcommand)]
     Sim(SimCommand),
@@ -59,6 +62,7 @@ pub fn execute(cli: LabCli) -> Result<(), CommandError> {
     match cli.command {
         LabCommand::Bench(args) => bench::execute(&args),
         LabCommand::Replay(args) => replay::execute(&args),
+        LabCommand::Reproduce(args) => reproduce::execute(&args),
         LabCommand::Sim(command) => sim::execute(command),
         LabCommand::Trace(command) => trace::execute(command),
         LabCommand::Vpri(command) => vpri::execute(command),

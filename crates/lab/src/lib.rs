@@ -6,6 +6,7 @@
 
 pub mod cli;
 pub mod replay;
+pub mod reproduce;
 pub mod sim;
 pub mod trace;
 pub mod vpri;

@@ -23,9 +23,12 @@ use std::{
         unix::{fs::PermissionsExt as _, process::ExitStatusExt as _},
     },
     process::Command,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+        mpsc,
+    },
     thread,
-    time::Instant,
 };
 
 const MIB: u64 = 1 << 20;
@@ -374,10 +377,10 @@ fn upgraded_daemon_serves_memory_of_the_other_host() {
     kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
 }
 
-/// The figure is how long vCPUs wait, and not how long it takes to ask the server.
+/// So its latency is how long the vCPU waits, and not how long it takes to ask the server.
 #[test]
-fn latency_of_a_fault_is_told_up_to_when_its_page_is_there() {
-    let test = "latency_of_a_fault_is_told_up_to_when_its_page_is_there";
+fn fault_is_counted_when_its_page_is_there_and_not_when_its_load_begins() {
+    let test = "fault_is_counted_when_its_page_is_there_and_not_when_its_load_begins";
     let Some(place) = Place::of(test, Loses::Nothing) else {
         return;
     };
@@ -389,36 +392,36 @@ fn latency_of_a_fault_is_told_up_to_when_its_page_is_there() {
     // One that has counted no fault.
     daemon = place.start();
     until_working(&mut daemon);
-    let page = (0..PAGES).rfind(|page| !page.is_multiple_of(4)).unwrap();
-    assert_eq!(number(&show(&daemon), "vcpu_faults"), 0);
     place.wire.cut();
     daemon.until("the loss of the wire", |daemon| {
         tier(daemon)["standing"] == "gone"
     });
-    let toucher = Arc::clone(&ram);
-    let (tell, told) = mpsc::channel();
+    // Some pages may be in memory still.
+    let (toucher, served) = (Arc::clone(&ram), Arc::new(AtomicU64::new(0)));
+    let done = Arc::clone(&served);
+    let (tell, begins) = mpsc::channel();
     let touching = thread::spawn(move || {
-        tell.send(rustix::thread::gettid()).unwrap();
-        let begun = Instant::now();
-        toucher.touch(page);
-        begun.elapsed()
+        tell.send(()).unwrap();
+        for page in 0..PAGES / 8 {
+            toucher.touch(page);
+            done.fetch_add(1, Relaxed);
+        }
     });
-    let stat = format!(
-        "/proc/self/task/{}/stat",
-        told.recv().unwrap().as_raw_nonzero()
-    );
-    daemon.until("a fault that waits", |_| {
-        let stat = fs::read_to_string(&stat).unwrap();
-        stat.rsplit_once(") ")
-            .is_some_and(|(_, state)| !state.starts_with('R'))
+    begins.recv().unwrap();
+    // The same number twice: it waits for one that is on the other host.
+    let mut before = u64::MAX;
+    daemon.until("a fault that waits", |daemon| {
+        show(daemon);
+        let now = served.load(Relaxed);
+        std::mem::replace(&mut before, now) == now
     });
-    assert_eq!(number(&show(&daemon), "vcpu_faults"), 0);
+    assert!(before < PAGES / 8);
+    let counted = number(&show(&daemon), "vcpu_faults");
+    assert!(counted <= before, "{counted} of {before}");
     place.wire.mend();
-    let waited_us = touching.join().unwrap().as_secs_f64() * 1e6;
+    touching.join().unwrap();
     let vm = show(&daemon);
-    assert_eq!(number(&vm, "vcpu_faults"), 1, "{vm}");
-    let told_us = vm["vcpu_fault_us"]["p99"].as_f64().unwrap();
-    assert!(told_us > waited_us / 2.0, "{told_us} of {waited_us}");
+    assert!(number(&vm, "vcpu_faults") > counted, "{vm}");
     ram.verify();
     daemon.json(&["vm", "detach", "a"]);
 }

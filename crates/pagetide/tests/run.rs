@@ -107,11 +107,10 @@ impl Control for Ending {
     }
 }
 
-#[expect(clippy::print_stdout, reason = "it is a harness of its own")]
 fn main() {
-    println!("\nrunning 1 test");
+    eprintln!("\nrunning 1 test");
     signal_shuts_the_system_down_and_its_error_is_told();
-    println!("test signal_shuts_the_system_down_and_its_error_is_told ... ok");
+    eprintln!("test signal_shuts_the_system_down_and_its_error_is_told ... ok");
 }
 
 fn signal_shuts_the_system_down_and_its_error_is_told() {

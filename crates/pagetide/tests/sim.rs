@@ -272,3 +272,43 @@ fn studies_of_the_examples_are_sound() {
     let recipe = pagetide_sim::study::Recipe::read(&examples.join("trace.toml")).unwrap();
     assert_eq!(recipe.spec().unwrap().tenants, 16);
 }
+
+#[test]
+fn figures_are_drawn_into_one_page_with_data_beside_it() {
+    let dir = place();
+    let report = report(
+        dir.path(),
+        &[
+            "sim",
+            "figures",
+            "--out",
+            "drawn",
+            "--packets",
+            "30",
+            "--only",
+            "5,8b",
+            "--json",
+        ],
+    );
+    let figures = &report["figures"];
+    assert_eq!(figures["drawn"], 2);
+    // Figure 5 has a picture for each of four readings.
+    assert_eq!(figures["pictures"], 5);
+    assert_eq!(figures["points"], figures["points_run"]);
+    assert!(figures["wall_seconds"].as_f64().unwrap() > 0.0);
+    let paper = report["paper"].as_array().unwrap();
+    assert_eq!(paper[0]["figure"], "5");
+    assert_eq!(paper[0]["paper"], "99%");
+    let drawn = dir.path().join("drawn");
+    let page = std::fs::read_to_string(drawn.join("index.html")).unwrap();
+    assert_eq!(page.matches("<svg").count(), 5);
+    for file in ["figure-5.parquet", "figure-5.toml", "figure-8b.parquet"] {
+        assert!(drawn.join(file).is_file(), "{file}");
+    }
+    let (status, _, error) = pagetide(
+        dir.path(),
+        &["sim", "figures", "--out", "drawn", "--only", "3"],
+    );
+    assert_eq!(status, Some(2));
+    assert!(error.contains("there is no such figure"), "{error}");
+}

@@ -129,9 +129,13 @@ fn signal_to_be_replaced_that_comes_while_an_upgrade_is_prepared_is_passed_to_th
     let pid = Pid::from_raw(daemon.pid().cast_signed()).unwrap();
     let words = ["upgrade", broken.to_str().unwrap(), "--json"];
     let mut client = daemon.command(&words).spawn().unwrap();
-    let children = format!("/proc/{0}/task/{0}/children", pid.as_raw_nonzero());
+    let tasks = format!("/proc/{}/task", pid.as_raw_nonzero());
     daemon.until("successor", |_| {
-        fs::read_to_string(&children).is_ok_and(|list| !list.trim().is_empty())
+        let mut tasks = fs::read_dir(&tasks).unwrap().flatten();
+        tasks.any(|task| {
+            let children = fs::read_to_string(task.path().join("children"));
+            children.is_ok_and(|list| !list.trim().is_empty())
+        })
     });
     kill_process(pid, Signal::USR2).unwrap();
     daemon.until("read signal", |_| !usr2_is_pending(pid));

@@ -12,7 +12,7 @@
 use crate::config::{CacheConfig, PartitionBy};
 use crate::hints::Hints;
 use crate::outcome::CacheCounts;
-use crate::policy::replacement::{AnyPolicy, Entries, Entry, ReplacementPolicy};
+use crate::policy::replacement::{AnyPolicy, Entries, Entry, Place, ReplacementPolicy};
 use crate::request::{NO_TAG, Page, Tag};
 use crate::ties::TieBreak;
 
@@ -182,8 +182,8 @@ impl Cache {
 
     #[inline(always)]
     fn touch(&mut self, at: usize, next_use: u64) {
-        let mut entries = Entries::new(&mut self.entries, self.ways);
-        self.policy.used(&mut entries, at, next_use);
+        self.policy
+            .touched(&mut self.entries, self.ways, at, next_use);
     }
 
     #[inline(never)]
@@ -209,20 +209,28 @@ impl Cache {
         self.hints.learn(tag, at);
         self.counts.insertions += 1;
         self.entries[at] = Entry { tag, mark: 0 };
+        let place = Place {
+            at,
+            set,
+            way: at - first,
+        };
         let mut entries = Entries::new(&mut self.entries, self.ways);
-        self.policy.inserted(&mut entries, at, next_use);
+        self.policy.entered(&mut entries, place, tag, next_use);
     }
 
     /// The victim of the full set `set`.
     #[inline]
     fn evict(&mut self, set: usize) -> usize {
         let mut entries = Entries::new(&mut self.entries, self.ways);
-        let all = entries.of_set(set);
         let victim = self.policy.victim(&mut entries, set);
-        if all.contains(&victim) {
-            return victim;
+        let is_right = !self.policy.is_own() || {
+            let first = set * self.ways;
+            (first..first + self.ways).contains(&victim)
+        };
+        match is_right {
+            true => victim,
+            false => self.fail(set, victim),
         }
-        self.fail(set, victim)
     }
 
     /// Notes that the policy named a victim that is not in its set; one that is.

@@ -13,7 +13,7 @@ mod faults;
 pub use crate::faults::FAULT_NS_MAX;
 pub use check::{
     ACCESSES_MAX, BUFFER_ENTRIES_MAX, HISTORY_LENGTH_MAX, LATENCY_NS_MAX, PAGES_PER_TENANT_MAX,
-    PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX,
+    PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX, WALKERS_MAX,
 };
 pub use faults::{
     Absent, FaultConfig, FaultDiscipline, HANDLER_CPUS_MAX, Handlers, OnFault, PAGE_REQUESTS_MAX,
@@ -174,6 +174,33 @@ pub enum WalkCost {
     Short,
 }
 
+/// Pages that the host maps a guest's memory with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum HostPage {
+    /// 4 KiB: the host's table is walked to its end.
+    #[default]
+    #[serde(rename = "4k")]
+    Size4K,
+    /// 2 MiB: a host walk ends a level earlier.
+    #[serde(rename = "2m")]
+    Size2M,
+    /// 1 GiB: it ends two levels earlier.
+    #[serde(rename = "1g")]
+    Size1G,
+}
+
+impl HostPage {
+    /// Levels of the host's table that are not walked.
+    #[must_use]
+    pub const fn saved_levels(self) -> u32 {
+        match self {
+            Self::Size4K => 0,
+            Self::Size2M => 1,
+            Self::Size1G => 2,
+        }
+    }
+}
+
 /// Page walks.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -184,6 +211,10 @@ pub struct WalkConfig {
     pub guest_levels: u32,
     /// Levels of the host's table; 0: not nested.
     pub host_levels: u32,
+    /// Pages of the host's table.
+    pub host_page: HostPage,
+    /// Walks at a time, further ones wait in the order of arrival; 0: as many as there are.
+    pub walkers: u32,
     /// A larger page ends the guest's walk earlier. The paper counts 24 accesses
     /// for every page (table II).
     pub large_pages_shorten: bool,
@@ -382,6 +413,8 @@ impl Config {
                 cost,
                 guest_levels: 4,
                 host_levels: 4,
+                host_page: HostPage::Size4K,
+                walkers: 0,
                 large_pages_shorten: false,
             },
             prefetch: PrefetchConfig {
@@ -417,6 +450,22 @@ impl Config {
         config.l3.partitions = 64;
         config.prefetch.enabled = true;
         config.prefetch.buffer_entries = 8;
+        config
+    }
+
+    /// HyperTRIO on a link of `times` the paper's 200 Gb/s: what holds translations and the distance of
+    /// prefetches are as many times larger. Where each value is from is said by `crate::sources`.
+    #[must_use]
+    pub(crate) fn hypertrio_times(flavour: Flavour, times: u32) -> Self {
+        let mut config = Self::hypertrio(flavour);
+        config.link.gbps *= u64::from(times);
+        config.ptb.entries *= times;
+        for cache in [&mut config.devtlb, &mut config.l2, &mut config.l3] {
+            cache.entries *= times;
+            cache.partitions *= times;
+        }
+        config.prefetch.buffer_entries *= times;
+        config.prefetch.history_length *= times;
         config
     }
 }

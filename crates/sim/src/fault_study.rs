@@ -11,9 +11,6 @@
 //! Apart from that, the experiment of VPRI 7.2: tenants that fault at the same instant, whose handlers take 5 ms,
 //! served by one worker or by one on each tenant's CPU.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
 use pagetide_addr::Iova;
 use pagetide_trace::{
     Event, EventKind, Events, HyperSpec, HyperTrace, IommuDomain, PageSize, SourceId, TenantShape,
@@ -28,6 +25,7 @@ use crate::error::SimError;
 use crate::faults::ServiceSamples;
 use crate::outcome::{FaultOutcome, Outcome};
 use crate::run::{TraceInput, run};
+use crate::run_all::run_all;
 
 /// Tenants of the ladder.
 pub const TENANTS: u32 = 256;
@@ -100,32 +98,7 @@ pub fn run_fault_study(
                 .map(move |absent_ppm| Rung { arm, absent_ppm })
         })
         .collect();
-    let next = AtomicUsize::new(0);
-    let results: Mutex<Vec<Option<Result<Outcome, SimError>>>> =
-        Mutex::new((0..rungs.len()).map(|_| None).collect());
-    let lock = || {
-        results
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    };
-    std::thread::scope(|scope| {
-        for _thread in 0..threads.clamp(1, rungs.len()) {
-            scope.spawn(|| {
-                loop {
-                    let number = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(rung) = rungs.get(number) else {
-                        return;
-                    };
-                    let outcome = run_rung(*rung, samples);
-                    let mut results = lock();
-                    results[number] = Some(outcome);
-                    let done = results.iter().flatten().count();
-                    told(done as u64, rungs.len() as u64);
-                }
-            });
-        }
-    });
-    let outcomes = lock().drain(..).flatten().collect::<Result<Vec<_>, _>>()?;
+    let outcomes = run_all(&rungs, threads, told, |rung| run_rung(*rung, samples))?;
     report(&outcomes)
 }
 

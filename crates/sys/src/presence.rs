@@ -17,7 +17,8 @@
 //!   mincore      ■■■■■■■■····■■■■■■■■■■■··········
 //!   SEEK_DATA            └──►         └─────────► next page: behind the part
 //! ```
-//! This takes one system call for a section without gaps, and one more for each gap.
+//! This takes two system calls for a section without gaps, one more for each gap, and one for a section
+//! that is a hole: a seek comes before `mincore`, which would look up each page of it.
 //!
 //! `mincore` is accurate only for the owner of the file and for those who may write it; to others
 //! it reports all pages as present. In that case each page is queried by `SEEK_DATA`.
@@ -252,6 +253,14 @@ impl Presence {
         while at < end {
             let left = (end - at).div_ceil(PAGE_BYTES);
             let count = left.min(PAGES_PER_CALL as u64);
+            // One seek skips a hole, however long it is, while `mincore` looks each page of it up.
+            let Some(first) = file.next_data(at)?.filter(|first| *first < end) else {
+                break;
+            };
+            if first >= at + count * PAGE_BYTES {
+                at += (first - at) / PAGE_BYTES / count * count * PAGE_BYTES;
+                continue;
+            }
             let pages = &mut asked[..to_usize(count)];
             let known = self
                 .untouched

@@ -16,7 +16,8 @@
 //! ```
 //! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
 //! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, `handover` below `daemon`,
-//! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`, and `tiers`, on `sys`, below `swap`. The table
+//! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`, `tiers`, on `sys`, below `swap`, and `frontend`,
+//! on `sys`, below `bench` and `guestkit`. The table
 //! names direct neighbours below; their own dependencies are allowed too. What the daemon reaches here is what a process has that runs as
 //! root.
 
@@ -25,7 +26,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 29] = [
+const BELOW: [(&str, &[&str]); 30] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
@@ -42,6 +43,7 @@ const BELOW: [(&str, &[&str]); 29] = [
     ),
     ("pagetide-vpri", &["pagetide-gmem", "pagetide-sys"]),
     ("pagetide-vhost-backend", &["pagetide-sys"]),
+    ("pagetide-frontend", &["pagetide-sys"]),
     (
         "pagetide-vpri-function",
         &["pagetide-vpri", "pagetide-vhost-backend"],
@@ -80,6 +82,7 @@ const BELOW: [(&str, &[&str]); 29] = [
             "pagetide-ats-pri",
             "pagetide-chart",
             "pagetide-daemon",
+            "pagetide-frontend",
             "pagetide-sim",
         ],
     ),
@@ -88,7 +91,7 @@ const BELOW: [(&str, &[&str]); 29] = [
     ("pagetide-guest", &[]),
     (
         "pagetide-guestkit",
-        &["pagetide-guest", "pagetide-random", "pagetide-sys"],
+        &["pagetide-frontend", "pagetide-guest", "pagetide-random"],
     ),
     ("pagetide-examples", &["pagetide-gmem", "pagetide-vpri"]),
     ("xtask", &[]),

@@ -45,7 +45,7 @@ use self::{
 };
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -531,13 +531,15 @@ fn start_guest(dir: &Path, ram_bytes: u64, number: usize) -> Result<BusyGuest, S
         size: RamSize::Exact,
         vcpus: 1,
         first_cpu: number,
+        disk: None,
+        batch: BATCH,
+        rest_us: 0,
         // The other one need not know its own.
         time_faults: number == BURSTING,
         pattern: Pattern::Part {
             hot_permille: HOT_PERMILLE,
         },
         huge_pages: HugePages::NotAdvised,
-        disk: None,
     };
     BusyGuest::start(dir, &options)
 }

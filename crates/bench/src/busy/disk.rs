@@ -1,407 +1,480 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The stand-in's disk: a front end of vhost-user-blk in its process, that compares all that it reads.
-//!
-//! Rings and buffers lie in a file of RAM of their own, which the daemon takes over and evicts like the rest. Each of
-//! [`SLOTS`] parts of the disk is written and read by turns, a request at a time, so that several are under way:
+//! The stand-in's work on a disk: blocks that are written and read at random, and compared.
 //!
 //! ```text
-//!   ring │ header, data, status of part 0 │ of part 1 │ …        every one on pages of its own
+//!   the RAM   │ pages of the vCPUs … │ ring and slots │ buffers of slot 0 │ of slot 1 │ …
+//!   the disk  │ block 0: slot 0's │ block 1: slot 1's │ … in turns
 //! ```
-//! What is written follows from the part and its version. Requests in flight are recorded in an in-flight region, so
-//! the front end can be handed over; it does not connect again, and a request that is lost shows by its age.
+//! Buffers lie in memory that the daemon evicts, and each slot has more of them than it uses at a time, so that some
+//! are away when the disk wants them. A block's content follows from its number and its *version*, which a write
+//! raises and which is kept outside of RAM and disk; so a block that is old, or another's, or torn, is detected. Each
+//! block belongs to one slot, which has one request under way: nobody writes what another reads.
+//!
+//! The back end may die at any time. Then the thread connects to the next one, and its requests are done by that.
 
-use pagetide_addr::{PAGE_BYTES, to_usize};
-use pagetide_random::SplitMix64;
-use pagetide_sys::{clock, event::for_vhost, mapping::SharedMapping, memory_file::GuestFile};
-use pagetide_vpri_function::frontend::{
-    event::{event, ring_event},
-    ring::{Descriptor, NEXT, Notify, Ring, RingPlace, WRITE},
+use super::ram::Ram;
+use pagetide_addr::PAGE_BYTES;
+use pagetide_frontend::{
+    Direction, Disk, FrontendError, Outcome, RINGS_BYTES, Request, SECTOR_BYTES,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use pagetide_random::SplitMix64;
+use pagetide_sys::{clock, mapping::SharedMapping};
 use serde::{Deserialize, Serialize};
 use std::{
-    error::Error,
-    os::fd::{AsFd as _, AsRawFd as _, OwnedFd},
     path::Path,
     sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        mpsc::{Receiver, Sender, TryRecvError, channel},
     },
     time::{Duration, Instant},
 };
-use vhost::{
-    VhostBackend as _, VhostUserMemoryRegionInfo, VringConfigData,
-    vhost_user::{
-        Frontend, VhostUserFrontend as _, VhostUserProtocolFeatures,
-        message::{VhostUserHeaderFlag, VhostUserInflight},
-    },
-};
 
-/// RAM of rings and buffers.
-const RAM_BYTES: u64 = 32 << 20;
-const QUEUE_SIZE: u16 = 64;
-/// Parts of the disk, each with at most one request under way.
-const SLOTS: u16 = 8;
-const _: () = assert!(SLOTS * 3 <= QUEUE_SIZE, "each has three descriptors");
-/// Bytes of a part, and of a request.
-const DATA_BYTES: u64 = 16 << 10;
-/// Bytes of a disk that has all parts.
-pub(crate) const IMAGE_BYTES: u64 = SLOTS as u64 * DATA_BYTES;
-/// Where guest memory begins for the device.
-const GPA: u64 = 0x4000_0000;
-/// `VHOST_USER_F_PROTOCOL_FEATURES` and `VIRTIO_F_VERSION_1`.
-const FEATURES: u64 = 1 << 30 | 1 << 32;
-const READ: u32 = 0;
-const OUT: u32 = 1;
-const SECTOR_BYTES: u64 = 512;
-/// Longest sleep without a look at the ring.
+/// Memory of the disk, behind the pages of the vCPUs: whole sections.
+pub const DISK_BYTES: u64 = 8 << 20;
+/// The image must have room for these blocks.
+pub const IMAGE_BYTES: u64 = BLOCKS * BLOCK_BYTES;
+/// Bytes of a block.
+const BLOCK_BYTES: u64 = 16 << 10;
+/// Blocks of the disk.
+const BLOCKS: u64 = 4096;
+/// Requests under way.
+const SLOTS: u16 = 6;
+/// Buffers of a slot.
+const BUFFERS: u64 = 64;
+/// Seed of the choice of blocks.
+const SEED: u64 = 17;
+/// Between two tries to connect.
+const CONNECT_AGAIN: Duration = Duration::from_micros(100);
+/// Longest sleep without a look at the ring and at what is asked: a call is lost with the back end that died before it.
 const LOOK: Duration = Duration::from_millis(20);
+/// Longest check of all blocks.
+const VERIFY_WAIT: Duration = Duration::from_secs(120);
 
-/// What the disk has done since it was last asked.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+const _: () = assert!(RINGS_BYTES + SLOTS as u64 * BUFFERS * BLOCK_BYTES <= DISK_BYTES);
+
+/// The work on a disk in an interval.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 pub struct DiskCounted {
-    /// Requests that were done.
+    /// Requests that are done.
     pub requests: u64,
-    /// Those that failed.
-    pub failed: u64,
-    /// Bytes that were read and are not those that were written.
+    /// Of them, those that failed.
+    pub failed_requests: u64,
+    /// Blocks that were compared.
+    pub compared_blocks: u64,
+    /// Blocks that were wrong.
+    pub wrong_blocks: u64,
+    /// Their wrong bytes.
     pub wrong_bytes: u64,
-    /// The longest that one took, in nanoseconds; one that is under way counts as far as it has come.
+    /// The first of them, or what else ended the work.
+    pub first_wrong: Option<String>,
+    /// Longest request, in nanoseconds; one that is under way counts as far as it has come.
     pub longest_ns: u64,
+    /// Times that the back end hung up.
+    pub hang_ups: u64,
+    /// Requests that were under way then.
+    pub under_way_at_hang_up: u64,
+    /// Requests that are under way now.
+    pub under_way: u64,
 }
 
-/// Counters that the disk's thread writes and orders read.
-#[derive(Default, Debug)]
-pub(super) struct DiskAccount {
-    requests: AtomicU64,
-    failed: AtomicU64,
-    wrong_bytes: AtomicU64,
-    longest_ns: AtomicU64,
+/// The thread that uses the disk, from outside.
+pub struct DiskWork {
+    shared: Arc<Shared>,
+    checks: Sender<()>,
 }
 
-impl DiskAccount {
-    /// Since the last call.
-    pub(super) fn take(&self) -> DiskCounted {
-        DiskCounted {
-            requests: self.requests.swap(0, Relaxed),
-            failed: self.failed.swap(0, Relaxed),
-            wrong_bytes: self.wrong_bytes.swap(0, Relaxed),
-            longest_ns: self.longest_ns.swap(0, Relaxed),
+#[derive(Default)]
+struct Shared {
+    counted: Mutex<Counted>,
+    checked: Condvar,
+}
+
+#[derive(Default)]
+struct Counted {
+    since: DiskCounted,
+    /// All blocks were compared, as was asked.
+    is_checked: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Counted> {
+        // Its numbers are right at any time.
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DiskWork {
+    /// Begins to use the disk at `socket` in the bytes behind the pages of `ram`.
+    ///
+    /// # Errors
+    /// There are no descriptors, or there is no thread.
+    pub fn start(ram: &Ram, socket: &Path) -> Result<Self, FrontendError> {
+        let (file, mapping) = ram.shared()?;
+        let base = ram.pages() * PAGE_BYTES;
+        let disk = Disk::new(Arc::clone(&mapping), file, base, socket)?;
+        let shared = Arc::new(Shared::default());
+        let (checks, asked) = channel();
+        let mut work = Work {
+            disk,
+            ram: mapping,
+            buffers: base + RINGS_BYTES,
+            slots: (0..SLOTS).map(Slot::new).collect(),
+            versions: vec![0; usize::try_from(BLOCKS).unwrap_or(usize::MAX)],
+            random: SplitMix64::new(SEED),
+            task: Task::Use,
+            was_connected: false,
+            shared: Arc::clone(&shared),
+            asked,
+        };
+        // A back end that is there is connected before the vCPUs run; one that is not is waited for.
+        work.follow_link();
+        let thread = std::thread::Builder::new().name("disk".into());
+        thread.spawn(move || {
+            if let Err(error) = work.run() {
+                let mut counted = work.shared.lock();
+                counted.since.wrong_blocks += 1;
+                let what = counted.since.first_wrong.get_or_insert_with(String::new);
+                *what = format!("the disk cannot be used any more: {error}");
+                work.shared.checked.notify_all();
+            }
+        })?;
+        Ok(Self { shared, checks })
+    }
+
+    /// What was done since the last call.
+    #[must_use]
+    pub fn count(&self) -> DiskCounted {
+        let mut counted = self.shared.lock();
+        let now = DiskCounted {
+            under_way: counted.since.under_way,
+            first_wrong: counted.since.first_wrong.clone(),
+            ..DiskCounted::default()
+        };
+        std::mem::replace(&mut counted.since, now)
+    }
+
+    /// Ends the use of the disk, and compares all its blocks.
+    ///
+    /// # Errors
+    /// It takes too long.
+    pub fn verify(&self) -> Result<DiskCounted, String> {
+        self.checks
+            .send(())
+            .map_err(|_| "the disk's thread has ended".to_owned())?;
+        let counted = self.shared.lock();
+        let goes_on =
+            |counted: &mut Counted| !counted.is_checked && counted.since.first_wrong.is_none();
+        let waited = (self.shared.checked).wait_timeout_while(counted, VERIFY_WAIT, goes_on);
+        let (counted, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        drop(counted);
+        match waited.timed_out() {
+            true => Err("its blocks are not all compared after 120 s".into()),
+            false => Ok(self.count()),
         }
     }
 }
 
-/// What the next request of a part is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Turn {
-    Write,
-    Read,
+/// What the thread does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Task {
+    /// Writes and reads.
+    Use,
+    /// Waits until nothing is under way, and then compares.
+    Settle,
+    /// Compares all blocks, from this one on.
+    Check(u64),
+    Rest,
 }
 
-/// A part of the disk.
+/// One of the requests at a time.
 struct Slot {
     number: u16,
-    /// Of what was written last.
-    version: u64,
-    turn: Turn,
+    buffer: u64,
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    direction: Direction,
+    block: u64,
+    version: u32,
     begun: Instant,
 }
 
 impl Slot {
-    /// Where its header lies.
-    fn header(&self) -> u64 {
-        let each = DATA_BYTES + 2 * PAGE_BYTES;
-        2 * PAGE_BYTES + u64::from(self.number) * each
-    }
-
-    fn data(&self) -> u64 {
-        self.header() + PAGE_BYTES
-    }
-
-    fn status(&self) -> u64 {
-        self.data() + DATA_BYTES
-    }
-
-    fn first_descriptor(&self) -> u16 {
-        self.number * 3
-    }
-
-    fn content(&self) -> Vec<u8> {
-        let mut random = SplitMix64::new(u64::from(self.number) << 48 | self.version);
-        let words = 0..DATA_BYTES / 8;
-        words
-            .flat_map(|_| random.next_u64().to_le_bytes())
-            .collect()
-    }
-}
-
-/// A connected disk.
-pub(super) struct Disk {
-    ram: Arc<SharedMapping>,
-    ring: Ring,
-    kick: OwnedFd,
-    call: OwnedFd,
-    slots: Vec<Slot>,
-    account: Arc<DiskAccount>,
-    _frontend: Frontend,
-    _file: GuestFile,
-}
-
-impl Disk {
-    /// Connects to the device at `socket`.
-    ///
-    /// # Errors
-    /// A message.
-    pub(super) fn connect(socket: &Path) -> Result<Self, String> {
-        let failed = |error: &dyn std::fmt::Display| format!("the disk: {error}");
-        let file = GuestFile::new_memfd("disk-ram", RAM_BYTES).map_err(|error| failed(&error))?;
-        let ram = SharedMapping::new(file.as_fd(), RAM_BYTES).map_err(|error| failed(&error))?;
-        let ram = Arc::new(ram);
-        let place = RingPlace::at(0, QUEUE_SIZE);
-        let (kick, call) = event()
-            .and_then(|kick| Ok((kick, event()?)))
-            .map_err(|error| failed(&error))?;
-        let frontend = agreed(socket, &file, &ram)
-            .and_then(|front| started(front, &ram, place, [&kick, &call]))
-            .map_err(|error| failed(&error))?;
-        let slot = |number| Slot {
+    fn new(number: u16) -> Self {
+        Self {
             number,
-            version: 0,
-            turn: Turn::Write,
-            begun: Instant::now(),
-        };
-        Ok(Self {
-            ring: Ring::new(Arc::clone(&ram), place, Notify::Flags),
-            ram,
-            kick,
-            call,
-            slots: (0..SLOTS).map(slot).collect(),
-            account: Arc::default(),
-            _frontend: frontend,
-            _file: file,
+            buffer: 0,
+            under_way: None,
+        }
+    }
+
+    /// Offset of its buffer among all buffers.
+    fn at(&self) -> u64 {
+        (u64::from(self.number) * BUFFERS + self.buffer) * BLOCK_BYTES
+    }
+}
+
+struct Work {
+    disk: Disk,
+    ram: Arc<SharedMapping>,
+    buffers: u64,
+    slots: Vec<Slot>,
+    versions: Vec<u32>,
+    random: SplitMix64,
+    task: Task,
+    was_connected: bool,
+    shared: Arc<Shared>,
+    asked: Receiver<()>,
+}
+
+/// What a block holds: zeros before its first write.
+fn content(block: u64, version: u32) -> Vec<u8> {
+    let mut random = SplitMix64::new(block << 32 | u64::from(version));
+    let words = (0..BLOCK_BYTES / 8).map(|at| match version {
+        0 => 0,
+        // A quarter of each page compresses to nothing, the rest not at all.
+        _ if at % 512 < 128 => block,
+        _ => random.next_u64(),
+    });
+    words.flat_map(u64::to_le_bytes).collect()
+}
+
+/// How a block differs from what it should be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct WrongBlock {
+    first_byte: usize,
+    bytes: u64,
+}
+
+impl WrongBlock {
+    fn of(found: &[u8], wanted: &[u8]) -> Option<Self> {
+        let mut differ = (0..wanted.len()).filter(|byte| found.get(*byte) != wanted.get(*byte));
+        let first_byte = differ.next()?;
+        Some(Self {
+            first_byte,
+            bytes: 1 + differ.count() as u64,
         })
     }
 
-    /// Its counters.
-    pub(super) fn account(&self) -> Arc<DiskAccount> {
-        Arc::clone(&self.account)
+    fn told(self, was: &UnderWay) -> String {
+        format!(
+            "block {} is wrong from byte {} on (version {})",
+            was.block, self.first_byte, was.version
+        )
     }
+}
 
-    /// Writes and reads as long as the process lives.
-    ///
-    /// # Errors
-    /// A message: the device has broken the ring.
-    pub(super) fn work(mut self) -> Result<(), String> {
-        let broken = |error: &dyn std::fmt::Display| format!("the disk's ring: {error}");
-        for number in 0..self.slots.len() {
-            self.begin(number).map_err(|error| broken(&error))?;
-        }
+impl Work {
+    fn run(&mut self) -> Result<(), FrontendError> {
         loop {
-            let mut ended = Vec::new();
-            while let Some(used) = self.ring.take().map_err(|error| broken(&error))? {
-                ended.push(usize::from(used.head / 3));
+            self.follow_link();
+            let mut has_done = false;
+            while let Some((slot, outcome)) = self.disk.take_done()? {
+                self.ended(slot, outcome)?;
+                has_done = true;
             }
-            for number in &ended {
-                self.end(*number);
-                self.begin(*number).map_err(|error| broken(&error))?;
+            match self.asked.try_recv() {
+                Ok(()) => self.task = Task::Settle,
+                Err(TryRecvError::Empty) => {}
+                Err(TryRecvError::Disconnected) => return Ok(()),
             }
-            if ended.is_empty() {
-                self.look_at_ages();
-                if !self.ring.arm().map_err(|error| broken(&error))? {
-                    self.sleep();
-                }
+            self.go_on()?;
+            if !has_done {
+                let longest = match self.disk.has_hung_up() {
+                    true => CONNECT_AGAIN,
+                    false => LOOK,
+                };
+                self.disk.wait(longest)?;
             }
         }
     }
 
-    fn begin(&mut self, number: usize) -> Result<(), Box<dyn Error>> {
-        let slot = &mut self.slots[number];
-        let (kind, flag) = match slot.turn {
-            Turn::Write => (OUT, 0),
-            Turn::Read => (READ, WRITE),
-        };
-        match slot.turn {
-            Turn::Write => {
-                slot.version += 1;
-                self.ram.copy_to(slot.data(), &slot.content())?;
+    /// Connects again if the back end is gone.
+    fn follow_link(&mut self) {
+        if !self.disk.has_hung_up() {
+            return;
+        }
+        if self.was_connected {
+            self.was_connected = false;
+            let mut counted = self.shared.lock();
+            counted.since.hang_ups += 1;
+            counted.since.under_way_at_hang_up += self.disk.under_way() as u64;
+        }
+        // One that is not there yet, or dies in the middle, is tried again.
+        match self.disk.connect() {
+            Ok(()) => self.was_connected = true,
+            Err(error) => tracing::trace!(%error, "the disk is away"),
+        }
+    }
+
+    fn go_on(&mut self) -> Result<(), FrontendError> {
+        let is_idle = self.disk.under_way() == 0;
+        if self.task == Task::Settle && is_idle {
+            self.task = Task::Check(0);
+        }
+        for number in 0..self.slots.len() {
+            if self.slots[number].under_way.is_some() {
+                continue;
             }
-            // What is left as it was would show.
-            Turn::Read => self
-                .ram
-                .copy_to(slot.data(), &vec![0; to_usize(DATA_BYTES)])?,
+            match self.task {
+                Task::Use => {
+                    let (block, direction) = self.chosen(number as u64);
+                    self.begin(number, block, direction)?;
+                }
+                Task::Check(block) if block < BLOCKS => {
+                    self.begin(number, block, Direction::Read)?;
+                    self.task = Task::Check(block + 1);
+                }
+                Task::Settle | Task::Check(_) | Task::Rest => {}
+            }
         }
-        let sector = u64::from(slot.number) * DATA_BYTES / SECTOR_BYTES;
-        let header = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
-        self.ram.copy_to(slot.header(), &header)?;
-        self.ram.copy_to(slot.status(), &[0xff])?;
-        let first = slot.first_descriptor();
-        let data_bytes = u32::try_from(DATA_BYTES)?;
-        let parts = [
-            (slot.header(), 16, NEXT),
-            (slot.data(), data_bytes, NEXT | flag),
-            (slot.status(), 1, WRITE),
-        ];
-        for (index, (at, len, flags)) in (first..).zip(parts) {
-            let descriptor = Descriptor {
-                address: GPA + at,
-                len,
-                flags,
-                next: index + 1,
-            };
-            self.ring.describe(index, descriptor)?;
+        let is_idle = self.disk.under_way() == 0;
+        if self.task == Task::Check(BLOCKS) && is_idle {
+            self.task = Task::Rest;
+            self.shared.lock().is_checked = true;
+            self.shared.checked.notify_all();
         }
-        slot.begun = Instant::now();
-        self.ring.publish(first, 1 + data_bytes)?;
-        if self.ring.show()? {
-            ring_event(&self.kick);
-        }
+        let under_way = self.slots.iter().filter_map(|slot| slot.under_way.as_ref());
+        let ages = under_way.map(|request| clock::ns(request.begun.elapsed()));
+        let oldest_ns = ages.max().unwrap_or(0);
+        let mut counted = self.shared.lock();
+        counted.since.under_way = self.disk.under_way() as u64;
+        counted.since.longest_ns = counted.since.longest_ns.max(oldest_ns);
         Ok(())
     }
 
-    fn end(&mut self, number: usize) {
-        let slot = &mut self.slots[number];
-        self.account.requests.fetch_add(1, Relaxed);
-        let took = clock::ns(slot.begun.elapsed());
-        self.account.longest_ns.fetch_max(took, Relaxed);
-        let (mut status, mut found) = ([0xff], vec![0; to_usize(DATA_BYTES)]);
-        let read = self.ram.copy_from(slot.status(), &mut status);
-        let read = read.and_then(|()| self.ram.copy_from(slot.data(), &mut found));
-        if status != [0] || read.is_err() {
-            self.account.failed.fetch_add(1, Relaxed);
-        } else if slot.turn == Turn::Read {
-            let wanted = slot.content();
-            let differs = found
-                .iter()
-                .zip(&wanted)
-                .filter(|(one, other)| one != other);
-            let wrong = differs.count() as u64;
-            self.account.wrong_bytes.fetch_add(wrong, Relaxed);
-        }
-        slot.turn = match slot.turn {
-            Turn::Write => Turn::Read,
-            Turn::Read => Turn::Write,
+    /// One of the slot's blocks, and what to do with it.
+    fn chosen(&mut self, slot: u64) -> (u64, Direction) {
+        let slots = u64::from(SLOTS);
+        let block = self.random.below((BLOCKS - slot).div_ceil(slots)) * slots + slot;
+        let direction = match self.random.below(2) {
+            0 => Direction::Read,
+            _ => Direction::Write,
         };
+        (block, direction)
     }
 
-    fn look_at_ages(&self) {
-        let ages = self
-            .slots
-            .iter()
-            .map(|slot| clock::ns(slot.begun.elapsed()));
-        self.account
-            .longest_ns
-            .fetch_max(ages.max().unwrap_or(0), Relaxed);
-    }
-
-    fn sleep(&self) {
-        let wait = Timespec::try_from(LOOK).ok();
-        let mut called = [PollFd::new(&self.call, PollFlags::IN)];
-        // Whatever comes of it, the ring is looked at next.
-        if poll(&mut called, wait.as_ref()) == Ok(1) {
-            let mut count = [0; 8];
-            if let Err(error) = rustix::io::read(&self.call, &mut count) {
-                tracing::debug!(%error, "a call descriptor had nothing to read");
-            }
+    fn begin(
+        &mut self,
+        number: usize,
+        block: u64,
+        direction: Direction,
+    ) -> Result<(), FrontendError> {
+        let slot = &mut self.slots[number];
+        slot.buffer = (slot.buffer + 1) % BUFFERS;
+        let data = self.buffers + slot.at();
+        let place = usize::try_from(block).unwrap_or(usize::MAX);
+        if direction == Direction::Write {
+            self.versions[place] += 1;
         }
+        let version = self.versions[place];
+        let bytes = match direction {
+            Direction::Write => content(block, version),
+            // What a read leaves undone shows.
+            Direction::Read => vec![0xa5; usize::try_from(BLOCK_BYTES).unwrap_or(usize::MAX)],
+        };
+        self.ram.copy_to(data, &bytes)?;
+        let request = Request {
+            direction,
+            sector: block * BLOCK_BYTES / SECTOR_BYTES,
+            data,
+            bytes: u32::try_from(BLOCK_BYTES).unwrap_or(u32::MAX),
+        };
+        slot.under_way = Some(UnderWay {
+            direction,
+            block,
+            version,
+            begun: Instant::now(),
+        });
+        let number = slot.number;
+        self.disk.begin(number, &request)
     }
-}
 
-/// A front end that has agreed on features and shares its memory.
-fn agreed(
-    socket: &Path,
-    file: &GuestFile,
-    ram: &SharedMapping,
-) -> Result<Frontend, Box<dyn Error>> {
-    let mut front = Frontend::connect(socket, 1)?;
-    front.set_owner()?;
-    front.get_features()?;
-    front.set_features(FEATURES)?;
-    front.get_protocol_features()?;
-    front.set_protocol_features(
-        VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::INFLIGHT_SHMFD,
-    )?;
-    front.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-    let (inflight, region) = front.get_inflight_fd(&VhostUserInflight::new(0, 0, 1, QUEUE_SIZE))?;
-    front.set_inflight_fd(&inflight, region.as_raw_fd())?;
-    let memory = VhostUserMemoryRegionInfo {
-        guest_phys_addr: GPA,
-        memory_size: RAM_BYTES,
-        userspace_addr: ram.address() as u64,
-        mmap_offset: 0,
-        mmap_handle: file.as_fd().as_raw_fd(),
-    };
-    front.set_mem_table(&[memory])?;
-    Ok(front)
-}
-
-/// The same with its ring running.
-fn started(
-    mut front: Frontend,
-    ram: &SharedMapping,
-    place: RingPlace,
-    [kick, call]: [&OwnedFd; 2],
-) -> Result<Frontend, Box<dyn Error>> {
-    let at = ram.address() as u64;
-    front.set_vring_num(0, QUEUE_SIZE)?;
-    front.set_vring_base(0, 0)?;
-    let ring = VringConfigData {
-        queue_max_size: QUEUE_SIZE,
-        queue_size: QUEUE_SIZE,
-        flags: 0,
-        desc_table_addr: at + place.descriptors,
-        used_ring_addr: at + place.used,
-        avail_ring_addr: at + place.available,
-        log_addr: None,
-    };
-    front.set_vring_addr(0, &ring)?;
-    let kick = for_vhost(kick.try_clone()?);
-    let call = for_vhost(call.try_clone()?);
-    front.set_vring_kick(0, &kick)?;
-    front.set_vring_call(0, &call)?;
-    front.set_vring_enable(0, true)?;
-    Ok(front)
+    fn ended(&mut self, number: u16, outcome: Outcome) -> Result<(), FrontendError> {
+        let slot = &mut self.slots[usize::from(number)];
+        let at = self.buffers + slot.at();
+        let Some(was) = slot.under_way.take() else {
+            return Err(FrontendError::NotFree(number));
+        };
+        let wrong = match (was.direction, outcome) {
+            (Direction::Read, Outcome::Done) => {
+                let wanted = content(was.block, was.version);
+                let mut found = vec![0; wanted.len()];
+                self.ram.copy_from(at, &mut found)?;
+                WrongBlock::of(&found, &wanted)
+            }
+            (Direction::Read | Direction::Write, _) => None,
+        };
+        let mut counted = self.shared.lock();
+        let since = &mut counted.since;
+        since.requests += 1;
+        since.longest_ns = since.longest_ns.max(clock::ns(was.begun.elapsed()));
+        if let Outcome::Failed(status) = outcome {
+            since.failed_requests += 1;
+            let what = || format!("a request for block {} ended with {status}", was.block);
+            since.first_wrong.get_or_insert_with(what);
+        }
+        since.compared_blocks += u64::from(was.direction == Direction::Read);
+        if let Some(wrong) = wrong {
+            since.wrong_blocks += 1;
+            since.wrong_bytes += wrong.bytes;
+            since.first_wrong.get_or_insert_with(|| wrong.told(&was));
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
-    fn slot(number: u16, version: u64) -> Slot {
-        Slot {
-            number,
-            version,
-            turn: Turn::Read,
-            begun: Instant::now(),
+    #[test]
+    fn content_tells_blocks_and_versions_apart() {
+        let all: BTreeSet<Vec<u8>> = (0..4)
+            .flat_map(|block| (1..4).map(move |version| content(block, version)))
+            .collect();
+        assert_eq!(all.len(), 12);
+        assert!(content(7, 0).iter().all(|byte| *byte == 0));
+        assert_eq!(content(7, 1).len() as u64, BLOCK_BYTES);
+    }
+
+    #[test]
+    fn wrong_bytes_of_a_block_are_counted_from_the_first_on() {
+        let wanted = content(3, 1);
+        assert_eq!(WrongBlock::of(&wanted, &wanted), None);
+        let mut found = wanted.clone();
+        for byte in [7, 9, 4096] {
+            found[byte] ^= 1;
         }
+        let wrong = WrongBlock {
+            first_byte: 7,
+            bytes: 3,
+        };
+        assert_eq!(WrongBlock::of(&found, &wanted), Some(wrong));
     }
 
     #[test]
-    fn parts_lie_behind_the_ring_and_behind_one_another() {
-        assert!(RingPlace::at(0, QUEUE_SIZE).end() <= slot(0, 0).header());
-        for number in 1..SLOTS {
-            assert_eq!(
-                slot(number - 1, 0).status() + PAGE_BYTES,
-                slot(number, 0).header()
-            );
+    fn requests_wait_for_a_back_end_and_are_told() {
+        let ram = Ram::with_tail(
+            pagetide_addr::SECTION_PAGES,
+            DISK_BYTES,
+            super::super::ram::HugePages::NotAdvised,
+            super::super::content::Mix::Halves,
+        )
+        .unwrap();
+        let work = DiskWork::start(&ram, Path::new("/nowhere")).unwrap();
+        // Nobody listens: its requests stay under way, and are told so.
+        let begun = Instant::now();
+        while work.count().under_way < u64::from(SLOTS) {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            std::thread::yield_now();
         }
-        assert!(slot(SLOTS, 0).header() <= RAM_BYTES);
-    }
-
-    #[test]
-    fn content_tells_parts_and_versions_apart() {
-        let one = slot(1, 1).content();
-        assert_eq!(one.len() as u64, DATA_BYTES);
-        assert_ne!(one, slot(1, 2).content());
-        assert_ne!(one, slot(2, 1).content());
-    }
-
-    #[test]
-    fn counters_begin_anew_when_they_are_taken() {
-        let account = DiskAccount::default();
-        account.requests.store(3, Relaxed);
-        account.longest_ns.store(9, Relaxed);
-        let taken = account.take();
-        assert_eq!((taken.requests, taken.longest_ns), (3, 9));
-        assert_eq!(account.take(), DiskCounted::default());
+        // And how old they are, each time.
+        while work.count().longest_ns < 1_000_000 {
+            assert!(begun.elapsed() < Duration::from_secs(60));
+            std::thread::yield_now();
+        }
     }
 }

@@ -9,7 +9,7 @@
 
 use super::{
     content::Mix,
-    disk::{Disk, DiskAccount, DiskCounted},
+    disk::{DISK_BYTES, DiskCounted, DiskWork},
     pattern::{HotPages, Pattern},
     ram::{HugePages, Ram, WrongPage},
 };
@@ -29,8 +29,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Pages between two reads of the clock: some ten microseconds.
-const BATCH: u64 = 64;
+/// Pages between two reads of the clock, unless told otherwise: some ten microseconds.
+pub const BATCH: u64 = 64;
 /// Faults that are faster were not served by a daemon, but by the kernel alone.
 const FAULT_MIN: Duration = Duration::from_micros(4);
 /// Touches that are faster were no faults at all.
@@ -55,6 +55,12 @@ pub struct BusyGuestOptions {
     /// Time each touch, and keep the times of those that faulted
     #[arg(long)]
     pub time_faults: bool,
+    /// Pages that a vCPU touches between two reads of the clock
+    #[arg(long, default_value_t = BATCH)]
+    pub batch: u64,
+    /// Pause of a vCPU between two such batches, in microseconds
+    #[arg(long, default_value_t = 0)]
+    pub rest_us: u64,
     /// What to do where there is no memory for that much
     #[arg(long, value_enum, default_value_t = RamSize::Exact)]
     pub size: RamSize,
@@ -64,7 +70,7 @@ pub struct BusyGuestOptions {
     /// Whether to ask for huge pages
     #[arg(long, value_enum, default_value_t = HugePages::NotAdvised)]
     pub huge_pages: HugePages,
-    /// Socket of a vhost-user disk that it writes and reads, too
+    /// Socket of a vhost-user disk that it writes, reads and compares, too
     #[arg(long)]
     pub disk: Option<PathBuf>,
 }
@@ -108,12 +114,19 @@ pub enum Order {
     },
     /// Check all bytes of all pages.
     VerifyAll,
+    /// Report how many vCPUs have touched no page since this time.
+    Laggards {
+        /// By the monotonic clock.
+        since_ns: u64,
+    },
+    /// Report the work on the disk since the last such order.
+    Disk,
+    /// Check all blocks of the disk; the work on it has ended then.
+    VerifyDisk,
     /// Report which pages are in memory.
     Presence,
     /// Report the times of the faults since the last such order.
     Faults,
-    /// Report what the disk has done since the last such order.
-    Disk,
 }
 
 /// An answer of the stand-in.
@@ -132,17 +145,27 @@ pub enum Answer {
     Counted(Counted),
     /// See [`Presence`].
     Presence(Presence),
+    /// See [`Order::Laggards`].
+    Laggards {
+        /// How many.
+        vcpus: u64,
+    },
+    /// See [`DiskCounted`].
+    Disk(DiskCounted),
     /// Times of faults.
     Faults {
         /// In nanoseconds.
         ns: Vec<u32>,
     },
-    /// See [`DiskCounted`].
-    Disk(DiskCounted),
     /// Done, with the time; all content read was right.
     Done {
         /// In nanoseconds.
         ns: u64,
+    },
+    /// A page was found wrong, now or before.
+    Wrong {
+        /// Which, and how.
+        reason: String,
     },
     /// It failed.
     Failed {
@@ -207,17 +230,24 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
         RamSize::AtMost => fitting(wanted_bytes)?,
     };
     let sections = ram_bytes / SECTION_BYTES;
-    let ram = Ram::new(sections * SECTION_PAGES, options.huge_pages, Mix::Halves)
+    let tail_bytes = options.disk.as_ref().map_or(0, |_| DISK_BYTES);
+    let pages = sections * SECTION_PAGES;
+    let ram = Ram::with_tail(pages, tail_bytes, options.huge_pages, Mix::Halves)
         .map_err(|error| error.to_string())?;
     let begun = Instant::now();
     let cpus = cpu::affinity().map_err(|error| error.to_string())?;
     ram.fill(cpus.len());
     let fill_ns = clock::ns(begun.elapsed());
-    let disk = options.disk.as_deref().map(Disk::connect).transpose()?;
+    let disk = match &options.disk {
+        Some(socket) => Some(DiskWork::start(&ram, socket).map_err(|error| error.to_string())?),
+        None => None,
+    };
     let guest = Arc::new(Guest {
         hot: HotPages::new(options.pattern, sections),
-        disk: disk.as_ref().map(Disk::account),
         ram,
+        disk,
+        batch: options.batch.max(1),
+        nap: Duration::from_micros(options.rest_us),
         vcpus: (0..options.vcpus).map(|_| Vcpu::default()).collect(),
         pausing: AtomicBool::new(false),
         rest: Mutex::new(Rest::default()),
@@ -235,13 +265,6 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
             .name(format!("CPU {number}/KVM"))
             .spawn(move || guest.run_vcpu(number, cpu))
             .map_err(|error| format!("no thread for a vCPU: {error}"))?;
-    }
-    if let Some(disk) = disk {
-        std::thread::spawn(move || {
-            if let Err(reason) = disk.work() {
-                eprintln!("stand-in {}: {reason}", std::process::id());
-            }
-        });
     }
     if let Some(time) = options.pattern.stays_for() {
         let guest = Arc::clone(&guest);
@@ -266,6 +289,8 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
 struct Vcpu {
     operations: AtomicU64,
     longest_gap_ns: AtomicU64,
+    /// When it last read the clock, by the monotonic clock.
+    looked_ns: AtomicU64,
     fault_ns: Mutex<Vec<u32>>,
 }
 
@@ -313,6 +338,10 @@ impl Timed {
 struct Guest {
     ram: Ram,
     hot: HotPages,
+    disk: Option<DiskWork>,
+    batch: u64,
+    /// Between two batches.
+    nap: Duration,
     vcpus: Vec<Vcpu>,
     /// A copy of `rest.wanted` that can be read without the lock.
     pausing: AtomicBool,
@@ -321,7 +350,6 @@ struct Guest {
     wrong: OnceLock<WrongPage>,
     threads: usize,
     time_faults: bool,
-    disk: Option<Arc<DiskAccount>>,
 }
 
 fn faults() -> Result<u64, String> {
@@ -356,7 +384,7 @@ impl Guest {
         let mut looked = Instant::now();
         let mut timed = Timed::default();
         while self.wrong.get().is_none() {
-            for _ in 0..BATCH {
+            for _ in 0..self.batch {
                 let begun = self.time_faults.then(Instant::now);
                 let bits = random.next_u64();
                 let page = self.hot.pick(bits);
@@ -371,12 +399,17 @@ impl Guest {
                     timed.touched(begun.elapsed(), account);
                 }
             }
-            account.operations.fetch_add(BATCH, Relaxed);
+            account.operations.fetch_add(self.batch, Relaxed);
             let now = Instant::now();
+            account.looked_ns.store(clock::now_ns(), Relaxed);
             account
                 .longest_gap_ns
                 .fetch_max(clock::ns(now - looked), Relaxed);
             looked = now;
+            if !self.nap.is_zero() {
+                std::thread::sleep(self.nap);
+                looked = Instant::now();
+            }
             if self.pausing.load(Relaxed) {
                 self.rest();
                 looked = Instant::now();
@@ -445,7 +478,7 @@ impl Guest {
             let answer = match (self.wrong.get(), answer) {
                 (None, Ok(answer)) => answer,
                 (None, Err(reason)) => Answer::Failed { reason },
-                (Some(wrong), _) => Answer::Failed {
+                (Some(wrong), _) => Answer::Wrong {
                     reason: wrong.to_string(),
                 },
             };
@@ -474,17 +507,24 @@ impl Guest {
 
     fn obey(&self, order: &Order) -> Result<Answer, String> {
         let begun = Instant::now();
-        let wrong = |wrong: WrongPage| wrong.to_string();
+        let wrong = |wrong: WrongPage| {
+            let reason = wrong.to_string();
+            self.found(wrong);
+            reason
+        };
         match order {
             Order::Count => return Err("counting is done by its own function".into()),
+            Order::Laggards { since_ns } => {
+                let lags = |vcpu: &&Vcpu| vcpu.looked_ns.load(Relaxed) < *since_ns;
+                let vcpus = self.vcpus.iter().filter(lags).count() as u64;
+                return Ok(Answer::Laggards { vcpus });
+            }
+            Order::Disk => return Ok(Answer::Disk(self.disk()?.count())),
+            Order::VerifyDisk => return Ok(Answer::Disk(self.disk()?.verify()?)),
             Order::Presence => return self.presence().map(Answer::Presence),
             Order::Faults => {
                 let ns = self.vcpus.iter().flat_map(Vcpu::take_faults).collect();
                 return Ok(Answer::Faults { ns });
-            }
-            Order::Disk => {
-                let disk = self.disk.as_ref().ok_or("it has no disk")?;
-                return Ok(Answer::Disk(disk.take()));
             }
             Order::Pause => self.pause()?,
             Order::Resume => self.resume(),
@@ -504,6 +544,10 @@ impl Guest {
         Ok(Answer::Done {
             ns: clock::ns(begun.elapsed()),
         })
+    }
+
+    fn disk(&self) -> Result<&DiskWork, String> {
+        self.disk.as_ref().ok_or_else(|| "there is no disk".into())
     }
 
     fn presence(&self) -> Result<Presence, String> {
@@ -541,6 +585,9 @@ mod tests {
         let ram = Ram::new(sections * SECTION_PAGES, HugePages::NotAdvised, Mix::Halves).unwrap();
         ram.fill(2);
         Arc::new(Guest {
+            disk: None,
+            batch: BATCH,
+            nap: Duration::ZERO,
             hot: HotPages::new(pattern.parse().unwrap(), sections),
             ram,
             vcpus: vec![Vcpu::default(), Vcpu::default()],
@@ -549,7 +596,6 @@ mod tests {
             changed: Condvar::new(),
             wrong: OnceLock::new(),
             time_faults: false,
-            disk: None,
             threads: 2,
         })
     }
@@ -609,6 +655,8 @@ mod tests {
             size: RamSize::Exact,
             vcpus: 1,
             first_cpu: 0,
+            batch: BATCH,
+            rest_us: 0,
             time_faults: false,
             pattern: Pattern::OnePage,
             huge_pages: HugePages::NotAdvised,

@@ -12,7 +12,7 @@
 //! ```
 //! [`ram`] has the memory and the required content of each page, [`pattern`] the choice of hot pages,
 //! [`guest`] the process, [`process`] the bench's side of it. [`kvm`] is a guest under KVM instead,
-//! [`stock`] a stock Linux guest. [`disk`] is a disk that the stand-in can have beside its RAM.
+//! [`stock`] a stock Linux guest. [`disk`] is its work on a disk, whose buffers lie in its RAM.
 //!
 //! # The content of a page
 //! A function of its number and its version ([`content`]). A write raises the version, which is also kept

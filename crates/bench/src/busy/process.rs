@@ -10,6 +10,7 @@ use std::{path::Path, process::Command, time::Duration};
 /// A running stand-in; ended on drop.
 pub(crate) struct BusyGuest {
     process: Ordered,
+    wrong: Option<String>,
     /// Time to fill its RAM.
     pub fill: Duration,
 }
@@ -29,16 +30,19 @@ impl BusyGuest {
                 huge.as_ref().map_or("", |huge| huge.get_name()),
             ]);
         command.args(["--first-cpu", &options.first_cpu.to_string()]);
-        if options.time_faults {
-            command.arg("--time-faults");
-        }
+        command.args(["--batch", &options.batch.to_string()]);
+        command.args(["--rest-us", &options.rest_us.to_string()]);
         if let Some(disk) = &options.disk {
             command.arg("--disk").arg(disk);
+        }
+        if options.time_faults {
+            command.arg("--time-faults");
         }
         let mut process = Ordered::start(&mut command)?;
         match process.answer()? {
             Answer::Ready { fill_ns, .. } => Ok(Self {
                 process,
+                wrong: None,
                 fill: Duration::from_nanos(fill_ns),
             }),
             other => Err(format!("the guest began with {other:?}")),
@@ -53,9 +57,18 @@ impl BusyGuest {
     fn ask(&mut self, order: &Order) -> Result<Answer, String> {
         self.process.order(order)?;
         match self.process.answer()? {
+            Answer::Wrong { reason } => {
+                self.wrong = Some(reason.clone());
+                Err(format!("the guest: {reason}"))
+            }
             Answer::Failed { reason } => Err(format!("the guest: {reason}")),
             answer => Ok(answer),
         }
+    }
+
+    /// The page that it has found wrong, if it was asked since.
+    pub(crate) fn wrong(&self) -> Option<&str> {
+        self.wrong.as_deref()
     }
 
     /// Makes it execute `order`; returns the time it took.
@@ -91,9 +104,19 @@ impl BusyGuest {
         }
     }
 
-    /// What its disk has done since the last call.
-    pub(crate) fn disk(&mut self) -> Result<DiskCounted, String> {
-        match self.ask(&Order::Disk)? {
+    /// How many of its vCPUs have touched no page since `since_ns` of the monotonic clock.
+    pub(crate) fn laggards(&mut self, since_ns: u64) -> Result<u64, String> {
+        match self.ask(&Order::Laggards { since_ns })? {
+            Answer::Laggards { vcpus } => Ok(vcpus),
+            other => Err(format!(
+                "the guest answered {other:?} to a question for laggards"
+            )),
+        }
+    }
+
+    /// The work on its disk since the last call, or, by [`Order::VerifyDisk`], that of a check of all blocks.
+    pub(crate) fn disk(&mut self, order: &Order) -> Result<DiskCounted, String> {
+        match self.ask(order)? {
             Answer::Disk(counted) => Ok(counted),
             other => Err(format!(
                 "the guest answered {other:?} when asked for its disk"

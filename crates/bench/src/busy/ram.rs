@@ -19,11 +19,14 @@ use pagetide_sys::{
     memory_file::{FileError, GuestFile},
 };
 use std::{
-    os::fd::AsFd as _,
-    sync::atomic::{
-        AtomicU32, AtomicU64,
-        Ordering::{Acquire, Relaxed, Release},
-        fence,
+    os::fd::{AsFd as _, OwnedFd},
+    sync::{
+        Arc,
+        atomic::{
+            AtomicU32, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+            fence,
+        },
     },
 };
 
@@ -73,7 +76,7 @@ pub struct WrongPage {
 #[derive(Debug)]
 pub struct Ram {
     file: GuestFile,
-    mapping: SharedMapping,
+    mapping: Arc<SharedMapping>,
     versions: Vec<AtomicU32>,
     mix: Mix,
 }
@@ -84,7 +87,20 @@ impl Ram {
     /// # Errors
     /// The kernel's error.
     pub fn new(pages: u64, huge: HugePages, mix: Mix) -> Result<Self, RamError> {
-        let bytes = pages * PAGE_BYTES;
+        Self::with_tail(pages, 0, huge, mix)
+    }
+
+    /// The same with further bytes behind the pages, which are somebody else's ([`Self::shared`]).
+    ///
+    /// # Errors
+    /// The kernel's error.
+    pub fn with_tail(
+        pages: u64,
+        tail_bytes: u64,
+        huge: HugePages,
+        mix: Mix,
+    ) -> Result<Self, RamError> {
+        let bytes = pages * PAGE_BYTES + tail_bytes;
         let file = match huge {
             HugePages::Hugetlb => {
                 GuestFile::new_huge_memfd("guest-ram", bytes.next_multiple_of(SECTION_BYTES))?
@@ -97,10 +113,19 @@ impl Ram {
         }
         Ok(Self {
             file,
-            mapping,
+            mapping: Arc::new(mapping),
             versions: (0..pages).map(|_| AtomicU32::new(0)).collect(),
             mix,
         })
+    }
+
+    /// Its file and its mapping, for who uses the bytes behind the pages.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub fn shared(&self) -> std::io::Result<(OwnedFd, Arc<SharedMapping>)> {
+        let file = self.file.as_fd().try_clone_to_owned()?;
+        Ok((file, Arc::clone(&self.mapping)))
     }
 
     /// Number of its pages.

@@ -14,8 +14,8 @@ use crate::fault::{
 use pagetide_addr::{Access, DeviceId, PageNo, PageRange, PageSet, Va};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Cause, Content, ContentStore, Device, Fault,
-    FaultOutcome, Incidents, MemoryParts, Mode, PageState, PageTable, PagedMemory, PlaceError,
-    RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
+    FaultOutcome, Incidents, LoadDone, MemoryParts, Mode, PageState, PageTable, PagedMemory,
+    PlaceError, RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
 use pagetide_swap::{Evictor, Pool, PoolStore};
 use pagetide_sys::uffd::Userfaultfd;
@@ -330,6 +330,21 @@ impl ContentStore for HeldStore {
     ) -> Result<(), StoreError> {
         self.hold.wait(content);
         self.store.load(page, content, into)
+    }
+
+    /// As a slow tier does: whoever asks does not wait.
+    fn load_later(&self, page: PageNo, content: Content, done: LoadDone) {
+        let (store, hold) = (Arc::clone(&self.store), Arc::clone(&self.hold));
+        let load = move || {
+            hold.wait(content);
+            let mut bytes = [0; 4096];
+            let loaded = store.load(page, content, &mut bytes);
+            done.complete(loaded.map(|()| &bytes));
+        };
+        let thread = std::thread::Builder::new().name("held".to_owned());
+        if let Err(error) = thread.spawn(load) {
+            tracing::error!(%page, %error, "no thread for the page that is held");
+        }
     }
 
     fn free(&self, content: Content) {

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use pagetide_random::SplitMix64;
 
+use crate::harness::figures::to_f64;
+
 /// Pages of the space: 2^48 bytes.
 pub(super) const SPACE_PAGES: u64 = 1 << 36;
 
@@ -28,6 +30,9 @@ pub(super) const MIXED: Mix = &[
 
 /// Only sizes that Linux's magazines hold as well.
 pub(super) const SMALL: Mix = &[(550, 1, 1), (250, 2, 4), (150, 5, 16), (50, 17, 32)];
+
+/// Only sizes that they do not hold, in the shares of [`MIXED`].
+pub(super) const LARGE: Mix = &[(500, 33, 64), (375, 65, 512), (125, 513, 4096)];
 
 /// Steps between two reads of the clock.
 const BATCH: usize = 64;
@@ -52,6 +57,9 @@ type Region = (u64, u64);
 pub(super) struct Load {
     allocator: Box<dyn Allocator>,
     threads: Vec<ThreadLoad>,
+    /// How often a thread has slept in [`Self::run`]: it waited for a lock, for there is nothing else.
+    sleeps: u64,
+    operations: f64,
 }
 
 /// The state of one thread.
@@ -72,6 +80,8 @@ impl Load {
         let mut load = Self {
             threads: Vec::new(),
             allocator,
+            sleeps: 0,
+            operations: 0.0,
         };
         for seed in 1..=threads {
             let mut random = SplitMix64::new(seed as u64);
@@ -107,7 +117,16 @@ impl Load {
             });
             rates.collect::<Result<Vec<_>, _>>()
         })?;
-        Ok(rates.iter().sum())
+        for (per_second, sleeps) in &rates {
+            self.operations += per_second * slice.as_secs_f64();
+            self.sleeps += sleeps;
+        }
+        Ok(rates.iter().map(|(per_second, _)| per_second).sum())
+    }
+
+    /// Sleeps of all threads in a million operations so far.
+    pub(super) fn sleeps_per_million(&self) -> f64 {
+        to_f64(self.sleeps) * 1e6 / self.operations
     }
 
     /// Nanoseconds of an operation of the first thread, without the harness's work.
@@ -138,8 +157,13 @@ impl Load {
 }
 
 impl ThreadLoad {
-    /// Steps for `slice`; operations a second.
-    fn steps_for(&mut self, allocator: &dyn Allocator, slice: Duration) -> Result<f64, Refused> {
+    /// Steps for `slice`; operations a second, and how often the thread slept.
+    fn steps_for(
+        &mut self,
+        allocator: &dyn Allocator,
+        slice: Duration,
+    ) -> Result<(f64, u64), Refused> {
+        let slept_before = sleeps_of_this_thread();
         let (begin, mut steps) = (Instant::now(), 0_u32);
         loop {
             for _ in 0..BATCH {
@@ -156,7 +180,8 @@ impl ThreadLoad {
             let elapsed = begin.elapsed();
             if elapsed >= slice {
                 let operations = f64::from(steps) * (2 * BATCH) as f64;
-                return Ok(operations / elapsed.as_secs_f64());
+                let sleeps = sleeps_of_this_thread().saturating_sub(slept_before);
+                return Ok((operations / elapsed.as_secs_f64(), sleeps));
             }
         }
     }
@@ -186,6 +211,16 @@ impl ThreadLoad {
     }
 }
 
+/// How often this thread has given up its CPU by itself; 0 if the kernel does not say.
+fn sleeps_of_this_thread() -> u64 {
+    const FIELD: &str = "voluntary_ctxt_switches:";
+    let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
+    let count = status.lines().find_map(|line| line.strip_prefix(FIELD));
+    count
+        .and_then(|count| count.trim().parse().ok())
+        .unwrap_or(0)
+}
+
 /// A size from `mix`, in pages.
 fn draw_pages(random: &mut SplitMix64, mix: Mix) -> u64 {
     let mut drawn = random.below(1000);
@@ -204,11 +239,18 @@ mod tests {
 
     #[test]
     fn mix_adds_up_and_sizes_stay_within_it() {
-        for (mix, largest) in [(MIXED, 4096), (SMALL, 32)] {
+        for (mix, smallest, largest) in [(MIXED, 1, 4096), (SMALL, 1, 32), (LARGE, 33, 4096)] {
             assert_eq!(mix.iter().map(|(share, _, _)| share).sum::<u64>(), 1000);
             let mut random = SplitMix64::new(1);
             let sizes: Vec<u64> = (0..10_000).map(|_| draw_pages(&mut random, mix)).collect();
-            assert!(sizes.iter().all(|pages| (1..=largest).contains(pages)));
+            assert!(
+                sizes
+                    .iter()
+                    .all(|pages| (smallest..=largest).contains(pages))
+            );
+            if smallest > 1 {
+                continue;
+            }
             let single = sizes.iter().filter(|&&pages| pages == 1).count();
             assert!((4_500..6_000).contains(&single), "{single}");
         }

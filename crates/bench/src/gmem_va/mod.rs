@@ -18,12 +18,18 @@
 //! those of the allocators alone. Ours has its default setup. Its caches reach to 512 pages, Linux's to 32:
 //! 5 and 60 of 1,000 allocations are past them.
 //!
-//! `peers.linux_like.ours_over_it_up_to_32_pages` is the same with sizes that Linux's magazines hold, too
-//! ([`load::SMALL`]): there both do the same work, and the ratio compares only how they do it.
+//! So sizes are also taken apart: `ratios.over_linux_like_up_to_32_pages` has only what Linux's magazines hold
+//! ([`load::SMALL`]), where both do the same work and the ratio compares how they do it;
+//! `ratios.over_linux_like_above_32_pages` only what they do not ([`load::LARGE`]), where it compares caching
+//! with none.
 //!
-//! `address_space` is not a peer but the whole of `gm_as_alloc` and `gm_region_dealloc` (with a look-up of
-//! the region, as a caller that has only its address does), including regions: its figures are reported
-//! beside the allocator's.
+//! **The address space.** The allocator is a part. `address_space` is the whole of allocating and deallocating
+//! a region by its address (`gm_as_alloc` returns an address): the region, where it is found, its state.
+//! `ratios.address_space_over_btreemap` sets that, of one thread, beside the bare `btreemap`, which keeps no
+//! regions; `address_space_2_over_1` and `address_space_8_over_1` are its own rates with more threads, null
+//! where there are less than two CPUs a thread (2: less than two). Where threads cannot run in parallel,
+//! `address_space_sleeps_per_million` counts how often they sleep, which is for a lock. `address_space_by_handle`
+//! is the same by `Region` handles, each of which holds a reference to the space: threads meet there.
 //!
 //! **Order.** Each number of threads and each allocator has its own instance, filled once. All take turns
 //! in slices, round after round, so that a slow moment of the machine falls on all; the first round is not
@@ -49,11 +55,12 @@ use super::harness::{
     rounds::{WarmUp, progress, rounds, silent_rounds},
 };
 use linux_like::LinuxLike;
-use load::{Allocator, Load, MIXED, Mix, SMALL, SPACE_PAGES};
+use load::{Allocator, LARGE, Load, MIXED, Mix, SMALL, SPACE_PAGES};
 use mutexed::{BestFit, VmAllocator};
 use pagetide_addr::{PAGE_BYTES, Va};
 use pagetide_gmem::arena::{Arena, ArenaSettings};
 use pagetide_gmem::{AddressSpace, AllocPolicy, Caching, RegionRequest};
+use pagetide_sys::cpu;
 
 const NAME: &str = "gmem-va";
 /// Live regions of the throughput part: 16 queues of 1,024 descriptors.
@@ -86,9 +93,10 @@ impl Default for GmemVaBenchOptions {
 type Make = fn() -> Box<dyn Allocator>;
 
 /// The allocators by name, ours first.
-const KINDS: [(&str, Make); 5] = [
+const KINDS: [(&str, Make); 6] = [
     ("ours", || Box::new(Ours::new())),
     (SPACE, || Box::new(Space::new())),
+    (BY_HANDLE, || Box::new(ByHandle(Space::new()))),
     ("btreemap", || Box::new(BestFit::new())),
     ("vm_allocator", || Box::new(VmAllocator::new())),
     ("linux_like", || Box::new(LinuxLike::new())),
@@ -96,6 +104,8 @@ const KINDS: [(&str, Make); 5] = [
 
 /// The address space around the allocator.
 const SPACE: &str = "address_space";
+/// The same by handles.
+const BY_HANDLE: &str = "address_space_by_handle";
 
 /// A space whose small regions are cached.
 struct Space(Arc<AddressSpace>);
@@ -116,12 +126,26 @@ impl Space {
 impl Allocator for Space {
     fn alloc(&self, pages: u64) -> Option<u64> {
         let request = RegionRequest::of_bytes(pages * PAGE_BYTES);
-        let region = self.0.alloc(&request);
+        self.0.alloc_va(&request).map(|start| start.0).ok()
+    }
+
+    fn free(&self, start: u64, _pages: u64) -> bool {
+        self.0.dealloc_va(Va(start)).is_ok()
+    }
+}
+
+/// A space by [`pagetide_gmem::Region`]s, which are looked up.
+struct ByHandle(Space);
+
+impl Allocator for ByHandle {
+    fn alloc(&self, pages: u64) -> Option<u64> {
+        let request = RegionRequest::of_bytes(pages * PAGE_BYTES);
+        let region = self.0.0.alloc(&request);
         region.map(|region| region.start().0).ok()
     }
 
     fn free(&self, start: u64, _pages: u64) -> bool {
-        let region = self.0.lookup(Va(start));
+        let region = self.0.0.lookup(Va(start));
         region.and_then(|region| region.dealloc()).is_ok()
     }
 }
@@ -186,6 +210,7 @@ pub fn run(options: &GmemVaBenchOptions) -> Result<BenchReport, BenchError> {
             all.push(Rates::new(kind, make(), MIXED, LIVE, threads)?);
             if kind == "ours" || kind == "linux_like" {
                 all.push(Rates::new(kind, make(), SMALL, LIVE, threads)?);
+                all.push(Rates::new(kind, make(), LARGE, LIVE, threads)?);
             }
         }
     }
@@ -225,37 +250,29 @@ fn few_and_many(options: &GmemVaBenchOptions) -> Result<[f64; 2], BenchError> {
 
 fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
     let mut report = BenchReport::new(NAME);
+    report_space(&mut report, all);
+    let rates_of = |kind| by_threads(|threads| rate(all, kind, MIXED, threads).round().into());
+    (report.figures).insert("operations_per_second".into(), rates_of("ours"));
     for (kind, _) in KINDS {
-        let rates = by_threads(|threads| rate(all, kind, MIXED, threads).round().into());
-        if kind == "ours" {
-            let figures = &mut report.figures;
-            figures.insert("operations_per_second".into(), rates);
-            continue;
-        }
-        if kind == SPACE {
-            let over = |threads| {
-                thousandths(
-                    rate(all, SPACE, MIXED, threads) / rate(all, "btreemap", MIXED, threads),
-                )
-            };
-            let figures = &mut report.figures;
-            figures.insert("address_space_operations_per_second".into(), rates);
-            figures.insert("address_space_over_btreemap".into(), by_threads(over));
+        if ["ours", SPACE, BY_HANDLE].contains(&kind) {
             continue;
         }
         let ratio = |mix, threads| rate(all, "ours", mix, threads) / rate(all, kind, mix, threads);
-        let worst = THREADS.map(|threads| ratio(MIXED, threads));
-        let worst = worst.into_iter().fold(f64::INFINITY, f64::min);
-        report
-            .ratios
-            .insert(format!("over_{kind}"), thousandths(worst));
+        let worst = |mix| {
+            let worst = THREADS.map(|threads| ratio(mix, threads));
+            thousandths(worst.into_iter().fold(f64::INFINITY, f64::min))
+        };
+        (report.ratios).insert(format!("over_{kind}"), worst(MIXED));
         let mut peer = json!({
-            "operations_per_second": rates,
+            "operations_per_second": rates_of(kind),
             "ours_over_it": by_threads(|threads| thousandths(ratio(MIXED, threads))),
         });
         if kind == "linux_like" {
-            peer["ours_over_it_up_to_32_pages"] =
-                by_threads(|threads| thousandths(ratio(SMALL, threads)));
+            for (name, mix) in [("up_to_32_pages", SMALL), ("above_32_pages", LARGE)] {
+                (report.ratios).insert(format!("over_{kind}_{name}"), worst(mix));
+                peer[format!("ours_over_it_{name}")] =
+                    by_threads(|threads| thousandths(ratio(mix, threads)));
+            }
         }
         report.peers.insert(kind.into(), peer);
     }
@@ -268,11 +285,51 @@ fn report(all: &[Rates], [few_ns, many_ns]: [f64; 2]) -> BenchReport {
     report
 }
 
-/// Median of the rounds; NaN if this was not measured.
-fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
+/// The address space beside the bare tree, and beside itself with fewer threads.
+fn report_space(report: &mut BenchReport, all: &[Rates]) {
+    let cpus = cpu::affinity().map_or(1, |cpus| cpus.len());
+    let of = |kind, threads| rate(all, kind, MIXED, threads);
+    let over_tree = |kind, threads| thousandths(of(kind, threads) / of("btreemap", threads));
+    let ratios = &mut report.ratios;
+    ratios.insert("address_space_over_btreemap".into(), over_tree(SPACE, 1));
+    for (threads, cpus_min) in [(2, 2), (8, 16)] {
+        let over_one = thousandths(of(SPACE, threads) / of(SPACE, 1));
+        let told = if cpus < cpus_min {
+            Value::Null
+        } else {
+            over_one
+        };
+        ratios.insert(format!("address_space_{threads}_over_1"), told);
+    }
+    let sleeps = |threads| {
+        let found = find(all, SPACE, MIXED, threads);
+        found.map_or(Value::Null, |rates| {
+            thousandths(rates.load.sleeps_per_million())
+        })
+    };
+    let figures = &mut report.figures;
+    figures.insert("cpus".into(), cpus.into());
+    for kind in [SPACE, BY_HANDLE] {
+        let rates = by_threads(|threads| of(kind, threads).round().into());
+        figures.insert(format!("{kind}_operations_per_second"), rates);
+        let over = by_threads(|threads| over_tree(kind, threads));
+        figures.insert(format!("{kind}_over_btreemap"), over);
+    }
+    figures.insert(
+        "address_space_sleeps_per_million".into(),
+        by_threads(sleeps),
+    );
+}
+
+fn find<'a>(all: &'a [Rates], kind: &str, mix: Mix, threads: usize) -> Option<&'a Rates> {
     all.iter()
         .find(|rates| (rates.kind, rates.mix, rates.threads) == (kind, mix, threads))
-        .map_or(f64::NAN, |rates| median(rates.per_second.iter().copied()))
+}
+
+/// Median of the rounds; NaN if this was not measured.
+fn rate(all: &[Rates], kind: &str, mix: Mix, threads: usize) -> f64 {
+    let found = find(all, kind, mix, threads);
+    found.map_or(f64::NAN, |rates| median(rates.per_second.iter().copied()))
 }
 
 /// An object with a value for each number of threads.
@@ -305,6 +362,10 @@ mod tests {
             assert!(report.ratios[ratio].is_f64(), "{ratio}");
         }
         assert_eq!(report.ratios["million_over_thousand"], 1.5);
+        assert!(report.ratios["address_space_over_btreemap"].is_f64());
+        assert!(report.ratios.contains_key("address_space_8_over_1"));
+        let sleeps = &report.figures["address_space_sleeps_per_million"];
+        assert!(sleeps["threads_8"].is_f64());
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use crate::{
     blk::side::make_image,
     busy::{
-        guest::{BusyGuestOptions, Counted, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Counted, Order, RamSize},
         kvm::{self, KvmGuest},
         pattern::Pattern,
         process::{BusyGuest, huge_bytes},
@@ -259,6 +259,9 @@ impl Cell {
             size: RamSize::Exact,
             vcpus: hot.vcpus,
             first_cpu: 0,
+            disk: None,
+            batch: BATCH,
+            rest_us: 0,
             time_faults: false,
             pattern: Pattern::Part {
                 hot_permille: hot.hot_eighths * 125,
@@ -268,7 +271,6 @@ impl Cell {
                 Kind::Hugetlb => HugePages::Hugetlb,
                 Kind::Free | Kind::Limited | Kind::Kvm | Kind::Stock => HugePages::NotAdvised,
             },
-            disk: None,
         }
     }
 

@@ -4,8 +4,8 @@
 //!
 //! ```text
 //!   client ──rings──► engine ──image in memory──► client      closed loop of random reads
-//!                       │ injected: 0, 1 or 10 a second
-//!                       └► page request ──► the host's service, which holds it for 5 ms ──► resumed
+//!                       │ injected: 0, 1, 2 or 10 a second
+//!                       └► page request ──► the host's service, which holds it for 1 to 20 ms ──► resumed
 //! ```
 //! All is in this process: the engine on one CPU, the polling client on another, and the service on any (it
 //! sleeps while it holds). Two devices serve the same image, one that *pauses* its queue on a fault (as
@@ -14,18 +14,27 @@
 //! The paper does not give the depth of its queue. Here it is 32, less for large blocks, so that at most 8
 //! MiB are in flight: 8 for 1 MiB, 4 for 2 MiB.
 //!
-//! A round is all sizes, both devices, each without faults, with 1 and with 10 a second, one after the
-//! other in alternating order. Ratios are over the same device's slice of the same round without faults,
-//! and the median of the rounds; latencies are of all rounds together. The bench ends with the cost of the
-//! account of service levels: reads of 4 KiB with and without it, in turn.
+//! The grid is 1, 2 and 10 faults a second by 1, 5 and 20 ms at 4 KiB and 2 MiB, and at the other sizes by
+//! 5 ms; with `--full` all sizes have all of it. Cells of 5 ms have no time in their names.
+//!
+//! A round is all sizes, both devices, each without faults and with those of the grid, in slices of one
+//! length and in alternating order. Ratios are over the same device's slice of the same round without faults,
+//! and the median of the rounds; latencies are of all rounds together. p99.99 is null unless each slice holds
+//! [`REQUESTS_OF_P9999`] requests, ten beyond it. The bench ends with the cost of the account of service
+//! levels: reads of 4 KiB with and without it, in turn.
+//!
+//! *Weak points.* The peer is our own engine that pauses its queue, not the paper's device. The image is in
+//! memory, so a request takes microseconds and a fault looks larger than beside a disk's own time. Network
+//! devices have a bench of their own.
 
 mod load;
 
 use super::harness::{
     figures::{median, median_ratio, rounded},
     report::{BenchError, BenchReport, failed},
-    rounds::{WarmUp, rounds, silent_rounds},
+    rounds::{WarmUp, progress, rounds, silent_rounds},
 };
+use crate::SizeOptions;
 use load::{Client, Disk, Slice, depth};
 use pagetide_addr::DeviceId;
 use pagetide_dpu::{
@@ -43,19 +52,67 @@ use std::{
 const NAME: &str = "iopf-impact";
 /// Bytes of the image, all in memory.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// How long the host holds a fault.
-const HOLD: Duration = Duration::from_millis(5);
 /// Modes by their names in the report.
 const MODES: [(&str, OnFault); 2] = [
     ("pause", OnFault::Pause),
     ("out_of_order", OnFault::OutOfOrder),
 ];
 /// Faults a second, by their names in the report.
-const RATES: [(&str, Option<f64>); 3] = [
-    ("quiet", None),
-    ("1_per_s", Some(1.0)),
-    ("10_per_s", Some(10.0)),
-];
+const RATES: [(&str, f64); 3] = [("1_per_s", 1.0), ("2_per_s", 2.0), ("10_per_s", 10.0)];
+/// How long the host holds a fault, in milliseconds.
+const HOLDS_MS: [u64; 3] = [1, HOLD_MS, 20];
+/// The one that all sizes have.
+const HOLD_MS: u64 = 5;
+/// Sizes that have the whole grid in any case.
+const WHOLE_GRID: [u64; 2] = [4 << 10, 2 << 20];
+/// Least number of requests in a slice that has a p99.99: ten are beyond it.
+const REQUESTS_OF_P9999: u64 = 100_000;
+/// Injected faults may go on for so long after the end of a slice; they are stopped there.
+const INJECTED_OVER_S: u64 = 60;
+/// Longest injection, which no slice exceeds.
+const INJECTED_S_MAX: u64 = *pagetide_dpu::inject::SECONDS.end();
+
+/// Which cells of the grid are measured at sizes other than 4 KiB and 2 MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Grid {
+    /// Those of 5 ms.
+    #[default]
+    Cross,
+    /// All.
+    Full,
+}
+
+/// Faults of a cell.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Faults {
+    name: &'static str,
+    per_second: f64,
+    hold_ms: u64,
+}
+
+impl Faults {
+    /// The cells of a size.
+    fn of(block: u64, grid: Grid) -> Vec<Self> {
+        let whole = grid == Grid::Full || WHOLE_GRID.contains(&block);
+        let holds = HOLDS_MS.into_iter().filter(|&ms| whole || ms == HOLD_MS);
+        let with = |hold_ms| {
+            RATES.map(|(name, per_second)| Self {
+                name,
+                per_second,
+                hold_ms,
+            })
+        };
+        holds.flat_map(with).collect()
+    }
+
+    /// Its name in the report.
+    fn name(self) -> String {
+        match self.hold_ms {
+            HOLD_MS => self.name.to_owned(),
+            ms => format!("{}_{ms}ms", self.name),
+        }
+    }
+}
 
 /// The extent of a measurement.
 #[derive(Debug, Clone)]
@@ -64,23 +121,37 @@ pub struct IopfImpactOptions {
     pub rounds: usize,
     /// Block sizes.
     pub blocks: Vec<u64>,
-    /// Length of a slice without faults and of one with 10 a second.
+    /// Length of each slice.
     pub slice: Duration,
-    /// Length of a slice with one fault a second; the fault comes when it has lasted a second.
-    pub slice_of_one: Duration,
+    /// Which cells there are.
+    pub grid: Grid,
     /// Pairs of slices with and without the account.
     pub account_pairs: usize,
 }
 
 impl Default for IopfImpactOptions {
-    /// Some 115 seconds.
+    /// Some 25 minutes.
     fn default() -> Self {
         Self {
-            rounds: 5,
+            rounds: 1,
             blocks: [4, 16, 64, 256, 1024, 2048].map(|kib| kib << 10).into(),
-            slice: Duration::from_millis(410),
-            slice_of_one: Duration::from_millis(1020),
+            slice: Duration::from_secs(20),
+            grid: Grid::Cross,
             account_pairs: 15,
+        }
+    }
+}
+
+impl IopfImpactOptions {
+    /// As asked for on the command line.
+    #[must_use]
+    pub fn of(sizes: &SizeOptions) -> Self {
+        let usual = Self::default();
+        Self {
+            rounds: sizes.pairs(usual.rounds),
+            slice: sizes.time(usual.slice.as_secs()),
+            grid: if sizes.full { Grid::Full } else { Grid::Cross },
+            ..usual
         }
     }
 }
@@ -159,15 +230,15 @@ impl Rig {
         client: &mut Client<'_>,
         id: DeviceId,
         block_bytes: u64,
-        rate: Option<f64>,
+        faults: Option<Faults>,
         time: Duration,
     ) -> Result<Slice, BenchError> {
-        if let Some(rate) = rate {
+        if let Some(faults) = faults {
             let injection = Injection {
-                rate,
-                latency: HOLD,
+                rate: faults.per_second,
+                latency: Duration::from_millis(faults.hold_ms),
                 burst: 1,
-                seconds: 60,
+                seconds: (time.as_secs() + INJECTED_OVER_S).min(INJECTED_S_MAX),
             };
             self.dpu.inject(id, injection).map_err(failed)?;
         }
@@ -199,17 +270,38 @@ impl Cell {
             whole
         })
     }
+
+    /// True if each slice has requests enough for a p99.99.
+    fn has_p9999(&self) -> bool {
+        let mut slices = self.slices.iter();
+        slices.all(|slice| slice.latency_ns.len() >= REQUESTS_OF_P9999)
+    }
 }
 
-/// Cells of a size and a mode, by rate.
+/// Cells of a size and a mode.
 #[derive(Debug, Default)]
-struct Row([Cell; RATES.len()]);
+struct Row {
+    quiet: Cell,
+    faulted: Vec<Cell>,
+}
 
 impl Row {
+    /// Cell 0 is the one without faults.
+    fn cell(&mut self, number: usize) -> &mut Cell {
+        match number.checked_sub(1) {
+            None => &mut self.quiet,
+            Some(number) => {
+                if self.faulted.len() <= number {
+                    self.faulted.resize_with(number + 1, Cell::default);
+                }
+                &mut self.faulted[number]
+            }
+        }
+    }
+
     /// Median over the rounds of a figure with faults over the same without.
-    fn ratio(&self, rate: usize, figure: impl Fn(&Slice) -> f64) -> f64 {
-        let [quiet, ..] = &self.0;
-        median_ratio(&self.0[rate].slices, &quiet.slices, figure)
+    fn ratio(&self, faulted: &Cell, figure: impl Fn(&Slice) -> f64) -> f64 {
+        median_ratio(&faulted.slices, &self.quiet.slices, figure)
     }
 }
 
@@ -226,9 +318,9 @@ pub fn run(options: &IopfImpactOptions) -> Result<BenchReport, BenchError> {
     let (rows, account) = measured?;
     let mut report = BenchReport::new(NAME);
     for (block, row) in options.blocks.iter().zip(&rows) {
-        describe(&mut report, *block, row);
+        describe(&mut report, *block, &Faults::of(*block, options.grid), row);
     }
-    describe_rest(&mut report, &account);
+    describe_rest(&mut report, options, &account);
     Ok(report)
 }
 
@@ -248,14 +340,13 @@ fn measure(rig: &Rig, options: &IopfImpactOptions) -> Result<Measured, BenchErro
     rows.resize_with(options.blocks.len(), Default::default);
     for round in rounds(NAME, options.rounds, WarmUp::None) {
         for (block, row) in options.blocks.iter().zip(&mut rows) {
+            let faults = Faults::of(*block, options.grid);
+            progress(NAME, format_args!("blocks of {}", size_name(*block)));
             for ((client, id), row) in clients.iter_mut().zip(row) {
-                for at in round.rotated(RATES.len()) {
-                    let time = match RATES[at].1 {
-                        Some(1.0) => options.slice_of_one,
-                        _ => options.slice,
-                    };
-                    let slice = rig.slice(client, *id, *block, RATES[at].1, time)?;
-                    row.0[at].slices.push(slice);
+                for at in round.rotated(faults.len() + 1) {
+                    let injected = at.checked_sub(1).map(|at| faults[at]);
+                    let slice = rig.slice(client, *id, *block, injected, options.slice)?;
+                    row.cell(at).slices.push(slice);
                 }
             }
         }
@@ -296,26 +387,29 @@ fn size_name(block: u64) -> String {
     }
 }
 
-fn describe(report: &mut BenchReport, block: u64, row: &[Row; MODES.len()]) {
+fn describe(report: &mut BenchReport, block: u64, faults: &[Faults], row: &[Row; MODES.len()]) {
     let size = size_name(block);
     let mut figures = Map::new();
     figures.insert("depth".into(), depth(block).into());
     for ((mode, _), row) in MODES.iter().zip(row) {
-        for (at, (rate, _)) in RATES.iter().enumerate() {
-            let whole = row.0[at].whole();
-            figures.insert(format!("{mode}_{rate}"), cell_figures(&whole, block));
-            if at == 0 {
-                continue;
-            }
+        figures.insert(format!("{mode}_quiet"), cell_figures(&row.quiet, block));
+        for (faults, cell) in faults.iter().zip(&row.faulted) {
+            let cell_name = format!("{mode}_{}", faults.name());
+            let p9999 = row.ratio(cell, |slice| slice.quantile_us(0.9999));
+            let has_p9999 = cell.has_p9999() && row.quiet.has_p9999();
             let ratios = [
-                ("throughput", row.ratio(at, Slice::iops)),
-                ("p999", row.ratio(at, |slice| slice.quantile_us(0.999))),
-                ("p9999", row.ratio(at, |slice| slice.quantile_us(0.9999))),
+                ("throughput", Some(row.ratio(cell, Slice::iops))),
+                (
+                    "p999",
+                    Some(row.ratio(cell, |slice| slice.quantile_us(0.999))),
+                ),
+                ("p9999", has_p9999.then_some(p9999)),
             ];
             for (figure, ratio) in ratios {
-                let name = format!("{size}_{mode}_{rate}_{figure}_over_quiet");
-                report.ratios.insert(name, rounded(ratio).into());
+                let name = format!("{size}_{cell_name}_{figure}_over_quiet");
+                report.ratios.insert(name, ratio.map(rounded).into());
             }
+            figures.insert(cell_name, cell_figures(cell, block));
         }
     }
     report.figures.insert(size, figures.into());
@@ -325,19 +419,23 @@ fn describe(report: &mut BenchReport, block: u64, row: &[Row; MODES.len()]) {
     clippy::cast_precision_loss,
     reason = "a block is far below 2^53 bytes"
 )]
-fn cell_figures(whole: &Slice, block: u64) -> Value {
+fn cell_figures(cell: &Cell, block: u64) -> Value {
+    let whole = cell.whole();
+    let p9999_us = cell.has_p9999().then(|| rounded(whole.quantile_us(0.9999)));
     json!({
         "iops": whole.iops().round(),
         "mib_per_s": (whole.iops() * block as f64 / f64::from(1 << 20)).round(),
         "p999_us": rounded(whole.quantile_us(0.999)),
-        "p9999_us": rounded(whole.quantile_us(0.9999)),
+        "p9999_us": p9999_us,
         "requests": whole.latency_ns.len(),
     })
 }
 
-fn describe_rest(report: &mut BenchReport, account: &[f64]) {
+fn describe_rest(report: &mut BenchReport, options: &IopfImpactOptions, account: &[f64]) {
     let figures = &mut report.figures;
-    figures.insert("hold_us".into(), json!(HOLD.as_micros()));
+    figures.insert("hold_us".into(), json!(HOLD_MS * 1000));
+    figures.insert("slice_s".into(), json!(options.slice.as_secs_f64()));
+    figures.insert("rounds".into(), options.rounds.into());
     figures.insert("account_pairs".into(), account.len().into());
     let on_over_off = median(account.iter().copied());
     report.ratios.insert(
@@ -372,24 +470,52 @@ mod tests {
     use super::*;
 
     #[test]
+    fn grid_is_whole_at_the_smallest_and_the_largest_size_and_everywhere_if_asked_for() {
+        let names = |block, grid| -> Vec<String> {
+            Faults::of(block, grid)
+                .into_iter()
+                .map(Faults::name)
+                .collect()
+        };
+        assert_eq!(
+            names(64 << 10, Grid::Cross),
+            ["1_per_s", "2_per_s", "10_per_s"]
+        );
+        let whole = names(4 << 10, Grid::Cross);
+        assert_eq!(whole.len(), 9);
+        assert!(whole.contains(&"10_per_s_20ms".to_owned()));
+        assert_eq!(names(64 << 10, Grid::Full), whole);
+        assert_eq!(names(2 << 20, Grid::Cross), whole);
+    }
+
+    #[test]
     fn report_of_a_tiny_run_has_every_cell_its_ratios_and_the_paper_beside() {
         let report = run(&IopfImpactOptions {
             rounds: 1,
             blocks: vec![4096, 2 << 20],
             slice: Duration::from_millis(30),
-            slice_of_one: Duration::from_millis(30),
+            grid: Grid::Cross,
             account_pairs: 1,
         })
         .unwrap();
         for size in ["4k", "2m"] {
             for mode in ["pause", "out_of_order"] {
-                for rate in ["quiet", "1_per_s", "10_per_s"] {
+                for rate in [
+                    "quiet",
+                    "1_per_s",
+                    "10_per_s",
+                    "2_per_s_1ms",
+                    "10_per_s_20ms",
+                ] {
                     let cell = &report.figures[size][format!("{mode}_{rate}")];
                     assert!(cell["requests"].as_u64() > Some(0), "{size} {mode} {rate}");
-                    assert!(cell["p9999_us"].as_f64() >= cell["p999_us"].as_f64());
+                    // Far from enough requests.
+                    assert!(cell["p999_us"].is_number() && cell["p9999_us"].is_null());
                 }
                 let ratio = format!("{size}_{mode}_10_per_s_p999_over_quiet");
                 assert!(report.ratios[&ratio].is_number(), "{ratio}");
+                let ratio = format!("{size}_{mode}_1_per_s_20ms_p9999_over_quiet");
+                assert!(report.ratios[&ratio].is_null(), "{ratio}");
             }
         }
         assert_eq!(report.figures["2m"]["depth"], 4);

@@ -36,10 +36,11 @@ use pagetide_vpri_function::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    DEVICE_URGENCY,
-    memory::{Tenant, failed, move_to, stand},
+    DEVICE_URGENCY, PAGES,
     sides::{Engine, Served, Side, Split, sleep},
 };
+
+use crate::tenant_ram::{Filling, Tenant, failed, move_to, stand};
 
 /// Longest wait for the device process's function.
 const CONNECT_WAIT: Duration = Duration::from_secs(20);
@@ -235,7 +236,7 @@ impl AcrossProcesses {
         let bell = Arc::new(Doorbell::new().map_err(|e| wrong(&e))?);
         let driver = Driver::start(&socket, Arc::clone(&bell)).map_err(|e| wrong(&e))?;
         driver.wait_connected(CONNECT_WAIT).map_err(|e| wrong(&e))?;
-        let tenant = Tenant::new(&*driver)?;
+        let tenant = Tenant::new(&*driver, PAGES, Filling::Programs)?;
         driver.all_known();
         let served = Served::new(&tenant, vec![], Some(driver.source()), bell, host_cpu)?;
         let number = tenant.file().as_fd().as_raw_fd();

@@ -19,7 +19,7 @@ use pagetide_addr::{Hva, PAGE_BYTES, PageNo, to_usize};
 use pagetide_swap::tier::{PAGE, Packer, Seed};
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile, pagemap::Pagemap};
 
-use super::memory::{failed, move_to};
+use crate::tenant_ram::{failed, move_to};
 
 /// Memory whose page table is scanned.
 const SCANNED_BYTES: u64 = 64 << 20;

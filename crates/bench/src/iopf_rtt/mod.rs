@@ -31,7 +31,6 @@
 
 pub mod across;
 mod busy;
-mod memory;
 mod sides;
 
 use std::time::Duration;
@@ -43,7 +42,6 @@ use serde_json::{Map, Value, json};
 use self::{
     across::AcrossProcesses,
     busy::{Busy, Turns},
-    memory::{PAGES, move_to, stand},
     sides::{AtsPri, Bottom, CROSSING, InProcess, RequestServer, Side, Split, cpus},
 };
 use super::harness::{
@@ -52,8 +50,11 @@ use super::harness::{
     report::{BenchError, BenchReport, failed, unable},
     rounds::{Round, WarmUp, rounds},
 };
+use super::tenant_ram::{move_to, stand};
 
 const NAME: &str = "iopf-rtt";
+/// Pages of a tenant.
+const PAGES: u64 = 512;
 /// Crossings of PCIe between *absent* and *usable* by ATS and PRI: request, response, and both ways
 /// of the second translation.
 const CROSSINGS: u32 = 4;

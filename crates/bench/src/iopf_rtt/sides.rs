@@ -32,7 +32,8 @@ use pagetide_vpri::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::memory::{Tenant, failed, in_file, stamp};
+use super::PAGES;
+use crate::tenant_ram::{Filling, Tenant, failed, in_file, stamp};
 
 /// Longest wait for an answer.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
@@ -151,7 +152,7 @@ impl InProcess {
     pub(super) fn new(taker: RequestServer, cpu: usize) -> Result<Self, String> {
         let wrong = failed("the software DPU");
         let domains = DomainTable::new(1);
-        let tenant = Tenant::new(&domains)?;
+        let tenant = Tenant::new(&domains, PAGES, Filling::Programs)?;
         let window = domains
             .map_whole(std::os::fd::AsFd::as_fd(tenant.file()))
             .map_err(|e| wrong(&e))?;
@@ -321,7 +322,7 @@ impl AtsPri {
             ..IommuConfig::default()
         });
         let iommu = iommu.map_err(|e| wrong(&e))?;
-        let tenant = Tenant::new(&*iommu)?;
+        let tenant = Tenant::new(&*iommu, PAGES, Filling::Programs)?;
         let bytes = tenant.io.len_bytes();
         let file = std::os::fd::AsFd::as_fd(tenant.file());
         let space = iommu.open_space(file, tenant.io.key(), bytes);

@@ -1,55 +1,72 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The service under test, tenants whose memory is all present, and the DPU's end of their page fault
+//! The service under test, tenants whose memory is all absent, and the DPU's end of their page fault
 //! queue.
 //!
-//! The fault's work is the injected wait; the rest is common to every fault: queue, dispatcher, worker,
-//! gate, check of the page, grant, answer.
+//! Each request of a tenant is for its next page, and all of them are checked at the end. Beside the
+//! injected wait, the worker has what every fault has: queue, gate, the page's word, room, the content from
+//! zeros or by lz4, the write into the memory, grant, answer.
 
-use crate::harness::rounds::progress;
+use crate::harness::{figures::to_f64, rounds::progress};
 use std::{
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use pagetide_addr::{
-    Access, FilePage, PAGE_BYTES, PageNo, PageRange, PageRequest, QueueId, RequestId,
-    SECTION_PAGES, Va,
-};
-use pagetide_gmem::{
-    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Incidents, Installed,
-    MemoryParts, Mode, PageTable, PagedMemory, Place, PlaceError, RegionRequest, StoreError,
-    Unlimited, VolatileWords,
-};
-use pagetide_sys::{clock::now_ns, cpu, memory_file::GuestFile};
+use pagetide_addr::{Access, PageNo, PageRequest, QueueId, RequestId, SECTION_PAGES};
+use pagetide_sys::{clock::now_ns, cpu};
 use pagetide_vpri::{
-    DPU, DeviceEnd, DmaDomain, DmaMmu, DomainTable, Doorbell, FaultService, Handling, IoSpace,
-    ServiceConfig, ServiceThread, Tenant, TenantCpus, fault_queue,
+    DPU, DeviceEnd, DomainTable, Doorbell, FaultService, Handling, ServiceConfig, ServiceThread,
+    TenantCpus, fault_queue,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::tenant_ram::{self, Filling, in_file};
+
 /// Capacity of the queue: more than all tenants have outstanding.
 const QUEUE_ENTRIES: usize = 4_096;
-/// Pages of a tenant: which of them faults makes no difference.
-const PAGES: u64 = SECTION_PAGES;
+/// Most pages of a tenant, 512 MiB: faults beyond are of pages that are present by then.
+const PAGES_MAX: u64 = 256 * SECTION_PAGES;
 /// Priority of the device, which no thread of the host may delay.
 const DEVICE_PRIORITY: u8 = 3;
 
 pub(super) type Broken = Box<dyn std::error::Error + Send + Sync>;
 
+/// A tenant to be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TenantPlan {
+    /// CPU of its only vCPU.
+    pub(super) cpu: usize,
+    /// How many faults it will have.
+    pub(super) faults: u64,
+    /// What its pages hold.
+    pub(super) filling: Filling,
+}
+
+/// A tenant.
+struct Served {
+    memory: tenant_ram::Tenant,
+    pages: u64,
+    /// Requests so far: the next one is for the page of this number.
+    sent: AtomicU64,
+    tenant: Arc<pagetide_vpri::Tenant>,
+}
+
 /// See the module.
 pub(super) struct Rig {
     device: DeviceEnd,
     bell: Arc<Doorbell>,
-    tenants: Vec<(Arc<DmaDomain>, Arc<Tenant>)>,
+    tenants: Vec<Served>,
     service: Arc<FaultService>,
     thread: ServiceThread,
 }
 
 impl Rig {
-    /// A tenant for each of `cpus`, which is the CPU of its only vCPU. The dispatcher runs where the
-    /// calling thread may.
-    pub(super) fn new(handling: Handling, cpus: &[usize]) -> Result<Self, Broken> {
+    /// The tenants of `plans`. The dispatcher runs where the calling thread may.
+    pub(super) fn new(handling: Handling, plans: &[TenantPlan]) -> Result<Self, Broken> {
         let (bell, host_bell) = (Arc::new(Doorbell::new()?), Arc::new(Doorbell::new()?));
         let (device, host) = fault_queue(QUEUE_ENTRIES, Arc::clone(&bell), Arc::clone(&host_bell));
         let config = ServiceConfig {
@@ -59,11 +76,19 @@ impl Rig {
         let service = FaultService::with(config, vec![host], host_bell);
         let table = DomainTable::new(1);
         let mut tenants = Vec::new();
-        for cpu in cpus {
-            let (domain, space, mmu) = memory(&table)?;
+        for plan in plans {
+            let pages = plan.faults.clamp(1, PAGES_MAX);
+            let mut memory = tenant_ram::Tenant::new(&table, pages, plan.filling)?;
+            memory.evict_all()?;
+            let (space, mmu) = (Arc::clone(&memory.space), Arc::clone(&memory.mmu));
             let tenant = service.add_tenant(space, mmu)?;
-            tenant.set_cpus(TenantCpus::dedicated(&[*cpu]));
-            tenants.push((domain, tenant));
+            tenant.set_cpus(TenantCpus::dedicated(&[plan.cpu]));
+            tenants.push(Served {
+                memory,
+                pages,
+                sent: AtomicU64::new(0),
+                tenant,
+            });
         }
         Ok(Self {
             device,
@@ -74,10 +99,10 @@ impl Rig {
         })
     }
 
-    /// Sends one request of a tenant, held for `hold_us`.
+    /// Sends the next request of a tenant, which takes `hold_us` before its page is filled.
     pub(super) fn send(&self, id: u64, tenant: usize, hold_us: u32) -> Result<u64, Broken> {
-        let (domain, _) = &self.tenants[tenant];
-        let page = FilePage(id % PAGES).single();
+        let served = &self.tenants[tenant];
+        let page = PageNo(served.sent.fetch_add(1, Ordering::Relaxed) % served.pages);
         let sent_ns = now_ns();
         self.device.submit(PageRequest {
             vector: Some(0),
@@ -87,8 +112,8 @@ impl Rig {
                 RequestId(id),
                 DPU,
                 QueueId(0),
-                domain.id(),
-                page,
+                served.memory.io.id(),
+                in_file(page).single(),
                 Access::Write,
             )
         })?;
@@ -121,13 +146,35 @@ impl Rig {
 
     /// Time to preempt the CPU for a tenant's requests, in nanoseconds.
     pub(super) fn preempt_ns(&self, tenant: usize) -> hdrhistogram::Histogram<u64> {
-        let (_, tenant) = &self.tenants[tenant];
-        tenant.account().preempt.histogram_ns()
+        self.tenants[tenant].tenant.account().preempt.histogram_ns()
+    }
+
+    /// Time that the tenants' requests were handled, on average, wait included.
+    pub(super) fn handling_mean(&self) -> Duration {
+        let of_tenants = self.tenants.iter();
+        let times = of_tenants.map(|served| served.tenant.account().handling.histogram_ns());
+        let (mut sum_ns, mut count) = (0.0, 0_u64);
+        for histogram in times {
+            sum_ns += histogram.mean() * to_f64(histogram.len());
+            count += histogram.len();
+        }
+        Duration::from_secs_f64(sum_ns / to_f64(count.max(1)) / 1e9)
+    }
+
+    /// Fails unless every page that was asked for is there, with its own content.
+    pub(super) fn check_filled(&self) -> Result<(), Broken> {
+        for served in &self.tenants {
+            let asked_for = served.sent.load(Ordering::Relaxed).min(served.pages);
+            for page in (0..asked_for).map(PageNo) {
+                served.memory.check(page)?;
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn end(self) {
-        for (_, tenant) in &self.tenants {
-            self.service.remove_tenant(tenant);
+        for served in &self.tenants {
+            self.service.remove_tenant(&served.tenant);
         }
         self.thread.stop();
     }
@@ -156,13 +203,13 @@ pub(super) fn as_device<R: Send>(cpus: &[usize], work: impl FnOnce() -> R + Send
 
 /// A vCPU that computes, on its own CPU, until it is dropped.
 pub(super) struct BusyVcpu {
-    stop: Arc<std::sync::atomic::AtomicBool>,
+    stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl BusyVcpu {
     pub(super) fn start(cpu: usize) -> Result<Self, Broken> {
-        let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let stop = Arc::new(AtomicBool::new(false));
         let is_over = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
             .name("vcpu".into())
@@ -170,7 +217,7 @@ impl BusyVcpu {
                 if let Err(error) = cpu::set_affinity(&[cpu]) {
                     progress("iopf-scale", format_args!("{error}"));
                 }
-                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                while !is_over.load(Ordering::Relaxed) {
                     std::hint::spin_loop();
                 }
             })?;
@@ -183,7 +230,7 @@ impl BusyVcpu {
 
 impl Drop for BusyVcpu {
     fn drop(&mut self) {
-        self.stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
         {
@@ -195,90 +242,4 @@ impl Drop for BusyVcpu {
 /// Time until `at`.
 pub(super) fn time_left(at: Instant) -> Duration {
     at.saturating_duration_since(Instant::now())
-}
-
-type Memory = (Arc<DmaDomain>, Arc<AddressSpace>, Arc<DmaMmu>);
-
-/// Memory of a tenant, with its domain.
-fn memory(table: &DomainTable) -> Result<Memory, Broken> {
-    let bytes = PAGES * PAGE_BYTES;
-    let file = GuestFile::new_memfd("iopf-scale", bytes)?;
-    let domain = table.open(file.key()?, bytes)?;
-    domain.attach()?;
-    IoSpace::unmap_all(&*domain);
-    let all = PageNo(0).run(PAGES);
-    let memory = PagedMemory::new(MemoryParts {
-        table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
-        place: Arc::new(Resident),
-        store: Arc::new(Resident),
-        admission: Arc::new(Unlimited),
-        incidents: Arc::new(Resident),
-        neighbours_max: 0,
-    });
-    let mmu = Arc::new(DmaMmu::new([(
-        Arc::clone(&domain) as Arc<dyn IoSpace>,
-        all,
-    )]));
-    let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default())?;
-    let dpu = Device::with_id(DPU, Arc::clone(&mmu) as _);
-    space.attach(&dpu, Mode::Coherent, Activation::Now)?;
-    space.alloc(&RegionRequest::of_bytes(bytes))?;
-    Ok((domain, space, mmu))
-}
-
-/// Memory whose pages are all present, always.
-struct Resident;
-
-impl Place for Resident {
-    fn install(&self, _: PageNo, _: &[u8; 4096]) -> Result<Installed, PlaceError> {
-        Ok(Installed::AlreadyThere)
-    }
-    fn install_zero(&self, _: PageNo) -> Result<Installed, PlaceError> {
-        Ok(Installed::AlreadyThere)
-    }
-    fn install_run(&self, _: PageRange, _: &[u8]) -> Result<u64, PlaceError> {
-        Ok(0)
-    }
-    fn read(&self, _: PageRange, into: &mut [u8]) -> Result<(), PlaceError> {
-        into.fill(0);
-        Ok(())
-    }
-    fn discard(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-    fn is_present(&self, _: PageNo) -> Result<bool, PlaceError> {
-        Ok(true)
-    }
-    fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        Ok(vec![pages])
-    }
-    fn wake(&self, _: PageRange) -> Result<(), PlaceError> {
-        Ok(())
-    }
-    fn poison(&self, _: PageNo) -> Result<(), PlaceError> {
-        Ok(())
-    }
-}
-
-impl ContentStore for Resident {
-    fn load(&self, _: PageNo, _: Content, into: &mut [u8; 4096]) -> Result<(), StoreError> {
-        into.fill(0);
-        Ok(())
-    }
-    fn free(&self, _: Content) {}
-}
-
-impl Incidents for Resident {
-    fn foreign_page(&self, page: PageNo) {
-        progress("iopf-scale", format_args!("a foreign page in {page}"));
-    }
-    fn poisoned(&self, page: PageNo, why: &StoreError) {
-        progress("iopf-scale", format_args!("{page}: {why}"));
-    }
-    fn cannot_poison(&self, page: PageNo, why: &PlaceError) {
-        progress("iopf-scale", format_args!("{page}: {why}"));
-    }
-    fn fill_failed(&self, page: PageNo, why: &dyn std::error::Error) {
-        progress("iopf-scale", format_args!("{page}: {why}"));
-    }
 }

@@ -9,9 +9,11 @@
 //! **Updates** ([`update`]) by one thread, while an engine on another CPU does DMA under leases all the
 //! time: bits cleared and the heavy fence passed, after which no further DMA begins. The rest, waiting for
 //! DMA under way, is `lease_wait_us` for sections without any and `lease_wait_engine_us` for those that the
-//! engine works on. The paper's update crosses PCIe; ours interrupts the engines' CPUs. An update is bits
-//! and fence: `bits_2mib_us` are a section's bits alone, `membarrier_us` is what asking engines saves, both
+//! engine works on. These are stores in one process. An update is bits and fence: `bits_2mib_us` are a section's bits alone, `membarrier_us` is what asking engines saves, both
 //! measured in turns with the updates.
+//!
+//! **Round trips** ([`round_trip`]) are updates as the paper's: through the event queue of the VPRI function
+//! to the device and back, idle and `with_dma`.
 //!
 //! **A disk** ([`disk`]): our vhost-user-blk three times over one image, with look-ups, without, and with
 //! look-ups that take 100 ns more each (a request of 4 KiB does two: its buffer, and its header with its
@@ -29,6 +31,7 @@
 mod disk;
 mod lookup;
 mod rig;
+mod round_trip;
 mod update;
 
 use super::harness::{
@@ -88,6 +91,8 @@ pub fn run(options: &PaBitmapBenchOptions) -> Result<BenchReport, BenchError> {
     progress(NAME, "updates");
     update::measure(&rig, options, &mut report).map_err(failed)?;
     drop(rig);
+    progress(NAME, "updates by the event queue");
+    round_trip::measure(options, &mut report).map_err(failed)?;
     if options.alternations > 0 {
         disk::measure(options, &mut report)?;
     }
@@ -191,6 +196,11 @@ mod tests {
         ] {
             for part in ["mean", "p50", "p99", "p99_undisturbed"] {
                 assert!(report.figures[name][part].is_number(), "{name}.{part}");
+            }
+        }
+        for name in ["update_round_trip_4kib_us", "update_round_trip_2mib_us"] {
+            for of in [&report.figures[name], &report.figures[name]["with_dma"]] {
+                assert!(of["mean"].is_number() && of["p99"].is_number(), "{name}");
             }
         }
         for name in ["lookup_hot_ns", "lookup_cold_ns"] {

@@ -14,20 +14,24 @@ use pagetide_addr::{
     Access, FilePage, FileRange, FileSection, PAGE_BYTES, SECTION_PAGES, to_usize,
 };
 use pagetide_sys::{
-    cpu::{CpuError, set_affinity},
+    cpu::{CpuError, Urgency, set_affinity, set_urgency},
     membarrier::{self, MembarrierError},
 };
 use pagetide_vpri::{
-    Attribute, Busy, DomainError, EnginePort, LookUp, PaBitmap, PageAttributes, Restriction,
+    Attribute, Busy, DomainError, EnginePort, LookUp, PaBitmap, PageAttributes, RamWindow,
+    Restriction,
 };
 use std::{
-    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     thread,
     time::Instant,
 };
 
 /// Sections that the engine works on, the first ones. They need memory (16 MiB), so there are few.
-const ENGINE_SECTIONS: u64 = 8;
+pub(super) const ENGINE_SECTIONS: u64 = 8;
 /// Pages of a GiB.
 const GIB_PAGES: u64 = 512 * SECTION_PAGES;
 
@@ -46,6 +50,12 @@ pub enum UpdateError {
     /// The engine's DMA.
     #[error(transparent)]
     Dma(#[from] pagetide_sys::mapping::MappingError),
+    /// The driver and the function.
+    #[error("events: {0}")]
+    Ends(String),
+    /// A thread's priority.
+    #[error("a thread's priority: {0}")]
+    Urgency(#[from] std::io::Error),
     /// A thread of the bench.
     #[error("a thread of the bench panicked; see its message above")]
     Panic,
@@ -64,7 +74,7 @@ pub fn measure(
     let at = SideCpus::choose();
     let engine = Engine::default();
     let result = thread::scope(|scope| {
-        let dma = scope.spawn(|| engine.work(rig, at.backend));
+        let dma = scope.spawn(|| engine.work(&rig.window, at.backend, Urgency::Ordinary));
         let host = scope.spawn(|| {
             set_affinity(&[at.frontend])?;
             membarrier::register()?;
@@ -89,8 +99,8 @@ pub fn measure(
 
 /// An engine that copies pages of its sections, each under a lease, as fast as it can.
 #[derive(Default)]
-struct Engine {
-    stop: AtomicBool,
+pub(super) struct Engine {
+    pub(super) stop: AtomicBool,
     dmas: AtomicU64,
 }
 
@@ -105,21 +115,35 @@ impl Engine {
     }
 
     /// Waits until it works, or has failed to.
-    fn wait_for_first(&self) {
+    pub(super) fn wait_for_first(&self) {
         while self.dmas.load(Ordering::Relaxed) == 0 && !self.stop.load(Ordering::Relaxed) {
             thread::yield_now();
         }
     }
 
-    fn work(&self, rig: &Rig, cpu: usize) -> Result<(), UpdateError> {
-        let worked = self.copy_pages(rig, cpu);
+    /// Works on `window` until it is stopped.
+    pub(super) fn work(
+        &self,
+        window: &Arc<RamWindow>,
+        cpu: usize,
+        urgency: Urgency,
+    ) -> Result<(), UpdateError> {
+        let worked = self.copy_pages(window, cpu, urgency);
         self.stop.store(true, Ordering::Relaxed);
         worked
     }
 
-    fn copy_pages(&self, rig: &Rig, cpu: usize) -> Result<(), UpdateError> {
+    fn copy_pages(
+        &self,
+        window: &Arc<RamWindow>,
+        cpu: usize,
+        urgency: Urgency,
+    ) -> Result<(), UpdateError> {
         set_affinity(&[cpu])?;
-        let port = EnginePort::new(rig.window.clone(), 0, LookUp::On)?;
+        if urgency != Urgency::Ordinary {
+            set_urgency(urgency)?;
+        }
+        let port = EnginePort::new(Arc::clone(window), 0, LookUp::On)?;
         let mut random = Random(5);
         let mut buffer = vec![0; to_usize(PAGE_BYTES)];
         while !self.stop.load(Ordering::Relaxed) {

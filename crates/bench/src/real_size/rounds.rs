@@ -4,7 +4,7 @@
 use super::watch::{Seen, Watch};
 use crate::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         process::BusyGuest,
         ram::HugePages,
     },
@@ -71,10 +71,12 @@ pub(super) fn measure(
         size: RamSize::Exact,
         vcpus: VCPUS,
         first_cpu: 0,
+        disk: None,
+        batch: BATCH,
+        rest_us: 0,
         time_faults: false,
         pattern: HOT.parse().map_err(|error| format!("{error}"))?,
         huge_pages: HugePages::NotAdvised,
-        disk: None,
     };
     let state_dir = in_memory.path().join("daemon");
     let settings = flags(settings);

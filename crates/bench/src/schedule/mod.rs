@@ -19,7 +19,7 @@
 
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -183,13 +183,15 @@ impl Bench {
                 size: RamSize::Exact,
                 vcpus: 1,
                 first_cpu: number,
+                disk: None,
+                batch: BATCH,
+                rest_us: 0,
                 time_faults: true,
                 pattern: Pattern::Moving {
                     hot_permille: HOT_PERMILLE,
                     sections_a_minute: SECTIONS_A_MINUTE,
                 },
                 huge_pages: HugePages::NotAdvised,
-                disk: None,
             };
             BusyGuest::start(on_disk.path(), &options)
         };

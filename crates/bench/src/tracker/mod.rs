@@ -34,7 +34,7 @@
 
 use super::{
     busy::{
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -218,10 +218,12 @@ fn measure(row: Row, plan: &Plan<'_>) -> Result<Found, String> {
         size: RamSize::Exact,
         vcpus: 1,
         first_cpu: 0,
+        disk: None,
+        batch: BATCH,
+        rest_us: 0,
         time_faults: false,
         pattern: row.pattern,
         huge_pages: HugePages::NotAdvised,
-        disk: None,
     };
     // Dropped in reverse order: the daemon detaches before the guest ends.
     let mut guest = BusyGuest::start(on_disk.path(), &options)?;

@@ -5,7 +5,7 @@ use super::rig::{PATIENCE, Place, Running};
 use crate::{
     busy::{
         disk::{DiskCounted, IMAGE_BYTES},
-        guest::{BusyGuestOptions, Order, RamSize},
+        guest::{BATCH, BusyGuestOptions, Order, RamSize},
         pattern::Pattern,
         process::BusyGuest,
         ram::HugePages,
@@ -85,6 +85,8 @@ impl StandIn {
             size: RamSize::Exact,
             vcpus: 1,
             first_cpu: number,
+            batch: BATCH,
+            rest_us: 0,
             time_faults: true,
             pattern: Pattern::Part { hot_permille: 1000 },
             huge_pages: HugePages::NotAdvised,
@@ -106,20 +108,25 @@ impl StandIn {
     /// What it has seen since the last call.
     pub(super) fn seen(&mut self) -> Result<Seen, String> {
         let faults = self.guest.faults()?;
-        let DiskCounted {
-            requests,
-            failed,
-            wrong_bytes,
-            longest_ns,
-        } = self.guest.disk()?;
+        let disk = self.disk(&Order::Disk)?;
         Ok(Seen {
             faults: faults.len() as u64,
-            requests,
-            failed_requests: failed,
-            wrong_bytes,
+            requests: disk.requests,
+            failed_requests: disk.failed_requests,
+            wrong_bytes: disk.wrong_bytes,
             fault_ns: faults.iter().copied().max().unwrap_or(0).into(),
-            request_ns: longest_ns,
+            request_ns: disk.longest_ns,
         })
+    }
+
+    /// What its disk has done since the last call, or came to by this order.
+    ///
+    /// # Errors
+    /// It was disconnected, which an upgrade must not do, or cannot go on for another reason than its requests.
+    fn disk(&mut self, order: &Order) -> Result<DiskCounted, String> {
+        let disk = self.guest.disk(order)?;
+        is_sound(&disk).map_err(|reason| format!("the disk of {}: {reason}", self.name))?;
+        Ok(disk)
     }
 
     /// Waits until its vCPU and its disk have done more; what it has seen meanwhile.
@@ -139,11 +146,30 @@ impl StandIn {
         Ok(seen)
     }
 
-    /// Releases it and compares every byte.
-    pub(super) fn end(mut self, running: &Running) -> Result<(), String> {
+    /// Compares every block, releases it and compares every byte. Returns what was wrong.
+    pub(super) fn end(mut self, running: &Running) -> Result<Seen, String> {
+        let disk = self.disk(&Order::VerifyDisk)?;
         running.detach(&self.name)?;
         self.guest.obey(&Order::Pause)?;
-        self.guest.obey(&Order::VerifyAll).map(drop)
+        self.guest.obey(&Order::VerifyAll)?;
+        Ok(Seen {
+            failed_requests: disk.failed_requests,
+            wrong_bytes: disk.wrong_bytes,
+            ..Seen::default()
+        })
+    }
+}
+
+/// The counts of a disk are all that there is to tell.
+fn is_sound(disk: &DiskCounted) -> Result<(), String> {
+    if disk.hang_ups > 0 {
+        return Err(format!("it was disconnected {} times", disk.hang_ups));
+    }
+    match &disk.first_wrong {
+        // It is counted, this time.
+        Some(_) if disk.failed_requests + disk.wrong_bytes > 0 => Ok(()),
+        Some(wrong) => Err(wrong.clone()),
+        None => Ok(()),
     }
 }
 

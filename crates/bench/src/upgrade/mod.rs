@@ -129,9 +129,9 @@ impl Plan {
             part.broken
                 .push((way.name(), lost_by(way, &place, &running, &mut guests)?));
         }
-        guests
-            .into_iter()
-            .try_for_each(|guest| guest.end(&running))?;
+        for guest in guests {
+            part.seen = part.seen.and(guest.end(&running)?);
+        }
         Ok(part)
     }
 
@@ -153,7 +153,7 @@ impl Plan {
         }
         part.seen.failed_requests += running.failed_requests()?;
         let [meter] = meter;
-        meter.end(&running)?;
+        part.seen = part.seen.and(meter.end(&running)?);
         Ok(Ok(part))
     }
 
@@ -211,11 +211,11 @@ fn lost_by(
     running: &Running,
     guests: &mut [StandIn],
 ) -> Result<Result<Seen, String>, String> {
-    let before = running.pid()?;
     guests
         .iter_mut()
         .try_for_each(|guest| guest.begin(running))?;
-    if let Ok(report) = way.tried(place, running)? {
+    let (before, outcome) = way.tried(place, running)?;
+    if let Ok(report) = outcome {
         return Ok(Err(format!(
             "it has become the daemon: process {}",
             report.pid

@@ -8,6 +8,7 @@ use crate::{
     daemon::{Daemon, directory_in},
     fault::process::add_blk,
     orders::{daemon_program, this_program},
+    programs::Programs,
 };
 use hyper::Method;
 use pagetide_daemon::{
@@ -21,15 +22,12 @@ use rustix::process::Signal;
 use serde_json::Value;
 use std::{
     fs,
-    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
-/// Where root's own directories are.
-const PLACE: &str = "/var/lib";
-/// Name of this program there.
+/// Name of this program beside them.
 const LAB: &str = "pagetide-lab";
 /// Longest wait for anything: hand-overs that fail take as long as the daemon's bounds, which are shorter.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
@@ -38,7 +36,7 @@ const SETTINGS: [&str; 2] = ["--upgrade-ready-ms=2000", "--upgrade-serving-ms=20
 
 /// Directories that a run needs, removed with it.
 pub(super) struct Place {
-    programs: tempfile::TempDir,
+    programs: Programs,
     state: tempfile::TempDir,
     files: tempfile::TempDir,
 }
@@ -46,12 +44,8 @@ pub(super) struct Place {
 impl Place {
     /// Puts the daemon's program there twice, so that each upgrade is to another file.
     pub(super) fn new() -> Result<Self, String> {
-        let made = tempfile::Builder::new()
-            .prefix("pagetide-bench-")
-            .permissions(fs::Permissions::from_mode(0o755))
-            .tempdir_in(PLACE);
         let place = Self {
-            programs: made.map_err(|error| format!("no directory in {PLACE}: {error}"))?,
+            programs: Programs::new()?,
             state: directory_in(Path::new("/dev/shm"))?,
             files: directory_in(&std::env::temp_dir())?,
         };
@@ -68,22 +62,18 @@ impl Place {
 
     /// The program of the upgrade with this number.
     pub(super) fn program(&self, number: u64) -> PathBuf {
-        self.programs.path().join(Self::name(number))
+        self.programs.at(&Self::name(number))
     }
 
     /// A copy of `program` under this name.
     pub(super) fn put(&self, program: &Path, name: &str) -> Result<PathBuf, String> {
-        let path = self.programs.path().join(name);
-        let put = fs::copy(program, &path)
-            .and_then(|_| fs::set_permissions(&path, fs::Permissions::from_mode(0o755)));
-        put.map_err(|error| format!("{}: {error}", path.display()))?;
-        Ok(path)
+        self.programs.put(program, name)
     }
 
     /// This program under the name of a way to fail.
     pub(super) fn broken(&self, name: &str) -> Result<PathBuf, String> {
-        let path = self.programs.path().join(name);
-        let linked = fs::hard_link(self.programs.path().join(LAB), &path);
+        let path = self.programs.at(name);
+        let linked = fs::hard_link(self.programs.at(LAB), &path);
         linked.map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(path)
     }

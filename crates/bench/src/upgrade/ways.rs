@@ -70,21 +70,22 @@ impl Broken {
         }
     }
 
-    /// Asks for the upgrade; returns how it came out.
-    pub(super) fn tried(self, place: &Place, running: &Running) -> Result<Outcome, String> {
-        match self {
+    /// Asks for the upgrade; returns the process that was the daemon before it, and how it came out.
+    pub(super) fn tried(self, place: &Place, running: &Running) -> Result<(u32, Outcome), String> {
+        let program = match self {
             Self::AnotherFormat => {
                 let pool = NewerPool::put(place)?;
-                let outcome = running.outcome(running.begin_upgrade(&place.program(0))?);
+                let outcome = tried_once(&place.program(0), running);
                 pool.remove()?;
-                outcome
+                return outcome;
             }
-            Self::Killed => disturbed(place, running, Signal::KILL),
-            Self::Stopped => disturbed(place, running, Signal::STOP),
+            Self::Killed => return disturbed(place, running, Signal::KILL),
+            Self::Stopped => return disturbed(place, running, Signal::STOP),
             Self::Program(_) | Self::NotExecutable | Self::NoProgram | Self::CutShort => {
-                running.outcome(running.begin_upgrade(&self.program(place)?)?)
+                self.program(place)?
             }
-        }
+        };
+        tried_once(&program, running)
     }
 
     fn program(self, place: &Place) -> Result<PathBuf, String> {
@@ -136,18 +137,29 @@ impl NewerPool {
 }
 
 /// An upgrade to the right program, which gets this signal while it takes over. The old program stands still
-/// meanwhile, so that it cannot have committed. On a busy machine the bench may come too late; then once more.
-fn disturbed(place: &Place, running: &Running, signal: Signal) -> Result<Outcome, String> {
+/// meanwhile, so that it cannot have committed. On a busy machine the bench may come too late; then once more, with
+/// the program that has become the daemon.
+fn disturbed(place: &Place, running: &Running, signal: Signal) -> Result<(u32, Outcome), String> {
     for number in 0..TRIES {
-        let outcome = disturbed_once(&place.program(number), running, signal)?;
-        if outcome.is_err() {
-            return Ok(outcome);
+        let tried = disturbed_once(&place.program(number), running, signal)?;
+        if tried.1.is_err() {
+            return Ok(tried);
         }
     }
     Err(format!("no upgrade of {TRIES} could be disturbed in time"))
 }
 
-fn disturbed_once(program: &Path, running: &Running, signal: Signal) -> Result<Outcome, String> {
+fn tried_once(program: &Path, running: &Running) -> Result<(u32, Outcome), String> {
+    let before = running.pid()?;
+    let outcome = running.outcome(running.begin_upgrade(program)?)?;
+    Ok((before, outcome))
+}
+
+fn disturbed_once(
+    program: &Path,
+    running: &Running,
+    signal: Signal,
+) -> Result<(u32, Outcome), String> {
     let before = running.pid()?;
     let old = pid_of(before)?;
     let client = running.begin_upgrade(program)?;
@@ -159,7 +171,7 @@ fn disturbed_once(program: &Path, running: &Running, signal: Signal) -> Result<O
         kill_process(old, Signal::CONT).map_err(told)?;
         disturbed.transpose().map_err(told)?;
     }
-    running.outcome(client)
+    Ok((before, running.outcome(client)?))
 }
 
 /// Whether the process has ended. (In the middle of an `exec` it has no words.)

@@ -71,8 +71,9 @@ impl DeviceSet {
     /// itself.
     pub(crate) fn number_of(&self, name: &str) -> Result<DeviceId, ControlError> {
         let devices = self.dpu().devices();
-        let is_named =
-            |device: &DeviceReport| device.socket == Path::new(name) || device.serial == name;
+        let is_named = |device: &DeviceReport| {
+            device.socket == Path::new(name) || device.serial() == Some(name)
+        };
         if devices.iter().any(is_named) {
             return self.named(name).map(|device| device.id);
         }
@@ -105,7 +106,7 @@ impl DeviceSet {
         if let Some(at) = by_socket {
             return Ok(devices.swap_remove(at));
         }
-        devices.retain(|device| device.serial == name);
+        devices.retain(|device| device.serial() == Some(name));
         match (devices.pop(), devices.len()) {
             (Some(device), 0) => Ok(device),
             (Some(_), others) => Err(ControlError::wrong_use(format!(
@@ -131,7 +132,7 @@ fn report_of(device: &DeviceReport, account: &pagetide_dpu::SloReport) -> SloRep
     ];
     SloReport {
         device: device.socket.display().to_string(),
-        serial: Some(device.serial.clone()),
+        serial: device.serial().map(str::to_owned),
         windows: windows.map(|(name, w)| window_report(name, w)).into(),
         slow_threshold_us: us(account.slow_threshold),
         slow_requests: account.slow_requests,

@@ -17,33 +17,34 @@ pub(super) fn report_of(
         .iter()
         .find(|(key, _)| device.files.contains(key))
         .map(|(_, name)| name.clone());
+    let disk = device.backing.disk();
     DeviceReport {
         id: device.id.0,
         socket: device.socket.display().to_string(),
-        kind: "blk".to_owned(),
-        image: Some(device.image.display().to_string()),
+        kind: device.backing.kind().to_owned(),
+        image: disk.map(|disk| disk.image.display().to_string()),
         state: match device.state {
             pagetide_dpu::DeviceState::Listening => DeviceState::Listening,
             pagetide_dpu::DeviceState::Connected => DeviceState::Connected,
             pagetide_dpu::DeviceState::Stopped => DeviceState::Stopped,
         },
-        error: device.stopped_because.or(device.image_error),
+        error: device.stopped_because.or(device.backing_error),
         ram_sealed: device.ram_sealed.map(|sealed| sealed == Sealed::Yes),
         vm,
         queues: device.queue_count,
-        read_only: device.writes == Writes::Refused,
+        read_only: disk.is_some_and(|disk| disk.writes == Writes::Refused),
         lookup: device.look_up == LookUp::On,
         on_fault: match device.on_fault {
             pagetide_dpu::OnFault::Pause => OnFault::Pause,
             pagetide_dpu::OnFault::OutOfOrder => OnFault::OutOfOrder,
         },
         weight: device.weight,
-        serial: Some(device.serial),
-        shared: device.sharing == Sharing::Shared,
+        serial: disk.map(|disk| disk.serial.clone()),
+        shared: disk.is_some_and(|disk| disk.sharing == Sharing::Shared),
         owner: request.and_then(|request| request.owner.clone()),
         group: request.and_then(|request| request.group.clone()),
         mode: request.and_then(|request| request.mode).map(String::from),
-        capacity_bytes: device.capacity_bytes,
+        capacity_bytes: disk.map_or(0, |disk| disk.capacity_bytes),
         requests: device.requests,
         read_bytes: device.read_bytes,
         written_bytes: device.written_bytes,

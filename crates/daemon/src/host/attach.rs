@@ -7,8 +7,8 @@
 //!   2 domains: bits cleared, leases drained   2 userfaultfd duplicated by its number
 //!   3 pool created ("attaching")              3 domains: bits cleared
 //!   4 userfaultfd created in the VMM, RAM     4 words repaired, content adopted
-//!     registered; number into the pool        5 protection lifted, all waiters woken
-//!   5 words set; pool "attached"
+//!     registered; number into the pool        5 all waiters woken
+//!   5 words set; pool "attached"                                         ─► regrant
 //!          └────────────── Vm::start ──────────────┘
 //! ```
 //! A failure undoes the completed steps, in reverse. A daemon that dies between 3 and 5 leaves a pool
@@ -29,8 +29,8 @@ use super::{
 };
 use crate::budget::{CeilingChange, ShareChange};
 use crate::control::{AttachRequest, ControlError, ErrorKind};
-use pagetide_addr::{Access, PageNo, SECTION_PAGES, SectionNo};
-use pagetide_gmem::{Backing, Mmu, PageTable, Place, TableId, WordArray, recovery};
+use pagetide_addr::{PageNo, SECTION_PAGES, SectionNo};
+use pagetide_gmem::{PageTable, Place, WordArray, recovery};
 use pagetide_swap::{
     ChainStore, Pool, PoolError, PoolStore, PoolWords, limit::LIMIT_PAGES_MIN, pool::Phase, slow,
 };
@@ -41,7 +41,7 @@ use pagetide_sys::{
 use pagetide_vmm::{
     Refusal, hazards,
     layout::{LiveLayout, RamLayout},
-    place::{VcpuMmu, VmPlace},
+    place::VmPlace,
     process::VmmProcess,
     takeover::{self, TakeOverError},
 };
@@ -389,13 +389,8 @@ fn take_up(
     forget_what_went(&table, &layout);
     let chain = chain_of(pool, shared);
     adopt_words(&table, &place, &chain, &vmm, &identity)?;
-    // Lifts write protection of eviction rounds that died, and wakes faults whose messages were lost, all at
-    // once.
-    let vcpus = VcpuMmu::new(Arc::clone(&userfaultfd), Arc::clone(&live));
-    let vcpus = vcpus.seeing(vmm.pid()).map_err(failed)?;
+    // Faults whose messages were lost come again, and those at the write protection of rounds that died.
     let everything = PageNo(0).run(layout.page_count());
-    let lifted = vcpus.grant(TableId(0), everything, Access::Write, Backing::Home);
-    lifted.map_err(failed)?;
     place.wake(everything).map_err(failed)?;
     let newcomer = Newcomer {
         name: &identity.name,
@@ -417,6 +412,9 @@ fn take_up(
         seat,
     };
     let vm = Vm::start(prepared, shared)?;
+    if let Err(error) = vm.grant_present() {
+        tracing::debug!(%error, "present pages are granted as they are needed");
+    }
     pool.count_restart();
     claim.keep();
     expected.is_served_as(governed(&vm));

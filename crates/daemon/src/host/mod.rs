@@ -38,6 +38,7 @@ mod pools;
 mod reclaim_requests;
 mod reclaim_thread;
 mod recovering;
+mod regrant;
 mod report;
 mod room;
 mod roster;

@@ -14,8 +14,8 @@ use super::failure::failed;
 use crate::control::ControlError;
 use pagetide_addr::{DeviceId, PageNo, PageRange, SECTION_PAGES, Va};
 use pagetide_gmem::{
-    Activation, AddressFit, AddressSpace, AllocPolicy, Device, GmError, GrowthError, Mmu, Mode,
-    PagedMemory, Placement, Region, RegionRequest,
+    AddressFit, AddressSpace, AllocPolicy, Device, GmError, GrowthError, Mmu, Mode, PagedMemory,
+    Placement, Region, RegionRequest,
 };
 use pagetide_vmm::layout::RamLayout;
 use pagetide_vpri::DPU;
@@ -75,8 +75,9 @@ impl VmSpace {
         let vcpus = Device::with_id(DeviceId::VCPUS, vcpus);
         let dpu = Device::with_id(DPU, dpu);
         for device in [&vcpus, &dpu] {
+            // In a new space there is no page yet; after a recovery `regrant` grants what is present.
             space
-                .attach(device, Mode::Coherent, Activation::Now)
+                .attach_ungranted(device, Mode::Coherent)
                 .map_err(failed)?;
         }
         let regions = Regions::of(layout);

@@ -22,6 +22,7 @@ use super::{
     lock::lock,
     reclaim_requests::{ReclaimRequest, ReclaimRequests},
     reclaim_thread::{ReclaimParts, ReclaimThread},
+    regrant::Regrant,
     shared::Shared,
     sink::{VmIncidents, VmSink},
     space::VmSpace,
@@ -62,6 +63,8 @@ pub(super) struct Vm {
 pub(super) struct Threads {
     reader: Option<FaultReader>,
     pub(super) reclaim: Option<JoinHandle<ReclaimThread>>,
+    /// Until present pages are granted, after a recovery.
+    regrant: Option<Regrant>,
     /// Direct reclaim by fills that need room: the limit holds it only weakly.
     direct: Option<Arc<DirectReclaim>>,
 }
@@ -239,6 +242,7 @@ impl Vm {
         *lock(&self.threads) = Threads {
             reader: Some(reader),
             reclaim: Some(thread),
+            regrant: None,
             direct: Some(direct),
         };
         Ok(())
@@ -300,8 +304,19 @@ impl Vm {
         }
     }
 
-    /// Stops the reclaim thread; `None` if none is running.
+    /// Grants what is present to all devices, beside everything else: they have none of it after a recovery.
+    pub(super) fn grant_present(&self) -> Result<(), ControlError> {
+        let regrant = Regrant::start(&self.core)?;
+        lock(&self.threads).regrant = Some(regrant);
+        Ok(())
+    }
+
+    /// Stops the reclaim thread, and with it other background work; `None` if none is running.
     pub(super) fn stop_reclaim_thread(&self) -> Option<ReclaimThread> {
+        let regrant = lock(&self.threads).regrant.take();
+        if let Some(regrant) = regrant {
+            regrant.end();
+        }
         self.core.limit.stop();
         let thread = lock(&self.threads).reclaim.take()?;
         let reclaim = thread.join();

@@ -10,10 +10,6 @@ pub const SECTOR_BYTES: u64 = 512;
 pub const SEGMENTS_MAX: u32 = 126;
 /// Most sectors of one discard or write-zeroes: 2 GiB, below all limits of `fallocate`.
 pub const DISCARD_SECTORS_MAX: u32 = 1 << 22;
-/// Queue sizes offered.
-pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Most queues of one device.
-pub const QUEUES_MAX: u16 = 64;
 
 const F_SEG_MAX: u64 = 1 << 2;
 const F_RO: u64 = 1 << 5;
@@ -23,30 +19,15 @@ const F_TOPOLOGY: u64 = 1 << 10;
 const F_MQ: u64 = 1 << 12;
 const F_DISCARD: u64 = 1 << 13;
 const F_WRITE_ZEROES: u64 = 1 << 14;
-/// `VIRTIO_F_INDIRECT_DESC`
-pub(crate) const F_INDIRECT_DESC: u64 = 1 << 28;
-/// `VIRTIO_F_EVENT_IDX`
-pub(crate) const F_EVENT_IDX: u64 = 1 << 29;
-/// `VHOST_USER_F_PROTOCOL_FEATURES`
-pub(crate) const F_PROTOCOL_FEATURES: u64 = 1 << 30;
-const F_VERSION_1: u64 = 1 << 32;
 
 /// Bytes of `struct virtio_blk_config` up to `write_zeroes_may_unmap` and its padding.
 const CONFIG_BYTES: usize = 60;
 /// Largest configuration space a front end may read (`VHOST_USER_MAX_CONFIG_SIZE`).
 const CONFIG_SPACE_BYTES: usize = 256;
 
-/// Feature bits the device offers.
+/// Feature bits of a block device.
 pub(crate) fn features(image: &Image) -> u64 {
-    let always = F_SEG_MAX
-        | F_BLK_SIZE
-        | F_FLUSH
-        | F_TOPOLOGY
-        | F_MQ
-        | F_INDIRECT_DESC
-        | F_EVENT_IDX
-        | F_PROTOCOL_FEATURES
-        | F_VERSION_1;
+    let always = F_SEG_MAX | F_BLK_SIZE | F_FLUSH | F_TOPOLOGY | F_MQ;
     match image.writes {
         Writes::Refused => always | F_RO,
         Writes::Taken => always | F_DISCARD | F_WRITE_ZEROES,

@@ -3,6 +3,9 @@
 
 pub mod claim;
 pub mod config;
+pub(crate) mod disk;
 pub mod format;
 pub mod image;
+pub(crate) mod on_engine;
+pub(crate) mod open;
 pub(crate) mod request;

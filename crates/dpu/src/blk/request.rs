@@ -10,14 +10,19 @@ use crate::{
         config::{DISCARD_SECTORS_MAX, SECTOR_BYTES},
         image::Writes,
     },
-    chain::{Buffers, FRAME_BYTES, split_front, split_last_byte},
+    chain::{AnswerPlace, Layout},
+    frame::{Frame, copy},
     memory::{DeviceMemory, OutsideMemory, Span},
 };
 use vm_memory::Bytes;
 
 /// Bytes of a request's header.
 pub(crate) const HEADER_BYTES: u32 = 16;
-const _: () = assert!(HEADER_BYTES as u64 + 1 == FRAME_BYTES);
+/// What a request consists of besides data.
+pub(crate) const LAYOUT: Layout = Layout {
+    header_bytes: HEADER_BYTES,
+    answer: AnswerPlace::LastByte,
+};
 /// Bytes of the serial number that a GET_ID request reads.
 pub const SERIAL_BYTES: usize = 20;
 /// Bytes of one range of a discard or write-zeroes request.
@@ -31,17 +36,6 @@ const T_DISCARD: u32 = 11;
 const T_WRITE_ZEROES: u32 = 13;
 const FLAG_UNMAP: u32 = 1;
 
-/// A request that cannot be answered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum RequestError {
-    /// Not enough readable bytes for a header.
-    #[error("a block request has a header of less than {HEADER_BYTES} readable bytes")]
-    NoHeader,
-    /// No room for the status.
-    #[error("a block request has no writable byte for its status")]
-    NoStatus,
-}
-
 /// Status byte of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -49,45 +43,6 @@ pub(crate) enum Status {
     Ok = 0,
     IoError = 1,
     Unsupported = 2,
-}
-
-/// A request split into its parts. Parts are only located, not read.
-#[derive(Debug)]
-pub(crate) struct Frame {
-    pub header: Span,
-    /// The header's bytes if they are not contiguous.
-    pub header_rest: Vec<Span>,
-    pub status: Span,
-}
-
-/// Takes the status byte off `buffers`: an answer needs nothing else.
-pub(crate) fn status_of(buffers: &mut Buffers) -> Result<Span, RequestError> {
-    split_last_byte(&mut buffers.writable).ok_or(RequestError::NoStatus)
-}
-
-/// Takes header and status off `buffers`, which keep the data.
-pub(crate) fn frame(buffers: &mut Buffers) -> Result<Frame, RequestError> {
-    let status = status_of(buffers)?;
-    // The usual case first: a descriptor that contains the header and nothing else.
-    if buffers
-        .readable
-        .first()
-        .is_some_and(|s| s.len == HEADER_BYTES)
-    {
-        return Ok(Frame {
-            header: buffers.readable.remove(0),
-            header_rest: Vec::new(),
-            status,
-        });
-    }
-    let mut header =
-        split_front(&mut buffers.readable, HEADER_BYTES).ok_or(RequestError::NoHeader)?;
-    let rest = header.split_off(1);
-    Ok(Frame {
-        header: header[0],
-        header_rest: rest,
-        status,
-    })
 }
 
 /// Type and first sector of a request.
@@ -101,21 +56,13 @@ impl Header {
     /// Reads the header once, so that later changes by the guest have no effect. It must be leased.
     pub fn read(memory: &DeviceMemory, frame: &Frame) -> Result<Self, OutsideMemory> {
         let mut bytes = [0; HEADER_BYTES as usize];
-        let mut done = copy(memory, frame.header, &mut bytes)?;
-        for span in &frame.header_rest {
-            done += copy(memory, *span, &mut bytes[done..])?;
-        }
+        frame.read_header(memory, &mut bytes)?;
         let [k0, k1, k2, k3, _, _, _, _, s0, s1, s2, s3, s4, s5, s6, s7] = bytes;
         Ok(Self {
             kind: u32::from_le_bytes([k0, k1, k2, k3]),
             sector: u64::from_le_bytes([s0, s1, s2, s3, s4, s5, s6, s7]),
         })
     }
-}
-
-fn copy(memory: &DeviceMemory, span: Span, into: &mut [u8]) -> Result<usize, OutsideMemory> {
-    let slice = memory.slice(span)?;
-    Ok(slice.copy_to(into))
 }
 
 /// What to do.
@@ -353,45 +300,5 @@ mod tests {
         let zeroes = |bytes| range_work(LIMITS, RangeKind::WriteZeroes, bytes);
         assert_eq!(zeroes(range(1, 1)).unwrap().how, EmptyHow::ZeroUnmap);
         assert_eq!(zeroes(range(1, 2)), Err(Status::Unsupported));
-    }
-
-    #[test]
-    fn header_and_status_are_found_however_the_chain_is_cut() {
-        let span = |offset, len| Span {
-            port: 0,
-            offset,
-            len,
-        };
-        let mut one = Buffers {
-            readable: vec![span(0, 16 + 512)],
-            writable: vec![span(600, 1)],
-            ..Buffers::default()
-        };
-        let parts = frame(&mut one).unwrap();
-        assert_eq!((parts.header, parts.status), (span(0, 16), span(600, 1)));
-        assert_eq!(one.readable, [span(16, 512)]);
-        assert!(one.writable.is_empty());
-        let mut many = Buffers {
-            readable: vec![span(0, 4), span(100, 20)],
-            writable: vec![span(200, 8), span(300, 9)],
-            ..Buffers::default()
-        };
-        let parts = frame(&mut many).unwrap();
-        assert_eq!(parts.header, span(0, 4));
-        assert_eq!(parts.header_rest, [span(100, 12)]);
-        assert_eq!(parts.status, span(308, 1));
-        assert_eq!(many.writable, [span(200, 8), span(300, 8)]);
-        let mut short = Buffers {
-            readable: vec![span(0, 15)],
-            writable: vec![span(200, 1)],
-            ..Buffers::default()
-        };
-        assert_eq!(frame(&mut short).unwrap_err(), RequestError::NoHeader);
-        let mut mute = Buffers {
-            readable: vec![span(0, 16)],
-            writable: Vec::new(),
-            ..Buffers::default()
-        };
-        assert_eq!(frame(&mut mute).unwrap_err(), RequestError::NoStatus);
     }
 }

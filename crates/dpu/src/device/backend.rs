@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! [`BlkBackend`]: what a block device does with a front end's settings: they become commands to its
+//! [`DeviceBackend`]: what a device does with a front end's settings: they become commands to its
 //! engines.
 
 use super::{
     control::{Control, EngineGone},
     inflight_fd::{self, InflightRegion, Shape},
+    offer::{F_EVENT_IDX, F_INDIRECT_DESC, QUEUE_SIZE_MAX, RING_FEATURES},
 };
 use crate::{
-    blk::config::{self, F_EVENT_IDX, F_INDIRECT_DESC, QUEUE_SIZE_MAX},
     chain::Indirect,
     engine::command::{Command, QueueSetup, StopHow},
     regions::{REGIONS_MAX, Region, RegionTable},
@@ -28,15 +28,15 @@ use vhost::vhost_user::{Error, Result, VhostUserProtocolFeatures, message::Vhost
 use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 
-/// A block device as one front end has set it up.
-pub(super) struct BlkBackend {
+/// A device as one front end has set it up.
+pub(super) struct DeviceBackend {
     control: Arc<Control>,
     features: u64,
     regions: RegionTable,
     inflight: Option<InflightRegion>,
 }
 
-impl BlkBackend {
+impl DeviceBackend {
     /// Without memory and without features.
     pub fn new(control: Arc<Control>) -> Self {
         Self {
@@ -63,8 +63,13 @@ impl BlkBackend {
         let Some(ring) = self.ring(settings.size, addresses)? else {
             return Ok(None);
         };
+        let kind = &self.control.shared.kind;
+        let records =
+            (kind.protocol_features()).contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD);
         let inflight = match &self.inflight {
             None => None,
+            // Offered or not, some front end may send one.
+            Some(_) if !records => None,
             Some(region) => Some(region.queue(queue, settings.size).ok_or_else(|| {
                 tracing::warn!(
                     queue,
@@ -83,6 +88,7 @@ impl BlkBackend {
             } else {
                 Indirect::Negotiated
             },
+            role: kind.role_of(queue, self.features),
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
             call: settings.call.as_ref().map(signal_of).transpose()?,
             error: settings.error.as_ref().map(signal_of).transpose()?,
@@ -149,19 +155,18 @@ impl BlkBackend {
     }
 }
 
-impl Backend for BlkBackend {
+impl Backend for DeviceBackend {
     type Memory = RegionTable;
 
     fn offer(&self) -> Offer {
         Offer {
-            features: config::features(&self.control.shared.image),
+            features: RING_FEATURES | self.control.shared.kind.features(),
             required_features: 0,
             protocol_features: VhostUserProtocolFeatures::MQ
                 | VhostUserProtocolFeatures::REPLY_ACK
-                | VhostUserProtocolFeatures::CONFIG
-                | VhostUserProtocolFeatures::INFLIGHT_SHMFD
                 | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
-                | VhostUserProtocolFeatures::RESET_DEVICE,
+                | VhostUserProtocolFeatures::RESET_DEVICE
+                | self.control.shared.kind.protocol_features(),
             queue_count: self.control.queue_count,
             queue_size_max: QUEUE_SIZE_MAX,
             regions_max: REGIONS_MAX as u64,
@@ -173,8 +178,8 @@ impl Backend for BlkBackend {
     }
 
     fn config(&self, offset: u32, bytes: u32) -> Option<Vec<u8>> {
-        let image = &self.control.shared.image;
-        config::read(image, self.control.queue_count, offset, bytes)
+        let kind = &self.control.shared.kind;
+        kind.config(self.control.queue_count, offset, bytes)
     }
 
     fn map(&mut self, regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<RegionTable> {
@@ -215,6 +220,7 @@ impl Backend for BlkBackend {
         let Some(setup) = self.setup(queue, ring)? else {
             return Ok(Runs::No);
         };
+        let is_unrecorded = setup.inflight.is_none();
         let (reply, taken) = channel();
         let command = Command::StartQueue {
             device: self.control.slot,
@@ -222,7 +228,7 @@ impl Backend for BlkBackend {
             reply,
         };
         self.tell_engine(queue, command, &taken)?;
-        if self.inflight.is_none() {
+        if is_unrecorded {
             self.control.set_unrecorded(queue, Runs::Yes);
         }
         Ok(Runs::Yes)

@@ -108,7 +108,8 @@ impl Control {
 
     /// The engine that serves a queue.
     pub fn engine_of(&self, queue: u16) -> &EngineShared {
-        &self.engines[(self.slot + usize::from(queue)) % self.engines.len()]
+        let group = usize::from(self.shared.kind.group_of(queue));
+        &self.engines[(self.slot + group) % self.engines.len()]
     }
 
     /// Called when the front end goes: requests that its queues have not begun are not done, not

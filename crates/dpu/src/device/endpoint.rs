@@ -24,7 +24,7 @@
 //! short) ends, and that front end alone is hung up on: others go on.
 
 use super::{
-    backend::BlkBackend,
+    backend::DeviceBackend,
     control::{Control, Presence},
     orders::{Orders, Resting},
 };
@@ -178,7 +178,7 @@ impl Endpoint {
         let control = &self.control;
         parked.connection.set_nonblocking(false)?;
         let copy = parked.connection.try_clone()?;
-        let backend = BlkBackend::new(control.clone());
+        let backend = DeviceBackend::new(control.clone());
         match Connection::resume(parked.connection, backend, &parked.record) {
             Ok(connection) => {
                 control.set_presence(Presence::There);
@@ -203,7 +203,8 @@ impl Endpoint {
     fn listen(&mut self, listener: UnixListener, tenancy: Tenancy) -> io::Result<()> {
         let (control, orders, gate) =
             (self.control.clone(), self.orders.clone(), self.gate.clone());
-        let thread = std::thread::Builder::new().name(format!("blk-{}", control.slot));
+        let name = format!("{}-{}", control.shared.kind.name(), control.slot);
+        let thread = std::thread::Builder::new().name(name);
         let thread = thread.spawn(move || match gate.wait() {
             GateState::Admitted => listen(&control, listener, &orders, tenancy),
             GateState::Held | GateState::GivenUp => {
@@ -284,7 +285,7 @@ const STUCK_AFTER: Duration = Duration::from_secs(2);
 /// A front end that is being served.
 struct FrontEnd {
     stream: UnixStream,
-    session: SharedSession<BlkBackend>,
+    session: SharedSession<DeviceBackend>,
     /// Carries no message; it disconnects when the thread ends.
     ended: Receiver<Infallible>,
     thread: JoinHandle<()>,
@@ -422,7 +423,7 @@ fn serve(control: &Arc<Control>, orders: &Arc<Orders>, stream: UnixStream) -> io
     control.shared.set_leaving(Leaving::No);
     control.shared.forget_stop();
     control.set_presence(Presence::There);
-    let connection = Connection::new(stream, BlkBackend::new(control.clone()));
+    let connection = Connection::new(stream, DeviceBackend::new(control.clone()));
     let gate = Gate::new(GateState::Admitted);
     begin(control, orders, &gate, connection, copy)
 }
@@ -432,21 +433,20 @@ fn begin(
     control: &Arc<Control>,
     orders: &Arc<Orders>,
     gate: &Arc<Gate>,
-    mut connection: Connection<BlkBackend>,
+    mut connection: Connection<DeviceBackend>,
     copy: UnixStream,
 ) -> io::Result<FrontEnd> {
     let closing = copy.try_clone()?;
     let session = connection.session().clone();
     let (control, orders, gate) = (control.clone(), orders.clone(), gate.clone());
     let (end, ended) = channel();
-    let thread = std::thread::Builder::new()
-        .name(format!("blk-{}-conn", control.slot))
-        .spawn(move || {
-            if gate.wait() == GateState::Admitted {
-                converse(&control, &orders, &mut connection, &closing);
-            }
-            drop(end);
-        })?;
+    let name = format!("{}-{}-conn", control.shared.kind.name(), control.slot);
+    let thread = std::thread::Builder::new().name(name).spawn(move || {
+        if gate.wait() == GateState::Admitted {
+            converse(&control, &orders, &mut connection, &closing);
+        }
+        drop(end);
+    })?;
     Ok(FrontEnd {
         stream: copy,
         session,
@@ -482,7 +482,7 @@ fn has_message(orders: &Orders, stream: &UnixStream) -> bool {
 fn converse(
     control: &Control,
     orders: &Orders,
-    connection: &mut Connection<BlkBackend>,
+    connection: &mut Connection<DeviceBackend>,
     closing: &UnixStream,
 ) {
     let socket = control.socket.display();
@@ -508,7 +508,7 @@ fn converse(
                 tracing::error!(
                     %socket,
                     "the front end goes on without a handshake, as QEMU before 9.1 does if its VM was paused \
-                     when the daemon ended; hanging up. Its disk does not work any more: power the VM off and \
+                     when the daemon ended; hanging up. Its device does not work any more: power the VM off and \
                      start it again"
                 );
                 break;

@@ -6,7 +6,7 @@
 //! could make us touch memory that is gone.
 
 use crate::{
-    blk::config::{QUEUE_SIZE_MAX, QUEUES_MAX},
+    device::offer::{QUEUE_SIZE_MAX, QUEUES_MAX},
     inflight::{InflightQueue, area_bytes},
 };
 use pagetide_addr::PAGE_BYTES;

@@ -16,6 +16,7 @@ mod backend;
 mod control;
 mod endpoint;
 mod inflight_fd;
+pub(crate) mod offer;
 mod orders;
 
 pub(crate) use control::{Control, Parts};

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The answer to a chain: its status byte, its entry in the used ring, and the end of its leases.
+//! The answer to a chain: its status, its entry in the used ring, and the end of its leases.
 
 use super::{
     device::Device,
     io::Io,
     queue::EngineQueue,
-    request::{Kind, Request, Sample},
+    request::{Request, Sample},
 };
 use crate::{
-    blk::request::{Status, write_status},
+    kind::work::{Data, Outcome},
     memory::{DeviceMemory, LeaseSet, Span},
     ring::Job,
     shared::{StopReason, add, sub},
@@ -21,14 +21,39 @@ use virtio_queue::QueueT;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Answer {
     pub head: u16,
-    /// Address of the status byte.
-    pub at: Span,
-    pub status: Status,
-    /// Bytes the device wrote, including the status.
-    pub written: u32,
-    /// Bytes of data moved.
-    pub moved: u32,
+    /// Where it is written, if anywhere.
+    pub at: Option<Span>,
+    pub outcome: Outcome,
+    pub moved: Moved,
     pub course: RequestTimeline,
+}
+
+/// Bytes of data that a chain has moved.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Moved {
+    to_guest: u32,
+    from_guest: u32,
+}
+
+impl Moved {
+    /// So many from the guest.
+    pub fn from_guest(bytes: u32) -> Self {
+        Self {
+            to_guest: 0,
+            from_guest: bytes,
+        }
+    }
+
+    fn of(request: &Request, outcome: Outcome) -> Self {
+        match (outcome, request.data) {
+            (Outcome::Done, Data::ToGuest) => Self {
+                to_guest: request.data_bytes,
+                from_guest: 0,
+            },
+            (Outcome::Done, Data::FromGuest) => Self::from_guest(request.data_bytes),
+            _ => Self::default(),
+        }
+    }
 }
 
 impl Io {
@@ -37,7 +62,7 @@ impl Io {
         &mut self,
         device: &mut Device,
         mut job: Box<Job<Request>>,
-        status: Status,
+        outcome: Outcome,
     ) {
         let key = job.request.key;
         let Some(mut queue) = device.take_queue(key) else {
@@ -47,28 +72,12 @@ impl Io {
         queue.in_flight -= 1;
         let counters = self.reports.counters(&device.shared);
         sub(&counters.in_flight, 1);
-        let (mut moved, mut written) = (0, 1);
-        if status == Status::Ok {
-            match job.request.kind {
-                Kind::Read => {
-                    moved = job.request.data_bytes;
-                    add(&counters.read_bytes, u64::from(moved));
-                    written += job.request.data_bytes;
-                }
-                Kind::Write => {
-                    moved = job.request.data_bytes;
-                    add(&counters.written_bytes, u64::from(moved));
-                }
-                Kind::Flush | Kind::Empty { .. } => {}
-            }
-        }
         let memory = job.dma.memory().clone();
         let answer = Answer {
             head: job.request.head,
-            at: job.request.status,
-            status,
-            written,
-            moved,
+            at: job.request.answer,
+            outcome,
+            moved: Moved::of(&job.request, outcome),
             course: job.request.course,
         };
         let mut leases = std::mem::take(&mut job.request.leases);
@@ -102,7 +111,7 @@ impl Io {
         told
     }
 
-    /// Writes the status and puts the chain into the used ring.
+    /// Writes the answer and puts the chain into the used ring.
     fn answer(
         &mut self,
         device: &mut Device,
@@ -112,20 +121,30 @@ impl Io {
     ) -> Result<(), StopReason> {
         let counters = self.reports.counters(&device.shared);
         add(&counters.requests, 1);
-        if answer.status == Status::IoError {
+        let Moved {
+            to_guest,
+            from_guest,
+        } = answer.moved;
+        add(&counters.read_bytes, u64::from(to_guest));
+        add(&counters.written_bytes, u64::from(from_guest));
+        if answer.outcome == Outcome::Failed {
             add(&counters.errors, 1);
         }
         // Before reporting anything that zeros in place of guest memory may have caused.
         if let Some(reason) = queue.lost(memory) {
             return Err(reason);
         }
-        write_status(memory, answer.at, answer.status).map_err(|e| queue.broken(&e))?;
+        if let Some(at) = answer.at {
+            let told = device.kind.answer(memory, at, answer.outcome);
+            told.map_err(|e| queue.broken(&e))?;
+        }
+        let written = to_guest + answer.at.map_or(0, |at| at.len);
         if let Some(inflight) = &queue.inflight {
             inflight.prepare(answer.head);
         }
         queue
             .queue
-            .add_used(memory, answer.head, answer.written)
+            .add_used(memory, answer.head, written)
             .map_err(|e| queue.broken(&e))?;
         if let Some(inflight) = &queue.inflight {
             inflight.finish(answer.head, queue.queue.next_used());
@@ -135,7 +154,7 @@ impl Io {
         }
         queue.needs_call = true;
         self.reports
-            .done(device, queue.key, answer.moved, &answer.course);
+            .done(device, queue.key, to_guest + from_guest, &answer.course);
         Ok(())
     }
 }

@@ -2,23 +2,24 @@
 //! Beginning a leased chain: the last step before the kernel.
 
 use super::{
-    answer::Answer,
+    answer::{Answer, Moved},
     bounce::plan::Plan,
     device::Device,
     fair::Load,
     io::Io,
     land::Bounce,
     queue::EngineQueue,
-    request::{EmptyStage, Kind, Request, Sample, empty_mode},
+    request::{Request, Sample},
 };
 use crate::{
-    blk::request::{
-        Frame, Header, Limits, RangeKind, Status, Work, decide, range_work, read_range,
-        write_serial,
-    },
     chain::Buffers,
+    frame::Frame,
+    kind::{
+        Flight,
+        work::{Acted, Chain, Data, Decided, Task},
+    },
     memory::{DeviceMemory, LeaseSet, Span},
-    ring::{Dma, Job, Operation, Step},
+    ring::{Dma, Job},
     shared::add,
     slo::course::RequestTimeline,
 };
@@ -32,7 +33,7 @@ pub(crate) struct Ready {
     pub leases: LeaseSet,
     pub sample: Sample,
     pub course: RequestTimeline,
-    /// Set if it is a read of which part goes to bounce buffers.
+    /// Set if part of its data goes to bounce buffers.
     pub bounce: Option<Box<Bounce>>,
 }
 
@@ -45,67 +46,66 @@ impl Io {
         memory: &Rc<DeviceMemory>,
         ready: Ready,
     ) -> io::Result<()> {
-        let mut ready = ready;
+        let buffers = std::mem::take(&mut self.scratch.buffers);
+        let begun = self.begin_with(device, queue, memory, ready, &buffers);
+        self.scratch.buffers = buffers;
+        begun
+    }
+
+    fn begin_with(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+        mut ready: Ready,
+        buffers: &Buffers,
+    ) -> io::Result<()> {
         // The descriptors have been read. Zeros in their place would request nothing.
-        if let Some(reason) = queue.lost(memory) {
-            self.forgo(memory, ready);
-            device.shared.stop(reason);
-            queue.tell_error();
+        if queue.lost(memory).is_some() {
+            self.forgo(device, queue, memory, ready);
             return Ok(());
         }
         if let Some(bounce) = ready.bounce.take() {
-            let Bounce { plan, offset } = *bounce;
-            let buffers = std::mem::take(&mut self.scratch.buffers);
+            let Bounce { plan, task } = *bounce;
+            let spans = &buffers.writable;
             self.reports
-                .log_accesses(device, memory, &buffers.writable, Access::Write);
-            self.scratch.buffers = buffers;
-            let task = Task {
-                kind: Kind::Read,
-                operation: Operation::Read,
-                offset,
-            };
-            let transfer = Transfer {
-                task,
-                onto: Onto::Bounce(plan),
-            };
-            return self.start_task(device, queue, memory, ready, transfer);
+                .log_accesses(device, memory, spans, Access::Write);
+            let onto = Onto::Bounce(plan);
+            return self.start_task(device, queue, memory, ready, Transfer { task, onto });
         }
-        let buffers = std::mem::take(&mut self.scratch.buffers);
-        let task = task(device, memory, &ready, &buffers)
-            .and_then(|task| self.within_image(device, task, &buffers));
+        let chain = Chain {
+            memory,
+            frame: &ready.frame,
+            buffers,
+        };
+        let decided = device.kind.decide(self.reports.now_ns, chain);
         // The header has been read, too.
-        if let Some(reason) = queue.lost(memory) {
-            self.scratch.buffers = buffers;
-            self.forgo(memory, ready);
-            device.shared.stop(reason);
-            queue.tell_error();
+        if queue.lost(memory).is_some() {
+            self.forgo(device, queue, memory, ready);
             return Ok(());
         }
-        let status = match task {
-            Ok(task) => {
-                let (spans, access) = match task.kind {
-                    Kind::Read => (&buffers.writable[..], Access::Write),
-                    Kind::Write => (&buffers.readable[..], Access::Read),
-                    Kind::Flush | Kind::Empty { .. } => (&[][..], Access::Read),
+        let acted = match decided {
+            Decided::Io(task) => {
+                let (spans, access) = match task.data {
+                    Data::ToGuest => (&buffers.writable[..], Access::Write),
+                    Data::FromGuest => (&buffers.readable[..], Access::Read),
+                    Data::Unmoved => (&[][..], Access::Read),
                 };
                 self.reports.log_accesses(device, memory, spans, access);
-                let transfer = Transfer {
-                    task,
-                    onto: Onto::Guest(spans),
-                };
-                let started = self.start_task(device, queue, memory, ready, transfer);
-                self.scratch.buffers = buffers;
-                return started;
+                let onto = Onto::Guest(spans);
+                return self.start_task(device, queue, memory, ready, Transfer { task, onto });
             }
-            Err(status) => status,
+            Decided::Act => self.act(device, memory, &ready.frame, buffers),
+            Decided::Answer(outcome) => Acted {
+                outcome,
+                from_guest_bytes: 0,
+            },
         };
-        self.scratch.buffers = buffers;
         let answer = Answer {
             head: ready.head,
-            at: ready.frame.status,
-            status,
-            written: 1,
-            moved: 0,
+            at: ready.frame.answer,
+            outcome: acted.outcome,
+            moved: Moved::from_guest(acted.from_guest_bytes),
             course: ready.course,
         };
         if let Err(reason) = self.complete(device, queue, memory, answer, ready.leases) {
@@ -115,30 +115,44 @@ impl Io {
         Ok(())
     }
 
-    /// Releases what a chain holds whose request will not be done.
-    fn forgo(&mut self, memory: &DeviceMemory, mut ready: Ready) {
+    /// Lets the kind do what needs no I/O.
+    fn act(
+        &mut self,
+        device: &mut Device,
+        memory: &Rc<DeviceMemory>,
+        frame: &Frame,
+        buffers: &Buffers,
+    ) -> Acted {
+        let acted = device.kind.act(Chain {
+            memory,
+            frame,
+            buffers,
+        });
+        if acted.from_guest_bytes > 0 {
+            let spans = &buffers.readable;
+            self.reports
+                .log_accesses(device, memory, spans, Access::Read);
+        }
+        acted
+    }
+
+    /// Stops a device whose memory is lost, and releases what a chain of it holds.
+    #[cold]
+    fn forgo(
+        &mut self,
+        device: &Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+        mut ready: Ready,
+    ) {
         if let Some(bounce) = ready.bounce.take() {
             self.bounces.slots.give_up(bounce.plan.runs);
         }
         ready.leases.release(memory);
-    }
-
-    /// Refuses a write that ends beyond the image's current size.
-    fn within_image(
-        &self,
-        device: &mut Device,
-        task: Task,
-        buffers: &Buffers,
-    ) -> Result<Task, Status> {
-        let bytes = match task.operation {
-            Operation::Read | Operation::Sync => return Ok(task),
-            Operation::Write => buffers.readable.iter().map(|s| u64::from(s.len)).sum(),
-            Operation::Allocate { bytes, .. } => bytes,
-        };
-        match device.reaches(self.reports.now_ns, task.offset + bytes) {
-            true => Ok(task),
-            false => Err(Status::IoError),
+        if let Some(reason) = queue.lost(memory) {
+            device.shared.stop(reason);
         }
+        queue.tell_error();
     }
 
     fn start_task(
@@ -153,19 +167,16 @@ impl Io {
         let request = Request {
             key: queue.key,
             head: ready.head,
-            status: ready.frame.status,
+            answer: ready.frame.answer,
             leases: ready.leases,
-            step: Step {
-                file: device.buffered,
-                operation: task.operation,
-                offset: task.offset,
-            },
+            step: task.step,
             load: Load::Data(0),
-            kind: task.kind,
+            lane: task.lane,
+            data: task.data,
+            flight: task.flight,
             data_bytes: 0,
             sample: ready.sample,
             course: ready.course,
-            retried: false,
             bounced: Vec::new(),
         };
         let mut job = match self.scratch.pool.pop() {
@@ -209,73 +220,6 @@ enum Onto<'a> {
 
 /// A request's I/O, and the memory that it uses.
 struct Transfer<'a> {
-    task: Task,
+    task: Task<Flight>,
     onto: Onto<'a>,
-}
-
-/// The I/O of a request.
-struct Task {
-    kind: Kind,
-    operation: Operation,
-    offset: u64,
-}
-
-/// Decides what a leased chain requests; returns a status if it is answered at once.
-fn task(
-    device: &Device,
-    memory: &DeviceMemory,
-    ready: &Ready,
-    buffers: &Buffers,
-) -> Result<Task, Status> {
-    let limits = device.shared.limits();
-    let header = Header::read(memory, &ready.frame).map_err(|_| Status::IoError)?;
-    let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
-    let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
-    match decide(limits, header, readable, writable) {
-        Work::Read { .. } if writable == 0 => Err(Status::Ok),
-        Work::Write { .. } if readable == 0 => Err(Status::Ok),
-        Work::Read { offset } => Ok(Task {
-            kind: Kind::Read,
-            operation: Operation::Read,
-            offset,
-        }),
-        Work::Write { offset } => Ok(Task {
-            kind: Kind::Write,
-            operation: Operation::Write,
-            offset,
-        }),
-        Work::Flush => Ok(Task {
-            kind: Kind::Flush,
-            operation: Operation::Sync,
-            offset: 0,
-        }),
-        Work::Serial => match write_serial(memory, &buffers.writable, &device.shared.serial) {
-            Ok(()) => Err(Status::Ok),
-            Err(_) => Err(Status::IoError),
-        },
-        Work::Range(kind) => empty_task(limits, kind, memory, &buffers.readable),
-        Work::Answer(status) => Err(status),
-    }
-}
-
-fn empty_task(
-    limits: Limits,
-    kind: RangeKind,
-    memory: &DeviceMemory,
-    data: &[Span],
-) -> Result<Task, Status> {
-    let bytes = read_range(memory, data).map_err(|_| Status::IoError)?;
-    let range = range_work(limits, kind, bytes)?;
-    let stage = EmptyStage::Direct;
-    Ok(Task {
-        kind: Kind::Empty {
-            how: range.how,
-            stage,
-        },
-        operation: Operation::Allocate {
-            bytes: range.bytes,
-            mode: empty_mode(range.how, stage),
-        },
-        offset: range.offset,
-    })
 }

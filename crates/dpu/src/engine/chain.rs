@@ -2,7 +2,7 @@
 //! A chain from the avail ring to the kernel, or to the parked chains.
 //!
 //! ```text
-//!   pop ─► walk ─► frame ─► lease every page, all or none ─► read header ─► decide ─► start I/O
+//!   pop ─► walk ─► frame ─► lease every page, all or none ─► the kind decides ─► I/O, act, answer
 //!            │ │                    │
 //!            │ └── table absent ────┴── some absent: release all, park, page requests
 //!            └── part outside memory: answered with an error (RAM was unplugged, or the guest lies)
@@ -11,7 +11,7 @@
 //! the first walk is trusted later.
 
 use super::{
-    answer::Answer,
+    answer::{Answer, Moved},
     begin::Ready,
     device::Device,
     fair::FAULT_COST_BYTES,
@@ -22,8 +22,8 @@ use super::{
     request::{Origin, Sample, TakenChain},
 };
 use crate::{
-    blk::request::Status,
-    chain::Buffers,
+    chain::{AnswerPlace, Buffers},
+    kind::work::Outcome,
     memory::DeviceMemory,
     parked::{Ended, PageDemand, ParkedChain, Purpose, Waiter},
     shared::{StopReason, add},
@@ -59,9 +59,9 @@ impl Io {
                 ..
             } => self.fail_chain(device, queue, &memory, chain),
             _ => match self.prepare(device, queue, &memory, chain) {
-                Ok(Outcome::Ready(ready)) => return self.begin(device, queue, &memory, ready),
-                Ok(Outcome::Parked) => Ok(()),
-                Ok(Outcome::Refused(why)) => {
+                Ok(Tried::Ready(ready)) => return self.begin(device, queue, &memory, ready),
+                Ok(Tried::Parked) => Ok(()),
+                Ok(Tried::Refused(why)) => {
                     let outside = &self.reports.counters(&device.shared).outside;
                     add(outside, u64::from(why == Refused::Outside));
                     self.fail_chain(device, queue, &memory, chain)
@@ -84,24 +84,24 @@ impl Io {
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
         mut chain: TakenChain,
-    ) -> Result<Outcome, StopReason> {
+    ) -> Result<Tried, StopReason> {
         let mut buffers = std::mem::take(&mut self.scratch.buffers);
-        let outcome = self.prepare_with(device, queue, memory, &mut chain, &mut buffers);
+        let prepared = self.prepare_with(device, queue, memory, &mut chain, &mut buffers);
         self.scratch.buffers = buffers;
-        match outcome? {
-            Prepared::Ready(ready) => Ok(Outcome::Ready(ready)),
+        match prepared? {
+            Prepared::Ready(ready) => Ok(Tried::Ready(ready)),
             Prepared::Absent(wanted) => {
                 let purpose = Purpose::Dma;
                 self.park(device, queue, memory, chain, Parking { wanted, purpose });
-                Ok(Outcome::Parked)
+                Ok(Tried::Parked)
             }
-            Prepared::Refused(why) => Ok(Outcome::Refused(why)),
+            Prepared::Refused(why) => Ok(Tried::Refused(why)),
         }
     }
 
     fn prepare_with(
         &mut self,
-        device: &Device,
+        device: &mut Device,
         queue: &EngineQueue,
         memory: &Rc<DeviceMemory>,
         chain: &mut TakenChain,
@@ -197,7 +197,7 @@ impl Io {
         add(&counters.parked, 1);
     }
 
-    /// Answers a chain whose DMA cannot be done; only its status byte is written.
+    /// Answers a chain whose DMA cannot be done; only its answer is written.
     fn fail_chain(
         &mut self,
         device: &mut Device,
@@ -206,11 +206,12 @@ impl Io {
         chain: TakenChain,
     ) -> Result<(), StopReason> {
         let mut buffers = Buffers::default();
-        let status = match locate(queue, memory, chain.head, &mut buffers)? {
-            Located::Frame(frame) => frame.status,
-            Located::Refused { status, .. } => status,
+        let place = match locate(queue, memory, chain.head, &mut buffers)? {
+            Located::Frame(frame) => frame.answer,
+            Located::Refused { answer, .. } => answer,
+            Located::TableAbsent(_) if queue.table.layout.answer == AnswerPlace::Nowhere => None,
             Located::TableAbsent(spans) => {
-                // The descriptor table holds the address of the status.
+                // The descriptor table holds the address of the answer.
                 let wanted = wanted_of(memory, &spans, Access::Read);
                 let purpose = Purpose::BadStatus;
                 self.park(device, queue, memory, chain, Parking { wanted, purpose });
@@ -218,21 +219,24 @@ impl Io {
             }
         };
         let mut leases = self.scratch.leases();
-        if leases.take(memory, status, Access::Write) {
-            let answer = Answer {
-                head: chain.head,
-                at: status,
-                status: Status::IoError,
-                written: 1,
-                moved: 0,
-                course: chain.origin.course(),
-            };
-            return self.complete(device, queue, memory, answer, leases);
+        match place {
+            Some(place) if !leases.take(memory, place, Access::Write) => {
+                let wanted = wanted_of(memory, &[place], Access::Write);
+                let purpose = Purpose::BadStatus;
+                self.park(device, queue, memory, chain, Parking { wanted, purpose });
+                Ok(())
+            }
+            place => {
+                let answer = Answer {
+                    head: chain.head,
+                    at: place,
+                    outcome: Outcome::Failed,
+                    moved: Moved::default(),
+                    course: chain.origin.course(),
+                };
+                self.complete(device, queue, memory, answer, leases)
+            }
         }
-        let wanted = wanted_of(memory, &[status], Access::Write);
-        let purpose = Purpose::BadStatus;
-        self.park(device, queue, memory, chain, Parking { wanted, purpose });
-        Ok(())
     }
 }
 
@@ -254,7 +258,7 @@ enum Prepared {
     clippy::large_enum_variant,
     reason = "one a request, handed on at once: a box would cost more than the copy"
 )]
-enum Outcome {
+enum Tried {
     Ready(Ready),
     Parked,
     /// It is to be answered with an error.

@@ -4,6 +4,7 @@
 use crate::{
     chain::Indirect,
     inflight::InflightQueue,
+    kind::work::QueueRole,
     mailbox::Mailbox,
     memory::DeviceMemory,
     shared::{DeviceShared, OnFault},
@@ -115,6 +116,8 @@ pub(crate) struct QueueSetup {
     /// Where to read the avail ring next, unless the in-flight region says otherwise.
     pub next_avail: u16,
     pub indirect: Indirect,
+    /// What its chains are made of.
+    pub role: QueueRole,
     pub kick: Option<OwnedFd>,
     pub call: Option<EventSignal>,
     pub error: Option<EventSignal>,

@@ -3,10 +3,7 @@
 
 use super::{command::Command, queue::EngineQueue, request::Request};
 use crate::{
-    memory::DeviceMemory,
-    parked::QueueKey,
-    ring::{FileSlot, Job},
-    shared::DeviceShared,
+    kind::OnEngine, memory::DeviceMemory, parked::QueueKey, ring::Job, shared::DeviceShared,
     slo::recorder::Recorder,
 };
 use std::{collections::VecDeque, rc::Rc, sync::Arc};
@@ -14,17 +11,16 @@ use std::{collections::VecDeque, rc::Rc, sync::Arc};
 /// A device on one engine.
 pub(crate) struct Device {
     pub shared: Arc<DeviceShared>,
-    pub direct: Option<FileSlot>,
-    pub buffered: FileSlot,
+    /// What it has of its kind.
+    pub kind: OnEngine,
     pub memory: Option<Rc<DeviceMemory>>,
     /// Boxed, because a queue is taken out of its place while it is served.
     pub queues: Vec<Option<Box<EngineQueue>>>,
-    image_size: ImageSize,
     /// Numbers of the existing queues, in the order of their turns.
     pub running: Vec<u16>,
     /// Index in `running` of the queue whose turn is next.
     pub next_queue: usize,
-    /// Flushes and other slow operations that have not begun; they count as in flight.
+    /// Slow operations that have not begun; they count as in flight.
     pub slow: VecDeque<Box<Job<Request>>>,
     /// Commands of its front end that wait for the tenant's turn.
     pub waiting: VecDeque<Command>,
@@ -33,37 +29,14 @@ pub(crate) struct Device {
     pub has_news: bool,
 }
 
-/// Where a device's image is among the ring's files.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct ImageFiles {
-    pub direct: Option<FileSlot>,
-    pub buffered: FileSlot,
-}
-
-/// Size of an image as last seen by an engine.
-#[derive(Debug, Clone, Copy, Default)]
-struct ImageSize {
-    /// Time of the batch in which it was checked: one check serves everything that is taken
-    /// together.
-    seen_ns: u64,
-    bytes: u64,
-}
-
 impl Device {
     /// A device without memory and without running queues, on engine number `engine`.
-    pub fn new(
-        shared: Arc<DeviceShared>,
-        files: ImageFiles,
-        queue_count: u16,
-        engine: usize,
-    ) -> Self {
+    pub fn new(shared: Arc<DeviceShared>, kind: OnEngine, queue_count: u16, engine: usize) -> Self {
         Self {
             shared,
-            direct: files.direct,
-            buffered: files.buffered,
+            kind,
             memory: None,
             queues: (0..queue_count).map(|_| None).collect(),
-            image_size: ImageSize::default(),
             running: Vec::new(),
             next_queue: 0,
             slow: VecDeque::new(),
@@ -86,17 +59,5 @@ impl Device {
     pub fn put_back(&mut self, queue: Box<EngineQueue>) {
         let number = usize::from(queue.key.queue);
         self.queues[number] = Some(queue);
-    }
-
-    /// True if the image has its first `end` bytes; [`crate::blk::image`] explains why it may not.
-    /// `now_ns` is the time of the current batch.
-    pub fn reaches(&mut self, now_ns: u64, end: u64) -> bool {
-        if self.image_size.seen_ns != now_ns {
-            self.image_size = ImageSize {
-                seen_ns: now_ns,
-                bytes: self.shared.look_at_size(),
-            };
-        }
-        end <= self.image_size.bytes
     }
 }

@@ -4,7 +4,7 @@
 //! Requests go to the host's service, but an engine that has no I/O under way serves them itself
 //! ([`FaultAssist`](pagetide_vpri::FaultAssist)), which saves two wake-ups.
 //!
-//! A chain that times out is answered with an I/O error if the page of its status byte is present.
+//! A chain that times out is answered with an I/O error if the page of that answer is present.
 //! If not, it waits for that page alone, which pauses no queue. None of its DMA has begun.
 //!
 //! Below: chains that begin again, after their page requests were answered, or after their data had arrived
@@ -183,8 +183,8 @@ impl Io {
         let counters = self.reports.counters(&device.shared);
         add(&counters.overwritten_pages, settled.installed_pages());
         let job = match self.bounces.deliver(settled) {
-            Delivered::Entirely(job, status) => {
-                self.complete_job(device, job, status);
+            Delivered::Entirely(job, outcome) => {
+                self.complete_job(device, job, outcome);
                 return Ok(());
             }
             Delivered::NotYet(job) => job,

@@ -7,18 +7,21 @@ use super::{
     io::Io,
 };
 use crate::{
-    blk::request::{Frame, Header, Work, decide},
     chain::Buffers,
-    memory::{DeviceMemory, LeaseSet, Span},
+    frame::Frame,
+    kind::{
+        Flight,
+        work::{Chain, Data, Decided, Task},
+    },
+    memory::{DeviceMemory, LeaseSet},
     parked::PageDemand,
 };
 use pagetide_addr::Access;
 
-/// A read that may begin although some of its pages are absent.
+/// A transfer to the guest that may begin although some of its pages are absent.
 pub(crate) struct Bounce {
     pub plan: Plan,
-    /// Its offset on the image.
-    pub offset: u64,
+    pub task: Task<Flight>,
 }
 
 /// Whether a chain that cannot be leased as it is may use bounce buffers.
@@ -35,7 +38,7 @@ impl Io {
     /// Decides whether a chain that cannot be leased as it is may use bounce buffers.
     pub fn may_land(
         &mut self,
-        device: &Device,
+        device: &mut Device,
         memory: &DeviceMemory,
         frame: &Frame,
         buffers: &Buffers,
@@ -47,14 +50,17 @@ impl Io {
             Planned::Begin(plan) => plan,
         };
         let mut leases = LeaseSet::default();
-        if lease_around(memory, frame, &plan, &mut leases)
-            && let Ok(header) = Header::read(memory, frame)
-        {
-            let bytes = |spans: &[Span]| spans.iter().map(|s| u64::from(s.len)).sum::<u64>();
-            let (readable, writable) = (bytes(&buffers.readable), bytes(&buffers.writable));
-            let work = decide(device.shared.limits(), header, readable, writable);
-            if let Work::Read { offset } = work {
-                return MayLand::Now(leases, Box::new(Bounce { plan, offset }));
+        if lease_around(memory, frame, buffers, &plan, &mut leases) {
+            let chain = Chain {
+                memory,
+                frame,
+                buffers,
+            };
+            let decided = device.kind.decide(self.reports.now_ns, chain);
+            if let Decided::Io(task) = decided
+                && task.data == Data::ToGuest
+            {
+                return MayLand::Now(leases, Box::new(Bounce { plan, task }));
             }
         }
         leases.release(memory);
@@ -63,11 +69,19 @@ impl Io {
     }
 }
 
-/// Leases the guest memory of a read that uses bounce buffers.
-fn lease_around(memory: &DeviceMemory, frame: &Frame, plan: &Plan, leases: &mut LeaseSet) -> bool {
-    leases.take(memory, frame.status, Access::Write)
+/// Leases the guest memory of a transfer that uses bounce buffers.
+fn lease_around(
+    memory: &DeviceMemory,
+    frame: &Frame,
+    buffers: &Buffers,
+    plan: &Plan,
+    leases: &mut LeaseSet,
+) -> bool {
+    let mut answer = frame.answer.iter();
+    answer.all(|span| leases.take(memory, *span, Access::Write))
         && std::iter::once(&frame.header)
             .chain(&frame.header_rest)
+            .chain(&buffers.readable)
             .all(|span| leases.take(memory, *span, Access::Read))
         && plan
             .guest_spans()

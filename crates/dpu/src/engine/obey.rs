@@ -9,13 +9,13 @@
 
 use super::{
     command::{AddDevice, Command, QueueSetup, When, answer},
-    device::{Device, ImageFiles},
+    device::Device,
     fair::COMMAND_COST_BYTES,
     queue::EngineQueue,
     thread::{Engine, Hush},
 };
-use crate::ring::FileSlot;
-use std::{io, os::fd::AsFd, rc::Rc, sync::mpsc::Sender};
+use crate::ring::device_files;
+use std::{io, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
     /// Executes a command of a control thread, or queues it for the tenant's turn.
@@ -149,24 +149,15 @@ impl Engine {
     }
 
     fn add_device(&mut self, add: &AddDevice) -> io::Result<()> {
-        let first = 1 + 2 * u32::try_from(add.device).unwrap_or(u32::MAX / 4);
-        let (direct, buffered) = (FileSlot(first), FileSlot(first + 1));
-        let files = add.shared.image.files();
-        let files = files.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        self.io.ring.set_file(buffered, files.buffered.as_fd())?;
-        if let Some(file) = &files.direct {
-            self.io.ring.set_file(direct, file.as_fd())?;
-        }
+        let ring = &mut self.io.ring;
+        let slots = device_files(add.device);
+        let kind = (add.shared.kind).open_on(slots, |slot, file| ring.set_file(slot, file))?;
         if self.devices.len() <= add.device {
             self.devices.resize_with(add.device + 1, || None);
         }
         self.io.fair.add(add.device);
-        let slots = ImageFiles {
-            direct: files.direct.is_some().then_some(direct),
-            buffered,
-        };
         let (shared, engine) = (add.shared.clone(), self.io.reports.engine());
-        let device = Device::new(shared, slots, add.queue_count, engine);
+        let device = Device::new(shared, kind, add.queue_count, engine);
         self.devices[add.device] = Some(device);
         Ok(())
     }
@@ -179,10 +170,7 @@ impl Engine {
         };
         debug_assert!(device.queues.iter().all(Option::is_none));
         self.io.fair.remove(index);
-        self.io.ring.clear_file(device.buffered)?;
-        if let Some(direct) = device.direct {
-            self.io.ring.clear_file(direct)?;
-        }
-        Ok(())
+        (device.kind.files().into_iter().flatten())
+            .try_for_each(|slot| self.io.ring.clear_file(slot))
     }
 }

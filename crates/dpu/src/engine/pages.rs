@@ -3,8 +3,8 @@
 
 use super::queue::EngineQueue;
 use crate::{
-    blk::request::{Frame, frame, status_of},
     chain::{Buffers, Length, WalkError, walk},
+    frame::{Frame, answer_of, frame},
     memory::{DeviceMemory, LeaseSet, Span},
     parked::PageDemand,
     shared::StopReason,
@@ -20,7 +20,7 @@ pub(super) enum Located {
     TableAbsent(Vec<Span>),
     /// To be answered with an error, written here.
     Refused {
-        status: Span,
+        answer: Option<Span>,
         why: Refused,
     },
 }
@@ -41,7 +41,7 @@ pub(super) fn locate(
     head: u16,
     buffers: &mut Buffers,
 ) -> Result<Located, StopReason> {
-    let number = queue.key.queue;
+    let (number, layout) = (queue.key.queue, queue.table.layout);
     match walk(memory, queue.table, head, buffers) {
         Ok(()) => {}
         Err(WalkError::TableAbsent(spans)) => return Ok(Located::TableAbsent(spans)),
@@ -59,8 +59,8 @@ pub(super) fn locate(
         (None, Length::Served) => None,
     };
     let located = match why {
-        Some(why) => status_of(buffers).map(|status| Located::Refused { status, why }),
-        None => frame(buffers).map(Located::Frame),
+        Some(why) => answer_of(layout, buffers).map(|answer| Located::Refused { answer, why }),
+        None => frame(layout, buffers).map(Located::Frame),
     };
     located.map_err(|source| StopReason::Request {
         queue: number,
@@ -74,10 +74,7 @@ fn parts<'a>(frame: &'a Frame, buffers: &'a Buffers) -> impl Iterator<Item = (Sp
     let read = std::iter::once(&frame.header)
         .chain(&frame.header_rest)
         .chain(&buffers.readable);
-    let write = buffers
-        .writable
-        .iter()
-        .chain(std::iter::once(&frame.status));
+    let write = buffers.writable.iter().chain(&frame.answer);
     read.map(|span| (*span, Access::Read))
         .chain(write.map(|span| (*span, Access::Write)))
 }
@@ -90,13 +87,14 @@ pub(super) fn lease_all(
     buffers: &Buffers,
     leases: &mut LeaseSet,
 ) -> bool {
-    // Most drivers have header and status in one structure. A writable page may be read, too.
-    let together =
-        frame.header.port == frame.status.port && frame.header.pages() == frame.status.pages();
     // Plain loops: every request passes here, and the iterator of `parts` is not free.
-    if !leases.take(memory, frame.status, Access::Write)
-        || !(together || leases.take(memory, frame.header, Access::Read))
-    {
+    let together = match frame.answer {
+        None => false,
+        Some(answer) if !leases.take(memory, answer, Access::Write) => return false,
+        // Most drivers have header and answer in one structure. A writable page may be read, too.
+        Some(answer) => frame.header.port == answer.port && frame.header.pages() == answer.pages(),
+    };
+    if !together && !leases.take(memory, frame.header, Access::Read) {
         return false;
     }
     for span in frame.header_rest.iter().chain(&buffers.readable) {

@@ -32,7 +32,7 @@
 //! begun. Out of order, a flush may complete while that write is parked and says nothing about it.
 //! This is correct: the write has not been completed.
 //!
-//! A chain that has failed and only waits for the page of its status byte does not pause its queue:
+//! A chain that has failed and only waits for the page of its answer does not pause its queue:
 //! its DMA will not be done.
 
 use super::{
@@ -44,6 +44,7 @@ use super::{
 use crate::{
     chain::Table,
     inflight::InflightQueue,
+    kind::work::Chains,
     memory::{DeviceMemory, Span},
     parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
@@ -94,6 +95,9 @@ pub(crate) struct EngineQueue {
     pub key: QueueKey,
     pub queue: Queue,
     pub table: Table,
+    chains: Chains,
+    /// Interrupt vector by which the driver is told of its completions.
+    vector: u16,
     pub state: QueueState,
     /// Token of the poll of `kick`.
     pub token: u32,
@@ -141,7 +145,10 @@ impl EngineQueue {
                 at: Gpa(setup.queue.desc_table()),
                 size: setup.queue.size(),
                 indirect: setup.indirect,
+                layout: setup.role.layout,
             },
+            chains: setup.role.chains,
+            vector: setup.role.vector,
             queue: setup.queue,
             state: QueueState::Starting,
             token,
@@ -177,6 +184,7 @@ impl EngineQueue {
     /// True if the avail ring may be read now.
     pub fn may_pop(&self) -> bool {
         matches!(self.state, QueueState::Running)
+            && self.chains == Chains::Requests
             && self.resubmit.is_empty()
             && !self.is_paused()
             && self.parked < PARKED_PER_QUEUE_MAX
@@ -251,13 +259,13 @@ impl EngineQueue {
         Asker {
             queue: self.key,
             device: device.id,
-            vector: self.vector(memory),
+            vector: self.wanted_vector(memory),
         }
     }
 
     /// The interrupt vector of this queue, if the driver wants an interrupt now. A hint: the rings
     /// may change concurrently. An unreadable ring is reported where it matters.
-    fn vector(&self, memory: &DeviceMemory) -> Option<u16> {
+    fn wanted_vector(&self, memory: &DeviceMemory) -> Option<u16> {
         if !self.calls.are_possible() {
             return None;
         }
@@ -271,7 +279,7 @@ impl EngineQueue {
         } else {
             load_u16(memory, self.queue.avail_ring())? & AVAIL_NO_INTERRUPT == 0
         };
-        wanted.then_some(self.key.queue)
+        wanted.then_some(self.vector)
     }
 
     /// The head of the chain that will be begun after `ahead` others, if it is known yet.

@@ -9,7 +9,7 @@
 //! cost is described in [`crate::slo::recorder`].
 //!
 //! # Access log
-//! The data of each transfer is reported as it begins (VPRI 5.3). Headers and status bytes are left
+//! The data of each transfer is reported as it begins (VPRI 5.3). Headers and answers are left
 //! out: the guest's driver touches their memory for each request, so the CPU keeps it hot. A
 //! transfer that begins again (it had arrived in a bounce buffer and could not be delivered) is
 //! reported again.
@@ -26,7 +26,7 @@ use crate::{
 };
 use pagetide_addr::Access;
 use pagetide_sys::clock::now_ns;
-use pagetide_vpri::{AccessPen, LogRecord, Logged, Service};
+use pagetide_vpri::{AccessPen, LogRecord, Logged};
 use std::sync::atomic::Ordering;
 
 /// The reports of one engine.
@@ -182,7 +182,7 @@ impl Reports {
             address: span.offset,
             len_bytes: span.len,
             access,
-            service: Service::Block,
+            service: device.shared.kind.service(),
         };
         match pen.record(&record) {
             Logged::Kept => add(&counters.logged, 1),

@@ -5,7 +5,10 @@
 
 use super::{bounce::slots::Run, fair::Load};
 use crate::{
-    blk::request::EmptyHow,
+    kind::{
+        Flight,
+        work::{Data, Lane},
+    },
     memory::{LeaseSet, Span},
     parked::{Ended, Purpose, QueueKey},
     ring::Step,
@@ -57,40 +60,21 @@ pub(crate) struct TakenChain {
 pub(crate) struct Request {
     pub key: QueueKey,
     pub head: u16,
-    pub status: Span,
+    /// Where its answer is written, if anywhere.
+    pub answer: Option<Span>,
     pub leases: LeaseSet,
     pub step: Step,
     /// What the step counts as while the kernel has it.
     pub load: Load,
-    pub kind: Kind,
+    pub lane: Lane,
+    pub data: Data,
+    pub flight: Flight,
     /// Bytes of data, for the used ring and the statistics.
     pub data_bytes: u32,
     pub sample: Sample,
     pub course: RequestTimeline,
-    /// Direct I/O was refused once already.
-    pub retried: bool,
     /// Absent pages of the request: the data read for them is in bounce buffers.
     pub bounced: Vec<Run>,
-}
-
-/// What kind of I/O is under way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Read,
-    Write,
-    Flush,
-    Empty { how: EmptyHow, stage: EmptyStage },
-}
-
-/// Progress of emptying a range; file systems differ in the modes they support.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum EmptyStage {
-    /// The mode that does it in one call.
-    Direct,
-    /// Zeroing is not supported: punch first,
-    Punch,
-    /// then allocate again.
-    Allocate,
 }
 
 /// Whether the look-up of this request is timed.
@@ -98,16 +82,4 @@ pub(crate) enum EmptyStage {
 pub(crate) enum Sample {
     No,
     Yes,
-}
-
-/// The mode of `fallocate` for a stage.
-pub(crate) fn empty_mode(how: EmptyHow, stage: EmptyStage) -> i32 {
-    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-    match (how, stage) {
-        (EmptyHow::Zero, EmptyStage::Direct) => {
-            libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE
-        }
-        (_, EmptyStage::Direct | EmptyStage::Punch) => punch,
-        (_, EmptyStage::Allocate) => libc::FALLOC_FL_KEEP_SIZE,
-    }
 }

@@ -4,13 +4,13 @@
 //! A queue that is *drained* completes all chains it has taken before its stop is answered. The
 //! front end requests a stop when it pauses its guest, changes the memory or disables a ring, and
 //! waits in its main loop. A chain that waits for pages waits for the host. A host that is gone may
-//! stay away for long, and the whole VMM would stand still meanwhile. So a stop waits for disk I/O,
+//! stay away for long, and the whole VMM would stand still meanwhile. So a stop waits for I/O,
 //! but never for a host that is gone, whether it went before the stop or during it:
 //!
 //! | | with an in-flight region | without |
 //! |---|---|---|
 //! | chains that are parked, and reads that have arrived in a bounce buffer and are being settled | stay in the region, and are done again when the ring is started with it | fail with an I/O error |
-//! | the same, if the page of the status byte is absent, or that of the table that holds its address | likewise | are lost and logged: there is no place to write the status |
+//! | the same, if the page of the answer is absent, or that of the table that holds its address | likewise | are lost and logged: there is no place to write the answer |
 //! | chains that a predecessor left and that have not begun again | stay in the region | do not exist |
 //!
 //! A queue that is *abandoned* finishes only what the kernel has: chains it has taken but not
@@ -28,7 +28,7 @@ use super::{
     io::{Io, Progress},
     thread::Engine,
 };
-use crate::{blk::request::Status, parked::QueueKey, shared::sub};
+use crate::{kind::work::Outcome, parked::QueueKey, shared::sub};
 use pagetide_addr::Access;
 use pagetide_vpri::HostPresence;
 use std::io;
@@ -135,10 +135,9 @@ impl Engine {
             progress.anything = true;
             let memory = job.dma.memory().clone();
             let request = &mut job.request;
-            if undone == Undone::Fails
-                && request.leases.take(&memory, request.status, Access::Write)
-            {
-                self.io.complete_job(device, job, Status::IoError);
+            let take = |at| request.leases.take(&memory, at, Access::Write);
+            if undone == Undone::Fails && request.answer.is_none_or(take) {
+                self.io.complete_job(device, job, Outcome::Failed);
                 continue;
             }
             lost += 1;

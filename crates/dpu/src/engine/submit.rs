@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Steps to the kernel: when the next step of a job goes to the ring, and which descriptor of the
-//! image it uses.
+//! Steps to the kernel: when the next step of a job goes to the ring.
 
 use super::{
     device::Device,
     fair::{Load, Verdict},
     io::Io,
     queue::EngineQueue,
-    request::{Kind, Request},
+    request::Request,
 };
-use crate::ring::Job;
+use crate::{
+    kind::work::{Aim, Lane},
+    ring::Job,
+};
 use std::io;
 
 /// How far the serving of a queue got.
@@ -34,14 +36,14 @@ impl Io {
         job: Box<Job<Request>>,
     ) -> io::Result<()> {
         let slot = queue.key.device;
-        match job.request.kind {
-            Kind::Read | Kind::Write => {
+        match job.request.lane {
+            Lane::Transfers => {
                 if queue.steps.is_empty() && self.fair.may_step(slot) == Verdict::Go {
                     return self.start_step(device, queue, job);
                 }
                 queue.steps.push_back(job);
             }
-            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
+            Lane::Slow => device.slow.push_back(job),
         }
         Ok(())
     }
@@ -49,9 +51,9 @@ impl Io {
     /// Queues a job for its next step.
     pub fn go_on(&self, device: &mut Device, job: Box<Job<Request>>) {
         let key = job.request.key;
-        match job.request.kind {
-            Kind::Flush | Kind::Empty { .. } => device.slow.push_back(job),
-            Kind::Read | Kind::Write => match device.queues.get_mut(usize::from(key.queue)) {
+        match job.request.lane {
+            Lane::Slow => device.slow.push_back(job),
+            Lane::Transfers => match device.queues.get_mut(usize::from(key.queue)) {
                 Some(Some(queue)) if queue.key == key => queue.steps.push_back(job),
                 _ => debug_assert!(false, "a queue went away under its I/O"),
             },
@@ -67,8 +69,7 @@ impl Io {
                 Verdict::NextTurn => return Ok(Served::Spent),
                 Verdict::Full => return Ok(Served::Full),
             }
-            if let Some(mut job) = device.slow.pop_front() {
-                job.request.step.file = device.buffered;
+            if let Some(job) = device.slow.pop_front() {
                 self.give(job, Load::Slow)?;
                 served = Served::InPart;
             }
@@ -76,30 +77,18 @@ impl Io {
         Ok(served)
     }
 
-    /// Gives the next step of a transfer to the ring, with the descriptor that supports it.
+    /// Gives the next step of a transfer to the ring, with the file that supports it.
     pub fn start_step(
         &mut self,
         device: &Device,
         queue: &mut EngineQueue,
         mut job: Box<Job<Request>>,
     ) -> io::Result<()> {
-        let image = &device.shared.image;
-        let block_bytes = u64::from(image.block_bytes);
-        job.request.step.file = match device.direct {
-            Some(direct)
-                if !job.request.retried
-                    && job.dma.is_aligned(image.memory_align.max(512))
-                    && job.dma.left().is_multiple_of(block_bytes)
-                    && job.request.step.offset.is_multiple_of(block_bytes) =>
-            {
-                direct
-            }
-            _ => device.buffered,
-        };
-        // Steps end at block boundaries of the disk, so that the next one can bypass the page
-        // cache, too.
+        let Job { dma, request } = &mut *job;
+        let Aim { file, unit_bytes } = device.kind.aim(&request.flight, dma, &request.step);
+        request.step.file = file;
         let step_bytes = self.fair.step_bytes_max(queue.key.device);
-        let bytes = job.dma.cut(step_bytes.max(block_bytes));
+        let bytes = dma.cut(step_bytes.max(unit_bytes));
         queue.credit.spend(bytes);
         self.give(job, Load::Data(bytes))
     }

@@ -551,17 +551,34 @@ impl Connection {
         this
     }
 
+    /// As [`Self::open`], with a network device: both queues of each pair.
+    pub fn open_nic(socket: &Path, guest: &mut Guest, pairs: usize, features: u64) -> Self {
+        let rings = (0..2 * pairs).map(|i| TestQueue::new(guest, i)).collect();
+        let wanted = WANTED_OF_ALL;
+        let mut this = Self::greet_with(socket, guest, rings, features, wanted);
+        this.start_queues();
+        this
+    }
+
     /// Connects and shares the RAM.
     fn greet(socket: &Path, guest: &Guest, queues: Vec<TestQueue>, features: u64) -> Self {
+        let wanted = WANTED_OF_ALL
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+        Self::greet_with(socket, guest, queues, features | F_DISK, wanted)
+    }
+
+    fn greet_with(
+        socket: &Path,
+        guest: &Guest,
+        queues: Vec<TestQueue>,
+        features: u64,
+        wanted: VhostUserProtocolFeatures,
+    ) -> Self {
         let (mut frontend, offered) = greeted(socket);
-        let features = offered & (features | F_PROTOCOL | F_VERSION_1 | F_DISK);
+        let features = offered & (features | F_PROTOCOL | F_VERSION_1);
         frontend.set_features(features).unwrap();
         let protocol = frontend.get_protocol_features().unwrap();
-        let wanted = VhostUserProtocolFeatures::MQ
-            | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::REPLY_ACK
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
-            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
         assert!(protocol.contains(wanted));
         frontend.set_protocol_features(wanted).unwrap();
         frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -622,6 +639,11 @@ impl Connection {
         (self.queues, self.inflight)
     }
 }
+
+/// Features of vhost-user that every device has.
+const WANTED_OF_ALL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
 const F_DISK: u64 = 1 << 2 | 1 << 5 | 1 << 6 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 14;
 

@@ -15,20 +15,19 @@
 //! [`parts`] and [`space`] put them together. What a test does not ask for never happens: a fault of the
 //! code under test, such as content that is freed twice, is a panic here.
 
+mod device;
 mod rooms;
 mod whole;
 
+pub use device::FakeMmu;
 pub use rooms::FakeRooms;
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Backing, Content, ContentStore, Device, Granule,
-    Incidents, Installed, LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, PageTable,
-    PagedMemory, Place, PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited,
-    VolatileWords,
+    Activation, AddressSpace, AllocPolicy, Content, ContentStore, Device, Granule, Incidents,
+    Installed, LoadDone, MemoryParts, Mmu, Mode, PageTable, PagedMemory, Place, PlaceError,
+    StoreError, Unlimited, VolatileWords,
 };
-use pagetide_addr::{
-    Access, DeviceId, PAGE_BYTES, PageNo, PageRange, PageSet, SECTION_PAGES, SectionNo, Va,
-};
+use pagetide_addr::{DeviceId, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo, Va};
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -81,6 +80,8 @@ struct PlaceState {
     /// Content of the present pages; `None` is a page of zeros.
     present: BTreeMap<PageNo, Option<Box<Bytes>>>,
     woken: BTreeSet<PageNo>,
+    /// Parts whose presence was asked for.
+    asked: Vec<PageRange>,
     is_gone: bool,
     installs_left: Option<u64>,
     stuck: Option<PageNo>,
@@ -153,6 +154,12 @@ impl FakePlace {
     #[must_use]
     pub fn woken(&self) -> BTreeSet<PageNo> {
         lock(&self.state).woken.clone()
+    }
+
+    /// The parts whose presence was asked for as runs since the last call.
+    #[must_use]
+    pub fn take_asked(&self) -> Vec<PageRange> {
+        std::mem::take(&mut lock(&self.state).asked)
     }
 
     /// The VM ends: every call fails from now on.
@@ -282,7 +289,8 @@ impl Place for FakePlace {
     }
 
     fn present_runs(&self, pages: PageRange) -> Result<Vec<PageRange>, PlaceError> {
-        let state = self.running()?;
+        let mut state = self.running()?;
+        state.asked.push(pages);
         let mut runs: Vec<PageRange> = Vec::new();
         for (page, _) in state.present.range(pages.start..pages.end) {
             match runs.last_mut() {
@@ -457,116 +465,6 @@ impl ContentStore for FakeStore {
 
     fn is_at_hand(&self, content: Content) -> bool {
         !lock(&self.0).far.contains(&content.bits())
-    }
-}
-
-#[derive(Default)]
-struct MmuState {
-    granted: BTreeSet<PageNo>,
-    wired: BTreeSet<PageNo>,
-    is_busy: bool,
-}
-
-/// A device that obeys, and whose accesses are over at once unless the test says otherwise.
-pub struct FakeMmu {
-    limits: MmuLimits,
-    state: Mutex<MmuState>,
-}
-
-impl Default for FakeMmu {
-    fn default() -> Self {
-        Self::with_limits(MmuLimits::PAGED)
-    }
-}
-
-impl FakeMmu {
-    /// One with other limits than [`MmuLimits::PAGED`].
-    #[must_use]
-    pub fn with_limits(limits: MmuLimits) -> Self {
-        Self {
-            limits,
-            state: Mutex::default(),
-        }
-    }
-
-    /// The vCPUs of a VM: they can be kept from writing, but not from reading.
-    #[must_use]
-    pub fn vcpus() -> Self {
-        Self::with_limits(MmuLimits {
-            strongest: Restrict::ReadOnly,
-            ..MmuLimits::PAGED
-        })
-    }
-
-    /// The pages granted, and not taken back since.
-    #[must_use]
-    pub fn granted(&self) -> BTreeSet<PageNo> {
-        lock(&self.state).granted.clone()
-    }
-
-    /// True if `page` is granted.
-    #[must_use]
-    pub fn has(&self, page: PageNo) -> bool {
-        lock(&self.state).granted.contains(&page)
-    }
-
-    /// The device must keep exactly these pages.
-    pub fn wire(&self, pages: impl IntoIterator<Item = PageNo>) {
-        lock(&self.state).wired = pages.into_iter().collect();
-    }
-
-    /// From now on accesses are still under way after access was taken back.
-    pub fn be_busy(&self) {
-        lock(&self.state).is_busy = true;
-    }
-
-    /// From now on no access is under way.
-    pub fn be_idle(&self) {
-        lock(&self.state).is_busy = false;
-    }
-}
-
-impl Mmu for FakeMmu {
-    fn limits(&self) -> MmuLimits {
-        self.limits
-    }
-
-    fn wired(&self, section: SectionNo) -> PageSet {
-        let mut set = PageSet::EMPTY;
-        let state = lock(&self.state);
-        let within = (state.wired.iter()).filter(|page| page.section() == section);
-        within.for_each(|page| set.insert(*page));
-        set
-    }
-
-    fn restrict(
-        &self,
-        _table: TableId,
-        section: SectionNo,
-        pages: &PageSet,
-        to: Restrict,
-    ) -> Result<Restricted, MmuError> {
-        let mut state = lock(&self.state);
-        if to == Restrict::NoAccess {
-            for page in pages.pages(section) {
-                state.granted.remove(&page);
-            }
-        }
-        Ok(match state.is_busy {
-            true => Restricted::Busy,
-            false => Restricted::Done,
-        })
-    }
-
-    fn grant(
-        &self,
-        _table: TableId,
-        pages: PageRange,
-        _access: Access,
-        _backing: Backing,
-    ) -> Result<(), MmuError> {
-        lock(&self.state).granted.extend(pages.iter());
-        Ok(())
     }
 }
 

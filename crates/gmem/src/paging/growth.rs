@@ -257,6 +257,9 @@ impl PagedMemory {
         if state.is_leaving() {
             return Err(GrowthError::Leaving { section });
         }
+        if self.is_allocated(section, pages) {
+            return Ok(());
+        }
         let mut present = PageSet::EMPTY;
         let runs = self.place.present_runs(pages);
         for run in runs.map_err(|source| GrowthError::Place { section, source })? {
@@ -283,6 +286,13 @@ impl PagedMemory {
         }
         self.wake(pages);
         Ok(())
+    }
+
+    /// Whether all of `pages` are in the space already, as after a restart: then there is nothing to be
+    /// queried, counted or granted. The section's lock is held exclusively.
+    fn is_allocated(&self, section: SectionNo, pages: PageRange) -> bool {
+        let is_in = |page| self.table.word(page).state() != PageState::Unallocated;
+        self.table.pages_of(section) == pages && pages.iter().all(is_in)
     }
 
     /// Removes `pages`, whole regions, from the space. From now on no fault in them is served. On

@@ -2,8 +2,8 @@
 //! Growth and removal, one thread at a time, over fakes.
 
 use crate::{
-    AddressSpace, Cause, Content, Fault, FaultOutcome, GrowthError, MemoryParts, PageState,
-    PageTable, PageWord, PagedMemory, Readahead, VolatileWords, Wait, WordArray,
+    AddressSpace, Cause, Content, Device, Fault, FaultOutcome, GrowthError, MemoryParts, Mode,
+    PageState, PageTable, PageWord, PagedMemory, Readahead, VolatileWords, Wait, WordArray,
     fake::{self, FakeMmu, FakePlace, FakeRooms, FakeStore},
     recovery,
 };
@@ -329,6 +329,121 @@ fn successor_finds_the_regions_of_a_dead_process_and_goes_on_where_it_stopped() 
     assert_eq!(state(&memory, 1), PageState::Stored(content));
     assert_eq!(state(&memory, 2), PageState::Stored(Content::ZERO));
     assert_eq!(memory.table().page_count(), 512);
+}
+
+/// A table over words that a dead process left in as many sections as there are ranges.
+fn left(words: impl Fn(PageNo) -> PageState, sections: u64) -> PageTable {
+    let array = VolatileWords::with_capacity(CAPACITY);
+    let pages = region(0, sections * SECTION_PAGES);
+    array.make_room(pages).unwrap();
+    for page in pages.iter() {
+        let bits = PageWord::new(words(page)).bits();
+        let cell = array.cell(page);
+        cell.store(bits, std::sync::atomic::Ordering::Relaxed);
+    }
+    let with_room = (0..sections).map(SectionNo).collect();
+    PageTable::reopen(Box::new(Left(array, with_room))).unwrap()
+}
+
+#[test]
+fn presence_is_asked_for_only_where_words_do_not_tell_after_a_death() {
+    let stored = PageState::Stored(Content::at(5).unwrap());
+    let filling = PageState::Filling(Content::at(6).unwrap());
+    let table = left(
+        |page| match page.0 {
+            530 => PageState::Discarding,
+            700 | 701 => filling,
+            1024.. => stored,
+            _ => PageState::Present,
+        },
+        3,
+    );
+    let place = FakePlace::default();
+    place.put(PageNo(700), 1);
+    let report = recovery::recover_words(&table, &place, |_, _| {}).unwrap();
+    let asked = [PageRange::new(PageNo(530), PageNo(702)), region(2, 512)];
+    assert_eq!(place.take_asked(), asked);
+    // Page 530 is a hole, and page 0 may be one: only the first was being given up.
+    let of = |page| table.word(PageNo(page)).state();
+    assert_eq!(
+        (of(0), of(530)),
+        (PageState::Present, PageState::Stored(Content::ZERO))
+    );
+    assert_eq!(
+        (of(700), of(701)),
+        (
+            PageState::Present,
+            PageState::Stored(Content::at(6).unwrap())
+        )
+    );
+    assert_eq!((report.stored_pages, report.mended_words), (514, 3));
+    // A stored page that is present is found, wherever it is.
+    place.put(PageNo(1300), 1);
+    let table = left(|_| stored, 3);
+    let found = recovery::recover_words(&table, &place, |_, _| {});
+    assert!(matches!(
+        found,
+        Err(recovery::RecoveryError::ForeignPage {
+            first: PageNo(700),
+            count: 2
+        })
+    ));
+}
+
+#[test]
+fn hole_that_a_guest_left_while_nobody_served_is_filled_when_it_is_touched() {
+    let table = left(|_| PageState::Present, 1);
+    let (vm, memory) = memory(table);
+    // By the attach of the device, which is granted what is present.
+    assert_eq!(vm.place.take_asked(), [region(0, 512)]);
+    memory.allocate(region(0, 512)).unwrap();
+    assert!(vm.place.take_asked().is_empty());
+    assert_eq!(fault(&memory, PageNo(3).single()), FaultOutcome::Present);
+    assert!(vm.place.has(PageNo(3)) && vm.mmu.has(PageNo(3)));
+}
+
+#[test]
+fn pages_that_are_allocated_already_are_neither_asked_for_nor_counted_again() {
+    let (vm, memory) = empty();
+    vm.place.put_zeros(region(0, 512));
+    memory.allocate(region(0, 600)).unwrap();
+    assert_eq!(vm.place.take_asked().len(), 2);
+    let granted = vm.mmu.granted();
+    assert_eq!(granted.len(), 512);
+    memory.allocate(region(0, 600)).unwrap();
+    assert!(vm.place.take_asked().is_empty());
+    // The last section grows: it alone is looked at.
+    memory.allocate(region(0, 700)).unwrap();
+    assert_eq!(
+        vm.place.take_asked(),
+        [PageRange::new(PageNo(512), PageNo(700))]
+    );
+    assert_eq!(vm.mmu.granted(), granted);
+}
+
+#[test]
+fn device_attached_without_a_page_gets_those_that_are_present_by_section_or_by_faults() {
+    let (vm, memory) = empty();
+    vm.place.put_zeros(PageRange::new(PageNo(0), PageNo(700)));
+    memory.allocate(region(0, 1024)).unwrap();
+    let late = Arc::new(FakeMmu::default());
+    let device = Device::with_id(DeviceId(7), Arc::clone(&late) as _);
+    (memory.0)
+        .attach_ungranted(&device, Mode::Coherent)
+        .unwrap();
+    assert!(late.granted().is_empty());
+    assert_eq!(fault(&memory, PageNo(5).single()), FaultOutcome::Present);
+    assert_eq!(late.granted(), BTreeSet::from([PageNo(5)]));
+    memory.grant_section(SectionNo(1)).unwrap();
+    let of_section: BTreeSet<PageNo> = PageRange::new(PageNo(512), PageNo(700)).iter().collect();
+    assert!(late.granted().is_superset(&of_section));
+    assert_eq!(late.granted().len(), 1 + of_section.len());
+    assert!(!vm.place.take_asked().is_empty());
+    // Nothing is present there by its words, so nobody is asked.
+    memory.allocate(region(4, 512)).unwrap();
+    assert!(!vm.place.take_asked().is_empty());
+    memory.grant_section(SectionNo(4)).unwrap();
+    assert!(vm.place.take_asked().is_empty());
 }
 
 #[test]

@@ -159,18 +159,40 @@ impl PagedMemory {
     /// # Errors
     /// The place's errors; some pages are granted then.
     pub(crate) fn grant_present(&self, device: DeviceId) -> Result<(), GmError> {
-        for number in self.table.sections() {
-            let section = self.table.made_section(number);
-            let _shared = share(&section.lock);
-            if section.is_leaving() {
-                continue;
-            }
-            let runs = self.place.present_runs(self.table.pages_of(number));
-            for run in runs.map_err(|error| self.unknown_presence(number, &error))? {
-                // A grant may cost a flush of the VMM's translations, whatever its length.
-                for run in self.grantable(section, run) {
-                    self.grant_to(run, |id| id == device);
-                }
+        for section in self.table.sections() {
+            self.grant_present_in(section, |id| id == device)?;
+        }
+        Ok(())
+    }
+
+    /// Grants the present pages of `section` to all devices: to those that were attached without any page
+    /// ([`AddressSpace::attach_ungranted`](crate::AddressSpace::attach_ungranted)), and to vCPUs, whose
+    /// protection by an eviction round of a dead daemon ends with it. Pages of a round that is under way
+    /// stay as they are.
+    ///
+    /// # Errors
+    /// The place's errors; some pages are granted then.
+    pub fn grant_section(&self, section: SectionNo) -> Result<(), GmError> {
+        self.grant_present_in(section, |_| true)
+    }
+
+    fn grant_present_in(
+        &self,
+        number: SectionNo,
+        chosen: impl Fn(DeviceId) -> bool + Copy,
+    ) -> Result<(), GmError> {
+        let section = self.table.made_section(number);
+        let _shared = share(&section.lock);
+        let pages = self.table.pages_of(number);
+        let is_present = |page: PageNo| self.table.word(page).state() == PageState::Present;
+        if section.is_leaving() || !pages.iter().any(is_present) {
+            return Ok(());
+        }
+        let runs = self.place.present_runs(pages);
+        for run in runs.map_err(|error| self.unknown_presence(number, &error))? {
+            // A grant may cost a flush of the VMM's translations, whatever its length.
+            for run in self.grantable(section, run) {
+                self.grant_to(run, chosen);
             }
         }
         Ok(())

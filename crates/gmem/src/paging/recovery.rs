@@ -7,7 +7,7 @@ use super::{
     table::PageTable,
     word::{Content, DamagedWord, PageState, PageWord, Presence, Recovered},
 };
-use pagetide_addr::{PageNo, PageRange};
+use pagetide_addr::{PageNo, PageRange, PageSet};
 
 /// Why words cannot be recovered.
 #[derive(Debug, thiserror::Error)]
@@ -78,19 +78,22 @@ pub fn recover_words(
     let mut foreign_pages = Vec::new();
     for section in table.sections() {
         let pages = table.pages_of(section);
-        let mut present = pagetide_addr::PageSet::EMPTY;
-        for run in place.present_runs(pages)? {
-            present.unite(&pagetide_addr::PageSet::of_range(section, run));
+        let unclear = unclear(table, pages)?;
+        let mut present = PageSet::EMPTY;
+        if !unclear.is_empty() {
+            for run in place.present_runs(unclear)? {
+                present.unite(&PageSet::of_range(section, run));
+            }
         }
         for page in pages.iter() {
             let bits = table.raw_bits(page);
-            let presence = if present.contains(page) {
-                Presence::Present
-            } else {
-                Presence::Absent
+            let word = word_of(bits, page)?;
+            // A page outside the unclear ones is what its word says: see there.
+            let presence = match word.state() {
+                PageState::Present => Presence::Present,
+                _ if present.contains(page) => Presence::Present,
+                _ => Presence::Absent,
             };
-            let word = PageWord::from_bits(bits)
-                .map_err(|source| RecoveryError::Damaged { page, source })?;
             match word.recover(presence) {
                 Recovered::ForeignPage => foreign_pages.push(page),
                 Recovered::Word { word: now, .. } => {
@@ -113,6 +116,36 @@ pub fn recover_words(
         table.set_initial(page, word);
     }
     Ok(report)
+}
+
+fn word_of(bits: u64, page: PageNo) -> Result<PageWord, RecoveryError> {
+    PageWord::from_bits(bits).map_err(|source| RecoveryError::Damaged { page, source })
+}
+
+/// The smallest range of `pages` outside of which words mean the same whether their pages are present or
+/// not. The kernel is asked about this range alone: in dense RAM most sections have none, and asking about
+/// every page of a large VM would take longer than all the rest.
+///
+/// A page whose word is `Present` may have been discarded by the guest while no daemon ran. That is what
+/// happens under a live daemon, too, and as there the page is a hole under such a word until it is touched.
+fn unclear(table: &PageTable, pages: PageRange) -> Result<PageRange, RecoveryError> {
+    let mut range = PageRange::new(pages.start, pages.start);
+    for page in pages.iter() {
+        match word_of(table.raw_bits(page), page)?.state() {
+            PageState::Present | PageState::Poisoned | PageState::Unallocated => {}
+            PageState::Evicting(_)
+            | PageState::Stored(_)
+            | PageState::Filling(_)
+            | PageState::Discarding => {
+                let start = match range.is_empty() {
+                    true => page,
+                    false => range.start,
+                };
+                range = PageRange::new(start, page.next());
+            }
+        }
+    }
+    Ok(range)
 }
 
 fn count(

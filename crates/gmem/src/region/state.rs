@@ -26,7 +26,7 @@ use crate::{
     error::GmError,
     frames::Frame,
     mmu::Backing,
-    sync::{Arc, Mutex, MutexGuard, lock},
+    sync::{Arc, Mutex, MutexGuard, lock, try_lock},
 };
 use pagetide_addr::{Access, Pa, PageNo, PageRange, Va};
 use std::{
@@ -220,6 +220,22 @@ impl RegionCore {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Inner> {
         lock(&self.inner)
+    }
+
+    /// Marks an unmapped region freed, if that needs no wait: no operation of it is queued, and no other
+    /// thread has its lock.
+    pub(crate) fn free_at_once(&self) -> bool {
+        if self.kind != Kind::Frames || self.has_queued() {
+            return false;
+        }
+        let Some(mut inner) = try_lock(&self.inner) else {
+            return false;
+        };
+        let is_unmapped = matches!(inner.state, RegionState::Empty);
+        if is_unmapped {
+            inner.state = RegionState::Freed;
+        }
+        is_unmapped
     }
 
     pub(crate) fn start(&self) -> Va {

@@ -44,12 +44,36 @@ impl AddressSpace {
         mode: Mode,
         activation: Activation,
     ) -> Result<(), GmError> {
+        self.attach_with(device, mode, activation, |space| space.grant_paged(device))
+    }
+
+    /// Attaches and activates `device` without any page of paged memory: it faults on each, until its
+    /// section is granted ([`PagedMemory::grant_section`](crate::PagedMemory::grant_section)). So a large
+    /// memory is served at once, and what is present is granted beside that.
+    ///
+    /// # Errors
+    /// As [`Self::attach`].
+    pub fn attach_ungranted(
+        self: &Arc<Self>,
+        device: &Arc<Device>,
+        mode: Mode,
+    ) -> Result<(), GmError> {
+        self.attach_with(device, mode, Activation::Now, |_| Ok(()))
+    }
+
+    fn attach_with(
+        self: &Arc<Self>,
+        device: &Arc<Device>,
+        mode: Mode,
+        activation: Activation,
+        grant: impl FnOnce(&Self) -> Result<(), GmError>,
+    ) -> Result<(), GmError> {
         // Dropped after the device's lock: the destructor of a space takes that lock.
         let mut elsewhere = None;
         let mut standing = lock(&device.standing);
         self.may_attach(device, &standing)?;
         self.join(device, mode, &mut standing)?;
-        let ready = self.inherit(device).and_then(|()| self.grant_paged(device));
+        let ready = self.inherit(device).and_then(|()| grant(self));
         let activated = match activation {
             Activation::Now => ready.and_then(|()| {
                 elsewhere = deactivate_elsewhere(device, &mut standing)?;

@@ -28,6 +28,7 @@ mod attach;
 mod demand;
 mod ending;
 mod fault;
+mod granule;
 mod mapping;
 #[cfg(all(test, loom))]
 mod model;

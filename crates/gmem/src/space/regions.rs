@@ -28,6 +28,24 @@ impl AddressSpace {
     /// ([`GmError::Busy`], the device's own error): the region stays, and is found by its address.
     #[doc(alias = "gm_as_alloc")]
     pub fn alloc(self: &Arc<Self>, request: &RegionRequest) -> Result<Region, GmError> {
+        let core = self.alloc_core(request)?;
+        Ok(Region {
+            space: Arc::clone(self),
+            core,
+        })
+    }
+
+    /// Like [`Self::alloc`], for a caller that keeps addresses and no handles: its first address. No
+    /// two threads meet at the space's reference count, as those that make and drop handles do.
+    ///
+    /// # Errors
+    /// As for [`Self::alloc`].
+    pub fn alloc_va(&self, request: &RegionRequest) -> Result<Va, GmError> {
+        let core = self.alloc_core(request)?;
+        Ok(core.start())
+    }
+
+    fn alloc_core(&self, request: &RegionRequest) -> Result<Arc<RegionCore>, GmError> {
         let bytes = request.check()?;
         let (pages, origin) = self.take_addresses(request, bytes)?;
         let kind = if self.memory.is_some() {
@@ -42,10 +60,7 @@ impl AddressSpace {
             }
             return Err(error);
         }
-        Ok(Region {
-            space: Arc::clone(self),
-            core,
-        })
+        Ok(core)
     }
 
     /// A region of exactly these pages, without guards.
@@ -65,12 +80,12 @@ impl AddressSpace {
     }
 
     fn insert(&self, core: &Arc<RegionCore>) -> Result<(), GmError> {
+        let Some(memory) = &self.memory else {
+            return self.regions.insert(core);
+        };
         // Held so that no thread that looks the region up frees it half made.
         let _making = core.lock();
         self.regions.insert(core)?;
-        let Some(memory) = &self.memory else {
-            return Ok(());
-        };
         // Inserted first: the allocation wakes threads that faulted too early, and they retry in
         // the space.
         let Err(error) = memory.allocate(core.pages) else {
@@ -199,6 +214,26 @@ impl AddressSpace {
 
     pub(super) fn is_destroyed(&self) -> bool {
         self.regions.is_destroyed()
+    }
+
+    /// Deallocates the region that begins at `start`, as [`Region::dealloc`] does, for a caller that
+    /// keeps addresses and no handles. A region that is not mapped goes in one step.
+    ///
+    /// # Errors
+    /// [`GmError::NotAllocated`] if none begins there; else as for [`Region::dealloc`].
+    pub fn dealloc_va(self: &Arc<Self>, start: Va) -> Result<(), GmError> {
+        if start.is_page_aligned() && !self.has_queued_sets() {
+            let taken = (self.regions).take_if(start.page(), RegionCore::free_at_once);
+            if let Some(core) = taken {
+                self.give_addresses_back(&core);
+                return Ok(());
+            }
+        }
+        let region = self.lookup(start)?;
+        if region.start() != start {
+            return Err(GmError::NotAllocated { va: start });
+        }
+        region.dealloc()
     }
 
     /// See [`Region::dealloc`].

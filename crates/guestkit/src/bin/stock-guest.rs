@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `pagetide bench guest-cost` (for its `stock` cells) and `overhead` start: becomes a QEMU with a
-//! stock Linux guest that runs loads by name (`pagetide_guest::loads`), whose port is standard input and
-//! output.
+//! What `pagetide bench guest-cost` (for its `stock` cells), `overhead` and `crash` start: becomes a QEMU with a
+//! stock Linux guest that runs loads by name (`pagetide_guest::loads`), or verifies its memory and disk, whose
+//! port is standard input and output.
 //!
 //! It does not stay as a parent: its process id is QEMU's, and ending it ends QEMU. (So its guest is not
 //! kept out of kernel swap, as those of tests are.)
@@ -31,8 +31,14 @@ struct Arguments {
     #[arg(long)]
     folder: PathBuf,
     /// A load that it can be told to run; may be given again
-    #[arg(long = "load", required = true)]
+    #[arg(long = "load", required_unless_present = "verify_memory_mib")]
     loads: Vec<Load>,
+    /// MiB of memory that it writes and compares for ever, instead of loads
+    #[arg(long, conflicts_with = "loads")]
+    verify_memory_mib: Option<u64>,
+    /// MiB of the disk that it writes and compares beside that
+    #[arg(long, default_value_t = 0, requires = "disk")]
+    verify_disk_mib: u64,
     /// Socket of a vhost-user disk
     #[arg(long)]
     disk: Option<PathBuf>,
@@ -58,6 +64,20 @@ fn programs(loads: &[Load]) -> Vec<Program> {
     programs
 }
 
+fn work(arguments: &Arguments) -> Params {
+    match arguments.verify_memory_mib {
+        Some(mib) => Params {
+            mem_bytes: mib.saturating_mul(1 << 20),
+            file_bytes: arguments.verify_disk_mib.saturating_mul(1 << 20),
+            ..Params::default()
+        },
+        None => Params {
+            loads: 1,
+            ..Params::default()
+        },
+    }
+}
+
 fn become_qemu(
     arguments_given: &Arguments,
 ) -> Result<std::convert::Infallible, Box<dyn std::error::Error>> {
@@ -80,10 +100,7 @@ fn become_qemu(
             .disk
             .clone()
             .map_or(Disk::Absent, Disk::VhostUser),
-        work: Params {
-            loads: 1,
-            ..Params::default()
-        },
+        work: work(arguments_given),
         port: Port::Stdio,
         ..GuestSpec::default()
     };

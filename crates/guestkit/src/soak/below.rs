@@ -9,6 +9,7 @@
 
 use std::io;
 use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use pagetide_random::SplitMix64;
@@ -133,6 +134,8 @@ impl Below {
                 say(&format!("a tier cannot be made to fail: {error}"));
             }
             self.look();
+            let all_had_pages = self.seen.empty_tiers().next().is_none();
+            board.tier_is_awaited.store(!all_had_pages, Relaxed);
             board.rest(Duration::from_millis(
                 self.random.between(REST_MS.0, REST_MS.1),
             ));

@@ -52,6 +52,8 @@ use stand::Stand;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
+/// How much longer a soak may take until each tier has had a page.
+const TIERS_TIMEOUT: Duration = Duration::from_secs(150);
 /// Time for the daemon to release what it no longer needs.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -150,6 +152,7 @@ fn disturb(
     let attackers = tenants::attackers(stand, options)?;
     let qemu = stand.guest.pid();
     let mut below = stand.below.take();
+    board.tier_is_awaited.store(below.is_some(), Relaxed);
     let outcome = thread::scope(|scope| {
         let mut others = vec![("API calls", scope.spawn(|| caller.run(board)))];
         for attacker in &attackers {
@@ -163,7 +166,7 @@ fn disturb(
             others.push(("tiers", scope.spawn(|| below.run(board))));
         }
         let mut deaths = Deaths::new(options, length);
-        let outcome = until(length, || {
+        let outcome = until(length, board, || {
             starvation.look(stand.guest.soak_report());
             deaths.turn(stand, board)
         });
@@ -179,10 +182,15 @@ fn disturb(
 
 fn until(
     length: Duration,
+    board: &Board,
     mut turn: impl FnMut() -> Result<(), SoakError>,
 ) -> Result<(), SoakError> {
-    let end = Instant::now() + length;
-    while Instant::now() < end {
+    let begun = Instant::now();
+    let latest = || match board.tier_is_awaited.load(Relaxed) {
+        true => length + TIERS_TIMEOUT,
+        false => length,
+    };
+    while begun.elapsed() < latest() {
         turn()?;
         thread::sleep(Duration::from_millis(50));
     }

@@ -58,6 +58,14 @@ pub struct TiersSeen {
 }
 
 impl TiersSeen {
+    /// Tiers in which no page was seen.
+    pub(super) fn empty_tiers(&self) -> impl Iterator<Item = &'static str> {
+        TIERS.into_iter().filter(|tier| {
+            let most = self.most_pages.get(*tier);
+            most.is_none_or(|most| *most == 0)
+        })
+    }
+
     fn failures(&self) -> Vec<String> {
         let done = [
             (
@@ -70,10 +78,7 @@ impl TiersSeen {
         ];
         let done = done.into_iter().filter(|(_, count)| *count == 0);
         let mut failures: Vec<String> = done.map(|(sentence, _)| sentence.to_owned()).collect();
-        let empty = TIERS.into_iter().filter(|tier| {
-            let most = self.most_pages.get(*tier);
-            most.is_none_or(|most| *most == 0)
-        });
+        let empty = self.empty_tiers();
         failures.extend(empty.map(|tier| format!("no page was seen in {tier}")));
         if self.lost_pages > 0 {
             failures.push(format!("{} pages were lost, not 0", self.lost_pages));

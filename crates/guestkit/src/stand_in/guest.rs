@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use pagetide_frontend::FrontendError;
 use pagetide_random::SplitMix64;
 use pagetide_sys::mapping::{MappingError, SharedMapping};
 use pagetide_sys::memory_file::{FileError, GuestFile};
-use vhost::vhost_user;
 
 use super::disk::{DISK_BYTES, Disk};
 use super::{READY, RamPages, SOUND, StandInSpec, VERIFY};
 
-pub(super) const PAGE_BYTES: u64 = 4096;
+const PAGE_BYTES: u64 = 4096;
 const PAGE: usize = 4096;
 const HUGE_BYTES: u64 = 2 << 20;
 /// Touches of a thread between two pauses: the host has other work.
@@ -43,10 +43,7 @@ pub enum Wrong {
     Orders(#[from] io::Error),
     /// Its disk.
     #[error("disk: {0}")]
-    Disk(#[from] vhost_user::Error),
-    /// Its disk, too.
-    #[error("disk: {0}")]
-    Vhost(#[from] vhost::Error),
+    Disk(#[from] FrontendError),
     /// A page has other bytes than it should.
     #[error("page {page} is wrong at byte {at}")]
     Page {

@@ -18,6 +18,8 @@ pub enum SimCommand {
     /// Run a study of the project's own
     #[command(subcommand)]
     Study(StudyCommand),
+    /// Compute and draw the paper's figures
+    Figures(FiguresArgs),
     /// Run the paper's findings as checks
     Findings {
         /// Print one JSON object
@@ -26,11 +28,44 @@ pub enum SimCommand {
     },
 }
 
+/// Arguments of `sim figures`.
+#[derive(Args, Debug)]
+pub struct FiguresArgs {
+    /// Directory for pictures, data and index.html; what is finished is kept there
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Packets of each run
+    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub packets: u64,
+    /// Only these figures, such as 10,12b,history-length
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Studies.
 #[derive(Subcommand, Debug)]
 pub enum StudyCommand {
+    /// Host pages, walkers, and links of 400 and 800 Gb/s
+    Hardware(HardwareStudyArgs),
     /// What I/O page faults cost, by discipline, over a ladder of absent shares
     Faults(FaultStudyArgs),
+}
+
+/// Arguments of `sim study hardware`.
+#[derive(Args, Debug)]
+pub struct HardwareStudyArgs {
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `sim study faults`.
@@ -53,7 +88,7 @@ pub struct FaultStudyArgs {
 /// What is run.
 #[derive(Args, Debug)]
 pub struct StudyArgs {
-    /// Ground of the parameters: base or hypertrio
+    /// Ground of the parameters: base, hypertrio, hypertrio-400 or hypertrio-800
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
     /// Whose rules: paper or hypersio

@@ -6,6 +6,7 @@
 
 pub mod args;
 mod faults;
+mod figures;
 mod report;
 mod single;
 
@@ -14,13 +15,14 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use pagetide_access_log::TraceError;
+use pagetide_bench::BenchReport;
 use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
-use pagetide_sim::{SimError, findings};
+use pagetide_sim::{SimError, findings, run_hardware_study};
 
-use args::{SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
+use args::{HardwareStudyArgs, SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
 use pagetide_report::outcome::{CommandError, Form, print_report, print_with};
 use pagetide_report::progress::Progress;
 use report::{SweepReport, verify_text};
@@ -32,6 +34,8 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Sweep(args) => run_sweep(args),
         SimCommand::Verify(args) => run_verify(args),
         SimCommand::Study(StudyCommand::Faults(args)) => faults::run(&args),
+        SimCommand::Study(StudyCommand::Hardware(args)) => run_hardware(&args),
+        SimCommand::Figures(args) => figures::run(args),
         SimCommand::Findings { json } => run_findings(json.into()),
     }
 }
@@ -66,19 +70,25 @@ fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
         build: build()?,
         host: host(),
     };
-    let progress = Progress::new("sweep", "points");
+    let swept = sweep_progress("sweep", |told| sweep(&study, &options, told)).map_err(of_study)?;
+    print_report(&SweepReport::of(&study, swept), args.json.into())
+}
+
+/// What `work` gives, with a bar under `name` while it calls what it is passed.
+fn sweep_progress<T>(
+    name: &'static str,
+    work: impl FnOnce(&(dyn Fn(SweepProgress) + Sync)) -> T,
+) -> T {
+    let progress = Progress::new(name, "points");
     // Workers report points in any order; the bar only moves forward.
     let most = Mutex::new(0);
-    let told = |at: SweepProgress| {
+    work(&|at: SweepProgress| {
         let mut most = most
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         *most = at.done.max(*most);
         progress.at(*most as u64, Some(at.points as u64));
-    };
-    let swept = sweep(&study, &options, &told).map_err(of_study)?;
-    drop(progress);
-    print_report(&SweepReport::of(&study, swept), args.json.into())
+    })
 }
 
 fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
@@ -102,6 +112,16 @@ fn run_verify(args: VerifyArgs) -> Result<(), CommandError> {
             "the model does not agree with the table, or no row has its trace",
         ))
     }
+}
+
+fn run_hardware(args: &HardwareStudyArgs) -> Result<(), CommandError> {
+    let jobs = args.jobs.unwrap_or_else(all_cores).get();
+    let progress = Progress::new("study", "runs");
+    let figures = run_hardware_study(jobs, &|done, all| progress.at(done, Some(all)));
+    drop(progress);
+    let mut report = BenchReport::new("hardware");
+    report.figures = figures.map_err(of_sim)?;
+    print_report(&report, args.json.into())
 }
 
 /// Findings that do not hold are results too, so the status is 0 either way.

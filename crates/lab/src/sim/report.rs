@@ -253,13 +253,17 @@ impl Text for SweepReport {
             text += &format!("… and {} more\n", summary.points - self.sweep.len());
         }
         text += &format!(
-            "{}: {} points, {} run now in {:.1} s on {} threads, {} kept\n",
+            "{}: {} points, {} run now in {:.1} s on {} threads, {} kept{}\n",
             summary.out.display(),
             summary.points,
             summary.run,
             summary.elapsed_seconds,
             summary.jobs,
-            summary.kept
+            summary.kept,
+            match summary.skipped {
+                0 => String::new(),
+                skipped => format!(", {skipped} impossible ones skipped"),
+            }
         );
         text
     }

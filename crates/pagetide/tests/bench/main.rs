@@ -80,6 +80,41 @@ fn real_size_has_all_figures_of_each_size() {
 }
 
 #[test]
+fn crash_kills_daemon_and_dpu_process_and_nothing_is_wrong_or_lost() {
+    // Both parts with stand-ins.
+    let size = ["crash", "--only", "d", "--ram", "64M"];
+    let Some(report) = report(&[&size[..], &["--kills", "24", "--seed", "3", "--json"]].concat())
+    else {
+        return;
+    };
+    for name in [
+        "wrong_pages",
+        "lost_pages",
+        "wrong_blocks",
+        "failed_requests",
+    ] {
+        assert_eq!(report["figures"][name], 0, "{name}: {report}");
+    }
+    assert_eq!(report["figures"]["seed"], 3);
+    assert!(number(&report, "/figures/kills") >= 24.0);
+    for name in ["stall_p99_us", "process_start_p50_us", "compared_blocks"] {
+        assert!(
+            number(&report, &format!("/figures/{name}")) > 0.0,
+            "{report}"
+        );
+    }
+    let acts = report["figures"]["by_act"].as_object().expect("acts");
+    let of = |name: &str| -> u64 {
+        let counts = acts.values().map(|act| act[name].as_u64().unwrap_or(0));
+        counts.sum()
+    };
+    assert!(
+        acts.len() >= 6 && of("under_way") > of("deaths") / 2,
+        "{report}"
+    );
+}
+
+#[test]
 fn budget_runs_the_same_days_again_by_the_same_seeds_and_keeps_what_it_promises() {
     let words = [
         "budget", "--days", "8", "--vms", "6", "--seeds", "2", "--json",

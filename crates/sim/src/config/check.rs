@@ -11,8 +11,8 @@
 //! full match.
 
 use super::{
-    CacheConfig, Config, FaultDiscipline, Flavour, HistoryLength, LatencyConfig, LinkConfig,
-    PartitionBy, Replacement, WalkConfig, partition_rule,
+    CacheConfig, Config, FaultDiscipline, Flavour, HistoryLength, HostPage, LatencyConfig,
+    LinkConfig, PartitionBy, Replacement, WalkConfig, partition_rule,
 };
 use crate::error::{SimError, impossible};
 
@@ -29,6 +29,8 @@ pub const PAGES_PER_TENANT_MAX: u32 = 64;
 pub const BUFFER_ENTRIES_MAX: u32 = 1 << 16;
 /// Longest history, in requests: 4 GiB of source ids.
 pub const HISTORY_LENGTH_MAX: u32 = 1 << 30;
+/// Most walkers; published IOMMUs have some ten.
+pub const WALKERS_MAX: u32 = 1 << 16;
 /// Highest bit of a source id.
 pub const SOURCE_LOW_BIT_MAX: u32 = 31;
 /// Most entries of a cache.
@@ -135,6 +137,8 @@ impl Config {
                 "walk.host_levels",
                 walk.host_levels != default.walk.host_levels,
             ),
+            ("walk.host_page", walk.host_page != default.walk.host_page),
+            ("walk.walkers", walk.walkers != default.walk.walkers),
             (
                 "walk.large_pages_shorten",
                 walk.large_pages_shorten != default.walk.large_pages_shorten,
@@ -201,6 +205,8 @@ impl Config {
         let WalkConfig {
             guest_levels,
             host_levels,
+            host_page,
+            walkers,
             ..
         } = self.walk;
         if !(3..=5).contains(&guest_levels) {
@@ -217,7 +223,17 @@ impl Config {
                 "0 (not nested) to 5 levels can be modelled",
             ));
         }
-        Ok(())
+        if host_page != HostPage::Size4K && host_levels <= host_page.saved_levels() {
+            return Err(impossible(
+                "walk.host_page",
+                match host_page {
+                    HostPage::Size1G => "1g",
+                    _ => "2m",
+                },
+                "a host's table of so few levels has no entries for such pages; use 4k, or more host_levels",
+            ));
+        }
+        at_most("walk.walkers", walkers, WALKERS_MAX)
     }
 
     fn check_link(&self) -> Result<(), SimError> {
@@ -484,7 +500,9 @@ mod tests {
 
     #[test]
     fn settings_that_hypersio_does_not_heed_are_refused_there_only() {
-        let changes: [(Change, &str); 9] = [
+        let changes: [(Change, &str); 11] = [
+            (|c| c.walk.host_page = HostPage::Size2M, "walk.host_page"),
+            (|c| c.walk.walkers = 3, "walk.walkers"),
             (|c| c.walk.cost = WalkCost::Nested, "walk.cost"),
             (|c| c.walk.guest_levels = 5, "walk.guest_levels"),
             (|c| c.walk.host_levels = 0, "walk.host_levels"),

@@ -5,7 +5,7 @@
 //! twice: the first time the lab only records the requests and answers with zeros; then it runs all
 //! experiments on all cores; the second time it answers. An experiment that two checks request is run once.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -97,6 +97,12 @@ impl Trace {
         }
     }
 
+    /// 'iperf3 RR1, 64 tenants'
+    fn name(&self) -> String {
+        let (workload, order) = (self.workload.name(), self.interleaving.name());
+        format!("{workload} {order}, {} tenants", self.tenants)
+    }
+
     fn spec(&self) -> HyperSpec {
         let mut shape = TenantShape::of(self.workload);
         shape.third = self.third;
@@ -154,6 +160,8 @@ struct Job {
 pub(super) struct Lab {
     /// Requested and not run yet.
     wanted: Vec<Job>,
+    /// Requested since the last [`Lab::forget_needs`], with their traces.
+    needed: BTreeMap<String, String>,
     outcomes: HashMap<String, Outcome>,
 }
 
@@ -161,6 +169,7 @@ impl Lab {
     pub(super) fn new() -> Self {
         Self {
             wanted: Vec::new(),
+            needed: BTreeMap::new(),
             outcomes: HashMap::new(),
         }
     }
@@ -168,6 +177,7 @@ impl Lab {
     /// The outcome of `config` on `trace`; zeros if it has not been run yet.
     pub(super) fn outcome(&mut self, trace: &Trace, config: &Config) -> Outcome {
         let key = format!("{trace:?} {config:?}");
+        self.needed.insert(key.clone(), trace.name());
         if let Some(outcome) = self.outcomes.get(&key) {
             return outcome.clone();
         }
@@ -179,6 +189,19 @@ impl Lab {
             });
         }
         Outcome::default()
+    }
+
+    /// Starts to note which runs are needed.
+    pub(super) fn forget_needs(&mut self) {
+        self.needed.clear();
+    }
+
+    /// How many runs were needed since then, and their traces.
+    pub(super) fn needs(&self) -> (u64, Vec<String>) {
+        let mut traces: Vec<String> = self.needed.values().cloned().collect();
+        traces.sort();
+        traces.dedup();
+        (self.needed.len() as u64, traces)
     }
 
     /// Requests of all runs.

@@ -19,7 +19,7 @@ mod lab;
 mod report;
 mod setting;
 
-pub use report::{Finding, FindingsReport, Observation, Verdict};
+pub use report::{Finding, FindingCounts, FindingsReport, Observation, Verdict};
 
 use crate::error::SimError;
 use lab::Lab;
@@ -32,13 +32,25 @@ use lab::Lab;
 pub fn run(progress: &(dyn Fn(u64, u64) + Sync)) -> Result<FindingsReport, SimError> {
     let mut lab = Lab::new();
     // The result is discarded: this pass only records requests.
-    drop(checks::all(&mut lab));
+    for statement in checks::ALL {
+        drop((statement.look)(&mut lab));
+    }
     lab.run_wanted(progress)?;
-    let findings = checks::all(&mut lab);
-    Ok(FindingsReport {
+    let findings = checks::ALL
+        .iter()
+        .map(|statement| {
+            lab.forget_needs();
+            let observations = (statement.look)(&mut lab);
+            let mut finding = Finding::of(statement, observations);
+            (finding.runs, finding.traces) = lab.needs();
+            finding
+        })
+        .collect();
+    let counts = FindingCounts {
         runs: lab.runs(),
         requests: lab.requests(),
         packets_per_run: lab::PACKETS,
-        findings,
-    })
+        ..FindingCounts::default()
+    };
+    Ok(FindingsReport::of(findings, counts))
 }

@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
+use super::checks::Statement;
+
 /// Whether the model reproduces a finding of the paper.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -39,6 +41,10 @@ pub struct Finding {
     pub claim: &'static str,
     /// The criterion, tolerance included.
     pub expected: &'static str,
+    /// Runs that it needs.
+    pub runs: u64,
+    /// The traces of these.
+    pub traces: Vec<String>,
     /// Whether it is met.
     pub verdict: Verdict,
     /// The settings tried.
@@ -48,20 +54,29 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// The finding with the verdict that follows from the observations.
-    pub(super) fn judged(self) -> Self {
-        let holding = self.observations.iter().filter(|seen| seen.holds).count();
-        let (verdict, cause) = if holding == self.observations.len() {
-            (Verdict::Holds, "")
-        } else if holding == 0 {
-            (Verdict::NotReproduced, self.cause)
-        } else {
-            (Verdict::HoldsUnderSomeSettings, self.cause)
+    /// What `observations` say about `statement`.
+    pub(super) fn of(statement: &Statement, observations: Vec<Observation>) -> Self {
+        let holding = observations.iter().filter(|seen| seen.holds).count();
+        let verdict = match holding {
+            all if all == observations.len() => Verdict::Holds,
+            0 => Verdict::NotReproduced,
+            _ => Verdict::HoldsUnderSomeSettings,
+        };
+        let cause = match (verdict, statement.cause) {
+            (Verdict::Holds, _) => "",
+            (_, "") => "not known",
+            (_, cause) => cause,
         };
         Self {
+            id: statement.id,
+            section: statement.section,
+            claim: statement.claim,
+            expected: statement.expected,
+            runs: 0,
+            traces: Vec::new(),
             verdict,
+            observations,
             cause,
-            ..self
         }
     }
 }
@@ -69,23 +84,67 @@ impl Finding {
 /// All findings.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct FindingsReport {
+    /// *findings*.
+    pub name: &'static str,
+    /// Counts.
+    pub figures: FindingCounts,
+    /// What the runs showed.
+    pub findings: Vec<Finding>,
+}
+
+/// Findings by verdict, and the runs behind them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct FindingCounts {
+    /// Findings.
+    pub findings: u64,
+    /// Of these, met under every setting.
+    pub hold: u64,
+    /// Of these, met under some.
+    pub hold_under_some: u64,
+    /// Of these, met under none.
+    pub not_reproduced: u64,
     /// Number of runs.
     pub runs: u64,
     /// Translation requests of all of them.
     pub requests: u64,
     /// Packets of each run.
     pub packets_per_run: u64,
-    /// What they showed.
-    pub findings: Vec<Finding>,
 }
 
 impl FindingsReport {
+    /// The report of `findings`, made by so many runs.
+    pub(super) fn of(findings: Vec<Finding>, mut figures: FindingCounts) -> Self {
+        for finding in &findings {
+            figures.findings += 1;
+            *match finding.verdict {
+                Verdict::Holds => &mut figures.hold,
+                Verdict::HoldsUnderSomeSettings => &mut figures.hold_under_some,
+                Verdict::NotReproduced => &mut figures.not_reproduced,
+            } += 1;
+        }
+        Self {
+            name: "findings",
+            figures,
+            findings,
+        }
+    }
+
     /// The report as text.
     #[must_use]
     pub fn render(&self) -> String {
+        let FindingCounts {
+            findings,
+            hold,
+            hold_under_some,
+            not_reproduced,
+            runs,
+            requests,
+            packets_per_run,
+        } = self.figures;
         let mut text = format!(
-            "The paper's findings under flavour paper: {} runs of {} packets, {} requests.\n",
-            self.runs, self.packets_per_run, self.requests
+            "The paper's findings under flavour paper: {runs} runs of {packets_per_run} packets, {requests} \
+             requests.\nOf {findings} findings {hold} hold, {hold_under_some} under some readings, and \
+             {not_reproduced} are not reproduced.\n"
         );
         for finding in &self.findings {
             // Writing to a string does not fail.
@@ -126,16 +185,15 @@ mod tests {
             got: "figures".to_owned(),
             holds: *holds,
         });
-        Finding {
+        let statement = Statement {
             id: "id",
             section: "V",
             claim: "claim",
             expected: "criterion",
-            verdict: Verdict::NotReproduced,
-            observations: observations.collect(),
             cause: "a cause",
-        }
-        .judged()
+            look: |_| Vec::new(),
+        };
+        Finding::of(&statement, observations.collect())
     }
 
     #[test]
@@ -154,12 +212,12 @@ mod tests {
 
     #[test]
     fn text_has_verdict_settings_and_cause() {
-        let report = FindingsReport {
-            runs: 2,
-            requests: 6,
-            packets_per_run: 1,
-            findings: vec![finding(&[true, false])],
-        };
+        let findings = vec![finding(&[true, false]), finding(&[true])];
+        let report = FindingsReport::of(findings, FindingCounts::default());
+        assert_eq!(
+            (report.figures.hold, report.figures.hold_under_some),
+            (1, 1)
+        );
         let text = report.render();
         for part in [
             "id: holds under some settings only",

@@ -23,6 +23,9 @@ mod fault;
 mod guess;
 mod input;
 mod own;
+mod walkers;
+
+use std::collections::VecDeque;
 
 use pagetide_trace::{BATCH_EVENTS, EventKind, EventSource, PageSize};
 
@@ -73,6 +76,10 @@ pub(crate) struct Machine<'a, F: Flavour, O> {
     to_device: F::Queue,
     to_agent: F::Queue,
     walking: F::Queue,
+    /// Walks that wait for a walker, with the time that each will take; only with a limited number of walkers.
+    waiting_walks: VecDeque<(u32, u64)>,
+    /// Walkers at work, likewise.
+    walkers_busy: u32,
     returning: F::Queue,
     context_cache: ContextCache,
     devtlb: Option<Cache>,
@@ -148,6 +155,8 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
             to_device: queue(),
             to_agent: queue(),
             walking: queue(),
+            waiting_walks: VecDeque::new(),
+            walkers_busy: 0,
             returning: queue(),
             context_cache: ContextCache::new(&config.context_cache, &ties),
             devtlb: Cache::new(&config.devtlb, DEVTLB_SHIFT, &ties),
@@ -457,7 +466,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
                     .step(Moment::of(now_ns, slot), Step::Walk, &request.page);
                 self.tally.walks += 1;
                 self.tally.walk_accesses += accesses;
-                self.walking.push(now_ns + after_ns, slot);
+                self.begin_walk(now_ns, slot, after_ns);
             }
         }
         Ok(())
@@ -465,6 +474,7 @@ impl<'a, F: Flavour, O: Observer> Machine<'a, F, O> {
 
     #[inline(always)]
     fn walk_ends(&mut self, now_ns: u64, slot: u32) {
+        self.next_walk(now_ns);
         let request = self.requests.get(slot);
         if F::HAS_FAULTS && self.faults.is_some() && self.walk_finds_absent(request) {
             self.requests.get_mut(slot).answer = Answered::Absent;

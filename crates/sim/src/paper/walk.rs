@@ -19,6 +19,9 @@
 //! Whether a walk for such a page is shorter too is `large_pages_shorten`: with it, it ends at the page's
 //! level; without it (table II: 24) it is as long as for a page of 4 KiB.
 //!
+//! A host that maps its guests with larger pages ends each of its walks earlier: h is one less with 2 MiB (19
+//! accesses), two less with 1 GiB (14).
+//!
 //! At its end a walk puts every level's entry from the top to the page's own into its cache, and the
 //! translation into the IOTLB. Demands and prefetches are treated alike. For the oracle an entry's next use
 //! is that of the page it was last used for; that of a prefetched page is unknown and counts as never.
@@ -176,7 +179,8 @@ fn accesses(walk: &WalkConfig, page_level: u32, lowest_hit: Option<u32>) -> u64 
             };
             let known_level = lowest_hit.unwrap_or(walk.guest_levels + 1);
             let remaining = u64::from(known_level.saturating_sub(last_level));
-            let host_levels = u64::from(walk.host_levels);
+            let saved = walk.host_page.saved_levels();
+            let host_levels = u64::from(walk.host_levels.saturating_sub(saved));
             remaining * (host_levels + 1) + host_levels
         }
         WalkCost::Short => lowest_hit
@@ -188,12 +192,15 @@ fn accesses(walk: &WalkConfig, page_level: u32, lowest_hit: Option<u32>) -> u64 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::HostPage;
 
     fn walk(cost: WalkCost, guest_levels: u32, host_levels: u32, large: u8) -> WalkConfig {
         WalkConfig {
             cost,
             guest_levels,
             host_levels,
+            host_page: HostPage::Size4K,
+            walkers: 0,
             large_pages_shorten: large == 1,
         }
     }
@@ -211,6 +218,15 @@ mod tests {
             );
         }
         assert_eq!(accesses(&walk(WalkCost::Nested, 4, 0, 0), 1, None), 4);
+        for (host_page, expected) in [
+            (HostPage::Size4K, 24),
+            (HostPage::Size2M, 19),
+            (HostPage::Size1G, 14),
+        ] {
+            let mut walk = walk(WalkCost::Nested, 4, 4, 0);
+            walk.host_page = host_page;
+            assert_eq!(accesses(&walk, 1, None), expected);
+        }
     }
 
     /// Walks level by level and counts, as in the figure.

@@ -28,6 +28,14 @@ pub(crate) struct Entry {
     pub(crate) mark: u64,
 }
 
+/// Where an entry is, for those policies that need not divide to find it out.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(crate) at: usize,
+    pub(crate) set: usize,
+    pub(crate) way: usize,
+}
+
 /// The entries of a cache, as its policy sees them.
 #[derive(Debug)]
 pub struct Entries<'a> {
@@ -159,6 +167,57 @@ impl AnyPolicy {
     }
 }
 
+impl AnyPolicy {
+    /// As [`ReplacementPolicy::used`]. It is the most frequent call by far: the common policies are reached by two
+    /// comparisons, and without an [`Entries`], which would be built in memory for the policies of others.
+    #[inline(always)]
+    pub(crate) fn touched(&mut self, entries: &mut [Entry], ways: usize, at: usize, next_use: u64) {
+        if let Self::Lru(lru) = self {
+            lru.tick += 1;
+            if let Some(entry) = entries.get_mut(at) {
+                entry.mark = lru_mark(lru.tick, at);
+            }
+        } else if let Self::SmallLfu(small) = self {
+            small.use_way(at / ways, (at % ways) as u64);
+        } else {
+            self.touched_otherwise(entries, ways, at, next_use);
+        }
+    }
+
+    #[inline(never)]
+    fn touched_otherwise(&mut self, entries: &mut [Entry], ways: usize, at: usize, next_use: u64) {
+        self.used(&mut Entries::new(entries, ways), at, next_use);
+    }
+
+    /// As [`ReplacementPolicy::inserted`], without a division to find the entry's set.
+    #[inline(always)]
+    pub(crate) fn entered(
+        &mut self,
+        entries: &mut Entries<'_>,
+        place: Place,
+        tag: Tag,
+        next_use: u64,
+    ) {
+        match self {
+            Self::Lru(lru) => lru.used(entries, place.at, next_use),
+            Self::SmallLfu(small) => small.enters(place.set, program_hash(tag), place.way as u64),
+            Self::Lfu(Lfu(ties)) => {
+                if let Ties::Program(program) = ties {
+                    program.enters(place.set, program_hash(tag), narrow(place.way));
+                }
+            }
+            Self::Oracle(oracle) => oracle.inserted(entries, place.at, next_use),
+            Self::Own(own) => own.inserted(entries, place.at, next_use),
+        }
+    }
+
+    /// True if it is the caller's, who may err.
+    #[inline(always)]
+    pub(crate) const fn is_own(&self) -> bool {
+        matches!(self, Self::Own(_))
+    }
+}
+
 /// Calls the same method of whichever policy it is.
 macro_rules! of_any {
     ($any:expr, $policy:ident => $call:expr) => {
@@ -175,14 +234,7 @@ macro_rules! of_any {
 impl ReplacementPolicy for AnyPolicy {
     #[inline(always)]
     fn used(&mut self, entries: &mut Entries<'_>, at: usize, next_use: u64) {
-        // The most frequent call by far: two comparisons are cheaper than a jump by the kind.
-        if let Self::Lru(lru) = self {
-            lru.used(entries, at, next_use);
-        } else if let Self::SmallLfu(small) = self {
-            small.used(entries, at, next_use);
-        } else {
-            of_any!(self, policy => policy.used(entries, at, next_use));
-        }
+        of_any!(self, policy => policy.used(entries, at, next_use));
     }
 
     #[inline(always)]

@@ -29,6 +29,8 @@ const LISTS: [&str; 2] = ["weights", "input.recorded.logs"];
 #[derive(Clone, Debug, Default)]
 pub struct Draft {
     table: Map<String, Value>,
+    /// What was set besides the file; it also goes before what a variant says.
+    set: Map<String, Value>,
     /// Base directory for relative names of traces.
     directory: PathBuf,
     /// Where the study was read.
@@ -37,6 +39,7 @@ pub struct Draft {
 
 /// A configuration, and the settings given for it.
 struct Laid {
+    variant: Option<String>,
     preset: Preset,
     config: Config,
     /// Requests a packet, if the study sets it.
@@ -51,6 +54,7 @@ impl Draft {
     pub fn read(path: &Path) -> Result<Self, StudyError> {
         Ok(Self {
             table: read_toml(path)?,
+            set: Map::new(),
             directory: path.parent().unwrap_or(Path::new("")).to_owned(),
             file: Some(path.to_owned()),
         })
@@ -63,6 +67,7 @@ impl Draft {
     pub fn parse(text: &str, directory: &Path) -> Result<Self, StudyError> {
         Ok(Self {
             table: parse_toml(text, None)?,
+            set: Map::new(),
             directory: directory.to_owned(),
             file: None,
         })
@@ -74,12 +79,15 @@ impl Draft {
     /// If there is no `=`.
     pub fn set(&mut self, assignment: &str) -> Result<(), StudyError> {
         let (path, value) = assigned(assignment)?;
-        if path.first().is_some_and(|key| key == "trace") {
-            return Err(StudyError::key(
-                assignment,
-                "traces are set in the study or by --trace",
-            ));
+        let refused = match path.first().map(String::as_str) {
+            Some("trace") => Some("traces are set in the study or by --trace"),
+            Some("variant") => Some("variants are set in the study"),
+            _ => None,
+        };
+        if let Some(reason) = refused {
+            return Err(StudyError::key(assignment, reason));
         }
+        put(&mut self.set, &path, value.clone());
         put(&mut self.table, &path, value);
         Ok(())
     }
@@ -103,20 +111,38 @@ impl Draft {
         let source = Value::Object(self.table.clone());
         let mut table = self.table.clone();
         let traces = self.traces(table.remove("trace"))?;
-        let mut configs = configs(table)?;
-        self.read_samples(&mut configs)?;
-        let points = traces.len().saturating_mul(configs.len());
-        if points > POINTS_MAX {
-            return Err(StudyError::TooMany { max: POINTS_MAX });
+        let impossible: Impossible = match take(&mut table, "skip_impossible")? {
+            true => Impossible::Skipped,
+            false => Impossible::Refused,
+        };
+        let variants = variants(table.remove("variant"))?;
+        let mut configs = Vec::new();
+        for variant in variants {
+            let mut table = table.clone();
+            lay(&mut table, variant.settings);
+            lay(&mut table, self.set.clone());
+            // It is a key of the study, and is taken above.
+            table.remove("skip_impossible");
+            for mut laid in configurations(table)? {
+                laid.variant.clone_from(&variant.name);
+                configs.push(laid);
+            }
+            if traces.len().saturating_mul(configs.len()) > POINTS_MAX {
+                return Err(StudyError::TooMany { max: POINTS_MAX });
+            }
         }
-        let points = points_of(&traces, &configs)?;
-        let study = Study {
+        self.read_samples(&mut configs)?;
+        let mut study = Study {
+            points: points_of(&traces, &configs)?,
             traces,
-            points,
+            skipped: 0,
             source,
             file: self.file.clone(),
         };
-        study.check()?;
+        match impossible {
+            Impossible::Refused => study.check()?,
+            Impossible::Skipped => study.skip_impossible()?,
+        }
         Ok(study)
     }
 
@@ -205,14 +231,87 @@ impl Draft {
     }
 }
 
+/// What becomes of a point whose configuration is impossible.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Impossible {
+    /// It is an error.
+    Refused,
+    /// It is left out, and counted.
+    Skipped,
+}
+
+/// Settings that go together, under a name.
+#[derive(Debug, Default)]
+struct Variant {
+    /// Its name; none if the study has no variants.
+    name: Option<String>,
+    /// What it sets, lists included.
+    settings: Map<String, Value>,
+}
+
+/// The variants of a study: one without name and settings if it has none.
+fn variants(given: Option<Value>) -> Result<Vec<Variant>, StudyError> {
+    let entries = match given {
+        None => return Ok(vec![Variant::default()]),
+        Some(Value::Array(entries)) if !entries.is_empty() => entries,
+        Some(_) => {
+            return Err(StudyError::key(
+                "variant",
+                "variants are tables, at least one: write [[variant]]",
+            ));
+        }
+    };
+    let mut variants: Vec<Variant> = Vec::new();
+    for (number, entry) in entries.into_iter().enumerate() {
+        let key = |inner: &str| format!("variant[{number}]{inner}");
+        let Value::Object(mut settings) = entry else {
+            return Err(StudyError::key(
+                key(""),
+                "a variant is a table: write [[variant]]",
+            ));
+        };
+        let name = match settings.remove("name") {
+            Some(Value::String(name)) if !name.is_empty() => name,
+            _ => {
+                return Err(StudyError::key(
+                    key(".name"),
+                    "a variant has a name: write for example name = \"no prefetching\"",
+                ));
+            }
+        };
+        if variants
+            .iter()
+            .any(|other| other.name.as_ref() == Some(&name))
+        {
+            return Err(StudyError::key(
+                key(".name"),
+                format!("there is another variant '{name}'; give each a name of its own"),
+            ));
+        }
+        for other in ["trace", "variant", "skip_impossible"] {
+            if settings.contains_key(other) {
+                return Err(StudyError::key(
+                    key(&format!(".{other}")),
+                    "this belongs to the study; a variant sets parameters of the model",
+                ));
+            }
+        }
+        variants.push(Variant {
+            name: Some(name),
+            settings,
+        });
+    }
+    Ok(variants)
+}
+
 /// Keys of a trace in the order they are declared.
 fn trace_template() -> Value {
     let spec = HyperSpec::synthetic(TenantShape::default(), 1);
     serde_json::to_value(spec).unwrap_or_default()
 }
 
-/// Every configuration of a study.
-fn configs(table: Map<String, Value>) -> Result<Vec<Laid>, StudyError> {
+/// Every configuration of a variant.
+fn configurations(table: Map<String, Value>) -> Result<Vec<Laid>, StudyError> {
     let mut template = Map::new();
     template.insert("preset".to_owned(), Value::Null);
     lay(&mut template, ground(Preset::Base, Flavour::Paper));
@@ -241,6 +340,7 @@ fn configuration(mut over: Map<String, Value>) -> Result<Laid, StudyError> {
         config.context_cache.ways = config.context_cache.entries;
     }
     Ok(Laid {
+        variant: None,
         preset,
         asked_per_packet: says_per_packet.then_some(config.link.requests_per_packet),
         config,
@@ -267,6 +367,7 @@ fn points_of(traces: &[Trace], configs: &[Laid]) -> Result<Vec<Point>, StudyErro
                 (None, _) => {}
             }
             points.push(Point {
+                variant: laid.variant.clone(),
                 preset: laid.preset,
                 config,
                 trace: number,

@@ -110,7 +110,7 @@ impl StudyError {
         }
     }
 
-    pub(super) fn key(key: impl Into<String>, reason: impl Into<String>) -> Self {
+    pub(crate) fn key(key: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Key {
             key: key.into(),
             reason: reason.into(),

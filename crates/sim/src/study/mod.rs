@@ -17,8 +17,24 @@
 //! ```
 //!
 //! These are 2 × 2 × 3 points. Their order, which is that of the rows of results, does not depend on how
-//! the file is laid out: traces as they are written, then `preset`, then parameters as `Config` declares
-//! them; the last varies fastest.
+//! the file is laid out: traces as they are written, then variants, then `preset`, then parameters as
+//! `Config` declares them; the last varies fastest.
+//!
+//! What lists cannot say, because some values go together, **variants** do. A study is then run once for each
+//! of them, over all its traces; a variant's settings, lists included, replace the study's:
+//!
+//! ```toml
+//! [[variant]]
+//! name = "partitions"
+//! devtlb.partitions = 8
+//! [[variant]]
+//! name = "partitions and a PTB of 32"
+//! devtlb.partitions = 8
+//! ptb.entries = 32
+//! ```
+//!
+//! A point that is impossible ends a study before anything is run. With `skip_impossible = true` it is left
+//! out and counted: the lists of entries and of ways may then have combinations that do not fit.
 //!
 //! `link.requests_per_packet` comes from the trace, if that records it: a study sets it only for traces
 //! that do not, and may not contradict one that does.
@@ -53,6 +69,7 @@ pub use output::check_output;
 pub use points::{Point, Preset, Study};
 pub use recipe::Recipe;
 pub use results::{RESULTS_FORMAT, SweepRow};
+pub(crate) use results::{cells, write_table};
 pub use sweep::{Sweep, SweepOptions, SweepProgress, SweepSummary, sweep};
 pub use trace::Trace;
 pub use traces::{TraceFile, Traces};

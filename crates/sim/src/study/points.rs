@@ -10,6 +10,7 @@ use super::columns::{flatten, json, plain, varying};
 use super::error::StudyError;
 use super::trace::Trace;
 use crate::config::{Config, Flavour};
+use crate::error::SimError;
 
 /// The configuration that a study's parameters modify.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -20,6 +21,12 @@ pub enum Preset {
     Base,
     /// Table IV, *HyperTRIO*.
     Hypertrio,
+    /// HyperTRIO on a link of 400 Gb/s; values with their sources: `sim study hardware`.
+    #[serde(rename = "hypertrio-400")]
+    Hypertrio400,
+    /// HyperTRIO on a link of 800 Gb/s.
+    #[serde(rename = "hypertrio-800")]
+    Hypertrio800,
 }
 
 impl Preset {
@@ -29,6 +36,8 @@ impl Preset {
         match self {
             Self::Base => Config::base(flavour),
             Self::Hypertrio => Config::hypertrio(flavour),
+            Self::Hypertrio400 => Config::hypertrio_times(flavour, 2),
+            Self::Hypertrio800 => Config::hypertrio_times(flavour, 4),
         }
     }
 }
@@ -36,6 +45,8 @@ impl Preset {
 /// One run of a study.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Point {
+    /// The study's variant that it belongs to, if the study has any.
+    pub variant: Option<String>,
     /// The preset of the configuration.
     pub preset: Preset,
     /// The configuration.
@@ -45,9 +56,18 @@ pub struct Point {
 }
 
 impl Point {
-    /// Preset, configuration and `trace`, which is its own, under their names in a study.
+    fn check(&self) -> Result<(), SimError> {
+        self.config.check_heeded()?;
+        self.config.check()
+    }
+
+    /// Variant, preset, configuration and `trace`, which is its own, under their names in a study.
     fn parameters(&self, trace: &Trace) -> Vec<(String, Value)> {
-        let mut row = vec![("preset".to_owned(), json(&self.preset))];
+        let mut row = Vec::new();
+        if let Some(variant) = &self.variant {
+            row.push(("variant".to_owned(), variant.as_str().into()));
+        }
+        row.push(("preset".to_owned(), json(&self.preset)));
         flatten("", '.', &json(&self.config), &mut row);
         match trace {
             Trace::File(path) => {
@@ -64,8 +84,10 @@ impl Point {
 pub struct Study {
     /// The distinct traces, in the order of the study.
     pub traces: Vec<Trace>,
-    /// The runs, in the order of the study: by trace, then by configuration.
+    /// The runs, in the order of the study: by trace, then by variant, then by configuration.
     pub points: Vec<Point>,
+    /// Points that were left out because their configurations are impossible.
+    pub skipped: usize,
     /// The study as it was written, for the record.
     pub source: Value,
     /// The file that it was read from.
@@ -84,10 +106,17 @@ impl Study {
             .collect();
         // The name of a preset or a flavour implies the values that follow from it.
         let mut names = varying(&flat);
+        let variants = self.source.get("variant").and_then(Value::as_array);
+        let tables: Vec<&Value> = variants
+            .into_iter()
+            .flatten()
+            .chain([&self.source])
+            .collect();
+        // The name of a variant does so, too.
         names.retain(|name| {
             let pointer = format!("/{}", name.replace('.', "/"));
-            let listed = self.source.pointer(&pointer).is_some_and(Value::is_array);
-            listed || name.starts_with("trace.")
+            let listed = |table: &&Value| table.pointer(&pointer).is_some_and(Value::is_array);
+            tables.iter().any(listed) || name.starts_with("trace.")
         });
         flat.iter()
             .map(|row| {
@@ -120,8 +149,7 @@ impl Study {
     /// The first point whose configuration is impossible or says what has no effect.
     pub(super) fn check(&self) -> Result<(), StudyError> {
         for (number, point) in self.points.iter().enumerate() {
-            let heeded = point.config.check_heeded();
-            if let Err(error) = heeded.and_then(|()| point.config.check()) {
+            if let Err(error) = point.check() {
                 return Err(StudyError::Point {
                     point: number,
                     label: self.labels().swap_remove(number),
@@ -129,6 +157,20 @@ impl Study {
                 });
             }
         }
+        Ok(())
+    }
+
+    /// Leaves out the points whose configuration is impossible or says what has no effect.
+    ///
+    /// # Errors
+    /// The first of them, if that is all there are.
+    pub(super) fn skip_impossible(&mut self) -> Result<(), StudyError> {
+        if self.points.iter().all(|point| point.check().is_err()) {
+            return self.check();
+        }
+        let before = self.points.len();
+        self.points.retain(|point| point.check().is_ok());
+        self.skipped = before - self.points.len();
         Ok(())
     }
 }

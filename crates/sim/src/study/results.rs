@@ -4,6 +4,7 @@
 //! | columns | what |
 //! |---|---|
 //! | `point`, `id` | number in the study, identity |
+//! | `variant` | the point's variant, if the study has any |
 //! | `preset`, `config_…` | every parameter of the run: `config_devtlb_entries` |
 //! | `trace_…` | every parameter of the trace's recipe: `trace_tenants`, `trace_input_synthetic_workload` |
 //! | `trace_recipe` | the recipe as JSON, if there is one |
@@ -62,10 +63,24 @@ pub(super) fn write_results(
     rows: &[SweepRow],
     path: &Path,
 ) -> Result<(), StudyError> {
+    let rows: Vec<_> = rows
+        .iter()
+        .enumerate()
+        .map(|(number, row)| cells(study, traces, number, row))
+        .collect();
+    write_table(&rows, &study.source, path)
+}
+
+/// Writes rows of named values to `path`, with `source`, what they are from, in its metadata.
+pub(crate) fn write_table(
+    rows: &[Vec<(String, Value)>],
+    source: &Value,
+    path: &Path,
+) -> Result<(), StudyError> {
     let mut table = Table::new(rows.len());
     for (number, row) in rows.iter().enumerate() {
-        for (name, value) in cells(study, traces, number, row) {
-            table.put(number, name, value);
+        for (name, value) in row {
+            table.put(number, name, value.clone());
         }
     }
     let failed = |error: &dyn std::fmt::Display| StudyError::Write {
@@ -74,7 +89,7 @@ pub(super) fn write_results(
     };
     let (partial, file) = PartialFile::create(path)?;
     let file = table
-        .write(file, &study.source)
+        .write(file, source)
         .map_err(|error| failed(&error))?
         .into_inner()
         .map_err(|error| failed(&error.into_error()))?;
@@ -82,11 +97,17 @@ pub(super) fn write_results(
 }
 
 /// All of one row, by column.
-fn cells(study: &Study, traces: &Traces, number: usize, row: &SweepRow) -> Vec<(String, Value)> {
+pub(crate) fn cells(
+    study: &Study,
+    traces: &Traces,
+    number: usize,
+    row: &SweepRow,
+) -> Vec<(String, Value)> {
     let point = &study.points[number];
     let mut cells = vec![
         ("point".to_owned(), json!(number)),
         ("id".to_owned(), json!(row.id)),
+        ("variant".to_owned(), json!(point.variant)),
         ("preset".to_owned(), json!(point.preset)),
     ];
     columns::flatten("config", '_', &columns::json(&point.config), &mut cells);
@@ -153,10 +174,11 @@ impl Table {
         }
     }
 
-    fn put(&mut self, row: usize, name: String, value: Value) {
-        let column = *self.by_name.entry(name).or_insert_with_key(|name| {
+    fn put(&mut self, row: usize, name: &str, value: Value) {
+        let column = self.by_name.get(name).copied().unwrap_or_else(|| {
+            self.by_name.insert(name.to_owned(), self.columns.len());
             self.columns.push(Column {
-                name: name.clone(),
+                name: name.to_owned(),
                 values: vec![Value::Null; self.rows],
             });
             self.columns.len() - 1

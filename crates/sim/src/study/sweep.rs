@@ -58,7 +58,9 @@ pub struct SweepSummary {
     pub journal: PathBuf,
     /// Points of the study.
     pub points: usize,
-    /// Of these, run now.
+    /// Points that were left out because they are impossible; not among these.
+    pub skipped: usize,
+    /// Of the points, run now.
     pub run: usize,
     /// Of these, known from an earlier sweep, or the same as another point.
     pub kept: usize,
@@ -131,6 +133,7 @@ pub fn sweep(
             out: options.out.clone(),
             journal: path,
             points: study.points.len(),
+            skipped: study.skipped,
             run,
             kept: study.points.len() - run,
             jobs: options.jobs.get(),

@@ -714,3 +714,132 @@ fn figures_survive_the_journal_to_the_last_bit() {
     let (_, finished) = journal::Journal::open(&path, &build).unwrap();
     assert_eq!(finished[&id], run);
 }
+
+/// Two variants of five points each, of which some are impossible.
+const VARIANTS: &str = r#"
+preset = "hypertrio"
+skip_impossible = true
+devtlb.entries = [32, 64]
+[[variant]]
+name = "small buffer"
+ptb.entries = 8
+prefetch.enabled = false
+[[variant]]
+name = "partitions"
+devtlb.partitions = [4, 8]
+[[trace]]
+tenants = 2
+packets = 40
+input.synthetic.workload = "iperf3"
+"#;
+
+#[test]
+fn variant_is_the_study_with_its_own_settings_and_impossible_points_are_left_out() {
+    let study = study(VARIANTS).unwrap();
+    let got: Vec<_> = study
+        .points
+        .iter()
+        .map(|point| {
+            let config = &point.config;
+            (
+                point.variant.as_deref().unwrap(),
+                config.devtlb.entries,
+                config.devtlb.partitions,
+                config.ptb.entries,
+                config.prefetch.enabled,
+            )
+        })
+        .collect();
+    // 32 entries of 8 ways are 4 sets, which 8 partitions cannot share.
+    let expected = [
+        ("small buffer", 64, 8, 8, false),
+        ("partitions", 32, 4, 32, true),
+        ("partitions", 64, 4, 32, true),
+        ("partitions", 64, 8, 32, true),
+    ];
+    assert_eq!(got, expected);
+    assert_eq!(study.skipped, 2);
+    assert_eq!(
+        study.labels(),
+        [
+            "variant=small buffer devtlb.entries=64 devtlb.partitions=8",
+            "variant=partitions devtlb.entries=32 devtlb.partitions=4",
+            "variant=partitions devtlb.entries=64 devtlb.partitions=4",
+            "variant=partitions devtlb.entries=64 devtlb.partitions=8",
+        ]
+    );
+    let told = refusal(&VARIANTS.replace("skip_impossible = true\n", ""));
+    assert!(told.starts_with("point 0 (variant=small buffer"), "{told}");
+    let told = refusal(&VARIANTS.replace("[32, 64]", "24"));
+    assert!(told.contains("devtlb"), "nothing is left: {told}");
+}
+
+#[test]
+fn setting_of_the_command_line_holds_in_every_variant() {
+    let mut draft = Draft::parse(VARIANTS, Path::new("")).unwrap();
+    draft.set("ptb.entries=5").unwrap();
+    draft.set("devtlb.partitions=2").unwrap();
+    let study = draft.study().unwrap();
+    assert!(
+        study
+            .points
+            .iter()
+            .all(|point| point.config.ptb.entries == 5)
+    );
+    assert_eq!((study.points.len(), study.skipped), (4, 0));
+    draft.set("variant=1").unwrap_err();
+}
+
+#[test]
+fn variants_without_name_or_of_something_else_are_refused() {
+    for (text, told) in [
+        ("variant = 3", "[[variant]]"),
+        ("variant = []", "[[variant]]"),
+        ("variant = [1]", "variant[0]: a variant is a table"),
+        ("[[variant]]\nptb.entries = 3", "variant[0].name"),
+        ("[[variant]]\nname = \"\"", "variant[0].name"),
+        (
+            "[[variant]]\nname = \"a\"\n[[variant]]\nname = \"a\"",
+            "variant[1].name: there is another variant 'a'",
+        ),
+        (
+            "[[variant]]\nname = \"a\"\ntrace = []",
+            "variant[0].trace: this belongs to the study",
+        ),
+        ("[[variant]]\nname = \"a\"\nnothing = 1", "nothing"),
+        (
+            "skip_impossible = 7\n[[variant]]\nname = \"a\"",
+            "skip_impossible",
+        ),
+    ] {
+        let refused = refusal(&format!("{text}\n[[trace]]\nfile = \"a\""));
+        assert!(refused.contains(told), "{refused}");
+    }
+}
+
+#[test]
+fn results_of_variants_have_their_names_and_equal_points_are_run_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = format!("{VARIANTS}\n[[variant]]\nname = \"again\"\ndevtlb.partitions = 8");
+    // The tables of a study may be in any order.
+    let study = study(&text).unwrap();
+    let options = options(dir.path().join("out.parquet"), 2);
+    let swept = run(&study, &options);
+    let summary = &swept.summary;
+    assert_eq!((summary.points, summary.run, summary.skipped), (5, 4, 3));
+    let file = std::fs::File::open(&options.out).unwrap();
+    let names: Vec<String> = SerializedFileReader::new(file)
+        .unwrap()
+        .get_row_iter(None)
+        .unwrap()
+        .map(|row| {
+            let columns = row.unwrap().into_columns();
+            let (_, field) = columns
+                .into_iter()
+                .find(|(name, _)| name == "variant")
+                .unwrap();
+            field.to_string()
+        })
+        .collect();
+    assert!(names[4].contains("again"), "{names:?}");
+}

@@ -9,8 +9,8 @@ mod model;
 use pagetide_addr::Iova;
 use pagetide_sim::config::{
     Absent, CacheConfig, Completion, Config, FaultConfig, FaultDiscipline, Flavour, Handlers,
-    LatencyConfig, LinkConfig, OnFault, PartitionBy, Predictor, PrefetchConfig, PrefetchTrigger,
-    PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
+    HostPage, LatencyConfig, LinkConfig, OnFault, PartitionBy, Predictor, PrefetchConfig,
+    PrefetchTrigger, PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
 };
 use pagetide_sim::{NextUses, ServiceSamples, ServiceTime, TraceInput, run_told};
 use pagetide_trace::{Event, EventKind, Events, IommuDomain, PageSize, SourceId};
@@ -101,14 +101,27 @@ fn latency() -> impl Strategy<Value = LatencyConfig> {
 
 fn walk() -> impl Strategy<Value = WalkConfig> {
     let costs = vec![WalkCost::Nested, WalkCost::Short];
-    (select(costs), 3..6_u32, 0..6_u32, any::<bool>()).prop_map(
-        |(cost, guest_levels, host_levels, large_pages_shorten)| WalkConfig {
-            cost,
-            guest_levels,
-            host_levels,
-            large_pages_shorten,
-        },
+    let pages = vec![HostPage::Size4K, HostPage::Size2M, HostPage::Size1G];
+    (
+        select(costs),
+        (3..6_u32, 0..6_u32),
+        any::<bool>(),
+        select(pages),
+        0..5_u32,
     )
+        .prop_map(
+            |(cost, (guest_levels, host_levels), large_pages_shorten, page, walkers)| WalkConfig {
+                cost,
+                guest_levels,
+                host_levels,
+                host_page: match host_levels {
+                    0..3 => HostPage::Size4K,
+                    _ => page,
+                },
+                walkers,
+                large_pages_shorten,
+            },
+        )
 }
 
 fn link() -> impl Strategy<Value = LinkConfig> {

@@ -5,7 +5,8 @@
 //! configuration, the events and the shape of what comes out.
 
 use pagetide_sim::config::{
-    Completion, Config, FaultDiscipline, Predictor, PrefetchTrigger, PtbUnit, WalkConfig, WalkCost,
+    Completion, Config, FaultDiscipline, HostPage, Predictor, PrefetchTrigger, PtbUnit, WalkConfig,
+    WalkCost,
 };
 use pagetide_sim::{AllCounts, FaultOutcome, Step, StepRecord};
 use pagetide_trace::{Event, EventKind};
@@ -113,6 +114,8 @@ pub struct Model<'a> {
     device: Queue,
     agent: Queue,
     walking: Queue,
+    /// Walks that no walker is free for, in order of arrival, with their times.
+    unwalked: Vec<(u64, Request)>,
     back: Queue,
     context: Cache,
     devtlb: Cache,
@@ -143,6 +146,7 @@ impl<'a> Model<'a> {
             device: queue(),
             agent: queue(),
             walking: queue(),
+            unwalked: Vec::new(),
             back: queue(),
             context: Cache::of_contexts(&config.context_cache, config.seed),
             devtlb: cache(&config.devtlb, 21),
@@ -478,8 +482,8 @@ impl<'a> Model<'a> {
         for (level, cache) in (1..).zip(&mut self.levels) {
             cache.invalidate(|key| void(key, 1 << level_shift(level)));
         }
-        for queue in [&mut self.walking, &mut self.back] {
-            for (_, request) in &mut queue.1 {
+        for queue in [&mut self.walking.1, &mut self.unwalked, &mut self.back.1] {
+            for (_, request) in queue {
                 let page = request.page;
                 request.void |= void(page.key(), 1 << level_shift(page.level));
             }
@@ -606,10 +610,24 @@ impl<'a> Model<'a> {
         self.result.walks += 1;
         self.result.accesses += accesses;
         self.step(Step::Walk, &page);
-        self.walking.1.push((self.now + after, request));
+        self.unwalked.push((after, request));
+        self.begin_walks();
+    }
+
+    /// Free walkers begin what came first.
+    fn begin_walks(&mut self) {
+        let walkers = match self.config.walk.walkers {
+            0 => usize::MAX,
+            some => some as usize,
+        };
+        while !self.unwalked.is_empty() && self.walking.1.len() < walkers {
+            let (after, request) = self.unwalked.remove(0);
+            self.walking.1.push((self.now + after, request));
+        }
     }
 
     fn walked(&mut self, mut request: Request) {
+        self.begin_walks();
         let page = request.page;
         let discipline = self.faults.discipline(page.tenant);
         let asks = discipline == FaultDiscipline::AtsPri
@@ -715,8 +733,8 @@ impl<'a> Model<'a> {
         for (level, cache) in (1..).zip(&mut self.levels) {
             cache.invalidate(|key| void(key, 1 << level_shift(level)));
         }
-        for queue in [&mut self.walking, &mut self.back] {
-            for (_, request) in &mut queue.1 {
+        for queue in [&mut self.walking.1, &mut self.unwalked, &mut self.back.1] {
+            for (_, request) in queue {
                 let page = request.page;
                 request.void |= void(page.key(), 1 << level_shift(page.level));
             }
@@ -755,11 +773,16 @@ fn walk_accesses(walk: &WalkConfig, page_level: u32, lowest: Option<u32>) -> u64
     } else {
         1
     };
+    let host_levels = match walk.host_page {
+        HostPage::Size4K => walk.host_levels,
+        HostPage::Size2M => walk.host_levels - 1,
+        HostPage::Size1G => walk.host_levels - 2,
+    };
     let first = lowest.map_or(walk.guest_levels, |hit| hit - 1);
     let mut accesses = 0;
     for _level in last..=first {
         // The guest's entry lies at a guest-physical address.
-        accesses += walk.host_levels + 1;
+        accesses += host_levels + 1;
     }
-    u64::from(accesses + walk.host_levels)
+    u64::from(accesses + host_levels)
 }

@@ -114,6 +114,10 @@ pub enum Task {
     Demote {
         section: SectionNo,
     },
+    /// Present pages of the section are granted to all devices, as a recovery leaves it for later.
+    Grant {
+        section: SectionNo,
+    },
     Trim,
     CorrectLimit,
     /// Memory was plugged.
@@ -390,6 +394,14 @@ impl Daemon {
         devices.insert(device, attached);
     }
 
+    fn grant(&self, section: SectionNo) {
+        let _frame = self.life.frame(Frame::Setup);
+        match self.space.grant_section(section) {
+            Ok(()) => self.life.world.lock().coverage.granted_sections += 1,
+            Err(error) => self.life.expect_trouble(&error),
+        }
+    }
+
     /// Long after the store was found full: a run must not depend on the host's clock.
     fn look_for_room(&self) {
         self.store.look_for_room(Instant::now() + 2 * FULL_MIN);
@@ -443,6 +455,7 @@ impl Daemon {
             Task::Relocate { page } => self.relocate(page),
             Task::MakeRoom { pages } => self.take_directly(pages),
             Task::Demote { section } => self.demote(section),
+            Task::Grant { section } => self.grant(section),
             Task::Trim => self.store.trim().expect("a pool that can be punched"),
             Task::CorrectLimit => {
                 let loading = self.space.loading_pages();
@@ -774,7 +787,7 @@ fn begin_life(world: &Arc<World>) -> Life {
 /// Without its vCPUs a VM is not taken over. Nothing else goes on before.
 fn attach_to_the_end(life: &Life, whole: &Arc<AddressSpace>, device: &Arc<Device>) {
     let _frame = life.frame(Frame::Grow);
-    while let Err(error) = whole.attach(device, Mode::Coherent, Activation::Now) {
+    while let Err(error) = whole.attach_ungranted(device, Mode::Coherent) {
         life.expect_trouble(&error);
         if life.world.lock().gone {
             return;

@@ -247,7 +247,29 @@ impl Run {
         }
     }
 
+    /// Present pages of all sections are granted; whoever dies of it leaves that to a successor.
+    fn grant_all(&self) {
+        while !self.is_vmm_dead() {
+            let before = self.world.lock().incarnation;
+            let sections: Vec<_> = self.daemon().space.table().sections().collect();
+            for section in sections {
+                self.perform(Task::Grant { section });
+                if self.is_vmm_dead() {
+                    return;
+                }
+            }
+            if self.world.lock().incarnation == before {
+                return;
+            }
+        }
+    }
+
+    /// What a recovery left for later has come to its end, too.
     fn audit_at_rest(&self) {
+        self.grant_all();
+        if self.is_vmm_dead() {
+            return;
+        }
         let daemon = self.daemon();
         crate::audit::audit_at_rest(&self.world.lock(), &daemon);
     }
@@ -401,7 +423,7 @@ fn choose(state: &mut State) -> Option<Task> {
         let page = state.active_page();
         return Some(Task::Relocate { page });
     }
-    match state.random.below(21) {
+    match state.random.below(22) {
         0..=10 => Task::next_fault(state),
         11..=14 if state.knobs.eviction == Eviction::AtRandom => Task::random_eviction(state),
         11 => Some(match state.random.below(3) {
@@ -424,7 +446,10 @@ fn choose(state: &mut State) -> Option<Task> {
         17 => Some(Task::SwapIn {
             section: state.active_page().section(),
         }),
-        18 => {
+        18 => Some(Task::Grant {
+            section: state.active_page().section(),
+        }),
+        19 => {
             state.change_wiring();
             None
         }

@@ -95,6 +95,7 @@ coverage! {
     relocated_pages
     relocations_in_vain
     loading_removals
+    granted_sections
     alias_faults
     attached_devices
     transfers

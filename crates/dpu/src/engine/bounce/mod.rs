@@ -9,7 +9,7 @@
 //! buffers ([`Overwrite`](RequestKind::Overwrite)).
 //!
 //! ```text
-//!   leases fail ─► plan ─► disk ─► overwrites out ─► all answered ─► status, used ring
+//!   leases fail ─► plan ─► disk ─► overwrites out ─► all answered ─► answer, used ring
 //!                   │ no slots, no read                  │
 //!                   ▼                                    └─ a page was there after all (a vCPU was
 //!         all pages are asked for                           quicker): copy it under a lease; if that
@@ -41,7 +41,7 @@ pub(crate) mod slots;
 
 use super::{device::Device, request::Request};
 use crate::{
-    blk::request::Status,
+    kind::work::Outcome,
     memory::{DeviceMemory, Span},
     parked::QueueKey,
     ring::Job,
@@ -70,10 +70,10 @@ struct Left {
     slot: u32,
 }
 
-/// A read whose transfer is done and whose pages are being installed.
+/// A transfer to the guest that is done and whose pages are being installed.
 struct Settling {
     job: Box<Job<Request>>,
-    status: Status,
+    outcome: Outcome,
     device: DeviceId,
     vector: Option<u16>,
     unsent: Vec<Run>,
@@ -119,9 +119,9 @@ impl Settled {
 /// Whether the guest has all data of a settled transfer.
 #[must_use = "its chain must be completed or begun again, or its guest waits for ever"]
 pub(crate) enum Delivered {
-    /// Yes, and the page of the status byte is leased: the chain can be completed.
-    Entirely(Box<Job<Request>>, Status),
-    /// No: a page is absent that was not installed, or that of the status byte. Nothing is leased.
+    /// Yes, and the place of the answer is leased: the chain can be completed.
+    Entirely(Box<Job<Request>>, Outcome),
+    /// No: a page is absent that was not installed, or that of the answer. Nothing is leased.
     NotYet(Box<Job<Request>>),
 }
 
@@ -157,7 +157,7 @@ impl BounceBuffers {
         &mut self,
         device: &Device,
         mut job: Box<Job<Request>>,
-        status: Status,
+        outcome: Outcome,
         now_ns: u64,
     ) -> Option<Box<Job<Request>>> {
         job.request.course.transferred(now_ns);
@@ -186,7 +186,7 @@ impl BounceBuffers {
             vector: queue.and_then(|queue| queue.asker(&device.shared, &memory).vector),
             device: device.shared.id,
             job,
-            status,
+            outcome,
             unsent,
             outstanding: 0,
             answered: Vec::new(),
@@ -202,12 +202,11 @@ impl BounceBuffers {
     pub fn deliver(&mut self, settled: Settled) -> Delivered {
         let Settled(mut settling) = settled;
         let request = &mut settling.job.request;
-        let at = request.status;
+        let at = request.answer;
         let mut leases = std::mem::take(&mut request.leases);
         let memory = settling.job.dma.memory().clone();
         let left = settling.left.iter().map(|left| left.page);
-        let delivered = std::iter::once(at)
-            .chain(left)
+        let delivered = (at.into_iter().chain(left))
             .all(|span| leases.take(&memory, span, Access::Write))
             && settling.copy_left(&memory);
         for run in &settling.answered {
@@ -219,7 +218,7 @@ impl BounceBuffers {
         let mut job = settling.job;
         job.request.leases = leases;
         if delivered {
-            Delivered::Entirely(job, settling.status)
+            Delivered::Entirely(job, settling.outcome)
         } else {
             Delivered::NotYet(job)
         }

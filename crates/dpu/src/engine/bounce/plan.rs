@@ -11,9 +11,9 @@
 
 use super::slots::{CurrentSlots, Run};
 use crate::{
-    blk::request::Frame,
     chain::Buffers,
     engine::pages::absent_runs,
+    frame::Frame,
     memory::{DeviceMemory, Span},
     parked::PageDemand,
     ring::Piece,
@@ -51,7 +51,7 @@ fn needed_first(memory: &DeviceMemory, frame: &Frame, buffers: &Buffers) -> Vec<
         let [head, _, tail] = cut(*span);
         [head, tail]
     });
-    let written = std::iter::once(frame.status)
+    let written = (frame.answer.into_iter())
         .chain(edges.flatten())
         .map(|span| (span, Access::Write));
     read.chain(written)

@@ -370,3 +370,59 @@ fn unmap_costs_one_restriction_a_table_and_one_invalidation_a_device() {
     let after = (machine.count(Op::Restrict), machine.count(Op::Invalidate));
     assert_eq!((after.0 - before.0, after.1 - before.1), (3, 3));
 }
+
+#[test]
+fn region_goes_by_its_first_address_mapped_or_not() {
+    let machine = Machine::eager();
+    let gpu = machine.gpu();
+    let space = space_of(16);
+    attach_all(&space, &[&gpu]);
+    let region = region_of(&space, 2);
+    let start = region.start();
+    refused!(
+        space.dealloc_va(Va(start.0 + 4096)),
+        GmError::NotAllocated { .. }
+    );
+    refused!(
+        space.dealloc_va(Va(start.0 + 1)),
+        GmError::NotAllocated { .. }
+    );
+    wire(&region, 0);
+    gpu.fill(region.pages(), 1);
+    space.dealloc_va(start).unwrap();
+    machine.assert_unreachable(region.pages());
+    refused!(region.dealloc(), GmError::Destroyed);
+    let request = RegionRequest::of_bytes(2 * 4096);
+    let start = space.alloc_va(&request).unwrap();
+    let found = space.lookup(Va(start.0 + 4096)).unwrap();
+    space.dealloc_va(start).unwrap();
+    refused!(space.dealloc_va(start), GmError::NotAllocated { .. });
+    let late = found.map(&own_frames(0, 2), &MapOptions::new(Access::Read));
+    refused!(late, GmError::Destroyed);
+    end(&machine, &space, &[&gpu]);
+}
+
+#[test]
+fn of_threads_that_free_an_address_one_does() {
+    let machine = Machine::eager();
+    let space = space_of(16);
+    let barrier = std::sync::Barrier::new(4);
+    for _ in 0..200 {
+        let start = space.alloc_va(&RegionRequest::of_bytes(4096)).unwrap();
+        let freed = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|_| {
+                    scope.spawn(|| {
+                        barrier.wait();
+                        space.dealloc_va(start).is_ok()
+                    })
+                })
+                .collect();
+            let freed = threads.into_iter().map(|thread| thread.join().unwrap());
+            freed.filter(|freed| *freed).count()
+        });
+        assert_eq!(freed, 1);
+        assert!(space.regions().is_empty());
+    }
+    end(&machine, &space, &[]);
+}

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A tenant's memory: RAM in a memfd, an lz4 store, an address space over both, and one
-//! kind of I/O address space as its device. It has no vCPU, so nothing but the fault service
+//! A tenant's memory, of benches of page requests: RAM in a memfd, an lz4 store, an address space over
+//! both, and one kind of I/O address space as its device. It has no vCPU, so nothing but the fault service
 //! and the bench itself touches it.
 
 use std::{
+    fs::File,
+    io::Read as _,
     os::fd::AsFd as _,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
-use pagetide_addr::{FileKey, FilePage, FilePageSet, PAGE_BYTES, PageNo, PageRange, PageSet, Va};
+use pagetide_addr::{
+    FileKey, FilePage, FilePageSet, PageNo, PageRange, PageSet, SECTION_PAGES, Va,
+};
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Cause, Content, ContentStore, Device, Fault,
     FaultOutcome, Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place,
@@ -23,19 +27,40 @@ use pagetide_sys::{
 };
 use pagetide_vpri::{DPU, DmaMmu, IoSpace, IoSpaces};
 
-/// Pages of a tenant.
-pub(super) const PAGES: u64 = 512;
 const SEED: Seed = Seed(0x10bf);
 /// Longest wait for a page to be evicted.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Bytes of this program that are searched for pages that compress.
+const PROGRAM_BYTES_MAX: u64 = 16 << 20;
+
+/// What the pages hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Filling {
+    /// Pages of this program, all present.
+    Programs,
+    /// The same, but every odd page is a hole, which is filled with zeros.
+    ProgramsAndHoles,
+    /// Holes.
+    Holes,
+}
+
+impl Filling {
+    const fn is_hole(self, page: PageNo) -> bool {
+        match self {
+            Self::Programs => false,
+            Self::ProgramsAndHoles => page.0 % 2 == 1,
+            Self::Holes => true,
+        }
+    }
+}
 
 /// The same page in the one file of the RAM, which begins at page 0.
-pub(super) const fn in_file(page: PageNo) -> FilePage {
+pub(crate) const fn in_file(page: PageNo) -> FilePage {
     FilePage(page.0)
 }
 
 /// First word of `page`.
-pub(super) const fn stamp(page: PageNo) -> u64 {
+pub(crate) const fn stamp(page: PageNo) -> u64 {
     (page.0 + 1).wrapping_mul(GAMMA)
 }
 
@@ -161,27 +186,34 @@ impl Incidents for Ram {
 }
 
 /// See the module.
-pub(super) struct Tenant {
+pub(crate) struct Tenant {
     ram: Arc<Ram>,
-    pub(super) io: Arc<dyn IoSpace>,
-    pub(super) mmu: Arc<DmaMmu>,
-    pub(super) space: Arc<AddressSpace>,
+    pub(crate) io: Arc<dyn IoSpace>,
+    pub(crate) mmu: Arc<DmaMmu>,
+    pub(crate) space: Arc<AddressSpace>,
+    filled: PageRange,
+    filling: Filling,
     packer: Packer,
 }
 
 /// Formats a failure.
-pub(super) fn failed(what: &str) -> impl Fn(&dyn std::fmt::Display) -> String + '_ {
+pub(crate) fn failed(what: &str) -> impl Fn(&dyn std::fmt::Display) -> String + '_ {
     move |error| format!("{what}: {error}")
 }
 
 impl Tenant {
-    /// A tenant with an I/O address space from `spaces`; all its pages are present, none is granted.
-    pub(super) fn new(spaces: &dyn IoSpaces) -> Result<Self, String> {
+    /// A tenant with an I/O address space from `spaces`, in which nothing is granted. The first `pages`
+    /// pages of its memory are filled; the rest of their last section are holes.
+    pub(crate) fn new(spaces: &dyn IoSpaces, pages: u64, filling: Filling) -> Result<Self, String> {
         let wrong = failed("the tenant's memory");
-        let bytes = PAGES * PAGE_BYTES;
-        let file = GuestFile::new_memfd("pagetide-iopf-rtt", bytes).map_err(|e| wrong(&e))?;
+        let all = PageNo(0).run(pages.next_multiple_of(SECTION_PAGES));
+        let bytes = all.bytes();
+        let file = GuestFile::new_memfd("pagetide-tenant", bytes).map_err(|e| wrong(&e))?;
         let models = models()?;
-        for (page, model) in (0..PAGES).map(PageNo).zip(models.iter().cycle()) {
+        for (page, model) in PageNo(0).run(pages).iter().zip(models.iter().cycle()) {
+            if filling.is_hole(page) {
+                continue;
+            }
             let mut content = *model;
             content[..8].copy_from_slice(&stamp(page).to_ne_bytes());
             let written = file.write_at(page.byte_offset(), &content);
@@ -198,7 +230,7 @@ impl Tenant {
             stored: Mutex::default(),
         });
         let memory = PagedMemory::new(MemoryParts {
-            table: PageTable::growing(Box::new(VolatileWords::with_capacity(PAGES))),
+            table: PageTable::growing(Box::new(VolatileWords::with_capacity(all.len()))),
             place: Arc::clone(&ram) as _,
             store: Arc::clone(&ram) as _,
             admission: Arc::new(Unlimited),
@@ -207,7 +239,6 @@ impl Tenant {
         });
         let space = AddressSpace::over(memory, Va(0), Va(bytes), AllocPolicy::default());
         let space = space.map_err(|e| wrong(&e))?;
-        let all = PageNo(0).run(PAGES);
         let mmu = Arc::new(DmaMmu::new([(Arc::clone(&io), all)]));
         let device = Device::with_id(DPU, Arc::clone(&mmu) as _);
         let attached = space.attach(&device, Mode::Coherent, Activation::Now);
@@ -219,17 +250,19 @@ impl Tenant {
             io,
             mmu,
             space,
+            filled: PageNo(0).run(pages),
+            filling,
             packer: Packer::default(),
         })
     }
 
     /// The file of its RAM.
-    pub(super) fn file(&self) -> &GuestFile {
+    pub(crate) fn file(&self) -> &GuestFile {
         &self.ram.file
     }
 
     /// Makes its page `page` absent for devices, but present in memory.
-    pub(super) fn hide(&self, page: PageNo) -> Result<(), String> {
+    pub(crate) fn hide(&self, page: PageNo) -> Result<(), String> {
         let page = in_file(page);
         let one = FilePageSet::of_range(page.section(), page.single());
         until("a device releases a page", || {
@@ -238,7 +271,7 @@ impl Tenant {
     }
 
     /// Compresses its page `page` and makes it absent.
-    pub(super) fn evict(&mut self, page: PageNo) -> Result<(), String> {
+    pub(crate) fn evict(&mut self, page: PageNo) -> Result<(), String> {
         let (ram, packer) = (Arc::clone(&self.ram), &mut self.packer);
         let Some(memory) = self.space.memory() else {
             return Err("an address space without memory".into());
@@ -260,8 +293,33 @@ impl Tenant {
         })
     }
 
+    /// Makes all its pages absent.
+    pub(crate) fn evict_all(&mut self) -> Result<(), String> {
+        for page in self.filled.iter() {
+            if !self.filling.is_hole(page) {
+                self.evict(page)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails unless its page `page` is present with its own content.
+    pub(crate) fn check(&self, page: PageNo) -> Result<(), String> {
+        let wrong = failed("checking a page");
+        let mut word = [0; 8];
+        let read = self.ram.file.read_at(page.byte_offset(), &mut word);
+        read.map_err(|e| wrong(&e))?;
+        let is_hole = self.filling.is_hole(page);
+        let wanted = if is_hole { 0 } else { stamp(page) };
+        let is_present = self.ram.is_present(page).map_err(|e| wrong(&e))?;
+        if is_present && u64::from_ne_bytes(word) == wanted {
+            return Ok(());
+        }
+        Err(format!("{page} was answered and not filled"))
+    }
+
     /// Makes pages present and grants them, as a plain work queue does; calls `reply` once.
-    pub(super) fn fault(
+    pub(crate) fn fault(
         space: &AddressSpace,
         fault: &Fault,
         reply: impl FnOnce(FaultOutcome) + Send + 'static,
@@ -287,9 +345,19 @@ fn until(what: &str, mut done: impl FnMut() -> Result<bool, String>) -> Result<(
     Ok(())
 }
 
-/// Pages of this program with a typical lz4 ratio: they represent a guest's.
-fn models() -> Result<Vec<[u8; PAGE]>, String> {
-    let program = std::fs::read("/proc/self/exe").map_err(|e| failed("this program")(&e))?;
+/// Pages of this program with a typical lz4 ratio: they represent a guest's. Searched once.
+fn models() -> Result<&'static [[u8; PAGE]], String> {
+    static MODELS: OnceLock<Result<Vec<[u8; PAGE]>, String>> = OnceLock::new();
+    let models = MODELS.get_or_init(search_models).as_deref();
+    models.map_err(Clone::clone)
+}
+
+fn search_models() -> Result<Vec<[u8; PAGE]>, String> {
+    let wrong = failed("this program");
+    let file = File::open("/proc/self/exe").map_err(|e| wrong(&e))?;
+    let mut program = Vec::new();
+    let read = file.take(PROGRAM_BYTES_MAX).read_to_end(&mut program);
+    read.map_err(|e| wrong(&e))?;
     let mut packer = Packer::default();
     let compresses = |page: &&[u8; PAGE]| {
         let stored = packer.pack(SEED, PageNo(0), page).map(<[u8]>::len);
@@ -304,12 +372,12 @@ fn models() -> Result<Vec<[u8; PAGE]>, String> {
 }
 
 /// Runs this thread on one CPU.
-pub(super) fn move_to(cpu: usize) -> Result<(), String> {
+pub(crate) fn move_to(cpu: usize) -> Result<(), String> {
     cpu::set_affinity(&[cpu]).map_err(|e| failed("moving to a CPU")(&e))
 }
 
 /// Runs this thread on one CPU, with this urgency if permitted.
-pub(super) fn stand(cpu: usize, urgency: Urgency) -> Result<(), String> {
+pub(crate) fn stand(cpu: usize, urgency: Urgency) -> Result<(), String> {
     move_to(cpu)?;
     if let Err(error) = cpu::set_urgency(urgency) {
         tracing::warn!(%error, ?urgency, "other processes may hold the bench's device up");
