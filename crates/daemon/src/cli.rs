@@ -5,6 +5,7 @@ use pagetide_dpu::WEIGHT_DEFAULT;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::{Args, Parser, Subcommand};
 
 use crate::budget::cli::{HostCommand, ShareArgs};
@@ -15,6 +16,7 @@ use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::protection::recording::DEFAULT_FILES;
 use crate::settings::{GivenDpuSettings, GivenSettings};
+use crate::tiers::may_be_secret;
 use pagetide_report::size::ByteSize;
 
 /// Memory for running virtual machines whose devices live in user space.
@@ -76,6 +78,27 @@ pub enum Command {
     /// Wait for a successor that this process has started; for `pagetide upgrade`
     #[command(hide = true)]
     Hold,
+}
+
+/// The command line of this process; ends the process if it is wrong, or asks for help.
+#[must_use]
+pub fn parsed() -> Cli {
+    Cli::try_parse().unwrap_or_else(|error| without_secrets(error).exit())
+}
+
+/// An error of the command line without words that may have a password in them: a URL that stands where none belongs,
+/// because of a blank too much, say.
+fn without_secrets(mut error: clap::Error) -> clap::Error {
+    let is_secret = |value: &ContextValue| match value {
+        ContextValue::String(text) => may_be_secret(text),
+        _ => false,
+    };
+    let secret = error.context().filter(|(_, value)| is_secret(value));
+    let kinds: Vec<ContextKind> = secret.map(|(kind, _)| kind).collect();
+    for kind in kinds {
+        error.insert(kind, ContextValue::String("…".to_owned()));
+    }
+    error
 }
 
 /// Where the daemon is, and how to print its answer.
@@ -590,6 +613,28 @@ mod tests {
         ] {
             let error = Cli::try_parse_from(&line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn error_repeats_no_word_that_may_be_a_password() {
+        let url = "remote:redis://:hunter2@far=1G";
+        let list = format!("lz4,{url}");
+        for words in [
+            vec!["run", url],
+            vec!["run", "--tiers", &list],
+            vec!["run", "--tiers", "lz4", url],
+            vec!["run", "--tier", url],
+            vec!["run", "--reader-poll-us", url],
+            vec![url],
+        ] {
+            let line = [vec!["pagetide"], words].concat();
+            let error = Cli::try_parse_from(&line).unwrap_err();
+            let told = without_secrets(error).render().to_string();
+            assert!(
+                !told.contains("hunter2") && told.len() > 20,
+                "{line:?}: {told}"
+            );
         }
     }
 

@@ -20,7 +20,7 @@ use tokio::task::JoinHandle;
 use tokio::time::error::Elapsed;
 use tracing_subscriber::EnvFilter;
 
-use crate::api::{self, ApiSocket};
+use crate::api::{self, ApiSocket, Calls};
 use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
 use crate::control::{Control, ControlError};
 use crate::dpu::{Owed, process::start_dpu};
@@ -31,7 +31,7 @@ use crate::settings::{DpuSettings, LogFormat, RunSettings, Settings, from_file};
 use crate::signals::{Signals, Told, aside};
 use crate::state_dir::StateDir;
 use crate::upgrade::{
-    Order, Parts, Prepared, Turn, UpgradeReport, Upgrades, hold, own_program, prepare,
+    Order, Parts, Prepared, Turn, UpgradeReport, Upgrades, hold, own_program, prepare, refuse_all,
 };
 use pagetide_addr::{PAGE_BYTES, to_usize};
 use pagetide_report::outcome::{CommandError, print};
@@ -73,6 +73,7 @@ pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
     let serving = Serving {
         socket: &socket,
         control: &control,
+        calls: Calls::default(),
         upgrading: None,
     };
     let outcome = runtime.block_on(serving.run(front, None));
@@ -208,7 +209,7 @@ impl Started {
             StateDir::adopt(&settings.state_dir, parts.lock).map_err(CommandError::refused)?;
         let socket = ApiSocket::adopt(&settings.api_path(), parts.api);
         // Signals are blocked already: the mask is inherited.
-        let control = start_with(settings, parts.handed, owed)?;
+        let control = start_with(settings, Some(parts.handed), owed)?;
         Ok(Self {
             desk: Desk::of(&socket)?,
             state_dir,
@@ -248,6 +249,7 @@ impl Started {
         let serving = Serving {
             socket: &self.socket,
             control: &self.control,
+            calls: Calls::default(),
             upgrading: Some(Upgrading {
                 state_dir: &self.state_dir,
                 upgrades: &upgrades,
@@ -305,6 +307,7 @@ pub async fn serve(socket: &ApiSocket, control: Arc<dyn Control>) -> Result<(), 
     let serving = Serving {
         socket,
         control: &control,
+        calls: Calls::default(),
         upgrading: None,
     };
     serving.run(Front::of(socket)?, None).await.map(drop)
@@ -338,6 +341,8 @@ enum Asked {
 struct Serving<'a> {
     socket: &'a ApiSocket,
     control: &'a Arc<dyn Control>,
+    /// Work of all servers that there have been.
+    calls: Calls,
     upgrading: Option<Upgrading<'a>>,
 }
 
@@ -355,7 +360,10 @@ impl Serving<'_> {
             let (stop, mut server) = self.answer(listener);
             let (prepared, _turn, next) = loop {
                 match self.until_asked(&mut signals, orders.as_deref_mut()).await {
-                    Asked::End(name) => return self.end(name, &mut signals, stop, server).await,
+                    Asked::End(name) => {
+                        orders.into_iter().for_each(refuse_all);
+                        return self.end(name, &mut signals, stop, server).await;
+                    }
                     // What a server of its own needs if nothing comes of it is there before this one stops.
                     Asked::HandOver(prepared, turn) => match self.socket.listener() {
                         Ok(next) => break (prepared, turn, next),
@@ -366,12 +374,23 @@ impl Serving<'_> {
             listener = next;
             drop(stop);
             // Requests that go on longer keep their connections: the old server is not cut off.
-            let drained = tokio::time::timeout(DRAIN_WAIT, &mut server).await;
-            match self.hand_over(drained.map(drop)) {
-                Ok(parts) => return Ok(End::HandedOver(prepared, parts)),
+            let drained = tokio::time::timeout(DRAIN_WAIT, self.drained(&mut server)).await;
+            match self.hand_over(drained) {
+                Ok(parts) => {
+                    signals.put_back();
+                    return Ok(End::HandedOver(prepared, parts));
+                }
                 Err(reason) => self.gave_up(*prepared, &reason),
             }
         }
+    }
+
+    /// Returns once no request is under way, nor work of one whose client has left.
+    async fn drained(&self, server: &mut JoinHandle<()>) {
+        if let Err(error) = server.await {
+            tracing::warn!(%error, "the API ended badly");
+        }
+        self.calls.are_over().await;
     }
 
     /// Detaches everything, while the API answers.
@@ -398,7 +417,7 @@ impl Serving<'_> {
         let (stop, stopped) = oneshot::channel::<()>();
         let upgrades = self.upgrading.as_ref();
         let upgrades = upgrades.map(|upgrading| upgrading.upgrades.clone());
-        let router = api::router_with(Arc::clone(self.control), upgrades);
+        let router = api::router_with(Arc::clone(self.control), upgrades, self.calls.clone());
         let server = tokio::spawn(api::serve(listener, router, async move {
             // A dropped sender requests the stop as much as its message does.
             drop(stopped.await);

@@ -18,7 +18,7 @@ use crate::percent::Percent;
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
 use crate::scheduler::{IdleTimeChoice, ShareList};
-use crate::tiers::{DemoteAfter, TierList, WhenGoneChoice};
+use crate::tiers::{DemoteAfter, TierList, WhenGoneChoice, may_be_secret};
 use pagetide_policy::{set_times::SetTimes, swap_in::Together};
 use pagetide_report::size::ByteSize;
 
@@ -181,10 +181,43 @@ pub fn from_file<G: DeserializeOwned>(path: &Path) -> Result<G, SettingsError> {
 /// # Errors
 /// [`SettingsError::Wrong`].
 pub fn from_text<G: DeserializeOwned>(name: &Path, text: &str) -> Result<G, SettingsError> {
-    toml::from_str(text).map_err(|error| SettingsError::Wrong {
+    toml::from_str(text).map_err(|error: toml::de::Error| SettingsError::Wrong {
         path: name.to_owned(),
-        reason: error.to_string(),
+        reason: reason_of(&error, text),
     })
+}
+
+/// What the parser says and where, without the line itself: it may have a password.
+fn reason_of(error: &toml::de::Error, text: &str) -> String {
+    let told = without_secrets(error.message());
+    let before = error.span().and_then(|span| text.get(..span.start));
+    match before {
+        Some(before) => {
+            let line = before.matches('\n').count() + 1;
+            let last = before.rsplit('\n').next().unwrap_or_default();
+            let column = last.chars().count() + 1;
+            format!("line {line}, column {column}: {told}")
+        }
+        None => told,
+    }
+}
+
+/// A message in which serde quotes a value that it did not expect, without that value if it may be secret.
+fn without_secrets(message: &str) -> String {
+    for quote in ['"', '`'] {
+        if let Some((head, rest)) = message.split_once(quote)
+            && let Some((quoted, tail)) = rest.rsplit_once(quote)
+            && is_of_serde(head)
+            && may_be_secret(quoted)
+        {
+            return format!("{head}{quote}…{quote}{tail}");
+        }
+    }
+    message.to_owned()
+}
+
+fn is_of_serde(head: &str) -> bool {
+    head.starts_with("invalid ") || head.starts_with("unknown ")
 }
 
 macro_rules! settings {

@@ -7,7 +7,7 @@
 //! ended by them ([`aside`]).
 
 use pagetide_sys::kept_signals::{self, KeptSignals};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 use std::{io, thread};
 use tokio::io::{Interest, unix::AsyncFd};
 
@@ -63,6 +63,15 @@ impl Signals {
                 Told::End(name) => return name,
                 Told::Upgrade => self.upgrade = true,
             }
+        }
+    }
+
+    /// This process is replaced: what was told and not heeded is pending again, for whoever goes on.
+    pub(crate) fn put_back(&mut self) {
+        if std::mem::take(&mut self.upgrade)
+            && let Err(error) = kill_process(getpid(), Signal::USR2)
+        {
+            tracing::warn!(%error, "SIGUSR2 came while an upgrade was prepared, and is lost");
         }
     }
 

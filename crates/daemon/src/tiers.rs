@@ -15,17 +15,21 @@
 //!
 //! The limit of a server is what stands behind the last `=`; it must be given, as nothing else bounds what
 //! this host takes of the other. A URL with a password is refused: this setting is seen in lists of processes,
-//! in logs and by the API.
+//! in logs and by the API. The refusal does not repeat it, wherever a mistake has put it.
 
+use clap::{
+    Arg, Command,
+    builder::{TypedValueParser, ValueParserFactory},
+};
 use pagetide_policy::{demotion::AFTER_MIN, protect::parameters::Field};
 use pagetide_report::size::ByteSize;
 use pagetide_swap::{
     slow::WhenGone,
     store::{PoolTiers, RESUME_BYTES, ZstdTier},
 };
-use pagetide_tiers::remote::{AddressError, RemoteAddress, RemoteUrl};
+use pagetide_tiers::remote::RemoteUrl;
 use serde::{Deserialize, Serialize};
-use std::{path::PathBuf, str::FromStr, sync::Arc, time::Duration};
+use std::{ffi::OsStr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 const ZERO: &str = "zero";
 const SAME: &str = "same";
@@ -69,12 +73,10 @@ pub struct RemoteSetting {
 }
 
 impl RemoteSetting {
-    /// The server's address; reads the password now.
-    ///
-    /// # Errors
-    /// A sentence: why it cannot be read.
-    pub fn address(&self) -> Result<RemoteAddress, AddressError> {
-        self.url.clone().address()
+    /// Where the server is, and where its password stands.
+    #[must_use]
+    pub fn url(&self) -> &RemoteUrl {
+        &self.url
     }
 }
 
@@ -110,6 +112,22 @@ impl TierList {
     }
 }
 
+/// True if a text may have a password in it.
+pub(crate) fn may_be_secret(text: &str) -> bool {
+    ["@", "://", "password"]
+        .iter()
+        .any(|sign| text.contains(sign))
+}
+
+/// A part of the list as errors show it. A comma or an equals sign in a password has made parts of that.
+fn shown(part: &str, list: &str) -> String {
+    let is_secret = may_be_secret(part) || list.contains('@') || list.contains("password");
+    match is_secret {
+        true => "'…'".to_owned(),
+        false => format!("'{part}'"),
+    }
+}
+
 /// An item of the list, taken apart.
 struct Item<'a> {
     name: &'static str,
@@ -120,7 +138,7 @@ struct Item<'a> {
 }
 
 impl<'a> Item<'a> {
-    fn of(item: &'a str) -> Result<Self, String> {
+    fn of(item: &'a str, list: &str) -> Result<Self, String> {
         // The last one: a path or a URL may have others.
         let (text, limit) = match item.rsplit_once('=') {
             Some((text, limit)) => (text.trim(), Some(limit.trim())),
@@ -131,8 +149,9 @@ impl<'a> Item<'a> {
             None => (text, None),
         };
         let known = NAMES.iter().find(|(known, _)| *known == name);
-        let &(name, place) = known.ok_or_else(|| format!("there is no tier '{name}'"))?;
-        let limit_bytes = limit.map(|limit| limit_of(name, limit)).transpose()?;
+        let &(name, place) =
+            known.ok_or_else(|| format!("there is no tier {}", shown(name, list)))?;
+        let limit_bytes = limit.map(|limit| limit_of(name, limit, list)).transpose()?;
         Ok(Self {
             name,
             at,
@@ -210,7 +229,7 @@ impl FromStr for TierList {
         };
         let mut named: Vec<(&str, u8)> = Vec::new();
         for item in text.split(',').map(str::trim) {
-            let item = Item::of(item).map_err(wrong)?;
+            let item = Item::of(item, text).map_err(wrong)?;
             let (name, place) = (item.name, item.place);
             if named.last().is_some_and(|(last, _)| *last == name) {
                 return Err(wrong(format!("the tier {name} is named twice")));
@@ -231,16 +250,51 @@ impl FromStr for TierList {
     }
 }
 
-fn limit_of(name: &str, text: &str) -> Result<u64, String> {
-    let size: ByteSize = text
-        .parse()
-        .map_err(|error| format!("the limit of the tier {name}: {error}"))?;
+fn limit_of(name: &str, text: &str, list: &str) -> Result<u64, String> {
+    let size: ByteSize = text.parse().map_err(|_| {
+        format!(
+            "the limit of the tier {name}: {} is no size: write bytes or a number with K, M, G or T, such as 4096 or \
+             256M",
+            shown(text, list)
+        )
+    })?;
     match size.0 {
         bytes if bytes < LIMIT_BYTES_MIN => Err(format!(
             "a limit of {bytes} bytes is too little for the tier {name}: give at least {}",
             ByteSize(LIMIT_BYTES_MIN)
         )),
         bytes => Ok(bytes),
+    }
+}
+
+/// Reads the flag, with an error that does not repeat it.
+#[derive(Clone, Debug)]
+pub struct TierListParser;
+
+impl TypedValueParser for TierListParser {
+    type Value = TierList;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        _: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<TierList, clap::Error> {
+        let text = value.to_str().ok_or("it is not UTF-8".to_owned());
+        let parsed = text.and_then(str::parse);
+        parsed.map_err(|why: String| {
+            let kind = clap::error::ErrorKind::ValueValidation;
+            clap::Error::raw(kind, format!("the value of --tiers is wrong: {why}\n"))
+                .with_cmd(command)
+        })
+    }
+}
+
+impl ValueParserFactory for TierList {
+    type Parser = TierListParser;
+
+    fn value_parser() -> TierListParser {
+        TierListParser
     }
 }
 
@@ -437,6 +491,9 @@ mod tests {
             ),
             ("lz4,remote:redis://:hunter2@far=1G", "password-file="),
             ("lz4,remote:redis://far?password=hunter2=1G", "no option"),
+            ("lz4,remote:redis://far?password=hunter2", "'…' is no size"),
+            ("lz4,remote:redis://u:7=1G,hunter2,b@far=1G", "no tier '…'"),
+            ("lz4,remote:redis://:a=hunter2@far", "'…' is no size"),
             ("remote:redis://far=1G,lz4", "lz4 stands too late"),
             (
                 "lz4,remote:redis://a=1G,disk:/d,remote:redis://b=1G",

@@ -222,14 +222,27 @@ impl Dpu {
             .for_each(|device| device.endpoint.admit());
     }
 
-    /// Waits until the kernel has no request of ours on any image, and begins none from then on: what comes stays in
-    /// the rings. [`Self::park`] is next, and waits for no disk then.
+    /// Waits until no message of a front end is under way, and then until the kernel has no request of ours on any
+    /// image; reads and begins none from then on: what comes stays in sockets and rings. [`Self::park`] is next, and
+    /// waits for no disk and no front end then.
     ///
     /// # Errors
-    /// [`DpuError::Unanswered`], [`DpuError::Gone`]. The engines go on as before.
+    /// [`DpuError::Unanswered`], [`DpuError::Gone`]. Devices and engines go on as before.
     pub fn hush(&self, wait: Duration) -> Result<(), DpuError> {
+        let resting: Vec<_> = self
+            .lock()
+            .here()
+            .map(|device| device.endpoint.rest())
+            .collect();
+        // Rings run meanwhile, and the bound is the same for all.
+        for device in resting {
+            device.wait();
+        }
         let hushed = self.try_hush(wait);
         if hushed.is_err() {
+            self.lock()
+                .here()
+                .for_each(|device| device.endpoint.speak());
             for engine in &self.engines {
                 if engine.shared.mailbox.post(Command::Speak).is_err() {
                     tracing::debug!("an engine had ended already");

@@ -6,8 +6,10 @@ mod support;
 use pagetide_dpu::{DeviceState, Dpu, DpuConfig, DpuError, ParkedDevice, Writes};
 use pagetide_vpri::{DomainTable, Doorbell, HostEnd};
 use std::{
+    io::{Read as _, Write as _},
     path::{Path, PathBuf},
     sync::Arc,
+    thread::JoinHandle,
     time::Duration,
 };
 use support::*;
@@ -245,16 +247,104 @@ fn hushed_engines_begin_nothing_and_what_comes_is_done_by_the_next_dpu() {
     rig.dpu.hush(Duration::from_secs(20)).unwrap();
     read.aim(&guest, T_IN, 16);
     connection.queues[1].submit(&guest, &read.parts(WRITE));
-    // Messages are obeyed meanwhile, and every engine turns.
-    assert!(!connection.config().is_empty());
-    let base = connection.frontend.get_vring_base(0).unwrap();
-    assert_eq!((base, connection.queues[1].poll_used(&guest)), (0, None));
     let parked = rig.dpu.park();
     assert_eq!(connection.queues[1].poll_used(&guest), None);
     let next = Next::after(rig.dir.path());
     next.hold(parked, &image_of(&rig), 2);
     connection.queues[1].wait_used(&guest);
     assert_eq!(guest.get(read.data, 8), 16_u64.to_le_bytes());
+}
+
+/// Asks for the base of a ring, which stops it; returns once the answer is waited for.
+fn asking_for_base(connection: &Connection) -> JoinHandle<u32> {
+    let frontend = connection.frontend.clone();
+    let (tell, told) = std::sync::mpsc::channel();
+    let asking = std::thread::spawn(move || {
+        tell.send(rustix::thread::gettid().as_raw_nonzero())
+            .unwrap();
+        frontend.get_vring_base(0).unwrap()
+    });
+    let task = format!("/proc/self/task/{}", told.recv().unwrap());
+    eventually("it waits for the answer", || {
+        calls(&task, libc::SYS_recvmsg)
+    });
+    asking
+}
+
+/// Whether a thread is in this call of the kernel.
+fn calls(task: &str, number: i64) -> bool {
+    let call = std::fs::read_to_string(format!("{task}/syscall")).unwrap_or_default();
+    call.split(' ').next() == Some(&number.to_string())
+}
+
+/// It would wait for a request that no engine goes on with.
+#[test]
+fn message_that_comes_while_engines_are_hushed_is_answered_by_the_next_dpu() {
+    let rig = Rig::new(1);
+    let socket = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let domain = guest.early_domain(&rig);
+    let mut connection = Connection::open(&socket, &mut guest, 1, 0);
+    rig.host.hold();
+    let read = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    take_away(&domain, read.data, 4096);
+    let head = connection.queues[0].submit(&guest, &read.parts(WRITE));
+    eventually("it is taken", || connection.taken(0) == [head]);
+    rig.dpu.hush(Duration::from_secs(20)).unwrap();
+    let asking = asking_for_base(&connection);
+    let parked = rig.dpu.park();
+    assert!(parked[0].front_end.is_some(), "it was hung up on");
+    let next = Next::after(rig.dir.path());
+    next.hold(parked, &image_of(&rig), 1);
+    next.dpu.admit();
+    assert_eq!(asking.join().unwrap(), 1);
+    connection.queues[0].wait_used(&guest);
+    assert_eq!(guest.get(read.data, 8), 8_u64.to_le_bytes());
+}
+
+#[test]
+fn half_a_message_keeps_no_other_devices_disk_waiting() {
+    let rig = Rig::new(1);
+    let works = rig.add("disk", 1, Writes::Taken);
+    let mut guest = Guest::new();
+    let mut fine = Connection::open(&works, &mut guest, 1, 0);
+    let hostile = rig.add("other", 1, Writes::Taken);
+    let mut half = std::os::unix::net::UnixStream::connect(&hostile).unwrap();
+    half.write_all(&[1, 0, 0, 0, 1, 0]).unwrap();
+    eventually("it is being read", || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let mut tasks = tasks.map(|task| task.path());
+        tasks.any(|task| {
+            let name = std::fs::read_to_string(task.join("comm")).unwrap_or_default();
+            name.trim() == "blk-1-conn" && calls(task.to_str().unwrap(), libc::SYS_recvmsg)
+        })
+    });
+    let read = BlkRequest::new(&mut guest, T_IN, 8, 4096);
+    let mut done = 0;
+    std::thread::scope(|scope| {
+        let hushing = scope.spawn(|| rig.dpu.hush(Duration::from_secs(20)).unwrap());
+        // Until it is hushed in the middle of one.
+        while !hushing.is_finished() {
+            fine.queues[0].submit(&guest, &read.parts(WRITE));
+            eventually("done, or hushed", || {
+                let used = fine.queues[0].poll_used(&guest).is_some();
+                done += u64::from(used);
+                used || hushing.is_finished()
+            });
+        }
+        hushing.join().unwrap();
+    });
+    assert!(
+        done >= 10,
+        "{done} reads while half a message was waited for"
+    );
+    let parked = rig.dpu.park();
+    let is_there = |socket: &Path| {
+        let device = parked.iter().find(|device| device.socket == socket);
+        device.unwrap().front_end.is_some()
+    };
+    assert!(is_there(&works) && !is_there(&hostile));
+    assert_eq!(half.read(&mut [0]).unwrap(), 0, "it is hung up on");
 }
 
 /// A file system in a file, mounted, that can be frozen: writes to it are not done until it is thawed.

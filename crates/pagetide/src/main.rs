@@ -3,10 +3,9 @@
 
 use std::process::ExitCode;
 
-use clap::Parser as _;
-use pagetide_daemon::{cli::Cli, command::execute};
+use pagetide_daemon::{cli::parsed, command::execute};
 use pagetide_report::outcome::end;
 
 fn main() -> ExitCode {
-    end(execute(Cli::parse()))
+    end(execute(parsed()))
 }

@@ -270,6 +270,35 @@ fn daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_b
     daemon.json(&["vm", "detach", "a"]);
 }
 
+/// As for lack of descriptors or memory.
+#[test]
+fn pool_that_cannot_be_opened_now_keeps_no_other_vm_from_being_served() {
+    let test = "pool_that_cannot_be_opened_now_keeps_no_other_vm_from_being_served";
+    let Some(place) = Place::of(test) else { return };
+    let ram = Ram::filled();
+    let mut daemon = place.start();
+    attach(&daemon);
+    sink_all(&mut daemon);
+    drop(daemon);
+    let other = place.state.path().join("state/b.pool");
+    std::fs::create_dir(&other).unwrap();
+    let daemon = place.start();
+    let log = daemon.log();
+    assert!(
+        log.contains("it is not known what its VM has on disk"),
+        "{log}"
+    );
+    ram.verify();
+    let vm = show(&daemon);
+    assert_eq!(number(&vm, "poisoned_pages"), 0, "{vm}");
+    std::fs::remove_dir(&other).unwrap();
+    drop(daemon);
+    let mut daemon = place.start();
+    sink_all(&mut daemon);
+    ram.verify();
+    daemon.json(&["vm", "detach", "a"]);
+}
+
 #[test]
 fn disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one() {
     let test = "disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one";

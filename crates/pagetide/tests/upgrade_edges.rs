@@ -2,9 +2,13 @@
 //! What may come in the way of a live upgrade: signals at its worst moment, a second order, a process without
 //! descriptors, a lock that somebody else takes while nobody has it.
 
+#[path = "../../guestkit/src/far/mod.rs"]
+#[expect(dead_code, unused_imports, reason = "each test file uses a part of it")]
+mod far;
 mod upgrading;
 mod vmm;
 
+use far::FarServer;
 use pagetide_bench::upgrade::broken::Way;
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use rustix::{
@@ -13,10 +17,12 @@ use rustix::{
 };
 use std::{
     fs,
-    os::fd::AsFd as _,
+    os::{
+        fd::AsFd as _,
+        unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    },
     path::PathBuf,
     process::Child,
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
     time::Instant,
 };
 use upgrading::{Daemon, PATIENCE, Programs};
@@ -102,6 +108,49 @@ fn signal_to_end_that_the_old_program_gets_last_is_passed_to_the_new_one() {
     client.wait().unwrap();
 }
 
+/// Whether a signal to be replaced waits for a process to read it.
+fn usr2_is_pending(pid: Pid) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+    let mask = u64::from_str_radix(mask.unwrap().trim(), 16).unwrap();
+    mask & (1 << (Signal::USR2.as_raw() - 1)) != 0
+}
+
+#[test]
+fn signal_to_be_replaced_that_comes_while_an_upgrade_is_prepared_is_passed_to_the_new_program() {
+    if is_skipped() {
+        return;
+    }
+    let mut scene = Scene::new(&["--upgrade-ready-ms", "60000"]);
+    let broken = scene.programs.broken(Way::ServesUntilASignal);
+    let told = broken.with_extension("told");
+    fs::write(&told, "not ready").unwrap();
+    let daemon = &mut scene.daemon;
+    let pid = Pid::from_raw(daemon.pid().cast_signed()).unwrap();
+    let words = ["upgrade", broken.to_str().unwrap(), "--json"];
+    let mut client = daemon.command(&words).spawn().unwrap();
+    let tasks = format!("/proc/{}/task", pid.as_raw_nonzero());
+    daemon.until("successor", |_| {
+        let mut tasks = fs::read_dir(&tasks).unwrap().flatten();
+        tasks.any(|task| {
+            let children = fs::read_to_string(task.path().join("children"));
+            children.is_ok_and(|list| !list.trim().is_empty())
+        })
+    });
+    kill_process(pid, Signal::USR2).unwrap();
+    daemon.until("read signal", |_| !usr2_is_pending(pid));
+    fs::write(&told, "not yet").unwrap();
+    daemon.until("process that holds", |daemon| {
+        daemon.log().contains("this process holds the VMs")
+    });
+    fs::write(&told, "now").unwrap();
+    daemon.until("signal", |_| {
+        fs::read_to_string(&told).unwrap().contains("USR2")
+    });
+    client.kill().unwrap();
+    client.wait().unwrap();
+}
+
 #[test]
 fn second_order_is_refused_while_the_first_is_under_way() {
     if is_skipped() {
@@ -121,6 +170,78 @@ fn second_order_is_refused_while_the_first_is_under_way() {
     assert_eq!(of("is not ready"), 1, "{told:?}");
     assert_eq!(of("under way already"), 1, "{told:?}");
     assert_eq!(scene.daemon.upgrade(&scene.program)["state"], "done");
+}
+
+/// Whoever took over would otherwise be refused, then the old program as well, and no daemon would be left.
+#[test]
+fn upgrade_and_its_rollback_do_not_fail_for_a_remote_server_that_refuses() {
+    let Some(server) = FarServer::program().filter(|_| !is_skipped()) else {
+        return;
+    };
+    let far = tempfile::tempdir().unwrap();
+    let server = FarServer::that_keeps_all(server, &far.path().join("server")).unwrap();
+    let tiers = format!("lz4,remote:redis://127.0.0.1:{}=64M", server.port());
+    let scene = Scene::new(&["--tiers", &tiers]);
+    let daemon = &scene.daemon;
+    // From now on it may drop pages.
+    let asked = server.ask(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
+    assert_eq!(asked.unwrap(), "+OK");
+    let pid = daemon.pid();
+    let told = daemon.no_upgrade(&scene.programs.broken(Way::RefusesAfterGo));
+    assert_eq!(daemon.pid(), pid, "{told}");
+    assert_eq!(daemon.asked("/v1/upgrade")["state"], "rolled-back");
+    assert_eq!(daemon.upgrade(&scene.program)["state"], "done");
+    assert_ne!(daemon.pid(), pid);
+    let begun = Instant::now();
+    loop {
+        let tier = daemon.json(&["pool", "show", "--json"])["tiers"][0].clone();
+        if tier["reason"]
+            .as_str()
+            .is_some_and(|why| why.contains("allkeys-lru"))
+        {
+            break;
+        }
+        assert!(begun.elapsed() < PATIENCE, "{tier}");
+    }
+}
+
+/// A successor without the tier could not serve what is there, and its predecessor could.
+#[test]
+fn upgrade_is_refused_while_the_disk_of_a_tier_would_be_or_is_not_where_it_was() {
+    if is_skipped() {
+        return;
+    }
+    let disk = tempfile::tempdir_in("/var/tmp").unwrap();
+    let (tier, away) = (disk.path().join("tier"), disk.path().join("away"));
+    let probe = fs::File::options()
+        .write(true)
+        .create(true)
+        .custom_flags(rustix::fs::OFlags::DIRECT.bits().cast_signed())
+        .open(disk.path().join("probe"));
+    if let Err(error) = probe {
+        eprintln!("SKIPPED: no direct I/O in /var/tmp: {error}");
+        return;
+    }
+    let tiers = format!("lz4,disk:{}=64M", tier.display());
+    let scene = Scene::new(&["--tiers", &tiers]);
+    let (daemon, pid) = (&scene.daemon, scene.daemon.pid());
+    let is_refused = |why: &str| {
+        let told = daemon.no_upgrade(&scene.program);
+        assert!(told.contains(why) && told.contains("tier"), "{told}");
+        assert_eq!(daemon.pid(), pid);
+    };
+    let mode = |mode| fs::set_permissions(&tier, fs::Permissions::from_mode(mode)).unwrap();
+    mode(0o666);
+    is_refused("others may write to it");
+    mode(0o600);
+    fs::rename(&tier, &away).unwrap();
+    is_refused("No such file");
+    fs::copy(&away, &tier).unwrap();
+    is_refused("is not the file or device that is in use");
+    fs::rename(&away, &tier).unwrap();
+    assert_eq!(daemon.upgrade(&scene.program)["state"], "done");
+    let pool = daemon.json(&["pool", "show", "--json"]);
+    assert_eq!(pool["tiers"][0]["standing"], "working", "{pool}");
 }
 
 #[test]
@@ -166,31 +287,34 @@ fn lock_that_another_takes_during_the_hand_over_delays_nobody() {
     let place = tempfile::tempdir_in("/dev/shm").unwrap();
     let lock = place.path().join("budget.lock");
     let lock_setting = format!("--budget-lock={}", lock.display());
-    let scene = Scene::new(&["--host-budget", "256M", &lock_setting]);
-    let daemon = &scene.daemon;
+    let mut scene = Scene::new(&["--host-budget", "256M", &lock_setting]);
     let own = std::process::id().to_string();
-    daemon.json(&["attach", "--pid", &own, "--name", "a", "--json"]);
-    let in_force = || daemon.json(&["host", "show", "--json"])["budget_bytes"].is_u64();
-    assert!(in_force());
-    let ends = AtomicBool::new(false);
-    let report = std::thread::scope(|scope| {
-        let taker = scope.spawn(|| {
-            let file = fs::File::options().write(true).open(&lock).unwrap();
-            while !ends.load(Relaxed) {
-                if flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-                    return Some(file);
-                }
-            }
-            None
-        });
-        let report = daemon.upgrade(&scene.program);
-        ends.store(true, Relaxed);
-        drop(taker.join().unwrap());
-        report
+    let attached = ["attach", "--pid", &own, "--name", "a", "--json"];
+    scene.daemon.json(&attached);
+    let in_force =
+        |daemon: &Daemon| daemon.json(&["host", "show", "--json"])["budget_bytes"].is_u64();
+    assert!(in_force(&scene.daemon));
+    let way = Way::RefusesAfterGo;
+    let told = scene.programs.broken(way).with_extension("told");
+    fs::write(&told, "not yet").unwrap();
+    let (_, client) = scene.until_it_holds(way);
+    let taker = fs::File::options().write(true).open(&lock).unwrap();
+    scene.daemon.until("lock that nobody has", |_| {
+        flock(&taker, FlockOperation::NonBlockingLockExclusive).is_ok()
     });
+    fs::write(&told, "now").unwrap();
+    // The old program goes on without it, and a new one as well.
+    let refused = client.wait_with_output().unwrap();
+    assert!(!refused.status.success());
+    let daemon = &scene.daemon;
+    assert_eq!(daemon.asked("/v1/upgrade")["state"], "rolled-back");
+    assert!(!in_force(daemon));
+    let report = daemon.upgrade(&scene.program);
     assert_eq!(report["state"], "done", "{report}");
+    assert!(!in_force(daemon));
+    drop(taker);
     let begun = Instant::now();
-    while !in_force() {
+    while !in_force(daemon) {
         assert!(begun.elapsed() < PATIENCE, "{}", daemon.log());
         std::thread::yield_now();
     }

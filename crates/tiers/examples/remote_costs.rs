@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use pagetide_random::SplitMix64;
-use pagetide_tiers::remote::{RemoteAddress, RemoteConfig, RemoteTier, TimeBounds, WhenGone};
+use pagetide_tiers::remote::{RemoteConfig, RemoteTier, RemoteUrl, TimeBounds, WhenGone};
 use pagetide_tiers::{
     Batch, ExtentName, ExtentNo, Latency, Place, ReadDone, SlowTier, Standing, TierError, TierKind,
     Version, VmId, WriteDone,
@@ -70,7 +70,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn start(url: &str) -> Result<RemoteTier, Box<dyn Error>> {
     let tier = RemoteTier::start(RemoteConfig {
-        address: RemoteAddress::parse(url)?,
+        url: RemoteUrl::parse(url)?,
         limit_bytes: u64::MAX,
         when_gone: WhenGone::Lost,
         bounds: TimeBounds::default(),

@@ -109,6 +109,15 @@ enum Segment {
     /// Its space is being allocated, or returned to the file system.
     InTransit,
     Owned(Box<Owned>),
+    /// Nobody is known to have it, and somebody may.
+    Kept,
+}
+
+/// What becomes of segments that nobody is known to have.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Unknown {
+    AreFree,
+    AreKept,
 }
 
 /// The sectors of a disk.
@@ -122,6 +131,7 @@ pub struct Sectors {
     free: BTreeSet<SegmentNo>,
     vms: HashMap<VmId, ByLongest>,
     used_sectors: u64,
+    unknown: Unknown,
 }
 
 impl Sectors {
@@ -137,7 +147,25 @@ impl Sectors {
             free: (1..segments.min(limit.0)).map(SegmentNo).collect(),
             vms: HashMap::new(),
             used_sectors: 0,
+            unknown: Unknown::AreFree,
         }
+    }
+
+    /// There are VMs whose extents are not known: no segment that nobody is known to have is given out or given back.
+    pub fn keep_all(&mut self) {
+        self.unknown = Unknown::AreKept;
+        self.free.clear();
+        for slot in self.segments.iter_mut().skip(1) {
+            if matches!(slot, Segment::Free) {
+                *slot = Segment::Kept;
+            }
+        }
+    }
+
+    /// True if nobody has anything here, nor may have.
+    #[must_use]
+    pub fn is_unused(&self) -> bool {
+        self.used_sectors == 0 && self.unknown == Unknown::AreFree
     }
 
     /// The disk has at least so many segments: those that are new are not given out.
@@ -167,11 +195,11 @@ impl Sectors {
         let mut fits = false;
         let mut beyond = None;
         for (number, slot) in (0..).map(SegmentNo).zip(&self.segments) {
-            if !matches!(slot, Segment::Free) {
+            if !matches!(slot, Segment::Free | Segment::Kept) {
                 moved.lengthen(number.0 + 1);
             }
             match slot {
-                Segment::Free => {}
+                Segment::Free | Segment::Kept => {}
                 Segment::InTransit => {
                     moved.free.remove(&number);
                     moved.segments[number.0 as usize] = Segment::InTransit;
@@ -191,6 +219,9 @@ impl Sectors {
                     moved.used_sectors += u64::from(owned.used);
                 }
             }
+        }
+        if self.unknown == Unknown::AreKept {
+            moved.keep_all();
         }
         match beyond {
             Some(number) if !fits => {
@@ -446,7 +477,7 @@ impl Sectors {
         for ExtentEntry { start, sectors, .. } in entries {
             let (segment, _) = split(start);
             let slot = self.segments.get(segment.0 as usize);
-            if segment > SegmentNo(0) && matches!(slot, Some(Segment::Free)) {
+            if segment > SegmentNo(0) && matches!(slot, Some(Segment::Free | Segment::Kept)) {
                 self.free.remove(&segment);
                 self.give(vm, segment);
             }
@@ -473,7 +504,7 @@ impl Sectors {
         vm: VmId,
         pages: impl IntoIterator<Item = (SectorNo, u16)>,
     ) -> Result<Vec<SegmentNo>, SectorError> {
-        let list = self.vms.get(&vm).cloned().unwrap_or_default();
+        let mut list = self.vms.get(&vm).cloned().unwrap_or_default();
         let block = self.block;
         for (_, segment) in &list {
             let before = self.change(*segment, |owned| {
@@ -484,6 +515,11 @@ impl Sectors {
             self.used_sectors -= u64::from(before.unwrap_or(0));
         }
         for (start, sectors) in pages {
+            let (segment, _) = split(start);
+            if let Some(Segment::Kept) = self.segments.get(segment.0 as usize) {
+                self.give(vm, segment);
+                list.insert((SEGMENT_SECTORS, segment));
+            }
             let (segment, run) = self.run_of(vm, start, sectors)?;
             let fresh = self.change(segment, |owned| {
                 let fresh = owned.map.used_in(run) == 0;
@@ -840,6 +876,38 @@ mod tests {
             sectors.end_transit(segment);
         }
         assert!(sectors.has_free_segment());
+    }
+
+    #[test]
+    fn segments_of_vms_that_are_not_known_are_neither_given_out_nor_back() {
+        let (known, unknown, new) = (VmId(1), VmId(2), VmId(3));
+        let entry = |segment: u32| ExtentEntry {
+            start: SegmentNo(segment).start(),
+            sectors: 8,
+            version: Version(1),
+        };
+        let mut sectors = Sectors::new(5, SegmentNo(5), BlockSize::Bytes512);
+        sectors.hold(known, [entry(1)]).unwrap();
+        assert!(!sectors.free_runs().is_empty());
+        sectors.keep_all();
+        // What is held afterwards was kept.
+        sectors.hold(known, [entry(2)]).unwrap();
+        let mut sectors = sectors
+            .moved_to(6, SegmentNo(6), BlockSize::Bytes512)
+            .unwrap();
+        assert_eq!(sectors.free_runs(), []);
+        assert_eq!(sectors.take(new, &[8]), Err(NoRoom::Full));
+        assert_eq!(sectors.begin_segment(), None);
+        let first = |segment: u32| (SegmentNo(segment).start(), 8_u16);
+        assert_eq!(sectors.recover(known, [first(1), first(2)]), Ok(Vec::new()));
+        assert_eq!(sectors.recover(unknown, [first(4)]), Ok(Vec::new()));
+        let stolen = sectors.recover(VmId(4), [first(4)]);
+        assert_eq!(stolen, Err(SectorError::NotOurs(first(4).0)));
+        assert!(
+            sectors.take(unknown, &[8]).is_ok(),
+            "its own segment has room"
+        );
+        assert!(!sectors.is_unused());
     }
 
     #[test]

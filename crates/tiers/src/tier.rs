@@ -192,6 +192,14 @@ pub trait SlowTier: Send + Sync {
     /// Nothing of these VMs' extents is needed any more, and no request for them is under way.
     fn forget_vm(&self, vm: VmId, extents: &[crate::ExtentName]);
 
+    /// Whether another program would find it where this one has.
+    ///
+    /// # Errors
+    /// [`TierError::Gone`]: something else is there now.
+    fn is_found(&self) -> Result<(), TierError> {
+        Ok(())
+    }
+
     /// Whether it can be used now.
     fn health(&self) -> Health;
 

@@ -48,7 +48,7 @@ pub enum Way {
     /// The same.
     AnotherWordAfterGo,
     /// It does not fail, but knows nothing of VMs: once the file beside it says `now` it takes over, and writes
-    /// there the signal that comes next.
+    /// there the signal that comes next. While that says `not ready`, it is not.
     ServesUntilASignal,
 }
 
@@ -139,6 +139,12 @@ pub fn act() -> Result<(), BrokenError> {
         Way::Refuses | Way::Nonsense | Way::AnotherWord => fail(&channel, way)?,
         _ => {}
     }
+    let told = file.with_extension("told");
+    if way == Way::ServesUntilASignal {
+        while fs::read_to_string(&told)? == "not ready" {
+            std::thread::yield_now();
+        }
+    }
     let ready = Message::Ready(Ready {
         version: VERSION,
         program: "broken".into(),
@@ -151,10 +157,14 @@ pub fn act() -> Result<(), BrokenError> {
         _ => {}
     }
     expect(&channel, "go")?;
+    // A test that has put a file there wants this moment to last.
+    while fs::read_to_string(&told).is_ok_and(|told| told != "now") {
+        std::thread::yield_now();
+    }
     match way {
         Way::EndsAfterGo => end(),
         Way::CrashesAfterGo => std::process::abort(),
-        Way::ServesUntilASignal => serve(&channel, &file.with_extension("told")),
+        Way::ServesUntilASignal => serve(&channel, &told),
         way => fail(&channel, way),
     }
 }
@@ -194,10 +204,7 @@ fn fail(channel: &Channel, way: Way) -> Result<(), BrokenError> {
 }
 
 fn serve(channel: &Channel, file: &PathBuf) -> Result<(), BrokenError> {
-    let kept = KeptSignals::of(&[Signal::TERM])?;
-    while fs::read_to_string(file)? != "now" {
-        std::thread::yield_now();
-    }
+    let kept = KeptSignals::of(&[Signal::TERM, Signal::USR2])?;
     channel.send(&Message::Serving, &[], PATIENCE)?;
     expect(channel, "commit")?;
     loop {

@@ -13,11 +13,13 @@
 //! panic) is added to the document for all of them at once, in `document`.
 
 mod budget;
+mod calls;
 mod document;
 mod message;
 mod server;
 mod socket;
 
+pub(crate) use calls::Calls;
 pub use message::{
     AttachBody, BODY_BYTES_MAX, CapBody, DeviceList, DeviceNamed, DeviceOrAll, DeviceSocket,
     Health, LimitBody, ProtectorBody, ReclaimBody, VmList, WeightBody,
@@ -59,6 +61,7 @@ use message::{Query, VmName};
 pub(crate) struct ApiState {
     control: Arc<dyn Control>,
     upgrades: Option<Upgrades>,
+    calls: Calls,
     started: Instant,
 }
 
@@ -74,7 +77,7 @@ impl ApiState {
         work: impl FnOnce(&dyn Control) -> Result<T, ControlError> + Send + 'static,
     ) -> Result<T, Failure> {
         let control = Arc::clone(&self.control);
-        match tokio::task::spawn_blocking(move || work(control.as_ref())).await {
+        match self.calls.run(move || work(control.as_ref())).await {
             Ok(outcome) => outcome.map_err(Failure::from),
             Err(gone) => Err(ControlError::failed(format!(
                 "the daemon has a bug: the request died ({gone}); see its log and report it"
@@ -102,14 +105,19 @@ struct Document;
 
 /// Router of the API over `control`, of a process that is not upgraded in place.
 pub fn router(control: Arc<dyn Control>) -> Router {
-    router_with(control, None)
+    router_with(control, None, Calls::default())
 }
 
-/// Router of the API over `control`.
-pub fn router_with(control: Arc<dyn Control>, upgrades: Option<Upgrades>) -> Router {
+/// Router of the API over `control`, whose work counts in `calls`.
+pub(crate) fn router_with(
+    control: Arc<dyn Control>,
+    upgrades: Option<Upgrades>,
+    calls: Calls,
+) -> Router {
     let state = ApiState {
         control,
         upgrades,
+        calls,
         started: Instant::now(),
     };
     routes_and_document()

@@ -185,6 +185,12 @@ impl DeviceSet {
         DeviceList::read(&state_dir.join(LIST_FILE)).map(drop)
     }
 
+    /// True if there are devices on the list in `state_dir`, or if it cannot be read.
+    pub(crate) fn are_left(state_dir: &Path) -> bool {
+        let list = DeviceList::read(&state_dir.join(LIST_FILE));
+        list.map_or(true, |list| !list.blk.is_empty())
+    }
+
     /// Gives engines a way to serve or send their own page requests.
     pub(crate) fn set_assist(&self, assist: &Arc<dyn FaultAssist>) -> Result<(), ControlError> {
         self.dpu.set_assist(assist).map_err(failed)

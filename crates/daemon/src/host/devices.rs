@@ -268,6 +268,14 @@ pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
     }
 }
 
+/// True if a predecessor has left devices that this process is to serve, or may have.
+pub(super) fn are_left(settings: &RunSettings) -> bool {
+    match &settings.dpu {
+        DpuPlace::InProcess => DeviceSet::are_left(&settings.state_dir),
+        DpuPlace::Socket(_) => false,
+    }
+}
+
 /// Gives engines of this process bounce buffers for reads into absent pages.
 fn give_bounce<'a>(engines: impl Iterator<Item = &'a HostEnd>) -> Result<(), ControlError> {
     for engine in engines {

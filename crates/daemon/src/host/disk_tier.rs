@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The disk of a daemon: opened, or awaited.
 //!
-//! A daemon that finds no VM is not started with a disk that it cannot open. One that finds some serves them, and
-//! the tier stands as gone until its disk is there: so neither a restart nor the rollback of an upgrade fails for
-//! a disk that has gone away.
+//! A daemon that nobody waits for is not started with a disk that it cannot open. Any other one serves what there is,
+//! and the tier stands as gone until its disk is there: so neither a restart nor the rollback of an upgrade fails for
+//! a disk that has gone away. The successor of an upgrade is as strict as a start by hand: its predecessor has the
+//! disk, and goes on with it.
 
-use super::pools::pools;
+use super::{needed::Needed, pools::pools};
 use crate::{control::ControlError, dpu::Owed, tiers::DiskSetting};
 use pagetide_swap::{Pool, PoolError};
 use pagetide_tiers::{
@@ -22,6 +23,7 @@ pub(super) fn open(
     disk: &DiskSetting,
     state_dir: &Path,
     found: &[PathBuf],
+    needed: Needed,
     owed: Owed,
 ) -> Result<FoundDisk, ControlError> {
     let usual = Bounds::default();
@@ -29,18 +31,14 @@ pub(super) fn open(
         lock: owed.wait(usual.lock),
         ..usual
     };
-    let source = Source {
-        path: disk.path.clone(),
-        limit_bytes: disk.limit_bytes,
-        owner: owner(state_dir),
-    };
+    let source = source(disk, state_dir);
     let id = found.iter().find_map(|pool| disk_of(pool));
     let why = match DiskTier::open(source.clone(), bounds, id) {
         Ok(opened) => {
             tracing::info!(path = %disk.path.display(), "the disk tier takes pages that stay cold");
             return Ok(opened);
         }
-        Err(why) if found.is_empty() => return Err(refused(&why)),
+        Err(why) if if_gone(needed, owed) == IfGone::Refuse => return Err(refused(&why)),
         Err(why) => why,
     };
     tracing::error!(%why, "the disk tier does not work; VMs are served without it, and it is tried again");
@@ -51,12 +49,44 @@ pub(super) fn open(
 ///
 /// # Errors
 /// A sentence: it cannot be used, and nothing needs it.
-pub(super) fn begin(disk: FoundDisk, found: &[PathBuf]) -> Result<DiskTier, ControlError> {
-    let begun = match found.is_empty() {
-        true => disk.begin(),
-        false => disk.begin_or_await(),
+pub(super) fn begin(disk: FoundDisk, needed: Needed, owed: Owed) -> Result<DiskTier, ControlError> {
+    let begun = match if_gone(needed, owed) {
+        IfGone::Refuse => disk.begin(),
+        IfGone::Await => disk.begin_or_await(),
     };
     begun.map_err(|why| refused(&why))
+}
+
+/// Whether a program that is to succeed a daemon which has this disk can open it, once that has let go of it.
+///
+/// # Errors
+/// A sentence: why not.
+pub(super) fn examine(disk: &DiskSetting, state_dir: &Path) -> Result<(), ControlError> {
+    let found = pools(state_dir)?;
+    let id = found.iter().find_map(|pool| disk_of(pool));
+    DiskTier::examine(&source(disk, state_dir), id).map_err(|why| refused(&why))
+}
+
+/// What becomes of a start without the disk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IfGone {
+    Refuse,
+    Await,
+}
+
+fn if_gone(needed: Needed, owed: Owed) -> IfGone {
+    match (needed, owed) {
+        (Needed::ByNobody, _) | (_, Owed::AsBefore { .. }) => IfGone::Refuse,
+        (Needed::BySomebody, Owed::AsAfterDeath) => IfGone::Await,
+    }
+}
+
+fn source(disk: &DiskSetting, state_dir: &Path) -> Source {
+    Source {
+        path: disk.path.clone(),
+        limit_bytes: disk.limit_bytes,
+        owner: owner(state_dir),
+    }
 }
 
 fn refused(why: &DiskError) -> ControlError {
@@ -104,4 +134,26 @@ fn has_pages(state_dir: &Path, disk: DiskId) -> bool {
         Err(PoolError::Damaged { .. }) => false,
         Err(_) => true,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn disk_that_is_not_there_is_awaited_only_where_nobody_else_could_go_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = DiskSetting {
+            path: dir.path().join("nowhere/tier"),
+            limit_bytes: Some(64 << 20),
+        };
+        let open = |needed, owed| open(&disk, dir.path(), &[], needed, owed);
+        let before = Owed::before(Instant::now() + Duration::from_secs(60));
+        assert!(open(Needed::ByNobody, Owed::AsAfterDeath).is_err());
+        assert!(open(Needed::BySomebody, before).is_err());
+        let awaited = open(Needed::BySomebody, Owed::AsAfterDeath).unwrap();
+        assert!(awaited.is_awaited());
+        assert!(examine(&disk, dir.path()).is_err());
+    }
 }

@@ -32,6 +32,7 @@ mod janitor;
 mod janitor_bell;
 mod life;
 mod lock;
+mod needed;
 mod pool_cap;
 mod pools;
 mod reclaim_requests;
@@ -57,6 +58,7 @@ use self::{
     janitor::{Janitor, Watching},
     janitor_bell::JanitorBell,
     life::{Asked, Detaching, Stage},
+    needed::Needed,
     pools::{name_of, pools, refuse_other_versions},
     recovering::Taken,
     roster::{Roster, Watched},
@@ -141,13 +143,13 @@ pub(crate) struct HandedOver {
 
 /// Starts the running system and recovers what a predecessor left.
 pub fn start_control(settings: &RunSettings) -> Result<Arc<dyn Control>, ControlError> {
-    start_with(settings, HandedOver::default(), Owed::AsAfterDeath)
+    start_with(settings, None, Owed::AsAfterDeath)
 }
 
-/// The same with what a predecessor has handed over.
+/// The same with what a predecessor has handed over, if one has.
 pub(crate) fn start_with(
     settings: &RunSettings,
-    handed: HandedOver,
+    handed: Option<HandedOver>,
     owed: Owed,
 ) -> Result<Arc<dyn Control>, ControlError> {
     pagetide_sys::membarrier::register().map_err(failed)?;
@@ -155,18 +157,20 @@ pub(crate) fn start_with(
     refuse_other_versions(&state_dir)?;
     let pool_cap = KeptCap::open(&state_dir, settings.pool_max);
     let schedule = Schedule::start(ScheduleSettings::of_run(settings), &state_dir)?;
-    let known: Vec<_> = pools(&state_dir)?
-        .iter()
-        .map(|path| name_of(path))
-        .collect();
-    let budget = Budget::open(settings, &state_dir, &known, owed)?;
+    let found = pools(&state_dir)?;
+    let needed = match &handed {
+        Some(_) => Needed::BySomebody,
+        None => Needed::of_what_is_left(settings, &found),
+    };
+    let known: Vec<_> = found.iter().map(|path| name_of(path)).collect();
+    let budget = Budget::open(settings, &state_dir, &known, needed, owed)?;
     let (devices, spaces) = Devices::start(settings, owed)?;
     let feed = FeedConfig {
         rate: settings.access_log_rate,
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (bell, rung) = JanitorBell::new()?;
-    let slow = slow_tiers::open(settings, &pools(&state_dir)?, owed)?;
+    let slow = slow_tiers::open(settings, &pools(&state_dir)?, needed, owed)?;
     let method = tracker::SampleMethod::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
@@ -202,6 +206,7 @@ pub(crate) fn start_with(
         devices,
         vms: Roster::new(bell),
     });
+    let handed = handed.unwrap_or_default();
     let taken = host.recover_all(expected);
     match host.check_served(&handed.vms) {
         Err(error) if owed == Owed::AsAfterDeath => {

@@ -46,12 +46,32 @@ fn of_vcpu(fault: VcpuFault) -> Cause<'static> {
     })
 }
 
+impl VmSink {
+    /// Counts a fault whose page another request has installed or will install, or whose load has begun: when the page
+    /// is there.
+    fn count_when_there(&self, fault: VcpuFault) {
+        match self.space.memory() {
+            Some(memory) if memory.is_being_loaded(fault.page) => {
+                let (latencies, pool) = (Arc::clone(&self.latencies), Arc::clone(&self.pool));
+                let there = move |_| count(&latencies, &pool, fault);
+                memory.tell_filled(fault.page, Box::new(there));
+            }
+            _ => count(&self.latencies, &self.pool, fault),
+        }
+    }
+}
+
 impl FaultSink for VmSink {
     fn fault_at_once(&self, fault: VcpuFault) -> Served {
         // Incidents report outcomes that matter; the vCPU sees the outcome when it retries.
         match self.space.fault(&of_vcpu(fault), Wait::Begin) {
-            Some(_served) => {
+            // Installed by this request: what most faults are.
+            Some(served) if served.installed != 0 => {
                 count(&self.latencies, &self.pool, fault);
+                Served::Yes
+            }
+            Some(_nothing_installed) => {
+                self.count_when_there(fault);
                 Served::Yes
             }
             None => Served::WouldWait,

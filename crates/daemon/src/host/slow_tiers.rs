@@ -8,9 +8,10 @@
 //!   begun                       what no pool has goes back to the file system
 //! ```
 //! A server that is refused (it may evict pages, or does not accept the password) ends the start of a daemon that
-//! has nothing to recover. Where there are VMs, they come first: the tier is then gone, and says why.
+//! nobody waits for ([`Needed`]). Where there are VMs or disks, they come first, and so does the end of an upgrade: the
+//! tier is then gone, and says why. Nothing is waited for then.
 
-use super::{disk_tier, failure::failed, pools::name_of};
+use super::{disk_tier, failure::failed, needed::Needed, pools::name_of};
 use crate::{
     control::ControlError,
     dpu::Owed,
@@ -33,7 +34,7 @@ use std::{
     time::Duration,
 };
 
-/// How long the start waits for a server to say that it takes pages, if there is no VM to recover.
+/// How long a start by hand waits for a server to say that it takes pages.
 const CONTACT_BOUND: Duration = Duration::from_secs(10);
 
 /// A tier, before the pools are known.
@@ -49,6 +50,7 @@ enum Opening {
 pub(super) fn open(
     settings: &RunSettings,
     pools: &[PathBuf],
+    needed: Needed,
     owed: Owed,
 ) -> Result<Arc<SlowTiers>, ControlError> {
     let named = settings.tiers.slow();
@@ -56,23 +58,26 @@ pub(super) fn open(
         return Ok(SlowTiers::none());
     }
     let opening = named.iter().map(|slow| match slow {
-        SlowSetting::Disk(disk) => disk_tier::open(disk, &settings.state_dir, pools, owed)
+        SlowSetting::Disk(disk) => disk_tier::open(disk, &settings.state_dir, pools, needed, owed)
             .map(|found| Opening::Disk(Box::new(found))),
         SlowSetting::Remote(remote) => {
+            if needed == Needed::ByNobody {
+                remote::check_access(remote.url()).map_err(refused)?;
+            }
             open_remote(remote, settings.remote_when_gone.0).map(Opening::Remote)
         }
     });
     let mut opening = opening.collect::<Result<Vec<_>, _>>()?;
     for pool in pools {
-        hold(&mut opening, pool)?;
+        hold(&mut opening, pool);
     }
-    if pools.is_empty() {
+    if needed == Needed::ByNobody {
         opening.iter().try_for_each(greet)?;
     }
     let seats = opening.into_iter().map(|opening| match opening {
         Opening::Disk(found) => Ok(Seat {
             disk: Some(found.id()),
-            tier: Arc::new(disk_tier::begin(*found, pools)?),
+            tier: Arc::new(disk_tier::begin(*found, needed, owed)?),
             when_gone: settings.disk_when_gone.0,
         }),
         Opening::Remote(tier) => Ok(Seat {
@@ -90,10 +95,9 @@ fn refused(why: impl std::fmt::Display) -> ControlError {
 }
 
 fn open_remote(setting: &RemoteSetting, when_gone: WhenGone) -> Result<RemoteTier, ControlError> {
-    let address = setting.address().map_err(refused)?;
-    tracing::info!(%address, "the remote tier takes pages that stay cold");
+    tracing::info!(address = %setting.url(), "the remote tier takes pages that stay cold");
     RemoteTier::start(RemoteConfig {
-        address,
+        url: setting.url().clone(),
         limit_bytes: setting.limit_bytes,
         when_gone: match when_gone {
             WhenGone::Wait => remote::WhenGone::Wait,
@@ -127,12 +131,14 @@ fn greet(opening: &Opening) -> Result<(), ControlError> {
 /// Whether the tiers could be opened with these settings, as far as it can be known without opening them.
 ///
 /// # Errors
-/// A sentence: a password or a file for TLS cannot be read.
+/// A sentence: a disk would be refused, or a password or a file for TLS cannot be read.
 pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
     for slow in settings.tiers.slow() {
-        if let SlowSetting::Remote(setting) = slow {
-            let address = setting.address().map_err(refused)?;
-            remote::check_tls_files(&address).map_err(refused)?;
+        match slow {
+            SlowSetting::Disk(disk) => disk_tier::examine(disk, &settings.state_dir)?,
+            SlowSetting::Remote(setting) => {
+                remote::check_access(setting.url()).map_err(refused)?;
+            }
         }
     }
     Ok(())
@@ -141,7 +147,7 @@ pub(super) fn examine(settings: &RunSettings) -> Result<(), ControlError> {
 /// Whether a successor can open the tiers. It does not wait for another host.
 ///
 /// # Errors
-/// A sentence: it would wait for one of them while nobody serves.
+/// A sentence: it would wait for one of them while nobody serves, or would not find it.
 pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
     let waited_for = tiers
         .seats()
@@ -149,7 +155,7 @@ pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
         .filter(|seat| seat.tier.kind() == TierKind::Disk);
     for seat in waited_for {
         match seat.tier.health().standing {
-            Standing::Working | Standing::Full => {}
+            Standing::Working | Standing::Full => seat.tier.is_found().map_err(refused)?,
             Standing::Slow { .. } | Standing::Gone { .. } => {
                 return Err(ControlError::refused(format!(
                     "the {} tier does not work now, and another program could not open it: `pagetide pool show` says \
@@ -162,24 +168,29 @@ pub(super) fn may_hand_over(tiers: &SlowTiers) -> Result<(), ControlError> {
     Ok(())
 }
 
-/// Keeps what the pool at `path` has in the tiers.
-///
-/// # Errors
-/// The pool cannot be opened now. What is held for no pool is given back, so this daemon must not begin then.
-fn hold(opening: &mut [Opening], path: &Path) -> Result<(), ControlError> {
+/// Keeps what the pool at `path` has in the tiers. If that cannot be known now, nothing is given back on the disk.
+fn hold(opening: &mut [Opening], path: &Path) {
     let name = name_of(path);
     let pool = match Pool::open(path) {
         Ok(pool) => pool,
         // Its VM can never be recovered: without the key in the pool nothing can be read.
         Err(error @ PoolError::Damaged { .. }) => {
             tracing::error!(vm = name, %error, "nothing is kept for a VM outside memory");
-            return Ok(());
+            return;
         }
         Err(error) => {
-            return Err(ControlError::refused(format!(
-                "what VM '{name}' has outside memory would be given up, because its pool cannot be opened ({error}): \
-                 start again when it can be"
-            )));
+            tracing::error!(
+                vm = name,
+                %error,
+                "the pool cannot be opened now, so it is not known what its VM has on disk: until the next start no \
+                 further room is given out there, and none is given back"
+            );
+            for tier in opening {
+                if let Opening::Disk(found) = tier {
+                    found.keep_all();
+                }
+            }
+            return;
         }
     };
     for tier in opening {
@@ -188,7 +199,6 @@ fn hold(opening: &mut [Opening], path: &Path) -> Result<(), ControlError> {
             Opening::Remote(tier) => hold_remotely(tier, &pool),
         }
     }
-    Ok(())
 }
 
 fn hold_on_disk(found: &mut FoundDisk, pool: &Pool, name: &str) {

@@ -166,6 +166,13 @@ impl Upgrades {
     }
 }
 
+/// The daemon ends: nobody carries out orders any more, and whoever has sent one is told so.
+pub(crate) fn refuse_all(orders: &mut mpsc::Receiver<Order>) {
+    orders.close();
+    // One that is dropped is answered.
+    while orders.try_recv().is_ok() {}
+}
+
 /// Where the program of this process lies: also where another one lies there by now.
 pub(crate) fn own_program() -> PathBuf {
     const DELETED: &str = " (deleted)";
@@ -202,6 +209,24 @@ mod tests {
             assert!(upgrades.by_signal().is_none(), "the turn is not over yet");
             drop(turn);
             assert_eq!(upgrades.by_signal().unwrap().program, Path::new("/own"));
+        });
+    }
+
+    #[test]
+    fn order_that_waits_or_comes_when_the_daemon_ends_is_answered() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build();
+        runtime.unwrap().block_on(async {
+            let (upgrades, mut orders) = Upgrades::new(Path::new("/own"), UpgradeReport::none());
+            let asking = upgrades.clone();
+            let waits = tokio::spawn(async move { asking.order("/first".into()).await });
+            while orders.is_empty() {
+                tokio::task::yield_now().await;
+            }
+            refuse_all(&mut orders);
+            for answer in [waits.await.unwrap(), upgrades.order("/second".into()).await] {
+                let error = answer.unwrap_err();
+                assert!(error.message.contains("the daemon ends"), "{error}");
+            }
         });
     }
 }

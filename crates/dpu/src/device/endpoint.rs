@@ -16,29 +16,30 @@
 //! to give up, and a message that it had read would be lost. Its threads are there already and wait at a [`Gate`],
 //! since afterwards nothing may fail.
 //!
+//! Before that it *rests*: it reads no more messages, and those under way are awaited, of all devices at once and while
+//! their rings still run. A message that stops a ring waits for that ring's I/O, which would never be done once the
+//! engines are hushed; and a front end that sends half a message would keep all others waiting.
+//!
 //! A session that cannot be led to where it was because of what its front end has done (it may have cut its memory
 //! short) ends, and that front end alone is hung up on: others go on.
 
 use super::{
     backend::DeviceBackend,
     control::{Control, Presence},
+    orders::{Orders, Resting},
 };
 use crate::shared::Leaving;
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::{SocketAccess, SocketError};
 use pagetide_vhost_backend::{Connection, ParkError, Record, ReplayError, Served, SharedSession};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, poll};
 use std::{
     convert::Infallible,
     io,
-    os::{
-        fd::OwnedFd,
-        unix::net::{UnixListener, UnixStream},
-    },
+    os::unix::net::{UnixListener, UnixStream},
     path::PathBuf,
     sync::{
         Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, RecvTimeoutError, channel},
     },
     thread::JoinHandle,
@@ -94,33 +95,6 @@ impl Gate {
         let is_held = |state: &mut GateState| *state == GateState::Held;
         let decided = self.changed.wait_while(state, is_held);
         *decided.unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// How a listener is to end.
-struct Orders {
-    /// Readable once it is to end.
-    end: OwnedFd,
-    /// It parks its front end.
-    parks: AtomicBool,
-}
-
-impl Orders {
-    fn new() -> io::Result<Self> {
-        Ok(Self {
-            end: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            parks: AtomicBool::new(false),
-        })
-    }
-
-    fn end(&self) {
-        if let Err(error) = rustix::io::write(&self.end, &1_u64.to_ne_bytes()) {
-            tracing::error!(%error, "a device's listener cannot be stopped");
-        }
-    }
-
-    fn parks(&self) -> bool {
-        self.parks.load(Ordering::Acquire)
     }
 }
 
@@ -244,10 +218,19 @@ impl Endpoint {
         Ok(())
     }
 
+    /// From now on no message is read, until [`Self::speak`].
+    pub fn rest(&self) -> Resting {
+        Orders::rest(&self.orders, &self.control)
+    }
+
+    /// Messages are read again.
+    pub fn speak(&self) {
+        self.orders.speak();
+    }
+
     /// Begins to park the device: see [`Self::parked`].
     pub fn park(&self) {
-        self.orders.parks.store(true, Ordering::Release);
-        self.orders.end();
+        self.orders.park();
     }
 
     /// The device for another process, once its front end is parked. Nothing of it works here any more. `None` if its
@@ -298,8 +281,6 @@ impl Drop for Endpoint {
 /// How long a connection thread may take to end once its session has ended and its socket is shut
 /// down. By then it only has to close descriptors.
 const STUCK_AFTER: Duration = Duration::from_secs(2);
-/// How long a message that is under way when a device is parked may take. One that stops a ring waits for its I/O.
-const MESSAGE_WAIT: Duration = Duration::from_secs(1);
 
 /// A front end that is being served.
 struct FrontEnd {
@@ -359,7 +340,7 @@ fn listen(
         }
     }
     let front_end = match tenancy {
-        Tenancy::Served(served) if orders.parks() => park(control, served),
+        Tenancy::Served(served) if orders.parks() => park(control, orders, served),
         Tenancy::Served(served) => {
             if let Tenancy::Stuck(_) = hang_up(control, served) {
                 tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
@@ -375,12 +356,13 @@ fn listen(
 }
 
 /// Gives a front end away, for another process. One that is in the middle of a message, or whose requests in flight
-/// are recorded nowhere, is hung up on instead: it connects to that process.
-fn park(control: &Control, served: FrontEnd) -> Option<ParkedFrontEnd> {
+/// are recorded nowhere, is hung up on instead: it connects to that process. Its thread is not waited for: it ends with
+/// this process, and other devices wait meanwhile.
+fn park(control: &Control, orders: &Orders, served: FrontEnd) -> Option<ParkedFrontEnd> {
     let socket = control.socket.display();
-    if served.ended.recv_timeout(MESSAGE_WAIT) == Err(RecvTimeoutError::Timeout) {
+    if served.ended.recv_timeout(orders.message_wait()) == Err(RecvTimeoutError::Timeout) {
         tracing::warn!(%socket, "a front end is in the middle of a message, and is hung up on");
-        hang_up(control, served);
+        break_off(control, &served);
         return None;
     }
     match served.session.park() {
@@ -391,7 +373,7 @@ fn park(control: &Control, served: FrontEnd) -> Option<ParkedFrontEnd> {
         Err(ParkError::Over) => None,
         Err(error) => {
             tracing::warn!(%socket, %error, "a front end is hung up on");
-            hang_up(control, served);
+            break_off(control, &served);
             None
         }
     }
@@ -509,7 +491,12 @@ fn converse(
             // Parked: the session goes on in another process.
             return;
         }
-        match connection.serve_one() {
+        if !orders.begin_message() {
+            return;
+        }
+        let message = connection.serve_one();
+        orders.end_message();
+        match message {
             Served::Yes => {}
             Served::Over => break,
             Served::Refused(error) => {
@@ -547,12 +534,17 @@ fn shut_down(stream: &UnixStream) {
 }
 
 /// Ends a session: after it returns, nothing of that session touches memory any more.
-fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
+fn break_off(control: &Control, served: &FrontEnd) {
     shut_down(&served.stream);
     // First, because its thread may be waiting for a queue to drain, with the session locked.
     control.hurry();
     served.session.end();
     control.set_presence(Presence::Nobody);
+}
+
+/// The same, and the thread of the connection ends.
+fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
+    break_off(control, &served);
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
         tracing::error!(
             socket = %control.socket.display(),

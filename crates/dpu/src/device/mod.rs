@@ -17,6 +17,7 @@ mod control;
 mod endpoint;
 mod inflight_fd;
 pub(crate) mod offer;
+mod orders;
 
 pub(crate) use control::{Control, Parts};
 pub use control::{DeviceState, EngineGone};

@@ -39,6 +39,7 @@ use super::{
     fill::{Asked, event_of},
     memory::PagedMemory,
     store::{LoadDone, Loaded},
+    waiters::{Joined, Pending, Reply},
     word::{Content, Event, PageState, PageWord},
 };
 use crate::sync::share;
@@ -58,6 +59,28 @@ impl PagedMemory {
             PageState::Stored(content) => !self.is_at_hand(content),
             _ => false,
         }
+    }
+
+    /// Whether a load of `page` is under way.
+    pub fn is_being_loaded(&self, page: PageNo) -> bool {
+        let is_known = self.table.contains(page.single());
+        match is_known.then(|| self.table.word(page).state()) {
+            Some(PageState::Filling(content)) => !self.is_at_hand(content),
+            _ => false,
+        }
+    }
+
+    /// Tells `reply` once the fill of `page` that is under way has ended, or at once if none is. Waits for nothing.
+    pub fn tell_filled(&self, page: PageNo, reply: Reply) {
+        let pending = Pending::new(reply);
+        let outcome = match self.table.contains(page.single()) {
+            true => match self.waiters.join(&self.table, page, &pending) {
+                Joined::Waits | Joined::Over => FaultOutcome::Present,
+                Joined::Closed => FaultOutcome::Gone,
+            },
+            false => FaultOutcome::OutOfRange,
+        };
+        pending.settle(outcome);
     }
 
     /// Claims pages from the start of `run`, up to the first that is not stored or whose content is

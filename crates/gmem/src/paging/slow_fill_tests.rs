@@ -201,6 +201,37 @@ fn reader_begins_the_load_of_a_vcpus_page_and_waits_for_nothing() {
 }
 
 #[test]
+fn who_asks_is_told_once_a_load_under_way_has_ended_and_at_once_where_there_is_none() {
+    let (vm, space) = setting();
+    let memory = space.memory().unwrap();
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let ask = |page: u64| {
+        let told = Arc::clone(&told);
+        let tell = move |outcome| told.lock().unwrap().push((page, outcome));
+        memory.tell_filled(PageNo(page), Box::new(tell));
+    };
+    for page in [4, 5] {
+        assert!(!memory.is_being_loaded(PageNo(page)));
+        assert_eq!(fault_of_vcpu(&space, page), FaultOutcome::Present);
+        assert!(memory.is_being_loaded(PageNo(page)), "it was only begun");
+        ask(page);
+    }
+    assert!(told.lock().unwrap().is_empty());
+    vm.store.deliver(PageNo(4));
+    vm.store.fail(PageNo(5), unreadable(5));
+    ask(4);
+    ask(u64::MAX / 4096);
+    let expected = [
+        (4, FaultOutcome::Present),
+        (5, FaultOutcome::Lost),
+        (4, FaultOutcome::Present),
+        (u64::MAX / 4096, FaultOutcome::OutOfRange),
+    ];
+    assert_eq!(*told.lock().unwrap(), expected);
+    assert!(!memory.is_being_loaded(PageNo(4)));
+}
+
+#[test]
 fn vcpu_is_woken_by_the_install_or_else_faults_again_and_a_new_load_begins() {
     let (vm, space) = setting();
     assert_eq!(fault_of_vcpu(&space, 5), FaultOutcome::Present);

@@ -10,6 +10,7 @@
 //! gone: by probes.
 
 use super::engine::{ENTRIES, Engine};
+use super::identity::Identity;
 use super::io::{Geometry, Tag};
 use super::open::{DiskError, OpenDisk, Source, Wanted, disown, open};
 use super::request::Bounds;
@@ -140,6 +141,7 @@ impl Attendant {
             discard: disk.discard,
         };
         let limit_bytes = u64::from(disk.limit.0.saturating_sub(1)) * SEGMENT_BYTES;
+        let identity = Identity::of_open(&disk.file).map_err(failed("fstat"))?;
         let copy = || disk.file.try_clone().map_err(failed("dup"));
         let (file, in_ring) = (copy()?, copy()?);
         // The thread that makes a ring is the one that uses it.
@@ -147,6 +149,7 @@ impl Attendant {
         let ends = self.ends.clone();
         space::start(&self.space, &self.shared, Box::new(disk), ends)
             .map_err(failed("a thread"))?;
+        self.shared.identity.get_or_init(|| identity);
         self.shared.opened(geometry, ring.waker(), limit_bytes);
         Ok(Started {
             ring,
@@ -164,7 +167,7 @@ impl Attendant {
             shared.health(Instant::now()).standing,
             Standing::Working | Standing::Full
         );
-        if is_well && shared.sectors().used_bytes() == 0 {
+        if is_well && shared.sectors().is_unused() {
             told_or_logged(disown(&started.file));
         }
     }

@@ -8,7 +8,7 @@
 //!   read ──────► inbox ──────────►    │  ◄─── completions
 //!   forget ────► sectors              └► duties are told
 //! ```
-//! - [`open`]: what is refused, and the header.
+//! - [`open`]: what is refused, and the header. [`identity`]: which file or device it is.
 //! - [`attend`]: the thread, from the opening of the disk to the end.
 //! - [`engine`]: what it does with requests; time bounds, and what happens to what is late.
 //! - [`probe`]: how a tier that does not work comes back.
@@ -36,6 +36,7 @@
 
 mod attend;
 mod engine;
+mod identity;
 mod io;
 mod open;
 mod panics;
@@ -55,6 +56,7 @@ use crate::{
     TierError, TierFigures, TierKind, VmId, WriteDone,
 };
 use attend::{Attendant, IfRefused};
+use identity::Identity;
 use io::Geometry;
 pub use open::{DiskError, Owner, Source};
 use open::{OpenDisk, Wanted};
@@ -62,6 +64,7 @@ use pagetide_sys::file_ring::Buffer;
 pub use request::Bounds;
 use shared::{READS_MAX, ReadOrder, Shared, WRITES_MAX, WriteOrder};
 use space::Space;
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
@@ -87,6 +90,7 @@ pub struct FoundDisk {
 
 /// See the module documentation.
 pub struct DiskTier {
+    path: PathBuf,
     shared: Arc<Shared>,
     space: Arc<Space>,
     bounds: Bounds,
@@ -137,6 +141,12 @@ impl FoundDisk {
             self.sectors.hold(vm, [entry])?;
         }
         Ok(())
+    }
+
+    /// There are VMs whose extents are not known now. Nothing is given back then, and no further segment is given out;
+    /// a VM that is recovered all the same has its pages.
+    pub fn keep_all(&mut self) {
+        self.sectors.keep_all();
     }
 
     /// Begins, once all VMs are held. Gives back what none of them has.
@@ -193,6 +203,7 @@ impl FoundDisk {
             .map_err(ended_early)
             .map_err(failed("a thread"))??;
         Ok(DiskTier {
+            path: self.source.path,
             shared,
             space,
             bounds: self.bounds,
@@ -260,6 +271,14 @@ impl DiskTier {
         })
     }
 
+    /// Whether a disk that another program has open could be opened once that has let go of it; nothing is changed.
+    ///
+    /// # Errors
+    /// [`DiskError`]: why not.
+    pub fn examine(source: &Source, id: Option<DiskId>) -> Result<(), DiskError> {
+        open::examine(source, id)
+    }
+
     fn now(&self) -> Instant {
         (self.clock)()
     }
@@ -325,6 +344,20 @@ impl Drop for DiskTier {
 impl SlowTier for DiskTier {
     fn kind(&self) -> TierKind {
         TierKind::Disk
+    }
+
+    fn is_found(&self) -> Result<(), TierError> {
+        let gone = |reason| TierError::Gone {
+            kind: TierKind::Disk,
+            reason,
+        };
+        let there = Identity::at(&self.path)
+            .map_err(|error| gone(format!("{}: {error}", self.path.display())))?;
+        match self.shared.identity.get() {
+            Some(open) if *open == there => Ok(()),
+            Some(_) => Err(gone(DiskError::Replaced(self.path.clone()).to_string())),
+            None => Err(self.not_there()),
+        }
     }
 
     fn granule_bytes(&self) -> usize {

@@ -19,6 +19,7 @@
 //! The path is looked at without following it and then opened by what was found there, so nobody can put
 //! something else in its place between the look and the opening.
 
+use super::identity::is_swapped_to;
 use super::io::{Discard, Ground};
 use crate::DiskId;
 use crate::bitmap::BlockSize;
@@ -130,6 +131,9 @@ pub enum DiskError {
     /// The pages that it should have are on another one.
     #[error("disk tier {0}: it is another disk than the one on which VMs have pages")]
     AnotherDisk(PathBuf),
+    /// It does not lie there any more.
+    #[error("disk tier {0}: what lies there now is not the file or device that is in use")]
+    Replaced(PathBuf),
     /// It has become shorter.
     #[error("disk tier {0}: it is shorter than it was, and VMs have pages beyond its end")]
     Shorter(PathBuf),
@@ -199,6 +203,30 @@ impl At<'_> {
             source: source.into(),
         }
     }
+}
+
+/// Looks at a tier that another program has open, as [`open`] would: what it is, whose, and its header.
+///
+/// # Errors
+/// It would not be opened, however long its lock is waited for.
+pub(super) fn examine(source: &Source, id: Option<DiskId>) -> Result<(), DiskError> {
+    let path = &*source.path;
+    let at = At(path);
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let found = rustix::fs::open(path, flags, Mode::empty()).map_err(at.failed("open"))?;
+    let stat = rustix::fs::fstat(&found).map_err(at.failed("fstat"))?;
+    let discard = look_at(path, &stat)?;
+    let link = PathBuf::from(format!("/proc/self/fd/{}", found.as_raw_fd()));
+    match discard {
+        Discard::Punch => refuse_memory(path, &link)?,
+        Discard::Keep => refuse_memory_device(path, &stat)?,
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECT | OFlags::CLOEXEC;
+    let file = rustix::fs::open(&link, flags, Mode::empty());
+    let file = file.map_err(|error| unopened(path, error))?;
+    segments(path, &file, discard, source.limit_bytes)?;
+    let wanted = id.map_or(Wanted::Any, Wanted::Known);
+    look_into(source, wanted, &file, discard).map(drop)
 }
 
 /// Opens and locks a tier; waits so long for another to let go of it.
@@ -289,53 +317,10 @@ fn look_at(path: &Path, stat: &Stat) -> Result<Discard, DiskError> {
     if !is_ours || Mode::from_raw_mode(stat.st_mode).intersects(foreign_write) {
         return Err(DiskError::OthersCanWrite(path.to_owned()));
     }
-    // A kernel without swap has no such file.
-    let swaps = std::fs::read("/proc/swaps").unwrap_or_default();
-    if swap_paths(&swaps).iter().any(|swap| is_same(swap, stat)) {
+    if is_swapped_to(stat) {
         return Err(DiskError::IsSwap(path.to_owned()));
     }
     Ok(discard)
-}
-
-/// The files and devices in `/proc/swaps`, whose names have blanks and backslashes as octal numbers.
-fn swap_paths(swaps: &[u8]) -> Vec<PathBuf> {
-    let lines = swaps.split(|byte| *byte == b'\n').skip(1);
-    let names = lines.filter_map(|line| line.split(u8::is_ascii_whitespace).next());
-    let names = names.filter(|name| !name.is_empty());
-    names
-        .map(|name| PathBuf::from(OsString::from_vec(unescape(name))))
-        .collect()
-}
-
-fn unescape(name: &[u8]) -> Vec<u8> {
-    let mut plain = Vec::with_capacity(name.len());
-    let mut rest = name;
-    while let Some((&byte, behind)) = rest.split_first() {
-        let code = match (byte, behind.first_chunk()) {
-            (b'\\', Some(digits)) => octal(*digits),
-            _ => None,
-        };
-        plain.push(code.unwrap_or(byte));
-        rest = if code.is_some() { &behind[3..] } else { behind };
-    }
-    plain
-}
-
-fn octal(digits: [u8; 3]) -> Option<u8> {
-    digits.iter().try_fold(0_u8, |code, digit| {
-        let digit = digit.checked_sub(b'0').filter(|digit| *digit < 8)?;
-        code.checked_mul(8)?.checked_add(digit)
-    })
-}
-
-fn is_same(swap: &Path, stat: &Stat) -> bool {
-    rustix::fs::stat(swap).is_ok_and(|other| {
-        let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
-        match is_device {
-            true => other.st_rdev == stat.st_rdev && other.st_rdev != 0,
-            false => (other.st_dev, other.st_ino) == (stat.st_dev, stat.st_ino),
-        }
-    })
 }
 
 fn refuse_memory(path: &Path, on: &Path) -> Result<(), DiskError> {
@@ -408,18 +393,29 @@ fn segments(
     Ok((whole(bytes), SegmentNo(whole(given_bytes))))
 }
 
-/// Sees that nothing else is there, and writes the header.
-fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+/// What stands at the beginning of a disk that may be a tier.
+struct Head {
+    is_ours: bool,
+    id: Option<DiskId>,
+}
+
+/// Sees that nothing else is there.
+fn look_into(
+    source: &Source,
+    wanted: Wanted,
+    file: &OwnedFd,
+    discard: Discard,
+) -> Result<Head, DiskError> {
     let path = &*source.path;
     let mut head = Buffer::zeroed(HEAD_BYTES);
-    let read = read_head(&disk.file, &mut head).map_err(|error| match error {
+    let read = read_head(file, &mut head).map_err(|error| match error {
         Errno::INVAL => DiskError::NoDirectIo(path.to_owned()),
         error => At(path).failed("read")(error),
     })?;
     let is_ours = head.starts_with(MAGIC);
     let is_blank = head.iter().all(|byte| *byte == 0);
     // An empty file is blank. One of zeros might be an image of somebody's.
-    if !is_ours && !(is_blank && (read == 0 || disk.discard == Discard::Keep)) {
+    if !is_ours && !(is_blank && (read == 0 || discard == Discard::Keep)) {
         return Err(DiskError::NotOurs(path.to_owned()));
     }
     let found = found_id(&head).filter(|_| is_ours);
@@ -434,6 +430,13 @@ fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<D
         let path = path.to_owned();
         return Err(DiskError::OfAnotherDaemon { path, state_dir });
     }
+    Ok(Head { is_ours, id: found })
+}
+
+/// Sees that nothing else is there, and writes the header.
+fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<DiskId, DiskError> {
+    let path = &*source.path;
+    let Head { is_ours, id: found } = look_into(source, wanted, &disk.file, disk.discard)?;
     if disk.discard == Discard::Punch {
         // One that has pages is needed however full the disk is.
         let (free_bytes, left_bytes) = space(&disk.file).map_err(At(path).failed("fstatfs"))?;
@@ -583,33 +586,5 @@ impl Ground for OpenDisk {
         }
         let (free_bytes, left_bytes) = space(&self.file)?;
         Ok(Some(free_bytes.saturating_sub(left_bytes)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn swap_files_are_found_by_what_they_are() {
-        let dir = tempfile::tempdir().unwrap();
-        let swap = dir.path().join("swap file");
-        std::fs::write(&swap, "").unwrap();
-        std::fs::write(dir.path().join("other"), "").unwrap();
-        let listed = swap.to_str().unwrap().replace(' ', "\\040");
-        let swaps =
-            format!("Filename\t\tType\n/dev/none partition 1 0 -2\n{listed}\tfile 9 0 -3\n");
-        let paths = swap_paths(swaps.as_bytes());
-        assert_eq!(paths, [PathBuf::from("/dev/none"), swap.clone()]);
-        let is_swap = |path: &Path| {
-            let stat = rustix::fs::stat(path).unwrap();
-            paths.iter().any(|swap| is_same(swap, &stat))
-        };
-        assert!(is_swap(&swap));
-        std::fs::hard_link(&swap, dir.path().join("again")).unwrap();
-        assert!(is_swap(&dir.path().join("again")), "by another name");
-        assert!(!is_swap(&dir.path().join("other")));
-        assert!(!is_swap(Path::new("/dev/null")));
-        assert_eq!(unescape(b"a\\040b\\134\\08\\777"), b"a b\\\\08\\777");
     }
 }

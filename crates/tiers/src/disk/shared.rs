@@ -4,6 +4,7 @@
 //! Three locks, none of which is held while another is taken or a duty is told; but for those of the sectors and of
 //! the record, which [`super::space`] takes under its own.
 
+use super::identity::Identity;
 use super::io::Geometry;
 use super::panics::drop_alone;
 use crate::batch::SECTOR_BYTES;
@@ -98,6 +99,8 @@ struct Record {
 pub(super) struct Shared {
     /// Known once the disk is open.
     pub geometry: OnceLock<Geometry>,
+    /// Which file or device it is, once it is open.
+    pub identity: OnceLock<Identity>,
     /// Wakes the thread, once there is a ring.
     pub waker: OnceLock<RingWaker>,
     sectors: Mutex<Sectors>,
@@ -113,6 +116,7 @@ impl Shared {
     pub fn new(sectors: Sectors, limit_bytes: u64, now: Instant) -> Self {
         Self {
             geometry: OnceLock::new(),
+            identity: OnceLock::new(),
             waker: OnceLock::new(),
             sectors: Mutex::new(sectors),
             inbox: Mutex::default(),

@@ -112,6 +112,27 @@ pub enum AddressError {
     Password(#[from] PasswordError),
 }
 
+impl AddressError {
+    /// The same without parts of the URL.
+    fn without_parts(self) -> Self {
+        let hidden = || "…".to_owned();
+        match self {
+            Self::Scheme(_) => Self::Scheme(hidden()),
+            Self::Database(_) => Self::Database(hidden()),
+            Self::Node(_) => Self::Node(hidden()),
+            Self::Option(_) => Self::Option(hidden()),
+            Self::Value {
+                option, expected, ..
+            } => Self::Value {
+                option,
+                value: hidden(),
+                expected,
+            },
+            other => other,
+        }
+    }
+}
+
 /// A host and its port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Node {
@@ -194,6 +215,14 @@ impl RemoteUrl {
     /// # Errors
     /// [`AddressError`]: a sentence that says what to write instead.
     pub fn parse(text: &str) -> Result<Self, AddressError> {
+        Self::read(text).map_err(|error| match text.contains('@') {
+            // A password with a character that URLs reserve is taken for anything.
+            true => error.without_parts(),
+            false => error,
+        })
+    }
+
+    fn read(text: &str) -> Result<Self, AddressError> {
         let url = Url::parse(text).map_err(AddressError::Syntax)?;
         let scheme = url.scheme();
         if !matches!(scheme, "redis" | "rediss" | "redis+unix") {
@@ -225,6 +254,11 @@ impl RemoteUrl {
             eviction_policy,
         };
         Ok(Self { address, password })
+    }
+
+    /// Everything but the password.
+    pub(super) fn bare(&self) -> &RemoteAddress {
+        &self.address
     }
 
     /// True if the password stands in the URL itself, where whoever sees the URL sees it.
@@ -287,6 +321,12 @@ impl fmt::Display for RemoteAddress {
             write!(f, " database {}", self.database)?;
         }
         Ok(())
+    }
+}
+
+impl fmt::Display for RemoteUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address.fmt(f)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::address::RemoteAddress;
+use super::address::RemoteUrl;
 use crate::figures::Durability;
 
 /// After so many bounds without a reply a connection is given up.
@@ -64,8 +64,8 @@ pub enum FirstContact {
 /// How a remote tier is set up.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RemoteConfig {
-    /// Where it is.
-    pub address: RemoteAddress,
+    /// Where it is. What it names is read when a connection is made.
+    pub url: RemoteUrl,
     /// Most bytes of sealed pages that it is given.
     pub limit_bytes: u64,
     /// What becomes of reads while the server is gone.

@@ -30,7 +30,7 @@
 //! ```
 //! Only a working tier is sent batches. Reads are sent by every connected one. A server that is refused (it
 //! may evict keys, or does not accept the password) is gone with that reason, and tried again later: the
-//! operator may correct it.
+//! operator may correct it. So is one whose password or files for TLS cannot be read: they are read at each attempt.
 //!
 //! # Acknowledgement
 //! A batch is acknowledged when the server has answered `OK` for each of its pages. What that is worth when
@@ -87,7 +87,7 @@ pub use crate::figures::Durability;
 pub use address::{AddressError, RemoteAddress, RemoteUrl};
 pub use config::{FirstContact, RemoteConfig, RemoteNotes, TimeBounds, WhenGone};
 pub use password::PasswordError;
-pub use wire::{TlsError, check_tls_files};
+pub use wire::{AccessError, TlsError, check_access};
 
 use crate::batch::EXTENT_PAGES_MAX;
 use crate::{
@@ -106,9 +106,6 @@ const WRITES_MAX: usize = 16;
 /// The tier cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// Files for TLS.
-    #[error(transparent)]
-    Tls(#[from] TlsError),
     /// The thread or its runtime.
     #[error("the thread of the remote tier cannot be started: {0}")]
     Thread(#[from] io::Error),
@@ -129,12 +126,13 @@ impl RemoteTier {
     /// Starts the tier. It connects by itself, and again whenever it must; until then it is gone.
     ///
     /// # Errors
-    /// [`StartError`]. A server that cannot be reached or is refused is none: see [`Self::first_contact`].
+    /// [`StartError`]. A server that cannot be reached or is refused is none, nor a password that cannot be read: see
+    /// [`Self::first_contact`].
     pub fn start(config: RemoteConfig) -> Result<Self, StartError> {
         let mut token = [0; 16];
         getrandom::fill(&mut token).map_err(|error| StartError::Random(error.to_string()))?;
         let state = State::new(config.limit_bytes, READS_MAX, WRITES_MAX);
-        let shared = Arc::new(Shared::new(config, state, u128::from_ne_bytes(token))?);
+        let shared = Arc::new(Shared::new(config, state, u128::from_ne_bytes(token)));
         // Requests are counted before they are sent (`State::admit`), so this holds no more than the two
         // maxima.
         let (commands, received) = mpsc::unbounded_channel();

@@ -23,9 +23,8 @@ use tokio::sync::{Notify, Semaphore, watch};
 use super::config::{FirstContact, RemoteConfig, TimeBounds, WhenGone};
 use super::keys;
 use super::link::{Failure, Link};
-use super::server;
 use super::state::State;
-use super::wire::{Dialer, TlsError};
+use super::wire::Dialer;
 use crate::{Standing, TierError, TierKind};
 
 const KIND: TierKind = TierKind::Remote;
@@ -68,9 +67,9 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(config: RemoteConfig, state: State, token: u128) -> Result<Self, TlsError> {
-        Ok(Self {
-            dialer: Arc::new(Dialer::new(config.address, config.bounds)?),
+    pub(super) fn new(config: RemoteConfig, state: State, token: u128) -> Self {
+        Self {
+            dialer: Arc::new(Dialer::new(config.url, config.bounds)),
             tried: Condvar::new(),
             deletions: Notify::new(),
             doubts: Notify::new(),
@@ -82,7 +81,7 @@ impl Shared {
             connected: watch::Sender::new(None),
             reads: Semaphore::new(READS_AT_A_TIME),
             writes: Semaphore::new(WRITES_AT_A_TIME),
-        })
+        }
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
@@ -157,10 +156,10 @@ impl Shared {
                 self.doubts.notify_one();
                 return TierError::Gone {
                     kind: KIND,
-                    reason: server::describe(&error, self.dialer.address()),
+                    reason: self.dialer.describe(&error),
                 };
             }
-            Failure::Request(error) => server::describe(&error, self.dialer.address()),
+            Failure::Request(error) => self.dialer.describe(&error),
             Failure::Strange(what) => what.to_owned(),
         };
         TierError::Io {

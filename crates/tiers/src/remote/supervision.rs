@@ -8,7 +8,6 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::config::FirstContact;
 use super::link::{Failure, Link};
-use super::server;
 use super::shared::{BACKOFF_MAX, BACKOFF_MIN, Connected, Shared};
 use crate::Standing;
 use crate::figures::Durability;
@@ -59,6 +58,13 @@ impl NoLink {
         }
     }
 
+    fn unread(reason: String) -> Self {
+        Self {
+            contact: FirstContact::Refused,
+            reason,
+        }
+    }
+
     fn failed(shared: &Shared, error: &RedisError) -> Self {
         let contact = match error.kind() {
             ErrorKind::Client | ErrorKind::AuthenticationFailed => FirstContact::Refused,
@@ -66,7 +72,7 @@ impl NoLink {
         };
         Self {
             contact,
-            reason: server::describe(error, shared.dialer.address()),
+            reason: shared.dialer.describe(error),
         }
     }
 
@@ -84,6 +90,7 @@ impl NoLink {
 
 /// Connects, checks the marker, and says how the tier stands; else why not.
 async fn connect(shared: &Shared, marked: &mut bool) -> Result<Link, NoLink> {
+    shared.dialer.look_up().await.map_err(NoLink::unread)?;
     let link = match timeout(shared.bounds.connect * 2, Link::connect(&shared.dialer)).await {
         Ok(link) => link.map_err(|error| NoLink::failed(shared, &error))?,
         Err(_) => return Err(NoLink::silent("no connection within its time bound")),

@@ -50,7 +50,11 @@ pub(super) fn start(
     std::thread::Builder::new()
         .name("pt-tier-remote".to_owned())
         .stack_size(STACK_BYTES)
-        .spawn(move || runtime.block_on(run(shared, commands)))
+        .spawn(move || {
+            runtime.block_on(run(shared, commands));
+            // A file that is being read may never be: nobody waits for it.
+            runtime.shutdown_background();
+        })
 }
 
 async fn run(shared: Arc<Shared>, mut commands: mpsc::UnboundedReceiver<Command>) {

@@ -20,8 +20,8 @@ use std::cell::RefCell;
 use std::fmt;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
-use super::address::{RemoteAddress, TlsFiles};
+use super::address::{AddressError, RemoteAddress, RemoteUrl, TlsFiles};
 use super::config::TimeBounds;
 use super::server;
 use crate::batch::SEALED_BYTES_MAX;
@@ -70,10 +70,40 @@ pub enum TlsError {
     Setup(#[from] tokio_rustls::rustls::Error),
 }
 
-/// Makes connections.
-pub(super) struct Dialer {
+/// What a URL names cannot be read: a password or a file for TLS.
+#[derive(Debug, thiserror::Error)]
+pub enum AccessError {
+    /// The password.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// A file for TLS.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+}
+
+/// A URL with all that it names, as it was read last.
+struct Access {
     address: RemoteAddress,
     tls: Option<Arc<ClientConfig>>,
+}
+
+impl Access {
+    fn read(url: RemoteUrl) -> Result<Self, AccessError> {
+        let address = url.address()?;
+        let tls = address.tls.as_ref().map(client_config).transpose()?;
+        Ok(Self {
+            address,
+            tls: tls.map(Arc::new),
+        })
+    }
+}
+
+/// Makes connections. What its URL names is read before each attempt to connect: a password that has changed, or a
+/// file that was not there, needs no other daemon.
+pub(super) struct Dialer {
+    url: RemoteUrl,
+    /// `None` until it could be read.
+    access: Mutex<Option<Arc<Access>>>,
     bounds: TimeBounds,
 }
 
@@ -86,17 +116,51 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
 impl Dialer {
-    pub(super) fn new(address: RemoteAddress, bounds: TimeBounds) -> Result<Self, TlsError> {
-        let tls = address.tls.as_ref().map(client_config).transpose()?;
-        Ok(Self {
-            address,
-            tls: tls.map(Arc::new),
+    pub(super) fn new(url: RemoteUrl, bounds: TimeBounds) -> Self {
+        Self {
+            url,
+            access: Mutex::default(),
             bounds,
-        })
+        }
     }
 
+    /// Reads anew what the URL names.
+    ///
+    /// # Errors
+    /// Why it cannot be read now, or not within the time bound of a connection.
+    pub(super) async fn look_up(&self) -> Result<(), String> {
+        let url = self.url.clone();
+        // The file system may not answer, and requests have time bounds.
+        let reading = tokio::task::spawn_blocking(move || Access::read(url));
+        let read = match tokio::time::timeout(self.bounds.connect, reading).await {
+            Ok(Ok(read)) => read.map_err(|why| why.to_string())?,
+            Ok(Err(gone)) => return Err(format!("what its URL names was not read: {gone}")),
+            Err(_) => {
+                return Err(
+                    "what its URL names cannot be read: no answer within the time bound".to_owned(),
+                );
+            }
+        };
+        *self.access.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(read));
+        Ok(())
+    }
+
+    fn access(&self) -> Option<Arc<Access>> {
+        let access = self.access.lock().unwrap_or_else(PoisonError::into_inner);
+        access.clone()
+    }
+
+    /// Where it is, without the password.
     pub(super) fn address(&self) -> &RemoteAddress {
-        &self.address
+        self.url.bare()
+    }
+
+    /// What an error says, without the password.
+    pub(super) fn describe(&self, error: &RedisError) -> String {
+        match self.access() {
+            Some(access) => server::describe(error, &access.address),
+            None => server::describe(error, self.address()),
+        }
     }
 
     /// Makes connections of this thread to a cluster's nodes.
@@ -109,11 +173,15 @@ impl Dialer {
         let mut login = RedisConnectionInfo::default()
             .set_protocol(ProtocolVersion::RESP2)
             .set_skip_set_lib_name()
-            .set_db(i64::from(self.address.database));
-        if let Some(user) = &self.address.user {
+            .set_db(i64::from(self.address().database));
+        if let Some(user) = &self.address().user {
             login = login.set_username(user);
         }
-        if let Some(password) = &self.address.password {
+        let access = self.access();
+        let password = access
+            .as_ref()
+            .and_then(|access| access.address.password.as_ref());
+        if let Some(password) = password {
             login = login.set_password(password.reveal());
         }
         login
@@ -125,7 +193,7 @@ impl Dialer {
             let stream = self.stream(to).await?;
             let mut node =
                 NodeConnection::new(stream, &self.login(), self.bounds.patience()).await?;
-            node.durability = server::check(&mut node, self.address.eviction_policy).await?;
+            node.durability = server::check(&mut node, self.address().eviction_policy).await?;
             Ok(node)
         };
         match tokio::time::timeout(self.bounds.connect, connecting).await {
@@ -152,22 +220,23 @@ impl Dialer {
         };
         let stream = TcpStream::connect((host.as_str(), port)).await?;
         stream.set_nodelay(true)?;
-        let Some(config) = &self.tls else {
+        if self.address().tls.is_none() {
             return Ok(Box::new(stream));
-        };
+        }
+        let config = self.access().and_then(|access| access.tls.clone());
+        let config = config.ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected))?;
         let name = ServerName::try_from(host.clone()).map_err(io::Error::other)?;
-        let connector = TlsConnector::from(Arc::clone(config));
+        let connector = TlsConnector::from(config);
         Ok(Box::new(connector.connect(name, stream).await?))
     }
 }
 
-/// Whether the files for TLS that an address names can be used.
+/// Whether the password and the files for TLS that a URL names can be used.
 ///
 /// # Errors
-/// [`TlsError`]: which one cannot be, and why.
-pub fn check_tls_files(address: &RemoteAddress) -> Result<(), TlsError> {
-    let config = address.tls.as_ref().map(client_config).transpose();
-    config.map(drop)
+/// [`AccessError`]: which one cannot be, and why.
+pub fn check_access(url: &RemoteUrl) -> Result<(), AccessError> {
+    Access::read(url.clone()).map(drop)
 }
 
 fn client_config(files: &TlsFiles) -> Result<ClientConfig, TlsError> {

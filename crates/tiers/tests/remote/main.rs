@@ -12,7 +12,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use pagetide_random::SplitMix64;
-use pagetide_tiers::remote::{RemoteAddress, RemoteConfig, RemoteTier, TimeBounds, WhenGone};
+use pagetide_tiers::remote::{RemoteConfig, RemoteTier, RemoteUrl, TimeBounds, WhenGone};
 use pagetide_tiers::{
     Batch, ExtentName, ExtentNo, Place, ReadDone, SlowTier, Standing, TierError, TierKind, Version,
     VmId, WriteDone,
@@ -35,7 +35,7 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 /// A tier with generous bounds.
 fn config(url: &str) -> RemoteConfig {
     RemoteConfig {
-        address: RemoteAddress::parse(url).unwrap(),
+        url: RemoteUrl::parse(url).unwrap(),
         limit_bytes: 1 << 30,
         when_gone: WhenGone::Wait,
         bounds: TimeBounds {

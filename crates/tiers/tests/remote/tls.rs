@@ -4,10 +4,10 @@
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use pagetide_tiers::remote::{RemoteAddress, RemoteConfig, RemoteTier, StartError};
+use pagetide_tiers::remote::{AccessError, FirstContact, RemoteTier, RemoteUrl, check_access};
 
 use crate::server::{self, Server};
-use crate::{STUCK, assert_pages, config, extent, pages, reason, working, write};
+use crate::{STUCK, assert_pages, config, extent, pages, reason, until, working, write};
 
 /// Makes a key and a certificate `name.pem`, signed by `signer` or by itself.
 fn certificate(folder: &Path, name: &str, signer: Option<&str>) {
@@ -111,16 +111,31 @@ fn files_that_are_no_certificates_are_named() {
     let missing = folder.path().join("missing.pem");
     for file in [empty, missing] {
         let url = format!("rediss://far?ca={}", file.display());
-        let address = RemoteAddress::parse(&url).unwrap();
-        let config = RemoteConfig {
-            address,
-            ..config("redis://far")
-        };
-        let error = RemoteTier::start(config).unwrap_err();
-        assert!(matches!(error, StartError::Tls(_)));
-        assert!(
-            error.to_string().contains(file.to_str().unwrap()),
-            "{error}"
-        );
+        let error = check_access(&RemoteUrl::parse(&url).unwrap()).unwrap_err();
+        assert!(matches!(error, AccessError::Tls(_)));
+        let tier = RemoteTier::start(config(&url)).unwrap();
+        assert_eq!(tier.first_contact(STUCK).0, FirstContact::Refused);
+        for told in [error.to_string(), reason(&tier)] {
+            assert!(told.contains(file.to_str().unwrap()), "{told}");
+        }
     }
+}
+
+#[test]
+fn password_that_cannot_be_read_is_read_again_at_each_attempt() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("word");
+    let url = format!("redis://127.0.0.1:1?password-file={}", file.display());
+    let tier = RemoteTier::start(config(&url)).unwrap();
+    assert_eq!(tier.first_contact(STUCK).0, FirstContact::Refused);
+    assert!(
+        reason(&tier).contains("cannot be read"),
+        "{}",
+        reason(&tier)
+    );
+    std::fs::write(&file, "a word\n").unwrap();
+    // Nobody listens there.
+    until("another reason", || {
+        !reason(&tier).contains("cannot be read")
+    });
 }

@@ -109,7 +109,8 @@ impl Budget {
         };
         // Who could not come before may find room now.
         for (name, member) in members.iter() {
-            if budget.vm(member.id).is_none()
+            if member.is_governed()
+                && budget.vm(member.id).is_none()
                 && let Err(error) = come_back(budget, member)
             {
                 tracing::debug!(vm = name, %error, "it does not come under the budget as it was set");
@@ -164,7 +165,8 @@ impl Budget {
             let there = |member: &super::Member| {
                 Some((member.id, Arc::clone(&member.seat), member.governed()?))
             };
-            state.members.values().filter_map(there).collect()
+            let governed = state.members.values().filter(|member| member.is_governed());
+            governed.filter_map(there).collect()
         };
         let see = |(id, seat, vm): (VmId, Arc<VmSeat>, Arc<dyn Governed>)| {
             let report = VmReport {

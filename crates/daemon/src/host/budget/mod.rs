@@ -44,7 +44,7 @@ pub(super) use governed::Governed;
 pub(super) use seat::VmSeat;
 pub(super) use state::reason;
 
-use super::lock::lock;
+use super::{lock::lock, needed::Needed};
 use crate::{
     budget::{BudgetBody, HostReport, ShareChange},
     control::ControlError,
@@ -149,17 +149,19 @@ impl Budget {
         settings: &RunSettings,
         state_dir: &Path,
         known: &[String],
+        needed: Needed,
         owed: Owed,
     ) -> Result<Arc<Self>, ControlError> {
-        let wait = match known {
-            [] => LOCK_WAIT,
-            // Their faults wait meanwhile, and the lock is tried for again.
-            _ => SERVED_LOCK_WAIT,
+        let wait = match needed {
+            Needed::ByNobody => LOCK_WAIT,
+            // Faults and disks wait meanwhile, and the lock is tried for again.
+            Needed::BySomebody => SERVED_LOCK_WAIT,
         };
         Self::open_with(
             settings,
             state_dir,
             known,
+            needed,
             Groups::of_this_host(),
             owed.wait(wait),
         )
@@ -169,12 +171,13 @@ impl Budget {
         settings: &RunSettings,
         state_dir: &Path,
         known: &[String],
+        needed: Needed,
         groups: Groups,
         lock_wait: Duration,
     ) -> Result<Arc<Self>, ControlError> {
         let file = SavedFile::in_dir(state_dir);
         // VMs must be served whatever was set: without a daemon they wait at their next fault.
-        let must_serve = !known.is_empty();
+        let must_serve = needed == Needed::BySomebody;
         let before = match file.read() {
             Err(error) if must_serve => {
                 tracing::error!(%error, "what was set of the host's budget is lost");
@@ -249,7 +252,10 @@ impl Budget {
     /// A sentence; nothing has changed.
     pub(super) fn set(&self, change: &BudgetBody) -> Result<(), ControlError> {
         let mut state = lock(&self.state);
-        if let Some(name) = state.in_huge_pages() {
+        // One that is there in spite of a plan came with a restart, and stays apart.
+        if state.saved.plan.is_none()
+            && let Some(name) = state.in_huge_pages()
+        {
             return Err(in_huge_pages(name));
         }
         let plan = changed(&state, change)?;
@@ -349,7 +355,12 @@ impl Budget {
         });
         let member = self.member(&mut state, vm, share);
         let mut tried = state.force.as_ref().map(|force| force.budget.clone());
-        if let Some(budget) = &mut tried
+        if !member.is_governed() && state.saved.plan.is_some() {
+            tracing::warn!(
+                vm = vm.name,
+                "the VM has its RAM in huge pages of hugetlbfs, and does not come under the host's budget"
+            );
+        } else if let Some(budget) = &mut tried
             && let Err(error) = come_back(budget, &member)
         {
             tracing::error!(
@@ -416,7 +427,9 @@ impl Budget {
         let share = state::share_of(change, member.share())?;
         share.check(id, ram).map_err(|error| told(&error, name))?;
         let mut tried = state.force.as_ref().map(|force| force.budget.clone());
-        if let Some(budget) = &mut tried {
+        if let Some(budget) = &mut tried
+            && member.is_governed()
+        {
             // One that could not come back under the budget comes now.
             let set = match budget.vm(id) {
                 Some(_) => budget.set_share(id, share),
@@ -495,7 +508,6 @@ fn come_back(budget: &mut HostBudget, member: &Member) -> Result<(), BudgetError
     Err(error)
 }
 
-/// The plan that a change asks for.
 /// What a VM gives up goes to the pool of huge pages, where no other VM can use it.
 fn in_huge_pages(name: &str) -> ControlError {
     ControlError::refused(format!(
@@ -504,6 +516,7 @@ fn in_huge_pages(name: &str) -> ControlError {
     ))
 }
 
+/// The plan that a change asks for.
 fn changed(state: &State, change: &BudgetBody) -> Result<Plan, ControlError> {
     let mut plan = match (&state.saved.plan, change.budget_bytes) {
         (Some(plan), bytes) => Plan {

@@ -89,6 +89,12 @@ impl Member {
         }
     }
 
+    /// Whether the budget counts it and divides its memory. What a VM in huge pages gives up goes to a pool of the
+    /// kernel's own.
+    pub(super) fn is_governed(&self) -> bool {
+        self.hugetlb_bytes == 0
+    }
+
     pub(super) fn share(&self) -> VmShare {
         self.seat.standing().share
     }
@@ -137,7 +143,9 @@ impl State {
     /// # Errors
     /// Of the first VM that cannot come.
     pub(super) fn join_all(&self, budget: &mut HostBudget) -> Result<(), ControlError> {
-        let missing = |(_, member): &(&String, &Member)| budget.vm(member.id).is_none();
+        let missing = |(_, member): &(&String, &Member)| {
+            member.is_governed() && budget.vm(member.id).is_none()
+        };
         let missing: Vec<_> = self.members.iter().filter(missing).collect();
         for (name, member) in missing {
             let joined = budget.join(member.id, member.share(), member.now());
@@ -149,7 +157,7 @@ impl State {
     /// A VM in huge pages, if there is one.
     pub(super) fn in_huge_pages(&self) -> Option<&str> {
         let mut all = self.members.iter();
-        let huge = all.find(|(_, member)| member.hugetlb_bytes > 0);
+        let huge = all.find(|(_, member)| !member.is_governed());
         huge.map(|(name, _)| name.as_str())
     }
 
@@ -168,6 +176,7 @@ impl State {
     pub(super) fn demands(&self) -> impl Iterator<Item = Demand<'_>> {
         self.members
             .iter()
+            .filter(|(_, member)| member.is_governed())
             .map(|(name, member)| member.demand(name))
     }
 
@@ -210,6 +219,11 @@ impl State {
             ..HostReport::default()
         };
         if let Some(force) = &self.force {
+            let apart = self.members.values().filter(|member| !member.is_governed());
+            let apart_bytes: u64 = apart
+                .map(|member| member.now().resident.0 + member.now().stored.0)
+                .sum();
+            let used_bytes = used_bytes.saturating_sub(apart_bytes);
             let Plan {
                 budget,
                 watermarks,

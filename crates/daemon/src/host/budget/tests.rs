@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::{
-    budget::{BudgetSetting, CeilingChange},
+    budget::{BudgetSetting, CeilingChange, WaterState},
     control::ErrorKind,
     settings::{GivenSettings, RunSettings, Settings},
 };
@@ -117,12 +117,17 @@ impl Rig {
             ..GivenSettings::default()
         };
         let settings = RunSettings::merge(flags, GivenSettings::default());
+        let needed = match known {
+            [] => Needed::ByNobody,
+            _ => Needed::BySomebody,
+        };
         let known: Vec<String> = known.iter().map(|name| (*name).to_owned()).collect();
         let groups = Groups::below(self.root.path());
         Budget::open_with(
             &settings,
             &self.root.path().join("state"),
             &known,
+            needed,
             groups,
             LOCK_WAIT,
         )
@@ -664,6 +669,45 @@ fn vm_that_had_no_room_under_the_budget_comes_when_there_is_some() {
     second.set(&size(4096)).unwrap();
     assert_eq!(under(&second), 2);
     drop(back);
+}
+
+#[test]
+fn vm_in_huge_pages_that_comes_with_a_restart_stays_apart_from_the_budget() {
+    let rig = Rig::new();
+    let huge = Newcomer {
+        hugetlb_bytes: 4096 * MIB,
+        ..newcomer("huge", 4096)
+    };
+    // The settings have got a budget meanwhile.
+    let budget = rig.try_open("1G", &["huge"]).unwrap();
+    let seat = budget.welcome_back(&huge, None);
+    let vm = Figures::new(&seat, 4096, 4096);
+    let weak: Weak<Figures> = Arc::downgrade(&vm);
+    seat.keep(weak);
+    let other = served(&budget, "other", 512, 256);
+    for second in 1..20 {
+        budget.step_at(Duration::from_secs(second));
+    }
+    assert_eq!(vm.seat.standing().target, None);
+    assert_eq!(
+        vm.resident.load(Relaxed),
+        4096 * MIB,
+        "it is not evicted from"
+    );
+    assert!(other.seat.standing().target.is_some());
+    let report = budget.report();
+    assert_eq!(
+        (report.over_bytes, report.water),
+        (Some(0), Some(WaterState::AboveHigh)),
+        "{report:?}"
+    );
+    // Nothing that is set is refused for its sake.
+    budget.set(&size(2048)).unwrap();
+    budget
+        .change_share("huge", &ShareChange::default(), |_| {})
+        .unwrap();
+    budget.step_at(Duration::from_secs(20));
+    assert_eq!(vm.seat.standing().target, None);
 }
 
 #[test]

@@ -186,6 +186,7 @@ impl Rig {
         Self {
             engine: Engine::new(io.clone(), Arc::clone(&shared), geometry, BOUNDS),
             tier: DiskTier {
+                path: "/dev/null".into(),
                 shared,
                 space: Arc::default(),
                 bounds: BOUNDS,
