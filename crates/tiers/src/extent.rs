@@ -137,7 +137,11 @@ impl Sectors {
 
     fn lengthen(&mut self, segments: u32) {
         let segments = self.segments.len().max(segments as usize);
-        self.segments.resize_with(segments, || Segment::Free);
+        let unknown = self.unknown;
+        self.segments.resize_with(segments, || match unknown {
+            Unknown::AreFree => Segment::Free,
+            Unknown::AreKept => Segment::Kept,
+        });
     }
 
     /// The same pages on a disk that has become known: so many segments, of which those from `limit` on are not
@@ -356,6 +360,15 @@ impl Sectors {
         start: SectorNo,
         sectors: u16,
     ) -> Result<(SegmentNo, Run), SectorError> {
+        let (segment, run) = self.run_within(start, sectors)?;
+        match &self.segments[segment.0 as usize] {
+            Segment::Owned(owned) if owned.vm == vm => Ok((segment, run)),
+            _ => Err(SectorError::NotOurs(start)),
+        }
+    }
+
+    /// The same sectors, whoever has them.
+    fn run_within(&self, start: SectorNo, sectors: u16) -> Result<(SegmentNo, Run), SectorError> {
         let (segment, first) = split(start);
         let run = Run {
             start: first,
@@ -366,10 +379,7 @@ impl Sectors {
         if !inside || far || sectors > EXTENT_SECTORS_MAX {
             return Err(SectorError::Outside { start, sectors });
         }
-        match &self.segments[segment.0 as usize] {
-            Segment::Owned(owned) if owned.vm == vm => Ok((segment, run)),
-            _ => Err(SectorError::NotOurs(start)),
-        }
+        Ok((segment, run))
     }
 
     /// A free segment for a VM that needs one. It is in transit until its space has been allocated.
@@ -388,15 +398,20 @@ impl Sectors {
         self.give(vm, segment);
     }
 
-    fn give(&mut self, vm: VmId, segment: SegmentNo) {
+    fn give(&mut self, vm: VmId, segment: SegmentNo) -> u32 {
+        // Nothing is put beyond the end.
+        let longest = match segment < self.end {
+            true => SEGMENT_SECTORS,
+            false => 0,
+        };
         self.segments[segment.0 as usize] = Segment::Owned(Box::new(Owned {
             vm,
             map: SectorMap::new(self.block),
             used: 0,
-            longest: SEGMENT_SECTORS,
+            longest,
         }));
-        let list = self.vms.entry(vm).or_default();
-        list.insert((SEGMENT_SECTORS, segment));
+        self.vms.entry(vm).or_default().insert((longest, segment));
+        longest
     }
 
     /// A segment in transit is free: its space could not be allocated, or was returned. A number that no segment
@@ -476,10 +491,10 @@ impl Sectors {
             self.used_sectors -= u64::from(before.unwrap_or(0));
         }
         for (start, sectors) in pages {
-            let (segment, _) = split(start);
-            if let Some(Segment::Kept) = self.segments.get(segment.0 as usize) {
-                self.give(vm, segment);
-                list.insert((SEGMENT_SECTORS, segment));
+            // Nothing is given away for a page that cannot be.
+            let (segment, _) = self.run_within(start, sectors)?;
+            if matches!(self.segments[segment.0 as usize], Segment::Kept) {
+                list.insert((self.give(vm, segment), segment));
             }
             let (segment, run) = self.run_of(vm, start, sectors)?;
             let fresh = self.change(segment, |owned| {
@@ -862,6 +877,16 @@ mod tests {
         let first = |segment: u32| (SegmentNo(segment).start(), 8_u16);
         assert_eq!(sectors.recover(known, [first(1), first(2)]), Ok(Vec::new()));
         assert_eq!(sectors.recover(unknown, [first(4)]), Ok(Vec::new()));
+        let damaged = (SegmentNo(5).start(), 0_u16);
+        let (start, sectors_of_it) = damaged;
+        assert_eq!(
+            sectors.recover(VmId(4), [damaged]),
+            Err(SectorError::Outside {
+                start,
+                sectors: sectors_of_it
+            })
+        );
+        assert_eq!(sectors.segments_of(VmId(4)), 0, "it may be somebody else's");
         let stolen = sectors.recover(VmId(4), [first(4)]);
         assert_eq!(stolen, Err(SectorError::NotOurs(first(4).0)));
         assert!(

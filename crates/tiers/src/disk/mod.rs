@@ -144,9 +144,13 @@ impl FoundDisk {
     }
 
     /// There are VMs whose extents are not known now. Nothing is given back then, and no further segment is given out;
-    /// a VM that is recovered all the same has its pages.
+    /// a VM that is recovered all the same has its pages. A disk that is awaited is not taken over then if it has a
+    /// name: it may be the one on which those VMs have their pages.
     pub fn keep_all(&mut self) {
         self.sectors.keep_all();
+        if let Wanted::Named(id) = self.wanted {
+            self.wanted = Wanted::Unnamed(id);
+        }
     }
 
     /// Begins, once all VMs are held. Gives back what none of them has.

@@ -175,6 +175,8 @@ pub(super) enum Wanted {
     Known(DiskId),
     /// Whichever it is, from now on under this name: nobody has pages there.
     Named(DiskId),
+    /// The same, but it must be there and have no name yet: it is not known who has pages where.
+    Unnamed(DiskId),
 }
 
 /// A file or device that may be a tier.
@@ -244,7 +246,7 @@ pub(super) fn open(
         Mode::empty(),
     ) {
         Ok(found) => found,
-        Err(Errno::NOENT) if !matches!(wanted, Wanted::Known(_)) => {
+        Err(Errno::NOENT) if matches!(wanted, Wanted::Any | Wanted::Named(_)) => {
             let create = flags | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
             refuse_memory(path, path.parent().unwrap_or(Path::new(".")))?;
             let made = rustix::fs::open(path, create, Mode::RUSR | Mode::WUSR);
@@ -419,9 +421,12 @@ fn look_into(
         return Err(DiskError::NotOurs(path.to_owned()));
     }
     let found = found_id(&head).filter(|_| is_ours);
-    if let Wanted::Known(id) = wanted
-        && found != Some(id)
-    {
+    let is_another = match wanted {
+        Wanted::Known(id) => found != Some(id),
+        Wanted::Unnamed(id) => found.is_some_and(|found| found != id),
+        Wanted::Any | Wanted::Named(_) => false,
+    };
+    if is_another {
         return Err(DiskError::AnotherDisk(path.to_owned()));
     }
     if let (Some(id), Some(state_dir)) = (found, other_home(&head, &source.owner))
@@ -451,7 +456,8 @@ fn take_possession(source: &Source, wanted: Wanted, disk: &OpenDisk) -> Result<D
             .map_err(At(path).failed("fallocate"))?;
     }
     let id = match (wanted, found) {
-        (Wanted::Known(id) | Wanted::Named(id), _) | (Wanted::Any, Some(id)) => id,
+        (Wanted::Known(id) | Wanted::Named(id) | Wanted::Unnamed(id), _)
+        | (Wanted::Any, Some(id)) => id,
         (Wanted::Any, None) => {
             DiskId::draw().map_err(|why| At(path).failed("getrandom")(io::Error::other(why)))?
         }

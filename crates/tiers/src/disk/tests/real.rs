@@ -451,6 +451,28 @@ fn awaited_disk_serves_the_others_though_tables_name_what_is_beyond_its_end() {
 }
 
 #[test]
+fn disk_with_a_name_is_not_taken_over_while_it_is_not_known_who_has_pages_there() {
+    let Some(dir) = directory() else { return };
+    let (path, away) = (dir.path().join("tier"), dir.path().join("away"));
+    let id = open(&path).unwrap().id();
+    std::fs::rename(&path, &away).unwrap();
+    let missing = DiskError::NotADisk(path.clone());
+    let mut found =
+        FoundDisk::awaited(source(&path, LIMIT), Bounds::default(), None, &missing).unwrap();
+    found.keep_all();
+    let seen = |wanted| open::open(&source(&path, LIMIT), wanted, Duration::ZERO).map(drop);
+    assert!(seen(found.wanted).is_err(), "nothing is made in its place");
+    assert!(!path.exists());
+    std::fs::rename(&away, &path).unwrap();
+    let refused = seen(found.wanted).unwrap_err();
+    assert!(matches!(refused, DiskError::AnotherDisk(_)), "{refused}");
+    assert_eq!(open(&path).unwrap().id(), id);
+    // Without that doubt it would have been named anew.
+    seen(Wanted::Named(found.id())).unwrap();
+    assert_eq!(open(&path).unwrap().id(), found.id());
+}
+
+#[test]
 fn disk_that_nobody_has_pages_on_and_is_missing_gets_the_name_that_it_was_given() {
     let Some(dir) = directory() else { return };
     let folder = dir.path().join("later");
