@@ -11,8 +11,8 @@
 //! | `dpu` | a daemon, and a DPU process with the disk |
 //! | `guest` | the same, and the VM with the disk is a stock guest |
 //!
-//! [`plan`] has what may be under way (*acts*), and the seed's list of deaths; [`scene`] the VMs; [`process`] how a
-//! process is killed and started; [`play`] one death; [`tally`] the figures.
+//! [`mod@plan`] has what may be under way (*acts*), and the seed's list of deaths; [`scene`] the VMs; [`process`] how a
+//! process is killed and started; [`mod@play`] one death; [`tally`] the figures.
 //!
 //! | figure | meaning |
 //! |---|---|
