@@ -131,6 +131,11 @@ pub enum DiskError {
     /// The pages that it should have are on another one.
     #[error("disk tier {0}: it is another disk than the one on which VMs have pages")]
     AnotherDisk(PathBuf),
+    /// It has a name, and the pool that may name it cannot be read.
+    #[error(
+        "disk tier {0}: a VM's pool cannot be opened, and it may have its pages there; start again once it can"
+    )]
+    OfSomebody(PathBuf),
     /// It does not lie there any more.
     #[error("disk tier {0}: what lies there now is not the file or device that is in use")]
     Replaced(PathBuf),
@@ -421,14 +426,12 @@ fn look_into(
         return Err(DiskError::NotOurs(path.to_owned()));
     }
     let found = found_id(&head).filter(|_| is_ours);
-    let is_another = match wanted {
-        Wanted::Known(id) => found != Some(id),
-        Wanted::Unnamed(id) => found.is_some_and(|found| found != id),
-        Wanted::Any | Wanted::Named(_) => false,
+    let refusal: Option<fn(PathBuf) -> DiskError> = match wanted {
+        Wanted::Known(id) if found != Some(id) => Some(DiskError::AnotherDisk),
+        Wanted::Unnamed(id) if found.is_some_and(|it| it != id) => Some(DiskError::OfSomebody),
+        Wanted::Any | Wanted::Known(_) | Wanted::Named(_) | Wanted::Unnamed(_) => None,
     };
-    if is_another {
-        return Err(DiskError::AnotherDisk(path.to_owned()));
-    }
+    refusal.map_or(Ok(()), |refusal| Err(refusal(path.to_owned())))?;
     if let (Some(id), Some(state_dir)) = (found, other_home(&head, &source.owner))
         && (source.owner.has_pages)(&state_dir, id)
     {

@@ -465,7 +465,7 @@ fn disk_with_a_name_is_not_taken_over_while_it_is_not_known_who_has_pages_there(
     assert!(!path.exists());
     std::fs::rename(&away, &path).unwrap();
     let refused = seen(found.wanted).unwrap_err();
-    assert!(matches!(refused, DiskError::AnotherDisk(_)), "{refused}");
+    assert!(matches!(refused, DiskError::OfSomebody(_)), "{refused}");
     assert_eq!(open(&path).unwrap().id(), id);
     // Without that doubt it would have been named anew.
     seen(Wanted::Named(found.id())).unwrap();
