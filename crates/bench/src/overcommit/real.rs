@@ -206,6 +206,7 @@ fn read_all(file: &File) -> Result<(), Box<dyn std::error::Error>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Stdio;
 
     #[test]
     fn served_requests_are_read_and_a_failure_is_none() {
@@ -229,11 +230,19 @@ mod tests {
 
     #[test]
     fn process_without_guest_ram_is_told() {
+        // A process of its own: this one maps the RAM of other tests.
+        let mut child = Command::new("cat")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
         let options = FillRamOptions {
-            pid: std::process::id(),
+            pid: child.id(),
             group: None,
         };
         let error = fill_ram(&options).unwrap_err();
+        drop(child.stdin.take());
+        child.wait().unwrap();
         assert!(error.contains("no RAM of a guest"), "{error}");
     }
 }
