@@ -69,6 +69,9 @@ pub struct SizeOptions {
     /// The whole grid at all sizes (iopf-impact)
     #[arg(long)]
     pub full: bool,
+    /// The authors' simulator, a build of HyperSIO's `hypersio-perf`, as a peer (sim)
+    #[arg(long, value_name = "PROGRAM")]
+    pub hypersio: Option<PathBuf>,
     /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
     #[arg(long = "peer-setting", value_name = "NAME=VALUE")]
     pub peer_settings: Vec<GivenSetting>,
@@ -156,6 +159,11 @@ impl SizeOptions {
                 tracker || cost || overhead || overcommit || swap || upgrade || crash,
             ),
             ("--full", self.full, impact),
+            (
+                "--hypersio",
+                self.hypersio.is_some(),
+                name == BenchName::Sim,
+            ),
             ("--peer-setting", !self.peer_settings.is_empty(), tracker),
         ];
         for (flag, is_given, is_taken) in given {

@@ -251,7 +251,16 @@ pub fn thread_faults() -> u64 {
 /// CPU time that all threads of this process have used so far, in user mode and in the kernel.
 #[must_use]
 pub fn process_time() -> Duration {
-    let usage = usage_of(libc::RUSAGE_SELF);
+    cpu_time_in(&usage_of(libc::RUSAGE_SELF))
+}
+
+/// CPU time of the processes that this one has started, and their descendants, once they have been waited for.
+#[must_use]
+pub fn children_time() -> Duration {
+    cpu_time_in(&usage_of(libc::RUSAGE_CHILDREN))
+}
+
+fn cpu_time_in(usage: &libc::rusage) -> Duration {
     let time = |part: libc::timeval| {
         let seconds = u64::try_from(part.tv_sec).unwrap_or(0);
         let micros = u64::try_from(part.tv_usec).unwrap_or(0);
