@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The command line: what may be written, not what it does.
 
+mod net;
+
+pub use net::{LinkArgs, NetArgs};
+
 use pagetide_dpu::WEIGHT_DEFAULT;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -10,7 +14,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::budget::cli::{HostCommand, ShareArgs};
 use crate::control::{DEFAULT_BLK_QUEUES, OnFault, RamKind};
-use crate::dpu::disk::SocketMode;
+use crate::dpu::access::SocketMode;
 use crate::injection::{DEFAULT_BURST, DEFAULT_SECONDS, TimeUs};
 use crate::pool::PoolMax;
 use crate::protection::ProtectorChoice;
@@ -325,6 +329,8 @@ impl std::str::FromStr for Limit {
 pub enum DpuCommand {
     /// Serve an image as a vhost-user-blk device
     Blk(BlkArgs),
+    /// Serve a network interface as a vhost-user-net device
+    Net(NetArgs),
     /// List every device
     List {
         /// Of every client.
@@ -474,18 +480,40 @@ pub struct BlkArgs {
     /// Refuse writes
     #[arg(long)]
     pub read_only: bool,
-    /// Do not look pages up before DMA; only for VMs that are not attached
-    #[arg(long)]
-    pub no_lookup: bool,
     /// Serial number shown to the guest, at most 20 bytes [default: made of the socket's path]
     #[arg(long)]
     pub serial: Option<String>,
-    /// Of the image, and of the socket.
+    /// Of the image.
     #[command(flatten)]
     pub shares: BlkShareArgs,
     /// What a queue does while one of its requests waits for pages: begin no later one, or go on
     #[arg(long, value_enum, value_name = "HOW", default_value_t)]
     pub on_fault: OnFault,
+    /// Of every device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    /// Of every client.
+    #[command(flatten)]
+    pub client: ClientArgs,
+}
+
+/// Arguments of `dpu blk` on who else has the image.
+#[derive(Args, Debug)]
+pub struct BlkShareArgs {
+    /// Let others write the image meanwhile: they know of one another (a cluster file system, say)
+    #[arg(long)]
+    pub shared: bool,
+    /// Serve the image's bytes as they are, whatever format they look like
+    #[arg(long)]
+    pub raw: bool,
+}
+
+/// Arguments of `dpu blk` and `dpu net` on guest RAM, the engines, and the socket.
+#[derive(Args, Debug)]
+pub struct DeviceArgs {
+    /// Do not look pages up before DMA; only for VMs that are not attached
+    #[arg(long)]
+    pub no_lookup: bool,
     /// Refuse guest RAM that is not sealed against shrinking
     #[arg(long)]
     pub require_sealed: bool,
@@ -498,20 +526,6 @@ pub struct BlkArgs {
     /// Share of the engines beside the weights of other devices that have work, 1 to 1000
     #[arg(long, value_name = "N", default_value_t = WEIGHT_DEFAULT)]
     pub weight: u32,
-    /// Of every client.
-    #[command(flatten)]
-    pub client: ClientArgs,
-}
-
-/// Arguments of `dpu blk` on who else has the image, and who may have the disk.
-#[derive(Args, Debug)]
-pub struct BlkShareArgs {
-    /// Let others write the image meanwhile: they know of one another (a cluster file system, say)
-    #[arg(long)]
-    pub shared: bool,
-    /// Serve the image's bytes as they are, whatever format they look like
-    #[arg(long)]
-    pub raw: bool,
     /// User to whom the socket is to belong, by name or number
     #[arg(long, value_name = "USER")]
     pub owner: Option<String>,

@@ -15,10 +15,10 @@ use crate::api::{
 use crate::budget;
 use crate::cli::{
     AttachArgs, BlkArgs, Cli, ClientArgs, Command, DpuCommand, GivenCap, InjectArgs, IopfCommand,
-    Limit, LogCommand, LogStartArgs, PoolCommand, VmCommand,
+    Limit, LogCommand, LogStartArgs, NetArgs, PoolCommand, VmCommand,
 };
 use crate::client::{Client, ClientError, device_path, injection_path, slo_path, vm_path};
-use crate::control::{BlkRequest, DeviceReport, ReclaimReport, VmReport};
+use crate::control::{BlkRequest, DeviceReport, NetRequest, ReclaimReport, VmReport};
 use crate::estimate;
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::lab;
@@ -208,6 +208,7 @@ fn pool(command: PoolCommand) -> Result<(), CommandError> {
 fn dpu(command: DpuCommand) -> Result<(), CommandError> {
     match command {
         DpuCommand::Blk(args) => add_blk(args),
+        DpuCommand::Net(args) => add_net(args),
         DpuCommand::List { client } => Call {
             client: &client,
             method: Method::GET,
@@ -372,28 +373,56 @@ fn named_device(name: &str) -> Result<String, CommandError> {
 }
 
 fn add_blk(args: BlkArgs) -> Result<(), CommandError> {
+    let device = args.device;
     let request = BlkRequest {
         socket: absolute(&args.socket)?,
         image: absolute(&args.image)?,
         queues: args.queues,
         read_only: args.read_only,
-        lookup: !args.no_lookup,
+        lookup: !device.no_lookup,
         serial: args.serial,
         on_fault: args.on_fault,
-        require_sealed: args.require_sealed,
-        allow_ram: args.allow_ram,
-        ram_max_bytes: args.ram_max.0,
+        require_sealed: device.require_sealed,
+        allow_ram: device.allow_ram,
+        ram_max_bytes: device.ram_max.0,
         shared: args.shares.shared,
         raw: args.shares.raw,
-        owner: args.shares.owner,
-        group: args.shares.group,
-        mode: args.shares.mode,
-        weight: args.weight,
+        owner: device.owner,
+        group: device.group,
+        mode: device.mode,
+        weight: device.weight,
     };
     let call = Call {
         client: &args.client,
         method: Method::POST,
         path: "/v1/devices".into(),
+    };
+    call.make::<_, DeviceReport>(Some(&request))
+}
+
+fn add_net(args: NetArgs) -> Result<(), CommandError> {
+    let device = args.device;
+    let request = NetRequest {
+        socket: absolute(&args.socket)?,
+        link: args.link.link(),
+        queues: args.queues,
+        on_receive_fault: args.on_receive_fault,
+        prefault: !args.no_prefault,
+        wire: args.wire,
+        backup_bytes: args.backup_bytes.0,
+        lookup: !device.no_lookup,
+        require_sealed: device.require_sealed,
+        allow_ram: device.allow_ram,
+        ram_max_bytes: device.ram_max.0,
+        owner: device.owner,
+        group: device.group,
+        mode: device.mode,
+        weight: device.weight,
+    };
+    let call = Call {
+        client: &args.client,
+        method: Method::POST,
+        path: "/v1/devices/net".into(),
     };
     call.make::<_, DeviceReport>(Some(&request))
 }

@@ -13,22 +13,24 @@
 //! kind beside it says how Prometheus is told. `/metrics`, the OpenAPI document
 //! and `docs/metrics.md` are made from these declarations.
 
+mod blk;
 mod error;
+mod net;
 mod parts;
 mod state;
 
+pub use blk::{BlkRequest, DEFAULT_BLK_QUEUES, OnFault, RamKind};
 pub use error::{ControlError, ErrorKind};
+pub use net::{DEFAULT_PAIRS, NetLink, NetRequest, OnReceiveFault, Wire};
 pub use parts::{ReclaimReport, RegionReport};
 pub use state::{DeviceState, VmState};
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::budget::{BudgetBody, HostReport, ShareChange};
-use crate::dpu::disk::SocketMode;
 use crate::figure::{LatencyUs, report};
 use crate::injection::{InjectionReport, InjectionRequest};
 use crate::pool::{NO_POOLS, NewCap, PoolReport};
@@ -36,7 +38,7 @@ use crate::protection::ProtectorChoice;
 use crate::protection::recording::{RecordingReport, RecordingRequest};
 use crate::scheduler::{ScheduleChange, SchedulerReport};
 use crate::slo::SloList;
-use pagetide_dpu::{ParkedDevice, WEIGHT_DEFAULT};
+use pagetide_dpu::ParkedDevice;
 
 /// The running system behind the API.
 ///
@@ -81,6 +83,8 @@ pub trait Control: Send + Sync {
     fn stop_detach(&self, name: &str) -> Result<VmReport, ControlError>;
     /// Creates a vhost-user-blk device that listens on its socket.
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError>;
+    /// Creates a vhost-user-net device that listens on its socket.
+    fn add_net(&self, request: NetRequest) -> Result<DeviceReport, ControlError>;
     /// Every device, by socket.
     fn devices(&self) -> Vec<DeviceReport>;
     /// Changes the weight of the device that listens on `socket`, by which it shares engines.
@@ -156,124 +160,6 @@ pub struct AttachRequest {
     pub weight: Option<u32>,
     /// What it may always have resident; `None` means the least possible.
     pub floor_bytes: Option<u64>,
-}
-
-/// Serve an image as a vhost-user-blk device.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct BlkRequest {
-    /// Unix socket to listen on, absolute.
-    #[schema(value_type = String)]
-    pub socket: PathBuf,
-    /// Image file or block device, absolute.
-    #[schema(value_type = String)]
-    pub image: PathBuf,
-    /// Request queues offered to the guest.
-    #[serde(default = "default_queues")]
-    pub queues: u16,
-    /// Refuse writes.
-    #[serde(default)]
-    pub read_only: bool,
-    /// Look each page up before DMA; `false` only for VMs that are not attached.
-    #[serde(default = "default_lookup")]
-    pub lookup: bool,
-    /// Serial number shown to the guest, at most 20 bytes; one made of the socket's path without it.
-    #[serde(default)]
-    pub serial: Option<String>,
-    /// What a queue does while one of its requests waits for pages.
-    #[serde(default)]
-    pub on_fault: OnFault,
-    /// Share of the engines beside the weights of other devices that have work, 1 to 1000.
-    #[serde(default = "default_weight", skip_serializing_if = "is_default_weight")]
-    pub weight: u32,
-    /// Refuse guest RAM that is not sealed against shrinking.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub require_sealed: bool,
-    /// Guest RAM to be taken besides memfds of ordinary pages.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub allow_ram: Vec<RamKind>,
-    /// Most guest RAM, in bytes, that the front end may have mapped.
-    #[serde(
-        default = "default_ram_max",
-        skip_serializing_if = "is_default_ram_max"
-    )]
-    pub ram_max_bytes: u64,
-    /// Others may write the image meanwhile, and know of one another (a cluster file system, say).
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub shared: bool,
-    /// The image's bytes are the disk's, whatever format they look like.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub raw: bool,
-    /// User to whom the socket belongs, by name or number; whom the daemon runs as, without one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub owner: Option<String>,
-    /// Group to which the socket belongs, by name or number.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<String>,
-    /// Permission bits of the socket in octal, as `0660`; without them 0660 if an owner or a group is
-    /// given, else as the umask of the daemon has it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>)]
-    pub mode: Option<SocketMode>,
-}
-
-/// A kind of file that is guest RAM only by the operator's word: it can lose memory while a device
-/// uses it, which ends that device.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum RamKind {
-    /// A file on a mounted tmpfs.
-    Tmpfs,
-    /// Huge pages: a file on hugetlbfs, or a memfd of them.
-    Hugetlbfs,
-}
-
-/// What a queue does while one of its requests waits for pages.
-#[derive(
-    Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Serialize, Deserialize, ToSchema,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum OnFault {
-    /// It begins no later request until that one has its pages.
-    Pause,
-    /// It goes on with later requests.
-    #[default]
-    OutOfOrder,
-}
-
-/// Queues a block device offers unless told otherwise: QEMU asks for one a vCPU
-/// and fails where a back end has fewer.
-pub const DEFAULT_BLK_QUEUES: u16 = 8;
-
-fn default_queues() -> u16 {
-    DEFAULT_BLK_QUEUES
-}
-
-fn default_weight() -> u32 {
-    WEIGHT_DEFAULT
-}
-
-fn default_lookup() -> bool {
-    true
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
-fn is_default_weight(weight: &u32) -> bool {
-    *weight == WEIGHT_DEFAULT
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
-fn is_default_ram_max(bytes: &u64) -> bool {
-    *bytes == pagetide_dpu::RAM_BYTES_MAX
-}
-
-fn default_ram_max() -> u64 {
-    pagetide_dpu::RAM_BYTES_MAX
-}
-
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
-fn is_false(value: &bool) -> bool {
-    !*value
 }
 
 /// Sections of one set of the hot and cold sets.
@@ -493,6 +379,12 @@ report! {
         kind: String => skip,
         /// Image behind a block device.
         image: Option<String> => skip,
+        /// Link behind a network device, such as `tap tap0`.
+        link: Option<String> => skip,
+        /// What becomes of packets for a network device whose buffers are absent.
+        on_receive_fault: Option<OnReceiveFault> => skip,
+        /// Which posted buffers of a network device stay present.
+        wire: Option<String> => skip,
         /// How far the device is.
         state: DeviceState => skip,
         /// Why the device stopped, could not be made again, or what is wrong with its image.
@@ -501,7 +393,7 @@ report! {
         ram_sealed: Option<bool> => skip,
         /// VM the device is matched to; absent while its RAM belongs to no attached VM.
         vm: Option<String> => skip,
-        /// Request queues offered.
+        /// Request queues offered; of a network device, queue pairs.
         queues: u16 => skip,
         /// Writes are refused.
         read_only: bool => skip,
@@ -551,6 +443,28 @@ report! {
         lost_accesses: u64 => counter,
         /// Guest RAM under standing leases of this device's rings.
         wired_bytes: u64 => gauge,
+        /// Packets that a network device has given to its link.
+        sent_packets: Option<u64> => counter,
+        /// Packets that its guest has sent and that the link had no room for.
+        send_dropped_packets: Option<u64> => counter,
+        /// Packets that have come from its link.
+        received_packets: Option<u64> => counter,
+        /// Packets lost in the link before they came, as far as it knows.
+        link_dropped_packets: Option<u64> => counter,
+        /// Packets lost because the pages of their buffers were absent and the store was full, or is not used.
+        fault_dropped_packets: Option<u64> => counter,
+        /// Packets lost because they were longer than the driver's buffers.
+        unfit_dropped_packets: Option<u64> => counter,
+        /// Packets that waited in the store and were lost because their queue stopped.
+        stop_dropped_packets: Option<u64> => counter,
+        /// Buffers that went back to the driver empty.
+        returned_buffers: Option<u64> => counter,
+        /// Packets that have waited in the store.
+        stored_packets: Option<u64> => counter,
+        /// Bytes of packets in the store now.
+        stored_bytes: Option<u64> => gauge,
+        /// The most bytes that were in the store at a time.
+        stored_peak_bytes: Option<u64> => gauge,
         /// Requests of the guest that made no sense.
         malformed_requests: u64 => counter,
         /// Requests answered with an error because part of them was not in guest memory (unplugged meanwhile, or never there).

@@ -45,7 +45,7 @@ impl Text for DeviceList {
     fn text(&self) -> String {
         let mut rows = vec![
             [
-                "SOCKET", "KIND", "STATE", "VM", "IMAGE", "WEIGHT", "REQUESTS", "IOPFS",
+                "SOCKET", "KIND", "STATE", "VM", "BACKING", "WEIGHT", "REQUESTS", "IOPFS",
             ]
             .map(String::from),
         ];
@@ -55,7 +55,8 @@ impl Text for DeviceList {
                 device.kind.clone(),
                 word(&device.state),
                 device.vm.clone().unwrap_or_else(|| "-".into()),
-                device.image.clone().unwrap_or_else(|| "-".into()),
+                (device.image.as_ref().or(device.link.as_ref()))
+                    .map_or_else(|| "-".into(), Clone::clone),
                 device.weight.to_string(),
                 device.requests.to_string(),
                 device.iopfs.to_string(),

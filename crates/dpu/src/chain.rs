@@ -29,8 +29,6 @@ const DESCRIPTOR_BYTES: u32 = 16;
 /// (`VIRTQUEUE_MAX_SIZE`). A chain through a larger ring may be as long as the ring. The descriptor
 /// that refers to an indirect table is not a buffer.
 pub const INDIRECT_MAX: u32 = 1024;
-/// Most bytes of data in a request.
-const DATA_BYTES_MAX: u64 = 64 << 20;
 
 /// What the chains of a queue consist of besides data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +37,8 @@ pub(crate) struct Layout {
     pub header_bytes: u32,
     /// Where the device writes its answer.
     pub answer: AnswerPlace,
+    /// Most bytes of data. Longer chains are answered with an error, before anything is leased.
+    pub data_bytes_max: u64,
 }
 
 /// Where the answer to a chain is written.
@@ -53,13 +53,13 @@ pub(crate) enum AnswerPlace {
 impl Layout {
     /// Most bytes of a chain that is served, all buffers together: header, data and answer. A chain
     /// leases all its pages at once, so this is also how far one request can carry a VM past its
-    /// limit. Drivers send a few MiB at most; longer chains are answered with an error.
+    /// limit.
     pub const fn bytes_max(self) -> u64 {
         let answer = match self.answer {
             AnswerPlace::LastByte => 1,
             AnswerPlace::Nowhere => 0,
         };
-        DATA_BYTES_MAX + self.header_bytes as u64 + answer
+        self.data_bytes_max + self.header_bytes as u64 + answer
     }
 }
 
@@ -337,6 +337,8 @@ pub(crate) fn split_last_byte(spans: &mut Vec<Span>) -> Option<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const DATA_BYTES_MAX: u64 = 64 << 20;
     use crate::{memory::tests::Ram, regions::RegionTable};
     use pagetide_addr::FilePage;
     use pagetide_vpri::LookUp;
@@ -386,6 +388,7 @@ mod tests {
             layout: Layout {
                 header_bytes: 16,
                 answer: AnswerPlace::LastByte,
+                data_bytes_max: DATA_BYTES_MAX,
             },
         }
     }

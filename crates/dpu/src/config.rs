@@ -9,6 +9,10 @@ use crate::{
     device::{EngineGone, SocketError},
     inject::InjectionError,
     lock::LockError,
+    net::{
+        config::ReceiveConfig,
+        link::{LinkConfig, LinkError},
+    },
     ram::RamPolicy,
     ring::DEVICES_MAX,
     shared::OnFault,
@@ -58,6 +62,9 @@ pub enum DpuError {
     /// The image.
     #[error(transparent)]
     Image(#[from] ImageError),
+    /// The link of a network device.
+    #[error(transparent)]
+    Link(#[from] LinkError),
     /// The socket.
     #[error(transparent)]
     Socket(#[from] SocketError),
@@ -215,6 +222,10 @@ pub struct NicConfig {
     pub socket: PathBuf,
     /// Queue pairs offered, at most [`PAIRS_MAX`](crate::PAIRS_MAX).
     pub pairs: u16,
+    /// What it is linked to.
+    pub link: LinkConfig,
+    /// How it receives.
+    pub receive: ReceiveConfig,
     /// Whether pages are looked up before DMA.
     pub look_up: LookUp,
     /// What it accepts as guest RAM.

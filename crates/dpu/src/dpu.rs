@@ -14,7 +14,7 @@ use crate::{
     inject::{Injection, InjectionReport},
     kind::Kind,
     lock,
-    net::nic::PAIRS_MAX,
+    net::{config::STORE_BYTES_RANGE, device::Nic, link::pair::Pairs, nic::PAIRS_MAX},
     ring::DEVICES_MAX,
     shared::{DeviceSetup, DeviceShared, WEIGHTS},
     slo::report::{Accounting, SloReport},
@@ -47,6 +47,8 @@ pub struct Dpu {
     domains: Arc<DomainTable>,
     iopf_timeout: Option<Duration>,
     devices: Mutex<Devices>,
+    /// Network devices that are linked to each other.
+    pairs: Pairs,
 }
 
 impl Dpu {
@@ -68,6 +70,7 @@ impl Dpu {
             domains,
             iopf_timeout: config.iopf_timeout,
             devices: Mutex::default(),
+            pairs: Pairs::default(),
         };
         let mut host_ends = Vec::new();
         for engine in 0..config.engine_count {
@@ -200,6 +203,37 @@ impl Dpu {
     /// # Errors
     /// [`DpuError`].
     pub fn add_nic(&self, config: &NicConfig) -> Result<DeviceId, DpuError> {
+        let access = config.access;
+        self.add_link(config, |control| Ok(Endpoint::open(control, access)?))
+    }
+
+    /// Adds a network device that another process has parked, without a front end: see [`Self::unrecorded`]. It is
+    /// taken out of `parked` only once its link is ours: if that is still in use, try again.
+    ///
+    /// # Errors
+    /// [`DpuError`].
+    pub fn add_parked_nic(
+        &self,
+        config: &NicConfig,
+        parked: &mut Option<ParkedDevice>,
+    ) -> Result<DeviceId, DpuError> {
+        let socket = config.socket.clone();
+        self.add_link(config, |control| {
+            let parked = parked.take();
+            let ParkedDevice {
+                listener,
+                front_end,
+                ..
+            } = parked.ok_or(SocketError::NotASocket(socket))?;
+            Ok(Endpoint::hold(control, listener, front_end)?)
+        })
+    }
+
+    fn add_link(
+        &self,
+        config: &NicConfig,
+        open: impl FnOnce(Arc<Control>) -> Result<Endpoint, DpuError>,
+    ) -> Result<DeviceId, DpuError> {
         if !(1..=PAIRS_MAX).contains(&config.pairs) {
             return Err(DpuError::Setting {
                 setting: "pairs",
@@ -207,12 +241,18 @@ impl Dpu {
                 must: "from 1 to 32",
             });
         }
-        let (pairs, access) = (config.pairs, config.access);
-        self.add_device(
-            config.device(),
-            |_, _| Ok(Kind::Net(pairs)),
-            |control| Ok(Endpoint::open(control, access)?),
-        )
+        if !STORE_BYTES_RANGE.contains(&config.receive.store_bytes) {
+            return Err(DpuError::Setting {
+                setting: "store_bytes",
+                value: config.receive.store_bytes,
+                must: "from 131072 to 1073741824",
+            });
+        }
+        let claim = |_: DeviceId, _: &Devices| -> Result<Kind, DpuError> {
+            let nic = Nic::open(config.pairs, &config.link, config.receive, &self.pairs)?;
+            Ok(Kind::Net(Arc::new(nic)))
+        };
+        self.add_device(config.device(), claim, open)
     }
 
     /// Lets devices that were parked read messages and accept front ends.

@@ -59,6 +59,22 @@ pub(crate) fn frame(layout: Layout, buffers: &mut Buffers) -> Result<Frame, Fram
             answer,
         });
     }
+    // Then one with header and data.
+    if let Some(first) = buffers.readable.first_mut()
+        && first.len > bytes
+    {
+        let header = Span {
+            len: bytes,
+            ..*first
+        };
+        first.offset += u64::from(bytes);
+        first.len -= bytes;
+        return Ok(Frame {
+            header,
+            header_rest: Vec::new(),
+            answer,
+        });
+    }
     let mut header = split_front(&mut buffers.readable, bytes)
         .filter(|header| !header.is_empty())
         .ok_or(FrameError::NoHeader { bytes })?;
@@ -71,6 +87,12 @@ pub(crate) fn frame(layout: Layout, buffers: &mut Buffers) -> Result<Frame, Fram
 }
 
 impl Frame {
+    /// Bytes of its header.
+    pub fn header_bytes(&self) -> usize {
+        let rest = self.header_rest.iter().map(|span| span.len as usize);
+        self.header.len as usize + rest.sum::<usize>()
+    }
+
     /// Reads the header once, so that later changes by the guest have no effect. It must be leased.
     pub fn read_header(&self, memory: &DeviceMemory, into: &mut [u8]) -> Result<(), OutsideMemory> {
         let mut done = copy(memory, self.header, into)?;
@@ -98,6 +120,7 @@ mod tests {
     const LAYOUT: Layout = Layout {
         header_bytes: 16,
         answer: AnswerPlace::LastByte,
+        data_bytes_max: 64 << 20,
     };
 
     fn span(offset: u64, len: u32) -> Span {
@@ -152,6 +175,7 @@ mod tests {
         let layout = Layout {
             header_bytes: 12,
             answer: AnswerPlace::Nowhere,
+            data_bytes_max: 64 << 20,
         };
         let mut packet = Buffers {
             readable: vec![span(0, 12), span(100, 60)],

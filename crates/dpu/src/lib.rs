@@ -27,7 +27,7 @@
 //! | `device` | the socket and the vhost-user messages |
 //! | `kind` | what a kind of device says about its chains; the engine knows no more of it |
 //! | [`blk`] | virtio-blk: image, configuration, requests |
-//! | [`net`] | virtio-net: the packets that a guest sends |
+//! | [`net`] | virtio-net: headers, links, what becomes of packets whose buffers are out |
 //!
 //! *Invariant:* an engine and its I/O touch a guest page only under a lease or while the page is
 //! wired.
@@ -93,7 +93,12 @@ pub use frame::FrameError;
 pub use kind::Backing;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
-pub use net::nic::{NicReport, PAIRS_MAX};
+pub use net::config::{
+    OnReceiveFault, Prefault, ReceiveConfig, STORE_BYTES, STORE_BYTES_RANGE, Wiring,
+};
+pub use net::device::NicReport;
+pub use net::link::{LinkConfig, LinkError};
+pub use net::nic::PAIRS_MAX;
 pub use pagetide_vhost_backend::{
     Enabled, InflightRecord, Record, RegionShape, ReplayError, RingAddresses, RingSettings, Runs,
 };

@@ -15,7 +15,8 @@
 //! A response says that the pages *were* brought in. They may have been evicted since, so the
 //! resumed chain takes its leases again, and may park again. This is not an error.
 //!
-//! The rings of a starting queue wait in the same way ([`Waiter::Rings`]).
+//! The rings of a starting queue wait in the same way ([`Waiter::Rings`]). Posted chains do not wait
+//! here, but their kind is told when their pages were brought in ([`Waiter::Posted`]).
 //!
 //! # Requests without a waiter
 //! *Prefaults* request pages of chains that have not begun. They are sent after all requests that
@@ -33,7 +34,10 @@
 //! ([`ParkedChains::abandon`], time-out). The answer is then dropped here. Until it comes, the request
 //! counts against its device's share: the number that a host leaves unanswered must stay bounded.
 
-use crate::slo::course::RequestTimeline;
+use crate::{
+    kind::posted::{ChainNo, Need},
+    slo::course::RequestTimeline,
+};
 use pagetide_addr::{
     Access, DeviceId, DomainId, FileRange, PageRequest, PageResponse, QueueId, RequestId,
     RequestKind, ResponseCode,
@@ -83,6 +87,8 @@ pub(crate) enum Waiter {
     Chain(u16),
     /// The queue's own rings.
     Rings,
+    /// The kind of the device, which wants to know that the pages of a posted chain are there.
+    Posted(ChainNo, Need),
 }
 
 /// What a chain needs its pages for.
@@ -262,7 +268,7 @@ impl ParkedChains {
 
     fn deadline_of(&mut self, chain: &ParkedChain) -> Option<Deadline> {
         let timeout = self.timeout?;
-        if chain.purpose != Purpose::Dma || chain.waiter == Waiter::Rings {
+        if chain.purpose != Purpose::Dma || !matches!(chain.waiter, Waiter::Chain(_)) {
             return None;
         }
         self.next_deadline += 1;
@@ -342,7 +348,10 @@ impl ParkedChains {
                 break;
             }
             let id = RequestId(self.next_id);
-            let request = request(id, slot.chain.asker, &wanted, now_ns);
+            let request = PageRequest {
+                kind: kind_for(slot.chain.waiter),
+                ..request(id, slot.chain.asker, &wanted, now_ns)
+            };
             if submit(request).is_err() {
                 self.full = true;
                 break;
@@ -571,6 +580,13 @@ fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> Pag
         sent_ns: now_ns,
         hold_us: wanted.hold_us,
         ..PageRequest::demand(id, device, queue, domain, pages, access)
+    }
+}
+
+fn kind_for(waiter: Waiter) -> RequestKind {
+    match waiter {
+        Waiter::Posted(_, Need::Ahead) => RequestKind::Prefault,
+        Waiter::Chain(_) | Waiter::Rings | Waiter::Posted(_, Need::Now) => RequestKind::Demand,
     }
 }
 

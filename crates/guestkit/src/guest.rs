@@ -324,6 +324,16 @@ impl Guest {
         }
     }
 
+    /// What the guest's kernel and its first process have printed.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn console(&self) -> Result<String, GuestError> {
+        let path = &self.paths.console;
+        let bytes = fs::read(path).map_err(|source| file_error(path, source))?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
     /// Last lines of QEMU's log and the guest's console.
     #[must_use]
     pub fn log_tails(&self) -> String {

@@ -24,7 +24,13 @@ use crate::modules::{self, ModuleError};
 
 const KERNEL_NAME: &str = "linux-image-cloud-amd64";
 const BUSYBOX_NAME: &str = "busybox-static";
-const MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "virtio_balloon", "virtio_mem"];
+const MODULES: [&str; 5] = [
+    "virtio_pci",
+    "virtio_blk",
+    "virtio_balloon",
+    "virtio_mem",
+    "virtio_net",
+];
 const GUEST_TARGET: &str = "x86_64-unknown-linux-gnu";
 const INIT: &str = include_str!("../../../guest/init");
 
@@ -176,7 +182,7 @@ pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
     let modules = kernel_tree
         .join("lib/modules")
         .join(&release)
-        .join("kernel/drivers");
+        .join("kernel");
     let mut archive = pack(&modules, &busybox, &work)?;
     add(&mut archive, extras.additions)?;
     let initramfs = folder.join(format!("initramfs-{release}{}", extras.suffix));

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::borrowed::Tmpfs;
 use crate::guest::{Guest, GuestError};
-use crate::image::{self, Image};
+use crate::image::{self, Extras, Image, ImageError};
 use crate::product::{Product, ProductError, Role};
 use crate::qemu::{GuestSpec, Version};
 
@@ -204,6 +204,15 @@ impl Stage {
             folder,
             guests: 0,
         })
+    }
+
+    /// Boots guests with more in their initramfs from now on.
+    ///
+    /// # Errors
+    /// As [`image::prepare_with`].
+    pub fn add_to_image(&mut self, extras: &Extras<'_>) -> Result<(), ImageError> {
+        self.image = image::prepare_with(extras)?;
+        Ok(())
     }
 
     /// The process in which the devices are.

@@ -282,6 +282,18 @@ fn device_steps() -> Vec<Step> {
             "/v1/devices",
             json!({"socket": "x", "image": "/i"}),
         ),
+        (
+            "post",
+            "/v1/devices/net",
+            "/v1/devices/net",
+            json!({"socket": "/tmp/n.sock", "link": {"tap": "tap0"}, "queues": 2}),
+        ),
+        (
+            "post",
+            "/v1/devices/net",
+            "/v1/devices/net",
+            json!({"socket": "x", "link": "null"}),
+        ),
         ("get", "/v1/devices", "/v1/devices", json!(null)),
         (
             "put",

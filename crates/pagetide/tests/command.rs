@@ -173,6 +173,50 @@ fn paths_of_devices_are_made_absolute_by_the_client() {
 }
 
 #[test]
+fn network_device_is_asked_for_with_one_link_and_nothing_else_is_understood() {
+    let server = Server::start();
+    let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));
+    let net = ["dpu", "net", "--socket", "n.sock"];
+    let with = |more: &[&str]| run(&[&net[..], more].concat());
+    let (status, out, err) = with(&["--tap", "tap0", "--queues", "4", "--json"]);
+    assert_eq!((status, err.as_str()), (Some(0), ""));
+    let device: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(device["socket"], "/tmp/n.sock");
+    assert_eq!(
+        (&device["kind"], &device["link"]),
+        (&"net".into(), &"tap tap0".into())
+    );
+    assert_eq!(device["queues"], 4);
+    let (_, out, _) = run(&["dpu", "list"]);
+    assert!(
+        out.lines()
+            .any(|line| line.contains("net") && line.contains("tap tap0")),
+        "{out}"
+    );
+    for wrong in [
+        &[][..],
+        &["--null", "--tap", "tap0"],
+        &["--tap", ""],
+        &["--tap", "a/b"],
+        &["--tap", "a-name-that-is-too-long"],
+        &["--packet", "a b"],
+        &["--pair", ""],
+        &["--loop", "--null"],
+        &["--null", "--wire", "static"],
+        &["--null", "--wire", "floor:0"],
+        &["--null", "--on-receive-fault", "maybe"],
+        &["--null", "--backup-bytes", "x"],
+        &["--null", "--queues", "0"],
+        &["--null", "--queues", "33"],
+        &["--null", "--image", "i.raw"],
+    ] {
+        let (status, out, err) = with(wrong);
+        assert_eq!((status, out.as_str()), (Some(2), ""), "{wrong:?}");
+        assert!(err.starts_with("error: "), "{wrong:?}: {err}");
+    }
+}
+
+#[test]
 fn accounts_and_injections_are_asked_for_by_a_device_s_socket_or_serial() {
     let server = Server::start();
     let run = |arguments: &[&str]| told(&pagetide(&server.socket, arguments));

@@ -12,8 +12,8 @@ use pagetide_daemon::api::{ApiSocket, Health};
 use pagetide_daemon::budget::{BudgetBody, HostReport, ShareChange};
 use pagetide_daemon::client::Client;
 use pagetide_daemon::control::{
-    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
-    VmReport,
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, NetRequest,
+    ReclaimReport, VmReport,
 };
 use pagetide_daemon::injection::{InjectionReport, InjectionRequest};
 use pagetide_daemon::protection::ProtectorChoice;
@@ -78,6 +78,9 @@ impl Control for Ending {
         never()
     }
     fn add_blk(&self, _: BlkRequest) -> Result<DeviceReport, ControlError> {
+        never()
+    }
+    fn add_net(&self, _: NetRequest) -> Result<DeviceReport, ControlError> {
         never()
     }
     fn devices(&self) -> Vec<DeviceReport> {

@@ -100,7 +100,7 @@ fn list_of_devices_or_pool_of_another_version_is_found_before_any_vm_is_taken_up
     }
     let list = Directory::new();
     let devices = list.path.join("devices.json");
-    fs::write(&devices, r#"{"blk": [], "net": [{"socket": "/n"}]}"#).unwrap();
+    fs::write(&devices, r#"{"blk": [], "rdma": [{"socket": "/n"}]}"#).unwrap();
     refuses(&list, &devices);
     let newer = Directory::new();
     newer.make_pool("newer");

@@ -35,6 +35,7 @@
 //! | [`file_ring`] | an io_uring for one file, which owns its buffers |
 //! | [`socket`] | a Unix socket with one peer at a time |
 //! | [`inherited`] | descriptors that outlive `exec` |
+//! | [`net`] | interfaces of the host: TAPs, packet sockets |
 //! | [`kept_signals`] | signals that wait until they are read, also over `exec` |
 
 pub mod accounts;
@@ -53,6 +54,7 @@ pub mod lent;
 pub mod mapping;
 pub mod membarrier;
 pub mod memory_file;
+pub mod net;
 pub mod page_flags;
 pub mod page_idle;
 pub mod pagemap;

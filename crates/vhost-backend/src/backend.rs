@@ -25,6 +25,9 @@ pub struct Offer {
     pub protocol_features: VhostUserProtocolFeatures,
     /// Queues.
     pub queue_count: u16,
+    /// What a front end is told when it asks for that: the number of queues, or of queue pairs for
+    /// a network device.
+    pub queues_told: u16,
     /// Most entries of a queue.
     pub queue_size_max: u16,
     /// Most memory regions that are added one by one; 0 for a device that takes only all at once.

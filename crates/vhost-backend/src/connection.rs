@@ -155,6 +155,7 @@ mod tests {
                 required_features: 0,
                 protocol_features: VhostUserProtocolFeatures::CONFIG,
                 queue_count: 0,
+                queues_told: 0,
                 queue_size_max: 1,
                 regions_max: 0,
             }

@@ -218,7 +218,7 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
     }
 
     fn get_queue_num(&mut self) -> Result<u64> {
-        Ok(u64::from(self.backend.offer().queue_count))
+        Ok(u64::from(self.backend.offer().queues_told))
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {

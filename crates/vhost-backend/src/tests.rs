@@ -65,6 +65,7 @@ impl Backend for Device {
             required_features: REQUIRED,
             protocol_features: VhostUserProtocolFeatures::MQ,
             queue_count: 2,
+            queues_told: 2,
             queue_size_max: 256,
             regions_max: 0,
         }

@@ -16,6 +16,7 @@ mod budget;
 mod calls;
 mod document;
 mod message;
+mod net;
 mod server;
 mod socket;
 
@@ -149,6 +150,7 @@ fn routes_and_document() -> (Router<ApiState>, utoipa::openapi::OpenApi) {
         .routes(routes!(set_protector))
         .routes(routes!(show_pool, set_pool_cap, reset_pool_cap))
         .routes(routes!(list_devices, add_device, set_weight, remove_device))
+        .routes(routes!(net::add_net))
         .routes(routes!(slo))
         .routes(routes!(inject, show_injection, stop_injection))
         .routes(routes!(start_recording, show_recording, stop_recording))
@@ -510,7 +512,7 @@ async fn stop_recording(State(state): State<ApiState>) -> Answer<RecordingReport
 }
 
 /// A path of the client means nothing in the daemon's working directory.
-fn check_absolute(what: &str, path: &Path) -> Result<(), ControlError> {
+pub(crate) fn check_absolute(what: &str, path: &Path) -> Result<(), ControlError> {
     if path.is_absolute() {
         Ok(())
     } else {

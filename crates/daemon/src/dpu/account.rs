@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Service-level accounts and fault injection, for devices named by socket or serial number.
 
-use super::set::{DeviceSet, wrong_or_failed};
+use super::{make::wrong_or_failed, set::DeviceSet};
 use crate::{
     control::ControlError,
     injection::{InjectionReport, InjectionRequest},
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
     use crate::{
         control::{BlkRequest, ErrorKind, OnFault},
-        dpu::Owed,
+        dpu::{DeviceRequest, Owed},
         settings::EngineSettings,
     };
     use pagetide_vpri::DomainTable;
@@ -245,7 +245,7 @@ mod tests {
                 mode: None,
                 weight: 100,
             };
-            DeviceId(set.add(request, &[]).unwrap().id)
+            DeviceId(set.add(DeviceRequest::Blk(request), &[]).unwrap().id)
         };
         let first = add("a", "disk");
         let second = add("b", &first.0.to_string());
@@ -278,14 +278,15 @@ mod tests {
         let table = Arc::new(DomainTable::new(1));
         let image = dir.path().join("image");
         std::fs::write(&image, vec![0; 1 << 20]).unwrap();
-        let request = |name: &str| -> BlkRequest {
-            let fields = serde_json::json!({
+        let fields = |name: &str| {
+            serde_json::json!({
                 "socket": dir.path().join(name), "image": image, "read_only": true,
-            });
-            serde_json::from_value(fields).unwrap()
+            })
         };
+        let request =
+            |name: &str| DeviceRequest::Blk(serde_json::from_value(fields(name)).unwrap());
         let list = dir.path().join("devices.json");
-        let old = serde_json::json!({ "blk": [request("old")] }).to_string();
+        let old = serde_json::json!({ "blk": [fields("old")] }).to_string();
         std::fs::write(&list, &old).unwrap();
         let (set, _hosts) =
             DeviceSet::start(dir.path(), &engines, &table, Owed::AsAfterDeath).unwrap();

@@ -2,12 +2,17 @@
 //! The software DPU: its devices ([`DeviceSet`]), in the daemon itself or in a separate process
 //! ([`process`]).
 
+pub mod access;
 mod account;
-pub mod disk;
+mod disk;
+mod list;
+mod make;
 pub mod process;
 mod report;
+mod request;
 mod set;
 
+pub(crate) use request::DeviceRequest;
 pub(crate) use set::{DeviceSet, Owed};
 
 use crate::control::ControlError;

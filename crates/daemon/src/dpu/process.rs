@@ -2,21 +2,21 @@
 //! `pagetide dpu`: the software DPU as a separate process beside `pagetide run`.
 //!
 //! ```text
-//!   VMM ──vhost-user-blk──► engines, devices ─┐
+//!   VMM ──────vhost-user──► engines, devices ─┐
 //!                                PA-bitmaps    ├ this process
 //!   pagetide run ◄──VPRI──► FunctionServer ────┘
 //! ```
-//! It is a back end twice: of the disks, whose front end is the VMM, and of the VPRI function, whose
+//! It is a back end twice: of the devices, whose front end is the VMM, and of the VPRI function, whose
 //! driver is in the daemon. Order at startup: wait for the rings of dead engines, then the function
-//! listens, then the disks. A daemon that finds the function listening can thus be sure that no write of
+//! listens, then the devices. A daemon that finds the function listening can thus be sure that no write of
 //! an earlier DPU process is still under way. No device touches memory before the daemon has announced
 //! which memory it knows.
 
-use super::{DeviceSet, Owed};
+use super::{DeviceRequest, DeviceSet, Owed};
 use crate::{
     budget::{BudgetBody, HostReport, ShareChange},
     control::{
-        AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport,
+        AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, NetRequest,
         ReclaimReport, VmReport,
     },
     injection::{InjectionReport, InjectionRequest},
@@ -144,7 +144,11 @@ impl Control for DpuProcess {
     }
 
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
-        self.devices.add(request, &[])
+        self.devices.add(DeviceRequest::Blk(request), &[])
+    }
+
+    fn add_net(&self, request: NetRequest) -> Result<DeviceReport, ControlError> {
+        self.devices.add(DeviceRequest::Net(request), &[])
     }
 
     fn devices(&self) -> Vec<DeviceReport> {

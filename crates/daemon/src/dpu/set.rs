@@ -11,25 +11,23 @@
 //! created stays on the list, and `dpu list` says why it is out of service.
 
 use super::{
-    disk::{access, coming_back, default_serial, image_use},
+    disk::{coming_back, default_serial},
+    list,
+    make::{Again, go_on, make, wrong_or_failed},
     report::{report_of, report_of_missing},
+    request::DeviceRequest,
 };
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport, OnFault, RamKind},
+    control::{ControlError, DeviceReport},
     settings::EngineSettings,
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
-use pagetide_dpu::{
-    BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, ImageError, ParkedDevice, RamAllowed, RamPolicy,
-    Sealing, Writes, wait_for_dead_engines,
-};
-use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd, LookUp};
-use serde::{Deserialize, Serialize};
+use pagetide_dpu::{Dpu, DpuConfig, ParkedDevice, wait_for_dead_engines};
+use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd};
 use std::{
     collections::BTreeMap,
-    fs,
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -39,9 +37,6 @@ use std::{
 };
 
 const LIST_FILE: &str = "devices.json";
-/// Serial number of a device that has none on the list: an earlier version created it, and its guest
-/// identifies it by this number.
-const SERIAL_OF_OLD: &str = "pagetide";
 /// How long a successor waits for locked images. A predecessor releases its locks within milliseconds,
 /// and front ends of other devices do not wait for this.
 const IMAGE_WAIT: Duration = Duration::from_secs(5);
@@ -85,47 +80,21 @@ impl Owed {
 pub(crate) struct DeviceSet {
     dpu: Dpu,
     list_path: PathBuf,
-    list: Mutex<Vec<BlkRequest>>,
+    list: Mutex<Vec<DeviceRequest>>,
     /// The list by socket, for reports: locked only for moments, while `list` is locked for as long as a
     /// device takes to be created or removed.
     kept: Mutex<BTreeMap<PathBuf, Kept>>,
     /// The predecessor's list, until its devices are restored.
-    found: Mutex<DeviceList>,
+    found: Mutex<Vec<DeviceRequest>>,
     /// The devices are restored. Until then no other list may overwrite the predecessor's.
     restored: AtomicBool,
 }
 
 /// A device on the list.
 struct Kept {
-    request: BlkRequest,
+    request: DeviceRequest,
     /// Why it is out of service.
     missing_because: Option<String>,
-}
-
-/// The list as it is stored.
-#[derive(Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct DeviceList {
-    blk: Vec<BlkRequest>,
-}
-
-impl DeviceList {
-    fn read(path: &Path) -> Result<Self, ControlError> {
-        let bytes = match fs::read(path) {
-            Ok(bytes) => bytes,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Self::default());
-            }
-            Err(error) => return Err(failed(format!("cannot read {}: {error}", path.display()))),
-        };
-        serde_json::from_slice(&bytes).map_err(|error| {
-            ControlError::refused(format!(
-                "{} cannot be read ({error}): it was written by another version of pagetide, or is damaged; no device was \
-                 restored. Start the version that wrote it, or remove the file and add the devices again",
-                path.display()
-            ))
-        })
-    }
 }
 
 /// The engines of a set, as seen by the side that answers their page requests.
@@ -147,7 +116,7 @@ impl DeviceSet {
         owed: Owed,
     ) -> Result<(Self, Hosts), ControlError> {
         let list_path = state_dir.join(LIST_FILE);
-        let found = DeviceList::read(&list_path)?;
+        let found = list::read(&list_path)?;
         wait_for_dead_engines(state_dir, owed.left(), |path| {
             tracing::info!(lock = %path.display(), "waiting for I/O of a dead engine to finish");
         })
@@ -182,13 +151,13 @@ impl DeviceSet {
 
     /// Whether this program can read the list of devices in `state_dir`.
     pub(crate) fn examine(state_dir: &Path) -> Result<(), ControlError> {
-        DeviceList::read(&state_dir.join(LIST_FILE)).map(drop)
+        list::read(&state_dir.join(LIST_FILE)).map(drop)
     }
 
     /// True if there are devices on the list in `state_dir`, or if it cannot be read.
     pub(crate) fn are_left(state_dir: &Path) -> bool {
-        let list = DeviceList::read(&state_dir.join(LIST_FILE));
-        list.map_or(true, |list| !list.blk.is_empty())
+        let list = list::read(&state_dir.join(LIST_FILE));
+        list.map_or(true, |list| !list.is_empty())
     }
 
     /// Gives engines a way to serve or send their own page requests.
@@ -222,25 +191,26 @@ impl DeviceSet {
         let known = std::mem::take(&mut *lock(&self.found));
         let deadline = Instant::now() + owed.wait(IMAGE_WAIT);
         for device in parked {
-            match self.go_on_with(device, &known.blk, deadline) {
+            match self.go_on_with(device, &known, deadline) {
                 Err(error) if owed == Owed::AsAfterDeath => {
                     tracing::error!(error = error.message, "a front end has to connect again");
                 }
                 went_on => went_on?,
             }
         }
-        let is_missing = |request: &&BlkRequest| !lock(&self.kept).contains_key(&request.socket);
-        let mut waiting: Vec<&BlkRequest> = known.blk.iter().filter(is_missing).collect();
+        let is_missing =
+            |request: &&DeviceRequest| !lock(&self.kept).contains_key(request.socket());
+        let mut waiting: Vec<&DeviceRequest> = known.iter().filter(is_missing).collect();
         waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         for request in &waiting {
-            let image = request.image.display();
-            tracing::info!(%image, "waiting for an image that another process has locked");
+            let socket = request.socket().display();
+            tracing::info!(%socket, "waiting for what another process still has of a device");
         }
         while !waiting.is_empty() {
             std::thread::sleep(IMAGE_LOOK);
             waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         }
-        *lock(&self.list) = known.blk;
+        *lock(&self.list) = known;
         self.restored.store(true, Ordering::Release);
         Ok(())
     }
@@ -249,83 +219,69 @@ impl DeviceSet {
     fn go_on_with(
         &self,
         parked: ParkedDevice,
-        known: &[BlkRequest],
+        known: &[DeviceRequest],
         deadline: Instant,
     ) -> Result<(), ControlError> {
-        let request = known.iter().find(|known| known.socket == parked.socket);
-        let request = request.ok_or_else(|| {
+        let kept = known.iter().find(|known| known.socket() == parked.socket);
+        let kept = kept.ok_or_else(|| {
             failed(format!(
                 "{} was handed over and is not in {}",
                 parked.socket.display(),
                 self.list_path.display()
             ))
         })?;
-        let told =
-            |error: DpuError| failed(format!("the disk at {}: {error}", request.socket.display()));
-        let config = config_of(&coming_back(request))?;
+        let request = &coming_back(kept);
         let mut parked = Some(parked);
-        let id = loop {
-            match self.dpu.add_parked_blk(config.clone(), &mut parked) {
+        loop {
+            match go_on(&self.dpu, request, &mut parked) {
                 // The kernel gives a dead predecessor's locks back a moment after its end.
-                Err(DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)))
-                    if Instant::now() < deadline =>
-                {
+                Err(error) if error.again() == Again::Later && Instant::now() < deadline => {
                     std::thread::sleep(IMAGE_LOOK);
                 }
-                added => break added.map_err(told)?,
+                Err(error) => {
+                    return Err(failed(format!(
+                        "the device at {}: {error}",
+                        request.socket().display()
+                    )));
+                }
+                Ok(_) => break,
             }
-        };
-        self.dpu.set_weight(id, request.weight).map_err(told)?;
-        self.keep(request, None);
+        }
+        self.keep(kept, None);
         Ok(())
     }
 
     /// Restores a device of a predecessor; returns whether to retry before `deadline`.
-    fn make_again(&self, request: &BlkRequest, deadline: Instant) -> Again {
-        let socket = request.socket.display();
-        let made = check_weight(request.weight)
-            .map_err(|error| (Again::Never, error.to_string()))
-            .and_then(|()| {
-                config_of(&coming_back(request)).map_err(|error| (Again::Never, error.message))
-            })
-            .and_then(|config| {
-                self.dpu.add_blk(config).map_err(|error| match error {
-                    DpuError::Image(ImageError::InUse { .. } | ImageError::Busy(_)) => {
-                        (Again::Later, error.to_string())
-                    }
-                    _ => (Again::Never, error.to_string()),
-                })
-            })
-            .and_then(|id| {
-                let weighed = self.dpu.set_weight(id, request.weight);
-                weighed.map_err(|error| (Again::Never, error.to_string()))
-            });
-        let missing_because = match made {
-            Ok(()) => {
+    fn make_again(&self, request: &DeviceRequest, deadline: Instant) -> Again {
+        let socket = request.socket().display();
+        let missing_because = match make(&self.dpu, &coming_back(request)) {
+            Ok(_) => {
                 tracing::info!(%socket, "listening again");
                 None
             }
-            Err((Again::Later, _)) if Instant::now() < deadline => return Again::Later,
-            Err((_, error)) => {
+            Err(error) if error.again() == Again::Later && Instant::now() < deadline => {
+                return Again::Later;
+            }
+            Err(error) => {
                 tracing::error!(%socket, %error, "the device cannot be made again");
-                Some(error)
+                Some(error.to_string())
             }
         };
         self.keep(request, missing_because);
         Again::Never
     }
 
-    fn keep(&self, request: &BlkRequest, missing_because: Option<String>) {
+    fn keep(&self, request: &DeviceRequest, missing_because: Option<String>) {
         let kept = Kept {
             request: request.clone(),
             missing_because,
         };
-        lock(&self.kept).insert(request.socket.clone(), kept);
+        lock(&self.kept).insert(request.socket().to_owned(), kept);
     }
 
     pub(crate) fn add(
         &self,
-        request: BlkRequest,
+        request: DeviceRequest,
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
         let mut request = request;
@@ -336,16 +292,18 @@ impl DeviceSet {
             )));
         }
         let mut list = lock(&self.list);
-        if list.iter().any(|known| known.socket == request.socket) {
+        if list.iter().any(|known| known.socket() == request.socket()) {
             return Err(ControlError::refused(format!(
                 "a device listens on {} already: give another --socket, or remove that one by `pagetide dpu remove`",
-                request.socket.display()
+                request.socket().display()
             )));
         }
-        if request.serial.is_none() {
-            request.serial = Some(default_serial(&request.socket, &list));
+        if let DeviceRequest::Blk(blk) = &mut request
+            && blk.serial.is_none()
+        {
+            blk.serial = Some(default_serial(&blk.socket, &list));
         }
-        let id = self.make(&request)?;
+        let id = make(&self.dpu, &request).map_err(ControlError::from)?;
         list.push(request.clone());
         if let Err(error) = self.save(&list) {
             list.pop();
@@ -357,19 +315,10 @@ impl DeviceSet {
         self.report(id, Some(&request), vms)
     }
 
-    /// Creates a device; fails without one if the weight is invalid.
-    fn make(&self, request: &BlkRequest) -> Result<DeviceId, ControlError> {
-        let wrong = |error: DpuError| wrong_or_failed(&error);
-        check_weight(request.weight).map_err(wrong)?;
-        let id = self.dpu.add_blk(config_of(request)?).map_err(wrong)?;
-        self.dpu.set_weight(id, request.weight).map_err(wrong)?;
-        Ok(id)
-    }
-
     fn report(
         &self,
         id: DeviceId,
-        request: Option<&BlkRequest>,
+        request: Option<&DeviceRequest>,
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
         let mut devices = self.dpu.devices().into_iter();
@@ -387,13 +336,13 @@ impl DeviceSet {
     ) -> Result<DeviceReport, ControlError> {
         check_weight(weight).map_err(|error| wrong_or_failed(&error))?;
         let mut list = lock(&self.list);
-        let known = list.iter().position(|known| known.socket == socket);
+        let known = list.iter().position(|known| known.socket() == socket);
         let (Some(at), Some(id)) = (known, self.id_of(socket)) else {
             return Err(no_such_device(socket));
         };
-        let before = std::mem::replace(&mut list[at].weight, weight);
+        let before = list[at].set_weight(weight);
         if let Err(error) = self.save(&list) {
-            list[at].weight = before;
+            list[at].set_weight(before);
             return Err(error);
         }
         self.dpu.set_weight(id, weight).map_err(failed)?;
@@ -403,17 +352,8 @@ impl DeviceSet {
         self.report(id, Some(&request), vms)
     }
 
-    fn save(&self, list: &[BlkRequest]) -> Result<(), ControlError> {
-        let json = serde_json::to_vec_pretty(&DeviceList { blk: list.to_vec() }).map_err(failed)?;
-        let unfinished = self.list_path.with_extension("json.new");
-        let saved =
-            fs::write(&unfinished, json).and_then(|()| fs::rename(&unfinished, &self.list_path));
-        saved.map_err(|error| {
-            failed(format!(
-                "cannot write {}: {error}",
-                self.list_path.display()
-            ))
-        })
+    fn save(&self, list: &[DeviceRequest]) -> Result<(), ControlError> {
+        list::write(&self.list_path, list)
     }
 
     pub(super) fn dpu(&self) -> &Dpu {
@@ -440,7 +380,7 @@ impl DeviceSet {
     /// Removes a device; returns its number.
     pub(crate) fn remove(&self, socket: &Path) -> Result<Option<DeviceId>, ControlError> {
         let mut list = lock(&self.list);
-        let Some(position) = list.iter().position(|known| known.socket == socket) else {
+        let Some(position) = list.iter().position(|known| known.socket() == socket) else {
             return Err(no_such_device(socket));
         };
         let id = self.id_of(socket);
@@ -460,6 +400,12 @@ impl DeviceSet {
         Ok(id)
     }
 
+    fn is_nic(&self, socket: &Path) -> bool {
+        let kept = lock(&self.kept);
+        let request = kept.get(socket).map(|kept| &kept.request);
+        request.is_some_and(|request| matches!(request, DeviceRequest::Net(_)))
+    }
+
     fn id_of(&self, socket: &Path) -> Option<DeviceId> {
         self.dpu
             .devices()
@@ -472,6 +418,10 @@ impl DeviceSet {
     pub(crate) fn may_hand_over(&self) -> Result<(), ControlError> {
         match self.dpu.unrecorded() {
             None => Ok(()),
+            Some((socket, _)) if self.is_nic(&socket) => Err(ControlError::refused(format!(
+                "the network device at {} has a front end, and none of these keeps a record of its buffers: unplug the device from its VM, or stop that VM, first",
+                socket.display()
+            ))),
             Some((socket, queue)) => Err(ControlError::refused(format!(
                 "the front end at {} keeps no record of its requests in flight (INFLIGHT_SHMFD, which QEMU has), so \
                  queue {queue} cannot be handed over: disconnect it first",
@@ -524,69 +474,4 @@ fn no_such_device(socket: &Path) -> ControlError {
 /// The time-out setting; 0 means none.
 fn iopf_timeout(millis: u32) -> Option<Duration> {
     (millis > 0).then(|| Duration::from_millis(u64::from(millis)))
-}
-
-fn config_of(request: &BlkRequest) -> Result<BlkConfig, ControlError> {
-    Ok(BlkConfig {
-        socket: request.socket.clone(),
-        image: request.image.clone(),
-        queue_count: request.queues,
-        writes: if request.read_only {
-            Writes::Refused
-        } else {
-            Writes::Taken
-        },
-        look_up: if request.lookup {
-            LookUp::On
-        } else {
-            LookUp::Off
-        },
-        serial: request
-            .serial
-            .clone()
-            .unwrap_or_else(|| SERIAL_OF_OLD.to_owned()),
-        direct_io: DirectIo::Auto,
-        on_fault: match request.on_fault {
-            OnFault::Pause => pagetide_dpu::OnFault::Pause,
-            OnFault::OutOfOrder => pagetide_dpu::OnFault::OutOfOrder,
-        },
-        ram: ram_policy_of(request),
-        image_use: image_use(request),
-        access: access(request)?,
-    })
-}
-
-fn ram_policy_of(request: &BlkRequest) -> RamPolicy {
-    let allowed = |kind| match request.allow_ram.contains(&kind) {
-        true => RamAllowed::Yes,
-        false => RamAllowed::No,
-    };
-    RamPolicy {
-        sealing: match request.require_sealed {
-            true => Sealing::Required,
-            false => Sealing::Preferred,
-        },
-        tmpfs: allowed(RamKind::Tmpfs),
-        hugetlbfs: allowed(RamKind::Hugetlbfs),
-        bytes_max: request.ram_max_bytes,
-    }
-}
-
-pub(super) fn wrong_or_failed(error: &DpuError) -> ControlError {
-    match error {
-        DpuError::Setting { .. } | DpuError::Serial(_) | DpuError::Injection(_) => {
-            ControlError::wrong_use(error.to_string())
-        }
-        DpuError::Image(_) | DpuError::Socket(_) | DpuError::TooManyDevices => {
-            ControlError::refused(error.to_string())
-        }
-        _ => failed(error),
-    }
-}
-
-/// Whether to try once more.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Again {
-    Later,
-    Never,
 }

@@ -10,8 +10,8 @@
 
 use super::{failure::failed, lock::lock};
 use crate::{
-    control::{BlkRequest, ControlError, DeviceReport},
-    dpu::{DeviceSet, Owed, no_devices_here},
+    control::{ControlError, DeviceReport},
+    dpu::{DeviceRequest, DeviceSet, Owed, no_devices_here},
     injection::{InjectionReport, InjectionRequest},
     settings::{DpuPlace, IopfHandling, IopfPreempt, RunSettings},
     slo::SloList,
@@ -183,7 +183,7 @@ impl Devices {
 
     pub(super) fn add(
         &self,
-        request: BlkRequest,
+        request: DeviceRequest,
         vms: &[(FileKey, String)],
     ) -> Result<DeviceReport, ControlError> {
         self.set()?.add(request, vms)

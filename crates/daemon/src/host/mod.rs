@@ -69,9 +69,9 @@ use crate::{
     budget::{BudgetBody, CeilingChange, HostReport, ShareChange},
     control::{
         AttachRequest, BlkRequest, Control, ControlError, DetachEnd, DetachReport, DeviceReport,
-        ReclaimReport, VmReport,
+        NetRequest, ReclaimReport, VmReport,
     },
-    dpu::Owed,
+    dpu::{DeviceRequest, Owed},
     injection::{InjectionReport, InjectionRequest},
     pool::{KeptCap, NewCap, PoolReport},
     protection::{
@@ -474,6 +474,12 @@ impl Control for Host {
     }
 
     fn add_blk(&self, request: BlkRequest) -> Result<DeviceReport, ControlError> {
+        let request = DeviceRequest::Blk(request);
+        self.devices.add(request, &self.names_by_file())
+    }
+
+    fn add_net(&self, request: NetRequest) -> Result<DeviceReport, ControlError> {
+        let request = DeviceRequest::Net(request);
         self.devices.add(request, &self.names_by_file())
     }
 

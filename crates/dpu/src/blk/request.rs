@@ -22,7 +22,10 @@ pub(crate) const HEADER_BYTES: u32 = 16;
 pub(crate) const LAYOUT: Layout = Layout {
     header_bytes: HEADER_BYTES,
     answer: AnswerPlace::LastByte,
+    data_bytes_max: DATA_BYTES_MAX,
 };
+/// Most bytes of data in a request. Drivers send a few MiB at most.
+const DATA_BYTES_MAX: u64 = 64 << 20;
 /// Bytes of the serial number that a GET_ID request reads.
 pub const SERIAL_BYTES: usize = 20;
 /// Bytes of one range of a discard or write-zeroes request.

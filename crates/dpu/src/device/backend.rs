@@ -89,6 +89,7 @@ impl DeviceBackend {
                 Indirect::Negotiated
             },
             role: kind.role_of(queue, self.features),
+            features: self.features,
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
             call: settings.call.as_ref().map(signal_of).transpose()?,
             error: settings.error.as_ref().map(signal_of).transpose()?,
@@ -168,6 +169,11 @@ impl Backend for DeviceBackend {
                 | VhostUserProtocolFeatures::RESET_DEVICE
                 | self.control.shared.kind.protocol_features(),
             queue_count: self.control.queue_count,
+            queues_told: self
+                .control
+                .shared
+                .kind
+                .queues_told(self.control.queue_count),
             queue_size_max: QUEUE_SIZE_MAX,
             regions_max: REGIONS_MAX as u64,
         }
@@ -221,6 +227,8 @@ impl Backend for DeviceBackend {
             return Ok(Runs::No);
         };
         let is_unrecorded = setup.inflight.is_none();
+        let kind = &self.control.shared.kind;
+        kind.set_running(queue, Some(self.features));
         let (reply, taken) = channel();
         let command = Command::StartQueue {
             device: self.control.slot,
@@ -250,6 +258,7 @@ impl Backend for DeviceBackend {
         mailbox.post(command).map_err(|e| gone(e.into()))?;
         let next = stopped.recv().map_err(|e| gone(e.into()))?;
         self.control.set_unrecorded(queue, Runs::No);
+        self.control.shared.kind.set_running(queue, None);
         Ok(next)
     }
 

@@ -3,6 +3,7 @@
 
 use crate::{
     engine::command::{AddDevice, Command, EngineShared},
+    kind::Kind,
     mailbox::Ended,
     ram::RamPolicy,
     shared::{DeviceShared, Leaving},
@@ -108,8 +109,8 @@ impl Control {
 
     /// The engine that serves a queue.
     pub fn engine_of(&self, queue: u16) -> &EngineShared {
-        let group = usize::from(self.shared.kind.group_of(queue));
-        &self.engines[(self.slot + group) % self.engines.len()]
+        let group = self.shared.kind.group_of(queue);
+        &self.engines[Kind::engine_of(group, self.slot, self.engines.len())]
     }
 
     /// Called when the front end goes: requests that its queues have not begun are not done, not

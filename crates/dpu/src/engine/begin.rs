@@ -74,6 +74,7 @@ impl Io {
             return self.start_task(device, queue, memory, ready, Transfer { task, onto });
         }
         let chain = Chain {
+            queue: queue.key.queue,
             memory,
             frame: &ready.frame,
             buffers,
@@ -95,7 +96,7 @@ impl Io {
                 let onto = Onto::Guest(spans);
                 return self.start_task(device, queue, memory, ready, Transfer { task, onto });
             }
-            Decided::Act => self.act(device, memory, &ready.frame, buffers),
+            Decided::Act => self.act(device, chain),
             Decided::Answer(outcome) => Acted {
                 outcome,
                 from_guest_bytes: 0,
@@ -116,22 +117,12 @@ impl Io {
     }
 
     /// Lets the kind do what needs no I/O.
-    fn act(
-        &mut self,
-        device: &mut Device,
-        memory: &Rc<DeviceMemory>,
-        frame: &Frame,
-        buffers: &Buffers,
-    ) -> Acted {
-        let acted = device.kind.act(Chain {
-            memory,
-            frame,
-            buffers,
-        });
+    fn act(&mut self, device: &mut Device, chain: Chain<'_>) -> Acted {
+        let acted = device.kind.act(chain);
         if acted.from_guest_bytes > 0 {
-            let spans = &buffers.readable;
+            let spans = &chain.buffers.readable;
             self.reports
-                .log_accesses(device, memory, spans, Access::Read);
+                .log_accesses(device, chain.memory, spans, Access::Read);
         }
         acted
     }

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     chain::{AnswerPlace, Buffers},
-    kind::work::Outcome,
+    kind::work::{Chain, Outcome},
     memory::DeviceMemory,
     parked::{Ended, PageDemand, ParkedChain, Purpose, Waiter},
     shared::{StopReason, add},
@@ -140,7 +140,13 @@ impl Io {
         // A chain that had arrived in a bounce buffer does not land again at once: progress comes
         // first.
         if !matches!(chain.origin, Origin::Again(_)) && held.is_none() {
-            match self.may_land(device, memory, &frame, buffers) {
+            let located = Chain {
+                queue: queue.key.queue,
+                memory,
+                frame: &frame,
+                buffers,
+            };
+            match self.may_land(device, located) {
                 MayLand::No => {}
                 MayLand::Later(first) => return Ok(Prepared::Absent(first)),
                 MayLand::Now(leases, bounce) => {

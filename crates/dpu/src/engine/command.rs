@@ -118,6 +118,8 @@ pub(crate) struct QueueSetup {
     pub indirect: Indirect,
     /// What its chains are made of.
     pub role: QueueRole,
+    /// What the driver has accepted.
+    pub features: u64,
     pub kick: Option<OwnedFd>,
     pub call: Option<EventSignal>,
     pub error: Option<EventSignal>,

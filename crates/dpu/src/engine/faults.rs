@@ -98,6 +98,10 @@ impl Engine {
         };
         match resumed.waiter {
             Waiter::Rings => self.io.rings_answered(device, &resumed),
+            Waiter::Posted(chain, need) => {
+                self.io.posted_answered(device, &resumed, (chain, need));
+                Ok(())
+            }
             Waiter::Chain(_) => {
                 let slot = device.queues.get_mut(usize::from(key.queue));
                 if let Some(queue) = slot.and_then(Option::as_mut).filter(|q| q.key == key) {

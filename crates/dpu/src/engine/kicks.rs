@@ -19,6 +19,8 @@ use std::{
 
 /// Ring token of the doorbell; queues have others.
 pub(super) const BELL_TOKEN: u32 = 0;
+/// Set in the tokens of descriptors that say that something has arrived for a queue.
+pub(super) const ARRIVALS: u32 = 1 << 31;
 /// Kicks of a queue in a row that may bring no chain. A driver's last kicks often bring none,
 /// because the engine saw the chain before its kick.
 const IN_VAIN_MAX: u32 = 32;
@@ -58,6 +60,11 @@ impl Kicks {
     /// Polls a queue's kicks under that token.
     pub fn listen(&mut self, token: u32, slot: usize, number: u16) {
         self.heard.insert(token, (slot, number));
+    }
+
+    /// The queue for which something has arrived, by the token of that poll.
+    pub fn arrived(&self, token: u32) -> Option<(usize, u16)> {
+        self.heard.get(&token).copied()
     }
 
     /// Forgets a queue that has ended.
@@ -138,10 +145,14 @@ impl Kicks {
     pub fn new_token(&mut self) -> u32 {
         // Token numbers wrap around, and a long-lived queue may still have its own.
         while self.heard.contains_key(&self.next_token) {
-            self.next_token = self.next_token.wrapping_add(1).max(1);
+            self.next_token = after(self.next_token);
         }
         let token = self.next_token;
-        self.next_token = self.next_token.wrapping_add(1).max(1);
+        self.next_token = after(token);
         token
     }
+}
+
+fn after(token: u32) -> u32 {
+    (token.wrapping_add(1) & !ARRIVALS).max(1)
 }

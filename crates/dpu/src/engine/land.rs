@@ -36,13 +36,13 @@ pub(crate) enum MayLand {
 
 impl Io {
     /// Decides whether a chain that cannot be leased as it is may use bounce buffers.
-    pub fn may_land(
-        &mut self,
-        device: &mut Device,
-        memory: &DeviceMemory,
-        frame: &Frame,
-        buffers: &Buffers,
-    ) -> MayLand {
+    pub fn may_land(&mut self, device: &mut Device, chain: Chain<'_>) -> MayLand {
+        let Chain {
+            memory,
+            frame,
+            buffers,
+            ..
+        } = chain;
         let id = device.shared.id;
         let plan = match plan(&mut self.bounces.slots, id, memory, frame, buffers) {
             Planned::Nothing => return MayLand::No,
@@ -51,11 +51,6 @@ impl Io {
         };
         let mut leases = LeaseSet::default();
         if lease_around(memory, frame, buffers, &plan, &mut leases) {
-            let chain = Chain {
-                memory,
-                frame,
-                buffers,
-            };
             let decided = device.kind.decide(self.reports.now_ns, chain);
             if let Decided::Io(task) = decided
                 && task.data == Data::ToGuest

@@ -42,12 +42,14 @@
 //! | [`answer`], [`submit`] | a chain's end; a chain's steps to the kernel |
 //! | [`land`], [`begin`], [`finish`] | before the first step, and after each |
 //! | [`inject`], [`chain`], [`ahead`], [`faults`] | a chain until it has its pages; page requests |
+//! | [`posted`], [`arrive`] | posted chains; what arrives for them |
 //! | [`start`], [`thread`], [`tenant`] | a queue's start; what the thread has; a tenant's turn |
 //! | [`stop`], [`obey`] | queues that end; commands |
 //! | [`turn`] | the loop |
 
 mod ahead;
 mod answer;
+mod arrive;
 mod begin;
 mod bounce;
 mod call;
@@ -64,6 +66,7 @@ mod land;
 mod obey;
 mod pages;
 mod patience;
+mod posted;
 mod queue;
 mod reports;
 mod request;

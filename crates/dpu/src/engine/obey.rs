@@ -11,11 +11,12 @@ use super::{
     command::{AddDevice, Command, QueueSetup, When, answer},
     device::Device,
     fair::COMMAND_COST_BYTES,
+    kicks::ARRIVALS,
     queue::EngineQueue,
     thread::{Engine, Hush},
 };
-use crate::ring::device_files;
-use std::{io, rc::Rc, sync::mpsc::Sender};
+use crate::{kind::EnginePlace, ring::device_files};
+use std::{io, os::fd::BorrowedFd, rc::Rc, sync::mpsc::Sender};
 
 impl Engine {
     /// Executes a command of a control thread, or queues it for the tenant's turn.
@@ -137,6 +138,7 @@ impl Engine {
         place.queues[usize::from(number)] = Some(queue);
         self.active.push((device, number));
         self.kicks.listen(token, device, number);
+        self.kicks.listen(token | ARRIVALS, device, number);
         place.running.push(number);
         self.io.bounces.slots.set_area(self.device_end.bounce());
         self.io.start_rings(place, number)?;
@@ -151,7 +153,14 @@ impl Engine {
     fn add_device(&mut self, add: &AddDevice) -> io::Result<()> {
         let ring = &mut self.io.ring;
         let slots = device_files(add.device);
-        let kind = (add.shared.kind).open_on(slots, |slot, file| ring.set_file(slot, file))?;
+        let place = EnginePlace {
+            slot: add.device,
+            engine: self.io.reports.engine(),
+            engines: add.shared.counters.len(),
+            bell: &self.bell,
+        };
+        let set = |slot, file: BorrowedFd<'_>| ring.set_file(slot, file);
+        let kind = add.shared.kind.open_on(&place, slots, set)?;
         if self.devices.len() <= add.device {
             self.devices.resize_with(add.device + 1, || None);
         }

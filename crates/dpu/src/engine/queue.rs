@@ -39,6 +39,7 @@ use super::{
     call::{Calls, Signal},
     command::{QueueSetup, StopHow, answer},
     fair::Credit,
+    posted::Posted,
     request::Request,
 };
 use crate::{
@@ -96,6 +97,12 @@ pub(crate) struct EngineQueue {
     pub queue: Queue,
     pub table: Table,
     chains: Chains,
+    /// The chains that were read, if they are posted.
+    pub posted: Option<Box<Posted>>,
+    /// What the driver has accepted.
+    pub features: u64,
+    /// What has arrived for it is polled under this token.
+    pub arrivals: Option<u32>,
     /// Interrupt vector by which the driver is told of its completions.
     vector: u16,
     pub state: QueueState,
@@ -148,6 +155,9 @@ impl EngineQueue {
                 layout: setup.role.layout,
             },
             chains: setup.role.chains,
+            posted: (setup.role.chains == Chains::Posted).then(Box::default),
+            features: setup.features,
+            arrivals: None,
             vector: setup.role.vector,
             queue: setup.queue,
             state: QueueState::Starting,
@@ -179,6 +189,11 @@ impl EngineQueue {
     /// True if chains may be taken from the queue.
     pub fn is_serving(&self) -> bool {
         !matches!(self.state, QueueState::Starting)
+    }
+
+    /// True from its start until it is to stop.
+    pub fn is_running(&self) -> bool {
+        matches!(self.state, QueueState::Running)
     }
 
     /// True if the avail ring may be read now.
@@ -364,6 +379,7 @@ impl EngineQueue {
                 .map_err(|e| self.broken(&e))?;
             wanted = u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0;
         }
+        wanted |= self.queue.event_idx_enabled() && self.wants_call_for_posted(memory);
         if wanted || self.owes_call() {
             self.ring_call();
         }

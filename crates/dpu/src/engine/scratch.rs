@@ -2,12 +2,13 @@
 //! Objects that an engine reuses, so that a request costs no allocation.
 
 use super::{
+    posted::Sight,
     queue::POP_BATCH,
     request::{Request, Sample},
 };
 use crate::{
     chain::Buffers,
-    memory::LeaseSet,
+    memory::{LeaseSet, Span},
     ring::Job,
     shared::{Counters, add},
 };
@@ -26,6 +27,12 @@ const POOL_MAX: usize = 512;
 pub(crate) struct Scratch {
     pub heads: Vec<u16>,
     pub buffers: Buffers,
+    /// Posted chains that a step has looked at.
+    pub sight: Sight,
+    /// Spans of chosen chains.
+    pub spans: Vec<Span>,
+    /// Entries for the used ring.
+    pub entries: Vec<(u16, u32)>,
     #[expect(
         clippy::vec_box,
         reason = "jobs go to the ring in their boxes: keeping the box spares the allocation"
@@ -45,6 +52,9 @@ impl Scratch {
         Self {
             heads: Vec::with_capacity(POP_BATCH),
             buffers: Buffers::default(),
+            sight: Sight::default(),
+            spans: Vec::new(),
+            entries: Vec::new(),
             pool: Vec::new(),
             until_sample: 0,
             clock_ns,

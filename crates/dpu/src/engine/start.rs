@@ -5,6 +5,7 @@ use super::{
     command::StopHow,
     device::Device,
     io::Io,
+    kicks::ARRIVALS,
     pages::{absent_runs, whole},
     queue::{EngineQueue, QueueState},
 };
@@ -39,6 +40,12 @@ impl Io {
                 self.ring.submit()?;
                 queue.polled = true;
                 queue.kick = Some(kick);
+                device.kind.started(number, queue.features);
+                if let Some(arrivals) = device.kind.readiness(number) {
+                    let token = queue.key.epoch | ARRIVALS;
+                    self.ring.poll(arrivals, token)?;
+                    queue.arrivals = Some(token);
+                }
             }
             Ok(None) => {}
             Err(reason) => {

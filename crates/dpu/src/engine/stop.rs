@@ -26,6 +26,7 @@
 use super::{
     device::Device,
     io::{Io, Progress},
+    kicks::ARRIVALS,
     thread::Engine,
 };
 use crate::{kind::work::Outcome, parked::QueueKey, shared::sub};
@@ -180,6 +181,13 @@ impl Engine {
             // The poll must be gone before its descriptor can be closed and reused.
             self.io.ring.submit()?;
         }
+        // The token that it had when it started.
+        self.kicks.forget(queue.key.epoch | ARRIVALS, index, number);
+        if let Some(token) = queue.arrivals {
+            self.io.ring.stop_poll(token)?;
+            self.io.ring.submit()?;
+        }
+        self.io.end_posted(device, &mut queue);
         device.running.retain(|running| *running != number);
         self.io.scratch.forget_memory(index);
         queue.end(self.io.reports.counters(&device.shared));

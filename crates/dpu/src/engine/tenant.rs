@@ -38,7 +38,10 @@ impl Io {
             let Some(mut queue) = device.queues[number].take() else {
                 continue;
             };
-            let served = self.serve_queue(device, &mut queue);
+            let served = match queue.posted.is_some() {
+                true => Ok(self.serve_posted(device, &mut queue)),
+                false => self.serve_queue(device, &mut queue),
+            };
             if queue.is_paused()
                 && let Some(memory) = device.memory.clone()
             {

@@ -6,7 +6,7 @@ use super::{
     command::answer,
     fair::Verdict,
     io::Progress,
-    kicks::{BELL_TOKEN, Poll},
+    kicks::{ARRIVALS, BELL_TOKEN, Poll},
     patience::{Idle, WaitsFor},
     thread::{EVENTS_PER_TURN, Engine, Hush},
 };
@@ -130,8 +130,28 @@ impl Engine {
         match (token, poll) {
             (BELL_TOKEN, Poll::HasEnded) => ring.poll(self.bell.as_fd(), token),
             (BELL_TOKEN, Poll::GoesOn) => Ok(()),
+            (token, poll) if token & ARRIVALS != 0 => self.has_arrived(token, poll),
             _ => self.kicks.readable(ring, &mut self.devices, token, poll),
         }
+    }
+
+    /// Something has arrived for a queue, or that poll has ended.
+    fn has_arrived(&mut self, token: u32, poll: Poll) -> io::Result<()> {
+        let Some((slot, number)) = self.kicks.arrived(token) else {
+            return Ok(());
+        };
+        let Some(device) = self.devices.get_mut(slot).and_then(Option::as_mut) else {
+            return Ok(());
+        };
+        device.kind.arrived(number);
+        let queue = device.queues[usize::from(number)].as_ref();
+        if queue.is_some_and(|queue| queue.arrivals == Some(token))
+            && poll == Poll::HasEnded
+            && let Some(arrivals) = device.kind.readiness(number)
+        {
+            self.io.ring.poll(arrivals, token)?;
+        }
+        Ok(())
     }
 
     /// Begins work of each device by its share. Each device in turn goes first.
@@ -228,7 +248,18 @@ impl Engine {
             // anyway.
             let room = self.io.may_park(&device.shared)
                 && self.io.fair.may_take(queue.key.device) != Verdict::Full;
-            if !(room && queue.may_pop()) || device.shared.is_stopped() {
+            if device.shared.is_stopped() {
+                continue;
+            }
+            let wants = match &queue.posted {
+                Some(posted) if queue.is_running() => {
+                    more |= !posted.saw_end && device.kind.has_arrivals(*number);
+                    posted.saw_end
+                }
+                Some(_) => false,
+                None => room && queue.may_pop(),
+            };
+            if !wants {
                 continue;
             }
             if let Some(memory) = &device.memory {

@@ -32,6 +32,7 @@
 //! | [`OnEngine`] | device and engine | the engine, which alone uses it |
 //! | [`Flight`] | chain whose I/O is under way | the chain's job |
 
+pub(crate) mod posted;
 pub(crate) mod work;
 
 use crate::{
@@ -40,10 +41,15 @@ use crate::{
         on_engine::{DiskFlight, DiskOnEngine},
     },
     memory::{DeviceMemory, OutsideMemory, Span},
-    net::nic::{self, NicReport},
+    net::{
+        device::{Nic, NicReport},
+        nic,
+        on_engine::NicOnEngine,
+    },
     ring::{Dma, FILES_PER_DEVICE, FileSlot, Step},
 };
-use pagetide_vpri::Service;
+use pagetide_vpri::{Doorbell, Service};
+use posted::{Answered, ChainNo, PostedOrder, Ring};
 use std::{io, os::fd::BorrowedFd, sync::Arc};
 use vhost::vhost_user::VhostUserProtocolFeatures;
 use work::{Acted, Aim, Chain, Decided, Next, Outcome, QueueRole, Task};
@@ -52,8 +58,7 @@ use work::{Acted, Aim, Chain, Decided, Next, Outcome, QueueRole, Task};
 #[derive(Debug, Clone)]
 pub(crate) enum Kind {
     Blk(Arc<Disk>),
-    /// With so many queue pairs.
-    Net(u16),
+    Net(Arc<Nic>),
 }
 
 impl Kind {
@@ -108,6 +113,20 @@ impl Kind {
         }
     }
 
+    /// The engine, of so many, that serves a group of queues of the device in `slot`.
+    pub fn engine_of(group: u16, slot: usize, engines: usize) -> usize {
+        (slot + usize::from(group)) % engines.max(1)
+    }
+
+    /// What a front end is told that asks how many queues there are.
+    pub fn queues_told(&self, queue_count: u16) -> u16 {
+        match self {
+            Self::Blk(_) => queue_count,
+            // QEMU and DPDK count pairs.
+            Self::Net(nic) => nic.pairs(),
+        }
+    }
+
     /// What its accesses count as in the access log.
     pub fn service(&self) -> Service {
         match self {
@@ -120,7 +139,15 @@ impl Kind {
     pub fn error(&self) -> Option<String> {
         match self {
             Self::Blk(disk) => disk.error(),
-            Self::Net(_) => None,
+            Self::Net(nic) => nic.error(),
+        }
+    }
+
+    /// A queue is about to run, for a driver that has accepted `features`, or has ended.
+    pub fn set_running(&self, queue: u16, features: Option<u64>) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.set_running(queue, features),
         }
     }
 
@@ -128,7 +155,7 @@ impl Kind {
     pub fn release(&self) {
         match self {
             Self::Blk(disk) => disk.release(),
-            Self::Net(_) => {}
+            Self::Net(nic) => nic.release(),
         }
     }
 
@@ -136,7 +163,7 @@ impl Kind {
     pub fn backing(&self) -> Backing {
         match self {
             Self::Blk(disk) => Backing::Disk(disk.report()),
-            Self::Net(pairs) => Backing::Nic(NicReport { pairs: *pairs }),
+            Self::Net(nic) => Backing::Nic(nic.report()),
         }
     }
 
@@ -151,13 +178,33 @@ impl Kind {
     /// Its part on one engine, whose ring gets its files by `set`.
     pub fn open_on(
         &self,
+        place: &EnginePlace<'_>,
         slots: [FileSlot; FILES_PER_DEVICE],
         set: impl FnMut(FileSlot, BorrowedFd<'_>) -> io::Result<()>,
     ) -> io::Result<OnEngine> {
         match self {
             Self::Blk(disk) => Ok(OnEngine::Blk(DiskOnEngine::open(disk, slots, set)?)),
-            Self::Net(_) => Ok(OnEngine::Net),
+            Self::Net(nic) => Ok(OnEngine::Net(Box::new(NicOnEngine::open(nic, place)))),
         }
+    }
+}
+
+/// Where a device's part on an engine is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EnginePlace<'a> {
+    /// The slot of the device.
+    pub slot: usize,
+    /// The number of the engine, of so many.
+    pub engine: usize,
+    pub engines: usize,
+    /// What wakes the engine.
+    pub bell: &'a Arc<Doorbell>,
+}
+
+impl EnginePlace<'_> {
+    /// True if the engine serves that group of queues of the device.
+    pub fn serves(&self, group: u16) -> bool {
+        Kind::engine_of(group, self.slot, self.engines) == self.engine
     }
 }
 
@@ -180,6 +227,15 @@ impl Backing {
         }
     }
 
+    /// The network interface, if it is one.
+    #[must_use]
+    pub fn nic(&self) -> Option<&NicReport> {
+        match self {
+            Self::Disk(_) => None,
+            Self::Nic(nic) => Some(nic),
+        }
+    }
+
     /// The disk, if it is one.
     #[must_use]
     pub fn disk(&self) -> Option<&DiskReport> {
@@ -194,7 +250,7 @@ impl Backing {
 #[derive(Debug)]
 pub(crate) enum OnEngine {
     Blk(DiskOnEngine),
-    Net,
+    Net(Box<NicOnEngine>),
 }
 
 impl OnEngine {
@@ -202,7 +258,7 @@ impl OnEngine {
     pub fn files(&self) -> [Option<FileSlot>; FILES_PER_DEVICE] {
         match self {
             Self::Blk(disk) => disk.files(),
-            Self::Net => [None; FILES_PER_DEVICE],
+            Self::Net(_) => [None; FILES_PER_DEVICE],
         }
     }
 
@@ -212,7 +268,7 @@ impl OnEngine {
     pub fn decide(&mut self, now_ns: u64, chain: Chain<'_>) -> Decided<Flight> {
         match self {
             Self::Blk(disk) => disk.decide(now_ns, chain).map(Flight::Blk),
-            Self::Net => match nic::check(chain) {
+            Self::Net(nic) => match nic.check(chain) {
                 Outcome::Done => Decided::Act,
                 refused => Decided::Answer(refused),
             },
@@ -223,7 +279,7 @@ impl OnEngine {
     pub fn act(&mut self, chain: Chain<'_>) -> Acted {
         match self {
             Self::Blk(disk) => disk.act(chain),
-            Self::Net => nic::send(chain),
+            Self::Net(nic) => nic.send(chain),
         }
     }
 
@@ -232,7 +288,7 @@ impl OnEngine {
     pub fn aim(&self, flight: &Flight, dma: &Dma, step: &Step) -> Aim {
         match (self, flight) {
             (Self::Blk(disk), Flight::Blk(flight)) => disk.aim(flight, dma, step),
-            (Self::Net, Flight::Blk(_)) => {
+            (Self::Net(_), Flight::Blk(_)) => {
                 debug_assert!(false, "a network device has no I/O of the kernel");
                 Aim {
                     file: step.file,
@@ -253,10 +309,91 @@ impl OnEngine {
     ) -> Next {
         match (self, flight) {
             (Self::Blk(disk), Flight::Blk(flight)) => disk.next(now_ns, flight, io, result),
-            (Self::Net, Flight::Blk(_)) => {
+            (Self::Net(_), Flight::Blk(_)) => {
                 debug_assert!(false, "a network device has no I/O of the kernel");
                 Next::Complete(Outcome::Failed)
             }
+        }
+    }
+
+    /// A queue runs from now on, for a driver that has accepted `features`.
+    pub fn started(&mut self, queue: u16, features: u64) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.started(queue, features),
+        }
+    }
+
+    /// A queue has ended.
+    pub fn stopped(&mut self, queue: u16) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.stopped(queue),
+        }
+    }
+
+    /// The descriptor that is readable when something has arrived for a queue, if there is one.
+    pub fn readiness(&self, queue: u16) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Blk(_) => None,
+            Self::Net(nic) => nic.readiness(queue),
+        }
+    }
+
+    /// That descriptor is readable.
+    pub fn arrived(&mut self, queue: u16) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.arrived(queue),
+        }
+    }
+
+    /// True if something has arrived for a queue with posted chains.
+    pub fn has_arrivals(&self, queue: u16) -> bool {
+        match self {
+            Self::Blk(_) => false,
+            Self::Net(nic) => nic.has_arrivals(queue),
+        }
+    }
+
+    /// Decides what is done next in the turn of a queue with posted chains. What it chooses was
+    /// looked at in this call.
+    pub fn arrive(&mut self, queue: u16, ring: &mut impl Ring) -> PostedOrder {
+        match self {
+            Self::Blk(_) => PostedOrder::Nothing,
+            Self::Net(nic) => nic.arrive(queue, ring),
+        }
+    }
+
+    /// The chains that its last order is about.
+    pub fn chosen(&self, queue: u16) -> &[ChainNo] {
+        match self {
+            Self::Blk(_) => &[],
+            Self::Net(nic) => nic.chosen(queue),
+        }
+    }
+
+    /// Fills so many chosen chains, whose writable parts are leased; returns how many bytes.
+    pub fn fill(&mut self, queue: u16, memory: &DeviceMemory, into: &[Span], chains: usize) -> u32 {
+        match self {
+            Self::Blk(_) => 0,
+            Self::Net(nic) => nic.fill(queue, memory, into, chains),
+        }
+    }
+
+    /// The pages of a posted chain were requested, and that was the answer.
+    pub fn answered(&mut self, queue: u16, chain: ChainNo, answer: Answered) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.answered(queue, chain, answer),
+        }
+    }
+
+    /// A queue with posted chains ends: what is still to be reported, one after the other.
+    pub fn stopping(&mut self, queue: u16) -> PostedOrder {
+        match self {
+            Self::Blk(_) => PostedOrder::Nothing,
+            Self::Net(nic) => nic.stopping(queue),
         }
     }
 
@@ -271,7 +408,7 @@ impl OnEngine {
         match self {
             Self::Blk(_) => DiskOnEngine::answer(memory, at, outcome),
             // Its chains have no place for one.
-            Self::Net => Ok(()),
+            Self::Net(_) => Ok(()),
         }
     }
 }

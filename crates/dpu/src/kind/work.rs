@@ -29,6 +29,8 @@ pub(crate) enum Chains {
 /// A chain that is in memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Chain<'a> {
+    /// The number of its queue.
+    pub queue: u16,
     pub memory: &'a DeviceMemory,
     pub frame: &'a Frame,
     /// Its data.

@@ -6,6 +6,8 @@
 //! peer's driver) trusts offsets and sizes of this header, so all of it is checked here, against the
 //! length of the packet.
 
+use super::{link::Offloads, packet::PacketBuffer};
+
 /// Bytes of a header with `num_buffers`, which every driver of virtio 1.0 or later uses.
 pub(crate) const HEADER_BYTES: u32 = 12;
 /// Bytes of one without: a legacy driver that has not negotiated mergeable buffers.
@@ -14,10 +16,9 @@ pub(crate) const LEGACY_HEADER_BYTES: u32 = 10;
 const ETHERNET_BYTES: u64 = 14;
 /// Bytes of a VLAN tag.
 const VLAN_BYTES: u64 = 4;
-/// Longest packet that is not segmented: a payload of 9000 bytes.
-pub(crate) const PACKET_BYTES_MAX: u64 = 9000 + ETHERNET_BYTES + VLAN_BYTES;
-/// Longest packet that is: the most that an IP header can describe.
-pub(crate) const SEGMENTED_BYTES_MAX: u64 = 65_535 + ETHERNET_BYTES + VLAN_BYTES;
+/// Longest packet, segmented later or not: the most that an IP header can describe. A link may
+/// take less.
+pub(crate) const PACKET_BYTES_MAX: u64 = 65_535 + ETHERNET_BYTES + VLAN_BYTES;
 
 /// `VIRTIO_NET_HDR_F_NEEDS_CSUM`
 const FLAG_NEEDS_CSUM: u8 = 1;
@@ -32,8 +33,8 @@ const GSO_ECN: u8 = 0x80;
 pub(crate) enum Unsendable {
     #[error("a packet of {0} bytes has no Ethernet header")]
     Runt(u64),
-    #[error("a packet has {bytes} bytes; at most {most} are sent")]
-    TooLong { bytes: u64, most: u64 },
+    #[error("a packet has {0} bytes; at most {PACKET_BYTES_MAX} are sent")]
+    TooLong(u64),
     #[error("a packet is to be segmented in way {0}, which was not offered")]
     Segmentation(u8),
     #[error("a packet is to be segmented, without a checksum or into segments of no bytes")]
@@ -78,13 +79,13 @@ impl NetHeader {
             return Err(Unsendable::Runt(bytes));
         }
         let needs_checksum = self.flags & FLAG_NEEDS_CSUM != 0;
-        let most = match self.gso_kind & !GSO_ECN {
-            GSO_NONE if self.gso_kind == GSO_NONE => PACKET_BYTES_MAX,
-            GSO_TCPV4 | GSO_TCPV6 => SEGMENTED_BYTES_MAX,
+        match self.gso_kind & !GSO_ECN {
+            GSO_NONE if self.gso_kind == GSO_NONE => {}
+            GSO_TCPV4 | GSO_TCPV6 => {}
             _ => return Err(Unsendable::Segmentation(self.gso_kind)),
-        };
-        if bytes > most {
-            return Err(Unsendable::TooLong { bytes, most });
+        }
+        if bytes > PACKET_BYTES_MAX {
+            return Err(Unsendable::TooLong(bytes));
         }
         if self.gso_kind != GSO_NONE {
             // 5.1.6.2: both must be set with it.
@@ -103,6 +104,70 @@ impl NetHeader {
             }
         }
         Ok(())
+    }
+}
+
+/// Whether a driver takes a packet as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Undone {
+    /// Yes, perhaps with its checksum computed now.
+    Accepted,
+    /// No: it would have to be segmented.
+    Refused,
+}
+
+impl NetHeader {
+    /// Makes a packet that another driver has sent ready for one that takes only `offloads` undone.
+    /// The header was checked against its packet. Segmentation is not done here: whoever sends to a
+    /// driver that does not take long packets must not send them.
+    pub fn for_receiver(packet: &mut PacketBuffer, offloads: Offloads) -> Undone {
+        let mut header = [0; LEGACY_HEADER_BYTES as usize];
+        header.copy_from_slice(&packet.whole()[..LEGACY_HEADER_BYTES as usize]);
+        let header = Self::parse(header);
+        let is_taken = match header.gso_kind & !GSO_ECN {
+            GSO_NONE => true,
+            GSO_TCPV4 => offloads.has_tso4(),
+            GSO_TCPV6 => offloads.has_tso6(),
+            _ => false,
+        };
+        let has_ecn = header.gso_kind & GSO_ECN != 0;
+        if !is_taken || (has_ecn && !offloads.has_ecn()) {
+            return Undone::Refused;
+        }
+        if header.flags & FLAG_NEEDS_CSUM != 0 && !offloads.has_checksum() {
+            let bytes = packet.packet_bytes();
+            let data = &mut packet.room_mut()[..bytes];
+            fill_checksum(data, header.checksum_start, header.checksum_offset);
+            packet.header_mut().fill(0);
+        }
+        Undone::Accepted
+    }
+}
+
+/// Computes the checksum of a packet from byte `start` on and puts it `offset` bytes behind that.
+/// What is there already is the sum of the pseudo header (virtio 1.2, 5.1.6.2).
+fn fill_checksum(packet: &mut [u8], start: u16, offset: u16) {
+    let start = usize::from(start);
+    let Some(summed) = packet.get(start..) else {
+        return;
+    };
+    let mut sum = 0_u64;
+    for pair in summed.chunks(2) {
+        let low = pair.get(1).copied().unwrap_or(0);
+        sum += u64::from(u16::from_be_bytes([pair[0], low]));
+    }
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    let folded = u16::try_from(sum).unwrap_or(u16::MAX);
+    // A sum of 0 means 'no checksum' to UDP; its other form is as good for TCP.
+    let checksum = match !folded {
+        0 => u16::MAX,
+        other => other,
+    };
+    let at = start + usize::from(offset);
+    if let Some(place) = packet.get_mut(at..at + 2) {
+        place.copy_from_slice(&checksum.to_be_bytes());
     }
 }
 
@@ -137,10 +202,10 @@ mod tests {
 
     #[test]
     fn packets_of_all_lengths_that_are_offered_are_sent() {
-        for bytes in [14, 60, 1514, PACKET_BYTES_MAX] {
+        for bytes in [14, 60, 1514, 9018, PACKET_BYTES_MAX] {
             assert_eq!(PLAIN.check(bytes), Ok(()));
         }
-        for bytes in [54, 1514, 65_549, SEGMENTED_BYTES_MAX] {
+        for bytes in [54, 1514, 65_549, PACKET_BYTES_MAX] {
             assert_eq!(TCP.check(bytes), Ok(()));
             let ecn = NetHeader {
                 gso_kind: GSO_TCPV6 | GSO_ECN,
@@ -155,9 +220,9 @@ mod tests {
         let plain = |bytes| PLAIN.check(bytes);
         assert_eq!(plain(13), Err(Unsendable::Runt(13)));
         assert_eq!(plain(0), Err(Unsendable::Runt(0)));
-        assert!(matches!(plain(9019), Err(Unsendable::TooLong { .. })));
-        let too_long = TCP.check(SEGMENTED_BYTES_MAX + 1);
-        assert!(matches!(too_long, Err(Unsendable::TooLong { .. })));
+        let too_long = PACKET_BYTES_MAX + 1;
+        assert_eq!(plain(too_long), Err(Unsendable::TooLong(too_long)));
+        assert_eq!(TCP.check(too_long), Err(Unsendable::TooLong(too_long)));
         // UDP fragmentation, which is not offered; ECN of nothing; a number that means nothing.
         for gso_kind in [3, 5, GSO_ECN, 0x7f] {
             let header = NetHeader { gso_kind, ..TCP };
@@ -206,7 +271,7 @@ mod tests {
             let header = NetHeader::parse(bytes);
             let packet = random.below(70_000);
             if header.check(packet).is_ok() {
-                assert!((14..=SEGMENTED_BYTES_MAX).contains(&packet));
+                assert!((14..=PACKET_BYTES_MAX).contains(&packet));
                 if header.flags & FLAG_NEEDS_CSUM != 0 {
                     let end =
                         u64::from(header.checksum_start) + u64::from(header.checksum_offset) + 2;

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The device itself: what it offers, and what is done with a packet.
+//! What a network device offers, and what its queues are.
 
-use super::header::{HEADER_BYTES, LEGACY_HEADER_BYTES, NetHeader};
+use super::{
+    header::{HEADER_BYTES, LEGACY_HEADER_BYTES, PACKET_BYTES_MAX},
+    link::Offloads,
+};
 use crate::{
     chain::{AnswerPlace, Layout},
-    kind::work::{Acted, Chain, Chains, Outcome, QueueRole},
+    kind::work::{Chains, QueueRole},
 };
 
 /// Most queue pairs of one device.
@@ -19,75 +22,54 @@ const F_HOST_TSO6: u64 = 1 << 12;
 /// `VIRTIO_NET_F_HOST_ECN`
 const F_HOST_ECN: u64 = 1 << 13;
 /// `VIRTIO_NET_F_MRG_RXBUF`
-const F_MRG_RXBUF: u64 = 1 << 15;
+pub(crate) const F_MRG_RXBUF: u64 = 1 << 15;
 /// `VIRTIO_NET_F_MQ`
 const F_MQ: u64 = 1 << 22;
 /// `VIRTIO_F_VERSION_1`
 const F_VERSION_1: u64 = 1 << 32;
 
+/// Most bytes of a posted chain. Drivers post what the longest packet needs, and no more.
+const POSTED_BYTES_MAX: u64 = 2 * PACKET_BYTES_MAX;
+
 /// The features of a network device, besides those of rings.
 pub(crate) const FEATURES: u64 =
-    F_CSUM | F_HOST_TSO4 | F_HOST_TSO6 | F_HOST_ECN | F_MRG_RXBUF | F_MQ;
-
-/// The network interface of a device.
-#[derive(Debug, Clone)]
-pub struct NicReport {
-    /// Queue pairs offered.
-    pub pairs: u16,
-}
+    Offloads::ALL | F_CSUM | F_HOST_TSO4 | F_HOST_TSO6 | F_HOST_ECN | F_MRG_RXBUF | F_MQ;
 
 /// The pair that a queue belongs to.
 pub(crate) fn pair_of(queue: u16) -> u16 {
     queue / 2
 }
 
+/// Bytes of a header, for a driver that has accepted `features`.
+pub(crate) fn header_bytes(features: u64) -> u32 {
+    match features & (F_VERSION_1 | F_MRG_RXBUF) {
+        0 => LEGACY_HEADER_BYTES,
+        _ => HEADER_BYTES,
+    }
+}
+
+/// True for the queue of a pair that receives.
+pub(crate) fn is_receiving(queue: u16) -> bool {
+    queue.is_multiple_of(2)
+}
+
 /// What the chains of a queue are made of, for a driver that has accepted `features`.
 pub(crate) fn role_of(queue: u16, features: u64) -> QueueRole {
     QueueRole {
         layout: Layout {
-            header_bytes: match features & (F_VERSION_1 | F_MRG_RXBUF) {
-                0 => LEGACY_HEADER_BYTES,
-                _ => HEADER_BYTES,
-            },
+            header_bytes: header_bytes(features),
             answer: AnswerPlace::Nowhere,
+            data_bytes_max: match is_receiving(queue) {
+                true => POSTED_BYTES_MAX,
+                false => PACKET_BYTES_MAX,
+            },
         },
-        chains: match queue.is_multiple_of(2) {
+        chains: match is_receiving(queue) {
             true => Chains::Posted,
             false => Chains::Requests,
         },
         vector: pair_of(queue),
     }
-}
-
-/// Whether a packet may be sent. Its header is leased.
-pub(crate) fn check(chain: Chain<'_>) -> Outcome {
-    let mut bytes = [0; HEADER_BYTES as usize];
-    if chain.frame.read_header(chain.memory, &mut bytes).is_err()
-        || !chain.buffers.writable.is_empty()
-    {
-        return Outcome::Failed;
-    }
-    let [fields @ .., _, _] = bytes;
-    match NetHeader::parse(fields).check(packet_bytes(chain)) {
-        Ok(()) => Outcome::Done,
-        Err(error) => {
-            tracing::debug!(%error, "a packet is not sent");
-            Outcome::Failed
-        }
-    }
-}
-
-/// Sends a packet to the link null.
-pub(crate) fn send(chain: Chain<'_>) -> Acted {
-    Acted {
-        outcome: Outcome::Done,
-        from_guest_bytes: u32::try_from(packet_bytes(chain)).unwrap_or(u32::MAX),
-    }
-}
-
-fn packet_bytes(chain: Chain<'_>) -> u64 {
-    let lengths = chain.buffers.readable.iter().map(|s| u64::from(s.len));
-    lengths.sum()
 }
 
 #[cfg(test)]

@@ -467,6 +467,17 @@ impl TestQueue {
         self.kick.write(1).unwrap();
     }
 
+    /// The address in the descriptor `head`.
+    pub fn address_of(&self, guest: &Guest, head: u16) -> u64 {
+        let bytes = guest.get(self.desc + 16 * u64::from(head), 8);
+        u64::from_le_bytes(bytes.try_into().unwrap())
+    }
+
+    /// True if there is a used entry.
+    pub fn has_used(&self, guest: &Guest) -> bool {
+        guest.u16_at(self.used + 2) != self.next_used
+    }
+
     /// The next used entry, if there is one: head and length.
     pub fn poll_used(&mut self, guest: &Guest) -> Option<(u16, u32)> {
         if guest.u16_at(self.used + 2) == self.next_used {

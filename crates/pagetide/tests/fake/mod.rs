@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use pagetide_daemon::api::{ApiSocket, router, serve};
 use pagetide_daemon::budget::{BudgetBody, HostReport, HostVmReport, ShareChange};
 use pagetide_daemon::control::{
-    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, ReclaimReport,
-    SetReport, VmReport,
+    AttachRequest, BlkRequest, Control, ControlError, DetachReport, DeviceReport, NetRequest,
+    ReclaimReport, SetReport, VmReport,
 };
 
 use pagetide_daemon::injection::{InjectionReport, InjectionRequest};
@@ -217,6 +217,20 @@ impl Control for FakeControl {
             lookup: request.lookup,
             weight: request.weight,
             serial: request.serial,
+            ..DeviceReport::default()
+        };
+        lock(&self.devices).insert(request.socket, device.clone());
+        Ok(device)
+    }
+
+    fn add_net(&self, request: NetRequest) -> Result<DeviceReport, ControlError> {
+        let device = DeviceReport {
+            socket: request.socket.display().to_string(),
+            kind: "net".into(),
+            link: Some(request.link.to_string()),
+            queues: request.queues,
+            lookup: request.lookup,
+            weight: request.weight,
             ..DeviceReport::default()
         };
         lock(&self.devices).insert(request.socket, device.clone());

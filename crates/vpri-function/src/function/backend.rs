@@ -48,6 +48,7 @@ impl Backend for FunctionBackend {
                 | VhostUserProtocolFeatures::CONFIG
                 | VhostUserProtocolFeatures::RESET_DEVICE,
             queue_count: QUEUE_COUNT,
+            queues_told: QUEUE_COUNT,
             queue_size_max: QUEUE_SIZE_MAX,
             regions_max: 0,
         }

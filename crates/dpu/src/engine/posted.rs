@@ -1,0 +1,496 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The posted chains of a queue: buffers that a driver makes available for what may come.
+//!
+//! ```text
+//!   avail ring:   … used │ first ──────────────── read ──────────── end
+//!                        │ known here: used, filled │  not looked at │
+//!                        │ or neither               │                │
+//! ```
+//! A chain is read from the ring when its kind first looks at it. From then on its head is kept here
+//! until the chain is used, since chains may be used in any order. So what a successor would have to
+//! be told is what lies between `first` and `read`; when the queue stops, all of it goes back to the
+//! driver.
+//!
+//! The used ring is written here, not by virtio-queue: the entries of a packet must become visible
+//! together, because the driver looks for all of them when it has found the first (virtio 1.2,
+//! 5.1.6.4).
+
+use super::{
+    pages::{absent_runs, wanted_of},
+    queue::EngineQueue,
+};
+use crate::{
+    chain::{Buffers, Length, WalkError, walk},
+    inject::Injector,
+    kind::posted::{ChainNo, Look, Ring},
+    memory::{DeviceMemory, LeaseSet, Span},
+    parked::PageDemand,
+    shared::StopReason,
+};
+use pagetide_addr::{Access, FileRange};
+use pagetide_vpri::DmaDomain;
+use std::{
+    collections::{BTreeMap, VecDeque},
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{Ordering, fence},
+    },
+};
+use virtio_queue::{QueueOwnedT, QueueT};
+use vm_memory::{Bytes, GuestAddress};
+
+/// Bytes of an entry of the used ring.
+const USED_BYTES: u64 = 8;
+
+/// Most bytes of posted chains that are wired of a queue: 1,024 buffers of a page.
+const WIRED_BYTES_MAX: u64 = 4 << 20;
+
+type Wire = (Arc<DmaDomain>, FileRange);
+
+/// What is known of a chain that was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Read {
+    Unused { head: u16 },
+    Filled { head: u16, bytes: u32 },
+    Used,
+}
+
+/// The chains of a queue that were read.
+#[derive(Debug, Default)]
+pub(crate) struct Posted {
+    first: u64,
+    read: VecDeque<Read>,
+    /// The end of the ring was seen in the last turn: the driver is to kick when it posts more.
+    pub saw_end: bool,
+    /// Entries of the used ring since the driver was last called.
+    pub added: u16,
+    /// Pages that are wired until their chains are used.
+    wired: BTreeMap<u64, Vec<Wire>>,
+    wired_bytes: u64,
+    /// Bytes wired, and no longer wired, that are not counted yet.
+    wired_news: (u64, u64),
+    /// Fault injection: a page of this chain is to be treated as absent once.
+    pub held: Option<(ChainNo, PageDemand)>,
+}
+
+impl Drop for Posted {
+    fn drop(&mut self) {
+        // Only after the engine's ring failed is anything left.
+        self.unwire_all();
+    }
+}
+
+impl Posted {
+    fn at(&self, chain: ChainNo) -> Option<Read> {
+        let at = usize::try_from(chain.0.checked_sub(self.first)?).ok()?;
+        self.read.get(at).copied()
+    }
+
+    fn set(&mut self, chain: ChainNo, to: Read) {
+        if to == Read::Used {
+            self.unwire(chain.0);
+        }
+        let at = chain.0.checked_sub(self.first);
+        let at = at.and_then(|at| usize::try_from(at).ok());
+        if let Some(place) = at.and_then(|at| self.read.get_mut(at)) {
+            *place = to;
+        }
+        while self.read.front() == Some(&Read::Used) {
+            self.read.pop_front();
+            self.first += 1;
+        }
+    }
+
+    /// A chain has got so many bytes, and is reported later.
+    pub fn set_filled(&mut self, chain: ChainNo, bytes: u32) {
+        if let Some(Read::Unused { head }) = self.at(chain) {
+            self.set(chain, Read::Filled { head, bytes });
+        }
+    }
+
+    /// A chain is used: its head, and the bytes that it got if it was filled.
+    pub fn take(&mut self, chain: ChainNo) -> Option<(u16, u32)> {
+        let taken = match self.at(chain)? {
+            Read::Unused { head } => (head, 0),
+            Read::Filled { head, bytes } => (head, bytes),
+            Read::Used => return None,
+        };
+        self.set(chain, Read::Used);
+        Some(taken)
+    }
+
+    /// Wires the pages of a chain, as far as the bound of the queue allows. They are leased.
+    pub fn wire(&mut self, memory: &DeviceMemory, chain: ChainNo, spans: &[Span]) {
+        for span in spans {
+            let (domain, pages) = (memory.port(*span).domain(), span.pages());
+            let bytes = pages.bytes();
+            if self.wired_bytes + bytes > WIRED_BYTES_MAX || !domain.attributes().wire(pages) {
+                return;
+            }
+            self.wired_bytes += bytes;
+            self.wired_news.0 += bytes;
+            let wires = self.wired.entry(chain.0).or_default();
+            wires.push((domain.clone(), pages));
+        }
+    }
+
+    fn unwire(&mut self, chain: u64) {
+        if self.wired.is_empty() {
+            return;
+        }
+        for (domain, pages) in self.wired.remove(&chain).into_iter().flatten() {
+            domain.attributes().unwire(pages);
+            self.wired_bytes -= pages.bytes();
+            self.wired_news.1 += pages.bytes();
+        }
+    }
+
+    /// Unwires all that is wired.
+    pub fn unwire_all(&mut self) {
+        while let Some(chain) = self.wired.keys().next().copied() {
+            self.unwire(chain);
+        }
+    }
+
+    /// Bytes that were wired, and that are no longer, since the last call.
+    pub fn take_wired_news(&mut self) -> (u64, u64) {
+        std::mem::take(&mut self.wired_news)
+    }
+
+    /// The heads of all chains that were read and not used, which are used now.
+    pub fn take_all(&mut self) -> Vec<u16> {
+        self.first += self.read.len() as u64;
+        let heads = self.read.drain(..).filter_map(|read| match read {
+            Read::Unused { head } | Read::Filled { head, .. } => Some(head),
+            Read::Used => None,
+        });
+        heads.collect()
+    }
+
+    fn end(&self) -> u64 {
+        self.first + self.read.len() as u64
+    }
+}
+
+/// A chain that was looked at in this step.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    chain: ChainNo,
+    look: Look,
+    pub buffers: Buffers,
+    /// Parts of its table that are absent.
+    table: Vec<Span>,
+    pub leases: LeaseSet,
+}
+
+/// Chains that were looked at, and objects to be used again.
+#[derive(Debug, Default)]
+pub(crate) struct Sight {
+    seen: Vec<Seen>,
+    spare: Vec<Seen>,
+}
+
+impl Sight {
+    /// The chain, if it was looked at.
+    pub fn of(&self, chain: ChainNo) -> Option<&Seen> {
+        // The chains of a packet are looked for in the order in which they were seen.
+        self.seen.iter().find(|seen| seen.chain == chain)
+    }
+
+    /// Releases all leases.
+    pub fn close(&mut self, memory: &DeviceMemory) {
+        for mut seen in self.seen.drain(..) {
+            seen.leases.release(memory);
+            if self.spare.len() < 64 {
+                self.spare.push(seen);
+            }
+        }
+    }
+
+    fn fresh(&mut self, chain: ChainNo) -> Seen {
+        match self.spare.pop() {
+            Some(mut seen) => {
+                seen.chain = chain;
+                seen.table.clear();
+                seen
+            }
+            None => Seen {
+                chain,
+                look: Look::Unfit,
+                buffers: Buffers::default(),
+                table: Vec::new(),
+                leases: LeaseSet::default(),
+            },
+        }
+    }
+}
+
+/// Bytes that can be written into a chain.
+fn room(buffers: &Buffers) -> u64 {
+    buffers.writable.iter().map(|s| u64::from(s.len)).sum()
+}
+
+/// The posted chains of a queue, as a kind sees them in one step.
+pub(crate) struct View<'a> {
+    pub memory: &'a Rc<DeviceMemory>,
+    pub queue: &'a mut EngineQueue,
+    pub sight: &'a mut Sight,
+    /// Bytes that a chain must have room for.
+    pub least_bytes: u32,
+    /// Chains that were looked at.
+    pub looks: u64,
+    /// Decides whether a present chain is to be treated as absent, if that may be due.
+    pub injector: Option<&'a Injector>,
+    pub now_ns: u64,
+    /// Faults that were injected.
+    pub injected: u64,
+    /// Why the device must stop.
+    pub broken: Option<StopReason>,
+}
+
+impl<'a> View<'a> {
+    /// What a step of a queue sees, without injected faults.
+    pub fn new(
+        memory: &'a Rc<DeviceMemory>,
+        queue: &'a mut EngineQueue,
+        sight: &'a mut Sight,
+    ) -> Self {
+        Self {
+            memory,
+            least_bytes: queue.table.layout.header_bytes,
+            queue,
+            sight,
+            looks: 0,
+            injector: None,
+            now_ns: 0,
+            injected: 0,
+            broken: None,
+        }
+    }
+
+    /// The head of a chain, which is read from the ring if it is the next one.
+    fn head(&mut self, chain: ChainNo) -> Option<u16> {
+        let posted = self.queue.posted.as_mut()?;
+        while posted.end() <= chain.0 {
+            let next = match self.queue.queue.iter(&**self.memory) {
+                Ok(mut chains) => chains.next().map(|chain| chain.head_index()),
+                Err(error) => {
+                    self.broken = Some(StopReason::Ring {
+                        queue: self.queue.key.queue,
+                        error: error.to_string(),
+                    });
+                    return None;
+                }
+            };
+            let Some(head) = next else {
+                posted.saw_end = true;
+                return None;
+            };
+            posted.read.push_back(Read::Unused { head });
+            self.queue.kicks_in_vain = 0;
+        }
+        match posted.at(chain)? {
+            Read::Unused { head } => Some(head),
+            Read::Filled { .. } | Read::Used => {
+                debug_assert!(false, "{chain:?} was looked at after its use");
+                None
+            }
+        }
+    }
+
+    /// True if a fault was injected into that chain, or is now.
+    fn is_held(&mut self, seen: &Seen) -> bool {
+        let Some(posted) = self.queue.posted.as_mut() else {
+            return false;
+        };
+        if posted.held.is_none()
+            && let Some(injector) = self.injector
+            && let Some(span) = seen.buffers.writable.first()
+            && let Some(hold) = injector.claim(self.now_ns)
+        {
+            self.injected += 1;
+            let demand = PageDemand {
+                domain: self.memory.port(*span).domain().id(),
+                pages: span.pages().start.single(),
+                access: Access::Write,
+                hold_us: hold.hold_us,
+            };
+            posted.held = Some((seen.chain, demand));
+        }
+        posted.held.is_some_and(|(chain, _)| chain == seen.chain)
+    }
+
+    fn examine(&mut self, head: u16, seen: &mut Seen) -> Look {
+        let (memory, buffers) = (self.memory, &mut seen.buffers);
+        match walk(memory, self.queue.table, head, buffers) {
+            Ok(()) => {}
+            Err(WalkError::TableAbsent(spans)) => {
+                seen.table = spans;
+                return Look::Unknown;
+            }
+            Err(WalkError::Broken(source)) => {
+                self.broken = Some(StopReason::Chain {
+                    queue: self.queue.key.queue,
+                    head,
+                    source,
+                });
+                return Look::Unposted;
+            }
+        }
+        let room = room(buffers);
+        let is_fit = buffers.outside.is_none()
+            && buffers.length == Length::Served
+            && buffers.readable.is_empty()
+            && room >= u64::from(self.least_bytes);
+        let Some(room) = u32::try_from(room).ok().filter(|_| is_fit) else {
+            return Look::Unfit;
+        };
+        let leases = &mut seen.leases;
+        let all_there =
+            (buffers.writable.iter()).all(|span| leases.take(memory, *span, Access::Write));
+        if !all_there {
+            leases.release(memory);
+            return Look::Absent { room };
+        }
+        Look::Present { room }
+    }
+}
+
+impl Ring for View<'_> {
+    fn look(&mut self, chain: ChainNo) -> Look {
+        if self.broken.is_some() {
+            return Look::Unposted;
+        }
+        if let Some(seen) = self.sight.of(chain) {
+            return seen.look;
+        }
+        let Some(head) = self.head(chain) else {
+            return Look::Unposted;
+        };
+        self.looks += 1;
+        let mut seen = self.sight.fresh(chain);
+        seen.look = self.examine(head, &mut seen);
+        if let Look::Present { room } = seen.look
+            && self.is_held(&seen)
+        {
+            seen.leases.release(self.memory);
+            seen.look = Look::Absent { room };
+        }
+        let look = seen.look;
+        self.sight.seen.push(seen);
+        look
+    }
+
+    fn size(&self) -> u16 {
+        self.queue.table.size
+    }
+}
+
+/// The pages to be requested for a chain.
+pub(crate) fn wanted(memory: &DeviceMemory, seen: &Seen) -> Vec<PageDemand> {
+    if !seen.table.is_empty() {
+        return wanted_of(memory, &seen.table, Access::Read);
+    }
+    let spans = &seen.buffers.writable;
+    let absent = |span: &Span| absent_runs(memory, *span, Access::Write);
+    let wanted: Vec<_> = spans.iter().flat_map(absent).collect();
+    match wanted.is_empty() {
+        // They came back meanwhile. Request them all the same: the answer comes at once.
+        true => wanted_of(memory, spans, Access::Write),
+        false => wanted,
+    }
+}
+
+impl EngineQueue {
+    /// Puts chains into the used ring, all at once.
+    pub fn use_posted(
+        &mut self,
+        memory: &DeviceMemory,
+        entries: &[(u16, u32)],
+    ) -> Result<(), StopReason> {
+        let size = self.table.size.max(1);
+        let mut next = self.queue.next_used();
+        for (head, bytes) in entries {
+            let slot = u64::from(next % size);
+            let at = GuestAddress(self.queue.used_ring() + 4 + USED_BYTES * slot);
+            let entry = u64::from(*head) | u64::from(*bytes) << 32;
+            memory
+                .write_obj(entry.to_le(), at)
+                .map_err(|e| self.broken(&e))?;
+            next = next.wrapping_add(1);
+        }
+        let index = GuestAddress(self.queue.used_ring() + 2);
+        // Release: the driver reads the entries after the index.
+        memory
+            .store(next.to_le(), index, Ordering::Release)
+            .map_err(|e| self.broken(&e))?;
+        self.queue.set_next_used(next);
+        if let Some(posted) = self.posted.as_mut() {
+            let added = u16::try_from(entries.len()).unwrap_or(u16::MAX);
+            posted.added = posted.added.saturating_add(added);
+        }
+        self.needs_call = true;
+        Ok(())
+    }
+
+    /// Whether the driver wants to be called for what was put into the used ring since the last
+    /// time, by its event index.
+    pub(super) fn wants_call_for_posted(&mut self, memory: &DeviceMemory) -> bool {
+        let Some(posted) = self.posted.as_mut() else {
+            return false;
+        };
+        let added = std::mem::take(&mut posted.added);
+        // Pairs with the driver's, between its event index and its look at the used index.
+        fence(Ordering::SeqCst);
+        let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.table.size);
+        let event: Result<u16, _> = memory.load(GuestAddress(at), Ordering::Relaxed);
+        let event = event.map(u16::from_le).unwrap_or_default();
+        // virtio 1.2, 2.7.7.2
+        self.queue.next_used().wrapping_sub(event).wrapping_sub(1) < added
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagetide_random::SplitMix64;
+
+    #[test]
+    fn chains_are_kept_until_they_are_used_in_whatever_order_that_is() {
+        for seed in 0..300 {
+            let mut random = SplitMix64::new(seed);
+            let mut posted = Posted::default();
+            let mut model: BTreeMap<u64, (u16, u32)> = BTreeMap::new();
+            let mut next = 0_u64;
+            for _ in 0..300 {
+                let some = model.keys().nth(usize::try_from(random.below(8)).unwrap());
+                let some = some.copied();
+                match (random.below(3), some) {
+                    (0, _) => {
+                        let head = u16::try_from(random.below(1024)).unwrap();
+                        posted.read.push_back(Read::Unused { head });
+                        model.insert(next, (head, 0));
+                        next += 1;
+                    }
+                    (1, Some(chain)) if model[&chain].1 == 0 => {
+                        posted.set_filled(ChainNo(chain), 77);
+                        model.get_mut(&chain).unwrap().1 = 77;
+                    }
+                    (2, Some(chain)) => {
+                        assert_eq!(posted.take(ChainNo(chain)), model.remove(&chain));
+                        assert_eq!(posted.take(ChainNo(chain)), None);
+                    }
+                    _ => {}
+                }
+                assert_eq!(posted.end(), next);
+                // Nothing is kept before the oldest one in use.
+                let oldest = model.keys().next().copied().unwrap_or(next);
+                assert_eq!(posted.first, oldest);
+            }
+            let left: Vec<u16> = model.values().map(|(head, _)| *head).collect();
+            assert_eq!(posted.take_all(), left);
+            assert_eq!(posted.end(), next);
+        }
+    }
+}

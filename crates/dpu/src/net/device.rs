@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The device itself, as all its threads see it.
+
+use super::{
+    config::ReceiveConfig,
+    link::{Kept, Link, LinkConfig, LinkError, LinkState, Offloads, Opened, pair::Pairs},
+    store::StoreBound,
+};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// The network interface of a device.
+#[derive(Debug, Clone)]
+pub struct NicReport {
+    /// Queue pairs offered.
+    pub pairs: u16,
+    /// What it is linked to.
+    pub link: LinkConfig,
+    /// How it receives.
+    pub receive: ReceiveConfig,
+    /// Packets that were given to the link.
+    pub sent_packets: u64,
+    /// Packets that the link had no room for.
+    pub send_drops: u64,
+    /// Packets that came from the link.
+    pub received_packets: u64,
+    /// Packets that the link has lost before they came, as far as it knows.
+    pub link_drops: u64,
+    /// Packets that were lost because their buffers were absent.
+    pub fault_drops: u64,
+    /// Packets that were lost because they were longer than the driver's buffers.
+    pub unfit_drops: u64,
+    /// Packets that waited in the store and were lost because their queue has stopped.
+    pub stop_drops: u64,
+    /// Buffers that went back to the driver empty, because their content was lost or they could
+    /// not be used.
+    pub returned_buffers: u64,
+    /// Packets that have waited in the store.
+    pub stored_packets: u64,
+    /// Bytes in the store now.
+    pub stored_bytes: u64,
+    /// The most bytes that were ever in the store at a time.
+    pub stored_peak_bytes: u64,
+}
+
+/// What becomes of packets that a device receives.
+#[derive(Debug, Default)]
+pub(crate) struct ReceiveCounters {
+    pub fault_drops: AtomicU64,
+    pub unfit_drops: AtomicU64,
+    pub stop_drops: AtomicU64,
+    pub returned_buffers: AtomicU64,
+}
+
+/// Adds to a counter that several engines write, rarely.
+pub(crate) fn count_up(counter: &AtomicU64, amount: u64) {
+    counter.fetch_add(amount, Ordering::Relaxed);
+}
+
+/// A network device.
+#[derive(Debug)]
+pub(crate) struct Nic {
+    pairs: u16,
+    link: LinkConfig,
+    receive: ReceiveConfig,
+    /// By pair; taken by the engine that serves it.
+    links: Mutex<Vec<Option<Link>>>,
+    states: Box<[Arc<LinkState>]>,
+    kept: Kept,
+    /// By pair: which of its queues run.
+    running: Mutex<Vec<[bool; 2]>>,
+    store: Arc<StoreBound>,
+    pub counters: ReceiveCounters,
+}
+
+impl Nic {
+    /// Makes its links. `known` are the pairs of devices of its DPU.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn open(
+        pairs: u16,
+        link: &LinkConfig,
+        receive: ReceiveConfig,
+        known: &Pairs,
+    ) -> Result<Self, LinkError> {
+        let Opened { links, kept } = Link::open(link, pairs, known)?;
+        debug_assert_eq!(links.len(), usize::from(pairs));
+        Ok(Self {
+            pairs,
+            link: link.clone(),
+            receive,
+            states: links.iter().map(|link| link.state().clone()).collect(),
+            store: Arc::new(StoreBound::new(receive.store_bytes)),
+            counters: ReceiveCounters::default(),
+            links: Mutex::new(links.into_iter().map(Some).collect()),
+            kept,
+            running: Mutex::new(vec![[false; 2]; usize::from(pairs)]),
+        })
+    }
+
+    /// Queue pairs offered.
+    pub fn pairs(&self) -> u16 {
+        self.pairs
+    }
+
+    /// How it receives.
+    pub fn receive(&self) -> ReceiveConfig {
+        self.receive
+    }
+
+    /// The bound of its stored packets.
+    pub fn store(&self) -> &Arc<StoreBound> {
+        &self.store
+    }
+
+    /// The link of a pair, for the engine that serves it from now on.
+    pub fn take_link(&self, pair: u16) -> Option<Link> {
+        self.links().get_mut(usize::from(pair))?.take()
+    }
+
+    /// Gives up what it holds of the host. No engine has it any more.
+    pub fn release(&self) {
+        self.links().clear();
+        self.kept.close();
+    }
+
+    /// A queue is about to run for a driver that has accepted `features`, or has ended. A pair runs
+    /// while one of its queues does.
+    pub fn set_running(&self, queue: u16, features: Option<u64>) {
+        let pair = queue / 2;
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(its) = running.get_mut(usize::from(pair)) else {
+            return;
+        };
+        let before = its.contains(&true);
+        its[usize::from(queue % 2)] = features.is_some();
+        match (before, its.contains(&true), features) {
+            (false, true, Some(features)) => {
+                let offloads = Offloads::of_features(features);
+                self.kept.set_running(pair, Some(offloads));
+            }
+            (true, false, _) => self.kept.set_running(pair, None),
+            _ => {}
+        }
+    }
+
+    /// What is wrong with its links, as a sentence.
+    pub fn error(&self) -> Option<String> {
+        self.states.iter().find_map(|state| state.error())
+    }
+
+    /// For a report.
+    pub fn report(&self) -> NicReport {
+        let sum = |counter: fn(&LinkState) -> &AtomicU64| {
+            let each = self.states.iter().map(|state| counter(state));
+            each.map(|count| count.load(Ordering::Relaxed)).sum()
+        };
+        NicReport {
+            pairs: self.pairs,
+            link: self.link.clone(),
+            receive: self.receive,
+            sent_packets: sum(|state| &state.sent),
+            send_drops: sum(|state| &state.send_drops),
+            received_packets: sum(|state| &state.received),
+            link_drops: sum(|state| &state.receive_drops),
+            fault_drops: self.counters.fault_drops.load(Ordering::Relaxed),
+            unfit_drops: self.counters.unfit_drops.load(Ordering::Relaxed),
+            stop_drops: self.counters.stop_drops.load(Ordering::Relaxed),
+            returned_buffers: self.counters.returned_buffers.load(Ordering::Relaxed),
+            stored_packets: self.store.packets(),
+            stored_bytes: self.store.bytes(),
+            stored_peak_bytes: self.store.peak_bytes(),
+        }
+    }
+
+    fn links(&self) -> MutexGuard<'_, Vec<Option<Link>>> {
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Links: where packets go to and come from.
+//!
+//! A device has one link for each of its queue pairs, and a pair's link is used by the one engine
+//! that serves the pair. So a link needs no lock of its own, and packets of one link keep their
+//! order.
+//!
+//! ```text
+//!   engine ── send(packet, leased) ──────────► link     copies it, or gives it to the kernel
+//!   engine ── receive(buffer of ours) ───────► link     a whole packet, or nothing yet
+//!   engine ◄─ readiness (polled), or a ring of its doorbell ── link
+//! ```
+//! Neither call waits. A link that cannot take a packet drops and counts it, as a wire does; a
+//! packet that nobody receives stays where it is, as far as the link has room.
+//!
+//! # When to ask
+//! A link with a descriptor is asked once it was readable, until it has nothing. One without
+//! ([`Link::readiness`] is `None`) is asked whenever [`Link::is_ready`], and rings the doorbell of
+//! the engine at its other end after each packet.
+//!
+//! A new link is a file here, a variant of [`Link`] and of [`LinkConfig`], and a line in each
+//! function below.
+
+mod keeper;
+mod loopback;
+mod null;
+mod packet;
+pub(crate) mod pair;
+mod tap;
+
+use super::packet::{Outgoing, PacketBuffer};
+use keeper::ReadySet;
+use loopback::Loopback;
+use null::Null;
+use packet::{Packet, PacketKeeper};
+use pagetide_sys::net::{interface, packet::PacketError, tap::TapError};
+use pagetide_vpri::Doorbell;
+use pair::{PairEnd, Pairs};
+use std::{
+    fmt, io,
+    os::fd::BorrowedFd,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+use tap::{Tap, TapKeeper};
+
+/// What a network device is linked to.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum LinkConfig {
+    /// A sink of packets.
+    #[default]
+    Null,
+    /// A source of packets of `bytes` each, as many as are received, and a sink.
+    Source {
+        /// Bytes of a packet.
+        bytes: u16,
+    },
+    /// The device's own packets come back, each on the pair that has sent it.
+    Loop,
+    /// A TAP of the host, which exists: what the device sends, the host receives there.
+    Tap {
+        /// Its name.
+        name: String,
+    },
+    /// An interface of the host: what the device sends, goes out there.
+    Packet {
+        /// Its name.
+        name: String,
+    },
+    /// Another device of this DPU that names the same pair.
+    Pair {
+        /// The name that both give.
+        name: String,
+    },
+}
+
+impl fmt::Display for LinkConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Null => f.write_str("null"),
+            Self::Source { bytes } => write!(f, "source of {bytes} bytes"),
+            Self::Loop => f.write_str("loop"),
+            Self::Pair { name } => write!(f, "pair {name}"),
+            Self::Tap { name } => write!(f, "tap {name}"),
+            Self::Packet { name } => write!(f, "packet {name}"),
+        }
+    }
+}
+
+/// Why a link cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// Packets of a source have no such length.
+    #[error("packets of a source have {0} bytes; they must have from 60 to 9014")]
+    SourceBytes(u16),
+    /// The TAP.
+    #[error(transparent)]
+    Tap(#[from] TapError),
+    /// The interface.
+    #[error(transparent)]
+    Packet(#[from] PacketError),
+    /// The kernel refuses.
+    #[error("the interface {name} cannot be used: {source}")]
+    Kernel {
+        /// Its name.
+        name: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// Two devices have that pair.
+    #[error("pair {0:?} has two devices already; give this one another name")]
+    PairTaken(String),
+}
+
+impl LinkError {
+    /// Whether another process has what is wanted: one that is ending gives it up in a moment.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Self::Tap(TapError::Busy(_)))
+    }
+}
+
+/// What became of a packet that was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sent {
+    /// It is on its way.
+    Gone,
+    /// The link had no room: it is lost, and counted.
+    Dropped,
+}
+
+/// Whether there was a packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Received {
+    /// The buffer has it, with its header.
+    Packet,
+    /// None yet.
+    Nothing,
+}
+
+/// Whether a link with a descriptor has something, as far as is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Readable {
+    Perhaps,
+    No,
+}
+
+/// What the driver leaves undone in packets that it receives (virtio 1.2, 5.1.3), as it has
+/// accepted it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Offloads(u64);
+
+impl Offloads {
+    const CHECKSUM: u64 = 1 << 1;
+    const TSO4: u64 = 1 << 7;
+    const TSO6: u64 = 1 << 8;
+    const ECN: u64 = 1 << 9;
+    /// All there are: `VIRTIO_NET_F_GUEST_CSUM`, `GUEST_TSO4`, `GUEST_TSO6`, `GUEST_ECN`.
+    pub const ALL: u64 = Self::CHECKSUM | Self::TSO4 | Self::TSO6 | Self::ECN;
+
+    /// Those among the features that a driver has accepted.
+    pub fn of_features(features: u64) -> Self {
+        Self(features & Self::ALL)
+    }
+
+    /// It takes packets whose checksum is not computed.
+    pub fn has_checksum(self) -> bool {
+        self.0 & Self::CHECKSUM != 0
+    }
+
+    /// It takes segments of TCP over IPv4 that belong together as one packet.
+    pub fn has_tso4(self) -> bool {
+        self.0 & Self::TSO4 != 0
+    }
+
+    /// The same over IPv6.
+    pub fn has_tso6(self) -> bool {
+        self.0 & Self::TSO6 != 0
+    }
+
+    /// The same with congestion marks.
+    pub fn has_ecn(self) -> bool {
+        self.0 & Self::ECN != 0
+    }
+}
+
+/// A link's counters and its state, for reports. Only the link's engine writes the counters.
+#[derive(Debug, Default)]
+pub(crate) struct LinkState {
+    pub sent: AtomicU64,
+    /// Packets that were sent and lost, because the link had no room.
+    pub send_drops: AtomicU64,
+    pub received: AtomicU64,
+    /// Packets that the link itself has lost before they were received, as far as it knows.
+    pub receive_drops: AtomicU64,
+    error: Mutex<Option<String>>,
+}
+
+impl LinkState {
+    /// What is wrong with the link, as a sentence.
+    pub fn error(&self) -> Option<String> {
+        self.lock().clone()
+    }
+
+    /// Sets what is wrong with the link.
+    pub fn set_error(&self, error: Option<String>) {
+        *self.lock() = error;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<String>> {
+        self.error.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Adds to a counter of a link.
+pub(crate) fn count(counter: &AtomicU64, amount: u64) {
+    // One thread writes it at a time.
+    let now = counter.load(Ordering::Relaxed).wrapping_add(amount);
+    counter.store(now, Ordering::Relaxed);
+}
+
+/// The link of one queue pair.
+#[derive(Debug)]
+pub(crate) enum Link {
+    Null(Null),
+    Loop(Loopback),
+    Tap(Tap),
+    Packet(Box<Packet>),
+    Pair(PairEnd),
+}
+
+/// The links of all pairs of a device, and what its control threads need of them.
+#[derive(Debug)]
+pub(crate) struct Opened {
+    pub links: Vec<Link>,
+    pub kept: Kept,
+}
+
+/// What is kept open for the links of a device.
+#[derive(Debug)]
+pub(crate) enum Kept {
+    Nothing,
+    Tap(Arc<TapKeeper>),
+    Packet(Arc<PacketKeeper>),
+}
+
+impl Kept {
+    /// Told before a pair's queues begin, with what its driver takes undone, and after they have
+    /// ended.
+    pub fn set_running(&self, pair: u16, running: Option<Offloads>) {
+        match self {
+            Self::Nothing => {}
+            Self::Tap(keeper) => keeper.set_receiving(pair, running),
+            Self::Packet(keeper) => keeper.set_receiving(pair, running),
+        }
+    }
+
+    /// Gives the host's interface back. No link uses it any more.
+    pub fn close(&self) {
+        match self {
+            Self::Nothing => {}
+            Self::Tap(keeper) => keeper.close(),
+            Self::Packet(keeper) => keeper.close(),
+        }
+    }
+}
+
+/// A set of what is to be polled for each pair.
+fn ready_sets(name: &str, pairs: u16) -> Result<Box<[ReadySet]>, LinkError> {
+    let sets = (0..pairs).map(|_| ReadySet::new());
+    sets.collect::<io::Result<_>>()
+        .map_err(|source| kernel(name, source))
+}
+
+fn kernel(name: &str, source: io::Error) -> LinkError {
+    let name = name.to_owned();
+    LinkError::Kernel { name, source }
+}
+
+/// Whether no interface has that name, or another one than had it.
+fn is_gone(name: &str, index: u32) -> bool {
+    match interface::look_up(name) {
+        Ok(found) => found.is_none_or(|found| found.index != index),
+        // Nothing is known.
+        Err(_) => false,
+    }
+}
+
+impl Link {
+    /// Makes the links of all pairs of a device. `known` are the pairs of devices of its DPU.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn open(config: &LinkConfig, pairs: u16, known: &Pairs) -> Result<Opened, LinkError> {
+        let each = 0..pairs;
+        let (links, kept) = match config {
+            LinkConfig::Null => (
+                each.map(|_| Self::Null(Null::sink())).collect(),
+                Kept::Nothing,
+            ),
+            LinkConfig::Source { bytes } => {
+                let links = each.map(|pair| Ok(Self::Null(Null::source(*bytes, pair)?)));
+                (links.collect::<Result<_, LinkError>>()?, Kept::Nothing)
+            }
+            LinkConfig::Loop => (
+                each.map(|_| Self::Loop(Loopback::new())).collect(),
+                Kept::Nothing,
+            ),
+            LinkConfig::Pair { name } => {
+                let ends = known.join(name, pairs)?.into_iter().map(Self::Pair);
+                (ends.collect(), Kept::Nothing)
+            }
+            LinkConfig::Tap { name } => {
+                let (links, keeper) = Tap::open(name, pairs)?;
+                let links = links.into_iter().map(Self::Tap);
+                (links.collect(), Kept::Tap(keeper))
+            }
+            LinkConfig::Packet { name } => {
+                let (links, keeper) = Packet::open(name, pairs)?;
+                let links = links.into_iter().map(|link| Self::Packet(Box::new(link)));
+                (links.collect(), Kept::Packet(keeper))
+            }
+        };
+        Ok(Opened { links, kept })
+    }
+
+    /// Its counters.
+    pub fn state(&self) -> &Arc<LinkState> {
+        match self {
+            Self::Null(link) => link.state(),
+            Self::Loop(link) => link.state(),
+            Self::Tap(link) => link.state(),
+            Self::Packet(link) => link.state(),
+            Self::Pair(link) => link.state(),
+        }
+    }
+
+    /// Told on the engine that uses it from now on, before anything else: the doorbell to ring when
+    /// there is something to receive and nothing else would wake that engine.
+    pub fn attach(&mut self, bell: &Arc<Doorbell>) {
+        match self {
+            // What comes was sent by the same engine.
+            Self::Null(_) | Self::Loop(_) => {}
+            // They have descriptors.
+            Self::Tap(_) | Self::Packet(_) => {}
+            Self::Pair(link) => link.attach(bell),
+        }
+    }
+
+    /// Told when the driver has begun to receive: what it takes undone.
+    pub fn set_offloads(&mut self, offloads: Offloads) {
+        match self {
+            // The kernel is told, by the keeper of the TAP.
+            Self::Null(_) | Self::Tap(_) => {}
+            Self::Loop(link) => link.set_offloads(offloads),
+            Self::Packet(link) => link.set_offloads(offloads),
+            Self::Pair(link) => link.set_offloads(offloads),
+        }
+    }
+
+    /// Sends a packet. Its memory is not used any more afterwards.
+    pub fn send(&mut self, packet: &Outgoing<'_>) -> Sent {
+        match self {
+            Self::Null(link) => link.send(packet),
+            Self::Loop(link) => link.send(packet),
+            Self::Tap(link) => link.send(packet),
+            Self::Packet(link) => link.send(packet),
+            Self::Pair(link) => link.send(packet),
+        }
+    }
+
+    /// Receives a packet, if one is there, with a header that was checked.
+    pub fn receive(&mut self, into: &mut PacketBuffer) -> Received {
+        match self {
+            Self::Null(link) => link.receive(into),
+            Self::Loop(link) => link.receive(into),
+            Self::Tap(link) => link.receive(into),
+            Self::Packet(link) => link.receive(into),
+            Self::Pair(link) => link.receive(into),
+        }
+    }
+
+    /// The descriptor that is readable when there is a packet; `None` if it has none.
+    pub fn readiness(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Null(_) | Self::Loop(_) | Self::Pair(_) => None,
+            Self::Tap(link) => link.readiness(),
+            Self::Packet(link) => link.readiness(),
+        }
+    }
+
+    /// For a link without such a descriptor: true if there is a packet. Asked again before an
+    /// engine sleeps.
+    pub fn is_ready(&self) -> bool {
+        match self {
+            Self::Null(link) => link.is_ready(),
+            Self::Loop(link) => link.is_ready(),
+            Self::Tap(_) | Self::Packet(_) => false,
+            Self::Pair(link) => link.is_ready(),
+        }
+    }
+}
