@@ -7,10 +7,10 @@ use clap::{Args, Subcommand};
 use pagetide_report::outcome::{CommandError, print, print_report};
 
 use crate::{
-    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, crash,
-    fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line, iopf_impact,
-    iopf_rtt, iopf_scale, name::BenchName, overcommit, overhead, pa_bitmap, pool, real_size,
-    remote, schedule, sim, swap, tracker, upgrade,
+    BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, cold_ring,
+    crash, fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line,
+    iopf_impact, iopf_rtt, iopf_scale, name::BenchName, neighbour, net_pps, overcommit, overhead,
+    pa_bitmap, pool, real_size, remote, schedule, sim, single_fault, swap, tracker, upgrade,
 };
 
 /// Arguments of `bench`.
@@ -55,6 +55,8 @@ pub enum BenchPart {
     },
     /// Our back end of `bench head-of-line`
     HeadOfLineBackend(crate::head_of_line::backend::BackendOptions),
+    /// Our back end of `bench net-pps`
+    NetBackend(crate::net_pps::backend::NetBackendOptions),
     /// The client of `bench head-of-line`
     HeadOfLineFrontend {
         /// Socket of A's disk
@@ -155,6 +157,9 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::HeadOfLineBackend(options) => {
             crate::head_of_line::backend::serve(&options).map_err(CommandError::failed)
         }
+        BenchPart::NetBackend(options) => {
+            crate::net_pps::backend::serve(&options).map_err(CommandError::failed)
+        }
         BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
             crate::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
         }
@@ -214,6 +219,10 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::of(sizes)),
         BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),
+        BenchName::NetPps => net_pps::run(sizes),
+        BenchName::ColdRing => cold_ring::run(sizes),
+        BenchName::Neighbour => neighbour::run(sizes),
+        BenchName::SingleFault => single_fault::run(sizes),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::of(sizes)),

@@ -56,6 +56,14 @@ pub enum BenchName {
     RealSize,
     /// Pages that go to another host's memory and come back, its link or server being lost meanwhile
     Remote,
+    /// Packets a second of the network device beside DPDK's, with testpmd as the front end of both
+    NetPps,
+    /// Operations of a server whose receive ring is cold, by the policy for receive faults, over the same with a warm one
+    ColdRing,
+    /// What a tenant whose receive ring is cold costs another one on the same engine
+    Neighbour,
+    /// How long one absent page interrupts a stream of packets, by the policy for receive faults
+    SingleFault,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit
     GuestCost,
     /// Swap-in by CPU and by device, swap-out and bytes a page of each tier, beside kernel swap on zram and on the same

@@ -27,7 +27,7 @@ pub struct SizeOptions {
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
-    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, of isolation iopf-scale: 5)
+    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20, neighbour: 10, cold-ring: 3, of isolation iopf-scale: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
     /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale: 30, iopf-impact: 20), longest
@@ -36,7 +36,8 @@ pub struct SizeOptions {
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
     /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out,
-    /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest)
+    /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest; net-pps:
+    /// transmit, receive, loop, _64, _1518; cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -120,6 +121,10 @@ impl SizeOptions {
         let (swap, upgrade) = (name == BenchName::Swap, name == BenchName::Upgrade);
         let (crash, real_size) = (name == BenchName::Crash, name == BenchName::RealSize);
         let impact = name == BenchName::IopfImpact;
+        let net_pps = name == BenchName::NetPps;
+        let cold_ring = name == BenchName::ColdRing;
+        let net =
+            net_pps || cold_ring || matches!(name, BenchName::SingleFault | BenchName::Neighbour);
         let scale = impact || name == BenchName::IopfScale;
         // Without alternations.
         let plain = tracker || pool || upgrade || crash;
@@ -138,7 +143,7 @@ impl SizeOptions {
             (
                 "--pairs",
                 self.pairs.is_some(),
-                faults || scale || overhead || swap || sized && !plain,
+                faults || scale || overhead || swap || net || sized && !plain,
             ),
             ("--upgrades", self.upgrades.is_some(), upgrade),
             ("--kills", self.kills.is_some(), crash),
@@ -156,7 +161,15 @@ impl SizeOptions {
             (
                 "--only",
                 self.only.is_some(),
-                tracker || cost || overhead || overcommit || swap || upgrade || crash,
+                tracker
+                    || cost
+                    || overhead
+                    || overcommit
+                    || swap
+                    || upgrade
+                    || crash
+                    || net_pps
+                    || cold_ring,
             ),
             ("--full", self.full, impact),
             (

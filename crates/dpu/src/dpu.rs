@@ -14,7 +14,10 @@ use crate::{
     inject::{Injection, InjectionReport},
     kind::Kind,
     lock,
-    net::{config::STORE_BYTES_RANGE, device::Nic, link::pair::Pairs, nic::PAIRS_MAX},
+    net::{
+        config::STORE_BYTES_RANGE, device::Nic, link::pair::Pairs, nic::PAIRS_MAX,
+        record::file::RecordFile,
+    },
     ring::DEVICES_MAX,
     shared::{DeviceSetup, DeviceShared, WEIGHTS},
     slo::report::{Accounting, SloReport},
@@ -46,6 +49,7 @@ pub struct Dpu {
     engines: Vec<EngineHandle>,
     domains: Arc<DomainTable>,
     iopf_timeout: Option<Duration>,
+    state_dir: PathBuf,
     devices: Mutex<Devices>,
     /// Network devices that are linked to each other.
     pairs: Pairs,
@@ -69,6 +73,7 @@ impl Dpu {
             engines: Vec::new(),
             domains,
             iopf_timeout: config.iopf_timeout,
+            state_dir: config.state_dir.clone(),
             devices: Mutex::default(),
             pairs: Pairs::default(),
         };
@@ -401,6 +406,7 @@ impl Dpu {
             queue_count: config.queue_count,
             ram: config.ram,
             socket: config.socket.clone(),
+            state_dir: self.state_dir.clone(),
         }));
         control.add_to_engines()?.map_err(DpuError::Table)?;
         let endpoint = match open(control.clone()) {
@@ -428,6 +434,7 @@ impl Dpu {
         let removed = control.remove_from_engines()?;
         // Its I/O is done: what is behind it is free now, even if some ring still refers to it.
         control.shared.kind.release();
+        RecordFile::remove_all(&control.state_dir, &control.socket, control.queue_count);
         self.lock().slots[slot] = Place::Free;
         removed.map_err(DpuError::Table)
     }

@@ -64,6 +64,8 @@ mod devices;
 pub mod dpu;
 mod engine;
 mod frame;
+#[cfg(any(test, fuzzing))]
+pub mod hostile;
 mod inflight;
 pub mod inject;
 mod kind;

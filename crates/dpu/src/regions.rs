@@ -236,6 +236,13 @@ impl RegionTable {
         })
     }
 
+    /// The file that has the byte at that address.
+    pub fn file_of(&self, gpa: Gpa) -> Option<FileKey> {
+        let mut regions = self.0.iter();
+        let region = regions.find(|region| (region.gpa().0..region.end()).contains(&gpa.0))?;
+        Some(region.window.domain().key())
+    }
+
     /// Identities of its files, each once.
     pub fn files(&self) -> Vec<FileKey> {
         let mut files: Vec<FileKey> = Vec::new();

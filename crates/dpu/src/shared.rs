@@ -76,7 +76,7 @@ pub enum StopReason {
         /// Queue number.
         queue: u16,
     },
-    /// A file of its memory has shrunk, or has no memory for its holes.
+    /// A file of its memory, or of what is recorded of it, has shrunk, or has no memory for its holes.
     #[error(
         "guest memory was lost: its file was made shorter, or its file system has no room for a hole of it"
     )]

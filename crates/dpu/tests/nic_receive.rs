@@ -570,7 +570,7 @@ fn random_posted_chains_at_worst_stop_the_device() {
             f.connection.queues[TX].submit(&f.guest, &parts);
             eventually("it is sent, or the device has stopped", || {
                 f.state() == DeviceState::Stopped
-                    || f.rig.report(&f.socket).written_bytes == u64::from(100 * (number + 1))
+                    || f.rig.report(&f.socket).written_bytes == 100 * (number + 1)
             });
         }
         let id = f.rig.report(&f.socket).id;

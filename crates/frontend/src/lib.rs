@@ -13,7 +13,9 @@
 //! ```
 //! A *slot* is a place for one request: three descriptors, a header, a status. Nothing here makes a thread, and only
 //! [`Disk::wait`] waits: the owner begins requests, asks what is done, and connects again when the back end
-//! [has hung up](Disk::has_hung_up).
+//! [has hung up](Disk::has_hung_up). A network interface is in [`nic`].
+
+pub mod nic;
 
 use std::{
     fs::File,
@@ -92,6 +94,12 @@ pub enum FrontendError {
     /// The back end cannot keep requests over its death.
     #[error("the back end has no in-flight region")]
     NoRecord,
+    /// The back end does not answer messages, so nobody knows when a ring has started.
+    #[error("the back end does not acknowledge messages")]
+    NoReplies,
+    /// A ring that cannot be.
+    #[error("a ring has {0} descriptors; it must have a power of two, at most 1024")]
+    RingSize(u16),
     /// A slot that has a request under way, or does not exist.
     #[error("slot {0} is not free")]
     NotFree(u16),

@@ -9,9 +9,12 @@ use super::{
 };
 use crate::{
     chain::Indirect,
-    engine::command::{Command, QueueSetup, StopHow},
+    engine::command::{Command, QueueSetup, RecordSetup, StopHow},
+    kind::work::Chains,
+    net::record::{Tie, file::RecordFile},
     regions::{REGIONS_MAX, Region, RegionTable},
 };
+use pagetide_addr::Gpa;
 use pagetide_sys::signal::EventSignal;
 use pagetide_vhost_backend::{
     Backend, Offer, RegionShape, RingAddresses, RingSettings, Runs, Stop, signal_of,
@@ -79,6 +82,11 @@ impl DeviceBackend {
                 Error::InvalidParam
             })?),
         };
+        let role = kind.role_of(queue, self.features);
+        let record = match role.chains {
+            Chains::Posted => Some(self.record(queue, &ring)?),
+            Chains::Requests => None,
+        };
         Ok(Some(QueueSetup {
             number: queue,
             queue: ring,
@@ -88,14 +96,38 @@ impl DeviceBackend {
             } else {
                 Indirect::Negotiated
             },
-            role: kind.role_of(queue, self.features),
+            role,
             features: self.features,
             kick: Some(kick.try_clone().map_err(Error::ReqHandlerError)?),
             call: settings.call.as_ref().map(signal_of).transpose()?,
             error: settings.error.as_ref().map(signal_of).transpose()?,
             inflight,
+            record,
             on_fault: self.control.shared.on_fault,
         }))
+    }
+
+    /// The record of the chains that a ring holds.
+    fn record(&self, queue: u16, ring: &Queue) -> Result<RecordSetup> {
+        let Control {
+            state_dir, socket, ..
+        } = &*self.control;
+        let file = RecordFile::open(state_dir, socket, queue, ring.size()).map_err(|error| {
+            tracing::error!(%error, "a receiving queue cannot start");
+            Error::BackendInternalError
+        })?;
+        let ram = self.regions.file_of(Gpa(ring.desc_table()));
+        let ram = ram.ok_or(Error::InvalidParam)?;
+        let tie = Tie {
+            dev: ram.dev,
+            ino: ram.ino,
+            descriptors: ring.desc_table(),
+            avail: ring.avail_ring(),
+            used: ring.used_ring(),
+            queue,
+            size: ring.size(),
+        };
+        Ok(RecordSetup { file, tie })
     }
 
     /// The ring with guest addresses; `None` if it is not in memory.
@@ -226,7 +258,7 @@ impl Backend for DeviceBackend {
         let Some(setup) = self.setup(queue, ring)? else {
             return Ok(Runs::No);
         };
-        let is_unrecorded = setup.inflight.is_none();
+        let is_unrecorded = setup.inflight.is_none() && setup.record.is_none();
         let kind = &self.control.shared.kind;
         kind.set_running(queue, Some(self.features));
         let (reply, taken) = channel();

@@ -61,6 +61,8 @@ pub(crate) struct Control {
     pub queue_count: u16,
     pub ram: RamPolicy,
     pub socket: PathBuf,
+    /// Where what outlives this process is kept.
+    pub state_dir: PathBuf,
     status: Mutex<Status>,
 }
 
@@ -90,6 +92,7 @@ pub(crate) struct Parts {
     pub queue_count: u16,
     pub ram: RamPolicy,
     pub socket: PathBuf,
+    pub state_dir: PathBuf,
 }
 
 impl Control {
@@ -103,6 +106,7 @@ impl Control {
             queue_count: parts.queue_count,
             ram: parts.ram,
             socket: parts.socket,
+            state_dir: parts.state_dir,
             status: Mutex::default(),
         }
     }

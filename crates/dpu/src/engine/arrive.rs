@@ -351,6 +351,13 @@ impl Io {
         if !entries.is_empty() {
             queue.use_posted(&memory, &entries)?;
         }
+        if let Some(record) = queue
+            .posted
+            .as_mut()
+            .and_then(|posted| posted.record.take())
+        {
+            record.end();
+        }
         match queue.needs_call {
             true => queue.call_if_wanted(&memory),
             false => Ok(()),

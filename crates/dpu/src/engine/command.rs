@@ -7,6 +7,7 @@ use crate::{
     kind::work::QueueRole,
     mailbox::Mailbox,
     memory::DeviceMemory,
+    net::record::{Tie, file::RecordFile},
     shared::{DeviceShared, OnFault},
 };
 use pagetide_sys::signal::EventSignal;
@@ -108,6 +109,13 @@ pub(crate) enum StopHow {
     Abandon,
 }
 
+/// The record of the chains that a queue holds.
+#[derive(Debug)]
+pub(crate) struct RecordSetup {
+    pub file: RecordFile,
+    pub tie: Tie,
+}
+
 /// A queue as described by its front end.
 pub(crate) struct QueueSetup {
     pub number: u16,
@@ -124,6 +132,8 @@ pub(crate) struct QueueSetup {
     pub call: Option<EventSignal>,
     pub error: Option<EventSignal>,
     pub inflight: Option<InflightQueue>,
+    /// Of posted chains.
+    pub record: Option<RecordSetup>,
     pub on_fault: OnFault,
 }
 

@@ -35,6 +35,7 @@
 //! |---|---|
 //! | [`fair`], [`patience`], [`call`] | shares of tenants; when to poll; signals to front ends |
 //! | [`command`], [`request`], [`bounce::slots`] | plain types |
+//! | [`held`] | the record of posted chains that are held |
 //! | [`queue`], [`device`] | a queue and a device on an engine |
 //! | [`kicks`], [`reports`], [`scratch`] | kicks; counters, accounts, access log; reused memory |
 //! | [`pages`], [`bounce::plan`], [`bounce`] | which pages a chain needs; reads that need none |
@@ -59,6 +60,7 @@ mod device;
 pub(crate) mod fair;
 mod faults;
 mod finish;
+mod held;
 mod inject;
 mod io;
 mod kicks;

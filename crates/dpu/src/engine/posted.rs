@@ -7,15 +7,15 @@
 //!                        │ or neither               │                │
 //! ```
 //! A chain is read from the ring when its kind first looks at it. From then on its head is kept here
-//! until the chain is used, since chains may be used in any order. So what a successor would have to
-//! be told is what lies between `first` and `read`; when the queue stops, all of it goes back to the
-//! driver.
+//! until the chain is used, since chains may be used in any order. What a successor must know of that
+//! is in a record ([`super::held`]); when the queue stops, all of it goes back to the driver.
 //!
 //! The used ring is written here, not by virtio-queue: the entries of a packet must become visible
 //! together, because the driver looks for all of them when it has found the first (virtio 1.2,
 //! 5.1.6.4).
 
 use super::{
+    held::{Held, descriptor},
     pages::{absent_runs, wanted_of},
     queue::EngineQueue,
 };
@@ -72,6 +72,8 @@ pub(crate) struct Posted {
     wired_news: (u64, u64),
     /// Fault injection: a page of this chain is to be treated as absent once.
     pub held: Option<(ChainNo, PageDemand)>,
+    /// What a successor must know of them.
+    pub record: Option<Held>,
 }
 
 impl Drop for Posted {
@@ -82,6 +84,13 @@ impl Drop for Posted {
 }
 
 impl Posted {
+    /// Goes on with the chains of these heads, which a predecessor has read and not used.
+    pub fn resume(&mut self, record: Held, heads: &[u16]) {
+        self.record = Some(record);
+        let unused = |head: &u16| Read::Unused { head: *head };
+        self.read.extend(heads.iter().map(unused));
+    }
+
     fn at(&self, chain: ChainNo) -> Option<Read> {
         let at = usize::try_from(chain.0.checked_sub(self.first)?).ok()?;
         self.read.get(at).copied()
@@ -116,6 +125,9 @@ impl Posted {
             Read::Filled { head, bytes } => (head, bytes),
             Read::Used => return None,
         };
+        if let Some(record) = &mut self.record {
+            record.uses(chain.0, taken.0);
+        }
         self.set(chain, Read::Used);
         Some(taken)
     }
@@ -160,12 +172,30 @@ impl Posted {
 
     /// The heads of all chains that were read and not used, which are used now.
     pub fn take_all(&mut self) -> Vec<u16> {
-        self.first += self.read.len() as u64;
-        let heads = self.read.drain(..).filter_map(|read| match read {
+        let mut heads = Vec::new();
+        for read in self.read.drain(..) {
+            if let Read::Unused { head } | Read::Filled { head, .. } = read {
+                heads.push(head);
+                if let Some(record) = &mut self.record {
+                    record.uses(self.first, head);
+                }
+            }
+            self.first += 1;
+        }
+        heads
+    }
+
+    /// Records the chains that were passed over, before those are used that were taken.
+    fn record_passed(&mut self, descriptor: impl Fn(u16) -> [u8; 16]) {
+        let Some(mut record) = self.record.take() else {
+            return;
+        };
+        let unused = |number| match self.at(ChainNo(number))? {
             Read::Unused { head } | Read::Filled { head, .. } => Some(head),
             Read::Used => None,
-        });
-        heads.collect()
+        };
+        record.record_passed(unused, descriptor);
+        self.record = Some(record);
     }
 
     fn end(&self) -> u64 {
@@ -411,6 +441,10 @@ impl EngineQueue {
     ) -> Result<(), StopReason> {
         let size = self.table.size.max(1);
         let mut next = self.queue.next_used();
+        let table = self.queue.desc_table();
+        if let Some(posted) = self.posted.as_mut() {
+            posted.record_passed(|head| descriptor(memory, table, head));
+        }
         for (head, bytes) in entries {
             let slot = u64::from(next % size);
             let at = GuestAddress(self.queue.used_ring() + 4 + USED_BYTES * slot);
@@ -429,6 +463,9 @@ impl EngineQueue {
         if let Some(posted) = self.posted.as_mut() {
             let added = u16::try_from(entries.len()).unwrap_or(u16::MAX);
             posted.added = posted.added.saturating_add(added);
+            if let Some(record) = posted.record.as_mut() {
+                record.settle(next);
+            }
         }
         self.needs_call = true;
         Ok(())

@@ -37,8 +37,9 @@
 
 use super::{
     call::{Calls, Signal},
-    command::{QueueSetup, StopHow, answer},
+    command::{QueueSetup, RecordSetup, StopHow, answer},
     fair::Credit,
+    held::Held,
     posted::Posted,
     request::Request,
 };
@@ -99,6 +100,8 @@ pub(crate) struct EngineQueue {
     chains: Chains,
     /// The chains that were read, if they are posted.
     pub posted: Option<Box<Posted>>,
+    /// Their record, until the queue runs.
+    record: Option<RecordSetup>,
     /// What the driver has accepted.
     pub features: u64,
     /// What has arrived for it is polled under this token.
@@ -156,6 +159,7 @@ impl EngineQueue {
             },
             chains: setup.role.chains,
             posted: (setup.role.chains == Chains::Posted).then(Box::default),
+            record: setup.record,
             features: setup.features,
             arrivals: None,
             vector: setup.role.vector,
@@ -407,7 +411,13 @@ impl EngineQueue {
     /// trusted, if there is one.
     pub fn lost(&self, memory: &DeviceMemory) -> Option<StopReason> {
         let inflight = self.inflight.as_ref();
-        let is_lost = memory.is_lost() || inflight.is_some_and(InflightQueue::is_lost);
+        let record = self
+            .posted
+            .as_ref()
+            .and_then(|posted| posted.record.as_ref());
+        let is_lost = memory.is_lost()
+            || inflight.is_some_and(InflightQueue::is_lost)
+            || record.is_some_and(Held::is_lost);
         is_lost.then_some(StopReason::MemoryLost)
     }
 
@@ -487,6 +497,7 @@ impl EngineQueue {
             self.queue.set_next_avail(left.next_avail);
             self.resubmit = left.resubmit.into();
         }
+        self.resume_posted(memory)?;
         self.state = QueueState::Running;
         self.ask_for_no_kicks(memory)?;
         // A predecessor may have completed chains and died before it signalled them.
@@ -494,8 +505,32 @@ impl EngineQueue {
         Ok(())
     }
 
+    /// Goes on with posted chains that a predecessor has held.
+    fn resume_posted(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
+        let Some(setup) = self.record.take() else {
+            return Ok(());
+        };
+        let taken = Held::take_over(setup, memory);
+        let (record, left) = taken.map_err(|error| self.broken(&error))?;
+        if !left.held.is_empty() {
+            tracing::info!(
+                queue = self.key.queue,
+                buffers = left.held.len(),
+                "resuming receive buffers that were held"
+            );
+        }
+        self.queue.set_next_avail(left.next_avail);
+        if let Some(posted) = self.posted.as_mut() {
+            posted.resume(record, &left.held);
+        }
+        Ok(())
+    }
+
     /// Unwires the rings and answers the stop request.
     pub fn end(&mut self, counters: &Counters) {
+        // Whoever starts the queue next opens its record.
+        self.record = None;
+        self.posted = None;
         for (domain, pages) in self.wired.drain(..) {
             domain.attributes().unwire(pages);
             sub(&counters.wired_bytes, pages.bytes());

@@ -137,7 +137,8 @@ mod tests {
                 *byte = u8::try_from(random.below(256)).unwrap();
             }
             if packet.len() > 14 && random.below(2) == 0 {
-                packet[12..14].copy_from_slice(&[[8, 0], [0x86, 0xdd]][usize::from(packet[0] & 1)]);
+                let ether_type = [[8, 0], [0x86, 0xdd]][usize::from(packet[0] & 1)];
+                packet[12..14].copy_from_slice(&ether_type);
             }
             assert!(flow_of_bytes(&packet) < FLOWS);
         }

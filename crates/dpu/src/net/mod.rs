@@ -40,5 +40,6 @@ pub(crate) mod on_engine;
 pub(crate) mod packet;
 pub(crate) mod policy;
 mod receiver;
+pub mod record;
 mod steer;
 pub(crate) mod store;

@@ -101,6 +101,13 @@ impl PacketBuffer {
         &mut self.bytes[HEADER_LEN..]
     }
 
+    /// Copies a packet that a guest sends, and its header.
+    pub fn copy_from(&mut self, packet: &Outgoing<'_>) {
+        self.header_mut().copy_from_slice(packet.header());
+        let bytes = packet.copy_to(self.room_mut());
+        self.set_packet_bytes(bytes);
+    }
+
     /// Sets the length of the packet in it.
     pub fn set_packet_bytes(&mut self, bytes: usize) {
         debug_assert!(bytes <= PACKET_LEN_MAX, "a packet of {bytes} bytes");

@@ -565,8 +565,18 @@ impl Connection {
     /// As [`Self::open`], with a network device: both queues of each pair.
     pub fn open_nic(socket: &Path, guest: &mut Guest, pairs: usize, features: u64) -> Self {
         let rings = (0..2 * pairs).map(|i| TestQueue::new(guest, i)).collect();
+        Self::open_nic_with(socket, guest, rings, features)
+    }
+
+    /// The same with rings that exist. As with QEMU, the device is told where the used rings are.
+    pub fn open_nic_with(
+        socket: &Path,
+        guest: &Guest,
+        queues: Vec<TestQueue>,
+        features: u64,
+    ) -> Self {
         let wanted = WANTED_OF_ALL;
-        let mut this = Self::greet_with(socket, guest, rings, features, wanted);
+        let mut this = Self::greet_with(socket, guest, queues, features, wanted);
         this.start_queues();
         this
     }

@@ -266,7 +266,7 @@ impl Packet {
                 if error.kind() == io::ErrorKind::InvalidInput
                     && error.raw_os_error().is_none() =>
             {
-                self.copy.take(packet);
+                self.copy.copy_from(packet);
                 socket.send_whole(header, self.copy.packet())
             }
             sent => sent,
