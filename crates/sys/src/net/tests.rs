@@ -137,7 +137,7 @@ fn packets_cross_a_tap_both_ways_however_they_are_cut() {
                 .unwrap();
             assert_eq!(receive_marked(&host, mark), sent);
         }
-        let parts = parts_of(&mut memory, &frame(1500, 4), PARTS_MAX + 1);
+        let parts = parts_of(&mut memory, &frame(20 * (PARTS_MAX + 1), 4), PARTS_MAX + 1);
         let error = queues[0].send(&[0; 12], parts.into_iter()).unwrap_err();
         assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
         let whole = [&[0; 12][..], &frame(60, 5)].concat();

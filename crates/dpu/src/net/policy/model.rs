@@ -248,6 +248,8 @@ impl Run {
         let mut room = 0;
         for chain in &self.ring.chains {
             match (chain.used, chain.is) {
+                // It is on its way back to the driver.
+                (Use::Free, _) if chain.lost => {}
                 (Use::Free, Is::Present) => room += chain.room,
                 (Use::Free, Is::Absent | Is::TableAbsent) => return false,
                 _ => {}

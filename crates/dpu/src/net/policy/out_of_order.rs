@@ -129,6 +129,11 @@ impl OutOfOrder {
         let mut at = ChainNo(0);
         while let Some(chain) = self.back.range(at..).next().copied() {
             at = chain.next();
+            // It was looked at ahead, or to be wired, and went back for that.
+            if self.chains.is_taken(chain) {
+                self.back.remove(&chain);
+                continue;
+            }
             match self.consider(chain, &mut left, ring) {
                 Considered::Chosen => {}
                 Considered::Done(found) => return found,

@@ -425,7 +425,7 @@ fn search(size: u16, begin: u16, depth: usize) -> usize {
 #[test]
 fn death_at_any_step_of_any_order_of_events_leaves_every_buffer_where_it_was() {
     // Indices begin just before they wrap.
-    let worlds = search(2, 0xffff, 9) + search(4, 0xfffe, 6);
+    let worlds = search(2, 0xffff, 10) + search(4, 0xfffe, 7);
     assert!(worlds > 5_000, "{worlds} worlds");
 }
 
@@ -447,7 +447,7 @@ fn long_lives_with_many_deaths_lose_nothing() {
                 while !world.succeed(random.index(STEPS_MAX)) {}
             }
         }
-        assert!(deaths > 100, "{deaths} deaths");
+        assert!(deaths > 50, "{deaths} deaths");
     }
 }
 
