@@ -14,7 +14,8 @@
 //! ```
 //! A soak ([`soak`]) has other loads instead: well-known programs, each with its own check. A bench of the
 //! guest's speed runs the loads that the host names ([`loads`]), one of requests has a service answer them
-//! ([`services`]). Where a well-known storage load is wanted,
+//! ([`services`]), and one that records what devices ask of an IOMMU has servers behind many of them ([`record`]).
+//! Where a well-known storage load is wanted,
 //! fio works on the disk instead ([`fio`]).
 //!
 //! The host side includes this crate for [`wire`] only. There is no unsafe code and no clock in any
@@ -28,6 +29,7 @@ pub mod params;
 pub mod pattern;
 pub mod plugged;
 pub mod port;
+pub mod record;
 pub mod services;
 pub mod shared;
 pub mod soak;

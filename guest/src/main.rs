@@ -13,7 +13,7 @@ use std::time::Duration;
 use pagetide_guest::params::Params;
 use pagetide_guest::shared::{Counters, Extent, Order, Shared};
 use pagetide_guest::wire::{Command, Phase, progress_line};
-use pagetide_guest::{disk, fio, loads, memory, port, services, soak};
+use pagetide_guest::{disk, fio, loads, memory, port, record, services, soak};
 
 const DISK: &str = "/dev/vda";
 const REPORT_EVERY: Duration = Duration::from_secs(1);
@@ -33,6 +33,12 @@ fn main() {
 }
 
 fn run() -> Outcome<()> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    if let [role, port] = &words[..]
+        && role == "search"
+    {
+        return Ok(record::search::serve(port.parse()?)?);
+    }
     let params = Params::parse(&std::fs::read_to_string("/proc/cmdline")?)?;
     let mut port = port::open()?;
     if params.runs_loads() {
@@ -40,6 +46,9 @@ fn run() -> Outcome<()> {
     }
     if params.services != 0 {
         return Ok(services::run(params.seed, &mut port)?);
+    }
+    if params.record != 0 {
+        return Ok(record::run(&mut port)?);
     }
     let commands = port::listen(port.try_clone()?);
     if params.soak_seed != 0 {

@@ -16,7 +16,8 @@ pub enum ParamError {
     },
     /// A name is not known.
     #[error(
-        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.loads, pt.services, pt.seed, \
+        "{0} is no parameter of guest-work: pt.mem, pt.active, pt.file, pt.fio, pt.soak, pt.loads, pt.services, \
+         pt.record, pt.seed, \
          pt.pace_us are"
     )]
     Unknown(String),
@@ -39,6 +40,8 @@ pub struct Params {
     pub loads: u64,
     /// Not 0 if it serves requests as the host says instead ([`crate::services`]).
     pub services: u64,
+    /// Not 0 if its devices' DMA is recorded, and it has servers as the host says instead ([`crate::record`]).
+    pub record: u64,
     /// Seed of all content and order.
     pub seed: u64,
     /// Pause of each loop after a step, for a guest that is not fully busy.
@@ -55,6 +58,7 @@ impl Default for Params {
             soak_seed: 0,
             loads: 0,
             services: 0,
+            record: 0,
             seed: 1,
             pace_us: 0,
         }
@@ -93,6 +97,7 @@ impl Params {
                 "pt.soak" => params.soak_seed = size,
                 "pt.loads" => params.loads = size,
                 "pt.services" => params.services = size,
+                "pt.record" => params.record = size,
                 "pt.seed" => params.seed = size,
                 "pt.pace_us" => params.pace_us = size,
                 _ => return Err(ParamError::Unknown(name.to_owned())),
@@ -107,7 +112,7 @@ impl Params {
     #[must_use]
     pub fn words(&self) -> String {
         format!(
-            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.loads={} pt.services={} pt.seed={} \
+            "pt.mem={} pt.active={} pt.file={} pt.fio={} pt.soak={} pt.loads={} pt.services={} pt.record={} pt.seed={} \
              pt.pace_us={}",
             self.mem_bytes,
             self.active_bytes,
@@ -116,6 +121,7 @@ impl Params {
             self.soak_seed,
             self.loads,
             self.services,
+            self.record,
             self.seed,
             self.pace_us
         )
@@ -149,6 +155,7 @@ mod tests {
             soak_seed: 5,
             loads: 1,
             services: 1,
+            record: 2,
             seed: 9,
             pace_us: 20,
         };

@@ -22,7 +22,6 @@ use std::process::Command;
 use crate::cpio::{Archive, TooLarge};
 use crate::modules::{self, ModuleError};
 
-const KERNEL_NAME: &str = "linux-image-cloud-amd64";
 const BUSYBOX_NAME: &str = "busybox-static";
 const MODULES: [&str; 5] = [
     "virtio_pci",
@@ -152,6 +151,31 @@ pub fn prepare() -> Result<Image, ImageError> {
     prepare_with(&Extras::default())
 }
 
+/// A stock kernel, which a package of Debian depends on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernel {
+    /// That for machines in a cloud: it has the drivers of usual virtual devices.
+    #[default]
+    Cloud,
+    /// That for any machine, with drivers of devices of real ones.
+    Full,
+}
+
+impl Kernel {
+    /// The package that always depends on the current one.
+    const fn package(self) -> &'static str {
+        match self {
+            Self::Cloud => "linux-image-cloud-amd64",
+            Self::Full => "linux-image-amd64",
+        }
+    }
+
+    /// Whether `package` has a kernel of this kind.
+    fn is(self, package: &str) -> bool {
+        package.starts_with("linux-image-") && package.contains("-cloud-") == (self == Self::Cloud)
+    }
+}
+
 /// The content of an initramfs beyond what every guest needs.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Extras<'a> {
@@ -159,6 +183,10 @@ pub struct Extras<'a> {
     pub suffix: &'a str,
     /// Further files.
     pub additions: &'a [Addition],
+    /// The kernel that boots.
+    pub kernel: Kernel,
+    /// Further modules of it.
+    pub modules: &'a [&'a str],
 }
 
 /// As [`prepare`], with more in the initramfs.
@@ -174,7 +202,7 @@ pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive)
         .map_err(|error| file_error(&lock_path, error.into()))?;
 
-    let kernel_package = kernel_package(&folder)?;
+    let kernel_package = kernel_package(&folder, extras.kernel)?;
     let kernel_tree = unpacked(&folder, &kernel_package)?;
     let busybox = unpacked(&folder, BUSYBOX_NAME)?.join("bin/busybox");
     let work = build_guest_work(&folder)?;
@@ -183,7 +211,8 @@ pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
         .join("lib/modules")
         .join(&release)
         .join("kernel");
-    let mut archive = pack(&modules, &busybox, &work)?;
+    let wanted = [&MODULES[..], extras.modules].concat();
+    let mut archive = pack(&modules, &wanted, &busybox, &work)?;
     add(&mut archive, extras.additions)?;
     let initramfs = folder.join(format!("initramfs-{release}{}", extras.suffix));
     write_if_changed(&initramfs, &archive.finish())?;
@@ -194,7 +223,12 @@ pub fn prepare_with(extras: &Extras<'_>) -> Result<Image, ImageError> {
     })
 }
 
-fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Archive, ImageError> {
+fn pack(
+    modules: &Path,
+    wanted: &[&str],
+    busybox: &Path,
+    work: &Path,
+) -> Result<Archive, ImageError> {
     let mut archive = Archive::default();
     archive.directory("bin");
     archive.directory("modules");
@@ -202,7 +236,7 @@ fn pack(modules: &Path, busybox: &Path, work: &Path) -> Result<Archive, ImageErr
     archive.program("bin/busybox", &read(busybox)?)?;
     archive.program("bin/guest-work", &read(work)?)?;
     let mut order = String::new();
-    for module in modules::in_order(modules, &MODULES)? {
+    for module in modules::in_order(modules, wanted)? {
         order += &format!("{}.ko\n", module.name);
         archive.program(&format!("modules/{}.ko", module.name), &module.object)?;
     }
@@ -227,20 +261,20 @@ fn add(archive: &mut Archive, additions: &[Addition]) -> Result<(), ImageError> 
     Ok(())
 }
 
-/// The name of the package that holds the current cloud kernel.
-fn kernel_package(folder: &Path) -> Result<String, ImageError> {
+/// The name of the package that holds the current kernel of this kind.
+fn kernel_package(folder: &Path, kernel: Kernel) -> Result<String, ImageError> {
     let mut ask = Command::new("apt-cache");
-    ask.args(["depends", KERNEL_NAME]);
+    ask.args(["depends", kernel.package()]);
     let asked = match run(&mut ask) {
         Ok(answer) => kernel_in(&answer),
-        Err(error) => newest_unpacked(folder).ok_or(error).map(Some)?,
+        Err(error) => newest_unpacked(folder, kernel).ok_or(error).map(Some)?,
     };
-    if let Some(name) = asked.or_else(|| newest_unpacked(folder)) {
+    if let Some(name) = asked.or_else(|| newest_unpacked(folder, kernel)) {
         return Ok(name);
     }
     update_lists()?;
     kernel_in(&run(&mut ask)?).ok_or(ImageError::Package {
-        package: KERNEL_NAME.to_owned(),
+        package: kernel.package().to_owned(),
         problem: "is not in the package lists: run `apt-get update` as root, on Debian",
     })
 }
@@ -252,14 +286,14 @@ fn kernel_in(answer: &str) -> Option<String> {
     name.starts_with("linux-image-").then(|| name.to_owned())
 }
 
-fn newest_unpacked(folder: &Path) -> Option<String> {
+fn newest_unpacked(folder: &Path, kernel: Kernel) -> Option<String> {
     let Ok(entries) = fs::read_dir(folder) else {
         return None;
     };
     entries
         .flatten()
         .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| name.starts_with("linux-image-"))
+        .filter(|name| kernel.is(name))
         .max()
 }
 
@@ -405,5 +439,16 @@ mod tests {
             Some("linux-image-6.1.0-50-cloud-amd64")
         );
         assert_eq!(kernel_in("linux-image-cloud-amd64\n"), None);
+    }
+
+    #[test]
+    fn kernels_of_the_two_kinds_are_told_apart_by_their_packages() {
+        let (cloud, full) = (
+            "linux-image-6.1.0-50-cloud-amd64",
+            "linux-image-6.1.0-50-amd64",
+        );
+        assert!(Kernel::Cloud.is(cloud) && !Kernel::Cloud.is(full));
+        assert!(Kernel::Full.is(full) && !Kernel::Full.is(cloud));
+        assert!(!Kernel::Full.is("busybox-static"));
     }
 }

@@ -30,6 +30,7 @@ pub mod product;
 pub mod programs;
 pub mod qemu;
 pub mod qmp;
+pub mod recording;
 pub mod report;
 pub mod sampler;
 pub mod small_disk;

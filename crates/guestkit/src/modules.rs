@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 pub enum ModuleError {
     /// A module is not in the tree.
-    #[error("the kernel package has no module {0}: is it the cloud kernel?")]
+    #[error("the kernel package has no module {0}: is it the right kernel?")]
     Missing(String),
     /// The tree could not be read.
     #[error("reading {path}: {source}", path = path.display())]

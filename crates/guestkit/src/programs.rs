@@ -77,6 +77,20 @@ pub const SYSBENCH: Program = Program {
     name: "bin/sysbench",
 };
 
+/// Sends as fast as it can, and receives.
+pub const IPERF3: Program = Program {
+    package: "iperf3",
+    path: "/usr/bin/iperf3",
+    name: "bin/iperf3",
+};
+
+/// QEMU, for VMs in a guest.
+pub const QEMU_SYSTEM: Program = Program {
+    package: "qemu-system-x86",
+    path: "/usr/bin/qemu-system-x86_64",
+    name: "usr/bin/qemu-system-x86_64",
+};
+
 /// The programs that a load runs.
 #[must_use]
 pub const fn of_load(load: Load) -> &'static [Program] {

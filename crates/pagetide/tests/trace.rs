@@ -209,6 +209,68 @@ fn wrong_use_and_broken_traces_end_with_status_2_and_write_nothing() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 4);
 }
 
+#[test]
+fn impossible_recordings_and_what_is_none_end_with_status_2() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        std::fs::create_dir(dir.path().join(name)).unwrap();
+        std::fs::write(dir.path().join(name).join("collection.json"), text).unwrap();
+    };
+    std::fs::create_dir(dir.path().join("none")).unwrap();
+    write("words", "seventeen");
+    write("fields", "{\"device\": \"vmxnet3\"}");
+    let collection = |logs: &str| {
+        format!(
+            "{{\"device\": \"vmxnet3\", \"workload\": \"iperf3\", \"mode\": \"strict\", \"seconds\": 1, \
+             \"kernel\": \"6\", \"qemu_version\": \"7\", \"logs\": [{logs}]}}"
+        )
+    };
+    write("no-logs", &collection(""));
+    write("log-gone", &collection("\"vtd.log\""));
+    write("log-broken", &collection("\"vtd.log\""));
+    let broken = "1@1.0:vtd_iotlb_page_hit IOTLB page hit sid 0x8 iova\n";
+    std::fs::write(dir.path().join("log-broken/vtd.log"), broken).unwrap();
+    let collect = ["trace", "collect", "--out", "words"];
+    let with = |more: &[&'static str]| [&collect[..], more].concat();
+    let study = |dir: &'static str| vec!["sim", "study", "recorded", "--traces", dir];
+    for (arguments, told) in [
+        (vec!["trace", "collect"], "--out"),
+        (with(&[]), "words: it is not empty"),
+        (with(&["--device", "rtl8139"]), "vmxnet3, e1000e"),
+        (with(&["--workload", "fio"]), "--device nvme"),
+        (with(&["--device", "nvme"]), "--device nvme --workload fio"),
+        (with(&["--mode", "eager"]), "strict, lazy"),
+        (with(&["--nics", "0"]), "--nics"),
+        (with(&["--seconds", "601"]), "--seconds"),
+        (
+            with(&[
+                "--device",
+                "nvme",
+                "--workload",
+                "fio",
+                "--mode",
+                "passthrough",
+            ]),
+            "is for NICs",
+        ),
+        (study("gone"), "gone: "),
+        (study("none"), "no collection.json"),
+        (study("words"), "words/collection.json: "),
+        (study("fields"), "missing field `workload`"),
+        (study("no-logs"), "no log"),
+        (study("log-gone"), "log-gone/vtd.log: "),
+        (study("log-broken"), "log-broken/vtd.log, record 1: "),
+    ] {
+        let (status, out, err) = pagetide(dir.path(), &arguments);
+        assert_eq!(
+            (status, out.as_str()),
+            (Some(2), ""),
+            "{arguments:?}: {err}"
+        );
+        assert!(err.contains(told), "{arguments:?}: no '{told}' in {err}");
+    }
+}
+
 /// Everything in `dir` by name: what kind it is and how long.
 fn census(dir: &Path) -> Vec<(std::ffi::OsString, std::fs::FileType, u64)> {
     let mut census: Vec<_> = std::fs::read_dir(dir)

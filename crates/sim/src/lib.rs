@@ -29,6 +29,7 @@ mod outcome;
 mod paper;
 pub mod policy;
 mod prefetch;
+mod recorded_study;
 pub mod replay;
 mod request;
 mod run;
@@ -49,5 +50,6 @@ pub use observe::{Step, StepRecord};
 pub use outcome::{
     AllCounts, CacheCounts, FaultOutcome, LatencySummary, Outcome, PrefetchCounts, TenantOutcome,
 };
+pub use recorded_study::{RecordedLogs, run_recorded_study};
 pub use request::DOMAINS_MAX;
 pub use run::{TraceInput, run, run_own, run_told};

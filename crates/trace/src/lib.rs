@@ -4,6 +4,7 @@
 
 mod access;
 mod event;
+mod guest_maps;
 mod hypersio;
 mod hypertrace;
 mod info;
@@ -24,6 +25,7 @@ pub use access::block::{
     BlockAbout, BlockFormat, BlockOptions, BlockRequest, BlockTrace, ByteOrder, open_block_trace,
 };
 pub use event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId, TraceAccess};
+pub use guest_maps::{GuestMaps, MapChange, MapCheck, TracepointReader};
 pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};
 pub use hypertrace::{
     Built, End, HyperSpec, HyperTrace, Input, Lengths, MAX_BURST_PACKETS, MAX_DOMAINS_PER_SOURCE,
@@ -35,7 +37,7 @@ pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info}
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use params::TraceParams;
 pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
-pub use qemu::QemuLogReader;
+pub use qemu::{DmaRecord, QemuDmaReader, QemuLogReader};
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{
     DataPages, GroupAccess, InitPages, MAX_GROUP_PAGES, PageChoice, RunLengths, SinglePage,

@@ -190,6 +190,7 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
     let image = image::prepare_with(&Extras {
         suffix: "-fio",
         additions: &additions,
+        ..Extras::default()
     })?;
     let folder = RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))?;
     let disk = DiskImage::new()?;

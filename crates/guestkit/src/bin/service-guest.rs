@@ -63,6 +63,7 @@ fn become_qemu(given: &Arguments) -> Result<std::convert::Infallible, Box<dyn st
     let image = image::prepare_with(&Extras {
         suffix: &format!("-service-{}", given.service.name()),
         additions: &programs(given.service)?,
+        ..Extras::default()
     })?;
     if let Some(group) = &given.group {
         let processes = group.join("cgroup.procs");

@@ -93,6 +93,7 @@ fn become_qemu(
     let image = image::prepare_with(&Extras {
         suffix: &suffix,
         additions: &additions,
+        ..Extras::default()
     })?;
     let spec = GuestSpec {
         ram_bytes: arguments_given.ram_mib.saturating_mul(1 << 20),

@@ -346,6 +346,7 @@ fn prepare() -> Result<Image, SoakError> {
     Ok(prepare_with(&Extras {
         suffix: "-soak",
         additions: &additions,
+        ..Extras::default()
     })?)
 }
 

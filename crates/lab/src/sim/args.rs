@@ -55,6 +55,22 @@ pub enum StudyCommand {
     Hardware(HardwareStudyArgs),
     /// What I/O page faults cost, by discipline, over a ladder of absent shares
     Faults(FaultStudyArgs),
+    /// Recorded tenants beside made ones, by who mapped their memory
+    Recorded(RecordedStudyArgs),
+}
+
+/// Arguments of `sim study recorded`.
+#[derive(Args, Debug)]
+pub struct RecordedStudyArgs {
+    /// Directory with what `trace collect` left, anywhere below it
+    #[arg(long, value_name = "DIR")]
+    pub traces: PathBuf,
+    /// Threads; without it one for each core
+    #[arg(long, value_name = "N")]
+    pub jobs: Option<NonZeroUsize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `sim study hardware`.

@@ -20,9 +20,13 @@ use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
-use pagetide_sim::{SimError, findings, run_hardware_study};
+use pagetide_sim::{RecordedLogs, SimError, findings, run_hardware_study, run_recorded_study};
 
-use args::{HardwareStudyArgs, SimCommand, StudyArgs, StudyCommand, SweepArgs, VerifyArgs};
+use crate::trace::collection::Collection;
+use args::{
+    HardwareStudyArgs, RecordedStudyArgs, SimCommand, StudyArgs, StudyCommand, SweepArgs,
+    VerifyArgs,
+};
 use pagetide_report::outcome::{CommandError, Form, print_report, print_with};
 use pagetide_report::progress::Progress;
 use report::{SweepReport, verify_text};
@@ -35,6 +39,7 @@ pub fn execute(command: SimCommand) -> Result<(), CommandError> {
         SimCommand::Verify(args) => run_verify(args),
         SimCommand::Study(StudyCommand::Faults(args)) => faults::run(&args),
         SimCommand::Study(StudyCommand::Hardware(args)) => run_hardware(&args),
+        SimCommand::Study(StudyCommand::Recorded(args)) => run_recorded(&args),
         SimCommand::Figures(args) => figures::run(args),
         SimCommand::Findings { json } => run_findings(json.into()),
     }
@@ -120,6 +125,25 @@ fn run_hardware(args: &HardwareStudyArgs) -> Result<(), CommandError> {
     let figures = run_hardware_study(jobs, &|done, all| progress.at(done, Some(all)));
     drop(progress);
     let mut report = BenchReport::new("hardware");
+    report.figures = figures.map_err(of_sim)?;
+    print_report(&report, args.json.into())
+}
+
+fn run_recorded(args: &RecordedStudyArgs) -> Result<(), CommandError> {
+    let collections = Collection::all_below(&args.traces)?;
+    let logs: Vec<RecordedLogs> = collections
+        .into_iter()
+        .map(|collection| RecordedLogs {
+            mode: collection.mode,
+            workload: collection.workload,
+            logs: collection.logs,
+        })
+        .collect();
+    let jobs = args.jobs.unwrap_or_else(all_cores).get();
+    let progress = Progress::new("study", "runs");
+    let figures = run_recorded_study(&logs, jobs, &|done, all| progress.at(done, Some(all)));
+    drop(progress);
+    let mut report = BenchReport::new("recorded");
     report.figures = figures.map_err(of_sim)?;
     print_report(&report, args.json.into())
 }

@@ -18,6 +18,8 @@ pub enum TraceCommand {
     Build(BuildArgs),
     /// Write a trace in another format
     Convert(ConvertArgs),
+    /// Record what the devices of a stock guest ask of its IOMMU
+    Collect(CollectArgs),
     /// Show what is in a trace
     Info(InfoArgs),
     /// Analyze the DMA in access logs and block traces: footprint, reuse, faults
@@ -147,6 +149,35 @@ pub struct ConvertArgs {
     /// Format to read it as; auto goes by its content
     #[arg(long, value_name = "FORMAT", default_value = "auto")]
     pub from: FormatChoice,
+}
+
+/// Arguments of `trace collect`.
+#[derive(Args, Debug)]
+pub struct CollectArgs {
+    /// Kind of devices, each of which is a tenant
+    #[arg(long, value_name = "NAME", default_value = "vmxnet3",
+          value_parser = ["vmxnet3", "e1000e", "virtio-net", "nvme"])]
+    pub device: String,
+    /// Devices; more than 24 are recorded in several runs
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub nics: u32,
+    /// What they do; fio is for nvme, the others are for NICs
+    #[arg(long, value_name = "NAME", default_value = "iperf3",
+          value_parser = ["iperf3", "media", "search", "fio"])]
+    pub workload: String,
+    /// How long they do it
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=600))]
+    pub seconds: u32,
+    /// Who maps their memory: the guest's drivers, strict or lazy, or VMs in the guest, with passthrough
+    #[arg(long, value_name = "NAME", default_value = "strict",
+          value_parser = ["strict", "lazy", "passthrough"])]
+    pub mode: String,
+    /// Directory for logs, records and recipe; it must be empty, or not exist
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `trace info`.

@@ -8,6 +8,8 @@ mod analyze;
 mod analyze_plot;
 mod analyze_report;
 pub mod args;
+mod collect;
+pub mod collection;
 mod report;
 
 use std::path::Path;
@@ -37,6 +39,7 @@ pub fn execute(command: TraceCommand) -> Result<(), CommandError> {
         TraceCommand::Make(args) => make(&args),
         TraceCommand::Build(args) => build_recipe(&args),
         TraceCommand::Convert(args) => convert_file(&args),
+        TraceCommand::Collect(args) => collect::run(&args),
         TraceCommand::Info(args) => print_info(&args),
         TraceCommand::Analyze(args) => analyze::analyze(&args),
     }

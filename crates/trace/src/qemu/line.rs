@@ -11,7 +11,11 @@ use crate::text::{Cursor, Radix, Shape, fields, find, id16};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Said {
     /// A request was translated.
-    Request(Event),
+    Request {
+        event: Event,
+        /// The last entry of the page table on its way.
+        entry: u64,
+    },
     /// The repetition in the next line, with the size of the page.
     Translated {
         source: SourceId,
@@ -72,7 +76,7 @@ pub(super) fn parse(line: &[u8]) -> Result<Option<(Option<u64>, Said)>, String> 
 /// The content of event `name` with the text after it.
 fn said(name: &str, text: &[u8]) -> Result<Said, String> {
     Ok(match name {
-        "vtd_iotlb_page_hit" | "vtd_iotlb_page_update" => Said::Request(request(text)?),
+        "vtd_iotlb_page_hit" | "vtd_iotlb_page_update" => request(text)?,
         "vtd_dmar_translate" => translated(text)?,
         "vtd_iotlb_cc_update" => {
             let [bus, devfn] = numbers(text, &CONTEXT)?;
@@ -102,7 +106,7 @@ fn numbers<const N: usize>(text: &[u8], shape: &Shape<N>) -> Result<[u64; N], St
     fields(text, shape).map_err(|error| error.to_string())
 }
 
-fn request(text: &[u8]) -> Result<Event, String> {
+fn request(text: &[u8]) -> Result<Said, String> {
     let [sid, iova, entry, domain] = numbers(text, &REQUEST).map_err(|reason| {
         // The patch of HyperSIO's authors adds a field to either line.
         if find(text, b"pmask").is_some() || find(text, b"level").is_some() {
@@ -111,12 +115,13 @@ fn request(text: &[u8]) -> Result<Event, String> {
             reason
         }
     })?;
-    Ok(Event::translate(
+    let event = Event::translate(
         SourceId(id16("sid", sid)?),
         IommuDomain(id16("domain", domain)?),
         Iova(address("iova", iova)?),
         size_of_entry(entry),
-    ))
+    );
+    Ok(Said::Request { event, entry })
 }
 
 /// Page size that a last entry maps, if it can be determined without its level.

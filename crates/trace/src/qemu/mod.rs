@@ -50,6 +50,7 @@
 //! before they queue for the log, and the clock may be set, so a time that runs backwards is replaced by
 //! the one before it.
 
+mod dma;
 mod line;
 
 use std::collections::{HashMap, VecDeque};
@@ -62,6 +63,8 @@ use crate::stream::{BATCH_EVENTS, EventSource};
 use crate::text::Lines;
 use line::Said;
 use pagetide_access_log::TraceError;
+
+pub use dma::{DmaRecord, QemuDmaReader};
 
 /// Reads requests, invalidations and sources that join from a log of stock QEMU.
 #[derive(Debug)]
@@ -187,13 +190,13 @@ impl<R: Read> QemuLogReader<R> {
     /// Turns a line's content into events.
     fn take(&mut self, time_ns: Option<u64>, said: Said) {
         self.seen = self.seen.max(match said {
-            Said::Request(_) => Seen::Requests,
+            Said::Request { .. } => Seen::Requests,
             Said::Translated { .. } => Seen::Translations,
             Said::Other => Seen::Others,
             Said::ContextUpdated(_) | Said::Invalidated(_) => Seen::Events,
         });
         match said {
-            Said::Request(event) => self.request(Event { time_ns, ..event }),
+            Said::Request { event, .. } => self.request(Event { time_ns, ..event }),
             Said::Translated { source, iova, size } => self.learn_size(source, iova, size),
             Said::ContextUpdated(source) => {
                 if let Some(known) = self.sources.get_mut(&source) {

@@ -6,13 +6,14 @@ use std::io::{Cursor, Write};
 use std::path::Path;
 use std::time::Duration;
 
-use pagetide_addr::SectionNo;
+use pagetide_addr::{Iova, SectionNo};
 
 use pagetide_access_log::{AccessLog, TraceError};
 use pagetide_trace::{
-    Analysis, AnalysisParams, BATCH_EVENTS, BlockFormat, BlockOptions, BlockTrace, Event,
-    EventKind, EventSource, FormatChoice, HypersioLogReader, HypersioReader, IOVA_BITS, LogSources,
-    ParquetReader, QemuLogReader, SectionTouch, info, open_trace,
+    Analysis, AnalysisParams, BATCH_EVENTS, BlockFormat, BlockOptions, BlockTrace, DmaRecord,
+    Event, EventKind, EventSource, FormatChoice, GuestMaps, HypersioLogReader, HypersioReader,
+    IOVA_BITS, LogSources, MapChange, ParquetReader, QemuDmaReader, QemuLogReader, SectionTouch,
+    TracepointReader, info, open_trace,
 };
 
 const NAME: &str = "a_trace";
@@ -35,9 +36,52 @@ pub fn hypersio_log(bytes: &[u8]) {
     }
 }
 
-/// The log of stock QEMU's emulated VT-d.
+/// The log of stock QEMU's emulated VT-d, read both as a trace and for a comparison: the same requests.
 pub fn qemu_log(bytes: &[u8]) {
+    let mut reader = QemuLogReader::new(Path::new(NAME), bytes);
+    let mut requests = 0;
+    let mut batch = Vec::new();
+    while let Ok(1..) = reader.next_batch(&mut batch) {
+        requests += batch
+            .drain(..)
+            .filter(|event| event.kind == EventKind::Translate)
+            .count();
+    }
+    let compared = QemuDmaReader::new(Path::new(NAME), bytes)
+        .map_while(|record| record.map_err(named).ok())
+        .filter(|record| matches!(record, DmaRecord::Request { .. }))
+        .count();
+    assert_eq!(requests, compared);
     drain(&mut QemuLogReader::new(Path::new(NAME), bytes));
+}
+
+/// The records of Linux' tracepoints about its I/O page tables: whole pages below the limit of addresses, which
+/// lead where their mapping says.
+pub fn tracepoints(bytes: &[u8]) {
+    let mut changes = Vec::new();
+    for change in TracepointReader::new(Path::new(NAME), bytes) {
+        let Ok(change) = change.map_err(named) else {
+            break;
+        };
+        let (iova, size) = match change {
+            MapChange::Map { iova, bytes, .. } | MapChange::Unmap { iova, bytes } => (iova, bytes),
+        };
+        assert!(size > 0 && (iova.0 | size) % 4096 == 0, "{change:?}");
+        assert!(iova.0.checked_add(size).unwrap() <= 1 << IOVA_BITS);
+        changes.push(change);
+    }
+    let maps = GuestMaps::collect(changes.iter().copied().map(Ok)).unwrap();
+    assert_eq!(maps.maps() + maps.unmaps(), changes.len() as u64);
+    for change in changes {
+        if let MapChange::Map {
+            iova,
+            physical,
+            bytes,
+        } = change
+        {
+            assert!(maps.led_to(Iova(iova.0 + bytes - 1), physical + bytes - 1));
+        }
+    }
 }
 
 /// A trace in Parquet.

@@ -8,8 +8,8 @@ mod seeds;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use samples::{
-    ACCESS_LOG, BLOCK_TRACES, HYPERSIO_LOG, QEMU_LOG, binary_file, block_trace, parquet_file,
-    pyarrow_files,
+    ACCESS_LOG, BLOCK_TRACES, HYPERSIO_LOG, QEMU_LOG, TRACEPOINTS, binary_file, block_trace,
+    parquet_file, pyarrow_files,
 };
 
 /// A change of bytes, as a fuzzer makes them.
@@ -86,6 +86,7 @@ proptest! {
         bodies::hypersio_binary(&bytes);
         bodies::hypersio_log(&bytes);
         bodies::qemu_log(&bytes);
+        bodies::tracepoints(&bytes);
         bodies::parquet(&bytes);
         bodies::open(&bytes);
         bodies::access_log(&bytes);
@@ -116,6 +117,11 @@ proptest! {
         let bytes = changed(QEMU_LOG.into(), &changes);
         bodies::qemu_log(&bytes);
         bodies::open(&bytes);
+    }
+
+    #[test]
+    fn changed_records_of_tracepoints_are_safe_to_read(changes in changes()) {
+        bodies::tracepoints(&changed(TRACEPOINTS.into(), &changes));
     }
 }
 
@@ -175,6 +181,11 @@ fn seeds_of_every_target_are_read() {
             whole(HYPERSIO_LOG.as_bytes()),
         ),
         ("qemu_log", bodies::qemu_log, whole(QEMU_LOG.as_bytes())),
+        (
+            "tracepoints",
+            bodies::tracepoints,
+            whole(TRACEPOINTS.as_bytes()),
+        ),
         (
             "parquet",
             bodies::parquet,

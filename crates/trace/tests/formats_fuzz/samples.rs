@@ -20,6 +20,19 @@ pub const QEMU_LOG: &str = "\
 894@1795307721.526288:vtd_inv_desc_iotlb_pages iotlb invalidate domain 0x3 addr 0xffffa000 mask 0x0
 894@1795307721.526288:vtd_inv_desc_cc_device context invalidate device 00:01.00
 ";
+pub const TRACEPOINTS: &str = "\
+# tracer: nop
+#
+# entries-in-buffer/entries-written: 5/5   #P:2
+#
+#           TASK-PID     CPU#  |||||  TIMESTAMP  FUNCTION
+#              | |         |   |||||     |         |
+          insmod-96      [000] .....     9.604124: map: IOMMU: iova=0x00000000ffff8000 - 0x0000000100000000 paddr=0x000000001fe38000 size=32768
+ qemu-system-x86-118     [000] .....    58.653727: map: IOMMU: iova=0x0000000000000000 - 0x0000000000200000 paddr=0x000000001ce00000 size=2097152
+          <idle>-0       [001] ..s1.    27.130297: unmap: IOMMU: iova=0x00000000ffbf1000 - 0x00000000ffbf2000 size=4096 unmapped_size=4096
+          <idle>-0       [001] ..s1.    27.148725: map: IOMMU: iova=0x00000000ffbf1000 - 0x00000000ffbf2000 paddr=0x00000000055ac000 size=4096
+          insmod-96      [000] .....    29.604124: io_page_fault: IOMMU:DRIVER e1000e iova=0x1000 flags=0x0
+";
 pub const HYPERSIO_LOG: &str = "\
 1@2.000003:vtd_iotlb_cc_update IOTLB context update bus 0x0 devfn 0x10 high 0x101 low 0x1001 gen 0 -> gen 1
 1@2.000003:vtd_slpte_fetch SLPTE fetch: high 0x101 low 0x1001 iova 0x34800000 level 0x4 addr 0x40000000 slpte 0x1
