@@ -36,6 +36,7 @@ pub mod settings;
 mod signals;
 pub mod slo;
 pub mod state_dir;
+mod steps;
 pub mod text;
 pub mod tiers;
 pub mod upgrade;

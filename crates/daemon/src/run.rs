@@ -35,7 +35,7 @@ use crate::upgrade::{
 };
 use pagetide_addr::{PAGE_BYTES, to_usize};
 use pagetide_report::outcome::{CommandError, print};
-use pagetide_sys::clock::now_ns;
+use pagetide_sys::{clock::now_ns, hurry::Hurry};
 
 /// How long requests still under way at the end may take. All work is done by then; this only waits for
 /// a client that does not read its answer.
@@ -47,21 +47,26 @@ const DRAIN_WAIT: Duration = Duration::from_secs(3);
 /// Runs the daemon until SIGTERM or SIGINT, or until another program has taken over.
 pub fn run(args: RunArgs) -> Result<(), CommandError> {
     notify::started();
+    // Threads of VMs may wait for a daemon.
+    let hurry = Hurry::begin();
     let Some(settings) = settings_of::<RunSettings>(args.source, args.given)? else {
         return Ok(());
     };
     let own = own_program();
     let started = Started::afresh(&settings, start_control)?;
+    drop(hurry);
     started.serve(&settings, &own, UpgradeReport::none())
 }
 
 /// Runs a DPU process until SIGTERM or SIGINT.
 pub fn run_dpu(args: DpuRunArgs) -> Result<(), CommandError> {
     notify::started();
+    let hurry = Hurry::begin();
     let Some(settings) = settings_of::<DpuSettings>(args.source, args.given)? else {
         return Ok(());
     };
     let started = Started::afresh(&settings, start_dpu)?;
+    drop(hurry);
     started.tell_ready();
     let Started {
         socket,
@@ -86,10 +91,12 @@ pub(crate) fn go_on(
     parts: Parts,
     own: &Path,
     last: UpgradeReport,
+    hurry: Hurry,
 ) -> Result<(), CommandError> {
     check_host()?;
     let mut started = Started::from_parts(settings, parts, Owed::AsAfterDeath)?;
     started.admit();
+    drop(hurry);
     started.serve(settings, own, last)
 }
 
@@ -258,9 +265,9 @@ impl Started {
             }),
         };
         match runtime.block_on(serving.run(front, Some(&mut orders))) {
-            Ok(End::HandedOver(prepared, parts)) => {
+            Ok(End::HandedOver(prepared, parts, hurry)) => {
                 runtime.shutdown_background();
-                let Err(error) = hold::pass_on(*prepared, parts, &text, own);
+                let Err(error) = hold::pass_on(*prepared, parts, &text, own, hurry);
                 // Nothing is detached: the next daemon recovers everything, as after a crash.
                 tracing::error!(%error, "this program cannot be executed again; ending as by a crash");
                 std::process::exit(1)
@@ -326,7 +333,7 @@ enum End {
     /// Everything is detached.
     Ended,
     /// Nothing is: the program that is ready is to take over.
-    HandedOver(Box<Prepared>, Parts),
+    HandedOver(Box<Prepared>, Parts, Hurry),
 }
 
 /// Why serving is interrupted.
@@ -375,10 +382,12 @@ impl Serving<'_> {
             drop(stop);
             // Requests that go on longer keep their connections: the old server is not cut off.
             let drained = tokio::time::timeout(DRAIN_WAIT, self.drained(&mut server)).await;
+            // From here on VMs and disks wait.
+            let hurry = Hurry::begin();
             match self.hand_over(drained) {
                 Ok(parts) => {
                     signals.put_back();
-                    return Ok(End::HandedOver(prepared, parts));
+                    return Ok(End::HandedOver(prepared, parts, hurry));
                 }
                 Err(reason) => self.gave_up(*prepared, &reason),
             }

@@ -15,13 +15,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use pagetide_sys::pauses::Pauses;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
 /// How long to wait for a predecessor that is exiting: its exit tears down mappings and rings of every
 /// VM, which takes a few seconds on a large host.
 const LOCK_WAIT: Duration = Duration::from_secs(15);
-/// Interval between attempts to take the lock.
+/// Longest interval between attempts to take the lock.
 const LOCK_RETRY: Duration = Duration::from_millis(50);
 /// `f_type` of tmpfs (statfs(2)).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -136,12 +137,11 @@ impl StateDir {
             .open(path.join("lock"))
             .map_err(failed)?;
         let until = Instant::now() + wait;
+        let mut pauses = Pauses::up_to(LOCK_RETRY);
         loop {
             match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => break,
-                Err(Errno::WOULDBLOCK) if Instant::now() < until => {
-                    std::thread::sleep(LOCK_RETRY);
-                }
+                Err(Errno::WOULDBLOCK) if Instant::now() < until => pauses.pause(),
                 Err(Errno::WOULDBLOCK) => return Err(StateDirError::Taken(path.to_owned())),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(failed(error.into())),

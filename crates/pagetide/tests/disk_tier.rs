@@ -2,12 +2,15 @@
 //! Memory that goes to a disk and comes back: over restarts, a daemon that is killed, a bit that flips, a
 //! daemon without the disk. The VMM is this process: a file of RAM, mapped shared.
 
+mod cold;
 mod daemon;
+mod ram;
 mod vmm;
 
+use cold::{attach, content, show, tier};
 use daemon::{Daemon, command, number};
-use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
-use serde_json::Value;
+use pagetide_sys::memory_file::GuestFile;
+use ram::Ram;
 use std::{
     fs::OpenOptions,
     os::{
@@ -23,48 +26,6 @@ const RAM_BYTES: u64 = 48 * MIB;
 const PAGES: u64 = RAM_BYTES / PAGE_BYTES;
 /// Where the tier puts its first page.
 const FIRST_PAGE_AT: u64 = 16 * MIB;
-
-/// Half of it compresses, and none of it is made of one word.
-fn content(page: u64) -> Vec<u8> {
-    let mut word = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(4096);
-    while bytes.len() < 4096 {
-        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let part = match bytes.len() < 2048 || page.is_multiple_of(4) {
-            true => word,
-            false => page | 1 << 40,
-        };
-        bytes.extend_from_slice(&part.to_le_bytes());
-    }
-    bytes
-}
-
-struct Ram {
-    memory: SharedMapping,
-    file: GuestFile,
-}
-
-impl Ram {
-    fn filled() -> Self {
-        let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
-        let memory = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
-        for page in 0..PAGES {
-            memory.copy_to(page * PAGE_BYTES, &content(page)).unwrap();
-        }
-        Self { memory, file }
-    }
-
-    fn touch(&self, page: u64) {
-        let mut found = vec![0; 4096];
-        let at = page * PAGE_BYTES;
-        self.memory.copy_from(at, &mut found).unwrap();
-        assert!(found == content(page), "page {page}");
-    }
-
-    fn verify(&self) {
-        (0..PAGES).for_each(|page| self.touch(page));
-    }
-}
 
 /// A folder for the state, and the file of a disk tier; `None` where there can be none.
 struct Place {
@@ -111,33 +72,24 @@ impl Place {
     }
 }
 
-fn show(daemon: &Daemon) -> Value {
-    daemon.json(&["vm", "show", "a"])
-}
-
-fn attach(daemon: &Daemon) {
-    let own = std::process::id().to_string();
-    daemon.json(&["attach", "--pid", &own, "--name", "a"]);
+fn filled() -> Ram {
+    Ram::filled(RAM_BYTES, content)
 }
 
 /// Until nearly all that is evicted is on the disk.
 fn sink_all(daemon: &mut Daemon) {
-    daemon.until("memory on disk", |daemon| {
-        daemon.client(&["vm", "reclaim", "a"]);
-        number(&show(daemon), "disk_pages") > PAGES * 9 / 10
-    });
+    cold::sink(daemon, "disk_pages", PAGES * 9 / 10);
 }
 
 #[test]
 fn memory_goes_to_disk_outlives_a_killed_daemon_and_comes_back_by_faults_and_detach() {
     let test = "memory_goes_to_disk_outlives_a_killed_daemon_and_comes_back_by_faults_and_detach";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
-    let pool = daemon.json(&["pool", "show"]);
-    assert_eq!(pool["tiers"][0]["standing"], "working", "{pool}");
+    assert_eq!(tier(&daemon)["standing"], "working");
     let vm = show(&daemon);
     assert!(number(&vm, "stored_bytes") < RAM_BYTES / 10, "{vm}");
     assert!(number(&vm, "disk_bytes") > RAM_BYTES / 4, "{vm}");
@@ -156,15 +108,16 @@ fn memory_goes_to_disk_outlives_a_killed_daemon_and_comes_back_by_faults_and_det
     let report = daemon.json(&["vm", "detach", "a"]);
     assert!(number(&report, "filled_pages") > PAGES * 9 / 10, "{report}");
     ram.verify();
-    let pool = daemon.json(&["pool", "show"]);
-    assert_eq!(number(&pool["tiers"][0], "stored_bytes"), 0, "{pool}");
+    assert_eq!(number(&tier(&daemon), "stored_bytes"), 0);
 }
 
 #[test]
 fn flipped_bit_on_the_disk_costs_that_page_alone_and_is_told() {
     let test = "flipped_bit_on_the_disk_costs_that_page_alone_and_is_told";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
+    let same = file.as_fd().try_clone_to_owned().unwrap();
+    let ram = Ram::filled_in(same.into(), RAM_BYTES, content);
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -189,7 +142,7 @@ fn flipped_bit_on_the_disk_costs_that_page_alone_and_is_told() {
     assert_eq!(number(&vm, "poisoned_pages"), 1, "{vm}");
     // It is a hole, and has no byte of anything.
     let mut found = vec![1; 4096];
-    ram.file.read_at(lost * PAGE_BYTES, &mut found).unwrap();
+    file.read_at(lost * PAGE_BYTES, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte == 0), "page {lost}");
     let refused = daemon.client(&["vm", "detach", "a"]);
     let told = String::from_utf8_lossy(&refused.stderr);
@@ -214,7 +167,7 @@ fn lost_page(log: &str) -> u64 {
 fn vm_waits_for_the_disk_that_it_has_pages_on() {
     let test = "vm_waits_for_the_disk_that_it_has_pages_on";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -242,7 +195,7 @@ fn vm_waits_for_the_disk_that_it_has_pages_on() {
 fn daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_back() {
     let test = "daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_back";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -254,15 +207,14 @@ fn daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_b
     let away = place.disk.path().join("away");
     std::fs::rename(place.disk(), &away).unwrap();
     let mut daemon = place.start();
-    let pool = daemon.json(&["pool", "show"]);
-    assert_eq!(pool["tiers"][0]["standing"], "gone", "{pool}");
+    assert_eq!(tier(&daemon)["standing"], "gone");
     (0..PAGES / 8).for_each(|page| ram.touch(page));
     let vm = show(&daemon);
     assert_eq!(number(&vm, "poisoned_pages"), 0, "{vm}");
     assert!(number(&vm, "disk_pages") > PAGES / 2, "{vm}");
     std::fs::rename(&away, place.disk()).unwrap();
     daemon.until("the disk is back", |daemon| {
-        daemon.json(&["pool", "show"])["tiers"][0]["standing"] == "working"
+        tier(daemon)["standing"] == "working"
     });
     ram.verify();
     sink_all(&mut daemon);
@@ -275,7 +227,7 @@ fn daemon_whose_disk_has_gone_serves_what_is_elsewhere_and_the_rest_when_it_is_b
 fn pool_that_cannot_be_opened_now_keeps_no_other_vm_from_being_served() {
     let test = "pool_that_cannot_be_opened_now_keeps_no_other_vm_from_being_served";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -303,7 +255,7 @@ fn pool_that_cannot_be_opened_now_keeps_no_other_vm_from_being_served() {
 fn disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one() {
     let test = "disk_with_pages_of_a_daemon_that_is_dead_is_refused_to_another_one";
     let Some(place) = Place::of(test) else { return };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);

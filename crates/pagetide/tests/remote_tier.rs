@@ -3,25 +3,24 @@
 //! daemon that is killed or upgraded, a server that has lost its data, one that is refused. The VMM is this
 //! process: a file of RAM, mapped shared.
 
+mod cold;
 mod daemon;
 #[path = "../../guestkit/src/far/mod.rs"]
 mod far;
+mod far_cluster;
+mod far_tls;
+mod ram;
 mod vmm;
 
+use cold::{attach, content, show, tier};
 use daemon::{Daemon, command, number};
 use far::{FarServer, Wire};
-use pagetide_sys::{
-    mapping::{MappingError, SharedMapping},
-    memory_file::GuestFile,
-};
+use pagetide_sys::mapping::MappingError;
+use ram::Ram;
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
 use std::{
     fs,
-    os::{
-        fd::AsFd as _,
-        unix::{fs::PermissionsExt as _, process::ExitStatusExt as _},
-    },
+    os::unix::{fs::PermissionsExt as _, process::ExitStatusExt as _},
     process::Command,
     sync::{
         Arc,
@@ -37,68 +36,27 @@ const RAM_BYTES: u64 = 24 * MIB;
 const PAGES: u64 = RAM_BYTES / PAGE_BYTES;
 const PASSWORD: &str = "a password that nobody sees";
 
-/// Half of it compresses, and none of it is made of one word.
-fn content(page: u64) -> Vec<u8> {
-    let mut word = page.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut bytes = Vec::with_capacity(4096);
-    while bytes.len() < 4096 {
-        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        let part = match bytes.len() < 2048 || page.is_multiple_of(4) {
-            true => word,
-            false => page | 1 << 40,
-        };
-        bytes.extend_from_slice(&part.to_le_bytes());
-    }
-    bytes
+fn filled() -> Arc<Ram> {
+    Arc::new(Ram::filled(RAM_BYTES, content))
 }
 
-struct Ram {
-    memory: SharedMapping,
-    _file: GuestFile,
-}
-
-impl Ram {
-    fn filled() -> Arc<Self> {
-        let file = GuestFile::new_memfd("ram", RAM_BYTES).unwrap();
-        let memory = SharedMapping::new(file.as_fd(), RAM_BYTES).unwrap();
-        for page in 0..PAGES {
-            memory.copy_to(page * PAGE_BYTES, &content(page)).unwrap();
-        }
-        Arc::new(Self {
-            memory,
-            _file: file,
-        })
-    }
-
-    fn touch(&self, page: u64) {
+/// Touches every page; returns how many cannot be.
+fn survey(ram: &Ram) -> u64 {
+    // The kernel reads here: a page that is lost is an error, and no signal.
+    let is_lost = |page: &u64| {
         let mut found = vec![0; 4096];
-        let at = page * PAGE_BYTES;
-        self.memory.copy_from(at, &mut found).unwrap();
-        assert!(found == content(page), "page {page}");
-    }
-
-    fn verify(&self) {
-        (0..PAGES).for_each(|page| self.touch(page));
-    }
-
-    /// Touches every page; returns how many cannot be.
-    fn survey(&self) -> u64 {
-        // The kernel reads here: a page that is lost is an error, and no signal.
-        let is_lost = |page: &u64| {
-            let mut found = vec![0; 4096];
-            let read = self
-                .memory
-                .copy_from_by_kernel(page * PAGE_BYTES, &mut found);
-            if let Err(MappingError::Kernel { source, .. }) = &read {
-                assert_eq!(source.raw_os_error(), Some(libc::EFAULT), "page {page}");
-                return true;
-            }
-            read.unwrap();
-            assert!(found == content(*page), "page {page}");
-            false
-        };
-        (0..PAGES).filter(is_lost).count() as u64
-    }
+        let read = ram
+            .mapping
+            .copy_from_by_kernel(page * PAGE_BYTES, &mut found);
+        if let Err(MappingError::Kernel { source, .. }) = &read {
+            assert_eq!(source.raw_os_error(), Some(libc::EFAULT), "page {page}");
+            return true;
+        }
+        read.unwrap();
+        assert!(found == content(*page), "page {page}");
+        false
+    };
+    (0..PAGES).filter(is_lost).count() as u64
 }
 
 /// A folder for the state, and a server with the wire to it.
@@ -160,25 +118,9 @@ impl Place {
     }
 }
 
-fn show(daemon: &Daemon) -> Value {
-    daemon.json(&["vm", "show", "a"])
-}
-
-fn tier(daemon: &Daemon) -> Value {
-    daemon.json(&["pool", "show"])["tiers"][0].clone()
-}
-
-fn attach(daemon: &Daemon) {
-    let own = std::process::id().to_string();
-    daemon.json(&["attach", "--pid", &own, "--name", "a"]);
-}
-
 /// Until nearly all that is evicted is on the server.
 fn sink_all(daemon: &mut Daemon) {
-    daemon.until("memory on the other host", |daemon| {
-        daemon.client(&["vm", "reclaim", "a"]);
-        number(&show(daemon), "remote_pages") > PAGES * 9 / 10
-    });
+    cold::sink(daemon, "remote_pages", PAGES * 9 / 10);
 }
 
 fn until_working(daemon: &mut Daemon) {
@@ -204,7 +146,7 @@ fn memory_outlives_kills_of_server_and_daemon_a_cut_wire_and_flipped_bits() {
     let Some(mut place) = Place::of(test, Loses::Nothing) else {
         return;
     };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -269,7 +211,7 @@ fn memory_of_a_server_that_lost_its_data_is_told_as_lost_and_is_no_other_memory(
     let Some(mut place) = Place::of(test, Loses::All) else {
         return;
     };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start_with(&["--remote-when-gone", "lost"]);
     assert!(daemon.log().contains("keeps nothing"), "{}", daemon.log());
     attach(&daemon);
@@ -283,7 +225,7 @@ fn memory_of_a_server_that_lost_its_data_is_told_as_lost_and_is_no_other_memory(
     });
     until_working(&mut daemon);
     let there = number(&show(&daemon), "remote_pages");
-    let lost = ram.survey();
+    let lost = survey(&ram);
     assert!(lost > PAGES * 3 / 10, "{lost}");
     assert!(lost <= there, "{lost} of {there}");
     let vm = show(&daemon);
@@ -299,7 +241,7 @@ fn memory_of_a_server_that_lost_its_data_is_told_as_lost_and_is_no_other_memory(
         daemon.client(&["vm", "reclaim", "a"]);
         number(&show(daemon), "remote_pages") > PAGES * 3 / 10
     });
-    assert_eq!(ram.survey(), lost);
+    assert_eq!(survey(&ram), lost);
 }
 
 #[test]
@@ -308,7 +250,7 @@ fn vm_waits_for_what_its_server_lost_until_the_data_is_restored() {
     let Some(mut place) = Place::of(test, Loses::Nothing) else {
         return;
     };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -351,7 +293,7 @@ fn upgraded_daemon_serves_memory_of_the_other_host() {
         .unwrap();
     let program = programs.path().join("pagetide");
     fs::copy(env!("CARGO_BIN_EXE_pagetide"), &program).unwrap();
-    let ram = Ram::filled();
+    let ram = filled();
     let asked = place.server.ask(&[
         "CONFIG",
         "SET",
@@ -384,7 +326,7 @@ fn fault_is_counted_when_its_page_is_there_and_not_when_its_load_begins() {
     let Some(place) = Place::of(test, Loses::Nothing) else {
         return;
     };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = place.start();
     attach(&daemon);
     sink_all(&mut daemon);
@@ -557,7 +499,7 @@ fn daemon_with_a_vm_starts_without_the_password_of_its_tier_and_reads_it_when_it
         let settings = ["--tiers", &tiers, "--sink-after", "100ms"];
         Daemon::start(place.state.path(), command(place.state.path(), &settings))
     };
-    let ram = Ram::filled();
+    let ram = filled();
     let mut daemon = start();
     attach(&daemon);
     sink_all(&mut daemon);

@@ -178,6 +178,7 @@ fn memory_in_use_is_right_over_ten_upgrades_and_nothing_is_lost() {
             assert_eq!(report["state"], "done", "{report}");
             assert_ne!(daemon.pid(), before);
             assert_eq!(report["pid"], daemon.pid());
+            assert_eq!(daemon.hurried_threads(), 0);
             stalls.push((ram.longest_us.load(Relaxed), report["pause_us"].clone()));
         }
         daemon.json(&["vm", "limit", "a", LIMIT, "--json"]);
@@ -232,6 +233,7 @@ fn broken_program_does_not_become_the_daemon_and_the_old_one_goes_on() {
             );
             let report = daemon.asked("/v1/upgrade");
             assert_eq!(report["state"], "rolled-back", "{report}");
+            assert_eq!(daemon.hurried_threads(), 0, "{way:?}");
         }
         assert_eq!(daemon.upgrade(&program)["state"], "done");
         assert_ne!(daemon.pid(), pid);

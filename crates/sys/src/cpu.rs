@@ -65,8 +65,10 @@ pub mod priority {
     pub const IOPF_DISPATCHER: u8 = 3;
     /// A thread that keeps a VMM's thread stopped for remote system calls.
     pub const REMOTE_CALL: u8 = 4;
+    /// Everything that a process does while guests wait for all of it: see [`crate::hurry`].
+    pub const HURRY: u8 = 5;
     const _: () = assert!(0 < RECLAIM && RECLAIM < IOPF_WORKER && IOPF_WORKER < IOPF_DISPATCHER);
-    const _: () = assert!(IOPF_DISPATCHER < REMOTE_CALL);
+    const _: () = assert!(IOPF_DISPATCHER < REMOTE_CALL && REMOTE_CALL < HURRY);
 }
 
 /// The CPU this thread runs on at this moment.

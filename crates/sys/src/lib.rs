@@ -28,6 +28,8 @@
 //! | [`membarrier`] | a fence whose cost falls on one side |
 //! | [`clock`] | the host's monotonic clock as a number |
 //! | [`cpu`] | where this thread runs |
+//! | [`pauses`] | between looks for what another process gives up |
+//! | [`hurry`] | a time in which this process goes before others |
 //! | [`event`] | an eventfd for the vhost crates |
 //! | [`signal`] | an eventfd signalled without blocking |
 //! | [`byte_lock`] | locks of single bytes, which belong to an open file |
@@ -47,6 +49,7 @@ mod emulated;
 pub mod event;
 pub mod file_ring;
 pub mod guest_ram;
+pub mod hurry;
 pub mod inherited;
 pub mod interrupt;
 pub mod kept_signals;
@@ -58,6 +61,7 @@ pub mod net;
 pub mod page_flags;
 pub mod page_idle;
 pub mod pagemap;
+pub mod pauses;
 mod presence;
 pub mod process;
 pub mod ptrace;

@@ -6,6 +6,7 @@
 //! not report pages in swap); [`crate::presence`] describes how part of a file is queried. `pread`
 //! of a hole reads zeros and allocates nothing; a write, or a touch through a mapping, allocates.
 
+use crate::pauses::Pauses;
 use crate::presence::Presence;
 use pagetide_addr::{FileKey, PAGE_BYTES};
 use rustix::fs::{FallocateFlags, FlockOperation, SeekFrom};
@@ -20,7 +21,7 @@ const TMPFS_MAGIC: i128 = 0x0102_1994;
 /// File system type of hugetlbfs, and so of memfds of huge pages.
 const HUGETLBFS_MAGIC: i128 = 0x9584_58f6;
 
-/// How often a lock is tried that is waited for.
+/// Longest pause between two attempts to take a lock that is waited for.
 const LOCK_POLL: Duration = Duration::from_millis(2);
 
 /// Why a file operation failed.
@@ -348,9 +349,10 @@ impl GuestFile {
     /// The error of `flock`, other than that the lock is held.
     pub fn lock_exclusive_within(&self, limit: Duration) -> Result<Locked, FileError> {
         let began = Instant::now();
+        let mut pauses = Pauses::up_to(LOCK_POLL);
         loop {
             match self.lock_exclusive(LockWait::Try)? {
-                Locked::HeldByAnother if began.elapsed() < limit => std::thread::sleep(LOCK_POLL),
+                Locked::HeldByAnother if began.elapsed() < limit => pauses.pause(),
                 locked => return Ok(locked),
             }
         }

@@ -17,6 +17,9 @@ use std::{
 /// Where a pool has its version.
 const VERSION_AT: u64 = 8;
 
+/// One part in so many is left of a program that is cut short.
+const KEPT_OF: u64 = 64;
+
 /// Attempts to disturb an upgrade in time.
 const TRIES: u64 = 3;
 
@@ -29,7 +32,7 @@ pub(super) enum Broken {
     NotExecutable,
     /// It is a text.
     NoProgram,
-    /// Its second half is missing.
+    /// Most of it is missing. (Its second half may be nothing but line numbers, and is not missed.)
     CutShort,
     /// It reads pools of another version than one that is there.
     AnotherFormat,
@@ -105,7 +108,7 @@ impl Broken {
             Self::NoProgram => fs::write(path, "no program\n"),
             _ => {
                 let file = fs::File::options().write(true).open(path)?;
-                file.set_len(file.metadata()?.len() / 2)
+                file.set_len(file.metadata()?.len() / KEPT_OF)
             }
         }
     }

@@ -25,6 +25,7 @@ use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::check_weight;
 use pagetide_dpu::config::POLL_MAX;
 use pagetide_dpu::{Dpu, DpuConfig, ParkedDevice, wait_for_dead_engines};
+use pagetide_sys::pauses::Pauses;
 use pagetide_vpri::{AccessLog, DomainTable, Doorbell, FaultAssist, HostEnd};
 use std::{
     collections::BTreeMap,
@@ -40,7 +41,7 @@ const LIST_FILE: &str = "devices.json";
 /// How long a successor waits for locked images. A predecessor releases its locks within milliseconds,
 /// and front ends of other devices do not wait for this.
 const IMAGE_WAIT: Duration = Duration::from_secs(5);
-/// Time between two attempts.
+/// Longest time between two attempts.
 const IMAGE_LOOK: Duration = Duration::from_millis(20);
 
 /// What a start owes to what was handed over.
@@ -206,8 +207,9 @@ impl DeviceSet {
             let socket = request.socket().display();
             tracing::info!(%socket, "waiting for what another process still has of a device");
         }
+        let mut pauses = Pauses::up_to(IMAGE_LOOK);
         while !waiting.is_empty() {
-            std::thread::sleep(IMAGE_LOOK);
+            pauses.pause();
             waiting.retain(|request| self.make_again(request, deadline) == Again::Later);
         }
         *lock(&self.list) = known;
@@ -232,11 +234,12 @@ impl DeviceSet {
         })?;
         let request = &coming_back(kept);
         let mut parked = Some(parked);
+        let mut pauses = Pauses::up_to(IMAGE_LOOK);
         loop {
             match go_on(&self.dpu, request, &mut parked) {
                 // The kernel gives a dead predecessor's locks back a moment after its end.
                 Err(error) if error.again() == Again::Later && Instant::now() < deadline => {
-                    std::thread::sleep(IMAGE_LOOK);
+                    pauses.pause();
                 }
                 Err(error) => {
                     return Err(failed(format!(

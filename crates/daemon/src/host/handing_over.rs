@@ -10,7 +10,7 @@
 //! Faults of VMs are served until the process is replaced.
 
 use super::{Host, failure::failed};
-use crate::control::ControlError;
+use crate::{control::ControlError, steps::Steps};
 use pagetide_dpu::ParkedDevice;
 use std::{
     sync::{Arc, mpsc},
@@ -30,12 +30,18 @@ impl Host {
     /// # Errors
     /// A disk does not answer. Everything goes on, but for a recording, which has ended.
     pub(super) fn stop_for_successor(&self) -> Result<Vec<ParkedDevice>, ControlError> {
+        let mut steps = Steps::begin();
         self.complete_recording()?;
+        steps.done("recording");
         // Requests of disks wait from here on.
         self.devices.hush(IMAGES_WAIT)?;
+        steps.done("hush");
         self.vms.close();
+        steps.done("vms closed");
         self.shared.budget.stop();
+        steps.done("budget");
         self.shared.feed.stop();
+        steps.done("feed");
         let vms = self.vms.all();
         // All at once: each takes as long as the step that it is in.
         for vm in &vms {
@@ -46,7 +52,11 @@ impl Host {
             drop(vm.stop_reclaim_thread());
             vm.core.counters.sync();
         }
-        Ok(self.devices.park())
+        steps.done("reclaim");
+        let parked = self.devices.park();
+        steps.done("disks");
+        tracing::info!(us = %steps, "stopped for a successor");
+        Ok(parked)
     }
 
     fn complete_recording(&self) -> Result<(), ControlError> {

@@ -82,6 +82,7 @@ use crate::{
     scheduler::{Schedule, ScheduleChange, ScheduleSettings, SchedulerReport},
     settings::RunSettings,
     slo::SloList,
+    steps::Steps,
 };
 use pagetide_addr::PAGE_BYTES;
 use pagetide_dpu::ParkedDevice;
@@ -152,6 +153,7 @@ pub(crate) fn start_with(
     handed: Option<HandedOver>,
     owed: Owed,
 ) -> Result<Arc<dyn Control>, ControlError> {
+    let mut steps = Steps::begin();
     pagetide_sys::membarrier::register().map_err(failed)?;
     let state_dir = settings.state_dir.clone();
     refuse_other_versions(&state_dir)?;
@@ -163,14 +165,19 @@ pub(crate) fn start_with(
         None => Needed::of_what_is_left(settings, &found),
     };
     let known: Vec<_> = found.iter().map(|path| name_of(path)).collect();
+    steps.done("settings");
     let budget = Budget::open(settings, &state_dir, &known, needed, owed)?;
+    steps.done("budget");
     let (devices, spaces) = Devices::start(settings, owed)?;
+    steps.done("engines");
     let feed = FeedConfig {
         rate: settings.access_log_rate,
     };
     let feed = Arc::new(Feed::start(Arc::clone(devices.log()), &feed)?);
     let (bell, rung) = JanitorBell::new()?;
+    steps.done("feed");
     let slow = slow_tiers::open(settings, &pools(&state_dir)?, needed, owed)?;
+    steps.done("slow tiers");
     let method = tracker::SampleMethod::choose(settings.tracker)?;
     let shared = Shared {
         service: Arc::clone(devices.service()),
@@ -198,6 +205,7 @@ pub(crate) fn start_with(
     // Before VMs are recovered, which may take a while: some are large, and some will wait.
     let expected = recovering::expect_all(&state_dir, &shared)?;
     shared.budget.start()?;
+    steps.done("expected");
     let host = Arc::new(Host {
         state_dir,
         shared,
@@ -208,6 +216,7 @@ pub(crate) fn start_with(
     });
     let handed = handed.unwrap_or_default();
     let taken = host.recover_all(expected);
+    steps.done("VMs");
     match host.check_served(&handed.vms) {
         Err(error) if owed == Owed::AsAfterDeath => {
             tracing::error!(
@@ -220,7 +229,10 @@ pub(crate) fn start_with(
     if taken == Taken::AllKnown {
         host.devices.restore(handed.devices, owed)?;
     }
+    steps.done("disks");
     Janitor::new(rung).start(&host)?;
+    steps.done("janitor");
+    tracing::info!(us = %steps, "everything that was left is served");
     Ok(host)
 }
 

@@ -22,7 +22,7 @@ use pagetide_handover::{
     message::{Go, Message},
 };
 use pagetide_report::outcome::CommandError;
-use pagetide_sys::inherited;
+use pagetide_sys::{hurry::Hurry, inherited};
 use rustix::{
     fs::{MemfdFlags, memfd_create},
     process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid},
@@ -56,6 +56,8 @@ struct Record {
     /// Where this program lay when the daemon was started.
     own: PathBuf,
     upgrade: UpgradeReport,
+    /// Of the process before VMs and disks waited for it.
+    scheduling: i32,
 }
 
 /// Replaces this process by one that holds `parts` and lets the successor take over. Everything else that the
@@ -69,6 +71,7 @@ pub(crate) fn pass_on(
     parts: Parts,
     settings: &str,
     own: &Path,
+    hurry: Hurry,
 ) -> Result<Infallible, ControlError> {
     let failed = |error: std::io::Error| ControlError::failed(error.to_string());
     let Prepared {
@@ -85,6 +88,7 @@ pub(crate) fn pass_on(
         settings: settings.to_owned(),
         own: own.to_owned(),
         upgrade: report,
+        scheduling: hurry.leave(),
     };
     let record = written(&record).map_err(failed)?;
     // If the program is not executed, the successor ends because nobody holds the other end any more.
@@ -123,6 +127,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
     };
     signals::keep().map_err(no_record)?;
     let record = read().map_err(no_record)?;
+    let hurry = Hurry::inherited(record.scheduling);
     let numbers = record.numbers.iter();
     let fds: Result<Vec<OwnedFd>, _> = numbers.map(|fd| inherited::take(*fd)).collect();
     let fds = fds.map_err(no_record)?;
@@ -161,7 +166,7 @@ pub(crate) fn run() -> Result<(), CommandError> {
     let parts = Parts::from_message(&record.go, fds.into_iter().collect());
     let parts = parts.map_err(CommandError::failed)?;
     let upgrade = record.upgrade.ended(UpgradeState::RolledBack, reason);
-    run::go_on(&settings, parts, &record.own, upgrade)
+    run::go_on(&settings, parts, &record.own, upgrade, hurry)
 }
 
 /// Why the successor has not taken over.

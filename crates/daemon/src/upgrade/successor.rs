@@ -21,7 +21,7 @@ use pagetide_handover::{
     message::{Go, Message, Offer, Ready, Refused, VERSION},
 };
 use pagetide_report::outcome::CommandError;
-use pagetide_sys::{clock::now_ns, inherited};
+use pagetide_sys::{clock::now_ns, hurry::Hurry, inherited};
 use std::{
     path::Path,
     time::{Duration, Instant},
@@ -59,6 +59,8 @@ pub(crate) fn run() -> Result<(), CommandError> {
         Ok(settings) => settings,
         Err(error) => return refuse(&channel, error),
     };
+    // Before VMs and disks wait for this process.
+    let hurry = Hurry::begin();
     let ready = Message::Ready(Ready {
         version: VERSION,
         program: env!("CARGO_PKG_VERSION").to_owned(),
@@ -75,7 +77,8 @@ pub(crate) fn run() -> Result<(), CommandError> {
             return Err(CommandError::failed(error));
         }
     };
-    take_over(&channel, &settings, &go, Parts::from_message(&go, fds))
+    let parts = Parts::from_message(&go, fds);
+    take_over(&channel, &settings, &go, parts, hurry)
 }
 
 /// Whether this program can take over, before anything is stopped.
@@ -101,6 +104,7 @@ fn take_over(
     settings: &RunSettings,
     go: &Go,
     parts: Result<Parts, HandoverError>,
+    hurry: Hurry,
 ) -> Result<(), CommandError> {
     let parts = match parts {
         Ok(parts) => parts,
@@ -121,6 +125,7 @@ fn take_over(
     }
     await_commit(channel)?;
     started.admit();
+    drop(hurry);
     let own = own_program();
     let report = UpgradeReport {
         successor: Some(std::process::id()),

@@ -342,7 +342,7 @@ fn listen(
     let front_end = match tenancy {
         Tenancy::Served(served) if orders.parks() => park(control, orders, served),
         Tenancy::Served(served) => {
-            if let Tenancy::Stuck(_) = hang_up(control, served) {
+            if let Tenancy::Stuck(_) = hang_up(control, orders, served) {
                 tracing::warn!(socket = %control.socket.display(), "the device ends without its connection thread");
             }
             None
@@ -395,7 +395,7 @@ fn admit(
             return Tenancy::Served(old);
         }
         // Its I/O must have drained before another front end may begin.
-        Tenancy::Served(old) => hang_up(control, old),
+        Tenancy::Served(old) => hang_up(control, orders, old),
         left => left,
     };
     if let Tenancy::Stuck(thread) = left
@@ -423,6 +423,7 @@ fn serve(control: &Arc<Control>, orders: &Arc<Orders>, stream: UnixStream) -> io
     control.shared.set_leaving(Leaving::No);
     control.shared.forget_stop();
     control.set_presence(Presence::There);
+    orders.connected();
     let connection = Connection::new(stream, DeviceBackend::new(control.clone()));
     let gate = Gate::new(GateState::Admitted);
     begin(control, orders, &gate, connection, copy)
@@ -543,8 +544,9 @@ fn break_off(control: &Control, served: &FrontEnd) {
 }
 
 /// The same, and the thread of the connection ends.
-fn hang_up(control: &Control, served: FrontEnd) -> Tenancy {
+fn hang_up(control: &Control, orders: &Orders, served: FrontEnd) -> Tenancy {
     break_off(control, &served);
+    orders.hung_up();
     if served.ended.recv_timeout(STUCK_AFTER) == Err(RecvTimeoutError::Timeout) {
         tracing::error!(
             socket = %control.socket.display(),

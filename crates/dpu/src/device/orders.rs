@@ -33,6 +33,16 @@ struct Talk {
     message: Message,
     /// Until when a message under way is waited for, once it was asked to rest.
     until: Option<Instant>,
+    link: Link,
+}
+
+/// Whether its front end may still be listened to.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Link {
+    #[default]
+    Up,
+    /// It was hung up on.
+    Down,
 }
 
 /// Whether it may begin to read a message.
@@ -70,10 +80,10 @@ impl Orders {
 
     /// A message is there: waits while none is to be read; false if none is any more.
     pub fn begin_message(&self) -> bool {
-        let waits = |talk: &mut Talk| talk.rest == Rest::Wanted;
+        let waits = |talk: &mut Talk| talk.rest == Rest::Wanted && talk.link == Link::Up;
         let talk = self.changed.wait_while(self.talk(), waits);
         let mut talk = talk.unwrap_or_else(PoisonError::into_inner);
-        if self.parks() {
+        if self.parks() || talk.link == Link::Down {
             return false;
         }
         talk.message = Message::UnderWay;
@@ -82,6 +92,18 @@ impl Orders {
 
     pub fn end_message(&self) {
         self.talk().message = Message::None;
+        self.changed.notify_all();
+    }
+
+    /// A front end has come, and there is no other.
+    pub fn connected(&self) {
+        self.talk().link = Link::Up;
+    }
+
+    /// The front end was hung up on: its thread reads no message any more, and waits for nothing, also while the
+    /// device rests.
+    pub fn hung_up(&self) {
+        self.talk().link = Link::Down;
         self.changed.notify_all();
     }
 
@@ -134,6 +156,7 @@ impl Orders {
         if talk.rest == Rest::Wanted {
             *talk = Talk {
                 message: talk.message,
+                link: talk.link,
                 ..Talk::default()
             };
         }
@@ -160,5 +183,30 @@ impl Resting {
             let socket = self.control.socket.display();
             tracing::warn!(%socket, "a front end does not come to the end of a message");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    #[test]
+    fn wait_for_the_end_of_a_rest_ends_when_the_front_end_is_hung_up_on() {
+        let orders = Arc::new(Orders::new().unwrap());
+        orders.talk().rest = Rest::Wanted;
+        let begin = || {
+            let orders = Arc::clone(&orders);
+            thread::spawn(move || orders.begin_message())
+        };
+        let first = begin();
+        orders.hung_up();
+        assert!(!first.join().unwrap(), "it reads a message of nobody");
+        // The device rests still: the next one waits for its end.
+        orders.connected();
+        let second = begin();
+        orders.speak();
+        assert!(second.join().unwrap());
+        assert_eq!(orders.talk().message, Message::UnderWay);
     }
 }

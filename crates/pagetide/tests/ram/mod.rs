@@ -8,7 +8,7 @@ const PAGE_BYTES: u64 = 4096;
 
 /// A file of RAM, mapped shared, whose pages have the content that their number says.
 pub struct Ram {
-    mapping: SharedMapping,
+    pub mapping: SharedMapping,
     /// A VMM keeps it open.
     _file: GuestFile,
     pages: u64,
@@ -18,6 +18,11 @@ pub struct Ram {
 impl Ram {
     pub fn filled(bytes: u64, content: fn(u64) -> Vec<u8>) -> Self {
         let file = GuestFile::new_memfd("ram", bytes).unwrap();
+        Self::filled_in(file, bytes, content)
+    }
+
+    /// The same in this file.
+    pub fn filled_in(file: GuestFile, bytes: u64, content: fn(u64) -> Vec<u8>) -> Self {
         let mapping = SharedMapping::new(file.as_fd(), bytes).unwrap();
         let pages = bytes / PAGE_BYTES;
         for page in 0..pages {
@@ -31,14 +36,16 @@ impl Ram {
         }
     }
 
-    /// Touches every page, and compares every byte.
-    pub fn verify(&self) {
+    /// Touches a page, and compares its bytes.
+    pub fn touch(&self, page: u64) {
         let mut found = vec![0; 4096];
-        for page in 0..self.pages {
-            self.mapping
-                .copy_from(page * PAGE_BYTES, &mut found)
-                .unwrap();
-            assert!(found == (self.content)(page), "page {page}");
-        }
+        let at = page * PAGE_BYTES;
+        self.mapping.copy_from(at, &mut found).unwrap();
+        assert!(found == (self.content)(page), "page {page}");
+    }
+
+    /// All of them.
+    pub fn verify(&self) {
+        (0..self.pages).for_each(|page| self.touch(page));
     }
 }

@@ -6,6 +6,7 @@
 //! it with the process. The file says who holds it. Daemons without a budget do not ask.
 
 use crate::control::ControlError;
+use pagetide_sys::pauses::Pauses;
 use rustix::{
     fs::{FlockOperation, flock},
     io::Errno,
@@ -52,10 +53,11 @@ impl HostLock {
         };
         let mut file = open(path).map_err(|error| unusable(&error))?;
         let until = Instant::now() + wait;
+        let mut pauses = Pauses::up_to(LOCK_RETRY);
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => break,
-                Err(Errno::WOULDBLOCK) if Instant::now() < until => std::thread::sleep(LOCK_RETRY),
+                Err(Errno::WOULDBLOCK) if Instant::now() < until => pauses.pause(),
                 Err(Errno::WOULDBLOCK) => return Err(taken(path, &mut file)),
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(unusable(&error)),
