@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a user or a contributor calls. Each target says what it does: `make help`.
 
-.PHONY: help demo soak test test-aarch64 fuzz bench reproduce lint deny packages
+.PHONY: help demo soak test test-aarch64 fuzz bench reproduce python lint deny packages
 
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
@@ -32,6 +32,10 @@ reproduce: ## The papers: HyperTRIO's findings checked here, VPRI's and Taiji's 
 	target/release/pagetide sim findings
 	target/release/pagetide sim figures --out target/figures
 	target/release/pagetide-lab reproduce --reports target/bench
+
+python: ## The Python package: a wheel in a fresh environment, its tests, notebooks and types (PYTHON_FLAGS=--ray)
+	cargo build --release --package pagetide --package pagetide-lab
+	scripts/python $(PYTHON_FLAGS)
 
 lint: ## Format, clippy and the repository's own rules
 	cargo fmt --all --check

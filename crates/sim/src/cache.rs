@@ -251,7 +251,8 @@ impl Cache {
 
     /// What the policy did wrong, if anything.
     pub(crate) fn failure(&mut self) -> Option<String> {
-        self.failure.take().or_else(|| self.policy.failure())
+        // A policy that gives up may have had to name some victim all the same: its own word is the reason.
+        self.policy.failure().or_else(|| self.failure.take())
     }
 
     /// Moves entry `from`, the last of its set, to `to`, whose entry is dropped.

@@ -34,6 +34,7 @@ pub mod replay;
 mod request;
 mod run;
 mod run_all;
+mod stop;
 pub mod study;
 mod table;
 mod tenants;
@@ -53,3 +54,4 @@ pub use outcome::{
 pub use recorded_study::{RecordedLogs, run_recorded_study};
 pub use request::DOMAINS_MAX;
 pub use run::{TraceInput, run, run_own, run_told};
+pub use stop::{Stop, UntilStopped};

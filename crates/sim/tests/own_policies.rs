@@ -178,6 +178,8 @@ impl ReplacementPolicy for Wrong {
     fn victim(&mut self, entries: &mut Entries<'_>, set: usize) -> usize {
         match self {
             Self::Victim(at) => *at,
+            // It has given up, so what it names is of no matter.
+            Self::Failure => usize::MAX,
             _ => entries.of_set(set).start,
         }
     }

@@ -36,7 +36,9 @@ pub use hypertrace::{
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use params::TraceParams;
-pub use parquet::{ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta};
+pub use parquet::{
+    EventRow, ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta,
+};
 pub use qemu::{DmaRecord, QemuDmaReader, QemuLogReader};
 pub use stream::{BATCH_EVENTS, EventSink, EventSource, Events};
 pub use tenant::{

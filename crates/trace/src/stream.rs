@@ -9,7 +9,7 @@ use pagetide_access_log::TraceError;
 pub const BATCH_EVENTS: usize = 4096;
 
 /// A source of events, in order.
-pub trait EventSource {
+pub trait EventSource: Send {
     /// Appends the next events to `batch`, at most [`BATCH_EVENTS`]; none means the end.
     ///
     /// # Errors

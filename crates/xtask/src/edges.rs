@@ -14,7 +14,8 @@
 //!             gmem     sys              │
 //!               └── addr ┴──────────────┘
 //! ```
-//! and `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
+//! and `figures`, on `sim` and `chart`, below `lab`; `arrow`, on `sim`, and `figures` below `python`, a library on its own;
+//! `report` below `daemon` and `lab`, `chart` below `bench` and `lab`, `random` below all that draws numbers, `capi` on `gmem` alone,
 //! `vhost-backend`, on `sys`, below `dpu` and `vpri-function`, `access-log` below `daemon` and `trace`, `handover` below `daemon`,
 //! `policy`, on `addr` and `random`, below `swap`, `vmm` and `sim`, `tiers`, on `sys`, below `swap`, and `frontend`,
 //! on `sys`, below `bench` and `guestkit`. The table
@@ -26,7 +27,7 @@ use std::collections::BTreeSet;
 use serde_json::Value;
 
 /// A crate and the crates directly below it. A new crate is one line.
-const BELOW: [(&str, &[&str]); 30] = [
+const BELOW: [(&str, &[&str]); 33] = [
     ("pagetide-addr", &[]),
     ("pagetide-chart", &[]),
     ("pagetide-random", &[]),
@@ -71,6 +72,9 @@ const BELOW: [(&str, &[&str]); 30] = [
         &["pagetide-access-log", "pagetide-random"],
     ),
     ("pagetide-sim", &["pagetide-trace", "pagetide-policy"]),
+    ("pagetide-arrow", &["pagetide-sim"]),
+    ("pagetide-figures", &["pagetide-sim", "pagetide-chart"]),
+    ("pagetide-python", &["pagetide-arrow", "pagetide-figures"]),
     ("pagetide-ats-pri", &["pagetide-vpri"]),
     (
         "pagetide-conformance",
@@ -86,7 +90,10 @@ const BELOW: [(&str, &[&str]); 30] = [
             "pagetide-sim",
         ],
     ),
-    ("pagetide-lab", &["pagetide-bench", "pagetide-conformance"]),
+    (
+        "pagetide-lab",
+        &["pagetide-bench", "pagetide-conformance", "pagetide-figures"],
+    ),
     ("pagetide", &["pagetide-daemon", "pagetide-lab"]),
     ("pagetide-guest", &[]),
     (

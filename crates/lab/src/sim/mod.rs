@@ -20,7 +20,7 @@ use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
-use pagetide_sim::{RecordedLogs, SimError, findings, run_hardware_study, run_recorded_study};
+use pagetide_sim::{RecordedLogs, SimError, Stop, findings, run_hardware_study, run_recorded_study};
 
 use crate::trace::collection::Collection;
 use args::{
@@ -70,10 +70,11 @@ fn run_sweep(args: SweepArgs) -> Result<(), CommandError> {
         .and_then(|draft| draft.study())
         .map_err(of_study)?;
     let options = SweepOptions {
-        out: args.out,
+        out: Some(args.out),
         jobs: args.jobs.unwrap_or_else(all_cores),
         build: build()?,
         host: host(),
+        stop: Stop::default(),
     };
     let swept = sweep_progress("sweep", |told| sweep(&study, &options, told)).map_err(of_study)?;
     print_report(&SweepReport::of(&study, swept), args.json.into())

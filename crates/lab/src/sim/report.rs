@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reports of the simulator's commands.
 
+use std::path::Path;
+
 use pagetide_sim::study::{Build, PointId, Preset, Study, Sweep, SweepSummary, Trace, TraceFile};
 use pagetide_sim::verify::VerifyReport;
 use pagetide_sim::{CacheCounts, Config, FaultOutcome, LatencySummary, Outcome};
@@ -41,6 +43,7 @@ pub fn trace(trace: &Trace) -> Value {
     match trace {
         Trace::File(path) => path.to_string_lossy().into(),
         Trace::Made(spec) => serde_json::to_value(spec).unwrap_or_default(),
+        Trace::Memory(memory) => memory.sha256().into(),
     }
 }
 
@@ -249,12 +252,13 @@ impl Text for SweepReport {
         }
         let mut text = table(&rows);
         let summary = &self.summary;
+        let out = summary.out.as_deref().unwrap_or(Path::new("not written"));
         if summary.points > self.sweep.len() {
             text += &format!("… and {} more\n", summary.points - self.sweep.len());
         }
         text += &format!(
             "{}: {} points, {} run now in {:.1} s on {} threads, {} kept{}\n",
-            summary.out.display(),
+            out.display(),
             summary.points,
             summary.run,
             summary.elapsed_seconds,

@@ -36,6 +36,7 @@ use pagetide_access_log::PartialFile;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::stop::Stop;
 use crate::study::{
     Build, Draft, Study, StudyError, SweepOptions, SweepProgress, SweepRow, Traces, cells, sweep,
     write_table,
@@ -60,6 +61,8 @@ pub struct FigureOptions {
     pub build: Build,
     /// The machine, for the record.
     pub host: String,
+    /// Ends it early, with an error.
+    pub stop: Stop,
 }
 
 /// How what a panel shows is drawn.
@@ -234,10 +237,11 @@ pub fn compute(
 /// One sweep for all of them; its results are all rows in one file.
 fn sweep_options(options: &FigureOptions) -> SweepOptions {
     SweepOptions {
-        out: options.out.join("points.parquet"),
+        out: Some(options.out.join("points.parquet")),
         jobs: options.jobs,
         build: options.build.clone(),
         host: options.host.clone(),
+        stop: options.stop.clone(),
     }
 }
 

@@ -19,6 +19,7 @@ fn options(out: &Path, only: &[&str]) -> FigureOptions {
             program_sha256: "0".into(),
         },
         host: "here".into(),
+        stop: Stop::default(),
     }
 }
 

@@ -35,6 +35,8 @@ pub struct Draft {
     directory: PathBuf,
     /// Where the study was read.
     file: Option<PathBuf>,
+    /// Traces in the place of the study's.
+    given: Option<Vec<Trace>>,
 }
 
 /// A configuration, and the settings given for it.
@@ -57,6 +59,7 @@ impl Draft {
             set: Map::new(),
             directory: path.parent().unwrap_or(Path::new("")).to_owned(),
             file: Some(path.to_owned()),
+            given: None,
         })
     }
 
@@ -70,7 +73,29 @@ impl Draft {
             set: Map::new(),
             directory: directory.to_owned(),
             file: None,
+            given: None,
         })
+    }
+
+    /// A study that is a table already; its traces' names are relative to `directory`.
+    #[must_use]
+    pub fn of(table: Map<String, Value>, directory: &Path) -> Self {
+        Self {
+            table,
+            directory: directory.to_owned(),
+            ..Self::default()
+        }
+    }
+
+    /// Replaces the study's traces with these.
+    pub fn give_traces(&mut self, traces: Vec<Trace>) {
+        let recorded = traces.iter().map(|trace| match trace {
+            Trace::File(path) => serde_json::json!({ "file": path.to_string_lossy() }),
+            Trace::Made(spec) => serde_json::to_value(spec).unwrap_or_default(),
+            Trace::Memory(memory) => serde_json::json!({ "events_sha256": memory.sha256() }),
+        });
+        self.table.insert("trace".to_owned(), recorded.collect());
+        self.given = Some(traces);
     }
 
     /// Sets a parameter: `devtlb.entries=64`, `flavour=hypersio`, `seed=[1, 2]`.
@@ -166,8 +191,11 @@ impl Draft {
         Ok(())
     }
 
-    fn traces(&self, given: Option<Value>) -> Result<Vec<Trace>, StudyError> {
-        let entries = match given {
+    fn traces(&self, written: Option<Value>) -> Result<Vec<Trace>, StudyError> {
+        if let Some(given) = &self.given {
+            return Ok(given.clone());
+        }
+        let entries = match written {
             Some(Value::Array(entries)) if !entries.is_empty() => entries,
             // `[trace]` for a single one is accepted.
             Some(Value::Object(entry)) => vec![Value::Object(entry)],

@@ -44,7 +44,14 @@ impl Build {
     /// If the program cannot be read.
     pub fn running(version: &str, commit: Option<&str>) -> Result<Self, StudyError> {
         // The link leads to the program even if its name is gone.
-        let path = Path::new("/proc/self/exe");
+        Self::of(Path::new("/proc/self/exe"), version, commit)
+    }
+
+    /// The build of the program or library in the file at `path`.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn of(path: &Path, version: &str, commit: Option<&str>) -> Result<Self, StudyError> {
         let id = File::open(path)
             .ok()
             .and_then(|mut file| build_id(&mut file));

@@ -74,6 +74,9 @@ impl Point {
                 row.push(("trace.file".to_owned(), path.to_string_lossy().into()));
             }
             Trace::Made(spec) => flatten("trace", '.', &json(spec), &mut row),
+            Trace::Memory(memory) => {
+                row.push(("trace.events_sha256".to_owned(), memory.sha256().into()));
+            }
         }
         row
     }
@@ -128,6 +131,20 @@ impl Study {
                 parts.join(" ")
             })
             .collect()
+    }
+
+    /// An error of the model, with point `number` of which it is; an error of a trace names its file.
+    #[must_use]
+    pub fn at_point(&self, number: usize, error: StudyError) -> StudyError {
+        match error {
+            StudyError::Run(SimError::Trace(_)) => error,
+            StudyError::Run(source) => StudyError::Point {
+                point: number,
+                label: self.labels().swap_remove(number),
+                source: Box::new(source),
+            },
+            other => other,
+        }
     }
 
     /// The only point.

@@ -9,6 +9,7 @@
 //! | `trace_…` | every parameter of the trace's recipe: `trace_tenants`, `trace_input_synthetic_workload` |
 //! | `trace_recipe` | the recipe as JSON, if there is one |
 //! | `trace_files`, `trace_file_sha256`, `trace_file_bytes` | the file; of several logs their names and hashes, a space between, and the sum |
+//! | `trace_events_sha256` | of a trace that was only in memory, the hash of its events |
 //! | `pagetide_version`, `git_commit`, `program_sha256`, `host`, `started_at`, `wall_seconds` | provenance |
 //! | all others | figures: `gbps`, `caches_devtlb_hits`, `latency_p99_ns` |
 //!
@@ -77,27 +78,21 @@ pub(crate) fn write_table(
     source: &Value,
     path: &Path,
 ) -> Result<(), StudyError> {
-    let mut table = Table::new(rows.len());
-    for (number, row) in rows.iter().enumerate() {
-        for (name, value) in row {
-            table.put(number, name, value.clone());
-        }
-    }
     let failed = |error: &dyn std::fmt::Display| StudyError::Write {
         path: path.to_owned(),
         reason: error.to_string(),
     };
     let (partial, file) = PartialFile::create(path)?;
-    let file = table
-        .write(file, source)
+    let file = write_columns(&result_columns(rows), file, source)
         .map_err(|error| failed(&error))?
         .into_inner()
         .map_err(|error| failed(&error.into_error()))?;
     Ok(partial.complete(&file)?)
 }
 
-/// All of one row, by column.
-pub(crate) fn cells(
+/// All of row `number` of the results, by column; `row` is what the point gave.
+#[must_use]
+pub fn cells(
     study: &Study,
     traces: &Traces,
     number: usize,
@@ -115,6 +110,9 @@ pub(crate) fn cells(
         let recipe = columns::json(spec);
         columns::flatten("trace", '_', &recipe, &mut cells);
         cells.push(("trace_recipe".to_owned(), recipe.to_string().into()));
+    }
+    if let Trace::Memory(memory) = &study.traces[point.trace] {
+        cells.push(("trace_events_sha256".to_owned(), memory.sha256().into()));
     }
     let files = traces.files(point.trace);
     if !files.is_empty() {
@@ -143,132 +141,141 @@ pub(crate) fn cells(
     cells
 }
 
-/// Columns in order of their first appearance.
-struct Table {
-    rows: usize,
-    columns: Vec<Column>,
-    by_name: HashMap<String, usize>,
-}
-
-struct Column {
-    name: String,
-    /// One a row; null where a row has none.
-    values: Vec<Value>,
-}
-
-/// The content of a column.
+/// The content of a column of results.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
+pub enum ColumnKind {
+    /// A time, in milliseconds of Unix time.
+    Time,
+    /// Yes or no.
     Truth,
+    /// A whole number.
     Whole,
+    /// A number.
     Real,
+    /// Text.
     Text,
 }
 
-impl Table {
-    fn new(rows: usize) -> Self {
-        Self {
-            rows,
-            columns: Vec::new(),
-            by_name: HashMap::new(),
-        }
-    }
-
-    fn put(&mut self, row: usize, name: &str, value: Value) {
-        let column = self.by_name.get(name).copied().unwrap_or_else(|| {
-            self.by_name.insert(name.to_owned(), self.columns.len());
-            self.columns.push(Column {
-                name: name.to_owned(),
-                values: vec![Value::Null; self.rows],
-            });
-            self.columns.len() - 1
-        });
-        self.columns[column].values[row] = value;
-    }
-
-    fn write(self, file: File, study: &Value) -> ParquetResult<BufWriter<File>> {
-        let columns: Vec<(Kind, &Column)> = self
-            .columns
-            .iter()
-            .filter_map(|column| Some((column.kind()?, column)))
-            .collect();
-        let fields: Vec<String> = columns
-            .iter()
-            .map(|(kind, column)| column.declaration(*kind))
-            .collect();
-        let schema = format!("message results {{ {} }}", fields.join(" "));
-        let pair = |key: &str, value: String| KeyValue::new(key.to_owned(), value);
-        let properties = WriterProperties::builder()
-            .set_compression(Compression::LZ4_RAW)
-            .set_key_value_metadata(Some(vec![
-                pair(FORMAT_KEY, RESULTS_FORMAT.to_owned()),
-                pair(VERSION_KEY, "1".to_owned()),
-                pair("pagetide.study", study.to_string()),
-            ]))
-            .build();
-        let mut writer = SerializedFileWriter::new(
-            BufWriter::new(file),
-            Arc::new(parse_message_type(&schema)?),
-            Arc::new(properties),
-        )?;
-        let mut group = writer.next_row_group()?;
-        for (kind, column) in columns {
-            column.write(kind, &mut group)?;
-        }
-        group.close()?;
-        writer.into_inner()
-    }
+/// One column of results.
+#[derive(Clone, PartialEq, Debug)]
+pub struct ResultColumn {
+    /// Its name.
+    pub name: String,
+    /// The narrowest kind that fits every value.
+    pub kind: ColumnKind,
+    /// One a row; null where a row has none.
+    pub values: Vec<Value>,
 }
 
-impl Column {
-    /// The narrowest kind that fits every value; `None` if all are null.
-    fn kind(&self) -> Option<Kind> {
-        let kinds = self.values.iter().filter_map(|value| match value {
-            Value::Null => None,
-            Value::Bool(_) => Some(Kind::Truth),
-            Value::Number(number) if number.is_u64() => Some(Kind::Whole),
-            Value::Number(_) => Some(Kind::Real),
-            _ => Some(Kind::Text),
-        });
-        kinds.reduce(|a, b| match (a, b) {
-            (a, b) if a == b => a,
-            (Kind::Whole, Kind::Real) | (Kind::Real, Kind::Whole) => Kind::Real,
-            _ => Kind::Text,
-        })
+/// Rows of named values as columns, in the order of their first appearance; columns without any value are left
+/// out.
+#[must_use]
+pub fn result_columns(rows: &[Vec<(String, Value)>]) -> Vec<ResultColumn> {
+    let mut columns: Vec<(String, Vec<Value>)> = Vec::new();
+    let mut by_name: HashMap<&str, usize> = HashMap::new();
+    for (number, row) in rows.iter().enumerate() {
+        for (name, value) in row {
+            let at = *by_name.entry(name).or_insert_with(|| {
+                columns.push((name.clone(), vec![Value::Null; rows.len()]));
+                columns.len() - 1
+            });
+            columns[at].1[number] = value.clone();
+        }
+    }
+    let typed = columns.into_iter().filter_map(|(name, values)| {
+        let kind = match name.as_str() {
+            STARTED => ColumnKind::Time,
+            _ => kind_of(&values)?,
+        };
+        Some(ResultColumn { name, kind, values })
+    });
+    typed.collect()
+}
+
+/// The narrowest kind that fits every value; `None` if all are null.
+fn kind_of(values: &[Value]) -> Option<ColumnKind> {
+    use ColumnKind::{Real, Text, Truth, Whole};
+    let kinds = values.iter().filter_map(|value| match value {
+        Value::Null => None,
+        Value::Bool(_) => Some(Truth),
+        Value::Number(number) if number.is_u64() => Some(Whole),
+        Value::Number(_) => Some(Real),
+        _ => Some(Text),
+    });
+    kinds.reduce(|a, b| match (a, b) {
+        (a, b) if a == b => a,
+        (Whole, Real) | (Real, Whole) => Real,
+        _ => Text,
+    })
+}
+
+fn write_columns(
+    columns: &[ResultColumn],
+    file: File,
+    study: &Value,
+) -> ParquetResult<BufWriter<File>> {
+    let fields: Vec<String> = columns.iter().map(ResultColumn::declaration).collect();
+    let schema = format!("message results {{ {} }}", fields.join(" "));
+    let pair = |key: &str, value: String| KeyValue::new(key.to_owned(), value);
+    let properties = WriterProperties::builder()
+        .set_compression(Compression::LZ4_RAW)
+        .set_key_value_metadata(Some(vec![
+            pair(FORMAT_KEY, RESULTS_FORMAT.to_owned()),
+            pair(VERSION_KEY, "1".to_owned()),
+            pair("pagetide.study", study.to_string()),
+        ]))
+        .build();
+    let mut writer = SerializedFileWriter::new(
+        BufWriter::new(file),
+        Arc::new(parse_message_type(&schema)?),
+        Arc::new(properties),
+    )?;
+    let mut group = writer.next_row_group()?;
+    for column in columns {
+        column.write(&mut group)?;
+    }
+    group.close()?;
+    writer.into_inner()
+}
+
+impl ResultColumn {
+    /// A value as text without quotes.
+    #[must_use]
+    pub fn text(value: &Value) -> String {
+        columns::plain(value)
     }
 
-    fn declaration(&self, kind: Kind) -> String {
+    fn declaration(&self) -> String {
         let name = &self.name;
-        match kind {
-            _ if name == STARTED => format!("optional int64 {name} (timestamp(millis,true));"),
-            Kind::Truth => format!("optional boolean {name};"),
-            Kind::Whole => format!("optional int64 {name} (integer(64,false));"),
-            Kind::Real => format!("optional double {name};"),
-            Kind::Text => format!("optional binary {name} (string);"),
+        match self.kind {
+            ColumnKind::Time => format!("optional int64 {name} (timestamp(millis,true));"),
+            ColumnKind::Truth => format!("optional boolean {name};"),
+            ColumnKind::Whole => format!("optional int64 {name} (integer(64,false));"),
+            ColumnKind::Real => format!("optional double {name};"),
+            ColumnKind::Text => format!("optional binary {name} (string);"),
         }
     }
 
     fn write(
         &self,
-        kind: Kind,
         group: &mut SerializedRowGroupWriter<'_, BufWriter<File>>,
     ) -> ParquetResult<()> {
         let present = || self.values.iter().filter(|value| !value.is_null());
-        match kind {
-            Kind::Truth => {
+        match self.kind {
+            ColumnKind::Truth => {
                 let values = present().map(|value| value == &Value::Bool(true));
                 self.write_as::<BoolType>(values.collect(), group)
             }
-            Kind::Whole => {
-                // The schema declares these 64 bits unsigned.
+            ColumnKind::Time | ColumnKind::Whole => {
+                // The schema declares whole numbers 64 bits unsigned.
                 let values = present().map(|value| value.as_u64().unwrap_or_default());
                 self.write_as::<Int64Type>(values.map(u64::cast_signed).collect(), group)
             }
-            Kind::Real => {
+            ColumnKind::Real => {
                 let values = present().map(|value| value.as_f64().unwrap_or(f64::NAN));
                 self.write_as::<DoubleType>(values.collect(), group)
             }
-            Kind::Text => {
+            ColumnKind::Text => {
                 let values = present().map(|value| ByteArray::from(columns::plain(value).as_str()));
                 self.write_as::<ByteArrayType>(values.collect(), group)
             }

@@ -5,7 +5,6 @@
 //! take the next unfinished point; each result goes into the journal before it counts as finished. When all
 //! are, the rows are written in the order of the study.
 
-use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -17,25 +16,26 @@ use serde::Serialize;
 
 use super::columns;
 use super::error::StudyError;
-use super::identity::PointId;
-use super::journal::{Build, Journal, Run};
-use super::output::check_output;
-use super::points::Study;
-use super::results::{SweepRow, write_results};
+use super::journal::{Build, Run};
+use super::ledger::Ledger;
+use super::points::{Point, Study};
+use super::results::SweepRow;
 use super::traces::Traces;
-use crate::error::SimError;
+use crate::stop::Stop;
 
 /// The settings of a sweep.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, Debug)]
 pub struct SweepOptions {
-    /// Output file.
-    pub out: PathBuf,
+    /// Output file, with a journal beside it; `None`: the rows are only returned.
+    pub out: Option<PathBuf>,
     /// Threads.
     pub jobs: NonZeroUsize,
     /// The program that runs it, for the record.
     pub build: Build,
     /// The machine, for the record.
     pub host: String,
+    /// Ends it early, with an error.
+    pub stop: Stop,
 }
 
 /// Progress of a sweep.
@@ -53,9 +53,9 @@ pub struct SweepProgress {
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub struct SweepSummary {
     /// The results.
-    pub out: PathBuf,
+    pub out: Option<PathBuf>,
     /// The record of finished points.
-    pub journal: PathBuf,
+    pub journal: Option<PathBuf>,
     /// Points of the study.
     pub points: usize,
     /// Points that were left out because they are impossible; not among these.
@@ -93,20 +93,11 @@ pub fn sweep(
     told: &(dyn Fn(SweepProgress) + Sync),
 ) -> Result<Sweep, StudyError> {
     let began = Instant::now();
-    let traces = Traces::of(study)?;
-    check_output(&options.out, study, &traces)?;
-    let path = Journal::path_beside(&options.out);
-    check_output(&path, study, &traces)?;
-    let (journal, finished) = Journal::open(&path, &options.build)?;
-    let ids: Vec<PointId> = study.points.iter().map(|point| traces.id(point)).collect();
-    let mut seen: HashSet<&PointId> = finished.keys().collect();
-    let open: Vec<(usize, &PointId)> = ids
-        .iter()
-        .enumerate()
-        .filter(|(_, id)| seen.insert(*id))
-        .collect();
-    let run = open.len();
-    traces.announce(open.iter().map(|(number, _)| &study.points[*number]));
+    let traces = Traces::of(study)?.until(&options.stop);
+    let ledger = Ledger::open(study, &traces, &options.build, options.out.as_deref())?;
+    let open = ledger.open_points().to_vec();
+    let (run, journal) = (open.len(), ledger.journal());
+    traces.announce(open.iter().map(|number| &study.points[*number]));
     let work = Work {
         options,
         study,
@@ -117,21 +108,19 @@ pub fn sweep(
         failed: AtomicBool::new(false),
         told,
         shared: Mutex::new(Shared {
-            journal,
-            finished,
+            ledger,
             requests: 0,
             done: 0,
         }),
     };
     let Shared {
-        finished, requests, ..
+        ledger, requests, ..
     } = work.on_threads()?;
-    let rows = rows(ids, &finished);
-    write_results(study, &traces, &rows, &options.out)?;
+    let rows = ledger.close(study, &traces)?;
     Ok(Sweep {
         summary: SweepSummary {
             out: options.out.clone(),
-            journal: path,
+            journal,
             points: study.points.len(),
             skipped: study.skipped,
             run,
@@ -144,15 +133,29 @@ pub fn sweep(
     })
 }
 
-fn rows(ids: Vec<PointId>, finished: &HashMap<PointId, Run>) -> Vec<SweepRow> {
-    ids.into_iter()
-        .map(|id| {
-            let Some(run) = finished.get(&id).cloned() else {
-                unreachable!("every point is finished when all workers are");
-            };
-            SweepRow { id, run }
-        })
-        .collect()
+/// Runs one point of a study, and returns what is recorded of it with its requests.
+///
+/// # Errors
+/// If the trace or the model fails.
+pub fn run_point(
+    traces: &Traces,
+    point: &Point,
+    build: &Build,
+    host: &str,
+) -> Result<(Run, u64), StudyError> {
+    let began = Instant::now();
+    let started_unix_ms = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(0));
+    let outcome = traces.run(point)?;
+    let run = Run {
+        build: build.clone(),
+        host: host.to_owned(),
+        started_unix_ms,
+        wall_seconds: began.elapsed().as_secs_f64(),
+        figures: columns::figures(&outcome),
+    };
+    Ok((run, outcome.requests))
 }
 
 /// State shared by the workers.
@@ -162,7 +165,7 @@ struct Work<'a> {
     traces: &'a Traces,
     kept: usize,
     /// Points to run, by number in the study.
-    open: Vec<(usize, &'a PointId)>,
+    open: Vec<usize>,
     /// The next of `open` that no worker has taken.
     next: AtomicUsize,
     /// A point failed: no further ones are started.
@@ -172,8 +175,7 @@ struct Work<'a> {
 }
 
 struct Shared {
-    journal: Journal,
-    finished: HashMap<PointId, Run>,
+    ledger: Ledger,
     requests: u64,
     done: usize,
 }
@@ -205,11 +207,11 @@ impl Work<'_> {
     fn work_off(&self) -> Result<(), StudyError> {
         // Relaxed: the count only hands out numbers; the entries behind them do not change.
         while !self.failed.load(Ordering::Relaxed)
-            && let Some((number, id)) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
+            && let Some(number) = self.open.get(self.next.fetch_add(1, Ordering::Relaxed))
         {
             let finished = self
                 .one(*number)
-                .and_then(|(run, requests)| self.keep(id, run, requests));
+                .and_then(|(run, requests)| self.keep(*number, run, requests));
             if finished.is_err() {
                 self.failed.store(true, Ordering::Relaxed);
             }
@@ -219,42 +221,15 @@ impl Work<'_> {
     }
 
     fn one(&self, number: usize) -> Result<(Run, u64), StudyError> {
-        let began = Instant::now();
-        let started_unix_ms = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(0));
-        let outcome = self
-            .traces
-            .run(&self.study.points[number])
-            .map_err(|error| self.at_point(number, error))?;
-        let run = Run {
-            build: self.options.build.clone(),
-            host: self.options.host.clone(),
-            started_unix_ms,
-            wall_seconds: began.elapsed().as_secs_f64(),
-            figures: columns::figures(&outcome),
-        };
-        Ok((run, outcome.requests))
-    }
-
-    /// An error of the model, with its point; an error of a trace names its file.
-    fn at_point(&self, number: usize, error: StudyError) -> StudyError {
-        match error {
-            StudyError::Run(SimError::Trace(_)) => error,
-            StudyError::Run(source) => StudyError::Point {
-                point: number,
-                label: self.study.labels().swap_remove(number),
-                source: Box::new(source),
-            },
-            other => other,
-        }
+        let SweepOptions { build, host, .. } = self.options;
+        run_point(self.traces, &self.study.points[number], build, host)
+            .map_err(|error| self.study.at_point(number, error))
     }
 
     /// Records a result.
-    fn keep(&self, id: &PointId, run: Run, requests: u64) -> Result<SweepProgress, StudyError> {
+    fn keep(&self, number: usize, run: Run, requests: u64) -> Result<SweepProgress, StudyError> {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.journal.add(id, &run)?;
-        shared.finished.insert(id.clone(), run);
+        shared.ledger.keep(number, run)?;
         shared.requests += requests;
         shared.done += 1;
         Ok(SweepProgress {

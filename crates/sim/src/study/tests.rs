@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 use super::expand::expand;
 use super::*;
 use crate::config::{Config, Flavour, Replacement};
+use crate::stop::Stop;
+use pagetide_trace::EventSource as _;
 
 /// Eight points over two small traces.
 const SMALL: &str = r#"
@@ -40,7 +42,7 @@ fn refusal(text: &str) -> String {
 
 fn options(out: PathBuf, jobs: usize) -> SweepOptions {
     SweepOptions {
-        out,
+        out: Some(out),
         jobs: NonZeroUsize::new(jobs).unwrap(),
         build: Build {
             pagetide_version: "1.2.3".into(),
@@ -48,6 +50,7 @@ fn options(out: PathBuf, jobs: usize) -> SweepOptions {
             program_sha256: "def".into(),
         },
         host: "here".into(),
+        stop: Stop::default(),
     }
 }
 
@@ -517,6 +520,103 @@ fn threads_and_repetition_change_no_result() {
 }
 
 #[test]
+fn rows_without_an_output_are_the_same_and_the_ledger_goes_on_with_what_is_open() {
+    let dir = tempfile::tempdir().unwrap();
+    let study = small();
+    let mut options = options(dir.path().join("out"), 2);
+    let written = run(&study, &options);
+    let out = options.out.take();
+    let only_returned = run(&study, &options);
+    assert_eq!(results(&only_returned), results(&written));
+    assert_eq!(only_returned.summary.journal, None);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+    // Somebody else runs the points, in any order, and stops in between.
+    let text = SMALL.replace("[64, 128]", "[128, 256]");
+    let study = self::study(&text).unwrap();
+    let traces = Traces::of(&study).unwrap();
+    let begin = || Ledger::open(&study, &traces, &options.build, out.as_deref()).unwrap();
+    let mut ledger = begin();
+    assert_eq!(ledger.open_points(), [1, 3, 5, 7]);
+    let point = |number: usize| {
+        let point = &study.points[number];
+        run_point(&traces, point, &options.build, "there")
+            .unwrap()
+            .0
+    };
+    ledger.keep(5, point(5)).unwrap();
+    drop(ledger);
+    let mut ledger = begin();
+    assert_eq!(ledger.open_points(), [1, 3, 7]);
+    for number in [7, 1, 3] {
+        ledger.keep(number, point(number)).unwrap();
+    }
+    let rows = ledger.close(&study, &traces).unwrap();
+    let expected = run(&study, &options);
+    let figures = |rows: &[SweepRow]| -> Vec<_> {
+        let rows = rows.iter();
+        rows.map(|row| (row.id.clone(), row.run.figures.clone()))
+            .collect()
+    };
+    assert_eq!(figures(&rows), figures(&expected.rows));
+}
+
+#[test]
+fn trace_in_memory_gives_what_its_recipe_gives_and_is_identified_by_its_events() {
+    let made = small();
+    let mut events = Vec::new();
+    let traces = Traces::of(&made).unwrap();
+    let mut source = traces.open(0).unwrap();
+    while source.next_batch(&mut events).unwrap() > 0 {}
+    let meta = pagetide_trace::TraceMeta::default();
+    let memory = MemoryTrace::new(events.clone(), meta.clone());
+    let mut draft = Draft::parse(SMALL, Path::new("")).unwrap();
+    draft.give_traces(vec![made.traces[0].clone(), Trace::Memory(memory.clone())]);
+    let study = draft.study().unwrap();
+    let traces = Traces::of(&study).unwrap();
+    let half = study.points.len() / 2;
+    for (one, other) in study.points[..half].iter().zip(&study.points[half..]) {
+        assert_eq!(traces.run(one).unwrap(), traces.run(other).unwrap());
+        assert_ne!(traces.id(one), traces.id(other));
+    }
+    events[0].iova.0 ^= 1 << 40;
+    assert_ne!(MemoryTrace::new(events, meta), memory);
+    let cells = cells(
+        &study,
+        &traces,
+        half,
+        &SweepRow {
+            id: traces.id(&study.points[half]),
+            run: run_point(
+                &traces,
+                &study.points[half],
+                &options(PathBuf::new(), 1).build,
+                "",
+            )
+            .unwrap()
+            .0,
+        },
+    );
+    let hash = Value::from(memory.sha256());
+    assert!(cells.contains(&("trace_events_sha256".to_owned(), hash)));
+}
+
+#[test]
+fn sweep_that_is_stopped_ends_with_an_error_and_keeps_what_is_finished() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = options(dir.path().join("out"), 1);
+    let stop = options.stop.clone();
+    let error = sweep(&small(), &options, &|at| {
+        if at.done == 3 {
+            stop.set();
+        }
+    })
+    .unwrap_err();
+    assert!(error.to_string().contains("interrupted"), "{error}");
+    let options = self::options(dir.path().join("out"), 1);
+    assert_eq!(run(&small(), &options).summary.kept, 3);
+}
+
+#[test]
 fn sweep_killed_at_any_byte_of_its_journal_goes_on_and_ends_with_the_same_rows() {
     // Each cut syncs its files; in memory that takes no time.
     let dir = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
@@ -525,7 +625,7 @@ fn sweep_killed_at_any_byte_of_its_journal_goes_on_and_ends_with_the_same_rows()
     let study = study(&text.replace("[64, 128]", "64")).unwrap();
     let options = options(dir.path().join("out"), 1);
     let whole = run(&study, &options);
-    let journal = whole.summary.journal.clone();
+    let journal = whole.summary.journal.clone().unwrap();
     let text = std::fs::read(&journal).unwrap();
     let lines = text.iter().filter(|byte| **byte == b'\n').count();
     assert_eq!(lines, 2);
@@ -594,7 +694,7 @@ fn broken_trace_ends_the_sweep_and_what_was_finished_is_kept() {
             "{error}"
         );
         assert!(error.is_wrong_use());
-        assert!(!options.out.exists());
+        assert!(!options.out.as_ref().unwrap().exists());
     }
     let kept = run(&small(), &options).summary.kept;
     assert_eq!(kept, 8);
@@ -646,7 +746,7 @@ fn results_hold_every_parameter_the_provenance_and_every_figure() {
     let study = small();
     let options = options(dir.path().join("out.parquet"), 2);
     let swept = run(&study, &options);
-    let file = std::fs::File::open(&options.out).unwrap();
+    let file = std::fs::File::open(options.out.as_ref().unwrap()).unwrap();
     let reader = SerializedFileReader::new(file).unwrap();
     let metadata = reader.metadata().file_metadata();
     let pairs = metadata.key_value_metadata().unwrap();
@@ -827,7 +927,7 @@ fn results_of_variants_have_their_names_and_equal_points_are_run_once() {
     let swept = run(&study, &options);
     let summary = &swept.summary;
     assert_eq!((summary.points, summary.run, summary.skipped), (5, 4, 3));
-    let file = std::fs::File::open(&options.out).unwrap();
+    let file = std::fs::File::open(options.out.as_ref().unwrap()).unwrap();
     let names: Vec<String> = SerializedFileReader::new(file)
         .unwrap()
         .get_row_iter(None)

@@ -22,6 +22,7 @@ use crate::next_use::NextUses;
 use crate::observe::StepRecord;
 use crate::outcome::Outcome;
 use crate::run::{TraceInput, run, run_told};
+use crate::stop::{Stop, UntilStopped};
 
 /// A file that a trace comes from.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize)]
@@ -51,7 +52,11 @@ impl TraceFile {
 
 /// The traces of a study, checked: their files exist, and are identified by content.
 #[derive(Debug)]
-pub struct Traces(Vec<Looked>);
+pub struct Traces {
+    looked: Vec<Looked>,
+    /// Ends the runs over them.
+    stop: Stop,
+}
 
 #[derive(Debug)]
 struct Looked {
@@ -87,26 +92,43 @@ impl Traces {
                 making: Mutex::default(),
             })
         });
-        looked.collect::<Result<_, _>>().map(Self)
+        Ok(Self {
+            looked: looked.collect::<Result<_, _>>()?,
+            stop: Stop::default(),
+        })
+    }
+
+    /// The same, whose runs end with an error when `stop` is set.
+    #[must_use]
+    pub fn until(mut self, stop: &Stop) -> Self {
+        self.stop = stop.clone();
+        self
     }
 
     /// Identity of a point of that study.
     #[must_use]
     pub fn id(&self, point: &Point) -> PointId {
-        self.0[point.trace].identity.point(&point.config)
+        self.looked[point.trace].identity.point(&point.config)
     }
 
     /// Files that trace number `trace` comes from.
     #[must_use]
     pub fn files(&self, trace: usize) -> &[TraceFile] {
-        &self.0[trace].files
+        &self.looked[trace].files
     }
 
     /// Announces that `points` will be run, so that their shared data is kept until the last of them has
     /// used it.
     pub(super) fn announce<'a>(&self, points: impl Iterator<Item = &'a Point>) {
         for point in points.filter(|point| point.config.needs_future()) {
-            lock(&self.0[point.trace].making).askers += 1;
+            lock(&self.looked[point.trace].making).askers += 1;
+        }
+    }
+
+    /// The same for as many points as may come: for whoever does not know them in advance.
+    pub fn keep_futures(&self) {
+        for looked in &self.looked {
+            lock(&looked.making).askers = usize::MAX;
         }
     }
 
@@ -115,10 +137,9 @@ impl Traces {
     /// # Errors
     /// If the trace is broken, or needs what the model does not have.
     pub fn run(&self, point: &Point) -> Result<Outcome, StudyError> {
-        let looked = &self.0[point.trace];
-        let future = looked.future(point)?;
+        let future = self.future(point)?;
         let input = TraceInput {
-            events: &mut *looked.open()?,
+            events: &mut *self.open(point.trace)?,
             next_uses: future.as_deref(),
         };
         Ok(run(&point.config, input)?)
@@ -133,13 +154,36 @@ impl Traces {
         point: &Point,
         told: &mut dyn FnMut(StepRecord),
     ) -> Result<Outcome, StudyError> {
-        let looked = &self.0[point.trace];
-        let future = looked.future(point)?;
+        let future = self.future(point)?;
         let input = TraceInput {
-            events: &mut *looked.open()?,
+            events: &mut *self.open(point.trace)?,
             next_uses: future.as_deref(),
         };
         Ok(run_told(&point.config, input, told)?)
+    }
+}
+
+impl Traces {
+    /// Opens trace number `trace` at its start.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn open(&self, trace: usize) -> Result<Box<dyn EventSource + '_>, TraceError> {
+        let source = self.looked[trace].open()?;
+        Ok(Box::new(UntilStopped::new(source, &self.stop)))
+    }
+
+    /// The future of a point's trace, if its configuration needs one.
+    ///
+    /// # Errors
+    /// If the trace is broken.
+    pub fn future(&self, point: &Point) -> Result<Option<Arc<NextUses>>, StudyError> {
+        if !point.config.needs_future() {
+            return Ok(None);
+        }
+        // Opened before the lock is taken: splitting logs takes the same lock.
+        let mut events = self.open(point.trace)?;
+        self.looked[point.trace].future(&mut *events).map(Some)
     }
 }
 
@@ -148,6 +192,7 @@ impl Looked {
     fn open(&self) -> Result<Box<dyn EventSource + '_>, TraceError> {
         match &self.trace {
             Trace::File(path) => open_file(path),
+            Trace::Memory(memory) => Ok(Box::new(memory.events())),
             Trace::Made(spec) => match &spec.input {
                 Input::Synthetic(_) => Ok(Box::new(HyperTrace::synthetic(spec)?)),
                 Input::Recorded(input) => {
@@ -170,20 +215,15 @@ impl Looked {
         Ok(self.recordings.get_or_init(|| recordings))
     }
 
-    fn future(&self, point: &Point) -> Result<Option<Arc<NextUses>>, StudyError> {
-        if !point.config.needs_future() {
-            return Ok(None);
-        }
-        // Opened before the lock is taken: splitting logs takes the same lock.
-        let mut events = self.open()?;
+    fn future(&self, events: &mut dyn EventSource) -> Result<Arc<NextUses>, StudyError> {
         let mut future = lock(&self.making);
         let made = match &future.made {
             Some(made) => Arc::clone(made),
-            None => Arc::new(NextUses::of(&mut *events)?),
+            None => Arc::new(NextUses::of(events)?),
         };
         future.askers = future.askers.saturating_sub(1);
         future.made = (future.askers > 0).then(|| Arc::clone(&made));
-        Ok(Some(made))
+        Ok(made)
     }
 }
 
@@ -200,6 +240,7 @@ fn open_file(path: &Path) -> Result<Box<dyn EventSource>, TraceError> {
 fn files_of(trace: &Trace) -> Result<Vec<TraceFile>, TraceError> {
     match trace {
         Trace::File(path) => Ok(vec![TraceFile::of(path)?]),
+        Trace::Memory(_) => Ok(Vec::new()),
         Trace::Made(spec) => match &spec.input {
             Input::Synthetic(_) => Ok(Vec::new()),
             Input::Recorded(input) => input.logs.iter().map(|log| TraceFile::of(log)).collect(),
@@ -211,6 +252,7 @@ fn identity(trace: &Trace, files: &[TraceFile]) -> TraceIdentity {
     let contents: Vec<Value> = files.iter().map(TraceFile::content).collect();
     TraceIdentity(match trace {
         Trace::File(_) => contents.into_iter().collect(),
+        Trace::Memory(memory) => json!({ "events_sha256": memory.sha256() }),
         Trace::Made(spec) => {
             let mut recipe = columns::json(spec);
             if let Some(logs) = recipe.pointer_mut("/input/recorded/logs") {

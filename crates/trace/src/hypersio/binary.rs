@@ -108,7 +108,7 @@ impl<R: Read> HypersioReader<R> {
     }
 }
 
-impl<R: Read> EventSource for HypersioReader<R> {
+impl<R: Read + Send> EventSource for HypersioReader<R> {
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError> {
         if let Some(error) = self.broken.take() {
             self.ended = true;

@@ -183,7 +183,7 @@ enum Parsed {
     Event(Event),
 }
 
-impl<R: Read> EventSource for HypersioLogReader<R> {
+impl<R: Read + Send> EventSource for HypersioLogReader<R> {
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError> {
         if let Some(error) = self.broken.take() {
             return Err(error);

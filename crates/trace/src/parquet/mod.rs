@@ -31,15 +31,20 @@
 //!
 //! Hostile files are stopped by [`pagetide_access_log::columns`].
 
+mod codes;
 mod reader;
+mod row;
 mod writer;
 
 pub use reader::ParquetReader;
+pub use row::EventRow;
 pub use writer::{ParquetWriter, ROW_GROUP_EVENTS};
 
+use std::collections::HashMap;
 use std::num::NonZeroU32;
 
-use crate::event::{EventKind, TraceAccess};
+pub(crate) use codes::kind_name;
+use codes::{ACCESSES, KINDS, codes_json};
 use pagetide_access_log::columns::Format;
 
 /// Requests a packet of the devices in the paper (HyperTRIO IV-C).
@@ -60,6 +65,42 @@ impl Default for TraceMeta {
             requests_per_packet: REQUESTS_PER_PACKET,
             origin: serde_json::Value::Null,
         }
+    }
+}
+
+impl TraceMeta {
+    /// What stands in a file's metadata, as pairs of key and value.
+    #[must_use]
+    pub fn pairs(&self) -> Vec<(&'static str, String)> {
+        let mut pairs = FORMAT.pairs();
+        pairs.extend([
+            (PACKET_KEY, self.requests_per_packet.to_string()),
+            (ORIGIN_KEY, self.origin.to_string()),
+            (KINDS_KEY, codes_json(&KINDS)),
+            (ACCESSES_KEY, codes_json(&ACCESSES)),
+        ]);
+        pairs
+    }
+
+    /// The same from such pairs.
+    ///
+    /// # Errors
+    /// If they are of no trace, or of a version that is not known here.
+    pub fn of_pairs(pairs: &HashMap<&str, &str>) -> Result<Self, String> {
+        FORMAT.check(pairs)?;
+        let requests_per_packet = pairs
+            .get(PACKET_KEY)
+            .and_then(|text| text.parse::<NonZeroU32>().ok())
+            .ok_or_else(|| format!("its {PACKET_KEY} is no number above zero"))?;
+        let origin = match pairs.get(ORIGIN_KEY) {
+            Some(text) => serde_json::from_str(text)
+                .map_err(|error| format!("its {ORIGIN_KEY} is no JSON: {error}"))?,
+            None => serde_json::Value::Null,
+        };
+        Ok(Self {
+            requests_per_packet,
+            origin,
+        })
     }
 }
 
@@ -85,83 +126,9 @@ const SCHEMA: &str = "message trace {
     required int32 kind (integer(8, false));
 }";
 
-/// Kinds with their names in the file; the position is the code, so only append.
-const KINDS: [(EventKind, &str); 10] = [
-    (EventKind::Translate, "translate"),
-    (EventKind::InvalidatePages, "invalidate-pages"),
-    (EventKind::InvalidateDomain, "invalidate-domain"),
-    (EventKind::InvalidateAll, "invalidate-all"),
-    (EventKind::InvalidateSource, "invalidate-source"),
-    (
-        EventKind::InvalidateContextsOfDomain,
-        "invalidate-contexts-of-domain",
-    ),
-    (EventKind::InvalidateContexts, "invalidate-contexts"),
-    (EventKind::Join, "join"),
-    (EventKind::Leave, "leave"),
-    (EventKind::PageOut, "page-out"),
-];
-
-/// Accesses with their names in the file; the position is the code, so only append.
-const ACCESSES: [(TraceAccess, &str); 3] = [
-    (TraceAccess::Unknown, "unknown"),
-    (TraceAccess::Read, "read"),
-    (TraceAccess::Write, "write"),
-];
-
-/// Code of `kind` in the column of that name.
-const fn kind_code(kind: EventKind) -> i32 {
-    match kind {
-        EventKind::Translate => 0,
-        EventKind::InvalidatePages => 1,
-        EventKind::InvalidateDomain => 2,
-        EventKind::InvalidateAll => 3,
-        EventKind::InvalidateSource => 4,
-        EventKind::InvalidateContextsOfDomain => 5,
-        EventKind::InvalidateContexts => 6,
-        EventKind::Join => 7,
-        EventKind::Leave => 8,
-        EventKind::PageOut => 9,
-    }
-}
-
-/// Code of `access` in the column of that name.
-const fn access_code(access: TraceAccess) -> i32 {
-    match access {
-        TraceAccess::Unknown => 0,
-        TraceAccess::Read => 1,
-        TraceAccess::Write => 2,
-    }
-}
-
-/// Name of `kind` in files and documents.
-pub(crate) fn kind_name(kind: EventKind) -> &'static str {
-    KINDS
-        .iter()
-        .find(|(known, _)| *known == kind)
-        .map_or("", |(_, name)| name)
-}
-
-/// Entry of a table of codes.
-fn decoded<T: Copy>(table: &[(T, &str)], code: i32) -> Option<T> {
-    usize::try_from(code)
-        .ok()
-        .and_then(|index| table.get(index))
-        .map(|(value, _)| *value)
-}
-
-/// A table of codes as JSON, name to code.
-fn codes_json<T>(table: &[(T, &str)]) -> String {
-    let codes = table
-        .iter()
-        .enumerate()
-        .map(|(code, (_, name))| ((*name).to_owned(), code.into()))
-        .collect();
-    serde_json::Value::Object(codes).to_string()
-}
-
 #[cfg(test)]
 mod tests {
+    use super::codes::{access_code, decoded, kind_code};
     use super::*;
 
     #[test]

@@ -6,14 +6,12 @@
 //! value.
 
 use std::fs::File;
-use std::num::NonZeroU32;
 use std::path::Path;
 
-use pagetide_addr::Iova;
 use parquet::data_type::{Int32Type, Int64Type};
 
-use super::{ACCESSES, FORMAT, KINDS, ORIGIN_KEY, PACKET_KEY, TraceMeta, decoded};
-use crate::event::{Event, EventKind, IOVA_BITS, IommuDomain, PageSize, SourceId};
+use super::{EventRow, FORMAT, TraceMeta};
+use crate::event::Event;
 use crate::stream::{BATCH_EVENTS, EventSource};
 use pagetide_access_log::TraceError;
 use pagetide_access_log::columns::{
@@ -54,7 +52,7 @@ impl ParquetReader {
             reason,
         };
         let file = open_file(input).map_err(wrong)?;
-        let meta = read_meta(&file).map_err(wrong)?;
+        let meta = TraceMeta::of_pairs(&pairs(&file)).map_err(wrong)?;
         let columns = Columns::find(&file).map_err(wrong)?;
         let rows = RowReader::new(FORMAT, path, file, columns)?;
         Ok(Self { meta, rows })
@@ -90,52 +88,6 @@ impl std::fmt::Debug for ParquetReader {
     }
 }
 
-fn page_size(bytes: i64, kind: EventKind) -> Result<PageSize, String> {
-    let size = u64::try_from(bytes)
-        .ok()
-        .and_then(PageSize::from_bytes)
-        .ok_or_else(|| {
-            format!(
-                "page_size_bytes is {bytes}, which is no power of two from 4096 to 2^{IOVA_BITS}"
-            )
-        })?;
-    if kind == EventKind::Translate && size.level().is_none() {
-        return Err(format!(
-            "page_size_bytes is {bytes}; a request is for a page of 4 KiB, 2 MiB or 1 GiB"
-        ));
-    }
-    Ok(size)
-}
-
-fn checked_time(time_ns: i64, last_ns: &mut u64) -> Result<u64, String> {
-    let time = u64::try_from(time_ns).map_err(|_| format!("time_ns is {time_ns}, below zero"))?;
-    if time < *last_ns {
-        return Err(format!(
-            "time_ns is {time}, before the {last_ns} of an event above"
-        ));
-    }
-    *last_ns = time;
-    Ok(time)
-}
-
-fn read_meta(file: &ColumnFile) -> Result<TraceMeta, String> {
-    let pairs = pairs(file);
-    FORMAT.check(&pairs)?;
-    let requests_per_packet = pairs
-        .get(PACKET_KEY)
-        .and_then(|text| text.parse::<NonZeroU32>().ok())
-        .ok_or_else(|| format!("its {PACKET_KEY} is no number above zero"))?;
-    let origin = match pairs.get(ORIGIN_KEY) {
-        Some(text) => serde_json::from_str(text)
-            .map_err(|error| format!("its {ORIGIN_KEY} is no JSON: {error}"))?,
-        None => serde_json::Value::Null,
-    };
-    Ok(TraceMeta {
-        requests_per_packet,
-        origin,
-    })
-}
-
 impl Columns {
     fn find(file: &ColumnFile) -> Result<Self, String> {
         Ok(Self {
@@ -167,31 +119,15 @@ impl Rows for Columns {
     }
 
     fn row(&mut self, row: usize) -> Result<Event, String> {
-        let iova = self.iova.required(row)?.cast_unsigned();
-        if iova >> IOVA_BITS != 0 {
-            return Err(format!("iova {iova:#x} has more than {IOVA_BITS} bits"));
-        }
-        let kind = self.kind.required(row)?;
-        let kind = decoded(&KINDS, kind).ok_or_else(|| format!("kind {kind} is not known"))?;
-        let access = self.access.required(row)?;
-        let access =
-            decoded(&ACCESSES, access).ok_or_else(|| format!("access {access} is not known"))?;
-        let page_size = match self.page_size_bytes.optional(row) {
-            Some(bytes) => Some(page_size(bytes, kind)?),
-            None => None,
+        let row = EventRow {
+            time_ns: self.time_ns.optional(row),
+            source: self.source.required(row)?.cast_unsigned(),
+            domain: self.domain.required(row)?.cast_unsigned(),
+            iova: self.iova.required(row)?.cast_unsigned(),
+            page_size_bytes: self.page_size_bytes.optional(row),
+            access: self.access.required(row)?,
+            kind: self.kind.required(row)?,
         };
-        let time_ns = match self.time_ns.optional(row) {
-            Some(time) => Some(checked_time(time, &mut self.last_time_ns)?),
-            None => None,
-        };
-        Ok(Event {
-            time_ns,
-            source: SourceId(self.source.required(row)?.cast_unsigned()),
-            domain: IommuDomain(self.domain.required(row)?.cast_unsigned()),
-            iova: Iova(iova),
-            page_size,
-            access,
-            kind,
-        })
+        row.event(&mut self.last_time_ns)
     }
 }

@@ -12,10 +12,8 @@ use parquet::data_type::{Int32Type, Int64Type};
 use parquet::errors::Result as ParquetResult;
 use parquet::file::writer::SerializedRowGroupWriter;
 
-use super::{
-    ACCESSES, ACCESSES_KEY, FORMAT, KINDS, KINDS_KEY, ORIGIN_KEY, PACKET_KEY, SCHEMA, TraceMeta,
-    access_code, codes_json, kind_code,
-};
+use super::codes::{access_code, kind_code};
+use super::{SCHEMA, TraceMeta};
 use crate::event::{Event, EventKind, IOVA_BITS};
 use crate::stream::EventSink;
 use pagetide_access_log::columns::{RowWriter, properties, write_column};
@@ -59,7 +57,7 @@ impl ParquetWriter {
     /// # Errors
     /// If no file can be created beside `path`.
     pub fn create(path: &Path, meta: &TraceMeta) -> Result<Self, TraceError> {
-        let properties = properties(ROW_GROUP_EVENTS, pairs(meta));
+        let properties = properties(ROW_GROUP_EVENTS, meta.pairs());
         let (partial, file) = PartialFile::create(path)?;
         Ok(Self {
             writer: RowWriter::begin(partial, file, SCHEMA, properties)?,
@@ -146,18 +144,6 @@ impl std::fmt::Debug for ParquetWriter {
     }
 }
 
-/// The metadata of a file, as pairs of key and value.
-fn pairs(meta: &TraceMeta) -> Vec<(&'static str, String)> {
-    let mut pairs = FORMAT.pairs();
-    pairs.extend([
-        (PACKET_KEY, meta.requests_per_packet.to_string()),
-        (ORIGIN_KEY, meta.origin.to_string()),
-        (KINDS_KEY, codes_json(&KINDS)),
-        (ACCESSES_KEY, codes_json(&ACCESSES)),
-    ]);
-    pairs
-}
-
 impl Rows {
     /// Adds a checked event.
     fn push(&mut self, event: &Event) {
@@ -229,7 +215,7 @@ mod tests {
     #[test]
     fn full_disk_is_an_error_of_the_system_and_says_what_to_do() {
         let schema = Arc::new(parse_message_type(SCHEMA).unwrap());
-        let properties = Arc::new(properties(ROW_GROUP_EVENTS, pairs(&TraceMeta::default())));
+        let properties = Arc::new(properties(ROW_GROUP_EVENTS, TraceMeta::default().pairs()));
         let written = SerializedFileWriter::new(Full, schema, properties)
             .and_then(|mut writer| writer.finish().map(drop));
         let error = write_error(Path::new("a"), written.unwrap_err());

@@ -285,7 +285,7 @@ impl<R: Read> QemuLogReader<R> {
     }
 }
 
-impl<R: Read> EventSource for QemuLogReader<R> {
+impl<R: Read + Send> EventSource for QemuLogReader<R> {
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError> {
         if let Some(error) = self.broken.take() {
             return Err(error);

@@ -1,143 +1,93 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `pagetide sim figures`: the paper's figures as pictures, data, and one page.
+//! The paper's figures drawn: each panel as SVG, and one page with all of them.
 //!
-//! [`pagetide_sim::figures`] computes; this module draws each panel as SVG and writes `index.html`, which
-//! contains the pictures, so that it can be read and sent on its own, without a network.
+//! [`pagetide_sim::figures`] computes; this draws, for the command line and for whoever shows a figure elsewhere.
 
 mod page;
 
 use std::io::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use pagetide_access_log::PartialFile;
+use pagetide_access_log::{PartialFile, TraceError};
 use pagetide_chart::{Axis, Chart, SERIES_MAX, Scale, Series, Shape};
-use pagetide_report::outcome::{CommandError, print_report};
-use pagetide_report::text::{Text, table};
-use pagetide_sim::figures::{
-    Beside, Computed, FigureOptions, Form, Panel, Places, Shares, compute,
-};
-use serde::Serialize;
-
-use super::args::FiguresArgs;
-use super::{all_cores, build, host, of_study, of_trace, sweep_progress};
-
-/// What was drawn.
-#[derive(Debug, Serialize)]
-struct FiguresReport {
-    name: &'static str,
-    figures: Counts,
-    /// The page with all of them.
-    page: String,
-    /// The paper's numbers beside ours.
-    paper: Vec<OfFigure>,
-}
-
-/// Figures of the command itself.
-#[derive(Debug, Serialize)]
-struct Counts {
-    /// Figures that were drawn.
-    drawn: usize,
-    /// Tables.
-    tables: usize,
-    /// Pictures: a figure has one for each panel and reading.
-    pictures: usize,
-    /// Packets of each run.
-    packets: u64,
-    /// Points of all studies.
-    points: usize,
-    /// Of these, run now.
-    points_run: usize,
-    /// Impossible ones that were left out.
-    points_skipped: usize,
-    /// Translation requests simulated now.
-    requests: u64,
-    /// How long it all took.
-    wall_seconds: f64,
-}
-
-/// Numbers of one figure.
-#[derive(Debug, Serialize)]
-struct OfFigure {
-    figure: &'static str,
-    #[serde(flatten)]
-    beside: Beside,
-}
+use pagetide_sim::figures::{Computed, ComputedFigures, Form, Panel, Places, Shares};
 
 /// A panel as a picture.
-pub(super) struct Picture<'a> {
-    pub(super) panel: &'a Panel,
-    pub(super) file: String,
-    pub(super) svg: String,
+#[derive(Debug)]
+pub struct Picture<'a> {
+    /// The panel.
+    pub panel: &'a Panel,
+    /// The name of its file.
+    pub file: String,
+    /// The picture.
+    pub svg: String,
 }
 
-/// Computes and draws.
-pub fn run(args: FiguresArgs) -> Result<(), CommandError> {
-    std::fs::create_dir_all(&args.out)
-        .map_err(|error| CommandError::refused(format!("{}: {error}", args.out.display())))?;
-    let options = FigureOptions {
-        out: args.out,
-        packets: args.packets,
-        only: args.only,
-        jobs: args.jobs.unwrap_or_else(all_cores),
-        build: build()?,
-        host: host(),
-    };
-    let computed = sweep_progress("figures", |told| compute(&options, told)).map_err(of_study)?;
+/// A figure and its pictures.
+pub type Drawn<'a> = (&'a Computed, Vec<Picture<'a>>);
+
+/// Why figures were not drawn.
+#[derive(Debug)]
+pub enum DrawError {
+    /// A picture could not be drawn.
+    Chart(String),
+    /// A file could not be written.
+    File(TraceError),
+}
+
+impl std::fmt::Display for DrawError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Chart(reason) => f.write_str(reason),
+            Self::File(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for DrawError {}
+
+impl From<TraceError> for DrawError {
+    fn from(error: TraceError) -> Self {
+        Self::File(error)
+    }
+}
+
+/// Draws all figures into files in `out`, and the page `index.html` there; returns them and the page's path.
+///
+/// # Errors
+/// If a picture cannot be drawn or a file not written.
+pub fn draw_all<'a>(
+    computed: &'a ComputedFigures,
+    out: &Path,
+    packets: u64,
+) -> Result<(Vec<Drawn<'a>>, PathBuf), DrawError> {
     let mut drawn = Vec::new();
     for figure in &computed.figures {
         let pictures = draw(figure)?;
         for picture in &pictures {
-            write(&options.out.join(&picture.file), &picture.svg)?;
+            write(&out.join(&picture.file), &picture.svg)?;
         }
         drawn.push((figure, pictures));
     }
-    let page = options.out.join("index.html");
-    write(&page, &page::page(&drawn, options.packets))?;
-    let report = FiguresReport {
-        name: "figures",
-        figures: Counts {
-            drawn: drawn
-                .iter()
-                .filter(|(_, pictures)| !pictures.is_empty())
-                .count(),
-            tables: drawn
-                .iter()
-                .filter(|(_, pictures)| pictures.is_empty())
-                .count(),
-            pictures: drawn.iter().map(|(_, pictures)| pictures.len()).sum(),
-            packets: options.packets,
-            points: computed.points,
-            points_run: computed.run,
-            points_skipped: computed.skipped,
-            requests: computed.requests,
-            wall_seconds: computed.wall_seconds,
-        },
-        page: page.display().to_string(),
-        paper: numbers(&computed.figures),
-    };
-    print_report(&report, args.json.into())
+    let page = out.join("index.html");
+    write(&page, &page::page(&drawn, packets))?;
+    Ok((drawn, page))
 }
 
-fn numbers(figures: &[Computed]) -> Vec<OfFigure> {
-    let of = |figure: &Computed| {
-        let id = figure.id;
-        let beside = figure.beside.iter().cloned();
-        beside
-            .map(move |beside| OfFigure { figure: id, beside })
-            .collect::<Vec<_>>()
-    };
-    figures.iter().flat_map(of).collect()
-}
-
-fn draw(figure: &Computed) -> Result<Vec<Picture<'_>>, CommandError> {
+/// Draws the panels of a figure.
+///
+/// # Errors
+/// If a chart cannot be drawn.
+pub fn draw(figure: &Computed) -> Result<Vec<Picture<'_>>, DrawError> {
     figure
         .panels
         .iter()
         .map(|panel| {
+            let svg = chart(figure, panel).svg();
             Ok(Picture {
                 panel,
                 file: file_name(figure, panel),
-                svg: chart(figure, panel).svg().map_err(CommandError::failed)?,
+                svg: svg.map_err(|error| DrawError::Chart(error.to_string()))?,
             })
         })
         .collect()
@@ -216,52 +166,19 @@ fn chart(figure: &Computed, panel: &Panel) -> Chart {
     }
 }
 
-fn write(path: &Path, text: &str) -> Result<(), CommandError> {
-    let write = || {
-        let (partial, mut file) = PartialFile::create(path)?;
-        file.write_all(text.as_bytes())
-            .map_err(|source| partial.error(source))?;
-        partial.complete(&file)
-    };
-    write().map_err(of_trace)
-}
-
-impl Text for FiguresReport {
-    fn text(&self) -> String {
-        let mut text = String::new();
-        for (at, number) in self.paper.iter().enumerate() {
-            if at == 0 || self.paper[at - 1].figure != number.figure {
-                text += &format!("\n{}\n", number.figure);
-            }
-            let Beside { what, paper, ours } = &number.beside;
-            text += &format!("  {what}: paper {paper}\n");
-            let rows: Vec<[String; 2]> = ours
-                .iter()
-                .map(|(reading, ours)| [format!("    {reading}"), ours.clone()])
-                .collect();
-            text += &table(&rows);
-        }
-        let counts = &self.figures;
-        text += &format!(
-            "\n{}: {} figures in {} pictures, {} tables; {} points, {} run now, {:.1} s\n",
-            self.page,
-            counts.drawn,
-            counts.pictures,
-            counts.tables,
-            counts.points,
-            counts.points_run,
-            counts.wall_seconds
-        );
-        text
-    }
+fn write(path: &Path, text: &str) -> Result<(), TraceError> {
+    let (partial, mut file) = PartialFile::create(path)?;
+    file.write_all(text.as_bytes())
+        .map_err(|source| partial.error(source))?;
+    partial.complete(&file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_sim::figures::Curve;
+    use pagetide_sim::figures::{Beside, Curve};
 
-    pub(super) fn figure() -> Computed {
+    fn figure() -> Computed {
         let panel = |reading: &str| Panel {
             reading: reading.to_owned(),
             name: "RR1".to_owned(),
