@@ -9,8 +9,9 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, cold_ring,
     crash, fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line,
-    iopf_impact, iopf_rtt, iopf_scale, name::BenchName, neighbour, net_pps, overcommit, overhead,
-    pa_bitmap, pool, real_size, remote, schedule, sim, single_fault, swap, tracker, upgrade,
+    iopf_daily, iopf_impact, iopf_rtt, iopf_scale, name::BenchName, neighbour, net_pps, overcommit,
+    overhead, pa_bitmap, pool, real_size, remote, schedule, sim, single_fault, swap, tracker,
+    upgrade,
 };
 
 /// Arguments of `bench`.
@@ -216,6 +217,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::Crash => crash::run(sizes),
         BenchName::GmemAsync => gmem_async::run(&gmem_async::GmemAsyncBenchOptions::default()),
         BenchName::GmemVa => gmem_va::run(&gmem_va::GmemVaBenchOptions::default()),
+        BenchName::IopfDaily => iopf_daily::run(&iopf_daily::IopfDailyOptions::of(sizes)),
         BenchName::IopfImpact => iopf_impact::run(&iopf_impact::IopfImpactOptions::of(sizes)),
         BenchName::Overhead => overhead::run(sizes),
         BenchName::PaBitmap => pa_bitmap::run(&pa_bitmap::PaBitmapBenchOptions::default()),

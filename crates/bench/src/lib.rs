@@ -26,6 +26,7 @@ pub mod guest_cost;
 mod harness;
 pub mod head_of_line;
 mod interrupt;
+pub mod iopf_daily;
 pub mod iopf_impact;
 pub mod iopf_rtt;
 pub mod iopf_scale;

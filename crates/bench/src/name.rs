@@ -31,6 +31,8 @@ pub enum BenchName {
     GmemAsync,
     /// Allocations and frees a second of virtual addresses, beside three other allocators
     GmemVa,
+    /// Page faults of devices over days of production, of 800 and of 5,000 VMs, without a protector and with ours
+    IopfDaily,
     /// What page faults do to the throughput and the tail of a disk, pause against out of order
     IopfImpact,
     /// What programs in a stock guest lose by its being attached, while nothing is evicted: CPU, memory, disk, redis

@@ -16,10 +16,13 @@ const KILLS_MAX: u64 = 100_000;
 /// Ten years.
 const DAYS_MAX: u64 = 3650;
 /// VMs that one budget may have.
-const VMS_MAX: i64 = pagetide_policy::budget::VMS_MAX as i64;
+const BUDGET_VMS_MAX: usize = pagetide_policy::budget::VMS_MAX;
+/// VMs of a fleet: what remains of one takes some hundred bytes.
+const VMS_MAX: i64 = 1_000_000;
 
 /// Of crash, real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds
-/// also of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget; others take none.
+/// also of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget,
+/// VMs and seeds of iopf-daily; others take none.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
     /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (crash, guest-cost, tracker, pool, upgrade), of each
@@ -49,10 +52,10 @@ pub struct SizeOptions {
     /// Days of virtual time (budget: 100)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=DAYS_MAX))]
     pub days: Option<u64>,
-    /// VMs at a time (budget: 50)
+    /// VMs at a time (budget: 50), or VMs (iopf-daily: 5000)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=VMS_MAX))]
     pub vms: Option<u32>,
-    /// Seeds, from 1 on (budget: 2, adp: 5)
+    /// Seeds, from 1 on (budget: 2, adp: 5, iopf-daily: 1)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub seeds: Option<u64>,
     /// Upgrades of each part, and at most so many of the twenty broken ones (upgrade: 100)
@@ -64,7 +67,7 @@ pub struct SizeOptions {
     /// Seed of what is killed when (crash: 1)
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Draw pictures of what happened as SVG files in this directory (burst, adp)
+    /// Draw pictures of what happened as SVG files in this directory (burst, adp, iopf-daily)
     #[arg(long, value_name = "DIR")]
     pub plots: Option<PathBuf>,
     /// The whole grid at all sizes (iopf-impact)
@@ -116,7 +119,7 @@ impl SizeOptions {
         let overcommit = name == BenchName::Overcommit;
         let schedule = overcommit || name == BenchName::Schedule;
         let overhead = name == BenchName::Overhead;
-        let adp = name == BenchName::Adp;
+        let (adp, daily) = (name == BenchName::Adp, name == BenchName::IopfDaily);
         let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
         let (swap, upgrade) = (name == BenchName::Swap, name == BenchName::Upgrade);
         let (crash, real_size) = (name == BenchName::Crash, name == BenchName::RealSize);
@@ -155,9 +158,9 @@ impl SizeOptions {
             ),
             ("--online", self.online.is_some(), burst),
             ("--days", self.days.is_some(), budget),
-            ("--vms", self.vms.is_some(), budget),
-            ("--seeds", self.seeds.is_some(), budget || adp),
-            ("--plots", self.plots.is_some(), burst || adp),
+            ("--vms", self.vms.is_some(), budget || daily),
+            ("--seeds", self.seeds.is_some(), budget || adp || daily),
+            ("--plots", self.plots.is_some(), burst || adp || daily),
             (
                 "--only",
                 self.only.is_some(),
@@ -183,6 +186,12 @@ impl SizeOptions {
             if is_given && !is_taken {
                 return Err(format!("bench {name} has no {flag}"));
             }
+        }
+        let too_many = |vms| usize::try_from(vms).is_ok_and(|vms: usize| vms > BUDGET_VMS_MAX);
+        if let Some(vms) = self.vms.filter(|vms| budget && too_many(*vms)) {
+            return Err(format!(
+                "a budget has at most {BUDGET_VMS_MAX} VMs, and not {vms}"
+            ));
         }
         if !sized || real_size || self.ram.len() < 2 {
             let least = ByteSize(RAM_BYTES_MIN);

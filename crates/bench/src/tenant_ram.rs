@@ -7,7 +7,11 @@ use std::{
     fs::File,
     io::Read as _,
     os::fd::AsFd as _,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        mpsc,
+    },
     time::{Duration, Instant},
 };
 
@@ -16,7 +20,7 @@ use pagetide_addr::{
 };
 use pagetide_gmem::{
     Activation, AddressSpace, AllocPolicy, Cause, Content, ContentStore, Device, Fault,
-    FaultOutcome, Incidents, Installed, MemoryParts, Mode, PageTable, PagedMemory, Place,
+    FaultOutcome, Incidents, Installed, LoadDone, MemoryParts, Mode, PageTable, PagedMemory, Place,
     PlaceError, RegionRequest, StoreError, Unlimited, VolatileWords, Wait,
 };
 use pagetide_random::GAMMA;
@@ -68,6 +72,49 @@ pub(crate) const fn stamp(page: PageNo) -> u64 {
 struct Ram {
     file: GuestFile,
     stored: Mutex<Vec<Option<Box<[u8]>>>>,
+    disk: Option<ModelDisk>,
+}
+
+/// A disk as a model: what is stored is there so long after it is asked for, however much is asked for at a time.
+pub(crate) struct ModelDisk {
+    time_ns: Arc<AtomicU64>,
+    reads: Mutex<mpsc::Sender<DiskRead>>,
+}
+
+/// When a read is done, and what is to be done then.
+type DiskRead = (Instant, Box<dyn FnOnce() + Send>);
+
+impl ModelDisk {
+    /// A disk whose reads take the nanoseconds of `time_ns`, none at first perhaps. Its thread runs where the calling
+    /// one may, and ends with it.
+    pub(crate) fn start(time_ns: Arc<AtomicU64>) -> Result<Self, String> {
+        let (reads, of_disk) = mpsc::channel::<DiskRead>();
+        let thread = std::thread::Builder::new().name("disk".into());
+        let started = thread.spawn(move || {
+            // In order: all reads take the same time.
+            for (done_at, done) in of_disk {
+                std::thread::sleep(done_at.saturating_duration_since(Instant::now()));
+                done();
+            }
+        });
+        started.map_err(|error| failed("the thread of a disk")(&error))?;
+        Ok(Self {
+            time_ns,
+            reads: Mutex::new(reads),
+        })
+    }
+
+    fn time(&self) -> Duration {
+        Duration::from_nanos(self.time_ns.load(Ordering::Relaxed))
+    }
+
+    fn read(&self, done: impl FnOnce() + Send + 'static) {
+        let reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
+        let read: DiskRead = (Instant::now() + self.time(), Box::new(done));
+        if reads.send(read).is_err() {
+            tracing::error!("bench: the disk has ended");
+        }
+    }
 }
 
 fn kernel(
@@ -160,6 +207,20 @@ impl ContentStore for Ram {
         loaded.map_err(|why| StoreError::Damaged { page, why })
     }
 
+    fn load_later(&self, page: PageNo, content: Content, done: LoadDone) {
+        let mut bytes = [0; PAGE];
+        let loaded = self.load(page, content, &mut bytes);
+        let done = move || done.complete(loaded.map(|()| &bytes));
+        match &self.disk {
+            Some(disk) => disk.read(done),
+            None => done(),
+        }
+    }
+
+    fn is_at_hand(&self, _: Content) -> bool {
+        self.disk.as_ref().is_none_or(|disk| disk.time().is_zero())
+    }
+
     fn free(&self, content: Content) {
         if let Some(page) = content.bits().checked_sub(1) {
             self.with_stored(PageNo(page), |stored| *stored = None);
@@ -219,6 +280,20 @@ impl Tenant {
             let written = file.write_at(page.byte_offset(), &content);
             written.map_err(|e| wrong(&e))?;
         }
+        Self::over(file, spaces, pages, filling, None)
+    }
+
+    /// A tenant whose memory is `file`, which is filled, with what is evicted on `disk` if there is one.
+    pub(crate) fn over(
+        file: GuestFile,
+        spaces: &dyn IoSpaces,
+        pages: u64,
+        filling: Filling,
+        disk: Option<ModelDisk>,
+    ) -> Result<Self, String> {
+        let wrong = failed("the tenant's memory");
+        let all = PageNo(0).run(pages.next_multiple_of(SECTION_PAGES));
+        let bytes = all.bytes();
         let key: FileKey = file.key().map_err(|e| wrong(&e))?;
         let io = spaces
             .open(file.as_fd(), key, bytes)
@@ -228,6 +303,7 @@ impl Tenant {
         let ram = Arc::new(Ram {
             file,
             stored: Mutex::default(),
+            disk,
         });
         let memory = PagedMemory::new(MemoryParts {
             table: PageTable::growing(Box::new(VolatileWords::with_capacity(all.len()))),

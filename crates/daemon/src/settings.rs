@@ -72,6 +72,16 @@ pub enum IopfHandling {
     Serialized,
 }
 
+/// Who serves an I/O page fault while its engine has nothing else to do (VPRI 6.1: who pays).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IopfPayer {
+    /// The engine, on its own CPU.
+    Engine,
+    /// The CPUs of the VM that faulted.
+    Vm,
+}
+
 /// How the threads that handle I/O page faults preempt vCPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -310,6 +320,8 @@ settings! {
     iopf_timeout_ms: u32 = "30000",
     /// Where I/O page faults are handled: affined to the CPUs of the VM that faulted, or, for comparison, serialized by one thread for all
     iopf_handling: IopfHandling = "affined",
+    /// Who serves an I/O page fault while its engine is idle, and pays for it: the engine, which takes no wake-up and holds up its other devices for that time, or the CPUs of the VM that faulted
+    iopf_payer: IopfPayer = "engine",
     /// How the threads that handle I/O page faults preempt vCPUs: fifo (SCHED_FIFO, where allowed), nice (niceness -20), or off
     iopf_preempt: IopfPreempt = "fifo",
     /// Microseconds a VM's fault reader polls before it sleeps, on a CPU of its own; 0 sleeps at once, on the CPU of the vCPU that faults
@@ -487,45 +499,27 @@ impl std::str::FromStr for Count {
     }
 }
 
-impl std::str::FromStr for Switch {
-    type Err = String;
+/// Choices that are read as they are written on the command line.
+macro_rules! read_by_name {
+    ($($choice:ty),+) => {$(
+        impl std::str::FromStr for $choice {
+            type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        <Self as ValueEnum>::from_str(text, false)
-    }
+            fn from_str(text: &str) -> Result<Self, String> {
+                <Self as ValueEnum>::from_str(text, false)
+            }
+        }
+    )+};
 }
 
-impl std::str::FromStr for LogFormat {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        <Self as ValueEnum>::from_str(text, false)
-    }
-}
-
-impl std::str::FromStr for IopfHandling {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        <Self as ValueEnum>::from_str(text, false)
-    }
-}
-
-impl std::str::FromStr for TrackerChoice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        <Self as ValueEnum>::from_str(text, false)
-    }
-}
-
-impl std::str::FromStr for IopfPreempt {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        <Self as ValueEnum>::from_str(text, false)
-    }
-}
+read_by_name!(
+    Switch,
+    LogFormat,
+    IopfHandling,
+    IopfPayer,
+    TrackerChoice,
+    IopfPreempt
+);
 
 /// Reads a default; a test reads them all, so a wrong one never ships.
 fn by_default<T: std::str::FromStr>(written: &str) -> T {

@@ -67,8 +67,8 @@ pub use queue::{DeviceEnd, Doorbell, FaultAssist, HostEnd, HostPresence, QueueFu
 pub use record::{LogRecord, Service};
 #[cfg(not(loom))]
 pub use service::{
-    Account, DPU, FaultService, FaultSourceId, Handling, Latencies, Preempt, ServiceConfig,
-    ServiceThread, Tenant, TenantCpus, VcpuPlace,
+    Account, DPU, FaultService, FaultSourceId, Handling, IdleEngines, Latencies, Preempt,
+    ServiceConfig, ServiceThread, Tenant, TenantCpus, VcpuPlace,
 };
 #[cfg(not(loom))]
 pub use source::FaultSource;

@@ -23,7 +23,10 @@
 //! the machine falls on all; the first round is not counted, and figures are medians of the rounds.
 //! `async_over_sync_throughput` is the worker's, the worst over the numbers of flows. With `host.cpus` of
 //! 2, four flows and a worker share two CPUs: with sync flows both of them spin.
+//!
+//! So that ratio depends on the number of CPUs, and [`cpus`] has it for each that is at hand.
 
+mod cpus;
 mod flow;
 mod iommu;
 mod rig;
@@ -39,7 +42,7 @@ use super::harness::{
     rounds::{WarmUp, rounds},
 };
 use flow::{BUFFERS, Broken, Way};
-use iommu::RANGE_NS;
+use iommu::{RANGE_NS, Serving};
 use rig::{Measured, Rig, Worker};
 
 const NAME: &str = "gmem-async";
@@ -134,16 +137,18 @@ pub fn run(options: &GmemAsyncBenchOptions) -> Result<BenchReport, BenchError> {
             waits.iter_mut().for_each(|wait| wait.rounds.clear());
         }
     }
-    Ok(report(&loads, &waits))
+    let mut report = report(&loads, &waits);
+    cpus::run(&mut report, options)?;
+    Ok(report)
 }
 
 fn one_round(loads: &mut [Load], waits: &mut [Waiting], slice: Duration) -> Result<(), Broken> {
     for load in loads {
-        let rig = Rig::new(load.flows, load.command_ns)?;
+        let rig = Rig::new(load.flows, load.command_ns, Serving::AtOnce)?;
         load.rounds.push(rig.measure(load.how, slice)?);
     }
     for wait in waits {
-        let rig = Rig::new(1, wait.command_ns)?;
+        let rig = Rig::new(1, wait.command_ns, Serving::AtOnce)?;
         wait.rounds.push(rig.wait(wait.worker, slice)?);
     }
     Ok(())
@@ -292,6 +297,21 @@ mod tests {
             // Slices this short give no meaningful value.
             assert!(report.ratios.contains_key(ratio), "{ratio}");
         }
+        let one = &report.figures["by_cpus"]["cpus_1"];
+        assert_eq!(
+            one["one_queue"]["flows_4"]["worker_threads"],
+            Value::from(5)
+        );
+        assert!(
+            report
+                .ratios
+                .contains_key("async_over_sync_throughput_1_cpus")
+        );
+        assert!(
+            report
+                .ratios
+                .contains_key("async_over_sync_throughput_1_cpus_one_queue")
+        );
         assert_eq!(invalidations(&report, "sync", "flows_4"), Some(1.0));
         let of_caller = invalidations(&report, "caller", "flows_1");
         assert!(of_caller.is_none_or(|per_unmap| per_unmap < 0.1));

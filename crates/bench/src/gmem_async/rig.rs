@@ -11,7 +11,7 @@ use pagetide_gmem::{Activation, AddressSpace, AllocPolicy, Caching, Device, Mmu,
 use crate::harness::latencies::Latencies;
 
 use super::flow::{Broken, Flow, Way};
-use super::iommu::Iommu;
+use super::iommu::{Iommu, Serving};
 
 /// Pages of the space: more than the buffers of all flows need.
 const SPACE_PAGES: u64 = 1 << 15;
@@ -43,13 +43,13 @@ pub(super) enum Worker {
 
 impl Rig {
     /// With an IOMMU whose commands take `command_ns`.
-    pub(super) fn new(flows: usize, command_ns: u64) -> Result<Self, Broken> {
+    pub(super) fn new(flows: usize, command_ns: u64, serving: Serving) -> Result<Self, Broken> {
         let policy = AllocPolicy {
             cache: Caching::Cached,
             ..AllocPolicy::default()
         };
         let space = AddressSpace::create(Va(0), Va(SPACE_PAGES * PAGE_BYTES), policy)?;
-        let iommu = Arc::new(Iommu::new(SPACE_PAGES, command_ns));
+        let iommu = Arc::new(Iommu::new(SPACE_PAGES, command_ns, serving));
         let mmu: Arc<dyn Mmu> = Arc::clone(&iommu) as Arc<dyn Mmu>;
         space.attach(&Device::create(mmu), Mode::Coherent, Activation::Now)?;
         let flows = (1..=flows as u64).map(|seed| Flow::new(&space, &iommu, seed));

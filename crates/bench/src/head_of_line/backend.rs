@@ -4,35 +4,26 @@
 //! It prints `ready`, then reads lines of JSON: a [`FileKey`] names the memory whose pages will be absent;
 //! `"absent"` and `"present"` make them so; `"report"` requests a [`TierReport`]. The end of input ends it.
 //!
-//! The tier is a thread that sleeps for the time of a page. It supplies one page after the other, which is
-//! enough: the next fault comes long after. It has priority over the client on their CPU: the client polls
-//! for B's answers, which a touching engine cannot give before the tier has run.
+//! Where A's absent pages come from is told in [`tier`](super::tier). The disks are served by our engine in this
+//! process, or by qemu-storage-daemon in one that this process starts and ends.
 
-use super::frontend::Pages;
+use super::{
+    frontend::Pages,
+    tier::{MemoryName, ServedTier, StockTier, Tier, TouchedTier},
+};
 use crate::harness::rounds::progress;
 use clap::ValueEnum;
-use pagetide_addr::{FileKey, FilePage, PAGE_BYTES, PageResponse, ResponseCode};
 use pagetide_dpu::{BlkConfig, DirectIo, Dpu, DpuConfig, DpuError, OnFault, SocketAccess, Writes};
-use pagetide_sys::{
-    cpu::{self, Urgency},
-    uffd::{FillOutcome, Userfaultfd, Watch, page_of},
-};
-use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
-use rustix::event::{PollFd, PollFlags, poll};
+use pagetide_sys::cpu;
+use pagetide_vpri::{DomainTable, Doorbell, FaultAssist, FaultService, LookUp};
 use serde::{Deserialize, Serialize};
 use std::{
     io::{self, BufRead as _, Write as _},
-    os::fd::AsFd as _,
     path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    process::{Child, Command, Stdio},
+    sync::Arc,
     time::Duration,
 };
-
-/// Real-time priority of the tier: above the client's.
-const PRIORITY: u8 = 20;
 
 /// How an engine handles an absent page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -41,6 +32,8 @@ pub enum FaultMode {
     Park,
     /// Touches it, and waits.
     Touch,
+    /// The same, but it is qemu-storage-daemon.
+    Stock,
 }
 
 impl FaultMode {
@@ -50,6 +43,7 @@ impl FaultMode {
         match self {
             Self::Park => "park",
             Self::Touch => "touch",
+            Self::Stock => "stock",
         }
     }
 }
@@ -112,15 +106,6 @@ enum Word {
     Report,
 }
 
-/// Names a memory file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemoryName {
-    /// Device number.
-    pub dev: u64,
-    /// Inode number.
-    pub ino: u64,
-}
-
 /// Why the back end ended.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
@@ -136,6 +121,9 @@ pub enum BackendError {
     /// The CPU.
     #[error(transparent)]
     Cpu(#[from] cpu::CpuError),
+    /// The tier.
+    #[error("the tier: {0}")]
+    Tier(String),
 }
 
 /// Serves until the end of input.
@@ -143,6 +131,21 @@ pub enum BackendError {
 /// # Errors
 /// [`BackendError`].
 pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
+    match options.mode {
+        FaultMode::Stock => {
+            let stock = Stock::start(options)?;
+            cpu::set_affinity(&[options.tier_cpu])?;
+            obey(
+                Tier::Stock(StockTier::new(stock.pid(), options.hold())),
+                || drop(stock),
+            )
+        }
+        FaultMode::Park | FaultMode::Touch => serve_here(options),
+    }
+}
+
+/// Our engine.
+fn serve_here(options: &BackendOptions) -> Result<(), BackendError> {
     let domains = Arc::new(DomainTable::new(1));
     let bell = Arc::new(Doorbell::new()?);
     let mut config = DpuConfig::new(options.state_dir.clone());
@@ -159,7 +162,7 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
             writes: Writes::Refused,
             look_up: match options.mode {
                 FaultMode::Park => LookUp::On,
-                FaultMode::Touch => LookUp::Off,
+                FaultMode::Touch | FaultMode::Stock => LookUp::Off,
             },
             serial: "bench".into(),
             // Through the page cache, which holds the image.
@@ -171,37 +174,94 @@ pub fn serve(options: &BackendOptions) -> Result<(), BackendError> {
         })?;
     }
     cpu::set_affinity(&[options.tier_cpu])?;
-    let mut tier = Tier {
-        domains,
-        mode: options.mode,
-        hold: Duration::from_micros(options.hold_us),
-        waited_for: Arc::default(),
-        // Of the one engine; the rest is the queue of alias faults.
-        end: ends.into_iter().next(),
-        bell,
-        memory: None,
+    let tier = match options.mode {
+        FaultMode::Park => {
+            let service = FaultService::new(ends, bell);
+            let assist: Arc<dyn FaultAssist> = Arc::clone(&service) as _;
+            dpu.set_assist(&assist)?;
+            let (cpu, hold) = (options.tier_cpu, options.hold());
+            let tier = ServedTier::new(service, domains, hold, cpu);
+            Tier::Served(Box::new(tier.map_err(BackendError::Tier)?))
+        }
+        FaultMode::Touch | FaultMode::Stock => {
+            Tier::Touched(TouchedTier::new(domains, options.hold()))
+        }
     };
+    obey(tier, || dpu.shut_down())
+}
+
+/// Does what the lines of the input say, and `end` after the last.
+fn obey(mut tier: Tier, end: impl FnOnce()) -> Result<(), BackendError> {
     say(&"ready")?;
     for line in io::stdin().lock().lines() {
         match serde_json::from_str(&line?)? {
-            Order::Memory(name) => {
-                let taken = tier.take(name);
-                if let Err(reason) = &taken {
-                    progress("head-of-line", reason);
-                }
-                say(&taken.is_ok())?;
-            }
-            Order::Pages(pages) => {
-                tier.set(pages);
-                say(&true)?;
-            }
+            Order::Memory(name) => say(&told(tier.take(name)))?,
+            Order::Pages(pages) => say(&told(tier.set(pages)))?,
             Order::Word(Word::Report) => say(&TierReport {
-                waited_for: tier.waited_for.swap(0, Ordering::Relaxed),
+                waited_for: tier.take_waited_for(),
             })?,
         }
     }
-    dpu.shut_down();
+    // Every request that waits must have its page before the engines end.
+    end();
+    tier.stop();
     Ok(())
+}
+
+/// False, with a message, for a failure.
+fn told(done: Result<(), String>) -> bool {
+    if let Err(reason) = &done {
+        progress("head-of-line", reason);
+    }
+    done.is_ok()
+}
+
+impl BackendOptions {
+    fn hold(&self) -> Duration {
+        Duration::from_micros(self.hold_us)
+    }
+}
+
+/// qemu-storage-daemon with both disks on one thread; it ends when this is dropped.
+struct Stock(Child);
+
+impl Stock {
+    fn start(options: &BackendOptions) -> Result<Self, BackendError> {
+        let mut command = Command::new("taskset");
+        command.args(["-c", &options.engine_cpu.to_string(), "qemu-storage-daemon"]);
+        command.args(["--object", "iothread,id=engine"]);
+        for (name, socket, image) in [
+            ("a", &options.socket_a, &options.image_a),
+            ("b", &options.socket_b, &options.image_b),
+        ] {
+            // As ours, it reads through the page cache, which holds the image.
+            let blockdev = format!(
+                "driver=file,node-name={name},filename={},aio=io_uring,read-only=on",
+                image.display()
+            );
+            let export = format!(
+                "type=vhost-user-blk,id=e{name},addr.type=unix,addr.path={},node-name={name},iothread=engine,num-queues=1",
+                socket.display()
+            );
+            command.args(["--blockdev", &blockdev, "--export", &export]);
+        }
+        // Its messages are for people; lines are ours.
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
+        Ok(Self(child))
+    }
+
+    /// `taskset` has become it.
+    fn pid(&self) -> u32 {
+        self.0.id()
+    }
+}
+
+impl Drop for Stock {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.kill().and_then(|()| self.0.wait()) {
+            progress("head-of-line", format_args!("ending the peer: {error}"));
+        }
+    }
 }
 
 fn say<T: Serialize>(answer: &T) -> Result<(), BackendError> {
@@ -212,156 +272,6 @@ fn say<T: Serialize>(answer: &T) -> Result<(), BackendError> {
     Ok(())
 }
 
-/// Where A's absent pages are.
-struct Tier {
-    domains: Arc<DomainTable>,
-    mode: FaultMode,
-    hold: Duration,
-    waited_for: Arc<AtomicU64>,
-    end: Option<HostEnd>,
-    bell: Arc<Doorbell>,
-    memory: Option<Arc<DmaDomain>>,
-}
-
-impl Tier {
-    /// Starts to serve A's memory.
-    fn take(&mut self, name: MemoryName) -> Result<(), String> {
-        let key = FileKey {
-            dev: name.dev,
-            ino: name.ino,
-        };
-        let domain = self.domains.find(key);
-        let domain = domain.ok_or("no disk has that memory")?;
-        let (hold, waited_for) = (self.hold, self.waited_for.clone());
-        let serve: Box<dyn FnOnce() + Send> = match self.mode {
-            FaultMode::Park => {
-                let end = self.end.take().ok_or("the memory is known already")?;
-                let (domain, bell) = (domain.clone(), self.bell.clone());
-                Box::new(move || bring_parked(&end, &bell, &domain, hold, &waited_for))
-            }
-            FaultMode::Touch => {
-                let userfaultfd = watch(&domain)?;
-                Box::new(move || bring_touched(&userfaultfd, hold, &waited_for))
-            }
-        };
-        // It ends with the process.
-        let thread = std::thread::Builder::new().name("tier".into());
-        let spawned = thread.spawn(move || {
-            if let Err(error) = cpu::set_urgency(Urgency::Preempting(PRIORITY)) {
-                progress(
-                    "head-of-line",
-                    format_args!("the tier has no priority: {error}"),
-                );
-            }
-            serve();
-        });
-        spawned.map_err(|error| error.to_string())?;
-        self.memory = Some(domain);
-        Ok(())
-    }
-
-    /// Sets A's pages in the bitmap. The client controls the file's content, which is all that an engine
-    /// without look-ups sees.
-    fn set(&self, pages: Pages) {
-        let Some(domain) = &self.memory else {
-            return;
-        };
-        let page_count = domain.len_bytes() / PAGE_BYTES;
-        let all = FilePage(0).run(page_count);
-        match (self.mode, pages) {
-            (FaultMode::Touch, _) => {}
-            (FaultMode::Park, Pages::Present) => domain.attributes().grant_all(),
-            (FaultMode::Park, Pages::Absent) => {
-                // Nothing is under way between two runs.
-                let busy = domain.attributes().unmap_ranges(&[all]);
-                debug_assert!(busy.is_empty());
-            }
-        }
-    }
-}
-
-fn bring_parked(
-    end: &HostEnd,
-    bell: &Doorbell,
-    domain: &DmaDomain,
-    hold: Duration,
-    waited_for: &AtomicU64,
-) {
-    loop {
-        while let Some(request) = end.next() {
-            std::thread::sleep(hold);
-            domain.attributes().grant(request.pages, request.access);
-            waited_for.fetch_add(request.pages.len(), Ordering::Relaxed);
-            end.respond(PageResponse::to(&request, ResponseCode::Success));
-        }
-        bell.arm();
-        if !end.has_request()
-            && let Err(error) = poll(&mut [PollFd::new(bell, PollFlags::IN)], None)
-        {
-            progress(
-                "head-of-line",
-                format_args!("waiting for page requests: {error}"),
-            );
-            return;
-        }
-        if let Err(error) = bell.disarm() {
-            progress("head-of-line", format_args!("the doorbell: {error}"));
-            return;
-        }
-    }
-}
-
-fn watch(domain: &DmaDomain) -> Result<Userfaultfd, String> {
-    let userfaultfd = Userfaultfd::create_here().map_err(|error| error.to_string())?;
-    let api = userfaultfd.api(pagetide_sys::uffd::Features::WANTED);
-    api.map_err(|error| error.to_string())?;
-    let windows = domain.windows();
-    if windows.is_empty() {
-        return Err("no disk maps that memory".to_owned());
-    }
-    for window in windows {
-        let bytes = window.len_bytes().next_multiple_of(PAGE_BYTES);
-        let registered = userfaultfd.register(window.address(), bytes, Watch::Missing);
-        registered.map_err(|error| error.to_string())?;
-    }
-    Ok(userfaultfd)
-}
-
-fn bring_touched(userfaultfd: &Userfaultfd, hold: Duration, waited_for: &AtomicU64) {
-    let mut faults = Vec::new();
-    loop {
-        let mut polled = [PollFd::from_borrowed_fd(userfaultfd.as_fd(), PollFlags::IN)];
-        if let Err(error) = poll(&mut polled, None) {
-            progress(
-                "head-of-line",
-                format_args!("waiting for touched pages: {error}"),
-            );
-            return;
-        }
-        if let Err(error) = userfaultfd.read_faults(&mut faults) {
-            progress(
-                "head-of-line",
-                format_args!("reading touched pages: {error}"),
-            );
-            return;
-        }
-        for fault in &faults {
-            std::thread::sleep(hold);
-            waited_for.fetch_add(1, Ordering::Relaxed);
-            let at = page_of(fault.address);
-            match userfaultfd.zeropage(at, PAGE_BYTES) {
-                Ok(FillOutcome::Filled { .. }) => {}
-                Ok(_) => {
-                    if let Err(error) = userfaultfd.wake(at, PAGE_BYTES) {
-                        progress("head-of-line", format_args!("waking the engine: {error}"));
-                    }
-                }
-                Err(error) => progress("head-of-line", format_args!("bringing a page: {error}")),
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -369,10 +279,10 @@ mod tests {
     #[test]
     fn lines_are_told_apart() {
         let order = |line| serde_json::from_str::<Order>(line).unwrap();
-        let memory = order(r#"{"dev":1,"ino":2}"#);
+        let memory = order(r#"{"dev":1,"ino":2,"pid":3,"descriptor":4}"#);
         assert!(matches!(
             memory,
-            Order::Memory(MemoryName { dev: 1, ino: 2 })
+            Order::Memory(MemoryName { dev: 1, ino: 2, .. })
         ));
         assert!(matches!(order("\"absent\""), Order::Pages(Pages::Absent)));
         assert!(matches!(order("\"report\""), Order::Word(Word::Report)));

@@ -13,7 +13,7 @@
 //! Lines: it prints where A's pages are ([`MemoryName`]); then a [`Run`] makes it empty or fill A's pages
 //! and print `true`; `"go"` makes it run and print a [`RunResult`].
 
-use super::backend::MemoryName;
+use super::tier::MemoryName;
 use crate::harness::{figures::to_f64, latencies::Latencies};
 use pagetide_addr::PAGE_BYTES;
 use pagetide_random::SplitMix64;
@@ -154,6 +154,8 @@ pub fn serve(socket_a: &Path, socket_b: &Path) -> Result<(), FrontendError> {
     say(&MemoryName {
         dev: stat.st_dev,
         ino: stat.st_ino,
+        pid: std::process::id(),
+        descriptor: memory_a.as_fd().as_raw_fd(),
     })?;
     // Timers of ordinary threads are delayed by 50 us otherwise.
     set_current_timer_slack(NonZeroU64::new(1))?;

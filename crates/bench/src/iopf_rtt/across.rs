@@ -27,7 +27,8 @@ use std::{
 use pagetide_addr::PageNo;
 use pagetide_sys::memory_file::GuestFile;
 use pagetide_vpri::{
-    DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, IoSpaces as _, LookUp, fault_queue,
+    DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, IdleEngines, IoSpaces as _, LookUp,
+    fault_queue,
 };
 use pagetide_vpri_function::{
     driver::Driver,
@@ -238,7 +239,14 @@ impl AcrossProcesses {
         driver.wait_connected(CONNECT_WAIT).map_err(|e| wrong(&e))?;
         let tenant = Tenant::new(&*driver, PAGES, Filling::Programs)?;
         driver.all_known();
-        let served = Served::new(&tenant, vec![], Some(driver.source()), bell, host_cpu)?;
+        let served = Served::new(
+            &tenant,
+            vec![],
+            Some(driver.source()),
+            bell,
+            host_cpu,
+            IdleEngines::Leave,
+        )?;
         let number = tenant.file().as_fd().as_raw_fd();
         let path = PathBuf::from(format!("/proc/{}/fd/{number}", std::process::id()));
         device.obey(&Order::Map { path })?;

@@ -5,8 +5,8 @@
 //!
 //! | way | path of its request |
 //! |---|---|
-//! | `vpri_in_process` | engine's queue → dispatcher → worker on the tenant's CPU → response queue |
-//! | `vpri_engine_itself` | engine's queue, which the engine serves itself, as an idle engine does |
+//! | `vpri_in_process` | engine's queue → dispatcher → worker on the tenant's CPU → response queue (`iopf-payer = vm`) |
+//! | `vpri_engine_itself` | engine's queue, which the engine serves itself, being idle (`iopf-payer = engine`) |
 //! | `vpri_across_processes` | the same through a VPRI function whose device is in another process ([`across`]) |
 //! | `ats_pri` | device TLB, ATS, page request queue → interrupt thread → the same service → invalidation queue, ATS again |
 //! | `ats_pri_work_queue` | the same, but handled by a thread of the ordinary class, as Linux does |
@@ -23,6 +23,11 @@
 //! turns in each round. The report also has the three times of each fault in nanoseconds, as `samples`, which
 //! the simulator's model of page faults draws from.
 //!
+//! *Who pays* (6.1): by `vpri_engine_itself` the CPU of the engine is taken for `handling`, and the tenant's for
+//! nothing; by `vpri_in_process` the tenant's for `handling` and two wake-ups, and the engine's for none of it.
+//! `WAY_CASE_tenant_cpu_us_per_fault` is the CPU time, while the host is idle, of all threads of this process on the
+//! tenant's CPU: the device's is not there.
+//!
 //! **Two CPUs**: one is the device's, which keeps it while it waits, as hardware would, and excludes other
 //! threads (`SCHED_FIFO`, where allowed); on the other are the tenant's vCPUs (none runs here), all threads
 //! of the host and the load. A device of the paper is hardware beyond PCIe, which the ways of VPRI do not
@@ -33,16 +38,17 @@ pub mod across;
 mod busy;
 mod sides;
 
-use std::time::Duration;
+use std::{cmp::Ordering, time::Duration};
 
 use pagetide_addr::PageNo;
 use pagetide_sys::cpu::{self, Urgency};
+use pagetide_vpri::IdleEngines;
 use serde_json::{Map, Value, json};
 
 use self::{
     across::AcrossProcesses,
     busy::{Busy, Turns},
-    sides::{AtsPri, Bottom, CROSSING, InProcess, RequestServer, Side, Split, cpus},
+    sides::{AtsPri, Bottom, CROSSING, InProcess, Side, Split, cpus},
 };
 use super::harness::{
     figures::thousandths,
@@ -124,6 +130,8 @@ struct Way {
     name: &'static str,
     side: Box<dyn Side>,
     samples: [Vec<Split>; CASES.len()],
+    /// CPU time of this process but for the device's thread.
+    host_cpu: [Duration; CASES.len()],
 }
 
 /// Runs the bench.
@@ -147,16 +155,13 @@ pub fn run(options: &IopfRttBenchOptions) -> Result<BenchReport, BenchError> {
 }
 
 fn ways(across: Across, device_cpu: usize, host_cpu: usize) -> Result<Vec<Way>, String> {
-    let in_process = |taker| InProcess::new(taker, host_cpu);
+    let in_process = |idle_engines| InProcess::new(idle_engines, host_cpu);
     let ats_pri = |bottom| AtsPri::new(bottom, host_cpu);
     let mut sides: Vec<(&'static str, Box<dyn Side>)> = vec![
-        (
-            "vpri_in_process",
-            Box::new(in_process(RequestServer::Service)?),
-        ),
+        ("vpri_in_process", Box::new(in_process(IdleEngines::Leave)?)),
         (
             "vpri_engine_itself",
-            Box::new(in_process(RequestServer::Engine)?),
+            Box::new(in_process(IdleEngines::Serve)?),
         ),
         ("ats_pri", Box::new(ats_pri(Bottom::Service)?)),
         ("ats_pri_work_queue", Box::new(ats_pri(Bottom::WorkQueue)?)),
@@ -169,6 +174,7 @@ fn ways(across: Across, device_cpu: usize, host_cpu: usize) -> Result<Vec<Way>, 
         name,
         side,
         samples: Default::default(),
+        host_cpu: Default::default(),
     };
     Ok(sides.into_iter().map(way).collect())
 }
@@ -192,20 +198,30 @@ fn one_round(
         stand(device_cpu, DEVICE_URGENCY)?;
         for number in round.rotated(ways.len()) {
             let way = &mut ways[number];
-            for fault in 0..WARM_UP + options.faults {
+            let mut before = Duration::ZERO;
+            for fault in 0..=WARM_UP + options.faults {
                 let page = PageNo((fault * 37 + round.number) as u64 % PAGES);
                 let split = one_fault(&mut *way.side, page, handler, options.pause)
                     .map_err(|error| format!("{}: {error}", way.name))?;
-                if fault >= WARM_UP {
-                    way.samples[case].push(split);
+                match fault.cmp(&WARM_UP) {
+                    Ordering::Less => {}
+                    // The device's thread goes on once it has its answer; those of the host go to sleep again.
+                    Ordering::Equal => before = of_others(),
+                    Ordering::Greater => way.samples[case].push(split),
                 }
             }
+            way.host_cpu[case] += of_others().saturating_sub(before);
         }
         if let Some(busy) = busy {
             turns += busy.turns().of_both()?;
         }
     }
     Ok(turns)
+}
+
+/// CPU time of all threads of this process but this one, the device's.
+fn of_others() -> Duration {
+    cpu::process_time().saturating_sub(cpu::thread_time())
 }
 
 fn one_fault(
@@ -259,7 +275,15 @@ fn report(ways: &[Way], turns: Turns, options: &IopfRttBenchOptions) -> BenchRep
     figures.insert("load_compress_turns".into(), turns.compressed.into());
     figures.insert("load_scan_turns".into(), turns.scanned.into());
     for way in ways {
-        for (samples, (_, _, case)) in way.samples.iter().zip(CASES) {
+        for ((samples, host_cpu), (host, _, case)) in
+            way.samples.iter().zip(&way.host_cpu).zip(CASES)
+        {
+            // What else runs on a busy host's CPU is in this process, too.
+            if host == Host::Idle {
+                let of_each = host_cpu.as_secs_f64() * 1e6 / samples.len().max(1) as f64;
+                let name = format!("{}_{case}_tenant_cpu_us_per_fault", way.name);
+                figures.insert(name, thousandths(of_each));
+            }
             let parts = json!({
                 "pre": part(samples, |split| split.pre_ns),
                 "handling": part(samples, |split| split.handling_ns),
@@ -350,6 +374,10 @@ mod tests {
                 assert!(p50("handling") <= p50("total"), "{way} {case}");
                 assert!(figure["pre"]["worst"].is_f64() && figure["post"]["p99"].is_f64());
             }
+        }
+        for way in ways {
+            let paid = &report.figures[&format!("{way}_idle_fill_tenant_cpu_us_per_fault")];
+            assert!(paid.as_f64() >= Some(0.0), "{way}: {paid}");
         }
         let samples = &report.samples["vpri_in_process_idle_fill"];
         assert_eq!(samples.as_array().unwrap().len(), 3);

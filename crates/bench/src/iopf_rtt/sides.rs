@@ -28,7 +28,7 @@ use pagetide_sys::{
 };
 use pagetide_vpri::{
     DPU, DeviceEnd, DomainTable, Doorbell, EnginePort, FaultAssist, FaultService, FaultSource,
-    HostEnd, LookUp, RamWindow, ServiceThread, TenantCpus, fault_queue,
+    HostEnd, IdleEngines, LookUp, RamWindow, ServiceConfig, ServiceThread, TenantCpus, fault_queue,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -97,9 +97,14 @@ impl Served {
         source: Option<Arc<dyn FaultSource>>,
         bell: Arc<Doorbell>,
         cpu: usize,
+        idle_engines: IdleEngines,
     ) -> Result<Self, String> {
         let wrong = failed("the fault service");
-        let service = FaultService::new(hosts, bell);
+        let config = ServiceConfig {
+            idle_engines,
+            ..ServiceConfig::default()
+        };
+        let service = FaultService::with(config, hosts, bell);
         let taken = service.add_tenant(Arc::clone(&tenant.space), Arc::clone(&tenant.mmu));
         taken
             .map_err(|e| wrong(&e))?
@@ -123,22 +128,12 @@ impl Drop for Served {
     }
 }
 
-/// The consumer of a software DPU's requests.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum RequestServer {
-    /// The service.
-    Service,
-    /// The engine itself, which is idle.
-    Engine,
-}
-
-/// VPRI within one process: an engine's queue, the service, a response.
+/// VPRI within one process: an engine's queue, the service or the idle engine itself, a response.
 pub(super) struct InProcess {
     _served: Served,
     assist: Arc<dyn FaultAssist>,
     tenant: Tenant,
     engine: Engine,
-    taker: RequestServer,
 }
 
 /// The device's side of VPRI: bitmap and queue.
@@ -149,7 +144,7 @@ pub(super) struct Engine {
 }
 
 impl InProcess {
-    pub(super) fn new(taker: RequestServer, cpu: usize) -> Result<Self, String> {
+    pub(super) fn new(idle_engines: IdleEngines, cpu: usize) -> Result<Self, String> {
         let wrong = failed("the software DPU");
         let domains = DomainTable::new(1);
         let tenant = Tenant::new(&domains, PAGES, Filling::Programs)?;
@@ -161,13 +156,12 @@ impl InProcess {
         let engine_bell = Arc::new(engine_bell.map_err(|e| wrong(&e))?);
         let host_bell = Arc::new(host_bell.map_err(|e| wrong(&e))?);
         let (end, host) = fault_queue(64, engine_bell, Arc::clone(&host_bell));
-        let served = Served::new(&tenant, vec![host], None, host_bell, cpu)?;
+        let served = Served::new(&tenant, vec![host], None, host_bell, cpu, idle_engines)?;
         Ok(Self {
             assist: Arc::clone(&served.service) as _,
             _served: served,
             tenant,
             engine: Engine::new(port, end),
-            taker,
         })
     }
 }
@@ -178,19 +172,12 @@ impl Side for InProcess {
     }
 
     fn fault(&mut self, page: PageNo) -> Result<Split, String> {
-        let (assist, taker) = (&self.assist, self.taker);
+        let assist = &self.assist;
         let mut first = true;
         self.engine.fault(page, |end| {
             // Once: requests that the engine cannot serve itself go to the service.
-            if std::mem::take(&mut first) {
-                match taker {
-                    RequestServer::Service => end.kick(),
-                    RequestServer::Engine => {
-                        if !assist.assist(0) {
-                            end.kick();
-                        }
-                    }
-                }
+            if std::mem::take(&mut first) && !assist.assist(0) {
+                end.kick();
             }
         })
     }
@@ -346,7 +333,14 @@ impl AtsPri {
         let bottom = match bottom {
             Bottom::Service => {
                 let source = Arc::clone(&told) as Arc<dyn FaultSource>;
-                Handlers::Service(Served::new(&tenant, vec![], Some(source), bell, cpu)?)
+                Handlers::Service(Served::new(
+                    &tenant,
+                    vec![],
+                    Some(source),
+                    bell,
+                    cpu,
+                    IdleEngines::Serve,
+                )?)
             }
             Bottom::WorkQueue => {
                 Handlers::WorkQueue(WorkQueue::start(Arc::clone(&told), bell, &tenant)?)

@@ -13,14 +13,14 @@ use crate::{
     control::{ControlError, DeviceReport},
     dpu::{DeviceRequest, DeviceSet, Owed, no_devices_here},
     injection::{InjectionReport, InjectionRequest},
-    settings::{DpuPlace, IopfHandling, IopfPreempt, RunSettings},
+    settings::{DpuPlace, IopfHandling, IopfPayer, IopfPreempt, RunSettings},
     slo::SloList,
 };
 use pagetide_addr::{DeviceId, FileKey};
 use pagetide_dpu::ParkedDevice;
 use pagetide_vpri::{
     AccessLog, AccessSource, BounceArea, DomainTable, Doorbell, FaultAssist, FaultService,
-    Handling, HostEnd, IoSpaces, Preempt, ServiceConfig, ServiceThread,
+    Handling, HostEnd, IdleEngines, IoSpaces, Preempt, ServiceConfig, ServiceThread,
 };
 use pagetide_vpri_function::Driver;
 use std::{
@@ -290,6 +290,10 @@ fn service_config(settings: &RunSettings) -> ServiceConfig {
         handling: match settings.iopf_handling {
             IopfHandling::Affined => Handling::Affined,
             IopfHandling::Serialized => Handling::Serialized,
+        },
+        idle_engines: match settings.iopf_payer {
+            IopfPayer::Engine => IdleEngines::Serve,
+            IopfPayer::Vm => IdleEngines::Leave,
         },
         preempt: match settings.iopf_preempt {
             IopfPreempt::Fifo => Preempt::Fifo,

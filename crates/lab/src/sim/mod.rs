@@ -20,7 +20,9 @@ use pagetide_sim::study::{
     Build, Draft, StudyError, SweepOptions, SweepProgress, is_wrong_trace, sweep,
 };
 use pagetide_sim::verify::{self, VerifyRequest};
-use pagetide_sim::{RecordedLogs, SimError, Stop, findings, run_hardware_study, run_recorded_study};
+use pagetide_sim::{
+    RecordedLogs, SimError, Stop, findings, run_hardware_study, run_recorded_study,
+};
 
 use crate::trace::collection::Collection;
 use args::{

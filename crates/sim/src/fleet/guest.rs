@@ -13,7 +13,7 @@ use super::{
     disk::{Disk, DiskLoad},
     nic::Nic,
     random::{LoadRandom, number, whole},
-    sink::{GuestTouch, Sink},
+    sink::{GuestTouch, Sink, Work},
 };
 
 /// The main activity of a guest.
@@ -52,7 +52,7 @@ impl GuestRecipe {
 const GIB_SECTIONS: u64 = (1 << 30) / pagetide_addr::SECTION_BYTES;
 
 /// Where nothing else is asked for; see [`GuestRecipe::periodic`].
-const PERIODIC: f64 = 0.04;
+pub(super) const PERIODIC: f64 = 0.04;
 /// Popular sections of a storage guest's disk, with [`PERIODIC`].
 const POPULAR: f64 = 0.43;
 /// Popular sections that have the footprint of one periodic one in half an hour.
@@ -86,6 +86,33 @@ pub struct Guest {
     sink: Sink,
 }
 
+/// Where a guest's memory is, scattered over what CPUs do not use all the time.
+pub(super) struct Places {
+    /// Memory for the page cache, more than it uses.
+    pub(super) files: Vec<u64>,
+    /// Buffers of the NIC.
+    pub(super) buffers: Vec<u64>,
+    /// Memory of the kernel that may later become a buffer: it is cold until then.
+    pub(super) spare: Vec<u64>,
+}
+
+impl Places {
+    pub(super) fn new(random: &mut LoadRandom, sections: u64, busy_sections: u64) -> Self {
+        let pool = whole(number(sections) * (0.02 + 0.03 * random.unit()));
+        let mut files: Vec<u64> = (0..sections - busy_sections).collect();
+        for at in (1..files.len()).rev() {
+            files.swap(at, index_below(random, at + 1));
+        }
+        let buffers = files.split_off(files.len().saturating_sub(index_of(pool)));
+        let spare = files.split_off(files.len().saturating_sub(index_of(pool / 4)));
+        Self {
+            files,
+            buffers,
+            spare,
+        }
+    }
+}
+
 /// Shares of a guest's memory.
 struct Plan {
     /// In use all the time.
@@ -100,44 +127,32 @@ impl Guest {
     pub fn new(recipe: &GuestRecipe) -> Self {
         let mut random = LoadRandom::new(recipe.seed, 1);
         let plan = plan(recipe);
-        let count = |share: f64| whole(number(recipe.sections) * share);
-        let pool = count(0.02 + 0.03 * random.unit());
-        let mut memory: Vec<u64> = (0..recipe.sections - recipe.busy_sections()).collect();
-        for at in (1..memory.len()).rev() {
-            memory.swap(at, index_below(&mut random, at + 1));
-        }
-        let buffers = memory.split_off(memory.len().saturating_sub(index_of(pool)));
-        // Memory of the kernel that may later become a buffer: it is cold until then.
-        let spare = memory.split_off(memory.len().saturating_sub(index_of(pool / 4)));
+        let places = Places::new(&mut random, recipe.sections, recipe.busy_sections());
         let stream = |number| LoadRandom::new(recipe.seed, number);
         Self {
             activity: Activity::new(stream(6), recipe.intensity),
-            nic: Nic::new(stream(4), buffers, spare, plan.packets_per_s),
-            disk: Disk::new(stream(5), &memory, recipe.sections, &plan.disk),
+            nic: Nic::new(stream(4), places.buffers, places.spare, plan.packets_per_s),
+            disk: Disk::new(stream(5), &places.files, recipe.sections, &plan.disk),
             sink: Sink::new(recipe.sections),
         }
     }
+}
 
-    /// The touches of second `second` from the start. Seconds must be requested in order.
-    pub(super) fn second(&mut self, second: u64) {
+impl Work for Guest {
+    fn second(&mut self, second: u64) {
         self.sink.second = second;
         self.sink.touches.clear();
         self.nic.second(self.activity.pace(second), &mut self.sink);
         self.disk.second(second, &mut self.sink);
     }
 
-    /// The touches of the second requested last.
-    pub(super) fn touches(&self) -> &[GuestTouch] {
+    fn touches(&self) -> &[GuestTouch] {
         &self.sink.touches
     }
 }
 
 fn plan(recipe: &GuestRecipe) -> Plan {
-    let storage = DiskLoad {
-        popular: POPULAR + (PERIODIC - recipe.periodic) * POPULAR_FOR_PERIODIC,
-        periodic: recipe.periodic,
-        written: 0.0,
-    };
+    let storage = storage_disk(recipe.periodic);
     match recipe.load {
         Load::Storage => Plan {
             busy: 0.45,
@@ -153,6 +168,15 @@ fn plan(recipe: &GuestRecipe) -> Plan {
                 ..storage
             },
         },
+    }
+}
+
+/// The disk of a storage guest of which this share is periodic.
+pub(super) fn storage_disk(periodic: f64) -> DiskLoad {
+    DiskLoad {
+        popular: POPULAR + (PERIODIC - periodic) * POPULAR_FOR_PERIODIC,
+        periodic,
+        written: 0.0,
     }
 }
 

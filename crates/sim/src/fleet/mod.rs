@@ -5,6 +5,7 @@ mod activity;
 mod disk;
 mod guest;
 mod nic;
+mod production;
 mod random;
 mod round;
 mod sink;
@@ -12,6 +13,7 @@ mod statistics;
 mod stream;
 
 pub use guest::{GuestRecipe, Load, paper_fleet};
+pub use production::{Day, Fleet, Life, ProductionGuest, ProductionHost, Wakings};
 pub use round::Round;
-pub use statistics::{ColdShares, GuestStatistics, statistics};
+pub use statistics::{ColdShares, GuestStatistics, production_statistics, statistics};
 pub use stream::{DISK, GuestStream, NIC, PROLOGUE};

@@ -39,6 +39,13 @@ impl LoadRandom {
         -(1.0 - self.unit()).ln()
     }
 
+    /// Normal, with mean 0 and deviation 1.
+    pub(super) fn normal(&mut self) -> f64 {
+        // Box and Muller; an exponential number is half the square of the distance.
+        let turn = std::f64::consts::TAU * self.unit();
+        (2.0 * self.exponential()).sqrt() * turn.cos()
+    }
+
     /// `rate` on average: its whole part, plus one with the probability of the rest.
     pub(super) fn count(&mut self, rate: f64) -> u64 {
         whole(rate + self.unit())

@@ -17,16 +17,17 @@ use pagetide_policy::{
 use std::{num::NonZeroUsize, time::Duration};
 
 /// When guests begin to give memory, in the prologue: cold sections are known by then.
-const SQUEEZE_FROM: Duration = Duration::from_secs(480);
+pub(super) const SQUEEZE_FROM: Duration = Duration::from_secs(480);
 /// How often it is decided how much each gives.
 const BALANCE_EVERY: Duration = Duration::from_secs(2);
 
 /// Sets whose coldest has what was left alone for `time` and up to four scans more, however hot it was before:
 /// the other sets are passed as fast as scans allow, two of them at least.
-fn cold_after(time: Duration) -> SetTimes {
+pub(super) fn cold_after(time: Duration, scan: Duration) -> SetTimes {
     let quick = SetTimes::QUICK;
-    let before = quick.scan * 2;
+    let before = scan * 2;
     SetTimes {
+        scan,
         cool: time.saturating_sub(before).max(TIME_MIN),
         ..quick
     }
@@ -85,7 +86,7 @@ impl Round {
             start: Start::AllPresent,
             policy: self.policy.clone(),
             dma: self.dma,
-            set_times: cold_after(self.cold_after),
+            set_times: cold_after(self.cold_after, SetTimes::QUICK.scan),
             busy_sections: guest.busy_sections(),
             capacity_every: self.capacity_every,
         };
@@ -115,6 +116,7 @@ fn device_since(before: &DeviceAccount, after: DeviceAccount) -> DeviceAccount {
         first_faults: after.first_faults - before.first_faults,
         fault_ages,
         long_reuses: after.long_reuses - before.long_reuses,
+        minute_sections: after.minute_sections - before.minute_sections,
         protected: less(after.protected, before.protected),
         dropped_sections: after.dropped_sections - before.dropped_sections,
         ..after
@@ -122,7 +124,7 @@ fn device_since(before: &DeviceAccount, after: DeviceAccount) -> DeviceAccount {
 }
 
 /// The counters after `before`. The most in any sample stays that of both.
-fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
+pub(super) fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
     let devices = after.devices.into_iter().map(|device| {
         let same = |before: &&DeviceAccount| before.device == device.device;
         match before.devices.iter().find(same) {
@@ -144,6 +146,7 @@ fn since(before: &VmAccount, after: VmAccount) -> VmAccount {
         absent: less(after.absent, before.absent),
         eviction_ages: after.eviction_ages.since(&before.eviction_ages),
         protected: less(after.protected, before.protected),
+        bursts: after.bursts.since(before.bursts),
         devices: devices.collect(),
         sections: after.sections,
         section_bytes: after.section_bytes,

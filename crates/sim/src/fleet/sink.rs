@@ -20,6 +20,15 @@ pub(super) struct GuestTouch {
     pub(super) bytes: u64,
 }
 
+/// What a guest does, second by second.
+pub(super) trait Work: Send + std::fmt::Debug {
+    /// The touches of second `second` from the start. Seconds are requested in order.
+    fn second(&mut self, second: u64);
+
+    /// The touches of the second requested last.
+    fn touches(&self) -> &[GuestTouch];
+}
+
 /// Touches of one second, in order.
 #[derive(Debug)]
 pub(super) struct Sink {

@@ -4,6 +4,7 @@
 
 use super::{
     guest::GuestRecipe,
+    production::ProductionGuest,
     stream::{GuestStream, PROLOGUE},
 };
 use crate::replay::{AccessStream, Actor, ReplayError};
@@ -77,12 +78,31 @@ impl Cold {
 /// # Errors
 /// None that a recipe can cause except by too many sections.
 pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<GuestStatistics, ReplayError> {
+    let stream = GuestStream::new(guest, seconds);
+    statistics_of(stream, guest.sections, guest.busy_sections())
+}
+
+/// The same of a VM in production.
+///
+/// # Errors
+/// As of [`statistics`].
+pub fn production_statistics(
+    guest: &ProductionGuest,
+    seconds: u64,
+) -> Result<GuestStatistics, ReplayError> {
+    statistics_of(guest.stream(seconds), guest.sections, guest.busy_sections())
+}
+
+fn statistics_of(
+    mut stream: GuestStream,
+    sections: u64,
+    busy_sections: u64,
+) -> Result<GuestStatistics, ReplayError> {
     let mut analysis = Analysis::new(AnalysisParams {
-        memory_bytes: guest.sections.checked_mul(SECTION_BYTES),
+        memory_bytes: sections.checked_mul(SECTION_BYTES),
         ..AnalysisParams::default()
     });
-    let mut cold = Cold::new(guest.sections - guest.busy_sections());
-    let mut stream = GuestStream::new(guest, seconds);
+    let mut cold = Cold::new(sections - busy_sections);
     while let Some(access) = stream.next()? {
         cold.count_until(access.at);
         let Actor::Device(device, service) = access.actor else {
@@ -105,7 +125,7 @@ pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<GuestStatistics, 
     }
     Ok(GuestStatistics {
         dma: analysis.finish(),
-        cold: cold.shares(guest.sections),
+        cold: cold.shares(sections),
     })
 }
 

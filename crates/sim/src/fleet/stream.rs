@@ -3,7 +3,7 @@
 
 use super::{
     guest::{Guest, GuestRecipe},
-    sink::{GuestTouch, Who},
+    sink::{GuestTouch, Who, Work},
 };
 use crate::replay::{AccessStream, Actor, ReplayAccess, ReplayError, Service};
 use pagetide_addr::DeviceId;
@@ -23,7 +23,7 @@ pub const PROLOGUE: Duration = Duration::from_secs(900);
 /// See the module.
 #[derive(Debug)]
 pub struct GuestStream {
-    guest: Guest,
+    guest: Box<dyn Work>,
     /// The next second, prologue included.
     next_second: u64,
     end_second: u64,
@@ -35,8 +35,13 @@ impl GuestStream {
     /// The guest of `recipe` for [`PROLOGUE`] and `seconds` after it.
     #[must_use]
     pub fn new(recipe: &GuestRecipe, seconds: u64) -> Self {
+        Self::of(Box::new(Guest::new(recipe)), seconds)
+    }
+
+    /// The guest that works so, for [`PROLOGUE`] and `seconds` after it.
+    pub(super) fn of(guest: Box<dyn Work>, seconds: u64) -> Self {
         Self {
-            guest: Guest::new(recipe),
+            guest,
             next_second: 0,
             end_second: PROLOGUE.as_secs() + seconds,
             given: 0,

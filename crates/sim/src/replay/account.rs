@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The counters of a replay.
 
-use super::Service;
+use super::{Bursts, Service};
 use pagetide_addr::DeviceId;
 use serde::Serialize;
 use std::time::Duration;
@@ -60,7 +60,8 @@ impl FaultAges {
     pub const BOUNDS_S: [u64; 9] = [60, 120, 180, 240, 300, 450, 600, 900, 1_800];
 
     /// The sum of both.
-    pub(super) fn sum(self, other: Self) -> Self {
+    #[must_use]
+    pub fn sum(self, other: Self) -> Self {
         let mut sum = self;
         for (count, more) in sum.counts.iter_mut().zip(other.counts) {
             *count += more;
@@ -169,6 +170,8 @@ pub struct DeviceAccount {
     pub fault_ages: FaultAges,
     /// Consecutive touches of one section more than 300 s apart (4.2.2).
     pub long_reuses: u64,
+    /// Sections it touched in each whole minute, added up over the minutes.
+    pub minute_sections: u64,
     /// What its policy protected.
     pub protected: Share,
     /// Sections that left protection because there were too many.
@@ -191,6 +194,7 @@ impl DeviceAccount {
             first_faults: 0,
             fault_ages: FaultAges::default(),
             long_reuses: 0,
+            minute_sections: 0,
             protected: Share::default(),
             dropped_sections: 0,
             policy_bytes_max: 0,
@@ -232,6 +236,8 @@ pub struct VmAccount {
     pub eviction_ages: EvictionAges,
     /// Sections protected for any of its devices.
     pub protected: Share,
+    /// Bursts of its devices' faults.
+    pub bursts: Bursts,
     /// Its devices, in the order of their first touch.
     pub devices: Vec<DeviceAccount>,
 }

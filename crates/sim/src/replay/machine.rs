@@ -4,6 +4,7 @@
 use super::{
     AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
     VmAccount,
+    bursts::FaultWindow,
     memory::{Found, Memory, Start, Trace},
 };
 use pagetide_addr::{DeviceId, SectionNo};
@@ -18,6 +19,8 @@ use std::{sync::Arc, time::Duration};
 const LOOK_ROUND: Duration = Duration::from_secs(1);
 /// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
 pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
+/// In which touched sections are counted.
+const MINUTE_NS: u64 = 60_000_000_000;
 /// Most sections of a VM: 8 TiB of 2 MiB each.
 pub(super) const SECTIONS_MAX: u64 = 1 << 22;
 /// Most sections times devices of a VM: each takes 8 bytes.
@@ -85,6 +88,7 @@ pub struct VmReplay {
     look_at: Duration,
     due: Duration,
     faults_told: u64,
+    window: FaultWindow,
     account: VmAccount,
 }
 
@@ -132,6 +136,7 @@ impl VmReplay {
             look_at: Duration::ZERO,
             due: Duration::ZERO,
             faults_told: 0,
+            window: FaultWindow::default(),
             account,
         })
     }
@@ -288,6 +293,7 @@ impl VmReplay {
                     }
                     device.account.faults += 1;
                     device.account.first_faults += u64::from(is_first);
+                    self.window.fault(access.at, &mut self.account.bursts);
                     self.protector
                         .fate(access.section, Fate::Faulted, access.at);
                 }
@@ -418,6 +424,9 @@ impl Device {
         }
         let now = u64::try_from(access.at.as_nanos()).unwrap_or(u64::MAX - 1) + 1;
         let last = std::mem::replace(&mut self.touched_ns[index], now);
+        // Of the minutes since 0, counted from 1.
+        let minute_of = |at_ns: u64| at_ns.div_ceil(MINUTE_NS);
+        account.minute_sections += u64::from(minute_of(last) != minute_of(now));
         if last == 0 {
             account.footprint_sections += 1;
             return None;

@@ -30,6 +30,7 @@ pub use stream::{AccessStream, Actor, ReplayAccess};
 
 mod account;
 mod balance;
+mod bursts;
 mod direct_pool;
 mod error;
 mod fleet;
@@ -47,6 +48,7 @@ mod traces;
 
 pub use account::{Capacity, DeviceAccount, EvictionAges, FaultAges, Share, VmAccount};
 pub use balance::{Division, Need, balance};
+pub use bursts::Bursts;
 pub use direct_pool::DirectPool;
 pub use error::ReplayError;
 pub use fleet::{FleetParams, FleetReplay};

@@ -22,7 +22,8 @@
 //! An engine that has nothing else to do serves its own requests by
 //! [`FaultAssist`], which saves both wake-ups; requests that must wait it hands
 //! to a worker, too. It serves few pages a call, since its devices stand still
-//! meanwhile, and leaves the rest to the workers.
+//! meanwhile, and leaves the rest to the workers. By [`IdleEngines::Leave`] it
+//! serves none, so that the tenant pays for all.
 //!
 //! In the mode [`Handling::Serialized`], for comparison, there is one worker for
 //! all, as with one interrupt vector and one work queue (VPRI 3.2): it serves in
@@ -99,11 +100,24 @@ pub enum Handling {
     Serialized,
 }
 
+/// Who serves a fault whose engine has nothing else to do, and so who pays for it.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum IdleEngines {
+    /// The engine, on its own CPU, if nothing has to be waited for: both wake-ups are saved, and the
+    /// engine's other devices stand still meanwhile.
+    #[default]
+    Serve,
+    /// A worker on the CPUs of the tenant, as of any other fault (6.1): the engine only asks and goes on.
+    Leave,
+}
+
 /// How a service works.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct ServiceConfig {
     /// Which workers handle faults.
     pub handling: Handling,
+    /// Who serves a fault whose engine is idle.
+    pub idle_engines: IdleEngines,
     /// Which threads those preempt.
     pub preempt: Preempt,
 }
@@ -396,7 +410,8 @@ impl ServiceThread {
 impl FaultAssist for FaultService {
     /// In the serialized mode only the one worker serves.
     fn assist(&self, engine: usize) -> bool {
-        if self.config.handling == Handling::Serialized {
+        let is_left = self.config.idle_engines == IdleEngines::Leave;
+        if is_left || self.config.handling == Handling::Serialized {
             return false;
         }
         let Some(source) = self.engines.get(engine) else {

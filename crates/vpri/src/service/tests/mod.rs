@@ -453,6 +453,30 @@ fn engine_serves_its_own_demands_and_leaves_what_must_wait_to_a_worker() {
 }
 
 #[test]
+fn engine_that_is_not_to_serve_leaves_its_demands_to_workers_on_the_tenants_cpus() {
+    let (device, host) = fault_queue(8, bell(), bell());
+    let config = ServiceConfig {
+        idle_engines: IdleEngines::Leave,
+        ..ServiceConfig::default()
+    };
+    let service = FaultService::with(config, vec![host], bell());
+    let vm = Vm::new(&DomainTable::new(1));
+    let tenant = vm.join(&service);
+    for cpu in cpu::affinity().unwrap() {
+        tenant.set_cpus(TenantCpus::dedicated(&[cpu]));
+        let page = cpu as u64;
+        device.submit(Device::demand(&vm, page)).unwrap();
+        assert!(!service.assist(0), "it is the service's");
+        assert_eq!(device.next(), None);
+        service.take_in_all();
+        while device.next().is_none() {
+            std::thread::yield_now();
+        }
+        assert_eq!(vm.filled_on(page), cpu);
+    }
+}
+
+#[test]
 fn engine_serves_few_pages_a_call_and_leaves_what_is_over_to_workers() {
     let (device, host) = fault_queue(64, bell(), bell());
     let service = FaultService::new(vec![host], bell());

@@ -219,7 +219,7 @@ impl Rig {
         let bell = Arc::new(Doorbell::new().unwrap());
         let config = ServiceConfig {
             handling,
-            preempt: Preempt::default(),
+            ..ServiceConfig::default()
         };
         let service = FaultService::with(config, Vec::new(), Arc::clone(&bell));
         let device = Device::new(&bell);
