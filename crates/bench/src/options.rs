@@ -114,86 +114,39 @@ impl SizeOptions {
     /// # Errors
     /// The sentence.
     pub fn check(&self, name: BenchName) -> Result<(), String> {
-        let (tracker, cost) = (name == BenchName::Tracker, name == BenchName::GuestCost);
-        let pool = name == BenchName::Pool;
-        let overcommit = name == BenchName::Overcommit;
-        let schedule = overcommit || name == BenchName::Schedule;
-        let overhead = name == BenchName::Overhead;
-        let (adp, daily) = (name == BenchName::Adp, name == BenchName::IopfDaily);
-        let (budget, burst) = (name == BenchName::Budget, name == BenchName::Burst);
-        let (swap, upgrade) = (name == BenchName::Swap, name == BenchName::Upgrade);
-        let (crash, real_size) = (name == BenchName::Crash, name == BenchName::RealSize);
-        let impact = name == BenchName::IopfImpact;
-        let net_pps = name == BenchName::NetPps;
-        let cold_ring = name == BenchName::ColdRing;
-        let net =
-            net_pps || cold_ring || matches!(name, BenchName::SingleFault | BenchName::Neighbour);
-        let scale = impact || name == BenchName::IopfScale;
-        // Without alternations.
-        let plain = tracker || pool || upgrade || crash;
-        let sized = plain || cost || schedule || burst || real_size;
-        let faults = matches!(
-            name,
-            BenchName::Fault | BenchName::FaultParallel | BenchName::Remote
-        );
         let given = [
-            ("--ram", !self.ram.is_empty(), sized || swap),
-            (
-                "--setting",
-                !self.settings.is_empty(),
-                sized && !upgrade || overhead,
-            ),
-            (
-                "--pairs",
-                self.pairs.is_some(),
-                faults || scale || overhead || swap || net || sized && !plain,
-            ),
-            ("--upgrades", self.upgrades.is_some(), upgrade),
-            ("--kills", self.kills.is_some(), crash),
-            ("--seed", self.seed.is_some(), crash),
-            (
-                "--seconds",
-                self.seconds.is_some(),
-                tracker || cost || overhead || schedule || burst || scale,
-            ),
-            ("--online", self.online.is_some(), burst),
-            ("--days", self.days.is_some(), budget),
-            ("--vms", self.vms.is_some(), budget || daily),
-            ("--seeds", self.seeds.is_some(), budget || adp || daily),
-            ("--plots", self.plots.is_some(), burst || adp || daily),
-            (
-                "--only",
-                self.only.is_some(),
-                tracker
-                    || cost
-                    || overhead
-                    || overcommit
-                    || swap
-                    || upgrade
-                    || crash
-                    || net_pps
-                    || cold_ring,
-            ),
-            ("--full", self.full, impact),
-            (
-                "--hypersio",
-                self.hypersio.is_some(),
-                name == BenchName::Sim,
-            ),
-            ("--peer-setting", !self.peer_settings.is_empty(), tracker),
+            ("--ram", !self.ram.is_empty()),
+            ("--setting", !self.settings.is_empty()),
+            ("--pairs", self.pairs.is_some()),
+            ("--upgrades", self.upgrades.is_some()),
+            ("--kills", self.kills.is_some()),
+            ("--seed", self.seed.is_some()),
+            ("--seconds", self.seconds.is_some()),
+            ("--online", self.online.is_some()),
+            ("--days", self.days.is_some()),
+            ("--vms", self.vms.is_some()),
+            ("--seeds", self.seeds.is_some()),
+            ("--plots", self.plots.is_some()),
+            ("--only", self.only.is_some()),
+            ("--full", self.full),
+            ("--hypersio", self.hypersio.is_some()),
+            ("--peer-setting", !self.peer_settings.is_empty()),
         ];
-        for (flag, is_given, is_taken) in given {
-            if is_given && !is_taken {
+        for (flag, is_given) in given {
+            if is_given && !has_use_for(name, flag) {
                 return Err(format!("bench {name} has no {flag}"));
             }
         }
         let too_many = |vms| usize::try_from(vms).is_ok_and(|vms: usize| vms > BUDGET_VMS_MAX);
-        if let Some(vms) = self.vms.filter(|vms| budget && too_many(*vms)) {
+        if let Some(vms) = self
+            .vms
+            .filter(|vms| name == BenchName::Budget && too_many(*vms))
+        {
             return Err(format!(
                 "a budget has at most {BUDGET_VMS_MAX} VMs, and not {vms}"
             ));
         }
-        if !sized || real_size || self.ram.len() < 2 {
+        if !is_sized(name) || name == BenchName::RealSize || self.ram.len() < 2 {
             let least = ByteSize(RAM_BYTES_MIN);
             return match self.ram.iter().find(|ram| ram.0 < RAM_BYTES_MIN) {
                 Some(ram) => Err(format!(
@@ -224,6 +177,72 @@ impl SizeOptions {
     /// True if the cell `name` is to be measured.
     pub(super) fn includes(&self, name: &str) -> bool {
         self.only.as_ref().is_none_or(|text| name.contains(text))
+    }
+}
+
+/// Benches of VMs whose RAM is a matter of choice, and that measure without alternations.
+fn is_plain(name: BenchName) -> bool {
+    use BenchName::{Crash, Pool, Tracker, Upgrade};
+    matches!(name, Tracker | Pool | Upgrade | Crash)
+}
+
+/// All whose VMs' RAM is a matter of choice.
+fn is_sized(name: BenchName) -> bool {
+    use BenchName::{Burst, GuestCost, Overcommit, RealSize, Schedule};
+    is_plain(name) || matches!(name, GuestCost | Overcommit | Schedule | Burst | RealSize)
+}
+
+/// Benches of network devices.
+fn is_of_networks(name: BenchName) -> bool {
+    use BenchName::{ColdRing, Neighbour, NetPps, SingleFault};
+    matches!(name, NetPps | ColdRing | SingleFault | Neighbour)
+}
+
+/// True if bench `name` has use for an option.
+fn has_use_for(name: BenchName, flag: &str) -> bool {
+    use BenchName::{
+        Adp, Budget, Burst, ColdRing, Crash, Fault, FaultParallel, GuestCost, IopfDaily,
+        IopfImpact, IopfScale, NetPps, Overcommit, Overhead, Remote, Schedule, Sim, Swap, Tracker,
+        Upgrade,
+    };
+    match flag {
+        "--ram" => is_sized(name) || name == Swap,
+        "--setting" => is_sized(name) && name != Upgrade || name == Overhead,
+        "--pairs" => {
+            let faults = matches!(
+                name,
+                Fault | FaultParallel | Remote | IopfImpact | IopfScale
+            );
+            let is_alternated = is_sized(name) && !is_plain(name) || is_of_networks(name);
+            faults || is_alternated || matches!(name, Overhead | Swap)
+        }
+        "--upgrades" => name == Upgrade,
+        "--kills" | "--seed" => name == Crash,
+        "--seconds" => matches!(
+            name,
+            Tracker | GuestCost | Overhead | Overcommit | Schedule | Burst | IopfImpact | IopfScale
+        ),
+        "--online" => name == Burst,
+        "--days" => name == Budget,
+        "--vms" => matches!(name, Budget | IopfDaily),
+        "--seeds" => matches!(name, Budget | Adp | IopfDaily),
+        "--plots" => matches!(name, Burst | Adp | IopfDaily),
+        "--only" => matches!(
+            name,
+            Tracker
+                | GuestCost
+                | Overhead
+                | Overcommit
+                | Swap
+                | Upgrade
+                | Crash
+                | NetPps
+                | ColdRing
+        ),
+        "--full" => name == IopfImpact,
+        "--hypersio" => name == Sim,
+        "--peer-setting" => name == Tracker,
+        _ => false,
     }
 }
 

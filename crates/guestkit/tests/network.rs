@@ -125,6 +125,7 @@ fn squeezed_guest_loses_no_packet_of_a_tap_and_no_byte() {
         let extras = Extras {
             suffix: "-network",
             additions: &[script],
+            ..Extras::default()
         };
         stage.add_to_image(&extras).expect("an image");
         let socket = stage.folder().join("net.sock");

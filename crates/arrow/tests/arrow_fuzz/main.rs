@@ -145,6 +145,15 @@ fn what_is_wrong_with_a_table_is_told_with_its_column_or_record() {
             with("time_ns", integers(&[Some(-5), Some(4)])),
             "record 0: time_ns is -5, below zero",
         ),
+    ] {
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn columns_that_are_missing_or_there_twice_are_named() {
+    let one = || integers(&[Some(1), Some(1)]);
+    for (message, expected) in [
         (
             told(table(&[("source", one())])),
             "it has no column 'domain'",

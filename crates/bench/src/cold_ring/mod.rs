@@ -115,11 +115,11 @@ pub fn run(sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
             let mut cold_runs = Vec::new();
             for round in silent_rounds(sizes.pairs(ROUNDS), WarmUp::None) {
                 let (mut pinned, mut cold) = (Shown::default(), Shown::default());
-                for is_cold in round.turns([false, true]) {
-                    let shown = one(on_fault, ring, is_cold, cpus.backend).map_err(failed)?;
-                    match is_cold {
-                        true => cold = shown,
-                        false => pinned = shown,
+                for begins in round.turns([Begins::Warm, Begins::Cold]) {
+                    let shown = one(on_fault, ring, begins, cpus.backend).map_err(failed)?;
+                    match begins {
+                        Begins::Cold => cold = shown,
+                        Begins::Warm => pinned = shown,
                     }
                 }
                 let rate = 0.9 * pinned.steady();
@@ -163,11 +163,20 @@ fn describe(runs: &[(Shown, f64, f64)]) -> serde_json::Value {
     })
 }
 
+/// What of the server's ring is present when the time begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Begins {
+    /// All of it.
+    Warm,
+    /// Nothing.
+    Cold,
+}
+
 /// One run with devices of its own.
 fn one(
     on_fault: OnReceiveFault,
     ring: u16,
-    is_cold: bool,
+    begins: Begins,
     engine_cpu: usize,
 ) -> Result<Shown, String> {
     let rig = NetRig::start(engine_cpu, PAGE_TIME)?;
@@ -197,7 +206,7 @@ fn one(
         return Err("the two stacks do not talk".into());
     }
     let before = rig.report(talk.server.interface())?;
-    if is_cold {
+    if begins == Begins::Cold {
         talk.server.interface().cool();
     }
     let done = talk.operate(TIMED)?;
@@ -352,7 +361,7 @@ mod tests {
     #[test]
     fn cold_ring_loses_nothing_out_of_order_and_stacks_talk() {
         let cpus = SideCpus::choose();
-        let shown = one(OnReceiveFault::OutOfOrder, 64, true, cpus.backend).unwrap();
+        let shown = one(OnReceiveFault::OutOfOrder, 64, Begins::Cold, cpus.backend).unwrap();
         assert_eq!(shown.lost_packets, 0);
         assert!(shown.done.len() > 100, "{} operations", shown.done.len());
     }

@@ -59,6 +59,13 @@ struct Tenants {
     a_packets: u64,
 }
 
+/// Who has packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Load {
+    BAlone,
+    Both,
+}
+
 /// Runs the bench.
 ///
 /// # Errors
@@ -70,12 +77,12 @@ pub fn run(sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
     let mut tenants = Tenants::new(&rig).map_err(failed)?;
     let (mut quiet, mut beside) = (Vec::new(), Vec::new());
     for round in rounds(NAME, sizes.pairs(ROUNDS), WarmUp::First) {
-        for with_a in round.turns([false, true]) {
-            let slice = tenants.slice(with_a).map_err(failed)?;
+        for load in round.turns([Load::BAlone, Load::Both]) {
+            let slice = tenants.slice(load).map_err(failed)?;
             if round.counts {
-                match with_a {
-                    true => beside.push(slice),
-                    false => quiet.push(slice),
+                match load {
+                    Load::Both => beside.push(slice),
+                    Load::BAlone => quiet.push(slice),
                 }
             }
         }
@@ -126,8 +133,8 @@ impl Tenants {
         })
     }
 
-    fn slice(&mut self, with_a: bool) -> Result<Slice, String> {
-        if with_a {
+    fn slice(&mut self, load: Load) -> Result<Slice, String> {
+        if load == Load::Both {
             self.a.cool();
             self.connect_a()?;
         }

@@ -49,7 +49,7 @@ pub(super) struct Devices {
 
 enum Place {
     /// In this process.
-    Here(DeviceSet),
+    Here(Box<DeviceSet>),
     /// In the DPU process whose VPRI function listens on this socket.
     Elsewhere(Arc<Driver>, PathBuf),
 }
@@ -78,7 +78,7 @@ impl Devices {
         set.set_access_log(&log)?;
         let devices = Self {
             log,
-            place: Place::Here(set),
+            place: Place::Here(Box::new(set)),
             thread: Mutex::new(Some(service.start().map_err(failed)?)),
             service,
         };

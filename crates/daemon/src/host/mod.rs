@@ -60,7 +60,6 @@ use self::{
     life::{Asked, Detaching, Stage},
     needed::Needed,
     pools::{name_of, pools, refuse_other_versions},
-    recovering::Taken,
     roster::{Roster, Watched},
     shared::Shared,
     vm::Vm,
@@ -214,22 +213,7 @@ pub(crate) fn start_with(
         devices,
         vms: Roster::new(bell),
     });
-    let handed = handed.unwrap_or_default();
-    let taken = host.recover_all(expected);
-    steps.done("VMs");
-    match host.check_served(&handed.vms) {
-        Err(error) if owed == Owed::AsAfterDeath => {
-            tracing::error!(
-                error = error.message,
-                "a VM waits until it can be recovered"
-            );
-        }
-        checked => checked?,
-    }
-    if taken == Taken::AllKnown {
-        host.devices.restore(handed.devices, owed)?;
-    }
-    steps.done("disks");
+    host.take_up(expected, handed.unwrap_or_default(), owed, &mut steps)?;
     Janitor::new(rung).start(&host)?;
     steps.done("janitor");
     tracing::info!(us = %steps, "everything that was left is served");

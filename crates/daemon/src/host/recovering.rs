@@ -2,12 +2,12 @@
 //! What a dead daemon left, at startup: VMs that are recovered, and those that have to wait.
 
 use super::{
-    Host, attach,
+    HandedOver, Host, attach,
     pools::{name_of, pools},
     shared::Shared,
     waiting::Expected,
 };
-use crate::control::ControlError;
+use crate::{control::ControlError, dpu::Owed, steps::Steps};
 use pagetide_vmm::{Refusal, process::VmmProcess};
 use std::{path::Path, sync::Arc};
 
@@ -30,9 +30,35 @@ pub(super) fn expect_all(state_dir: &Path, shared: &Shared) -> Result<Vec<Expect
 }
 
 impl Host {
+    /// Recovers VMs and devices that a predecessor has left or handed over.
+    pub(super) fn take_up(
+        &self,
+        expected: Vec<Expected>,
+        handed: HandedOver,
+        owed: Owed,
+        steps: &mut Steps,
+    ) -> Result<(), ControlError> {
+        let taken = self.recover_all(expected);
+        steps.done("VMs");
+        match self.check_served(&handed.vms) {
+            Err(error) if owed == Owed::AsAfterDeath => {
+                tracing::error!(
+                    error = error.message,
+                    "a VM waits until it can be recovered"
+                );
+            }
+            checked => checked?,
+        }
+        if taken == Taken::AllKnown {
+            self.devices.restore(handed.devices, owed)?;
+        }
+        steps.done("disks");
+        Ok(())
+    }
+
     /// Recovers these VMs. If one cannot be recovered, this logs the reason and leaves the pool: it is the VM's
     /// memory.
-    pub(super) fn recover_all(&self, expected: Vec<Expected>) -> Taken {
+    fn recover_all(&self, expected: Vec<Expected>) -> Taken {
         let mut taken = Taken::AllKnown;
         for mut vm in expected {
             match attach::recover(&mut vm, &self.shared) {

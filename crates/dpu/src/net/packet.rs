@@ -15,6 +15,7 @@ use vm_memory::VolatileSlice;
 /// Bytes of a header, as a length.
 pub(crate) const HEADER_LEN: usize = HEADER_BYTES as usize;
 /// Longest packet, without its header.
+#[expect(clippy::cast_possible_truncation, reason = "65,553")]
 pub(crate) const PACKET_LEN_MAX: usize = PACKET_BYTES_MAX as usize;
 
 /// A packet that a guest sends. All of it is leased.

@@ -14,7 +14,6 @@ use super::expand::expand;
 use super::*;
 use crate::config::{Config, Flavour, Replacement};
 use crate::stop::Stop;
-use pagetide_trace::EventSource as _;
 
 /// Eight points over two small traces.
 const SMALL: &str = r#"

@@ -226,7 +226,7 @@ fn leads_to(iova: Iova, entry: u64) -> impl Iterator<Item = u64> {
     sizes.iter().filter_map(move |size| {
         let offset = size.bytes() - 1;
         let base = entry & ADDRESS & !0xfff;
-        (base & offset == 0).then(|| base | iova.0 & offset)
+        (base & offset == 0).then_some(base | iova.0 & offset)
     })
 }
 

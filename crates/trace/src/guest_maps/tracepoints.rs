@@ -195,7 +195,7 @@ fn number(cursor: &mut Cursor<'_>, after: &'static str, base: u32) -> Result<u64
 
 /// Whole pages of an address space, from `iova` on.
 fn range(iova: u64, end: u64, bytes: u64) -> Result<(), String> {
-    if bytes == 0 || (iova | bytes) % PAGE_BYTES != 0 {
+    if bytes == 0 || !(iova | bytes).is_multiple_of(PAGE_BYTES) {
         return Err(format!("{bytes} bytes from {iova:#x} on are no pages"));
     }
     match iova.checked_add(bytes) {

@@ -23,6 +23,22 @@ enum Use {
     Used,
 }
 
+/// What a packet finds at the front of the ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FrontOfRing {
+    Present,
+    /// Or not enough.
+    Absent,
+}
+
+/// What the answers to page requests may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answers {
+    Pages,
+    /// Pages, too, but they may be lost, or taken away again at once.
+    OfAnyKind,
+}
+
 #[derive(Debug)]
 struct Chain {
     room: u32,
@@ -208,18 +224,18 @@ impl Run {
         };
         let bytes = self.arrived[usize::try_from(number).unwrap()];
         self.ring.looked.clear();
-        let is_front_there = self.is_front_there(bytes);
+        let front = self.front_of_ring(bytes);
         let arrival = self.policy.arrive(bytes, &mut self.ring);
         match arrival {
             Arrival::Fill(report) => {
                 if matches!(self.on_fault, OnReceiveFault::Drop | OnReceiveFault::Pause) {
-                    assert!(is_front_there);
+                    assert_eq!(front, FrontOfRing::Present);
                 }
                 self.fill(number, report);
             }
             Arrival::Store => {
                 assert!(self.on_fault != OnReceiveFault::Drop);
-                self.check_store_was_needed(bytes, is_front_there);
+                self.check_store_was_needed(bytes, front);
                 if self.store.len() == STORE_MAX {
                     self.policy.refused();
                     self.lose(number);
@@ -235,7 +251,7 @@ impl Run {
                     self.on_fault,
                     OnReceiveFault::Drop | OnReceiveFault::BackupRing
                 ));
-                assert!(!is_front_there);
+                assert_eq!(front, FrontOfRing::Absent);
                 self.lose(number);
             }
             Arrival::Drop(Loss::TooLong) => self.lose(number),
@@ -243,26 +259,26 @@ impl Run {
         }
     }
 
-    /// True if a packet finds present chains at the front of the ring.
-    fn is_front_there(&self, bytes: u32) -> bool {
+    /// Whether a packet finds present chains at the front of the ring.
+    fn front_of_ring(&self, bytes: u32) -> FrontOfRing {
         let mut room = 0;
         for chain in &self.ring.chains {
             match (chain.used, chain.is) {
                 // It is on its way back to the driver.
                 (Use::Free, _) if chain.lost => {}
                 (Use::Free, Is::Present) => room += chain.room,
-                (Use::Free, Is::Absent | Is::TableAbsent) => return false,
+                (Use::Free, Is::Absent | Is::TableAbsent) => return FrontOfRing::Absent,
                 _ => {}
             }
             if room >= bytes {
-                return true;
+                return FrontOfRing::Present;
             }
         }
-        false
+        FrontOfRing::Absent
     }
 
     /// A packet is stored only if there is a reason to.
-    fn check_store_was_needed(&self, bytes: u32, is_front_there: bool) {
+    fn check_store_was_needed(&self, bytes: u32, front: FrontOfRing) {
         if !self.store.is_empty() {
             return;
         }
@@ -275,7 +291,7 @@ impl Run {
                 let room: u32 = free.map(|(_, chain)| chain.room).sum();
                 assert!(room < bytes, "present buffers were passed over");
             }
-            _ => assert!(!is_front_there),
+            _ => assert_eq!(front, FrontOfRing::Absent),
         }
     }
 
@@ -323,7 +339,7 @@ impl Run {
         true
     }
 
-    fn answer(&mut self, may_fail: bool) {
+    fn answer(&mut self, answers: Answers) {
         if self.asked.is_empty() {
             return;
         }
@@ -336,13 +352,13 @@ impl Run {
             return;
         }
         match dice {
-            0 if may_fail => {
+            0 if answers == Answers::OfAnyKind => {
                 chain.lost = true;
                 self.policy.answered(no, Answered::Lost);
                 return;
             }
             // It was taken away again at once.
-            1 if may_fail => {}
+            1 if answers == Answers::OfAnyKind => {}
             _ => {
                 if chain.is != Is::Unfit {
                     chain.is = Is::Present;
@@ -392,7 +408,7 @@ impl Run {
     fn settle(&mut self) {
         for round in 0..10_000 {
             while self.step() {}
-            self.answer(false);
+            self.answer(Answers::Pages);
             self.post();
             for chain in &mut self.ring.chains {
                 if chain.used == Use::Free && chain.is == Is::Absent {
@@ -435,7 +451,7 @@ fn no_packet_is_lost_uncounted_or_out_of_order_whatever_happens() {
             match run.below(16) {
                 0..=3 => run.post(),
                 4..=7 => run.arrive(),
-                8..=10 => run.answer(true),
+                8..=10 => run.answer(Answers::OfAnyKind),
                 11 => run.evict(),
                 12 if seed % 3 == 0 => run.lie(),
                 _ => while run.below(4) > 0 && run.step() {},
@@ -501,7 +517,7 @@ fn one_absent_buffer_costs_what_the_policy_says() {
         assert_eq!(run.next_id, stored, "{on_fault:?}");
         assert_eq!(run.lost.len(), lost, "{on_fault:?}");
         assert_eq!(run.asked, [(ChainNo(0), Need::Now)], "{on_fault:?}");
-        run.answer(false);
+        run.answer(Answers::Pages);
         while run.step() {}
         assert_eq!(run.reported.len(), after, "{on_fault:?}");
         run.arrive();
@@ -560,7 +576,7 @@ fn floor_wires_the_next_buffers_and_a_burst_of_as_many_waits_for_nothing() {
         }
         for _ in 0..20 {
             while run.step() {}
-            run.answer(false);
+            run.answer(Answers::Pages);
         }
         let wired = |run: &Run| run.ring.chains.iter().filter(|c| c.wired).count();
         assert_eq!(wired(&run), 4, "{on_fault:?}");
