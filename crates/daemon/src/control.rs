@@ -17,12 +17,14 @@ mod blk;
 mod error;
 mod net;
 mod parts;
+mod socket_mode;
 mod state;
 
 pub use blk::{BlkRequest, DEFAULT_BLK_QUEUES, OnFault, RamKind};
 pub use error::{ControlError, ErrorKind};
 pub use net::{DEFAULT_PAIRS, NetLink, NetRequest, OnReceiveFault, Wire};
 pub use parts::{ReclaimReport, RegionReport};
+pub use socket_mode::SocketMode;
 pub use state::{DeviceState, VmState};
 
 use std::path::Path;

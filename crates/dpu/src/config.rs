@@ -6,7 +6,7 @@ use crate::{
         image::{DirectIo, ImageError, ImageUse, Writes},
         request::SERIAL_BYTES,
     },
-    device::{EngineGone, SocketError},
+    device::{EngineGone, SocketError, offer::QUEUES_MAX},
     inject::InjectionError,
     lock::LockError,
     net::{
@@ -15,7 +15,7 @@ use crate::{
     },
     ram::RamPolicy,
     ring::DEVICES_MAX,
-    shared::OnFault,
+    shared::{OnFault, WEIGHTS},
 };
 use pagetide_addr::DeviceId;
 use pagetide_sys::socket::SocketAccess;
@@ -256,4 +256,30 @@ impl BlkConfig {
             ram: self.ram,
         }
     }
+}
+
+pub(crate) fn check_queues(queue_count: u16) -> Result<(), DpuError> {
+    if (1..=QUEUES_MAX).contains(&queue_count) {
+        return Ok(());
+    }
+    Err(DpuError::Setting {
+        setting: "queue_count",
+        value: u64::from(queue_count),
+        must: "from 1 to 64",
+    })
+}
+
+/// Checks that a weight is allowed.
+///
+/// # Errors
+/// [`DpuError::Setting`].
+pub fn check_weight(weight: u32) -> Result<(), DpuError> {
+    if WEIGHTS.contains(&weight) {
+        return Ok(());
+    }
+    Err(DpuError::Setting {
+        setting: "weight",
+        value: u64::from(weight),
+        must: "from 1 to 1000",
+    })
 }

@@ -4,8 +4,8 @@
 use crate::{
     alias::{ALIAS_FAULTS_MAX, Alias},
     blk::open::UnclaimedDisk,
-    config::{BlkConfig, DeviceConfig, DpuConfig, DpuError, NicConfig},
-    device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError, offer::QUEUES_MAX},
+    config::{BlkConfig, DeviceConfig, DpuConfig, DpuError, NicConfig, check_queues, check_weight},
+    device::{Control, Endpoint, EngineGone, ParkedDevice, Parts, SocketError},
     devices::{Device, DeviceReport, Devices, Place},
     engine::{
         Engine, Seed,
@@ -19,7 +19,7 @@ use crate::{
         record::file::RecordFile,
     },
     ring::DEVICES_MAX,
-    shared::{DeviceSetup, DeviceShared, WEIGHTS},
+    shared::{DeviceSetup, DeviceShared},
     slo::report::{Accounting, SloReport},
 };
 use pagetide_addr::DeviceId;
@@ -558,32 +558,6 @@ impl Drop for Dpu {
     fn drop(&mut self) {
         self.shut_down();
     }
-}
-
-fn check_queues(queue_count: u16) -> Result<(), DpuError> {
-    if (1..=QUEUES_MAX).contains(&queue_count) {
-        return Ok(());
-    }
-    Err(DpuError::Setting {
-        setting: "queue_count",
-        value: u64::from(queue_count),
-        must: "from 1 to 64",
-    })
-}
-
-/// Checks that a weight is allowed.
-///
-/// # Errors
-/// [`DpuError::Setting`].
-pub fn check_weight(weight: u32) -> Result<(), DpuError> {
-    if WEIGHTS.contains(&weight) {
-        return Ok(());
-    }
-    Err(DpuError::Setting {
-        setting: "weight",
-        value: u64::from(weight),
-        must: "from 1 to 1000",
-    })
 }
 
 fn run_engine(seed: Seed, cpu: Option<usize>, ready: &Sender<io::Result<()>>) {

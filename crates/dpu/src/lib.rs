@@ -73,6 +73,7 @@ pub mod lock;
 mod mailbox;
 mod memory;
 pub mod net;
+mod page_demand;
 mod parked;
 mod ram;
 mod regions;
@@ -85,12 +86,13 @@ pub use blk::disk::DiskReport;
 pub use blk::format::Content;
 pub use blk::image::{DirectIo, ImageError, ImageUse, Writes};
 pub use chain::ChainError;
+pub use config::check_weight;
 pub use config::{BlkConfig, DpuConfig, DpuError, NicConfig};
 pub use device::{
     DeviceState, EngineGone, ParkedDevice, ParkedFrontEnd, SocketAccess, SocketError,
 };
 pub use devices::DeviceReport;
-pub use dpu::{Dpu, check_weight};
+pub use dpu::Dpu;
 pub use frame::FrameError;
 pub use kind::Backing;
 pub use lock::{LockError, wait_for_dead_engines};

@@ -36,11 +36,11 @@
 
 use crate::{
     kind::posted::{ChainNo, Need},
+    page_demand::{PageDemand, covers, merge},
     slo::course::RequestTimeline,
 };
 use pagetide_addr::{
-    Access, DeviceId, DomainId, FileRange, PageRequest, PageResponse, QueueId, RequestId,
-    RequestKind, ResponseCode,
+    DeviceId, PageRequest, PageResponse, QueueId, RequestId, RequestKind, ResponseCode,
 };
 use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{QueueFull, queue::HostPresence};
@@ -98,16 +98,6 @@ pub(crate) enum Purpose {
     Dma,
     /// To write a bad status: its DMA has failed already.
     BadStatus,
-}
-
-/// Pages to request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PageDemand {
-    pub domain: DomainId,
-    pub pages: FileRange,
-    pub access: Access,
-    /// Fault injection: the host must not answer earlier than this, in microseconds.
-    pub hold_us: u32,
 }
 
 /// The party on whose behalf pages are requested.
@@ -590,34 +580,10 @@ fn kind_for(waiter: Waiter) -> RequestKind {
     }
 }
 
-/// True if `all` includes `part`.
-fn covers(all: &PageDemand, part: &PageDemand) -> bool {
-    all.domain == part.domain
-        && all.pages.start <= part.pages.start
-        && part.pages.end <= all.pages.end
-        && (all.access == Access::Write || part.access == Access::Read)
-}
-
-/// Joins runs of one domain that touch or overlap; the stronger access is kept.
-fn merge(wanted: &mut Vec<PageDemand>) {
-    wanted.sort_by_key(|w| (w.domain, w.pages.start));
-    wanted.dedup_by(|next, last| {
-        let joins = last.domain == next.domain && next.pages.start <= last.pages.end;
-        if joins {
-            last.pages.end = last.pages.end.max(next.pages.end);
-            if next.access == Access::Write {
-                last.access = Access::Write;
-            }
-            last.hold_us = last.hold_us.max(next.hold_us);
-        }
-        joins
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagetide_addr::FilePage;
+    use pagetide_addr::{Access, DomainId, FilePage, FileRange};
 
     fn key(queue: u16) -> QueueKey {
         QueueKey {

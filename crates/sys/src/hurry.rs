@@ -81,10 +81,10 @@ pub struct Hurry {
 /// Threads of this process.
 fn threads() -> Vec<libc::pid_t> {
     let entries = std::fs::read_dir("/proc/self/task").into_iter().flatten();
-    let number = |entry: io::Result<std::fs::DirEntry>| -> Option<libc::pid_t> {
-        entry.ok()?.file_name().to_str()?.parse().ok()
-    };
-    entries.filter_map(number).collect()
+    // A thread that has ended meanwhile is none of them.
+    let names = entries.filter_map(|entry| entry.ok().map(|entry| entry.file_name()));
+    let number = |name: std::ffi::OsString| name.to_str().and_then(|name| name.parse().ok());
+    names.filter_map(number).collect()
 }
 
 impl Hurry {

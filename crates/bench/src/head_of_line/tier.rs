@@ -287,9 +287,13 @@ fn mappings_of(ino: u64, maps: &str) -> Vec<(Hva, u64)> {
         let (range, inode) = (fields.next()?, fields.nth(3)?);
         let is_memfd = fields.next()?.starts_with("/memfd:");
         let (start, end) = range.split_once('-')?;
-        let start = u64::from_str_radix(start, 16).ok()?;
-        let end = u64::from_str_radix(end, 16).ok()?;
-        (is_memfd && inode.parse() == Ok(ino)).then_some((Hva(start), end - start))
+        let number = |text| u64::from_str_radix(text, 16);
+        match (number(start), number(end)) {
+            (Ok(start), Ok(end)) if is_memfd && inode.parse() == Ok(ino) => {
+                Some((Hva(start), end - start))
+            }
+            _ => None,
+        }
     };
     maps.lines().filter_map(of_line).collect()
 }

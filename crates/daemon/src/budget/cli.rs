@@ -2,7 +2,7 @@
 //! Command lines about the host's budget and a VM's share of it.
 
 use super::{Amount, BudgetSetting, CeilingChange, ShareChange};
-use crate::cli::{ClientArgs, Limit};
+use crate::cli::shared::{ClientArgs, Limit};
 use crate::scheduler::args::SchedulerArgs;
 use clap::{Args, Subcommand};
 use pagetide_report::size::ByteSize;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Arguments of `dpu net`.
 
-use super::{ClientArgs, DeviceArgs};
+use super::shared::{ClientArgs, DeviceArgs};
 use crate::control::{DEFAULT_PAIRS, NetLink, OnReceiveFault, Wire};
 use clap::Args;
 use pagetide_dpu::{PAIRS_MAX, STORE_BYTES};

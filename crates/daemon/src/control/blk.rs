@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The request for a disk, and what requests for devices of all kinds have in common.
 
-use crate::dpu::access::SocketMode;
+use super::socket_mode::SocketMode;
 use clap::ValueEnum;
 use pagetide_dpu::WEIGHT_DEFAULT;
 use serde::{Deserialize, Serialize};

@@ -5,7 +5,7 @@ use super::blk::{
     RamKind, default_lookup, default_ram_max, default_weight, is_default_ram_max,
     is_default_weight, is_false,
 };
-use crate::dpu::access::SocketMode;
+use super::socket_mode::SocketMode;
 use clap::ValueEnum;
 use pagetide_dpu::STORE_BYTES;
 use serde::{Deserialize, Serialize};

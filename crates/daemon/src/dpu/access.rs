@@ -3,50 +3,10 @@
 //! RAM the device takes.
 
 use super::request::Common;
-use crate::control::{ControlError, RamKind};
+use crate::control::{ControlError, RamKind, SocketMode};
 use pagetide_dpu::{RamAllowed, RamPolicy, Sealing, SocketAccess};
 use pagetide_sys::accounts::{AccountError, group_id, user_id};
 use pagetide_vpri::LookUp;
-use serde::{Deserialize, Serialize};
-use std::{fmt, str::FromStr};
-
-/// Permission bits of a socket; written in octal, as chmod(1) takes them.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct SocketMode(u32);
-
-impl FromStr for SocketMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let is_octal = !text.is_empty() && text.bytes().all(|c| (b'0'..=b'7').contains(&c));
-        u32::from_str_radix(text, 8)
-            .ok()
-            .filter(|bits| is_octal && *bits <= 0o777)
-            .map(Self)
-            .ok_or_else(|| format!("'{text}' is no mode: give octal digits from 0 to 0777"))
-    }
-}
-
-impl fmt::Display for SocketMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:04o}", self.0)
-    }
-}
-
-impl TryFrom<String> for SocketMode {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        text.parse()
-    }
-}
-
-impl From<SocketMode> for String {
-    fn from(mode: SocketMode) -> Self {
-        mode.to_string()
-    }
-}
 
 /// Access to the socket. Names are resolved each time: a number may change, the meaning does not.
 pub(super) fn access(request: Common<'_>) -> Result<SocketAccess, ControlError> {
@@ -56,7 +16,7 @@ pub(super) fn access(request: Common<'_>) -> Result<SocketAccess, ControlError> 
     Ok(SocketAccess {
         owner: owner.transpose().map_err(wrong)?,
         group: group.transpose().map_err(wrong)?,
-        mode: request.mode.map(|mode| mode.0),
+        mode: request.mode.map(SocketMode::bits),
     })
 }
 
@@ -100,23 +60,6 @@ mod tests {
         known.extend(fields.as_object().unwrap().clone());
         let request: BlkRequest = serde_json::from_value(all).unwrap();
         access(DeviceRequest::Blk(request).common())
-    }
-
-    #[test]
-    fn modes_are_octal_and_nothing_else() {
-        for (text, shown) in [
-            ("660", "0660"),
-            ("0600", "0600"),
-            ("0", "0000"),
-            ("777", "0777"),
-        ] {
-            let mode: SocketMode = text.parse().unwrap();
-            assert_eq!(mode.to_string(), shown);
-            assert_eq!(serde_json::to_value(mode).unwrap(), json!(shown));
-        }
-        for text in ["", "8", "+660", "1777", "0o660", "rw", "-1", " 660"] {
-            assert!(text.parse::<SocketMode>().is_err(), "{text:?}");
-        }
     }
 
     #[test]

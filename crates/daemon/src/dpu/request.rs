@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`DeviceRequest`]: what was requested, of whatever kind, and what all kinds have in common.
 
-use super::access::SocketMode;
-use crate::control::{BlkRequest, NetRequest, RamKind};
+use crate::control::{BlkRequest, NetRequest, RamKind, SocketMode};
 use std::path::Path;
 
 /// A request for a device.

@@ -2,7 +2,7 @@
 //! Arguments of `pagetide host scheduler`.
 
 use super::{IdleTimeChoice, ScheduleChange, Share};
-use crate::{cli::ClientArgs, cpus::CpuList};
+use crate::{cli::shared::ClientArgs, cpus::CpuList};
 use clap::Args;
 
 /// Arguments of `host scheduler`; without any it is shown.

@@ -17,7 +17,7 @@ use super::{
     pages::{Located, absent_of, locate, wanted_of},
     queue::EngineQueue,
 };
-use crate::{memory::DeviceMemory, parked::PageDemand};
+use crate::{memory::DeviceMemory, page_demand::PageDemand};
 use pagetide_addr::Access;
 
 /// Chains behind a parked one that are read ahead. The next ones begin as soon as it is answered,

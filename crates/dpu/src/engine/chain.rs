@@ -25,7 +25,8 @@ use crate::{
     chain::{AnswerPlace, Buffers},
     kind::work::{Chain, Outcome},
     memory::DeviceMemory,
-    parked::{Ended, PageDemand, ParkedChain, Purpose, Waiter},
+    page_demand::PageDemand,
+    parked::{Ended, ParkedChain, Purpose, Waiter},
     shared::{StopReason, add},
 };
 use pagetide_addr::Access;

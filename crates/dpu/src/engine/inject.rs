@@ -5,7 +5,7 @@ use super::{device::Device, io::Io, request::Origin};
 use crate::{
     chain::Buffers,
     memory::{DeviceMemory, Span},
-    parked::PageDemand,
+    page_demand::PageDemand,
     shared::add,
 };
 use pagetide_addr::Access;

@@ -14,7 +14,7 @@ use crate::{
         work::{Chain, Data, Decided, Task},
     },
     memory::{DeviceMemory, LeaseSet},
-    parked::PageDemand,
+    page_demand::PageDemand,
 };
 use pagetide_addr::Access;
 

@@ -6,7 +6,7 @@ use crate::{
     chain::{Buffers, Length, WalkError, walk},
     frame::{Frame, answer_of, frame},
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::PageDemand,
+    page_demand::PageDemand,
     shared::StopReason,
 };
 use pagetide_addr::Access;

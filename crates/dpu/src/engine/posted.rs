@@ -24,7 +24,7 @@ use crate::{
     inject::Injector,
     kind::posted::{ChainNo, Look, Ring},
     memory::{DeviceMemory, LeaseSet, Span},
-    parked::PageDemand,
+    page_demand::PageDemand,
     shared::StopReason,
 };
 use pagetide_addr::{Access, FileRange};
@@ -92,8 +92,10 @@ impl Posted {
     }
 
     fn at(&self, chain: ChainNo) -> Option<Read> {
-        let at = usize::try_from(chain.0.checked_sub(self.first)?).ok()?;
-        self.read.get(at).copied()
+        match usize::try_from(chain.0.checked_sub(self.first)?) {
+            Ok(at) => self.read.get(at).copied(),
+            Err(_) => None,
+        }
     }
 
     fn set(&mut self, chain: ChainNo, to: Read) {

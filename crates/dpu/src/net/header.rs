@@ -6,7 +6,7 @@
 //! peer's driver) trusts offsets and sizes of this header, so all of it is checked here, against the
 //! length of the packet.
 
-use super::{link::Offloads, packet::PacketBuffer};
+use super::{link::state::Offloads, packet::PacketBuffer};
 
 /// Bytes of a header with `num_buffers`, which every driver of virtio 1.0 or later uses.
 pub(crate) const HEADER_BYTES: u32 = 12;

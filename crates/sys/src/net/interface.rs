@@ -160,13 +160,13 @@ fn attribute(mut attributes: &[u8], kind: u16) -> Option<&[u8]> {
 }
 
 fn number_u16(bytes: &[u8], at: usize) -> Option<u16> {
-    let bytes = bytes.get(at..at + 2)?.try_into().ok()?;
-    Some(u16::from_ne_bytes(bytes))
+    let (bytes, _) = bytes.get(at..)?.split_first_chunk()?;
+    Some(u16::from_ne_bytes(*bytes))
 }
 
 fn number_u32(bytes: &[u8], at: usize) -> Option<u32> {
-    let bytes = bytes.get(at..at + 4)?.try_into().ok()?;
-    Some(u32::from_ne_bytes(bytes))
+    let (bytes, _) = bytes.get(at..)?.split_first_chunk()?;
+    Some(u32::from_ne_bytes(*bytes))
 }
 
 #[cfg(test)]

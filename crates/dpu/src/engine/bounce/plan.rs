@@ -15,7 +15,7 @@ use crate::{
     engine::pages::absent_runs,
     frame::Frame,
     memory::{DeviceMemory, Span},
-    parked::PageDemand,
+    page_demand::PageDemand,
     ring::Piece,
 };
 use pagetide_addr::{Access, DeviceId, FilePage, FileRange, OVERWRITE_PAGES_MAX, PAGE_BYTES};

@@ -16,7 +16,7 @@
 //! plain load. What an engine polls is a set ([`ReadySet`]) that stays the same, and has in it
 //! whatever is open now.
 
-use super::{LinkError, LinkState, Offloads};
+use super::state::{LinkError, LinkState, Offloads, kernel};
 use rustix::{event::epoll, io::Errno};
 use std::{
     io,
@@ -386,6 +386,13 @@ impl<I: Interface> Port<I> {
             shared.changed.notify_all();
         }
     }
+}
+
+/// A set of what is to be polled for each pair.
+pub(super) fn ready_sets(name: &str, pairs: u16) -> Result<Box<[ReadySet]>, LinkError> {
+    let sets = (0..pairs).map(|_| ReadySet::new());
+    sets.collect::<io::Result<_>>()
+        .map_err(|source| kernel(name, source))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A device's own packets, back to it: each to the pair that has sent it.
 
-use super::{LinkState, Offloads, Received, Sent, count};
+use super::state::{LinkState, Offloads, Received, Sent, count};
 use crate::net::{
     header::{NetHeader, Undone},
     packet::{HEADER_LEN, Outgoing, PacketBuffer},

@@ -8,7 +8,7 @@
 //!   │ to     │ from   │ type │ number   │ pair    │ zeros …
 //! ```
 
-use super::{LinkError, LinkState, Received, Sent, count};
+use super::state::{LinkError, LinkState, Received, Sent, count};
 use crate::net::packet::{Outgoing, PacketBuffer};
 use std::sync::Arc;
 

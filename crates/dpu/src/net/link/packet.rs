@@ -19,8 +19,8 @@
 //! evicted, of a block of 64 KiB and more for each packet that is to be segmented.
 
 use super::{
-    LinkError, LinkState, Offloads, Received, Sent, count,
-    keeper::{Interface, Keeper, Port, ReadySet},
+    keeper::{Interface, Keeper, Port, ReadySet, ready_sets},
+    state::{LinkError, LinkState, Offloads, Received, Sent, count, is_gone, kernel},
 };
 use crate::net::{
     flow::{flow_of, flow_of_bytes},
@@ -192,7 +192,7 @@ impl Interface for PacketInterface {
     }
 
     fn is_gone(&self) -> bool {
-        super::is_gone(&self.name, self.index.load(Ordering::Relaxed))
+        is_gone(&self.name, self.index.load(Ordering::Relaxed))
     }
 
     fn apply(
@@ -230,8 +230,8 @@ impl Packet {
             index: AtomicU32::new(0),
             flows: FlowTable::new(pairs),
             receiving: AtomicU32::new(0),
-            queues: queues.map_err(|source| super::kernel(name, source))?,
-            ready: super::ready_sets(name, pairs)?,
+            queues: queues.map_err(|source| kernel(name, source))?,
+            ready: ready_sets(name, pairs)?,
         };
         let states: Vec<Arc<LinkState>> = (0..pairs).map(|_| Arc::default()).collect();
         let first = states.first().cloned().unwrap_or_default();

@@ -19,7 +19,7 @@
 //! A lane has room for [`LANE_PACKETS`] packets and [`LANE_BYTES`]; what does not fit is dropped and
 //! counted, as on a wire. So is what is sent while there is no other device.
 
-use super::{LinkError, LinkState, Offloads, Received, Sent, count};
+use super::state::{LinkError, LinkState, Offloads, Received, Sent, count};
 use crate::net::{
     flow::{FLOWS, flow_of},
     header::{NetHeader, Undone},

@@ -7,8 +7,8 @@
 //! is detached meanwhile.
 
 use super::{
-    LinkError, LinkState, Offloads, Received, Sent, count,
-    keeper::{Interface, Keeper, Port, ReadySet},
+    keeper::{Interface, Keeper, Port, ReadySet, ready_sets},
+    state::{LinkError, LinkState, Offloads, Received, Sent, count, is_gone},
 };
 use crate::net::packet::{HEADER_LEN, Outgoing, PacketBuffer};
 use pagetide_sys::net::tap::{self, Receiving, TapOffloads, TapQueue};
@@ -62,7 +62,7 @@ impl Interface for TapInterface {
     }
 
     fn is_gone(&self) -> bool {
-        super::is_gone(&self.name, self.index.load(Ordering::Relaxed))
+        is_gone(&self.name, self.index.load(Ordering::Relaxed))
     }
 
     fn apply(&self, queues: &[Arc<TapQueue>], receiving: &[Option<Offloads>]) -> io::Result<()> {
@@ -98,7 +98,7 @@ impl Tap {
             name: name.to_owned(),
             queues: pairs,
             index: AtomicU32::new(0),
-            ready: super::ready_sets(name, pairs)?,
+            ready: ready_sets(name, pairs)?,
         };
         let states: Vec<Arc<LinkState>> = (0..pairs).map(|_| Arc::default()).collect();
         let first = states.first().cloned().unwrap_or_default();

@@ -226,8 +226,10 @@ impl BackupRing {
     }
 
     fn pending_mut(&mut self, number: u64) -> Option<&mut Pending> {
-        let at = usize::try_from(number.checked_sub(self.first)?).ok()?;
-        self.pending.get_mut(at)
+        match usize::try_from(number.checked_sub(self.first)?) {
+            Ok(at) => self.pending.get_mut(at),
+            Err(_) => None,
+        }
     }
 
     /// Fills the buffers of a stored packet, if all of them are there now.
