@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The back end of `bench head-of-line`: one engine, two disks, and a slow tier.
 //!
-//! It prints `ready`, then reads lines of JSON: a [`FileKey`] names the memory whose pages will be absent;
+//! It prints `ready`, then reads lines of JSON: a `FileKey` names the memory whose pages will be absent;
 //! `"absent"` and `"present"` make them so; `"report"` requests a [`TierReport`]. The end of input ends it.
 //!
 //! Where A's absent pages come from is told in [`tier`](super::tier). The disks are served by our engine in this
