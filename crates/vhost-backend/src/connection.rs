@@ -5,10 +5,11 @@ use crate::{
     backend::Backend,
     record::{ParkError, Record},
     replay::{self, ReplayError},
-    session::Session,
+    session::{Prelude, Session},
 };
 use pagetide_sys::socket;
 use std::{
+    io,
     os::unix::net::UnixStream,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -69,7 +70,27 @@ pub struct Connection<B: Backend> {
 
 impl<B: Backend> Connection<B> {
     /// A connection over `stream`, which blocks, to `backend`.
-    pub fn new(stream: UnixStream, backend: B) -> Self {
+    ///
+    /// QEMU enables the rings of a network device before it has set any features. That is allowed once
+    /// `VHOST_USER_F_PROTOCOL_FEATURES` is *negotiated*, which the reader of messages takes for *set*. So it is
+    /// told, by a message of our own, that this one is.
+    ///
+    /// # Errors
+    /// The kernel's, of a socket for that message.
+    pub fn new(stream: UnixStream, backend: B) -> io::Result<Self> {
+        let (front, back) = UnixStream::pair()?;
+        let place = socket::Place::of(&back)?;
+        let mut connection = Self::over(back, backend);
+        connection.session.lock().prelude = Prelude::UnderWay;
+        replay::prelude().send(&front)?;
+        let told = connection.messages.handle_request();
+        connection.session.lock().prelude = Prelude::Over;
+        told.map_err(io::Error::other)?;
+        place.put(&stream)?;
+        Ok(connection)
+    }
+
+    fn over(stream: UnixStream, backend: B) -> Self {
         let session = Arc::new(Mutex::new(Session::new(backend)));
         Self {
             messages: BackendReqHandler::from_stream(stream, Arc::clone(&session)),
@@ -86,7 +107,7 @@ impl<B: Backend> Connection<B> {
         replay::check(record, &backend.offer())?;
         let (front, back) = UnixStream::pair()?;
         let place = socket::Place::of(&back)?;
-        let mut connection = Self::new(back, backend);
+        let mut connection = Self::over(back, backend);
         for message in replay::messages(record) {
             message.send(&front)?;
             match connection.serve_one() {
@@ -190,7 +211,7 @@ mod tests {
 
     fn pair() -> (UnixStream, Connection<Nothing>) {
         let (front, back) = UnixStream::pair().unwrap();
-        (front, Connection::new(back, Nothing))
+        (front, Connection::new(back, Nothing).unwrap())
     }
 
     /// Sends a request of vhost-user, version 1, with a body.
@@ -205,6 +226,7 @@ mod tests {
     const SET_OWNER: u32 = 3;
     const SET_VRING_NUM: u32 = 8;
     const GET_QUEUE_NUM: u32 = 17;
+    const SET_VRING_ENABLE: u32 = 18;
 
     #[test]
     fn messages_are_obeyed_until_the_front_end_hangs_up() {
@@ -220,6 +242,18 @@ mod tests {
         let (mut front, mut connection) = pair();
         send(&mut front, SET_VRING_NUM, &[0; 8]);
         assert!(matches!(connection.serve_one(), Served::Broken(_)));
+    }
+
+    #[test]
+    fn ring_is_enabled_before_any_features_are_set() {
+        let (mut front, mut connection) = pair();
+        // There is no such queue, which is another matter.
+        send(&mut front, SET_VRING_ENABLE, &[0, 0, 0, 0, 1, 0, 0, 0]);
+        assert!(matches!(
+            connection.serve_one(),
+            Served::Broken(Error::InvalidParam)
+        ));
+        assert_eq!(connection.session.lock().features, 0);
     }
 
     #[test]

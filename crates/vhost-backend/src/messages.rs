@@ -6,7 +6,7 @@ use crate::{
     event::signal_of,
     record::InflightRecord,
     ring::{Enabled, RingAddresses, RingSettings, Runs},
-    session::{Answered, Handshake, REGION_FILES_MAX, Session},
+    session::{Answered, Handshake, Prelude, REGION_FILES_MAX, Session},
 };
 use pagetide_addr::FrontendVa;
 use std::{
@@ -59,6 +59,9 @@ impl<B: Backend> VhostUserBackendReqHandlerMut for Session<B> {
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
+        if self.prelude == Prelude::UnderWay {
+            return Ok(());
+        }
         let offer = self.backend.offer();
         let missing = offer.required_features & !features;
         if features & !offer.features != 0 || missing != 0 {

@@ -159,6 +159,11 @@ pub(crate) fn check(record: &Record, offer: &Offer) -> Result<(), ReplayError> {
     }
 }
 
+/// Sets no feature but the one that each front end has negotiated which asks for the rest of the protocol.
+pub(crate) fn prelude() -> Message<'static> {
+    Message::new("SET_FEATURES", 2).long(F_PROTOCOL_FEATURES)
+}
+
 /// The messages, in the order in which a front end sends them.
 pub(crate) fn messages(record: &Record) -> Vec<Message<'_>> {
     let mut all = vec![

@@ -16,6 +16,13 @@ use vhost::vhost_user::{Error, Result};
 /// `VHOST_USER_F_PROTOCOL_FEATURES`: without it, rings are enabled from the start.
 pub(crate) const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 
+/// Whether a message is one of our own, which is for the reader of messages only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Prelude {
+    UnderWay,
+    Over,
+}
+
 /// Whether this connection began with a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Handshake {
@@ -52,6 +59,7 @@ pub struct Session<B> {
     /// Unneeded descriptors from the front end; see the crate's documentation.
     pub(crate) discarded: Vec<OwnedFd>,
     pub(crate) handshake: Handshake,
+    pub(crate) prelude: Prelude,
     /// It has ended: later messages of its front end have no effect.
     has_ended: bool,
 }
@@ -71,6 +79,7 @@ impl<B: Backend> Session<B> {
             answered: Answered::No,
             discarded: Vec::new(),
             handshake: Handshake::Missing,
+            prelude: Prelude::Over,
             has_ended: false,
         }
     }

@@ -197,7 +197,6 @@ impl Backend for DeviceBackend {
             required_features: 0,
             protocol_features: VhostUserProtocolFeatures::MQ
                 | VhostUserProtocolFeatures::REPLY_ACK
-                | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
                 | VhostUserProtocolFeatures::RESET_DEVICE
                 | self.control.shared.kind.protocol_features(),
             queue_count: self.control.queue_count,

@@ -420,11 +420,11 @@ fn admit(
 fn serve(control: &Arc<Control>, orders: &Arc<Orders>, stream: UnixStream) -> io::Result<FrontEnd> {
     stream.set_nonblocking(false)?;
     let copy = stream.try_clone()?;
+    let connection = Connection::new(stream, DeviceBackend::new(control.clone()))?;
     control.shared.set_leaving(Leaving::No);
     control.shared.forget_stop();
     control.set_presence(Presence::There);
     orders.connected();
-    let connection = Connection::new(stream, DeviceBackend::new(control.clone()));
     let gate = Gate::new(GateState::Admitted);
     begin(control, orders, &gate, connection, copy)
 }

@@ -82,9 +82,12 @@ impl Kind {
     pub fn protocol_features(&self) -> VhostUserProtocolFeatures {
         match self {
             Self::Blk(_) => {
-                VhostUserProtocolFeatures::CONFIG | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+                VhostUserProtocolFeatures::CONFIG
+                    | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+                    | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             }
-            // The front end has the configuration space, and QEMU no in-flight region.
+            // The front end has the configuration space, and QEMU no in-flight region. It would tell each
+            // region of memory once for each queue pair: tables it sends once.
             Self::Net(_) => VhostUserProtocolFeatures::empty(),
         }
     }

@@ -585,7 +585,8 @@ impl Connection {
     fn greet(socket: &Path, guest: &Guest, queues: Vec<TestQueue>, features: u64) -> Self {
         let wanted = WANTED_OF_ALL
             | VhostUserProtocolFeatures::CONFIG
-            | VhostUserProtocolFeatures::INFLIGHT_SHMFD;
+            | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
         Self::greet_with(socket, guest, queues, features | F_DISK, wanted)
     }
 
@@ -662,9 +663,8 @@ impl Connection {
 }
 
 /// Features of vhost-user that every device has.
-const WANTED_OF_ALL: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
-    .union(VhostUserProtocolFeatures::REPLY_ACK)
-    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
+const WANTED_OF_ALL: VhostUserProtocolFeatures =
+    VhostUserProtocolFeatures::MQ.union(VhostUserProtocolFeatures::REPLY_ACK);
 
 const F_DISK: u64 = 1 << 2 | 1 << 5 | 1 << 6 | 1 << 9 | 1 << 12 | 1 << 13 | 1 << 14;
 

@@ -374,12 +374,14 @@ impl Server {
             }
             self.let_go();
         }
-        match prepared(&stream) {
-            Ok(copy) => {
+        let backend = FunctionBackend(self.state.clone());
+        let connected =
+            prepared(&stream).and_then(|copy| Ok((Connection::new(stream, backend)?, copy)));
+        match connected {
+            Ok((connection, copy)) => {
                 self.state.lock().figures.drivers += 1;
-                let backend = FunctionBackend(self.state.clone());
                 self.driver = Some(Driver {
-                    connection: Connection::new(stream, backend),
+                    connection,
                     stream: copy,
                 });
             }
