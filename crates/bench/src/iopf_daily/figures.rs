@@ -175,7 +175,7 @@ pub(super) fn days(report: &mut BenchReport, options: &IopfDailyOptions, seeds: 
         .into_iter()
         .chain(["block_faults_p99", "burst_share"]);
     let fitted: Vec<String> = fitted.map(|name| format!("fig7.{name}")).collect();
-    report.figures.insert("fitted".into(), json!(fitted));
+    report.figures.insert("to_be_fitted".into(), json!(fitted));
     lines(report, seeds);
 }
 

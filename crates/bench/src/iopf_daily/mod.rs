@@ -7,8 +7,8 @@
 //!       adp     against none: Fig 18; the NIC of a working VM over an hour: Fig 17
 //! ```
 //! The fleet is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's
-//! statements were used to fit it. Those are not results, though the report has them beside the paper's;
-//! `figures.fitted` names them. The evictor, the policies and the choice of victims are the product's own. The mode is
+//! statements it is to be fitted to, which is not done yet. Those will not be results, though the report has them beside
+//! the paper's; `figures.to_be_fitted` names them. The evictor, the policies and the choice of victims are the product's own. The mode is
 //! the paper's: the scan sees CPUs only.
 //!
 //! A host is replayed by one thread, under one arm after the other, and what remains of a VM is [`VmDay`]. So memory

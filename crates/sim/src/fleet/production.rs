@@ -16,8 +16,8 @@
 //! ```
 //! Some VMs wake much more often than others: the numbers of wakings are log-normal over VMs.
 //!
-//! # What was fitted
-//! Four numbers of [`Fleet`], to four of the paper: how often and how long devices wake to the mean faults a day of NICs and
+//! # What is to be fitted
+//! Not done yet: the defaults are guesses. Four numbers of [`Fleet`], to four of the paper: how often and how long devices wake to the mean faults a day of NICs and
 //! of disks without a protector (Fig 7), the spread to the 99th percentiles, the share of VMs that sleep to the share
 //! with a burst. How much a protector saves is a result, and depends on one thing that the paper does not state:
 //! how much memory a disk of a sleeping VM uses, over the 5 % that may be pinned for it ([`Fleet::files_share`]).
@@ -71,7 +71,7 @@ pub struct Wakings {
     pub seconds: f64,
 }
 
-/// The fleet. What of it was fitted: see the module.
+/// The fleet. What of it is to be fitted: see the module.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Fleet {
     /// Share of VMs that sleep.
