@@ -21,6 +21,8 @@ const DISK_BYTES: u64 = 4 << 20;
 /// Some group that is not root's: libvirt's `kvm` is numbered otherwise on each host.
 const GROUP: u32 = 64_055;
 const USER: u32 = 64_056;
+/// What a successor logs that finds an image in use.
+const SUCCESSOR_WAITS: &str = "waiting for what another process still has of a device";
 
 /// A daemon and a folder for images and sockets.
 struct Scene {
@@ -329,12 +331,12 @@ fn image_that_comes_free_while_a_successor_waits_is_served() {
     let freed = std::thread::spawn(move || {
         // As what a predecessor has left, it goes by itself, while the successor waits.
         let began = Instant::now();
-        let waits =
-            || fs::read_to_string(&log).is_ok_and(|log| log.contains("waiting for an image"));
+        let waits = || fs::read_to_string(&log).is_ok_and(|log| log.contains(SUCCESSOR_WAITS));
         while !waits() && began.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_millis(2));
         }
         drop(thief);
+        assert!(waits(), "the successor did not say that it waits");
     });
     scene.product.run().expect("it starts");
     freed.join().expect("freed");

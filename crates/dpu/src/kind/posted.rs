@@ -53,7 +53,7 @@ pub(crate) trait Ring {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Report {
     Now,
-    /// By a later [`Order::Report`].
+    /// By a later [`PostedOrder::Report`].
     Later,
 }
 
