@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What a user or a contributor calls. Each target says what it does: `make help`.
 
-.PHONY: help demo soak test test-aarch64 fuzz bench reproduce python lint deny packages
+.PHONY: help demo soak test test-all test-aarch64 fuzz bench reproduce python lint deny packages
 
 help: ## This list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 24
@@ -13,8 +13,11 @@ demo: packages ## Squeeze a running stock guest to half, kill the daemon once, v
 soak: ## An hour of verified loads in a real guest, its daemon killed again and again
 	scripts/soak $(SOAK_FLAGS)
 
-test: packages ## Format, lints, rules, model checks, units, kernel tests and real guests
+test: packages ## What each change must pass: format, lints, rules, model checks, units, kernel tests, guests
 	scripts/test
+
+test-all: packages ## And what takes long: fuzz targets, AArch64, four guests under one budget, five minutes of soak
+	scripts/test --all
 
 test-aarch64: packages ## Build for AArch64, and the unit tests under qemu-user
 	scripts/install-packages gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
