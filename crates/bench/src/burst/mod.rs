@@ -36,7 +36,7 @@ mod served;
 mod slice;
 
 use self::{
-    online::{Demand, TURN},
+    online::{Demand, REST_US, TURN},
     outside::{Look, Outside},
     report::{Measured, Sizes, describe},
     seen::{Asked, Seen},
@@ -310,6 +310,7 @@ impl Bench {
     fn online(&mut self, length: Duration, interrupted: &Interrupted) -> Result<Slice, String> {
         progress(NAME, format_args!("{} s online", length.as_secs()));
         self.begin_ours()?;
+        self.each_guest(&Order::Rest { us: REST_US })?;
         let outside = self.outside.clone();
         let (mut seen, mut faults) = (Seen::default(), Vec::new());
         let mut demands = [STEADY, BURSTING].map(|tenant| Demand::of(tenant, HOT_PERMILLE));
@@ -331,6 +332,7 @@ impl Bench {
         let served = self.served(Arm::Ours)?.since(&served);
         // What follows is not under the budget any more.
         let used = look.end()?;
+        self.each_guest(&Order::Rest { us: 0 })?;
         self.each_guest(&Order::Resize {
             hot_permille: HOT_PERMILLE,
         })?;

@@ -7,6 +7,9 @@
 //! | eight in ten | four to six fifths of it |
 //! | one in ten | twice as much |
 //! | one in ten | a tenth: the tenant is idle |
+//!
+//! As on a host where days are measured, no tenant keeps its CPU busy: each rests after some pages ([`REST_US`]),
+//! and uses about a tenth of a CPU.
 
 use super::{
     report::{Measured, Sizes, share_within},
@@ -19,6 +22,8 @@ use std::time::Duration;
 
 /// A working set stays as it is for so long.
 pub(super) const TURN: Duration = Duration::from_secs(5);
+/// A tenant rests for so many microseconds after each [`BATCH`](crate::busy::guest::BATCH) of pages.
+pub(super) const REST_US: u64 = 200;
 /// Of the tenants' demands.
 const SEED: u64 = 15;
 /// Taiji's 99 of 100 faults take less than this.

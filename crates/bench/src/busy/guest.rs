@@ -103,6 +103,11 @@ pub enum Order {
         /// To so much of the RAM, in thousandths.
         hot_permille: u32,
     },
+    /// Pause each vCPU between two batches for so long from now on.
+    Rest {
+        /// In microseconds.
+        us: u64,
+    },
     /// Read one word of each page from the first to the last, on one thread.
     TouchAll,
     /// Check some pages at random, all their bytes.
@@ -247,7 +252,7 @@ pub fn run(options: &BusyGuestOptions) -> Result<(), String> {
         ram,
         disk,
         batch: options.batch.max(1),
-        nap: Duration::from_micros(options.rest_us),
+        nap_us: AtomicU64::new(options.rest_us),
         vcpus: (0..options.vcpus).map(|_| Vcpu::default()).collect(),
         pausing: AtomicBool::new(false),
         rest: Mutex::new(Rest::default()),
@@ -341,7 +346,7 @@ struct Guest {
     disk: Option<DiskWork>,
     batch: u64,
     /// Between two batches.
-    nap: Duration,
+    nap_us: AtomicU64,
     vcpus: Vec<Vcpu>,
     /// A copy of `rest.wanted` that can be read without the lock.
     pausing: AtomicBool,
@@ -406,8 +411,9 @@ impl Guest {
                 .longest_gap_ns
                 .fetch_max(clock::ns(now - looked), Relaxed);
             looked = now;
-            if !self.nap.is_zero() {
-                std::thread::sleep(self.nap);
+            let nap = Duration::from_micros(self.nap_us.load(Relaxed));
+            if !nap.is_zero() {
+                std::thread::sleep(nap);
                 looked = Instant::now();
             }
             if self.pausing.load(Relaxed) {
@@ -530,6 +536,7 @@ impl Guest {
             Order::Resume => self.resume(),
             Order::Move { sections } => self.hot.advance(*sections),
             Order::Resize { hot_permille } => self.hot.resize(*hot_permille),
+            Order::Rest { us } => self.nap_us.store(*us, Relaxed),
             Order::TouchAll => (0..self.ram.pages())
                 .try_for_each(|page| self.ram.check_stamps(PageNo(page)))
                 .map_err(wrong)?,
@@ -587,7 +594,7 @@ mod tests {
         Arc::new(Guest {
             disk: None,
             batch: BATCH,
-            nap: Duration::ZERO,
+            nap_us: AtomicU64::new(0),
             hot: HotPages::new(pattern.parse().unwrap(), sections),
             ram,
             vcpus: vec![Vcpu::default(), Vcpu::default()],
