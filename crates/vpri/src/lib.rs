@@ -31,6 +31,8 @@ pub mod bounce;
 pub mod delay;
 #[cfg(not(loom))]
 pub mod domain;
+#[cfg(not(loom))]
+pub mod handoff;
 pub mod lease;
 #[cfg(not(loom))]
 pub mod mmu;

@@ -24,8 +24,7 @@
 //! sleeps. The producer pushes, then checks the bell. Sequentially consistent
 //! fences on both sides keep the two checks from passing one another.
 
-use crate::{bounce::BounceArea, source::FaultSource};
-use crossbeam_queue::ArrayQueue;
+use crate::{bounce::BounceArea, handoff::Handoff, source::FaultSource};
 use pagetide_addr::{PageRequest, PageResponse};
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -118,8 +117,8 @@ pub enum HostPresence {
 
 #[derive(Debug)]
 struct Channel {
-    requests: ArrayQueue<PageRequest>,
-    responses: ArrayQueue<PageResponse>,
+    requests: Handoff<PageRequest>,
+    responses: Handoff<PageResponse>,
     outstanding: AtomicUsize,
     bounce: RwLock<Option<Arc<BounceArea>>>,
     host_away: AtomicBool,
@@ -144,8 +143,8 @@ pub fn fault_queue(
     host_bell: Arc<Doorbell>,
 ) -> (DeviceEnd, HostEnd) {
     let channel = Arc::new(Channel {
-        requests: ArrayQueue::new(capacity),
-        responses: ArrayQueue::new(capacity),
+        requests: Handoff::new(capacity),
+        responses: Handoff::new(capacity),
         outstanding: AtomicUsize::new(0),
         bounce: RwLock::default(),
         host_away: AtomicBool::new(false),

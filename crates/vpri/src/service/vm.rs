@@ -9,9 +9,8 @@ use super::{
     pause::{Pause, Waited},
     placement::{BusyTimes, TenantCpus},
 };
-use crate::mmu::DmaMmu;
+use crate::{handoff::Handoff, mmu::DmaMmu};
 use arc_swap::{ArcSwap, Guard};
-use crossbeam_queue::ArrayQueue;
 use pagetide_addr::{
     DeviceId, OVERWRITE_PAGES_MAX, PageRange, PageRequest, RequestKind, SectionNo, Tier,
 };
@@ -59,7 +58,7 @@ pub(super) struct TenantVm {
     /// Demands and overwrites whose pages were absent; see [`Self::absent_faults`].
     absent_faults: AtomicU64,
     /// Their sections.
-    absent_sections: ArrayQueue<SectionNo>,
+    absent_sections: Handoff<SectionNo>,
 }
 
 impl TenantVm {
@@ -73,7 +72,7 @@ impl TenantVm {
             gate: RwLock::new(Gate::Open),
             leaving: Pause::default(),
             absent_faults: AtomicU64::new(0),
-            absent_sections: ArrayQueue::new(NEWS_MAX),
+            absent_sections: Handoff::new(NEWS_MAX),
         }
     }
 
@@ -149,7 +148,7 @@ impl TenantVm {
         }
         self.absent_faults.fetch_add(1, Relaxed);
         for section in pages.sections().take(SECTIONS_A_FAULT) {
-            self.absent_sections.force_push(section);
+            self.absent_sections.push_over(section);
         }
     }
 

@@ -25,8 +25,7 @@ use crate::net::{
     header::{NetHeader, Undone},
     packet::{HEADER_LEN, Outgoing, PacketBuffer},
 };
-use crossbeam_queue::ArrayQueue;
-use pagetide_vpri::Doorbell;
+use pagetide_vpri::{Doorbell, handoff::Handoff};
 use std::{
     collections::HashMap,
     sync::{
@@ -69,7 +68,7 @@ impl Pairs {
 /// Packets for one queue pair.
 #[derive(Debug)]
 struct Lane {
-    packets: ArrayQueue<Box<[u8]>>,
+    packets: Handoff<Box<[u8]>>,
     bytes: AtomicUsize,
     /// Wakes the engine that receives.
     bell: Mutex<Option<Arc<Doorbell>>>,
@@ -78,7 +77,7 @@ struct Lane {
 impl Lane {
     fn new() -> Self {
         Self {
-            packets: ArrayQueue::new(LANE_PACKETS),
+            packets: Handoff::new(LANE_PACKETS),
             bytes: AtomicUsize::new(0),
             bell: Mutex::new(None),
         }
