@@ -174,7 +174,12 @@ pub fn fill_ram(options: &FillRamOptions) -> Result<(), String> {
     let failed = |error: std::io::Error| format!("{}: {error}", folder.display());
     for entry in std::fs::read_dir(&folder).map_err(failed)? {
         let path = entry.map_err(failed)?.path();
-        let link = std::fs::read_link(&path).map_err(failed)?;
+        let link = match std::fs::read_link(&path) {
+            Ok(link) => link,
+            // Closed since the folder was read; RAM stays open.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(failed(error)),
+        };
         if !link.to_string_lossy().starts_with(RAM_LINK) {
             continue;
         }
