@@ -9,7 +9,7 @@
 //! | one in ten | a tenth: the tenant is idle |
 //!
 //! As on a host where days are measured, no tenant keeps its CPU busy: each rests after some pages ([`REST_US`]),
-//! and uses about a tenth of a CPU.
+//! and used a fifth of a CPU where that was looked at.
 
 use super::{
     report::{Measured, Sizes, share_within},
