@@ -55,11 +55,11 @@ use crate::{
     bitmap::{Attribute, PaBitmap},
     sparse::{SECTIONS_PER_GIB, Sparse, by_gib, pages_of},
     sync::{AtomicU32, AtomicU64, Mutex, Ordering, heavy_fence, light_fence, spin_loop},
+    wired::WiredPages,
 };
 use pagetide_addr::{
     Access, FilePage, FilePageSet, FileRange, FileSection, SECTION_PAGES, to_usize,
 };
-use std::collections::BTreeMap;
 
 /// How often a restriction checks for leases before it gives up: some microseconds, enough for a
 /// look-up that is about to fail, not for a disk.
@@ -81,7 +81,7 @@ pub struct PageAttributes {
     /// The last of these numbers that each engine has acknowledged.
     seen: Box<[OwnLine]>,
     /// How many queues wire each page.
-    wired: Mutex<BTreeMap<FilePage, u32>>,
+    wired: Mutex<WiredPages>,
 }
 
 /// A number on a cache line of its own.
@@ -113,7 +113,7 @@ impl PageAttributes {
             leases: counters.collect(),
             asked: OwnLine::zero(),
             seen: (0..engine_count).map(|_| OwnLine::zero()).collect(),
-            wired: Mutex::new(BTreeMap::new()),
+            wired: Mutex::new(WiredPages::default()),
         }
     }
 
@@ -287,36 +287,25 @@ impl PageAttributes {
         if !self.bitmap.allows(range, Access::Write) {
             return false;
         }
-        for page in range.iter() {
-            *wired.entry(page).or_insert(0) += 1;
-        }
+        wired.wire(range);
         true
     }
 
     /// Reverts [`Self::wire`], for the same range.
     pub fn unwire(&self, range: FileRange) {
-        let mut wired = self.lock_wired();
-        for page in range.iter() {
-            match wired.get_mut(&page) {
-                Some(1) => {
-                    wired.remove(&page);
-                }
-                Some(count) => *count -= 1,
-                None => debug_assert!(false, "{page} was not wired"),
-            }
-        }
+        self.lock_wired().unwire(range);
     }
 
     /// Number of wired pages.
     #[must_use]
     pub fn wired_pages(&self) -> u64 {
-        self.lock_wired().len() as u64
+        self.lock_wired().len()
     }
 
     /// The wired pages of `section`.
     #[must_use]
     pub fn wired_in(&self, section: FileSection) -> FilePageSet {
-        wired_set(&self.lock_wired(), section)
+        self.lock_wired().of(section)
     }
 
     /// Allows `access` to `range` (to be called only for present pages, under the section's lock).
@@ -330,7 +319,7 @@ impl PageAttributes {
     pub fn unmap(&self, section: FileSection, pages: &FilePageSet) -> bool {
         {
             let wired = self.lock_wired();
-            if pages.intersects(&wired_set(&wired, section)) {
+            if pages.intersects(&wired.of(section)) {
                 return false;
             }
             self.bitmap.unmap(section, pages);
@@ -343,7 +332,7 @@ impl PageAttributes {
     pub fn forbid_writes(&self, section: FileSection, pages: &FilePageSet) -> bool {
         {
             let wired = self.lock_wired();
-            if pages.intersects(&wired_set(&wired, section)) {
+            if pages.intersects(&wired.of(section)) {
                 return false;
             }
             self.bitmap.forbid_writes(section, pages);
@@ -398,30 +387,20 @@ impl PageAttributes {
     }
 
     /// Adds `range` to the ranges to clear, without the sections in which a page of it is wired.
-    fn split_at_wired(
-        &self,
-        wired: &BTreeMap<FilePage, u32>,
-        range: FileRange,
-        to: &mut Restriction<'_>,
-    ) {
+    fn split_at_wired(&self, wired: &WiredPages, range: FileRange, to: &mut Restriction<'_>) {
         let page_count = self.bitmap.page_count();
         let range = range.intersect(FilePage(0).run(page_count));
         let mut start = range.start;
-        let mut spared_last = None;
         let mut push = |start: FilePage, end: FilePage| {
             if start < end {
                 to.cleared.push(FileRange::new(start, end));
             }
         };
-        for (page, _) in wired.range(range.start..range.end) {
-            let section = page.section();
-            if spared_last != Some(section) {
-                spared_last = Some(section);
-                let spared = range.intersect(section.pages(page_count));
-                push(start, spared.start);
-                start = spared.end;
-                to.wired.push(section);
-            }
+        for section in wired.sections_in(range) {
+            let spared = range.intersect(section.pages(page_count));
+            push(start, spared.start);
+            start = spared.end;
+            to.wired.push(section);
         }
         push(start, range.end);
     }
@@ -431,11 +410,8 @@ impl PageAttributes {
     pub fn unmap_all(&self) {
         {
             let wired = self.lock_wired();
-            let mut start = FilePage(0);
-            let end = FilePage(self.bitmap.page_count());
-            for page in wired.keys().copied().chain([end]) {
-                self.bitmap.unmap_range(FileRange::new(start, page));
-                start = page.next();
+            for run in wired.others(self.bitmap.page_count()) {
+                self.bitmap.unmap_range(run);
             }
         }
         self.fence();
@@ -461,8 +437,8 @@ impl PageAttributes {
         false
     }
 
-    fn lock_wired(&self) -> impl std::ops::DerefMut<Target = BTreeMap<FilePage, u32>> + '_ {
-        // A panic elsewhere cannot leave the map inconsistent: each change is one insert or remove.
+    fn lock_wired(&self) -> impl std::ops::DerefMut<Target = WiredPages> + '_ {
+        // A panic elsewhere cannot leave it inconsistent: nothing that is called under it panics.
         self.wired
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -516,15 +492,6 @@ const fn place(section: FileSection) -> (usize, usize) {
         to_usize(section.0 / SECTIONS_PER_GIB),
         to_usize(section.0 % SECTIONS_PER_GIB),
     )
-}
-
-fn wired_set(wired: &BTreeMap<FilePage, u32>, section: FileSection) -> FilePageSet {
-    let span = section.all_pages();
-    let mut set = FilePageSet::EMPTY;
-    for page in wired.range(span.start..span.end).map(|(page, _)| *page) {
-        set.insert(page);
-    }
-    set
 }
 
 impl Lease {

@@ -48,6 +48,7 @@ pub mod source;
 pub mod space;
 mod sparse;
 mod sync;
+mod wired;
 
 #[cfg(not(loom))]
 pub use access_log::{AccessLog, AccessPen, AccessSource, Logged, Logging};
