@@ -46,9 +46,33 @@ pub enum RequestKind {
         /// Bounce buffer of the first page; the others follow it. At most [`OVERWRITE_PAGES_MAX`].
         slot: u32,
     },
+    /// As [`Self::Demand`], but nobody needs what the pages held: they lie wholly in buffers that were posted when
+    /// the device looked, after [`PageRequest::sent_ns`]. Content that was stored before that time becomes zeros
+    /// instead of being loaded.
+    Blank,
+    /// The same as [`Self::Prefault`]: no transfer waits yet.
+    BlankAhead,
     /// The device touched an absent page, which the userfaultfd on its own mapping caught. Served
     /// like a demand and counted: without a balloon in the guest it is a bug.
     AliasFault,
+}
+
+impl RequestKind {
+    /// True if no transfer waits for the pages.
+    #[must_use]
+    pub const fn is_ahead(self) -> bool {
+        matches!(self, Self::Prefault | Self::BlankAhead)
+    }
+
+    /// The request for the same pages with their content: for a host that does not know the other kinds.
+    #[must_use]
+    pub const fn with_content(self) -> Self {
+        match self {
+            Self::Blank => Self::Demand,
+            Self::BlankAhead => Self::Prefault,
+            other => other,
+        }
+    }
 }
 
 /// A device's request for pages it may not touch yet.
@@ -72,7 +96,7 @@ pub struct PageRequest {
     /// 6.1: the fault is handled where that interrupt goes).
     pub vector: Option<u16>,
     /// When the device sent it, in nanoseconds of the host's monotonic clock; 0 if the device has
-    /// no such clock.
+    /// no such clock. Of a blank request: a time before the device saw that the pages lie in posted buffers.
     pub sent_ns: u64,
     /// Fault injection: the host answers no sooner than this many microseconds after it has begun.
     pub hold_us: u32,

@@ -18,7 +18,7 @@ use vhost::vhost_user::{VhostUserFrontend, message::VhostUserConfigFlags};
 /// Size in pages of the spaces under test: not whole sections.
 const PAGES: u64 = 2 * SECTION_PAGES + 100;
 /// Bits without a meaning in this version of VPRI, in vhost-user and in a ring.
-const NO_FEATURE: u64 = 0x00ff_ffc0;
+const NO_FEATURE: u64 = 0x00ff_ff80;
 
 /// The checks, in order.
 pub(super) const CHECKS: &[Check] = &[

@@ -4,8 +4,9 @@
 //! It has one thread and does one thing at a time. A check decides the layout of
 //! its messages: any number of descriptors, with any content.
 
-use super::{Ended, ensure};
-use pagetide_addr::PageRequest;
+use super::{Checked, Ended, ensure};
+use pagetide_addr::{Access, PageRequest, RequestKind};
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri_function::{
     frontend::{
         area::{Area, BASE, EVENT_DESCRIPTORS, FAULT_BUFFERS, MESSAGE_ROOM},
@@ -39,7 +40,8 @@ const WANTED: u64 = feature::OVERWRITE
     | feature::TOUCHED
     | 1 << 29
     | feature::ACCESS_LOG
-    | feature::LOG_LOSSES;
+    | feature::LOG_LOSSES
+    | feature::BLANK;
 
 /// A buffer of a chain: offset in the area, length, and whether the device writes it.
 #[derive(Clone, Copy, Debug)]
@@ -365,8 +367,44 @@ impl Probe {
         )?;
         let request = wire::decode_request(&bytes);
         let request = request.map_err(|error| Ended::Failed(format!("a page request: {error}")))?;
+        self.must_be_agreed(&request)?;
         self.give_buffers(used.head, 1)?;
         Ok(Some(request))
+    }
+
+    /// The tester agrees to whatever the device offers of these.
+    fn offers(&self, feature: u64) -> bool {
+        self.offered & WANTED & feature != 0
+    }
+
+    /// A request of a kind that was not agreed on, or that says what cannot be, is a fault of the device.
+    fn must_be_agreed(&self, request: &PageRequest) -> Checked {
+        match request.kind {
+            RequestKind::Overwrite { .. } => ensure(
+                || self.offers(feature::OVERWRITE),
+                || "a page request of kind overwrite without OVERWRITE".to_owned(),
+            ),
+            RequestKind::Blank | RequestKind::BlankAhead => {
+                ensure(
+                    || self.offers(feature::BLANK),
+                    || "a page request of kind blank without BLANK".to_owned(),
+                )?;
+                ensure(
+                    || request.access == Access::Write,
+                    || "a page request of kind blank for pages to be read".to_owned(),
+                )?;
+                ensure(
+                    || (1..=now_ns()).contains(&request.sent_ns),
+                    || {
+                        format!(
+                            "a page request of kind blank of {} ns by the host's clock: 0, or not come yet",
+                            request.sent_ns
+                        )
+                    },
+                )
+            }
+            RequestKind::Demand | RequestKind::Prefault | RequestKind::AliasFault => Ok(()),
+        }
     }
 
     /// Waits for the next page request.

@@ -54,9 +54,9 @@ pub use mmu::{
     TableFormat, TableId,
 };
 pub use paging::{
-    Admission, Cause, Committed, Content, ContentStore, Corrections, EvictionError, EvictionRound,
-    Fault, FaultOutcome, Granule, GrowthError, Incidents, Installed, LoadDone, Loaded,
-    MemoryCounters, MemoryParts, Move, NoRoom, Overwrite, PageState, PageTable, PageWord,
+    Admission, Blank, Cause, Committed, Content, ContentStore, Corrections, EvictionError,
+    EvictionRound, Fault, FaultOutcome, Granule, GrowthError, Incidents, Installed, LoadDone,
+    Loaded, MemoryCounters, MemoryParts, Move, NoRoom, Overwrite, PageState, PageTable, PageWord,
     PagedMemory, Place, PlaceError, Readahead, Relocated, Relocation, Reply, Served, StoreError,
     Unlimited, VolatileWords, Wait, WordArray, recovery,
 };

@@ -469,6 +469,10 @@ impl Default for Limit {
 }
 
 impl Admission for Limit {
+    fn clock_ns(&self) -> u64 {
+        pagetide_sys::clock::now_ns()
+    }
+
     fn fault_begins(&self, device: DeviceId) {
         if let Some(work) = self.work.get() {
             work.fault_begins(match device {

@@ -61,4 +61,6 @@ pub mod feature {
     pub const NESTED: u64 = 1 << 4;
     /// The access log reports how many records were lost.
     pub const LOG_LOSSES: u64 = 1 << 5;
+    /// The device may send requests of kind blank, and has the host's clock.
+    pub const BLANK: u64 = 1 << 6;
 }

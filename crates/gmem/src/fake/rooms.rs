@@ -16,6 +16,7 @@ struct RoomState {
     corrections: u64,
     refilled: Vec<(SectionNo, u64)>,
     faulted: Vec<DeviceId>,
+    clock_ns: Option<u64>,
 }
 
 /// A limit that is full or not, as the test says.
@@ -84,6 +85,11 @@ impl FakeRooms {
         lock(&self.state).faulted.clone()
     }
 
+    /// The time from now on. Before that, there is no clock.
+    pub fn set_clock(&self, now_ns: u64) {
+        lock(&self.state).clock_ns = Some(now_ns);
+    }
+
     /// Pages for which room was given back.
     #[must_use]
     pub fn given_back(&self) -> u64 {
@@ -129,6 +135,10 @@ impl Admission for FakeRooms {
         let mut state = lock(&self.state);
         state.taken += signed(pages);
         state.counted_in += pages;
+    }
+
+    fn clock_ns(&self) -> u64 {
+        lock(&self.state).clock_ns.unwrap_or(u64::MAX)
     }
 
     fn fault_begins(&self, device: DeviceId) {

@@ -305,6 +305,10 @@ impl EvictionRound<'_> {
                 }
             }
         }
+        if !going.is_empty() {
+            // Now that nobody can read them any more.
+            space.note_eviction(state);
+        }
         space
             .counters
             .evicted_pages

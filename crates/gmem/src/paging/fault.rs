@@ -43,6 +43,9 @@ pub struct MemoryCounters {
     /// Absent pages that a device had written whole, made present with its bytes: their stored
     /// content was dropped without being loaded.
     pub overwritten_pages: Count,
+    /// Absent pages that lay wholly in buffers posted to a device, made present as zeros: their stored content was
+    /// dropped without being loaded.
+    pub blanked_pages: Count,
     /// Pages read ahead with a page that faulted.
     pub readahead_pages: Count,
     /// Pages swapped in that no fault had led to.

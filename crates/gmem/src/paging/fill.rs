@@ -209,6 +209,15 @@ impl PagedMemory {
         (installed, resolved)
     }
 
+    /// Installs zeros in claimed pages, at most [`FILL_PAGES_MAX`]. Returns as [`Self::install`] does.
+    pub(super) fn install_zeros(&self, claimed: PageRange) -> (PageRange, Resolved) {
+        with_buffer(|buffer| {
+            let zeros = &mut buffer[..to_usize(claimed.bytes())];
+            zeros.fill(0);
+            self.install(claimed, zeros)
+        })
+    }
+
     /// Installs the one page that was claimed. Its word shows whether it is all zeros.
     fn install_claimed(&self, page: PageNo, bytes: &[u8]) -> Result<u64, PlaceError> {
         match (self.table.word(page).state(), bytes.try_into()) {

@@ -55,6 +55,8 @@ pub struct PagedMemory {
     devices: Arc<Attachments>,
     pub(super) counters: MemoryCounters,
     pub(super) neighbours_max: u32,
+    /// When it was made, by the clock of the admission.
+    pub(super) began_ns: u64,
     /// How a load that ends later finds the memory, without keeping it.
     pub(super) me: Weak<Self>,
     /// Pages claimed whose content is on its way.
@@ -79,6 +81,8 @@ impl PagedMemory {
     /// A space whose words are as [`super::recovery`] left them.
     #[must_use]
     pub fn new(parts: MemoryParts) -> Arc<Self> {
+        // Whatever is stored now was stored before.
+        let began_ns = parts.admission.clock_ns();
         Arc::new_cyclic(|me| Self {
             table: parts.table,
             place: parts.place,
@@ -89,6 +93,7 @@ impl PagedMemory {
             devices: Arc::default(),
             counters: MemoryCounters::default(),
             neighbours_max: parts.neighbours_max,
+            began_ns,
             me: Weak::clone(me),
             loading: AtomicU64::new(0),
         })

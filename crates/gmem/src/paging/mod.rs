@@ -7,9 +7,12 @@
 //! address space that the memory belongs to.
 //!
 //! Reading order: [`word`] (states of a page, and what a crash leaves), [`table`] (locks),
-//! [`memory`] (the parts), `fill`, `slow_fill`, `whole`, [`overwrite`], [`readahead`], [`request`], [`serve`] (the one
+//! [`memory`] (the parts), `fill`, `slow_fill`, `whole`, [`overwrite`], [`blank`], [`readahead`], [`request`], [`serve`] (the one
 //! entry), [`eviction`], [`relocate`], [`growth`], [`recovery`].
 
+pub mod blank;
+#[cfg(all(test, not(loom)))]
+mod blank_tests;
 pub mod eviction;
 pub mod fault;
 mod fill;
@@ -40,6 +43,7 @@ mod whole_tests;
 pub mod word;
 pub mod words;
 
+pub use blank::Blank;
 pub use eviction::{Committed, EvictionError, EvictionRound};
 pub use fault::{Fault, FaultOutcome, MemoryCounters};
 pub use growth::GrowthError;

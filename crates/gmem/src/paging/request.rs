@@ -4,6 +4,7 @@
 //! done ([`Served`]).
 
 use super::{
+    blank::Blank,
     fault::{Fault, FaultOutcome},
     overwrite::Overwrite,
     readahead::Readahead,
@@ -19,6 +20,9 @@ pub(super) const TOLD_PAGES_MAX: u64 = u64::BITS as u64;
 pub enum Cause<'a> {
     /// A vCPU or a device waits for them.
     Fault(Fault),
+    /// A device waits for them, and nobody needs what they held: those that are stored since before it had them
+    /// become zeros.
+    Blank(Blank),
     /// A device has written them whole: those that are absent get its bytes.
     Overwrite(Overwrite<'a>),
     /// They will probably be used soon. Only those that are stored and at hand are filled, while
@@ -31,7 +35,7 @@ impl Cause<'_> {
     #[must_use]
     pub const fn pages(&self) -> PageRange {
         match self {
-            Self::Fault(fault) => fault.pages,
+            Self::Fault(fault) | Self::Blank(Blank { fault, .. }) => fault.pages,
             Self::Overwrite(overwrite) => overwrite.fault.pages,
             Self::Readahead(readahead) => readahead.pages(),
         }
@@ -39,7 +43,7 @@ impl Cause<'_> {
 
     pub(super) const fn device(&self) -> DeviceId {
         match self {
-            Self::Fault(fault) => fault.device,
+            Self::Fault(fault) | Self::Blank(Blank { fault, .. }) => fault.device,
             Self::Overwrite(overwrite) => overwrite.fault.device,
             Self::Readahead(_) => DeviceId::VCPUS,
         }

@@ -21,6 +21,7 @@
 //! | cause | bytes | a page that is not stored | another thread fills it |
 //! |---|---|---|---|
 //! | fault | stored | granted | joined, or (a device, `Never`) the caller must come again |
+//! | blank | zeros, if stored before the device had the page ([`super::blank`]); else stored | granted | as for a fault |
 //! | overwrite | the device's ([`super::overwrite`]) | granted, left to the device | left to the device |
 //! | readahead | stored ([`super::readahead`]) | left alone | left alone |
 //!
@@ -40,6 +41,7 @@ mod room;
 mod sections;
 
 use super::{
+    blank::Blank,
     fault::FaultOutcome,
     fill::{Asked, FILL_PAGES_MAX},
     memory::{PagedMemory, Resolved},
@@ -124,18 +126,20 @@ impl PagedMemory {
     fn serve(&self, cause: &Cause<'_>, joining: Joining<'_>) -> Option<Served> {
         let joining = match cause {
             Cause::Readahead(_) => Joining::Never,
-            Cause::Fault(_) | Cause::Overwrite(_) => joining,
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Overwrite(_) => joining,
         };
         let is_sound = match cause {
             Cause::Overwrite(overwrite) => overwrite.is_sound(),
-            Cause::Fault(_) | Cause::Readahead(_) => true,
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Readahead(_) => true,
         };
         if !is_sound || !self.table.contains(cause.pages()) {
             return Some(Served::nothing(FaultOutcome::OutOfRange));
         }
         let _told = match cause {
             Cause::Readahead(_) => None,
-            Cause::Fault(fault) | Cause::Overwrite(Overwrite { fault, .. }) => {
+            Cause::Fault(fault)
+            | Cause::Blank(Blank { fault, .. })
+            | Cause::Overwrite(Overwrite { fault, .. }) => {
                 let is_awaited = fault.device != DeviceId::DAEMON;
                 is_awaited.then(|| Told::begin(self, fault.device))
             }
@@ -315,11 +319,13 @@ impl<'a> Work<'a> {
                 (self.page, self.still) = (next, 0);
                 return;
             }
-            (Cause::Fault(fault), Joining::Never) if fault.device != DeviceId::VCPUS => {
+            (Cause::Fault(fault) | Cause::Blank(Blank { fault, .. }), Joining::Never)
+                if fault.device != DeviceId::VCPUS =>
+            {
                 self.end = End::WouldWait;
                 return;
             }
-            (Cause::Fault(_), _) => self.wait_for(awaited),
+            (Cause::Fault(_) | Cause::Blank(_), _) => self.wait_for(awaited),
         };
         match joined {
             Joined::Waits => {
@@ -359,7 +365,7 @@ impl<'a> Work<'a> {
         let word = memory.table.word(page);
         match word.state() {
             PageState::Stored(_) if self.is_given_up() => Resolved::Failed(FaultOutcome::Gone),
-            PageState::Stored(_) => self.fill_from(page),
+            PageState::Stored(_) => self.fill_from(section, page),
             _ if matches!(self.cause, Cause::Readahead(_)) => Resolved::UpTo(page.next()),
             PageState::Present => match memory.place.is_present(page) {
                 Ok(true) => memory.found_present(section, page, self.cause.device()),
@@ -380,14 +386,14 @@ impl<'a> Work<'a> {
     fn is_given_up(&self) -> bool {
         match self.cause {
             Cause::Overwrite(overwrite) => overwrite.is_given_up(),
-            Cause::Fault(_) | Cause::Readahead(_) => false,
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Readahead(_) => false,
         }
     }
 
     /// Most pages that are claimed together.
     fn step_pages(&self) -> u64 {
         match self.cause {
-            Cause::Fault(_) | Cause::Overwrite(_) => FILL_PAGES_MAX,
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Overwrite(_) => FILL_PAGES_MAX,
             Cause::Readahead(readahead) => readahead
                 .step_pages()
                 .min(self.admitted.pages - self.filled),
@@ -417,19 +423,26 @@ impl<'a> Work<'a> {
     }
 
     /// Fills the page, which is stored, and those behind it that are.
-    fn fill_from(&mut self, page: PageNo) -> Resolved {
+    fn fill_from(&mut self, section: &Section, page: PageNo) -> Resolved {
         let memory = self.memory;
         let end = (self.cause.pages().end)
             .min(memory.table.pages_of(page.section()).end)
             .min(page.plus(self.step_pages()));
         let run = PageRange::new(page, end);
+        if let Cause::Blank(blank) = self.cause
+            && memory.was_stored_before(section, blank.posted_ns)
+        {
+            return self.blank(run);
+        }
         // What a device writes over need not be loaded.
         if !matches!(self.cause, Cause::Overwrite(_)) && memory.is_far(page) {
             return self.fill_slowly(run);
         }
         let (installed, resolved) = match self.cause {
             Cause::Readahead(Readahead::SwapIn(_)) => memory.fill(run, Asked::ByNobody),
-            Cause::Fault(_) | Cause::Readahead(_) => memory.fill(run, Asked::ByFault),
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Readahead(_) => {
+                memory.fill(run, Asked::ByFault)
+            }
             Cause::Overwrite(overwrite) => {
                 let claimed = memory.claim(run);
                 if claimed.is_empty() {
@@ -441,6 +454,22 @@ impl<'a> Work<'a> {
         };
         self.filled += installed.len();
         self.note(installed);
+        resolved
+    }
+
+    /// Makes the page, which is stored, and those behind it that are, present as zeros.
+    fn blank(&mut self, run: PageRange) -> Resolved {
+        let memory = self.memory;
+        let claimed = memory.claim(run);
+        if claimed.is_empty() {
+            // Another thread was faster: check the page again.
+            return Resolved::UpTo(run.start);
+        }
+        let (installed, resolved) = memory.install_zeros(claimed);
+        self.filled += installed.len();
+        let counter = &memory.counters.blanked_pages;
+        counter.fetch_add(installed.len(), Relaxed);
+        self.tell(installed);
         resolved
     }
 
@@ -467,7 +496,7 @@ impl<'a> Work<'a> {
     fn note(&mut self, installed: PageRange) {
         let counters = &self.memory.counters;
         match self.cause {
-            Cause::Fault(_) => {}
+            Cause::Fault(_) | Cause::Blank(_) => {}
             Cause::Overwrite(_) => {
                 (counters.overwritten_pages).fetch_add(installed.len(), Relaxed);
             }
@@ -502,7 +531,7 @@ impl<'a> Work<'a> {
         match (self.end, self.cause) {
             (End::Open, _) => Some(served(FaultOutcome::Present)),
             (End::Stopped(outcome), _) => Some(served(outcome)),
-            (End::WouldWait, Cause::Fault(_)) => None,
+            (End::WouldWait, Cause::Fault(_) | Cause::Blank(_)) => None,
             (End::WouldWait, Cause::Overwrite(_)) => {
                 (self.installed != 0).then(|| served(FaultOutcome::Present))
             }

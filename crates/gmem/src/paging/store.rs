@@ -134,6 +134,9 @@ pub trait ContentStore: Send + Sync {
     }
 }
 
+/// See [`Admission::clock_ns`].
+pub(super) const NO_CLOCK: u64 = u64::MAX;
+
 /// Whether an address space may hold more pages: the limit, with watermarks as in Taiji 4.2.2.
 pub trait Admission: Send + Sync {
     /// Makes room for `pages` more pages, evicting others first if the limit requires it. May wait
@@ -155,6 +158,13 @@ pub trait Admission: Send + Sync {
     /// Takes room for `pages` that were already present when they became part of the space, even if
     /// there is none.
     fn count_in(&self, pages: u64);
+
+    /// The time, by the clock by which devices say since when they have pages: nanoseconds, never backwards. Without
+    /// one, no content is given up as old ([`Blank`](super::Blank)). Called with a section's lock held, so it must not
+    /// wait.
+    fn clock_ns(&self) -> u64 {
+        NO_CLOCK
+    }
 
     /// This thread begins to serve a fault of `device`, until [`Self::fault_ends`]. Work that can wait may give
     /// way to it. Not told of what the daemon itself asks for: nobody waits for that.

@@ -56,6 +56,9 @@ pub(crate) struct Section {
     candidates: [AtomicU64; SET_WORDS],
     /// Number of the round that the candidates belong to.
     round: std::sync::atomic::AtomicU64,
+    /// When pages of it were last evicted, by the clock of the admission; 0 if never. Like `pages`, it changes only
+    /// under the lock.
+    pub(crate) evicted_ns: std::sync::atomic::AtomicU64,
     /// What the place can install here; unset until it was asked, and again when the section has no pages. Like
     /// `pages`, not one of the model checker's atomics.
     granule: std::sync::atomic::AtomicU8,
@@ -91,6 +94,7 @@ impl Section {
             leaving: std::sync::atomic::AtomicBool::new(false),
             candidates: std::array::from_fn(|_| AtomicU64::new(0)),
             round: std::sync::atomic::AtomicU64::new(0),
+            evicted_ns: std::sync::atomic::AtomicU64::new(0),
             granule: std::sync::atomic::AtomicU8::new(GRANULE_UNASKED),
             next_expected: std::sync::atomic::AtomicU64::new(u64::MAX),
             window: std::sync::atomic::AtomicU32::new(0),

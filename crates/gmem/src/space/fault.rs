@@ -9,7 +9,7 @@ use super::{address_space::AddressSpace, demand::may_fault};
 use crate::{
     device::Device,
     error::GmError,
-    paging::{Cause, Fault, FaultOutcome, Served, Wait},
+    paging::{Blank, Cause, Fault, FaultOutcome, Served, Wait},
     region::Kind,
     sync::Arc,
 };
@@ -28,8 +28,12 @@ impl AddressSpace {
                 return memory.fault(cause, wait);
             }
             (Some(region), _) => match cause {
-                Cause::Fault(_) if matches!(wait, Wait::Never | Wait::Begin) => return None,
-                Cause::Fault(fault) => self.fault_on_frames(&region, fault),
+                Cause::Fault(_) | Cause::Blank(_) if matches!(wait, Wait::Never | Wait::Begin) => {
+                    return None;
+                }
+                Cause::Fault(fault) | Cause::Blank(Blank { fault, .. }) => {
+                    self.fault_on_frames(&region, fault)
+                }
                 Cause::Overwrite(_) | Cause::Readahead(_) => FaultOutcome::Present,
             },
             (None, _) => FaultOutcome::OutOfRange,

@@ -205,7 +205,10 @@ impl FaultQueue {
                 *slot |= self.terms.session << SLOT_BITS;
                 fits && self.terms.features & feature::OVERWRITE != 0
             }
-            _ => true,
+            RequestKind::Blank | RequestKind::BlankAhead => {
+                self.terms.features & feature::BLANK != 0
+            }
+            RequestKind::Demand | RequestKind::Prefault | RequestKind::AliasFault => true,
         };
         let may_hold = self.terms.features & feature::INJECT != 0;
         if !agreed || (request.hold_us > 0 && !may_hold) {

@@ -31,6 +31,7 @@ use vhost::{VhostBackend, vhost_user::Frontend};
 /// What this driver makes use of, if it is there.
 const WANTED: u64 = EVENT_INDEX
     | feature::OVERWRITE
+    | feature::BLANK
     | feature::INJECT
     | feature::TOUCHED
     | feature::ACCESS_LOG

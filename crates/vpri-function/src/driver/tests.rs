@@ -398,6 +398,11 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     let mut overwrite = demand(3, space);
     overwrite.kind = RequestKind::Overwrite { slot: 0 };
     refuse(&wire::encode_request(&overwrite));
+    for kind in [RequestKind::Blank, RequestKind::BlankAhead] {
+        let mut blank = demand(6, space);
+        blank.kind = kind;
+        refuse(&wire::encode_request(&blank));
+    }
     let mut nonsense = wire::encode_request(&demand(4, space));
     nonsense[20] = 9;
     refuse(&nonsense);
@@ -405,7 +410,7 @@ fn request_that_cannot_be_is_refused_or_dropped_and_counted() {
     nonsense[24..40].fill(0xff);
     refuse(&nonsense);
     let counts = rig.driver.counts();
-    assert_eq!((counts.unknown_spaces, counts.malformed_requests), (1, 4));
+    assert_eq!((counts.unknown_spaces, counts.malformed_requests), (1, 6));
     assert_eq!(counts.broken_off, 0);
     // The same id twice: an answer would be ambiguous.
     fake.request(&demand(6, space));

@@ -28,6 +28,7 @@ const FEATURES: u64 = F_EVENT_INDEX
     | feature::ACCESS_LOG
     | feature::LOG_LOSSES
     | feature::OVERWRITE
+    | feature::BLANK
     | feature::INJECT
     | feature::TOUCHED;
 

@@ -422,7 +422,11 @@ impl FunctionCore {
             RequestKind::AliasFault if self.may_be_touched(request) => {
                 Fate::Answer(ResponseCode::InvalidRequest)
             }
-            RequestKind::Demand | RequestKind::Prefault | RequestKind::AliasFault => Fate::Hold,
+            RequestKind::Demand
+            | RequestKind::Prefault
+            | RequestKind::Blank
+            | RequestKind::BlankAhead
+            | RequestKind::AliasFault => Fate::Hold,
         }
     }
 

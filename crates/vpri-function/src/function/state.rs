@@ -87,8 +87,12 @@ impl Outside {
         }
     }
 
-    /// The request as the driver knows it: the driver counts slots from the beginning of the area.
-    fn as_sent(&self, mut request: PageRequest) -> PageRequest {
+    /// The request as a driver that has agreed on `features` knows it: it counts slots from the beginning of the
+    /// area, and may not know requests that do without content.
+    fn as_sent(&self, mut request: PageRequest, features: u64) -> PageRequest {
+        if features & feature::BLANK == 0 {
+            request.kind = request.kind.with_content();
+        }
         if let (RequestKind::Overwrite { slot }, Some((first, _))) = (request.kind, self.bounce) {
             let slot = slot.saturating_sub(first);
             request.kind = RequestKind::Overwrite { slot };
@@ -359,7 +363,7 @@ impl State {
                 self.vrings[usize::from(FAULT_QUEUE)].put_back(chain);
                 return Ok(false);
             };
-            let bytes = encode_request(&self.outside.as_sent(request));
+            let bytes = encode_request(&self.outside.as_sent(request, self.features));
             let memory = &self.outside.memory;
             let written = chain.write(memory, &bytes);
             self.vrings[usize::from(FAULT_QUEUE)].give_back(chain, written, memory)?;

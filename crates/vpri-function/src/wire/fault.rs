@@ -38,6 +38,8 @@ pub fn encode_request(request: &PageRequest) -> [u8; REQUEST_BYTES] {
         RequestKind::Prefault => (1, 0),
         RequestKind::Overwrite { slot } => (2, slot),
         RequestKind::AliasFault => (3, 0),
+        RequestKind::Blank => (4, 0),
+        RequestKind::BlankAhead => (5, 0),
     };
     let vector = request.vector.unwrap_or(NO_VECTOR);
     put(&mut bytes, at::ID, request.id.0.to_le_bytes());
@@ -82,6 +84,8 @@ pub fn decode_request(bytes: &[u8]) -> Result<PageRequest, WireError> {
             RequestKind::Overwrite { slot }
         }
         3 => RequestKind::AliasFault,
+        4 => RequestKind::Blank,
+        5 => RequestKind::BlankAhead,
         _ => {
             let value = kind.into();
             return Err(WireError::Field {

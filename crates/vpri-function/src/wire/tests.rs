@@ -450,6 +450,8 @@ fn any_request() -> impl Strategy<Value = PageRequest> {
     let kind = prop_oneof![
         Just(RequestKind::Demand),
         Just(RequestKind::Prefault),
+        Just(RequestKind::Blank),
+        Just(RequestKind::BlankAhead),
         any::<u32>().prop_map(|slot| RequestKind::Overwrite { slot }),
         Just(RequestKind::AliasFault),
     ];

@@ -125,11 +125,11 @@ impl Account {
     pub(super) fn open(&self, request: &PageRequest) {
         match request.kind {
             RequestKind::AliasFault => self.alias_faults.fetch_add(1, Relaxed),
-            RequestKind::Prefault => {
+            RequestKind::Prefault | RequestKind::BlankAhead => {
                 self.prefaults.fetch_add(1, Relaxed);
                 self.requests.fetch_add(1, Relaxed)
             }
-            RequestKind::Demand | RequestKind::Overwrite { .. } => {
+            RequestKind::Demand | RequestKind::Blank | RequestKind::Overwrite { .. } => {
                 self.requests.fetch_add(1, Relaxed)
             }
         };

@@ -77,7 +77,7 @@ use crate::{
     source::FaultSource,
     space::IoSpace,
 };
-use pagetide_addr::{DomainId, RequestKind};
+use pagetide_addr::DomainId;
 use pagetide_gmem::{AddressSpace, FaultOutcome};
 use std::{
     collections::HashMap,
@@ -365,7 +365,7 @@ impl FaultService {
         };
         duty.open_for(tenant.vm());
         let request = duty.request();
-        let wants_worker = request.hold_us > 0 || request.kind == RequestKind::Prefault;
+        let wants_worker = request.hold_us > 0 || request.kind.is_ahead();
         let duty = match tenant.vm().try_enter() {
             Some(_inside) if !wants_worker => match tenant.vm().serve_at_once(duty) {
                 Ok(()) => return,

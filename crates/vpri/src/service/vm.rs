@@ -14,7 +14,7 @@ use arc_swap::{ArcSwap, Guard};
 use pagetide_addr::{
     DeviceId, OVERWRITE_PAGES_MAX, PageRange, PageRequest, RequestKind, SectionNo, Tier,
 };
-use pagetide_gmem::{AddressSpace, Cause, Fault, FaultOutcome, Overwrite, Served, Wait};
+use pagetide_gmem::{AddressSpace, Blank, Cause, Fault, FaultOutcome, Overwrite, Served, Wait};
 use std::{
     sync::{
         Arc, PoisonError, RwLock, RwLockReadGuard, TryLockError,
@@ -140,8 +140,8 @@ impl TenantVm {
     /// A request for pages of `tier` is about to be served.
     pub(super) fn note_fault(&self, request: &PageRequest, pages: PageRange, tier: Tier) {
         let waits = match request.kind {
-            RequestKind::Demand | RequestKind::Overwrite { .. } => true,
-            RequestKind::Prefault | RequestKind::AliasFault => false,
+            RequestKind::Demand | RequestKind::Blank | RequestKind::Overwrite { .. } => true,
+            RequestKind::Prefault | RequestKind::BlankAhead | RequestKind::AliasFault => false,
         };
         if tier == Tier::Present || !waits {
             return;
@@ -171,13 +171,19 @@ impl TenantVm {
         }
         duty.set_tier(tier);
         match duty.request().kind {
-            RequestKind::Demand | RequestKind::AliasFault => {
-                match self.space.fault(&Cause::Fault(fault), Wait::Never) {
+            RequestKind::Demand | RequestKind::Blank | RequestKind::AliasFault => {
+                match self
+                    .space
+                    .fault(&cause_of(duty.request(), fault), Wait::Never)
+                {
                     Some(served) => duty.answer(served.outcome),
                     None => return Err(duty),
                 }
             }
-            RequestKind::Prefault => duty.answer(self.prefault(fault)),
+            RequestKind::Prefault | RequestKind::BlankAhead => {
+                let outcome = self.prefault(duty.request(), fault);
+                duty.answer(outcome);
+            }
             RequestKind::Overwrite { slot } => {
                 return self.overwrite(duty, fault, slot, Wait::Never);
             }
@@ -198,8 +204,9 @@ impl TenantVm {
             }
             return;
         }
+        let cause = cause_of(duty.request(), fault);
         let reply = Box::new(move |outcome| duty.answer(outcome));
-        self.space.fault(&Cause::Fault(fault), Wait::Reply(reply));
+        self.space.fault(&cause, Wait::Reply(reply));
     }
 
     /// Installs what the device has written; gives the duty back if that would take time that `wait`
@@ -228,20 +235,34 @@ impl TenantVm {
 
     /// Fills the first pages, if that is possible without waiting. No DMA waits for the others: the
     /// device requests them again when one does.
-    fn prefault(&self, fault: Fault) -> FaultOutcome {
+    fn prefault(&self, request: &PageRequest, fault: Fault) -> FaultOutcome {
         let start = fault.pages.start;
         let end = start.saturating_plus(PREFAULT_PAGES).min(fault.pages.end);
         let part = Fault {
             pages: PageRange::new(start, end),
             ..fault
         };
-        match self.space.fault(&Cause::Fault(part), Wait::Never) {
+        match self.space.fault(&cause_of(request, part), Wait::Never) {
             Some(served) => served.outcome,
             None => {
                 self.account.drop_prefault();
                 FaultOutcome::Present
             }
         }
+    }
+}
+
+/// Why the pages of a request are to be present, unless its device has written them.
+fn cause_of(request: &PageRequest, fault: Fault) -> Cause<'static> {
+    match request.kind {
+        RequestKind::Blank | RequestKind::BlankAhead => Cause::Blank(Blank {
+            fault,
+            posted_ns: request.sent_ns,
+        }),
+        RequestKind::Demand
+        | RequestKind::Prefault
+        | RequestKind::AliasFault
+        | RequestKind::Overwrite { .. } => Cause::Fault(fault),
     }
 }
 

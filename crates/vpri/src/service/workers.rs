@@ -32,7 +32,7 @@ use super::{
     worker_place::{Home, WorkerPlace},
 };
 use crate::mmu::DmaMmu;
-use pagetide_addr::{RequestKind, SectionNo};
+use pagetide_addr::SectionNo;
 use pagetide_gmem::AddressSpace;
 use pagetide_sys::clock::now_ns;
 use std::{
@@ -283,8 +283,7 @@ impl Queue {
             return Err(duty);
         }
         let handed_ns = state.is_sleeping.then(now_ns);
-        let is_last = self.order == Order::DemandsFirst
-            && matches!(duty.request().kind, RequestKind::Prefault);
+        let is_last = self.order == Order::DemandsFirst && duty.request().kind.is_ahead();
         let job = Job { duty, handed_ns };
         if is_last {
             state.last.push_back(job);

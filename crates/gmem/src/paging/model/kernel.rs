@@ -34,9 +34,39 @@ pub(super) enum Tier {
 pub(super) struct Model {
     kernel: Arc<Mutex<Kernel>>,
     tier: Tier,
+    /// The time. (Not the checker's atomic: to look at it is no step of a model.)
+    ticks: Arc<std::sync::atomic::AtomicU64>,
+}
+
+/// No limit, and a clock that goes on by one with each look.
+struct Ticking(Arc<std::sync::atomic::AtomicU64>);
+
+impl Admission for Ticking {
+    fn admit(&self, _pages: u64) -> Corrections {
+        Corrections::default()
+    }
+
+    fn try_admit(&self, _pages: u64) -> bool {
+        true
+    }
+
+    fn give_back(&self, _pages: u64) {}
+
+    fn give_back_unless_corrected(&self, _pages: u64, _since: Corrections) {}
+
+    fn count_in(&self, _pages: u64) {}
+
+    fn clock_ns(&self) -> u64 {
+        self.0.fetch_add(1, std::sync::atomic::Ordering::SeqCst)
+    }
 }
 
 impl Model {
+    /// The time, by the clock of evictions.
+    pub(super) fn now_ns(&self) -> u64 {
+        Ticking(Arc::clone(&self.ticks)).clock_ns()
+    }
+
     pub(super) fn with<R>(&self, act: impl FnOnce(&mut Kernel) -> R) -> R {
         act(&mut self.kernel.lock().unwrap())
     }
@@ -235,13 +265,18 @@ pub(super) fn space(kernel: Kernel, state: PageState) -> (Model, Memory) {
 
 pub(super) fn space_with(kernel: Kernel, state: PageState, tier: Tier) -> (Model, Memory) {
     let kernel = Arc::new(Mutex::new(kernel));
-    let model = Model { kernel, tier };
+    let ticks = Arc::default();
+    let model = Model {
+        kernel,
+        tier,
+        ticks,
+    };
     let words = VolatileWords::new(1, PageWord::new(state));
     let memory = PagedMemory::new(MemoryParts {
         table: PageTable::new(Box::new(words)),
         place: Arc::new(model.clone()),
         store: Arc::new(model.clone()),
-        admission: Arc::new(Unlimited),
+        admission: Arc::new(Ticking(Arc::clone(&model.ticks))),
         incidents: Arc::new(model.clone()),
         neighbours_max: 0,
     });

@@ -15,10 +15,11 @@ mod slow_fill;
 use kernel::{Kernel, Model, space};
 
 use crate::{
-    Activation, AddressSpace, AllocPolicy, Backing, Cause, Committed, Content, ContentStore,
-    Device, Fault, FaultOutcome, GrowthError, Incidents, Installed, LoadDone, MemoryParts, Mmu,
-    MmuError, MmuLimits, Mode, Overwrite, PageState, PageTable, PageWord, PagedMemory, Place,
-    PlaceError, Restrict, Restricted, StoreError, TableId, Unlimited, VolatileWords, Wait,
+    Activation, AddressSpace, Admission, AllocPolicy, Backing, Blank, Cause, Committed, Content,
+    ContentStore, Corrections, Device, Fault, FaultOutcome, GrowthError, Incidents, Installed,
+    LoadDone, MemoryParts, Mmu, MmuError, MmuLimits, Mode, Overwrite, PageState, PageTable,
+    PageWord, PagedMemory, Place, PlaceError, Restrict, Restricted, StoreError, TableId,
+    VolatileWords, Wait,
 };
 use loom::sync::Mutex;
 use pagetide_addr::{Access, DeviceId, PageNo, PageSet, SectionNo};
@@ -481,6 +482,66 @@ fn loom_overwritten_page_may_be_evicted_at_once() {
         assert_eq!(overwrite_as_device(&model, &space), FaultOutcome::Present);
         evictor.join().unwrap();
         assert_eq!(final_content(&model, &space), BOUNCED);
+    });
+}
+
+/// A device wants a page that it saw at `posted_ns` in a posted buffer, whose content nobody needs.
+fn blank_as_device(space: &PagedMemory, posted_ns: u64) -> FaultOutcome {
+    let fault = request(DeviceId(1));
+    let cause = Cause::Blank(Blank { fault, posted_ns });
+    let done = space.fault(&cause, Wait::Here);
+    done.expect("a call that may wait is over").outcome
+}
+
+#[test]
+fn loom_blank_against_a_load_shows_the_old_bytes_or_zeros_and_never_another_than_before() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let posted_ns = model.now_ns();
+        let device = {
+            let space = space.clone();
+            loom::thread::spawn(move || blank_as_device(&space, posted_ns))
+        };
+        let seen = load_as_vcpu(&model, &space);
+        assert!(matches!(seen, OLD | 0), "{seen}");
+        assert_eq!(device.join().unwrap(), FaultOutcome::Present);
+        assert_eq!(final_content(&model, &space), seen);
+    });
+}
+
+#[test]
+fn loom_blank_that_comes_late_takes_nothing_that_was_written_since() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let posted_ns = model.now_ns();
+        let device = {
+            let space = space.clone();
+            loom::thread::spawn(move || blank_as_device(&space, posted_ns))
+        };
+        // Its buffer went back to the driver, which uses the page; then it is evicted.
+        store_as_vcpu(&model, &space);
+        evict(&model, &space);
+        assert_eq!(device.join().unwrap(), FaultOutcome::Present);
+        assert_eq!(final_content(&model, &space), NEW);
+    });
+}
+
+#[test]
+fn loom_blank_against_the_eviction_of_what_was_read_since_shows_that_again() {
+    check(|| {
+        let (kernel, state) = stored();
+        let (model, space) = space(kernel, state);
+        let posted_ns = model.now_ns();
+        let seen = load_as_vcpu(&model, &space);
+        let device = {
+            let space = space.clone();
+            loom::thread::spawn(move || blank_as_device(&space, posted_ns))
+        };
+        evict(&model, &space);
+        assert_eq!(load_as_vcpu(&model, &space), seen);
+        assert_eq!(device.join().unwrap(), FaultOutcome::Present);
     });
 }
 

@@ -2,7 +2,9 @@
 //! Room for the pages of a request: taken before the first of them, settled behind the last.
 
 use super::{AT_ONCE_PAGES_MAX, Admitted, End, Joining, Work};
-use crate::paging::{memory::PagedMemory, readahead::Readahead, request::Cause, word::PageState};
+use crate::paging::{
+    blank::Blank, memory::PagedMemory, readahead::Readahead, request::Cause, word::PageState,
+};
 use pagetide_addr::{PageNo, PageRange, SECTION_PAGES, SectionNo};
 
 impl PagedMemory {
@@ -23,9 +25,11 @@ impl PagedMemory {
                 let has_room = wanted > 0 && self.admission.try_admit(wanted);
                 return Some(Admitted::pages(if has_room { wanted } else { 0 }));
             }
-            // The device's bytes are at hand.
+            // The device's bytes are at hand, and so are zeros.
             (Cause::Fault(_), Joining::Never) => self.absent_at_hand(pages)?,
-            (Cause::Fault(_) | Cause::Overwrite(_), _) => self.absent_pages(pages),
+            (Cause::Fault(_) | Cause::Blank(_) | Cause::Overwrite(_), _) => {
+                self.absent_pages(pages)
+            }
         };
         match joining {
             _ if absent == 0 => Some(Admitted::pages(0)),
@@ -96,13 +100,15 @@ impl Work<'_> {
         let memory = self.memory;
         let (admitted, whole) = (self.admitted.pages, self.admitted.whole);
         match self.cause {
-            Cause::Fault(fault) if self.end == End::WouldWait => {
+            Cause::Fault(fault) | Cause::Blank(Blank { fault, .. })
+                if self.end == End::WouldWait =>
+            {
                 if admitted > 0 {
                     let absent = memory.absent_pages(fault.pages);
                     memory.admission.give_back(admitted.min(absent));
                 }
             }
-            Cause::Fault(_) => {
+            Cause::Fault(_) | Cause::Blank(_) => {
                 if whole > self.filled_whole {
                     let (surplus, since) = (whole - self.filled_whole, self.admitted.since);
                     (memory.admission).give_back_unless_corrected(surplus, since);

@@ -99,7 +99,7 @@ impl Work<'_> {
                 Asked::ByNobody
             }
             Cause::Readahead(_) => return Resolved::UpTo(next),
-            Cause::Fault(_) | Cause::Overwrite(_) => Asked::ByFault,
+            Cause::Fault(_) | Cause::Blank(_) | Cause::Overwrite(_) => Asked::ByFault,
         };
         let (filled, resolved) = memory.fill_whole(pages.start.section(), asked);
         self.filled += filled;

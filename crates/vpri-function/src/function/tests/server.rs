@@ -97,7 +97,10 @@ impl Rig {
 
     /// A driver that is ready, with a space for the rig's memory.
     fn ready_driver(&self) -> (Driver, DomainId) {
-        let mut driver = self.driver();
+        self.ready(self.driver())
+    }
+
+    fn ready(&self, mut driver: Driver) -> (Driver, DomainId) {
         assert_eq!(driver.code(&Event::Begin), Code::Ok);
         let (name, page_count) = (self.name(), PAGES);
         let reply = driver.ask(&Event::Create { name, page_count });
@@ -150,7 +153,13 @@ const fn place(queue: u64) -> RingPlace {
 
 impl Driver {
     fn new(stream: UnixStream, seal: Seal) -> Result<Self, vhost::Error> {
-        let wanted = 1 << 29 | feature::ACCESS_LOG | feature::LOG_LOSSES | feature::OVERWRITE;
+        Self::agreeing(stream, seal, 0)
+    }
+
+    /// One that agrees on `features`, too.
+    fn agreeing(stream: UnixStream, seal: Seal, features: u64) -> Result<Self, vhost::Error> {
+        let common = 1 << 29 | feature::ACCESS_LOG | feature::LOG_LOSSES | feature::OVERWRITE;
+        let wanted = common | features;
         let (mut frontend, features, config) = agree(stream, wanted).unwrap();
         // The function seals it by itself, if it accepts seals at all.
         let flags = match seal {
@@ -590,6 +599,35 @@ fn bounce_buffers_are_given_to_the_engine_and_told_as_the_driver_counts_them() {
     eventually("the slots to be taken back", || {
         rig.engine.bounce().is_none()
     });
+}
+
+#[test]
+fn request_without_content_is_one_with_content_for_a_driver_that_does_not_know_it() {
+    for (features, sent) in [
+        (0, [RequestKind::Demand, RequestKind::Prefault]),
+        (
+            feature::BLANK,
+            [RequestKind::Blank, RequestKind::BlankAhead],
+        ),
+    ] {
+        let rig = Rig::new();
+        let driver = Driver::agreeing(rig.connect(), Seal::Yes, features).unwrap();
+        let (mut driver, space) = rig.ready(driver);
+        for (id, kind) in [(1, RequestKind::Blank), (2, RequestKind::BlankAhead)] {
+            let blank = PageRequest {
+                kind,
+                sent_ns: 77,
+                ..request(id, space, 5)
+            };
+            rig.engine.submit(blank).unwrap();
+        }
+        rig.engine.kick();
+        for kind in sent {
+            driver.want_request();
+            let came = driver.next_request();
+            assert_eq!((came.kind, came.sent_ns), (kind, 77));
+        }
+    }
 }
 
 #[test]
