@@ -8,11 +8,14 @@ use std::path::PathBuf;
 /// The version of the messages that this program writes.
 pub const VERSION: u16 = 1;
 /// What this program knows of that a hand-over may require.
-pub const KNOWN: [&str; 2] = [POOLS, DISKS];
+pub const KNOWN: [&str; 3] = [POOLS, DISKS, NICS];
 /// VMs are recovered from their pools in the state directory.
 pub const POOLS: &str = "pools";
 /// Connections of front ends are handed over, with requests in flight in their in-flight regions.
 pub const DISKS: &str = "disks";
+
+/// Links of network devices are handed over, with the packets that wait for their guests.
+pub const NICS: &str = "nics";
 
 /// A message.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -130,6 +133,24 @@ pub struct Device {
     /// Its front end, if one is connected.
     #[serde(default)]
     pub front_end: Option<FrontEnd>,
+    /// What a network device has besides.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nic: Option<Nic>,
+}
+
+/// What a network device has besides its front end.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Nic {
+    /// What its link has open: each queue of a TAP, by number, or a packet socket.
+    #[serde(default)]
+    pub links: Vec<Fd>,
+    /// Number of the host's interface that they are of.
+    #[serde(default)]
+    pub interface: u32,
+    /// Packets for the guest, oldest first: for each the number of its queue pair (2 bytes), its length (4 bytes),
+    /// little-endian, and header and packet.
+    #[serde(default)]
+    pub packets: Option<Fd>,
 }
 
 /// A front end as far as its session has come. Numbers are those of vhost-user's messages.

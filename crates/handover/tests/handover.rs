@@ -75,11 +75,13 @@ fn go() -> Go {
                     }),
                     rings: vec![ring(6, 7), ring(8, 9)],
                 }),
+                nic: None,
             },
             Device {
                 socket: "/run/vm/b.sock".into(),
                 listener: Fd(10),
                 front_end: None,
+                nic: None,
             },
         ],
     }
@@ -263,6 +265,7 @@ fn message_of_many_packets_passes_whole() {
             socket: PathBuf::from(format!("/{}/{number}", "x".repeat(900))),
             listener: Fd(11 + number),
             front_end: None,
+            nic: None,
         });
     }
     let sent = Message::Go(sent);

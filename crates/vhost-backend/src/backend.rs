@@ -167,6 +167,11 @@ pub trait Backend {
         Err(Error::InvalidOperation("SET_INFLIGHT_FD"))
     }
 
+    /// True if it knows without an in-flight region what of a ring is under way, also after its end.
+    fn keeps_record(&self, _queue: u16) -> bool {
+        false
+    }
+
     /// The front end goes: nothing waits for its requests any more. Its rings are stopped next.
     fn hurry(&mut self) {}
 

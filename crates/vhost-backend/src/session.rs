@@ -110,9 +110,11 @@ impl<B: Backend> Session<B> {
         if self.has_ended {
             return Err(ParkError::Over);
         }
-        let runs = |ring: &RingSettings| ring.runs == Runs::Yes;
+        let is_unrecorded = |(ring, queue): (&RingSettings, u16)| {
+            ring.runs == Runs::Yes && !self.backend.keeps_record(queue)
+        };
         if self.inflight.is_none()
-            && let Some(queue) = self.rings.iter().position(runs)
+            && let Some(queue) = self.rings.iter().zip(0..).position(is_unrecorded)
         {
             return Err(ParkError::NoRecord { queue });
         }

@@ -146,6 +146,12 @@ impl PacketSocket {
         checked(answer)
     }
 
+    /// A socket that another process has opened, of the interface with that number.
+    #[must_use]
+    pub fn handed(fd: OwnedFd, index: u32) -> Self {
+        Self { fd, index }
+    }
+
     /// Number of the interface.
     #[must_use]
     pub fn index(&self) -> u32 {
