@@ -15,7 +15,11 @@ use crate::{
     kind::Kind,
     lock,
     net::{
-        config::STORE_BYTES_RANGE, device::Nic, link::pair::Pairs, nic::PAIRS_MAX,
+        config::STORE_BYTES_RANGE,
+        device::Nic,
+        handed::ParkedNic,
+        link::{LinkError, pair::Pairs},
+        nic::PAIRS_MAX,
         record::file::RecordFile,
     },
     ring::DEVICES_MAX,
@@ -209,11 +213,11 @@ impl Dpu {
     /// [`DpuError`].
     pub fn add_nic(&self, config: &NicConfig) -> Result<DeviceId, DpuError> {
         let access = config.access;
-        self.add_link(config, |control| Ok(Endpoint::open(control, access)?))
+        self.add_link(config, None, |control| Ok(Endpoint::open(control, access)?))
     }
 
-    /// Adds a network device that another process has parked, without a front end: see [`Self::unrecorded`]. It is
-    /// taken out of `parked` only once its link is ours: if that is still in use, try again.
+    /// Adds a network device that another process has parked. Its rings run and send, and it receives nothing until
+    /// [`Self::admit`]. It is taken out of `parked` only once its link is ours: if that is still in use, try again.
     ///
     /// # Errors
     /// [`DpuError`].
@@ -223,7 +227,13 @@ impl Dpu {
         parked: &mut Option<ParkedDevice>,
     ) -> Result<DeviceId, DpuError> {
         let socket = config.socket.clone();
-        self.add_link(config, |control| {
+        let nic = parked.as_ref().and_then(|parked| parked.nic.as_ref());
+        let nic = nic.map(ParkedNic::try_clone).transpose();
+        let nic = nic.map_err(|source| LinkError::Kernel {
+            name: config.link.to_string(),
+            source,
+        })?;
+        self.add_link(config, nic.as_ref(), |control| {
             let parked = parked.take();
             let ParkedDevice {
                 listener,
@@ -237,6 +247,7 @@ impl Dpu {
     fn add_link(
         &self,
         config: &NicConfig,
+        handed: Option<&ParkedNic>,
         open: impl FnOnce(Arc<Control>) -> Result<Endpoint, DpuError>,
     ) -> Result<DeviceId, DpuError> {
         if !(1..=PAIRS_MAX).contains(&config.pairs) {
@@ -254,7 +265,8 @@ impl Dpu {
             });
         }
         let claim = |_: DeviceId, _: &Devices| -> Result<Kind, DpuError> {
-            let nic = Nic::open(config.pairs, &config.link, config.receive, &self.pairs)?;
+            let (link, known) = (&config.link, &self.pairs);
+            let nic = Nic::open(config.pairs, link, config.receive, known, handed)?;
             Ok(Kind::Net(Arc::new(nic)))
         };
         self.add_device(config.device(), claim, open)
@@ -265,6 +277,11 @@ impl Dpu {
         self.lock()
             .here()
             .for_each(|device| device.endpoint.admit());
+        for engine in &self.engines {
+            if engine.shared.mailbox.post(Command::Look).is_err() {
+                tracing::debug!("an engine had ended already");
+            }
+        }
     }
 
     /// Waits until no message of a front end is under way, and then until the kernel has no request of ours on any
@@ -342,10 +359,22 @@ impl Dpu {
             })
             .collect();
         // All at once: each takes as long as its I/O under way.
-        here.iter().for_each(|device| device.endpoint.park());
+        for device in &here {
+            device.endpoint.control().shared.kind.begin_leaving();
+            device.endpoint.park();
+        }
         let parked = here.iter_mut().filter_map(|device| {
-            let parked = device.endpoint.parked();
-            device.endpoint.control().shared.kind.release();
+            let mut parked = device.endpoint.parked();
+            let kind = &device.endpoint.control().shared.kind;
+            if let (Some(parked), Some(nic)) = (&mut parked, kind.hand_over()) {
+                match nic {
+                    Ok(nic) => parked.nic = Some(nic),
+                    Err(error) => {
+                        tracing::error!(%error, "the link of a network device is not handed over");
+                    }
+                }
+            }
+            kind.release();
             parked
         });
         let parked = parked.collect();

@@ -97,10 +97,13 @@ pub use frame::FrameError;
 pub use kind::Backing;
 pub use lock::{LockError, wait_for_dead_engines};
 pub use memory::OutsideMemory;
+pub use net::account::PairReport;
 pub use net::config::{
-    OnReceiveFault, Prefault, ReceiveConfig, STORE_BYTES, STORE_BYTES_RANGE, Wiring,
+    COARSE_BYTES_RANGE, OnReceiveFault, Prefault, ReceiveConfig, STORE_BYTES, STORE_BYTES_RANGE,
+    Wiring,
 };
 pub use net::device::NicReport;
+pub use net::handed::ParkedNic;
 pub use net::link::{LinkConfig, LinkError};
 pub use net::nic::PAIRS_MAX;
 pub use pagetide_vhost_backend::{

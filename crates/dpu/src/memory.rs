@@ -24,8 +24,8 @@
 //! it; then [`DeviceMemory::is_lost`] is true and the device stops.
 
 use pagetide_addr::{Access, FileRange, Gpa};
-use pagetide_vpri::{EnginePort, Lease};
-use std::cell::Cell;
+use pagetide_vpri::{DmaDomain, EnginePort, Lease};
+use std::{cell::Cell, sync::Arc};
 use vm_memory::{
     GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions, VolatileSlice,
     guest_memory::GuestMemorySliceIterator,
@@ -94,6 +94,15 @@ impl DeviceMemory {
     /// The port of a span.
     pub fn port(&self, span: Span) -> &EnginePort {
         &self.ports[span.port]
+    }
+
+    /// Its mapped parts of files.
+    pub fn parts(&self) -> impl Iterator<Item = (&Arc<DmaDomain>, FileRange)> {
+        self.ports.iter().map(|port| {
+            let window = port.window();
+            let pages = FileRange::covering(window.first_byte(), window.len_bytes());
+            (port.domain(), pages.unwrap_or_default())
+        })
     }
 
     fn slot(&self, address: u64) -> Option<&Slot> {
@@ -252,7 +261,7 @@ pub(crate) mod tests {
     use pagetide_sys::{guest_ram::Sealed, memory_file::GuestFile};
     use pagetide_vhost_backend::RegionShape;
     use pagetide_vpri::{DomainTable, LookUp};
-    use std::{os::fd::AsFd, sync::Arc};
+    use std::os::fd::AsFd;
     use vm_memory::Bytes;
 
     /// A memfd and the domains that contain it.

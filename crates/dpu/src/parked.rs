@@ -36,7 +36,7 @@
 
 use crate::{
     kind::posted::{ChainNo, Need},
-    page_demand::{PageDemand, covers, merge},
+    page_demand::{PageDemand, PartNo, covers, merge},
     slo::course::RequestTimeline,
 };
 use pagetide_addr::{
@@ -89,6 +89,8 @@ pub(crate) enum Waiter {
     Rings,
     /// The kind of the device, which wants to know that the pages of a posted chain are there.
     Posted(ChainNo, Need),
+    /// All memory is to be wired, and this is a part of it.
+    Part(PartNo),
 }
 
 /// What a chain needs its pages for.
@@ -339,7 +341,7 @@ impl ParkedChains {
             }
             let id = RequestId(self.next_id);
             let request = PageRequest {
-                kind: kind_for(slot.chain.waiter),
+                kind: kind_for(slot.chain.waiter, &wanted),
                 ..request(id, slot.chain.asker, &wanted, now_ns)
             };
             if submit(request).is_err() {
@@ -567,16 +569,23 @@ fn request(id: RequestId, asker: Asker, wanted: &PageDemand, now_ns: u64) -> Pag
     let (domain, pages, access) = (wanted.domain, wanted.pages, wanted.access);
     PageRequest {
         vector: asker.vector,
-        sent_ns: now_ns,
+        sent_ns: match wanted.posted_ns {
+            0 => now_ns,
+            posted_ns => posted_ns,
+        },
         hold_us: wanted.hold_us,
         ..PageRequest::demand(id, device, queue, domain, pages, access)
     }
 }
 
-fn kind_for(waiter: Waiter) -> RequestKind {
-    match waiter {
-        Waiter::Posted(_, Need::Ahead) => RequestKind::Prefault,
-        Waiter::Chain(_) | Waiter::Rings | Waiter::Posted(_, Need::Now) => RequestKind::Demand,
+fn kind_for(waiter: Waiter, wanted: &PageDemand) -> RequestKind {
+    match (waiter, wanted.posted_ns) {
+        (Waiter::Posted(_, Need::Ahead), 0) => RequestKind::Prefault,
+        (Waiter::Posted(_, Need::Ahead), _) => RequestKind::BlankAhead,
+        (Waiter::Posted(_, Need::Now), 1..) => RequestKind::Blank,
+        (Waiter::Chain(_) | Waiter::Rings | Waiter::Part(_) | Waiter::Posted(..), _) => {
+            RequestKind::Demand
+        }
     }
 }
 
@@ -599,6 +608,7 @@ mod tests {
             pages: FileRange::new(FilePage(start), FilePage(end)),
             access,
             hold_us: 0,
+            posted_ns: 0,
         }
     }
 

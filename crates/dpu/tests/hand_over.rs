@@ -218,6 +218,7 @@ fn support_copy(device: &ParkedDevice) -> ParkedDevice {
         socket: device.socket.clone(),
         listener: device.listener.try_clone().unwrap(),
         front_end,
+        nic: None,
     }
 }
 

@@ -3,12 +3,13 @@
 
 mod support;
 
-use pagetide_addr::{Access, FilePage, ResponseCode};
+use pagetide_addr::{Access, FilePage, RequestKind, ResponseCode};
 use pagetide_dpu::{
     Backing, DeviceState, LinkConfig, NicConfig, NicReport, OnReceiveFault, Prefault, RamPolicy,
     ReceiveConfig, SocketAccess, Wiring,
 };
 use pagetide_random::SplitMix64;
+use pagetide_sys::clock::now_ns;
 use pagetide_vpri::{DmaDomain, LookUp};
 use std::{collections::HashMap, path::PathBuf, sync::Arc, time::Duration};
 use support::*;
@@ -62,9 +63,20 @@ fn receive(on_fault: OnReceiveFault, prefault: Prefault) -> ReceiveConfig {
 }
 
 fn fixture_of(rig: Rig, receive: ReceiveConfig, features: u64) -> Fixture {
+    connected(rig, receive, features, Guest::new())
+}
+
+/// All memory is absent before the device comes.
+fn fixture_of_cold(rig: Rig, receive: ReceiveConfig, features: u64) -> Fixture {
+    let guest = Guest::new();
+    let domain = guest.early_domain(&rig);
+    take_away(&domain, 0, RAM_BYTES);
+    connected(rig, receive, features, guest)
+}
+
+fn connected(rig: Rig, receive: ReceiveConfig, features: u64, mut guest: Guest) -> Fixture {
     let config = config(&rig, receive);
     rig.dpu.add_nic(&config).unwrap();
-    let mut guest = Guest::new();
     let connection = Connection::open_nic(&config.socket, &mut guest, 1, features | F_MQ);
     let domain = guest.domain(&rig);
     let sending = guest.room(2048);
@@ -698,4 +710,159 @@ fn floor_keeps_the_next_buffers_wired_and_lets_them_go_with_their_use() {
     f.connection.frontend.get_vring_base(RX).unwrap();
     f.connection.frontend.get_vring_base(TX).unwrap();
     assert_eq!(f.rig.report(&f.socket).wired_bytes, 0);
+}
+
+fn wired(f: &Fixture) -> u64 {
+    f.rig.report(&f.socket).wired_bytes
+}
+
+#[test]
+fn pin_down_cache_keeps_used_buffers_wired_up_to_its_bound() {
+    const BOUND: u64 = 64 << 10;
+    let receive = ReceiveConfig {
+        wiring: Wiring::Coarse { bytes: BOUND },
+        ..receive(OnReceiveFault::OutOfOrder, Prefault::Off)
+    };
+    let mut f = fixture_of(Rig::new(1), receive, F_MRG_RXBUF);
+    let rings = wired(&f);
+    let first = f.guest.room(2048);
+    f.post_at(first, 2048);
+    f.send(0, 100);
+    assert_eq!(f.packet().0, 0);
+    eventually("it stays wired after its use", || wired(&f) == rings + 4096);
+    // While it is wired, nobody takes it.
+    assert!(
+        !f.domain
+            .attributes()
+            .unmap_ranges(&[FilePage::containing(first).single()])
+            .is_empty()
+    );
+    for number in 1..40 {
+        f.post(2048);
+        f.send(number, 100);
+        assert_eq!(f.packet().0, number);
+        assert!(wired(&f) <= rings + BOUND);
+    }
+    eventually("the bound is reached", || wired(&f) == rings + BOUND);
+    // What was used least recently may go.
+    assert!(
+        f.domain
+            .attributes()
+            .unmap_ranges(&[FilePage::containing(first).single()])
+            .is_empty()
+    );
+    f.connection.frontend.get_vring_base(RX).unwrap();
+    f.connection.frontend.get_vring_base(TX).unwrap();
+    assert_eq!(wired(&f), 0);
+}
+
+#[test]
+fn static_wiring_brings_back_and_keeps_all_memory_of_the_guest() {
+    let receive = ReceiveConfig {
+        wiring: Wiring::Static,
+        ..receive(OnReceiveFault::Drop, Prefault::Off)
+    };
+    let mut f = fixture_of_cold(Rig::new(1), receive, F_MRG_RXBUF);
+    let all = RAM_BYTES;
+    let domain = Arc::clone(&f.domain);
+    eventually("all of it is wired", || {
+        domain.attributes().wired_pages() * 4096 == all
+    });
+    let everything = FilePage(0).run(all / 4096);
+    assert!(!f.domain.attributes().unmap_ranges(&[everything]).is_empty());
+    f.domain.attributes().unmap_all();
+    assert!(
+        f.domain
+            .attributes()
+            .bitmap()
+            .allows(everything, Access::Write)
+    );
+    // No packet meets a fault.
+    for number in 0..20 {
+        f.post(2048);
+        f.send(number, 300);
+        assert_eq!(f.packet().0, number);
+    }
+    assert_eq!(f.nic().fault_drops, 0);
+    f.connection.frontend.get_vring_base(RX).unwrap();
+    f.connection.frontend.get_vring_base(TX).unwrap();
+    eventually("all of it may go", || {
+        domain.attributes().wired_pages() == 0
+    });
+    assert_eq!(wired(&f), 0);
+}
+
+/// Two absent pages, and buffers in them; the requests for the first buffer, as kind and first page.
+fn requests_for(buffers: &[(u64, u32)], pages: u64) -> Vec<(RequestKind, u64, u64)> {
+    let mut f = fixture(OnReceiveFault::Pause);
+    let at = f.cold(2 * 4096);
+    f.rig.host.hold();
+    let before = now_ns();
+    for (offset, bytes) in buffers {
+        f.post_at(at + offset, *bytes);
+    }
+    f.send(0, 1000);
+    let mut requests = Vec::new();
+    while requests.iter().map(|(_, _, pages)| pages).sum::<u64>() < pages {
+        let request = f.rig.host.next_request();
+        let is_blank = matches!(request.kind, RequestKind::Blank | RequestKind::BlankAhead);
+        assert!(
+            !is_blank || (before..=now_ns()).contains(&request.sent_ns),
+            "{request:?}"
+        );
+        let first = request.pages.start.0 - FilePage::containing(at).0;
+        requests.push((request.kind, first, request.pages.len()));
+    }
+    requests.sort_by_key(|(_, first, _)| *first);
+    f.rig.host.let_go();
+    assert_eq!(f.packet().0, 0);
+    requests
+}
+
+#[test]
+fn page_wholly_in_posted_buffers_is_asked_for_without_its_content_and_no_other_is() {
+    use RequestKind::{Blank, Demand};
+    // One buffer over both; all but the first bytes of it; two buffers that share a page.
+    let whole = [(Blank, 0, 2)];
+    assert_eq!(requests_for(&[(0, 8192)], 2), whole);
+    let tail = [(Demand, 0, 1), (Blank, 1, 1)];
+    assert_eq!(requests_for(&[(100, 8092)], 2), tail);
+    let head = [(Blank, 0, 1), (Demand, 1, 1)];
+    assert_eq!(requests_for(&[(0, 8191)], 2), head);
+    let neighbours = [(0, 1500), (1500, 4000)];
+    assert_eq!(requests_for(&neighbours[..2], 1), [(Blank, 0, 1)]);
+    assert_eq!(requests_for(&neighbours[..1], 1), [(Demand, 0, 1)]);
+}
+
+#[test]
+fn page_of_a_filled_buffer_is_not_given_up_by_the_buffer_beside_it() {
+    // The second buffer is filled while the first waits for a page of its own; its page goes away again.
+    let receive = receive(OnReceiveFault::BackupRing, Prefault::Off);
+    let mut f = fixture_of(Rig::new(1), receive, F_MRG_RXBUF);
+    let cold = f.cold(4096);
+    let shared = f.guest.room(4096);
+    f.post_at(cold, 2048);
+    f.post_at(shared, 2048);
+    f.post_at(shared + 2048, 2048);
+    f.rig.host.hold();
+    f.send(0, 1000);
+    assert_eq!(
+        f.rig.host.next_request().pages.start,
+        FilePage::containing(cold)
+    );
+    f.send(1, 1000);
+    eventually("it is filled", || f.rig.report(&f.socket).requests == 3);
+    f.take_away(shared, 4096);
+    f.send(2, 1000);
+    let request = f.rig.host.next_request();
+    assert_eq!(request.pages.start, FilePage::containing(shared));
+    assert_eq!(
+        request.kind,
+        RequestKind::Demand,
+        "packet 1 lies in that page"
+    );
+    f.rig.host.let_go();
+    for number in 0..3 {
+        assert_eq!(f.packet().0, number);
+    }
 }

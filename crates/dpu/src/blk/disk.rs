@@ -7,7 +7,7 @@ use super::{
     image::{Image, ImageUse, Writes},
     request::{LAYOUT, Limits, SERIAL_BYTES},
 };
-use crate::kind::work::{Chains, QueueRole};
+use crate::kind::work::{Chains, Completes, Keeping, QueueRole};
 use pagetide_addr::DeviceId;
 use std::{
     path::PathBuf,
@@ -103,6 +103,8 @@ impl Disk {
             layout: LAYOUT,
             chains: Chains::Requests,
             vector: queue,
+            keeping: Keeping::ToUse,
+            completes: Completes::InAnyOrder,
         }
     }
 

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     chain::Indirect,
     engine::command::{Command, QueueSetup, RecordSetup, StopHow},
-    kind::work::Chains,
+    kind::work::{Chains, Completes},
     net::record::{Tie, file::RecordFile},
     regions::{REGIONS_MAX, Region, RegionTable},
 };
@@ -257,7 +257,7 @@ impl Backend for DeviceBackend {
         let Some(setup) = self.setup(queue, ring)? else {
             return Ok(Runs::No);
         };
-        let is_unrecorded = setup.inflight.is_none() && setup.record.is_none();
+        let is_unrecorded = setup.inflight.is_none() && !self.keeps_record(queue);
         let kind = &self.control.shared.kind;
         kind.set_running(queue, Some(self.features));
         let (reply, taken) = channel();
@@ -326,6 +326,11 @@ impl Backend for DeviceBackend {
         })?;
         self.inflight = Some(opened);
         Ok(())
+    }
+
+    fn keeps_record(&self, queue: u16) -> bool {
+        let role = self.control.shared.kind.role_of(queue, self.features);
+        role.chains == Chains::Posted || role.completes == Completes::InRingOrder
     }
 
     fn hurry(&mut self) {

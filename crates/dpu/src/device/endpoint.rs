@@ -28,7 +28,7 @@ use super::{
     control::{Control, Presence},
     orders::{Orders, Resting},
 };
-use crate::shared::Leaving;
+use crate::{net::handed::ParkedNic, shared::Leaving};
 use pagetide_sys::socket;
 pub use pagetide_sys::socket::{SocketAccess, SocketError};
 use pagetide_vhost_backend::{Connection, ParkError, Record, ReplayError, Served, SharedSession};
@@ -107,6 +107,8 @@ pub struct ParkedDevice {
     pub listener: UnixListener,
     /// Its front end, if one was connected.
     pub front_end: Option<ParkedFrontEnd>,
+    /// What a network device has besides.
+    pub nic: Option<ParkedNic>,
 }
 
 /// A front end that another process goes on with.
@@ -197,6 +199,7 @@ impl Endpoint {
 
     /// Lets a held device read messages and accept front ends: this process is not told to give up any more.
     pub fn admit(&self) {
+        self.control.shared.kind.admit();
         self.gate.decide(GateState::Admitted);
     }
 
@@ -244,6 +247,7 @@ impl Endpoint {
             socket: self.control.socket.clone(),
             listener,
             front_end,
+            nic: None,
         })
     }
 

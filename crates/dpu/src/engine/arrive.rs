@@ -22,10 +22,12 @@ use super::{
     posted::{Posted, View, wanted},
     queue::{EngineQueue, QueueState},
     submit::Served,
+    wires::PartAnswer,
 };
 use crate::{
     kind::posted::{Answered, ChainNo, Need, PostedOrder, Report, Ring},
     memory::DeviceMemory,
+    page_demand::{PageDemand, PartNo},
     parked::{Ended, ParkedChain, Purpose, Resumed, Waiter},
     shared::{StopReason, add, sub},
     slo::course::{Injected, RequestTimeline},
@@ -33,6 +35,9 @@ use crate::{
 use pagetide_addr::Access;
 use std::{rc::Rc, time::Instant};
 use virtio_queue::QueueT;
+
+/// Parts of memory that are wired in a turn, if all of it is to be.
+const PARTS_PER_TURN: usize = 16;
 
 impl Io {
     /// Serves a queue with posted chains until nothing arrives, or its share is spent.
@@ -57,7 +62,7 @@ impl Io {
         if device.kind.has_arrivals(queue.key.queue) {
             self.reports.look_at_clock();
         }
-        let mut served = Served::Nothing;
+        let mut served = self.wire_more(device, queue, &memory);
         loop {
             match self.fair.may_step(queue.key.device) {
                 Verdict::Go if queue.credit.is_left() => {}
@@ -128,6 +133,9 @@ impl Io {
             }
             PostedOrder::Fill(report) => self.fill(device, queue, memory, report)?,
             PostedOrder::Report => self.report_filled(device, queue, memory)?,
+            PostedOrder::ReadBack => {
+                debug_assert!(false, "nobody goes on with a queue that runs");
+            }
         }
         Ok(())
     }
@@ -145,8 +153,14 @@ impl Io {
         let mut entries = std::mem::take(&mut self.scratch.entries);
         spans.clear();
         entries.clear();
-        let mut course = RequestTimeline::popped(self.reports.now_ns);
-        course.submit(self.reports.now_ns);
+        let now_ns = self.reports.now_ns;
+        let since_ns = device.kind.waits_since(number);
+        let mut course = RequestTimeline::popped(since_ns.unwrap_or(now_ns).min(now_ns));
+        if let Some(since_ns) = since_ns {
+            course.park(since_ns.min(now_ns));
+            course.resume(now_ns);
+        }
+        course.submit(now_ns);
         let mut rooms = 0;
         for chain in device.kind.chosen(number) {
             // Each was looked at in this step, and is leased.
@@ -222,11 +236,11 @@ impl Io {
     ) {
         // Usually it was looked at in an earlier step: the order waited for its turn.
         let mut sight = std::mem::take(&mut self.scratch.sight);
-        View::new(memory, queue, &mut sight).look(chain);
-        let mut pages = match sight.of(chain) {
-            Some(seen) => wanted(memory, seen),
-            None => Vec::new(),
-        };
+        // Read before the ring is: see `blank`.
+        let posted_ns = self.reports.now_ns;
+        let mut view = View::new(memory, queue, &mut sight);
+        view.look(chain);
+        let mut pages = wanted(&mut view, chain, posted_ns);
         self.scratch.sight = sight;
         let mut course = RequestTimeline::popped(self.reports.now_ns);
         let held = queue.posted.as_mut().and_then(|posted| {
@@ -271,14 +285,75 @@ impl Io {
     ) {
         let seen = self.scratch.sight.of(chain);
         if let (Some(seen), Some(posted)) = (seen, queue.posted.as_mut()) {
-            posted.wire(memory, chain, &seen.buffers.writable);
+            posted.wires.wire(memory, chain.0, &seen.buffers.writable);
             self.count_wired(device, posted);
+        }
+    }
+
+    /// Goes on to wire all memory, if that is to be.
+    fn wire_more(
+        &mut self,
+        device: &Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+    ) -> Served {
+        let posted = queue.posted.as_ref();
+        if !posted.is_some_and(|posted| posted.wires.has_more(memory)) {
+            return Served::Nothing;
+        }
+        let asker = queue.asker(&device.shared, memory);
+        let Some(posted) = queue.posted.as_mut() else {
+            return Served::Nothing;
+        };
+        let part = posted.wires.wire_more(memory, PARTS_PER_TURN);
+        if let Some(part) = part {
+            let wanted = PageDemand {
+                domain: part.domain,
+                pages: part.pages,
+                access: Access::Write,
+                hold_us: 0,
+                posted_ns: 0,
+            };
+            let requests = self.parked.park(ParkedChain {
+                asker,
+                waiter: Waiter::Part(part.number),
+                wanted: vec![wanted],
+                purpose: Purpose::Dma,
+                since: Instant::now(),
+                course: RequestTimeline::default(),
+            });
+            let counters = self.reports.counters(&device.shared);
+            add(&counters.prefaults, requests as u64);
+        }
+        self.count_wired(device, posted);
+        self.charge(queue, PARTS_PER_TURN as u64 * CHAIN_COST_BYTES);
+        Served::InPart
+    }
+
+    /// The pages of a part of memory that is to be wired were answered.
+    pub fn part_answered(&mut self, device: &mut Device, resumed: &Resumed, part: PartNo) {
+        let key = resumed.queue;
+        let queue = device.queues.get_mut(usize::from(key.queue));
+        let queue = queue.and_then(Option::as_mut);
+        let Some(queue) = queue.filter(|queue| queue.key == key) else {
+            return;
+        };
+        let answer = match resumed.ended {
+            Ended::Present => PartAnswer::Present,
+            Ended::Lost | Ended::TimedOut => PartAnswer::Lost,
+        };
+        if let Some(mut posted) = queue.posted.take() {
+            posted.wires.part_answered(part, answer);
+            self.count_wired(device, &mut posted);
+            if let Some(Some(queue)) = device.queues.get_mut(usize::from(key.queue)) {
+                queue.posted = Some(posted);
+            }
         }
     }
 
     /// Counts what was wired, and what is no longer, since the last time.
     fn count_wired(&self, device: &Device, posted: &mut Posted) {
-        let (more, less) = posted.take_wired_news();
+        let (more, less) = posted.wires.take_news();
         let counters = self.reports.counters(&device.shared);
         add(&counters.wired_bytes, more);
         sub(&counters.wired_bytes, less);
@@ -320,15 +395,45 @@ impl Io {
         let held = self.parked.held_of(queue.key);
         device.shared.injector.given_up(held);
         self.parked.abandon(queue.key);
-        if let Err(reason) = self.give_back_all(device, queue) {
+        let ended = match device.kind.is_leaving() {
+            true => self.leave_all(device, queue),
+            false => self.give_back_all(device, queue),
+        };
+        if let Err(reason) = ended {
             device.shared.stop(reason);
             queue.tell_error();
         }
         if let Some(posted) = queue.posted.as_mut() {
-            posted.unwire_all();
+            posted.wires.unwire_all();
             self.count_wired(device, posted);
         }
         device.kind.stopped(queue.key.queue);
+    }
+
+    /// Keeps for another process what a queue that ends has. Its chains stay as they are: that process finds them in
+    /// the record, as after a death. What was filled and not reported would overtake what waits before it if it was
+    /// reported now, so it goes along as well.
+    fn leave_all(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+    ) -> Result<(), StopReason> {
+        let number = queue.key.queue;
+        while device.kind.leaving(number) == PostedOrder::ReadBack {
+            let Some(memory) = device.memory.clone() else {
+                continue;
+            };
+            let chosen = device.kind.chosen(number);
+            match queue.read_back(&memory, chosen) {
+                Some(bytes) => device.kind.read_back(number, &bytes),
+                // Its pages were evicted meanwhile, and nobody brings them back now: it is late or early, not lost.
+                None => self.report_filled(device, queue, &memory)?,
+            }
+        }
+        if let Some(posted) = queue.posted.as_mut() {
+            posted.record = None;
+        }
+        Ok(())
     }
 
     fn give_back_all(

@@ -22,7 +22,7 @@ use crate::{
     parked::{Ended, Resumed, Waiter},
     shared::{add, sub},
 };
-use pagetide_addr::{DeviceId, RequestKind};
+use pagetide_addr::DeviceId;
 use pagetide_vpri::queue::HostPresence;
 use std::{
     io,
@@ -102,6 +102,10 @@ impl Engine {
                 self.io.posted_answered(device, &resumed, (chain, need));
                 Ok(())
             }
+            Waiter::Part(part) => {
+                self.io.part_answered(device, &resumed, part);
+                Ok(())
+            }
             Waiter::Chain(_) => {
                 let slot = device.queues.get_mut(usize::from(key.queue));
                 if let Some(queue) = slot.and_then(Option::as_mut).filter(|q| q.key == key) {
@@ -127,7 +131,7 @@ impl Engine {
         let overwrites = self.io.bounces.send(|request| end.submit(request));
         let sent = self.io.parked.send(|request| {
             end.submit(request)?;
-            if request.kind == RequestKind::Prefault {
+            if request.kind.is_ahead() {
                 count_prefault(request.device);
             }
             Ok(())

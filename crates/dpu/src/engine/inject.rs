@@ -46,6 +46,7 @@ impl Io {
             pages: page.single(),
             access,
             hold_us: hold.hold_us,
+            posted_ns: 0,
         })
     }
 }

@@ -36,6 +36,7 @@
 //! | [`fair`], [`patience`], [`call`] | shares of tenants; when to poll; signals to front ends |
 //! | [`command`], [`request`], [`bounce::slots`] | plain types |
 //! | [`held`] | the record of posted chains that are held |
+//! | [`pin_down`], [`wires`] | what is wired for posted chains |
 //! | [`queue`], [`device`] | a queue and a device on an engine |
 //! | [`kicks`], [`reports`], [`scratch`] | kicks; counters, accounts, access log; reused memory |
 //! | [`pages`], [`bounce::plan`], [`bounce`] | which pages a chain needs; reads that need none |
@@ -43,7 +44,7 @@
 //! | [`answer`], [`submit`] | a chain's end; a chain's steps to the kernel |
 //! | [`land`], [`begin`], [`finish`] | before the first step, and after each |
 //! | [`inject`], [`chain`], [`ahead`], [`faults`] | a chain until it has its pages; page requests |
-//! | [`posted`], [`arrive`] | posted chains; what arrives for them |
+//! | [`posted`], [`blank`], [`arrive`] | posted chains; which of their pages need no content; what arrives for them |
 //! | [`start`], [`thread`], [`tenant`] | a queue's start; what the thread has; a tenant's turn |
 //! | [`stop`], [`obey`] | queues that end; commands |
 //! | [`turn`] | the loop |
@@ -52,6 +53,7 @@ mod ahead;
 mod answer;
 mod arrive;
 mod begin;
+mod blank;
 mod bounce;
 mod call;
 mod chain;
@@ -68,6 +70,7 @@ mod land;
 mod obey;
 mod pages;
 mod patience;
+mod pin_down;
 mod posted;
 mod queue;
 mod reports;
@@ -79,5 +82,6 @@ mod submit;
 mod tenant;
 mod thread;
 mod turn;
+mod wires;
 
 pub(crate) use thread::{Engine, Seed};

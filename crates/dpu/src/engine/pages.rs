@@ -146,6 +146,7 @@ pub(crate) fn whole(memory: &DeviceMemory, span: Span, access: Access) -> Option
         pages,
         access,
         hold_us: 0,
+        posted_ns: 0,
     })
 }
 
@@ -169,6 +170,7 @@ pub(crate) fn absent_runs(memory: &DeviceMemory, span: Span, access: Access) -> 
                 pages: page.single(),
                 access,
                 hold_us: 0,
+                posted_ns: 0,
             }),
         }
     }

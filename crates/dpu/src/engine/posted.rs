@@ -15,38 +15,34 @@
 //! 5.1.6.4).
 
 use super::{
+    blank::wanted_of_posted,
     held::{Held, descriptor},
-    pages::{absent_runs, wanted_of},
+    pages::wanted_of,
     queue::EngineQueue,
+    wires::PostedWires,
 };
 use crate::{
     chain::{Buffers, Length, WalkError, walk},
     inject::Injector,
-    kind::posted::{ChainNo, Look, Ring},
+    kind::{
+        posted::{ChainNo, Look, Ring},
+        work::Keeping,
+    },
     memory::{DeviceMemory, LeaseSet, Span},
     page_demand::PageDemand,
     shared::StopReason,
 };
-use pagetide_addr::{Access, FileRange};
-use pagetide_vpri::DmaDomain;
+use pagetide_addr::Access;
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::VecDeque,
     rc::Rc,
-    sync::{
-        Arc,
-        atomic::{Ordering, fence},
-    },
+    sync::atomic::{Ordering, fence},
 };
 use virtio_queue::{QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress};
 
 /// Bytes of an entry of the used ring.
 const USED_BYTES: u64 = 8;
-
-/// Most bytes of posted chains that are wired of a queue: 1,024 buffers of a page.
-const WIRED_BYTES_MAX: u64 = 4 << 20;
-
-type Wire = (Arc<DmaDomain>, FileRange);
 
 /// What is known of a chain that was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,11 +61,8 @@ pub(crate) struct Posted {
     pub saw_end: bool,
     /// Entries of the used ring since the driver was last called.
     pub added: u16,
-    /// Pages that are wired until their chains are used.
-    wired: BTreeMap<u64, Vec<Wire>>,
-    wired_bytes: u64,
-    /// Bytes wired, and no longer wired, that are not counted yet.
-    wired_news: (u64, u64),
+    /// What is wired for them.
+    pub wires: PostedWires,
     /// Fault injection: a page of this chain is to be treated as absent once.
     pub held: Option<(ChainNo, PageDemand)>,
     /// What a successor must know of them.
@@ -79,11 +72,24 @@ pub(crate) struct Posted {
 impl Drop for Posted {
     fn drop(&mut self) {
         // Only after the engine's ring failed is anything left.
-        self.unwire_all();
+        self.wires.unwire_all();
     }
 }
 
 impl Posted {
+    /// Nothing read yet.
+    pub fn new(keeping: Keeping) -> Self {
+        Self {
+            wires: PostedWires::new(keeping),
+            first: 0,
+            read: VecDeque::new(),
+            saw_end: false,
+            added: 0,
+            held: None,
+            record: None,
+        }
+    }
+
     /// Goes on with the chains of these heads, which a predecessor has read and not used.
     pub fn resume(&mut self, record: Held, heads: &[u16]) {
         self.record = Some(record);
@@ -100,7 +106,7 @@ impl Posted {
 
     fn set(&mut self, chain: ChainNo, to: Read) {
         if to == Read::Used {
-            self.unwire(chain.0);
+            self.wires.used(chain.0);
         }
         let at = chain.0.checked_sub(self.first);
         let at = at.and_then(|at| usize::try_from(at).ok());
@@ -132,44 +138,6 @@ impl Posted {
         }
         self.set(chain, Read::Used);
         Some(taken)
-    }
-
-    /// Wires the pages of a chain, as far as the bound of the queue allows. They are leased.
-    pub fn wire(&mut self, memory: &DeviceMemory, chain: ChainNo, spans: &[Span]) {
-        for span in spans {
-            let (domain, pages) = (memory.port(*span).domain(), span.pages());
-            let bytes = pages.bytes();
-            if self.wired_bytes + bytes > WIRED_BYTES_MAX || !domain.attributes().wire(pages) {
-                return;
-            }
-            self.wired_bytes += bytes;
-            self.wired_news.0 += bytes;
-            let wires = self.wired.entry(chain.0).or_default();
-            wires.push((domain.clone(), pages));
-        }
-    }
-
-    fn unwire(&mut self, chain: u64) {
-        if self.wired.is_empty() {
-            return;
-        }
-        for (domain, pages) in self.wired.remove(&chain).into_iter().flatten() {
-            domain.attributes().unwire(pages);
-            self.wired_bytes -= pages.bytes();
-            self.wired_news.1 += pages.bytes();
-        }
-    }
-
-    /// Unwires all that is wired.
-    pub fn unwire_all(&mut self) {
-        while let Some(chain) = self.wired.keys().next().copied() {
-            self.unwire(chain);
-        }
-    }
-
-    /// Bytes that were wired, and that are no longer, since the last call.
-    pub fn take_wired_news(&mut self) -> (u64, u64) {
-        std::mem::take(&mut self.wired_news)
     }
 
     /// The heads of all chains that were read and not used, which are used now.
@@ -331,6 +299,24 @@ impl<'a> View<'a> {
         }
     }
 
+    /// The writable parts of a chain that is posted and not used, as far as they are known now.
+    pub(super) fn unused_parts(&mut self, chain: ChainNo) -> Vec<Span> {
+        let Some(posted) = self.queue.posted.as_ref() else {
+            return Vec::new();
+        };
+        let is_unused = match chain.0 < posted.end() {
+            true => matches!(posted.at(chain), Some(Read::Unused { .. })),
+            false => true,
+        };
+        let head = is_unused.then(|| self.head(chain)).flatten();
+        let mut buffers = Buffers::default();
+        match head.map(|head| walk(self.memory, self.queue.table, head, &mut buffers)) {
+            Some(Ok(())) => buffers.writable,
+            // If it is broken, that is reported when it is looked at for a packet.
+            Some(Err(_)) | None => Vec::new(),
+        }
+    }
+
     /// True if a fault was injected into that chain, or is now.
     fn is_held(&mut self, seen: &Seen) -> bool {
         let Some(posted) = self.queue.posted.as_mut() else {
@@ -347,6 +333,7 @@ impl<'a> View<'a> {
                 pages: span.pages().start.single(),
                 access: Access::Write,
                 hold_us: hold.hold_us,
+                posted_ns: 0,
             };
             posted.held = Some((seen.chain, demand));
         }
@@ -417,19 +404,25 @@ impl Ring for View<'_> {
     fn size(&self) -> u16 {
         self.queue.table.size
     }
+
+    fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
 }
 
-/// The pages to be requested for a chain.
-pub(crate) fn wanted(memory: &DeviceMemory, seen: &Seen) -> Vec<PageDemand> {
+/// The pages to be requested for a chain that was looked at after `posted_ns`.
+pub(crate) fn wanted(view: &mut View<'_>, chain: ChainNo, posted_ns: u64) -> Vec<PageDemand> {
+    let Some(seen) = view.sight.of(chain) else {
+        return Vec::new();
+    };
     if !seen.table.is_empty() {
-        return wanted_of(memory, &seen.table, Access::Read);
+        return wanted_of(view.memory, &seen.table, Access::Read);
     }
-    let spans = &seen.buffers.writable;
-    let absent = |span: &Span| absent_runs(memory, *span, Access::Write);
-    let wanted: Vec<_> = spans.iter().flat_map(absent).collect();
+    let spans = seen.buffers.writable.clone();
+    let wanted = wanted_of_posted(view, chain, &spans, posted_ns);
     match wanted.is_empty() {
         // They came back meanwhile. Request them all the same: the answer comes at once.
-        true => wanted_of(memory, spans, Access::Write),
+        true => wanted_of(view.memory, &spans, Access::Write),
         false => wanted,
     }
 }
@@ -473,6 +466,37 @@ impl EngineQueue {
         Ok(())
     }
 
+    /// What was written into chains that are filled and not reported; `None` if some of it is absent now.
+    pub(super) fn read_back(&self, memory: &DeviceMemory, chains: &[ChainNo]) -> Option<Vec<u8>> {
+        let posted = self.posted.as_ref().filter(|_| self.queue.ready())?;
+        let mut whole = Vec::new();
+        for chain in chains {
+            let Read::Filled { head, bytes } = posted.at(*chain)? else {
+                return None;
+            };
+            let mut buffers = Buffers::default();
+            if walk(memory, self.table, head, &mut buffers).is_err() {
+                return None;
+            }
+            let mut leases = LeaseSet::default();
+            let spans = &buffers.writable;
+            let are_there = (spans.iter()).all(|span| leases.take(memory, *span, Access::Read));
+            let end = whole.len() + bytes as usize;
+            if are_there {
+                for slice in spans.iter().filter_map(|span| memory.slice(*span).ok()) {
+                    let from = whole.len();
+                    whole.resize(end.min(from + slice.len()), 0);
+                    slice.copy_to(&mut whole[from..]);
+                }
+            }
+            leases.release(memory);
+            if whole.len() != end {
+                return None;
+            }
+        }
+        Some(whole)
+    }
+
     /// Whether the driver wants to be called for what was put into the used ring since the last
     /// time, by its event index.
     pub(super) fn wants_call_for_posted(&mut self, memory: &DeviceMemory) -> bool {
@@ -494,6 +518,7 @@ impl EngineQueue {
 mod tests {
     use super::*;
     use pagetide_random::SplitMix64;
+    use std::collections::BTreeMap;
 
     #[test]
     fn chains_are_kept_until_they_are_used_in_whatever_order_that_is() {

@@ -46,7 +46,7 @@ use super::{
 use crate::{
     chain::Table,
     inflight::InflightQueue,
-    kind::work::Chains,
+    kind::work::{Chains, Completes},
     memory::{DeviceMemory, Span},
     parked::{Asker, Purpose, QueueKey, Resumed},
     ring::Job,
@@ -98,6 +98,7 @@ pub(crate) struct EngineQueue {
     pub queue: Queue,
     pub table: Table,
     chains: Chains,
+    completes: Completes,
     /// The chains that were read, if they are posted.
     pub posted: Option<Box<Posted>>,
     /// Their record, until the queue runs.
@@ -158,7 +159,9 @@ impl EngineQueue {
                 layout: setup.role.layout,
             },
             chains: setup.role.chains,
-            posted: (setup.role.chains == Chains::Posted).then(Box::default),
+            completes: setup.role.completes,
+            posted: (setup.role.chains == Chains::Posted)
+                .then(|| Box::new(Posted::new(setup.role.keeping))),
             record: setup.record,
             features: setup.features,
             arrivals: None,
@@ -535,10 +538,11 @@ impl EngineQueue {
             domain.attributes().unwire(pages);
             sub(&counters.wired_bytes, pages.bytes());
         }
-        let next = if self.queue.ready() {
-            self.queue.next_avail()
-        } else {
-            self.base
+        let next = match (self.queue.ready(), self.completes) {
+            (false, _) => self.base,
+            (true, Completes::InAnyOrder) => self.queue.next_avail(),
+            // What was taken and is not done is begun again.
+            (true, Completes::InRingOrder) => self.queue.next_used(),
         };
         if let QueueState::Stopping { reply, .. } = &self.state {
             answer(reply, next);

@@ -43,6 +43,7 @@ use crate::{
     memory::{DeviceMemory, OutsideMemory, Span},
     net::{
         device::{Nic, NicReport},
+        handed::ParkedNic,
         nic,
         on_engine::NicOnEngine,
     },
@@ -104,7 +105,7 @@ impl Kind {
     pub fn role_of(&self, queue: u16, features: u64) -> QueueRole {
         match self {
             Self::Blk(_) => Disk::role_of(queue),
-            Self::Net(_) => nic::role_of(queue, features),
+            Self::Net(nic) => nic.role_of(queue, features),
         }
     }
 
@@ -159,6 +160,30 @@ impl Kind {
         match self {
             Self::Blk(disk) => disk.release(),
             Self::Net(nic) => nic.release(),
+        }
+    }
+
+    /// Another process goes on with the device. Its queues stop next.
+    pub fn begin_leaving(&self) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.begin_leaving(),
+        }
+    }
+
+    /// What that process gets besides the front end, once all queues have stopped.
+    pub fn hand_over(&self) -> Option<io::Result<ParkedNic>> {
+        match self {
+            Self::Blk(_) => None,
+            Self::Net(nic) => Some(nic.hand_over()),
+        }
+    }
+
+    /// No other process goes on with what was handed over.
+    pub fn admit(&self) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.admit(),
         }
     }
 
@@ -384,6 +409,14 @@ impl OnEngine {
         }
     }
 
+    /// Since when the packet has waited that is to be filled, if it has.
+    pub fn waits_since(&self, queue: u16) -> Option<u64> {
+        match self {
+            Self::Blk(_) => None,
+            Self::Net(nic) => nic.waits_since(queue),
+        }
+    }
+
     /// The pages of a posted chain were requested, and that was the answer.
     pub fn answered(&mut self, queue: u16, chain: ChainNo, answer: Answered) {
         match self {
@@ -397,6 +430,30 @@ impl OnEngine {
         match self {
             Self::Blk(_) => PostedOrder::Nothing,
             Self::Net(nic) => nic.stopping(queue),
+        }
+    }
+
+    /// True if another process goes on with the device: what its queues have is kept for that.
+    pub fn is_leaving(&self) -> bool {
+        match self {
+            Self::Blk(_) => false,
+            Self::Net(nic) => nic.is_leaving(),
+        }
+    }
+
+    /// Another process goes on with a queue with posted chains: what is still to be done, one after the other.
+    pub fn leaving(&mut self, queue: u16) -> PostedOrder {
+        match self {
+            Self::Blk(_) => PostedOrder::Nothing,
+            Self::Net(nic) => nic.leaving(queue),
+        }
+    }
+
+    /// What was in the chosen chains of the last order.
+    pub fn read_back(&mut self, queue: u16, bytes: &[u8]) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.read_back(queue, bytes),
         }
     }
 

@@ -47,6 +47,10 @@ pub(crate) trait Ring {
     fn look(&mut self, chain: ChainNo) -> Look;
     /// Most chains that can be posted at a time.
     fn size(&self) -> u16;
+    /// The time, in nanoseconds of the monotonic clock, as it was read last.
+    fn now_ns(&self) -> u64 {
+        0
+    }
 }
 
 /// When filled chains are reported to the driver.
@@ -92,4 +96,6 @@ pub(crate) enum PostedOrder {
     Fill(Report),
     /// Report the chosen chains, which were filled earlier.
     Report,
+    /// Tell what is in the chosen chains, which were filled earlier. They are free again.
+    ReadBack,
 }

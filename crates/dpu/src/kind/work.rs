@@ -15,6 +15,30 @@ pub(crate) struct QueueRole {
     pub chains: Chains,
     /// Interrupt vector that the page requests of its chains name.
     pub vector: u16,
+    /// What stays present for it, besides its rings.
+    pub keeping: Keeping,
+    pub completes: Completes,
+}
+
+/// In which order chains of a queue complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Completes {
+    /// In any order: only an in-flight region, or a record, says which are under way.
+    InAnyOrder,
+    /// In that of the ring: the used index says it.
+    InRingOrder,
+}
+
+/// What an engine keeps present for a queue, besides its rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Keeping {
+    /// What its kind has wired, until the chain is used.
+    #[default]
+    ToUse,
+    /// What its kind has wired, for as long as less than so many bytes are.
+    Cache { bytes: u64 },
+    /// All memory of the device.
+    Everything,
 }
 
 /// What a driver makes chains of a queue available for.

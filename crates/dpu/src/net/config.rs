@@ -43,7 +43,18 @@ pub enum Wiring {
     },
     /// Those of each buffer from its post to its use.
     Fine,
+    /// As *fine*, but they stay beyond that, as long as no more than so many bytes do: what was used
+    /// least recently goes first (a pin-down cache). Each receiving queue has an equal share.
+    Coarse {
+        /// Of the device.
+        bytes: u64,
+    },
+    /// All memory of the guest, as long as the driver uses the device.
+    Static,
 }
+
+/// Bounds of [`Wiring::Coarse`]: the buffers of a short ring, and more than any guest has.
+pub const COARSE_BYTES_RANGE: std::ops::RangeInclusive<u64> = (64 << 10)..=(1 << 40);
 
 /// How a network device receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,13 +2,21 @@
 //! The device itself, as all its threads see it.
 
 use super::{
+    account::{PairAccount, PairReport},
     config::ReceiveConfig,
+    handed::{ByPair, HandedPacket, ParkedNic},
     link::{Kept, Link, LinkConfig, LinkError, LinkState, Offloads, Opened, pair::Pairs},
+    nic,
     store::StoreBound,
 };
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering},
+use crate::kind::work::QueueRole;
+use std::{
+    collections::VecDeque,
+    io,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
 
 /// The network interface of a device.
@@ -43,6 +51,8 @@ pub struct NicReport {
     pub stored_bytes: u64,
     /// The most bytes that were ever in the store at a time.
     pub stored_peak_bytes: u64,
+    /// What faults have cost, by queue pair.
+    pub accounts: Vec<PairReport>,
 }
 
 /// What becomes of packets that a device receives.
@@ -73,10 +83,19 @@ pub(crate) struct Nic {
     running: Mutex<Vec<[bool; 2]>>,
     store: Arc<StoreBound>,
     pub counters: ReceiveCounters,
+    /// By pair.
+    accounts: Box<[PairAccount]>,
+    /// Packets that another process has left, until the queues of their pairs run.
+    handed: Mutex<ByPair>,
+    /// Nothing is received yet: another process may go on with the device after all.
+    is_held: AtomicBool,
+    /// Packets for another process, once that goes on with the device.
+    leaving: Mutex<Option<ByPair>>,
 }
 
 impl Nic {
-    /// Makes its links. `known` are the pairs of devices of its DPU.
+    /// Makes its links. `known` are the pairs of devices of its DPU. With what another process has `handed` over it
+    /// receives nothing before it is [admitted](Self::admit).
     ///
     /// # Errors
     /// [`LinkError`].
@@ -85,8 +104,9 @@ impl Nic {
         link: &LinkConfig,
         receive: ReceiveConfig,
         known: &Pairs,
+        handed: Option<&ParkedNic>,
     ) -> Result<Self, LinkError> {
-        let Opened { links, kept } = Link::open(link, pairs, known)?;
+        let Opened { links, kept } = Link::open(link, pairs, known, handed)?;
         debug_assert_eq!(links.len(), usize::from(pairs));
         Ok(Self {
             pairs,
@@ -95,10 +115,27 @@ impl Nic {
             states: links.iter().map(|link| link.state().clone()).collect(),
             store: Arc::new(StoreBound::new(receive.store_bytes)),
             counters: ReceiveCounters::default(),
+            accounts: (0..pairs).map(|_| PairAccount::default()).collect(),
             links: Mutex::new(links.into_iter().map(Some).collect()),
             kept,
             running: Mutex::new(vec![[false; 2]; usize::from(pairs)]),
+            handed: Mutex::new(ByPair::new(
+                pairs,
+                handed
+                    .map(|handed| handed.packets.clone())
+                    .unwrap_or_default(),
+            )),
+            is_held: AtomicBool::new(handed.is_some()),
+            leaving: Mutex::new(None),
         })
+    }
+
+    /// See [`Kind::role_of`](crate::kind::Kind::role_of).
+    pub fn role_of(&self, queue: u16, features: u64) -> QueueRole {
+        QueueRole {
+            keeping: nic::keeping_of(queue, self.receive.wiring, self.pairs),
+            ..nic::role_of(queue, features)
+        }
     }
 
     /// Queue pairs offered.
@@ -121,6 +158,59 @@ impl Nic {
         self.links().get_mut(usize::from(pair))?.take()
     }
 
+    /// The account of a pair, which is one of the device's.
+    pub fn account(&self, pair: u16) -> &PairAccount {
+        &self.accounts[usize::from(pair)]
+    }
+
+    /// Packets of a pair that another process has left.
+    pub fn take_handed(&self, pair: u16) -> VecDeque<HandedPacket> {
+        lock(&self.handed).take(pair)
+    }
+
+    /// True while nothing may be received.
+    pub fn is_held(&self) -> bool {
+        self.is_held.load(Ordering::Acquire)
+    }
+
+    /// No other process goes on with it any more: it receives.
+    pub fn admit(&self) {
+        self.kept.settle();
+        self.is_held.store(false, Ordering::Release);
+    }
+
+    /// Another process goes on with it: what its queues have of packets is kept for that from now on.
+    pub fn begin_leaving(&self) {
+        let handed = lock(&self.handed).take_all();
+        *lock(&self.leaving) = Some(ByPair::new(self.pairs, handed));
+    }
+
+    /// True once another process goes on with it.
+    pub fn is_leaving(&self) -> bool {
+        lock(&self.leaving).is_some()
+    }
+
+    /// Keeps packets of a pair for that process, behind those that it has.
+    pub fn leave(&self, pair: u16, packets: Vec<HandedPacket>) {
+        if let Some(leaving) = lock(&self.leaving).as_mut() {
+            leaving.add(pair, packets);
+        }
+    }
+
+    /// What the other process gets. No queue runs any more.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn hand_over(&self) -> io::Result<ParkedNic> {
+        let (descriptors, interface) = self.kept.hand_over()?;
+        let packets = lock(&self.leaving).as_mut().map(ByPair::take_all);
+        Ok(ParkedNic {
+            descriptors,
+            interface,
+            packets: packets.unwrap_or_default(),
+        })
+    }
+
     /// Gives up what it holds of the host. No engine has it any more.
     pub fn release(&self) {
         self.links().clear();
@@ -131,7 +221,7 @@ impl Nic {
     /// while one of its queues does.
     pub fn set_running(&self, queue: u16, features: Option<u64>) {
         let pair = queue / 2;
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = lock(&self.running);
         let Some(its) = running.get_mut(usize::from(pair)) else {
             return;
         };
@@ -173,10 +263,15 @@ impl Nic {
             stored_packets: self.store.packets(),
             stored_bytes: self.store.bytes(),
             stored_peak_bytes: self.store.peak_bytes(),
+            accounts: self.accounts.iter().map(PairAccount::report).collect(),
         }
     }
 
     fn links(&self) -> MutexGuard<'_, Vec<Option<Link>>> {
-        self.links.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.links)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

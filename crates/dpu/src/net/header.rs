@@ -70,6 +70,16 @@ impl NetHeader {
         }
     }
 
+    /// Bytes of a segment, if it is to be segmented.
+    pub fn gso_bytes(self) -> u16 {
+        self.gso_bytes
+    }
+
+    /// Where its checksum begins, if that is to be computed: at the header of its transport.
+    pub fn checksum_start(self) -> u16 {
+        self.checksum_start
+    }
+
     /// Checks it against a packet of `bytes`.
     ///
     /// # Errors
@@ -118,8 +128,8 @@ pub(crate) enum Undone {
 
 impl NetHeader {
     /// Makes a packet that another driver has sent ready for one that takes only `offloads` undone.
-    /// The header was checked against its packet. Segmentation is not done here: whoever sends to a
-    /// driver that does not take long packets must not send them.
+    /// The header was checked against its packet. Segmentation is not done here: see
+    /// [`Segments`](super::segment::Segments).
     pub fn for_receiver(packet: &mut PacketBuffer, offloads: Offloads) -> Undone {
         let mut header = [0; LEGACY_HEADER_BYTES as usize];
         header.copy_from_slice(&packet.whole()[..LEGACY_HEADER_BYTES as usize]);

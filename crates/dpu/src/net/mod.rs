@@ -18,8 +18,11 @@
 //!
 //! | file | contents |
 //! |---|---|
+//! | `account` | what faults have cost its packets |
 //! | `config` | how a device receives, as an operator chooses it |
 //! | `header`, `packet`, `flow` | the header before a packet, packets on their way, flows |
+//! | `segment` | packets of TCP, cut for a driver that does not take long ones |
+//! | `handed` | what another process gets of a device |
 //! | `link` | where packets go to and come from |
 //! | `policy`, `store` | what becomes of a packet whose buffers are absent; packets that wait |
 //! | `receiver` | a receiving queue: link, policy and store together |
@@ -30,9 +33,11 @@
 //! TAP or a socket crosses the kernel once more than with a NIC. What the wire loses, or a TAP whose
 //! queue is full, is not counted as lost to a fault.
 
+pub(crate) mod account;
 pub(crate) mod config;
 pub(crate) mod device;
 pub(crate) mod flow;
+pub(crate) mod handed;
 pub(crate) mod header;
 pub(crate) mod link;
 pub(crate) mod nic;
@@ -41,5 +46,6 @@ pub(crate) mod packet;
 pub(crate) mod policy;
 mod receiver;
 pub mod record;
+pub(crate) mod segment;
 mod steer;
 pub(crate) mod store;

@@ -7,7 +7,8 @@ use super::{
 };
 use crate::{
     chain::{AnswerPlace, Layout},
-    kind::work::{Chains, QueueRole},
+    kind::work::{Chains, Completes, Keeping, QueueRole},
+    net::config::Wiring,
 };
 
 /// Most queue pairs of one device.
@@ -69,6 +70,24 @@ pub(crate) fn role_of(queue: u16, features: u64) -> QueueRole {
             false => Chains::Requests,
         },
         vector: pair_of(queue),
+        keeping: Keeping::ToUse,
+        // Packets that are sent begin in the order of the ring, pause on a fault, and are sent at once.
+        completes: match is_receiving(queue) {
+            true => Completes::InAnyOrder,
+            false => Completes::InRingOrder,
+        },
+    }
+}
+
+/// What stays present for a queue of a device of so many pairs, besides its rings.
+pub(crate) fn keeping_of(queue: u16, wiring: Wiring, pairs: u16) -> Keeping {
+    match wiring {
+        Wiring::Coarse { bytes } => Keeping::Cache {
+            bytes: bytes / u64::from(pairs.max(1)),
+        },
+        // The first queue of a device sees to all of its memory. A driver that uses the device uses it.
+        Wiring::Static if queue == 0 => Keeping::Everything,
+        Wiring::Static | Wiring::None | Wiring::Floor { .. } | Wiring::Fine => Keeping::ToUse,
     }
 }
 

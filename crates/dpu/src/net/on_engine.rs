@@ -133,7 +133,7 @@ impl NicOnEngine {
         if !is_receiving(queue) {
             return;
         }
-        let receiver = Receiver::new(&self.nic, features);
+        let receiver = Receiver::new(&self.nic, pair_of(queue), features);
         if let Some(end) = self.end_mut(queue) {
             end.link.set_offloads(Offloads::of_features(features));
             end.receiver = Some(receiver);
@@ -161,10 +161,13 @@ impl NicOnEngine {
     }
 
     pub fn has_arrivals(&self, queue: u16) -> bool {
-        self.end(queue).is_some_and(End::has_arrivals)
+        self.end(queue).is_some_and(End::has_arrivals) && !self.nic.is_held()
     }
 
     pub fn arrive(&mut self, queue: u16, ring: &mut impl Ring) -> PostedOrder {
+        if self.nic.is_held() {
+            return PostedOrder::Nothing;
+        }
         let Some(end) = self.end_mut(queue) else {
             return PostedOrder::Nothing;
         };
@@ -184,9 +187,39 @@ impl NicOnEngine {
             .map_or(0, |receiver| receiver.fill(memory, into, chains))
     }
 
+    pub fn waits_since(&self, queue: u16) -> Option<u64> {
+        self.end(queue)?.receiver.as_ref()?.waits_since()
+    }
+
     pub fn answered(&mut self, queue: u16, chain: ChainNo, answer: Answered) {
         if let Some(receiver) = self.receiver(queue) {
             receiver.answered(chain, answer);
+        }
+    }
+
+    pub fn is_leaving(&self) -> bool {
+        self.nic.is_leaving()
+    }
+
+    pub fn leaving(&mut self, queue: u16) -> PostedOrder {
+        let Some(End {
+            link,
+            receiver: Some(receiver),
+            ..
+        }) = self.end_mut(queue)
+        else {
+            return PostedOrder::Nothing;
+        };
+        let order = receiver.leaving();
+        if order == PostedOrder::Nothing {
+            receiver.left(link);
+        }
+        order
+    }
+
+    pub fn read_back(&mut self, queue: u16, bytes: &[u8]) {
+        if let Some(receiver) = self.receiver(queue) {
+            receiver.read_back(bytes);
         }
     }
 

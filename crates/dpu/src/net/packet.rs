@@ -102,6 +102,14 @@ impl PacketBuffer {
         &mut self.bytes[HEADER_LEN..]
     }
 
+    /// Copies a packet of ours with its header.
+    pub fn set_whole(&mut self, whole: &[u8]) {
+        let bytes = whole.len().min(self.bytes.len());
+        debug_assert!(bytes >= HEADER_LEN, "a packet without a header");
+        self.bytes[..bytes].copy_from_slice(&whole[..bytes]);
+        self.set_packet_bytes(bytes.saturating_sub(HEADER_LEN));
+    }
+
     /// Copies a packet that a guest sends, and its header.
     pub fn copy_from(&mut self, packet: &Outgoing<'_>) {
         self.header_mut().copy_from_slice(packet.header());

@@ -12,18 +12,19 @@
 
 use super::{
     device::{Nic, count_up},
+    handed::HandedPacket,
     header::{HEADER_BYTES, LEGACY_HEADER_BYTES},
     link::{Link, Readable, Received},
     nic,
     packet::{HEADER_LEN, PacketBuffer},
-    policy::{Arrival, Loss, Merging, Order, PacketId, Policy},
+    policy::{Arrival, Left, Loss, Merging, Order, PacketId, Policy},
     store::Store,
 };
 use crate::{
     kind::posted::{Answered, ChainNo, PostedOrder, Ring},
     memory::{DeviceMemory, Span},
 };
-use std::sync::Arc;
+use std::{collections::VecDeque, sync::Arc};
 
 /// Where `num_buffers` is in a header.
 const NUM_BUFFERS: std::ops::Range<usize> = 10..12;
@@ -41,6 +42,11 @@ pub(crate) struct Receiver {
     filling: Filling,
     /// What is stored and not taken out.
     stored: u64,
+    /// Packets that another process has left: they come before all of the link.
+    handed: VecDeque<HandedPacket>,
+    pair: u16,
+    /// The time of this step.
+    now_ns: u64,
 }
 
 /// Whether a packet is staged.
@@ -58,8 +64,8 @@ enum Filling {
 }
 
 impl Receiver {
-    /// The receiver of a queue that starts, for a driver that has accepted `features`.
-    pub fn new(nic: &Arc<Nic>, features: u64) -> Self {
+    /// The receiver of a pair whose queue starts, for a driver that has accepted `features`.
+    pub fn new(nic: &Arc<Nic>, pair: u16, features: u64) -> Self {
         let config = nic.receive();
         let merging = match features & nic::F_MRG_RXBUF {
             0 => Merging::Single,
@@ -74,12 +80,15 @@ impl Receiver {
             stage: Stage::Empty,
             filling: Filling::Staged,
             stored: 0,
+            handed: nic.take_handed(pair),
+            pair,
+            now_ns: 0,
         }
     }
 
     /// True if a packet waits to be decided about.
     pub fn has_staged(&self) -> bool {
-        self.stage == Stage::Full
+        self.stage == Stage::Full || !self.handed.is_empty()
     }
 
     /// Decides what is done next.
@@ -89,8 +98,17 @@ impl Receiver {
         readable: &mut Readable,
         ring: &mut impl Ring,
     ) -> PostedOrder {
+        self.now_ns = ring.now_ns();
+        let staged = usize::from(self.stage == Stage::Full);
+        link.set_in_hand(staged + self.policy.backlog() + self.handed.len());
         if let Some(order) = self.policy.next(ring) {
             return self.carry_out(order);
+        }
+        if self.stage == Stage::Empty
+            && let Some(packet) = self.handed.pop_front()
+        {
+            self.staged.set_whole(&packet);
+            self.stage = Stage::Full;
         }
         if self.stage == Stage::Empty {
             if *readable == Readable::No && link.readiness().is_some() {
@@ -144,7 +162,7 @@ impl Receiver {
                 return PostedOrder::Fill(report);
             }
             Arrival::Drop(loss) => self.count_loss(loss),
-            Arrival::Store => match self.store.put(self.staged.whole()) {
+            Arrival::Store => match self.store.put(self.staged.whole(), self.now_ns) {
                 Some(packet) => {
                     self.stored += 1;
                     self.policy.stored(packet, bytes);
@@ -162,7 +180,10 @@ impl Receiver {
     fn count_loss(&self, loss: Loss) {
         let counters = &self.nic.counters;
         match loss {
-            Loss::Fault => count_up(&counters.fault_drops, 1),
+            Loss::Fault => {
+                count_up(&counters.fault_drops, 1);
+                self.nic.account(self.pair).lost();
+            }
             Loss::TooLong => count_up(&counters.unfit_drops, 1),
         }
     }
@@ -179,6 +200,10 @@ impl Receiver {
         let whole = match self.filling {
             Filling::Staged => self.staged.whole(),
             Filling::Stored(packet) => {
+                if let Some(since_ns) = self.store.since_ns(packet) {
+                    let waited_ns = self.now_ns.saturating_sub(since_ns);
+                    self.nic.account(self.pair).waited(waited_ns);
+                }
                 taken = self.store.take(packet).unwrap_or_default();
                 self.stored = self.stored.saturating_sub(1);
                 &taken
@@ -203,6 +228,14 @@ impl Receiver {
         writer.written
     }
 
+    /// Since when the packet of the last order has been in the store, if it is there.
+    pub fn waits_since(&self) -> Option<u64> {
+        match self.filling {
+            Filling::Staged => None,
+            Filling::Stored(packet) => self.store.since_ns(packet),
+        }
+    }
+
     /// See [`Policy::answered`].
     pub fn answered(&mut self, chain: ChainNo, answer: Answered) {
         self.policy.answered(chain, answer);
@@ -210,16 +243,63 @@ impl Receiver {
 
     /// See [`Policy::stop`].
     pub fn stopping(&mut self) -> PostedOrder {
-        match self.policy.stop() {
-            Some(_) => PostedOrder::Report,
-            None => PostedOrder::Nothing,
+        loop {
+            match self.policy.stop() {
+                Some(Left::Filled) => return PostedOrder::Report,
+                // It is lost.
+                Some(Left::Stored(_)) => {}
+                None => return PostedOrder::Nothing,
+            }
         }
+    }
+
+    /// Another process goes on with the queue: gives it the next packets up to one that is filled and not reported.
+    pub fn leaving(&mut self) -> PostedOrder {
+        let mut packets = Vec::new();
+        let order = loop {
+            match self.policy.stop() {
+                Some(Left::Stored(packet)) => {
+                    if let Some(packet) = self.store.take(packet) {
+                        self.stored = self.stored.saturating_sub(1);
+                        packets.push(packet);
+                    }
+                }
+                Some(Left::Filled) => break PostedOrder::ReadBack,
+                None => break PostedOrder::Nothing,
+            }
+        };
+        self.nic.leave(self.pair, packets);
+        order
+    }
+
+    /// A packet that was filled and not reported, with the header that its driver expects.
+    pub fn read_back(&mut self, bytes: &[u8]) {
+        let Some((header, packet)) = bytes.split_at_checked(self.header_bytes) else {
+            return;
+        };
+        let mut whole = vec![0; HEADER_LEN + packet.len()];
+        whole[..header.len()].copy_from_slice(header);
+        whole[HEADER_LEN..].copy_from_slice(packet);
+        self.nic.leave(self.pair, vec![whole.into()]);
+    }
+
+    /// The same for what has not been decided about, and for what waits in the link.
+    pub fn left(&mut self, link: &mut Link) {
+        let mut packets = Vec::new();
+        if std::mem::replace(&mut self.stage, Stage::Empty) == Stage::Full {
+            packets.push(self.staged.whole().into());
+        }
+        packets.extend(self.handed.drain(..));
+        while link.take_out(&mut self.staged) == Received::Packet {
+            packets.push(self.staged.whole().into());
+        }
+        self.nic.leave(self.pair, packets);
     }
 }
 
 impl Drop for Receiver {
     fn drop(&mut self) {
-        let staged = u64::from(self.stage == Stage::Full);
+        let staged = u64::from(self.stage == Stage::Full) + self.handed.len() as u64;
         count_up(&self.nic.counters.stop_drops, self.stored + staged);
     }
 }

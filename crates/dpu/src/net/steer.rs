@@ -9,7 +9,7 @@
 //!   flow ─► entry │ wanted: pair that sent last │ current: pair that receives │
 //! ```
 //! Packets that wait on the *current* pair must not be overtaken. So a flow moves to the wanted pair
-//! only while nothing waits on the current one.
+//! only while nothing waits on the current one: neither in its queue, nor for its buffers.
 //!
 //! Engines of all pairs write it, one reads it, and a lost update only costs a detour until the next
 //! packet: entries are plain atomics.

@@ -67,11 +67,17 @@ impl StoreBound {
     }
 }
 
+#[derive(Debug)]
+struct Stored {
+    packet: Box<[u8]>,
+    since_ns: u64,
+}
+
 /// Stored packets of a device on one engine.
 #[derive(Debug)]
 pub(crate) struct Store {
     bound: Arc<StoreBound>,
-    packets: Vec<Option<Box<[u8]>>>,
+    packets: Vec<Option<Stored>>,
     free: Vec<u32>,
 }
 
@@ -85,8 +91,8 @@ impl Store {
         }
     }
 
-    /// Stores a packet with its header; `None` if there is no room.
-    pub fn put(&mut self, packet: &[u8]) -> Option<PacketId> {
+    /// Stores a packet with its header, `now_ns`; `None` if there is no room.
+    pub fn put(&mut self, packet: &[u8], now_ns: u64) -> Option<PacketId> {
         if !self.bound.take(cost(packet)) {
             return None;
         }
@@ -94,23 +100,32 @@ impl Store {
             self.packets.push(None);
             u32::try_from(self.packets.len() - 1).unwrap_or(u32::MAX)
         });
-        self.packets[index as usize] = Some(packet.into());
+        self.packets[index as usize] = Some(Stored {
+            packet: packet.into(),
+            since_ns: now_ns,
+        });
         Some(PacketId(index))
     }
 
     /// Takes a packet out.
     pub fn take(&mut self, id: PacketId) -> Option<Box<[u8]>> {
-        let packet = self.packets.get_mut(id.0 as usize)?.take()?;
+        let Stored { packet, .. } = self.packets.get_mut(id.0 as usize)?.take()?;
         self.free.push(id.0);
         self.bound.give(cost(&packet));
         Some(packet)
+    }
+
+    /// When a packet was stored.
+    pub fn since_ns(&self, id: PacketId) -> Option<u64> {
+        let stored = self.packets.get(id.0 as usize)?.as_ref()?;
+        Some(stored.since_ns)
     }
 }
 
 impl Drop for Store {
     fn drop(&mut self) {
-        for packet in self.packets.iter().flatten() {
-            self.bound.give(cost(packet));
+        for stored in self.packets.iter().flatten() {
+            self.bound.give(cost(&stored.packet));
         }
     }
 }
@@ -145,12 +160,13 @@ mod tests {
                     let bytes = usize::try_from(random.below(3000)).unwrap();
                     let packet = vec![u8::try_from(random.below(256)).unwrap(); bytes];
                     let fits = used(&model) + cost(&packet) <= 10_000;
-                    let id = stores[at].put(&packet);
+                    let id = stores[at].put(&packet, 7);
                     assert_eq!(id.is_some(), fits);
                     if let Some(id) = id {
                         assert!(model[at].insert(id, packet).is_none(), "in use");
                     }
                 } else if let Some((id, packet)) = model[at].pop_first() {
+                    assert_eq!(stores[at].since_ns(id), Some(7));
                     assert_eq!(stores[at].take(id).as_deref(), Some(&packet[..]));
                     assert_eq!(stores[at].take(id), None);
                 }

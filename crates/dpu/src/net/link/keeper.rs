@@ -45,7 +45,33 @@ pub(crate) trait Interface: Send + Sync + 'static {
     fn is_gone(&self) -> bool;
     /// Tells its parts which pairs receive, and what the driver takes undone, and puts each into the
     /// set of the engine that is to read it.
-    fn apply(&self, parts: &[Arc<Self::Part>], receiving: &[Option<Offloads>]) -> io::Result<()>;
+    fn apply(&self, parts: &[Arc<Self::Part>], receiving: &[Receives]) -> io::Result<()>;
+    /// Its number, as it was opened last.
+    fn index(&self) -> u32;
+    /// A copy of a part's descriptor.
+    fn copy(part: &Self::Part) -> io::Result<OwnedFd>;
+}
+
+/// Whether a pair receives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Receives {
+    /// Its part was handed over, and nobody has said anything about the pair yet: what another process has set
+    /// stays. A queue of a TAP that is detached loses the packets in it.
+    AsBefore,
+    /// It does not.
+    No,
+    /// It does, and its driver takes that undone.
+    Yes(Offloads),
+}
+
+impl Receives {
+    /// What its driver takes undone.
+    pub fn offloads(self) -> Option<Offloads> {
+        match self {
+            Self::Yes(offloads) => Some(offloads),
+            Self::AsBefore | Self::No => None,
+        }
+    }
 }
 
 /// Keeps an interface open. The last one who has it need not close it, but only [`Self::close`]
@@ -67,8 +93,8 @@ type Locked<'a, I> = MutexGuard<'a, Now<<I as Interface>::Part>>;
 
 struct Now<P> {
     parts: Vec<Arc<P>>,
-    /// By pair: what its driver takes undone, while it receives.
-    receiving: Vec<Option<Offloads>>,
+    /// By pair.
+    receiving: Vec<Receives>,
     /// What engines have given back, to be closed.
     spent: Vec<Arc<P>>,
     stage: Stage,
@@ -96,12 +122,45 @@ impl<I: Interface> Keeper<I> {
     /// # Errors
     /// [`LinkError`].
     pub fn open(interface: I, pairs: u16, state: Arc<LinkState>) -> Result<Arc<Self>, LinkError> {
-        let parts = interface.open()?.into_iter().map(Arc::new).collect();
-        let now = Now {
+        let parts = interface.open()?;
+        Self::keep(
+            interface,
             parts,
-            receiving: vec![None; usize::from(pairs)],
+            vec![Receives::No; usize::from(pairs)],
+            state,
+        )
+    }
+
+    /// Goes on with parts that another process has opened; without any, the interface is lost, and is opened once it
+    /// is back.
+    ///
+    /// # Errors
+    /// [`LinkError`].
+    pub fn adopt(
+        interface: I,
+        parts: Vec<I::Part>,
+        pairs: u16,
+        state: Arc<LinkState>,
+    ) -> Result<Arc<Self>, LinkError> {
+        let receiving = vec![Receives::AsBefore; usize::from(pairs)];
+        Self::keep(interface, parts, receiving, state)
+    }
+
+    fn keep(
+        interface: I,
+        parts: Vec<I::Part>,
+        receiving: Vec<Receives>,
+        state: Arc<LinkState>,
+    ) -> Result<Arc<Self>, LinkError> {
+        let stage = match parts.is_empty() {
+            true => Stage::Lost,
+            false => Stage::There,
+        };
+        let now = Now {
+            parts: parts.into_iter().map(Arc::new).collect(),
+            receiving,
             spent: Vec::new(),
-            stage: Stage::There,
+            stage,
         };
         let failed = |source| LinkError::Kernel {
             name: interface.name().to_owned(),
@@ -134,7 +193,7 @@ impl<I: Interface> Keeper<I> {
     }
 
     /// A pair's driver has begun to receive, and takes that undone; or it receives no more.
-    pub fn set_receiving(&self, pair: u16, receiving: Option<Offloads>) {
+    pub fn set_receiving(&self, pair: u16, receiving: Receives) {
         let mut now = self.shared.lock();
         let Some(place) = now.receiving.get_mut(usize::from(pair)) else {
             return;
@@ -144,6 +203,30 @@ impl<I: Interface> Keeper<I> {
             // It was deleted: it is told again when it is back.
             tracing::debug!(%error, name = self.shared.interface.name(), "an interface is not told what is received");
         }
+    }
+
+    /// Of pairs that nobody has said anything about: they do not receive.
+    pub fn settle(&self) {
+        let pairs = self.shared.lock().receiving.len();
+        for pair in 0..u16::try_from(pairs).unwrap_or(u16::MAX) {
+            let its = self.shared.lock().receiving.get(usize::from(pair)).copied();
+            if its == Some(Receives::AsBefore) {
+                self.set_receiving(pair, Receives::No);
+            }
+        }
+    }
+
+    /// Copies of the descriptors of all parts, and the number of the interface; none if it is lost.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn hand_over(&self) -> io::Result<(Vec<OwnedFd>, u32)> {
+        let now = self.shared.lock();
+        let copies = now.parts.iter().map(|part| I::copy(part));
+        Ok((
+            copies.collect::<io::Result<_>>()?,
+            self.shared.interface.index(),
+        ))
     }
 
     /// Closes the interface. Nobody uses it any more.
@@ -401,7 +484,7 @@ mod tests {
     use std::time::Instant;
 
     /// An interface that is there while a flag is set, and hands out numbers.
-    struct Fake(Mutex<(bool, u32, Vec<Option<Offloads>>)>);
+    struct Fake(Mutex<(bool, u32, Vec<Receives>)>);
 
     impl Interface for Arc<Fake> {
         type Part = u32;
@@ -426,7 +509,15 @@ mod tests {
             !self.0.lock().unwrap().0
         }
 
-        fn apply(&self, _: &[Arc<u32>], receiving: &[Option<Offloads>]) -> io::Result<()> {
+        fn index(&self) -> u32 {
+            0
+        }
+
+        fn copy(_: &u32) -> io::Result<OwnedFd> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn apply(&self, _: &[Arc<u32>], receiving: &[Receives]) -> io::Result<()> {
             self.0.lock().unwrap().2 = receiving.to_vec();
             Ok(())
         }
@@ -445,7 +536,7 @@ mod tests {
         let fake = Arc::new(Fake(Mutex::new((true, 0, Vec::new()))));
         let state = Arc::new(LinkState::default());
         let keeper = Keeper::open(Arc::clone(&fake), 2, Arc::clone(&state)).unwrap();
-        keeper.set_receiving(1, Some(Offloads::default()));
+        keeper.set_receiving(1, Receives::Yes(Offloads::default()));
         let mut ports = [Port::new(&keeper, 0), Port::new(&keeper, 1)];
         assert_eq!(
             ports.each_mut().map(|port| port.part().map(|part| **part)),
@@ -474,7 +565,7 @@ mod tests {
         );
         assert_eq!(state.error(), None);
         let told = fake.0.lock().unwrap().2.clone();
-        assert_eq!(told, [None, Some(Offloads::default())]);
+        assert_eq!(told, [Receives::No, Receives::Yes(Offloads::default())]);
         // A suspicion of an earlier generation means nothing.
         ports[0].generation = 0;
         fake.0.lock().unwrap().0 = false;
@@ -482,5 +573,28 @@ mod tests {
         assert_eq!(keeper.shared.lock().stage, Stage::There);
         keeper.close();
         assert!(keeper.shared.lock().parts.is_empty());
+    }
+
+    #[test]
+    fn parts_that_were_handed_over_stay_as_they_are_until_something_is_said_about_their_pairs() {
+        let fake = Arc::new(Fake(Mutex::new((true, 0, Vec::new()))));
+        let state = Arc::new(LinkState::default());
+        let keeper = Keeper::adopt(Arc::clone(&fake), vec![7, 8], 2, state).unwrap();
+        let told = || fake.0.lock().unwrap().2.clone();
+        assert_eq!(told(), [Receives::AsBefore; 2]);
+        let on = Receives::Yes(Offloads::default());
+        keeper.set_receiving(1, on);
+        assert_eq!(told(), [Receives::AsBefore, on]);
+        keeper.settle();
+        assert_eq!(told(), [Receives::No, on]);
+        assert_eq!(Port::new(&keeper, 1).part().map(|part| **part), Some(8));
+        // Opened by nobody, and lost at once if there are none.
+        assert_eq!(fake.0.lock().unwrap().1, 0);
+        keeper.close();
+        let state = Arc::new(LinkState::default());
+        let keeper = Keeper::adopt(Arc::clone(&fake), Vec::new(), 2, state).unwrap();
+        let mut port = Port::new(&keeper, 0);
+        eventually("it is opened", || port.part().is_some());
+        keeper.close();
     }
 }

@@ -29,13 +29,21 @@ pub(crate) mod pair;
 pub(crate) mod state;
 mod tap;
 
-use super::packet::{Outgoing, PacketBuffer};
+use super::{
+    handed::ParkedNic,
+    packet::{Outgoing, PacketBuffer},
+};
+use keeper::Receives;
 use loopback::Loopback;
 use null::Null;
 use packet::{Packet, PacketKeeper};
 use pagetide_vpri::Doorbell;
 use pair::{PairEnd, Pairs};
-use std::{fmt, os::fd::BorrowedFd, sync::Arc};
+use std::{
+    fmt, io,
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+};
 use tap::{Tap, TapKeeper};
 
 pub use state::LinkError;
@@ -109,14 +117,39 @@ pub(crate) enum Kept {
     Packet(Arc<PacketKeeper>),
 }
 
+fn receives(running: Option<Offloads>) -> Receives {
+    running.map_or(Receives::No, Receives::Yes)
+}
+
 impl Kept {
     /// Told before a pair's queues begin, with what its driver takes undone, and after they have
     /// ended.
     pub fn set_running(&self, pair: u16, running: Option<Offloads>) {
         match self {
             Self::Nothing => {}
-            Self::Tap(keeper) => keeper.set_receiving(pair, running),
-            Self::Packet(keeper) => keeper.set_receiving(pair, running),
+            Self::Tap(keeper) => keeper.set_receiving(pair, receives(running)),
+            Self::Packet(keeper) => keeper.set_receiving(pair, receives(running)),
+        }
+    }
+
+    /// Nothing more will be said of pairs that were handed over and are not used.
+    pub fn settle(&self) {
+        match self {
+            Self::Nothing => {}
+            Self::Tap(keeper) => keeper.settle(),
+            Self::Packet(keeper) => keeper.settle(),
+        }
+    }
+
+    /// Copies of its descriptors, for another process, and the number of the interface.
+    ///
+    /// # Errors
+    /// There are no descriptors left.
+    pub fn hand_over(&self) -> io::Result<(Vec<OwnedFd>, u32)> {
+        match self {
+            Self::Nothing => Ok((Vec::new(), 0)),
+            Self::Tap(keeper) => keeper.hand_over(),
+            Self::Packet(keeper) => keeper.hand_over(),
         }
     }
 
@@ -131,11 +164,17 @@ impl Kept {
 }
 
 impl Link {
-    /// Makes the links of all pairs of a device. `known` are the pairs of devices of its DPU.
+    /// Makes the links of all pairs of a device. `known` are the pairs of devices of its DPU, `handed` is what
+    /// another process has left of the device.
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn open(config: &LinkConfig, pairs: u16, known: &Pairs) -> Result<Opened, LinkError> {
+    pub fn open(
+        config: &LinkConfig,
+        pairs: u16,
+        known: &Pairs,
+        handed: Option<&ParkedNic>,
+    ) -> Result<Opened, LinkError> {
         let each = 0..pairs;
         let (links, kept) = match config {
             LinkConfig::Null => (
@@ -155,12 +194,12 @@ impl Link {
                 (ends.collect(), Kept::Nothing)
             }
             LinkConfig::Tap { name } => {
-                let (links, keeper) = Tap::open(name, pairs)?;
+                let (links, keeper) = Tap::open(name, pairs, handed)?;
                 let links = links.into_iter().map(Self::Tap);
                 (links.collect(), Kept::Tap(keeper))
             }
             LinkConfig::Packet { name } => {
-                let (links, keeper) = Packet::open(name, pairs)?;
+                let (links, keeper) = Packet::open(name, pairs, handed)?;
                 let links = links.into_iter().map(|link| Self::Packet(Box::new(link)));
                 (links.collect(), Kept::Packet(keeper))
             }
@@ -221,6 +260,29 @@ impl Link {
             Self::Tap(link) => link.receive(into),
             Self::Packet(link) => link.receive(into),
             Self::Pair(link) => link.receive(into),
+        }
+    }
+
+    /// So many packets were received and are not reported to their driver yet.
+    pub fn set_in_hand(&self, packets: usize) {
+        match self {
+            Self::Packet(link) => link.set_in_hand(packets),
+            // Each pair has its own flows, or the kernel steers them.
+            Self::Null(_) | Self::Loop(_) | Self::Tap(_) | Self::Pair(_) => {}
+        }
+    }
+
+    /// Takes out what waits in memory of ours, for another process: a packet, as it would be received. What waits in
+    /// the kernel stays there.
+    pub fn take_out(&mut self, into: &mut PacketBuffer) -> Received {
+        match self {
+            Self::Null(_) | Self::Tap(_) => Received::Nothing,
+            Self::Loop(link) => link.receive(into),
+            Self::Pair(link) => link.receive(into),
+            Self::Packet(link) => match link.take_own(into) {
+                true => Received::Packet,
+                false => Received::Nothing,
+            },
         }
     }
 

@@ -19,13 +19,15 @@
 //! evicted, of a block of 64 KiB and more for each packet that is to be segmented.
 
 use super::{
-    keeper::{Interface, Keeper, Port, ReadySet, ready_sets},
+    keeper::{Interface, Keeper, Port, ReadySet, Receives, ready_sets},
     state::{LinkError, LinkState, Offloads, Received, Sent, count, is_gone, kernel},
 };
 use crate::net::{
     flow::{flow_of, flow_of_bytes},
+    handed::ParkedNic,
     header::{NetHeader, Undone},
     packet::{HEADER_LEN, Outgoing, PacketBuffer},
+    segment::{Cut, Segments},
     steer::FlowTable,
 };
 use pagetide_sys::net::packet::PacketSocket;
@@ -55,6 +57,7 @@ pub(crate) struct Packet {
     state: Arc<LinkState>,
     offloads: Offloads,
     copy: PacketBuffer,
+    segments: Segments,
 }
 
 /// An interface, by name, and what its pairs share.
@@ -81,6 +84,8 @@ struct Queue {
     filled: OwnedFd,
     /// Packets in it, so that nobody need lock it to see that it is empty.
     count: AtomicUsize,
+    /// Packets that its engine has taken and has not reported to the driver. Only that engine writes it.
+    in_hand: AtomicUsize,
     inside: Mutex<Inside>,
 }
 
@@ -95,6 +100,7 @@ impl Queue {
         Ok(Self {
             filled: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             count: AtomicUsize::new(0),
+            in_hand: AtomicUsize::new(0),
             inside: Mutex::default(),
         })
     }
@@ -102,6 +108,12 @@ impl Queue {
     fn is_empty(&self) -> bool {
         // Pairs with the Release in `put`.
         self.count.load(Ordering::Acquire) == 0
+    }
+
+    /// True if nothing of the pair is between the socket and its driver.
+    fn is_idle(&self) -> bool {
+        // In this order: a packet that has left the queue is in hand since before that.
+        self.is_empty() && self.in_hand.load(Ordering::Acquire) == 0
     }
 
     /// False if it has no room.
@@ -171,7 +183,7 @@ impl PacketInterface {
     /// The pair for a packet that came.
     fn steer(&self, packet: &[u8], reader: u16) -> u16 {
         let pair = (self.flows).steer(flow_of_bytes(packet), |pair| {
-            self.queues[usize::from(pair)].is_empty()
+            self.queues[usize::from(pair)].is_idle()
         });
         // A driver that uses fewer pairs than there are: those that it does not use get nothing.
         if self.receives(pair) { pair } else { reader }
@@ -195,13 +207,17 @@ impl Interface for PacketInterface {
         is_gone(&self.name, self.index.load(Ordering::Relaxed))
     }
 
-    fn apply(
-        &self,
-        sockets: &[Arc<PacketSocket>],
-        receiving: &[Option<Offloads>],
-    ) -> io::Result<()> {
+    fn index(&self) -> u32 {
+        self.index.load(Ordering::Relaxed)
+    }
+
+    fn copy(socket: &PacketSocket) -> io::Result<OwnedFd> {
+        socket.as_fd().try_clone_to_owned()
+    }
+
+    fn apply(&self, sockets: &[Arc<PacketSocket>], receiving: &[Receives]) -> io::Result<()> {
         let bits = (receiving.iter().zip(0..))
-            .filter(|(receiving, _)| receiving.is_some())
+            .filter(|(receiving, _)| receiving.offloads().is_some())
             .fold(0, |bits, (_, pair)| bits | 1 << pair);
         self.receiving.store(bits, Ordering::Relaxed);
         let reader = self.reader().map(usize::from);
@@ -219,15 +235,19 @@ impl Interface for PacketInterface {
 }
 
 impl Packet {
-    /// Opens an interface for a device of so many pairs.
+    /// Opens an interface for a device of so many pairs, or goes on with what another process has opened.
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn open(name: &str, pairs: u16) -> Result<(Vec<Self>, Arc<PacketKeeper>), LinkError> {
+    pub fn open(
+        name: &str,
+        pairs: u16,
+        handed: Option<&ParkedNic>,
+    ) -> Result<(Vec<Self>, Arc<PacketKeeper>), LinkError> {
         let queues = (0..pairs).map(|_| Queue::new()).collect::<io::Result<_>>();
         let interface = PacketInterface {
             name: name.to_owned(),
-            index: AtomicU32::new(0),
+            index: AtomicU32::new(handed.map_or(0, |handed| handed.interface)),
             flows: FlowTable::new(pairs),
             receiving: AtomicU32::new(0),
             queues: queues.map_err(|source| kernel(name, source))?,
@@ -235,13 +255,22 @@ impl Packet {
         };
         let states: Vec<Arc<LinkState>> = (0..pairs).map(|_| Arc::default()).collect();
         let first = states.first().cloned().unwrap_or_default();
-        let keeper = Keeper::open(interface, pairs, first)?;
+        let keeper = match handed {
+            None => Keeper::open(interface, pairs, first)?,
+            Some(handed) => {
+                let index = handed.interface;
+                let sockets = handed.copies(name)?.into_iter();
+                let sockets = sockets.map(|fd| PacketSocket::handed(fd, index));
+                Keeper::adopt(interface, sockets.collect(), pairs, first)?
+            }
+        };
         let links = (0..pairs).zip(states).map(|(pair, state)| Self {
             pair,
             port: Port::new(&keeper, 0),
             state,
             offloads: Offloads::default(),
             copy: PacketBuffer::new(),
+            segments: Segments::default(),
         });
         Ok((links.collect(), keeper))
     }
@@ -294,7 +323,8 @@ impl Packet {
 
     pub fn receive(&mut self, into: &mut PacketBuffer) -> Received {
         loop {
-            if !self.own_queue().take(into) && self.read(into) == Received::Nothing {
+            let is_segment = self.segments.take(into);
+            if !is_segment && self.next_packet(into) == Received::Nothing {
                 return Received::Nothing;
             }
             match NetHeader::for_receiver(into, self.offloads) {
@@ -302,9 +332,39 @@ impl Packet {
                     count(&self.state.received, 1);
                     return Received::Packet;
                 }
+                // Its segments are next.
+                Undone::Refused if !is_segment && self.segments.cut(into) == Cut::Done => {}
                 Undone::Refused => count(&self.state.receive_drops, 1),
             }
         }
+    }
+
+    fn next_packet(&mut self, into: &mut PacketBuffer) -> Received {
+        // Set before the packet leaves the queue, so that nobody sees the pair without any.
+        let before = self.own_queue().in_hand.swap(1, Ordering::AcqRel);
+        if self.own_queue().take(into) {
+            return Received::Packet;
+        }
+        self.own_queue().in_hand.store(before, Ordering::Release);
+        let received = self.read(into);
+        if received == Received::Packet {
+            // It was steered by this thread, and so is the next one.
+            self.own_queue()
+                .in_hand
+                .store(before + 1, Ordering::Release);
+        }
+        received
+    }
+
+    /// So many packets were received and are not reported to the driver: their flows stay on this pair.
+    pub fn set_in_hand(&self, packets: usize) {
+        let packets = packets + usize::from(!self.segments.is_empty());
+        self.own_queue().in_hand.store(packets, Ordering::Release);
+    }
+
+    /// Takes a packet that the pair's queue has, and no other.
+    pub fn take_own(&self, into: &mut PacketBuffer) -> bool {
+        self.own_queue().take(into)
     }
 
     /// Reads the socket, if that is for this pair to do, until there is a packet for it.

@@ -24,6 +24,7 @@ use crate::net::{
     flow::{FLOWS, flow_of},
     header::{NetHeader, Undone},
     packet::{HEADER_LEN, Outgoing, PacketBuffer},
+    segment::{Cut, Segments},
 };
 use pagetide_vpri::{Doorbell, handoff::Handoff};
 use std::{
@@ -205,6 +206,7 @@ pub(crate) struct PairEnd {
     plug: Arc<Plug>,
     pair: u16,
     offloads: Offloads,
+    segments: Segments,
 }
 
 impl PairEnd {
@@ -218,6 +220,7 @@ impl PairEnd {
             plug: plug.clone(),
             pair,
             offloads: Offloads::default(),
+            segments: Segments::default(),
         }
     }
 
@@ -261,6 +264,9 @@ impl PairEnd {
     }
 
     pub fn receive(&mut self, into: &mut PacketBuffer) -> Received {
+        if self.take_segment(into) {
+            return Received::Packet;
+        }
         while let Some(packet) = self.lane().pop() {
             into.whole_mut()[..packet.len()].copy_from_slice(&packet);
             into.set_packet_bytes(packet.len() - HEADER_LEN);
@@ -272,14 +278,27 @@ impl PairEnd {
                     count(&self.state.received, 1);
                     return Received::Packet;
                 }
+                Undone::Refused if self.segments.cut(into) == Cut::Done => {
+                    if self.take_segment(into) {
+                        return Received::Packet;
+                    }
+                }
                 Undone::Refused => count(&self.state.receive_drops, 1),
             }
         }
         Received::Nothing
     }
 
+    /// The next segment of a packet that the driver does not take whole.
+    fn take_segment(&mut self, into: &mut PacketBuffer) -> bool {
+        let is_there = self.segments.take(into)
+            && NetHeader::for_receiver(into, self.offloads) == Undone::Accepted;
+        count(&self.state.received, u64::from(is_there));
+        is_there
+    }
+
     pub fn is_ready(&self) -> bool {
-        !self.lane().packets.is_empty()
+        !self.lane().packets.is_empty() || !self.segments.is_empty()
     }
 }
 

@@ -7,14 +7,17 @@
 //! is detached meanwhile.
 
 use super::{
-    keeper::{Interface, Keeper, Port, ReadySet, ready_sets},
-    state::{LinkError, LinkState, Offloads, Received, Sent, count, is_gone},
+    keeper::{Interface, Keeper, Port, ReadySet, Receives, ready_sets},
+    state::{LinkError, LinkState, Received, Sent, count, is_gone},
 };
-use crate::net::packet::{HEADER_LEN, Outgoing, PacketBuffer};
+use crate::net::{
+    handed::ParkedNic,
+    packet::{HEADER_LEN, Outgoing, PacketBuffer},
+};
 use pagetide_sys::net::tap::{self, Receiving, TapOffloads, TapQueue};
 use std::{
     io,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -65,11 +68,20 @@ impl Interface for TapInterface {
         is_gone(&self.name, self.index.load(Ordering::Relaxed))
     }
 
-    fn apply(&self, queues: &[Arc<TapQueue>], receiving: &[Option<Offloads>]) -> io::Result<()> {
+    fn index(&self) -> u32 {
+        self.index.load(Ordering::Relaxed)
+    }
+
+    fn copy(queue: &TapQueue) -> io::Result<OwnedFd> {
+        queue.as_fd().try_clone_to_owned()
+    }
+
+    fn apply(&self, queues: &[Arc<TapQueue>], receiving: &[Receives]) -> io::Result<()> {
         // All pairs have one driver, so what one takes, all take.
-        let offloads = receiving.iter().copied().flatten().next();
+        let offloads = receiving.iter().find_map(|its| its.offloads());
+        let is_as_before = offloads.is_none() && receiving.contains(&Receives::AsBefore);
         let offloads = offloads.unwrap_or_default();
-        if let Some(queue) = queues.first() {
+        if let Some(queue) = queues.first().filter(|_| !is_as_before) {
             queue.set_offloads(TapOffloads {
                 checksum: offloads.has_checksum(),
                 tso4: offloads.has_tso4(),
@@ -80,8 +92,9 @@ impl Interface for TapInterface {
         for ((queue, receiving), ready) in queues.iter().zip(receiving).zip(&self.ready) {
             ready.add(&**queue)?;
             queue.set_receiving(match receiving {
-                Some(_) => Receiving::Yes,
-                None => Receiving::No,
+                Receives::Yes(_) => Receiving::Yes,
+                Receives::No => Receiving::No,
+                Receives::AsBefore => continue,
             })?;
         }
         Ok(())
@@ -89,20 +102,30 @@ impl Interface for TapInterface {
 }
 
 impl Tap {
-    /// Opens a TAP for a device of so many pairs.
+    /// Opens a TAP for a device of so many pairs, or goes on with what another process has opened.
     ///
     /// # Errors
     /// [`LinkError`].
-    pub fn open(name: &str, pairs: u16) -> Result<(Vec<Self>, Arc<TapKeeper>), LinkError> {
+    pub fn open(
+        name: &str,
+        pairs: u16,
+        handed: Option<&ParkedNic>,
+    ) -> Result<(Vec<Self>, Arc<TapKeeper>), LinkError> {
         let interface = TapInterface {
             name: name.to_owned(),
             queues: pairs,
-            index: AtomicU32::new(0),
+            index: AtomicU32::new(handed.map_or(0, |handed| handed.interface)),
             ready: ready_sets(name, pairs)?,
         };
         let states: Vec<Arc<LinkState>> = (0..pairs).map(|_| Arc::default()).collect();
         let first = states.first().cloned().unwrap_or_default();
-        let keeper = Keeper::open(interface, pairs, first)?;
+        let keeper = match handed {
+            None => Keeper::open(interface, pairs, first)?,
+            Some(handed) => {
+                let queues = handed.copies(name)?.into_iter().map(TapQueue::from);
+                Keeper::adopt(interface, queues.collect(), pairs, first)?
+            }
+        };
         let links = states.into_iter().enumerate().map(|(pair, state)| Self {
             pair,
             port: Port::new(&keeper, pair),

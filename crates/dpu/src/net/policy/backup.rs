@@ -29,7 +29,7 @@
 //! store, which all queues of a device share.
 
 use super::{
-    Answered, Arrival, ChainNo, Chains, Loss, Order, PacketId, Report, Ring, front::Front,
+    Answered, Arrival, ChainNo, Chains, Left, Loss, Order, PacketId, Report, Ring, front::Front,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -327,12 +327,20 @@ impl BackupRing {
         }
     }
 
+    pub fn backlog(&self) -> usize {
+        self.pending.len()
+    }
+
     /// See [`super::Policy::stop`].
-    pub fn stop(&mut self) -> Option<Order> {
+    pub fn stop(&mut self) -> Option<Left> {
         while let Some(pending) = self.pending.pop_front() {
-            if pending.state == State::Filled {
-                self.chains.chosen = pending.chains;
-                return Some(Order::Report);
+            match pending.state {
+                State::Filled => {
+                    self.chains.chosen = pending.chains;
+                    return Some(Left::Filled);
+                }
+                State::Stored { packet, .. } => return Some(Left::Stored(packet)),
+                State::Gone => {}
             }
         }
         None

@@ -96,6 +96,15 @@ pub(crate) enum Order {
     Forget(PacketId, Loss),
 }
 
+/// A packet that a queue that stops has not reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Left {
+    /// It is in the store.
+    Stored(PacketId),
+    /// It is in its chains.
+    Filled,
+}
+
 /// How many chains a packet may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Merging {
@@ -169,6 +178,16 @@ impl Policy {
         each!(self, machine => machine.next(ring))
     }
 
+    /// Packets that have arrived, and are neither reported nor lost.
+    pub fn backlog(&self) -> usize {
+        match self {
+            Self::Drop(_) => 0,
+            Self::Pause(machine) => machine.backlog(),
+            Self::Backup(machine) => machine.backlog(),
+            Self::OutOfOrder(machine) => machine.backlog(),
+        }
+    }
+
     /// The pages of a chain were requested, and that was the answer.
     pub fn answered(&mut self, chain: ChainNo, answer: Answered) {
         each!(self, machine => machine.chains_mut().wire_again(chain));
@@ -180,12 +199,14 @@ impl Policy {
         each!(self, machine => &machine.chains().chosen)
     }
 
-    /// The queue stops: the next packet that is filled and not reported, as its
-    /// [`chosen`](Self::chosen) chains. When there is none, what is stored is lost.
-    pub fn stop(&mut self) -> Option<Order> {
+    /// The queue stops: the next packet that is not reported, oldest first. One that is filled is in its
+    /// [`chosen`](Self::chosen) chains.
+    pub fn stop(&mut self) -> Option<Left> {
         match self {
             Self::Backup(machine) => machine.stop(),
-            Self::Drop(_) | Self::Pause(_) | Self::OutOfOrder(_) => None,
+            Self::Pause(machine) => machine.stop(),
+            Self::OutOfOrder(machine) => machine.stop(),
+            Self::Drop(_) => None,
         }
     }
 }
@@ -216,10 +237,11 @@ pub(crate) struct Chains {
 impl Chains {
     fn new(config: &ReceiveConfig, merging: Merging) -> Self {
         let floor = match config.wiring {
-            Wiring::None => 0,
+            // There is no need, if all memory is wired.
+            Wiring::None | Wiring::Static => 0,
             Wiring::Floor { buffers } => u64::from(buffers),
             // A ring has no more.
-            Wiring::Fine => u64::from(u16::MAX),
+            Wiring::Fine | Wiring::Coarse { .. } => u64::from(u16::MAX),
         };
         Self {
             merging,

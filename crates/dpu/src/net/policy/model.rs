@@ -116,9 +116,10 @@ impl Run {
             0 => Prefault::Off,
             _ => Prefault::Posted,
         };
-        let wiring = match random.below(4) {
+        let wiring = match random.below(5) {
             0 => Wiring::Floor { buffers: 5 },
             1 => Wiring::Fine,
+            2 => Wiring::Coarse { bytes: 1 << 20 },
             _ => Wiring::None,
         };
         let merging = match random.below(3) {
@@ -431,13 +432,21 @@ impl Run {
     }
 
     fn stop(&mut self) {
-        while let Some(order) = self.policy.stop() {
-            assert_eq!(order, Order::Report);
-            let (number, chains) = self.filled.pop_first().expect("one is filled");
-            assert_eq!(self.policy.chosen(), chains);
-            self.report(number, &chains);
+        let mut last = None;
+        while let Some(left) = self.policy.stop() {
+            let number = match left {
+                Left::Filled => {
+                    let (number, chains) = self.filled.pop_first().expect("one is filled");
+                    assert_eq!(self.policy.chosen(), chains);
+                    self.report(number, &chains);
+                    number
+                }
+                Left::Stored(packet) => self.store.remove(&packet).expect("it is stored").0,
+            };
+            assert!(last < Some(number), "packet {number} is not the oldest");
+            last = Some(number);
         }
-        assert!(self.filled.is_empty());
+        assert!(self.filled.is_empty() && self.store.is_empty());
     }
 }
 

@@ -19,7 +19,8 @@
 //! look at the chains that it gets, however many others are absent.
 
 use super::{
-    Answered, Arrival, ChainNo, Chains, Look, Loss, Merging, Need, Order, PacketId, Report, Ring,
+    Answered, Arrival, ChainNo, Chains, Left, Look, Loss, Merging, Need, Order, PacketId, Report,
+    Ring,
 };
 use std::collections::{BTreeSet, VecDeque};
 
@@ -82,6 +83,16 @@ impl OutOfOrder {
 
     pub fn stored(&mut self, packet: PacketId, bytes: u32) {
         self.stored.push_back((packet, bytes));
+    }
+
+    pub fn backlog(&self) -> usize {
+        self.stored.len()
+    }
+
+    /// See [`super::Policy::stop`].
+    pub fn stop(&mut self) -> Option<Left> {
+        let (packet, _) = self.stored.pop_front()?;
+        Some(Left::Stored(packet))
     }
 
     pub fn next(&mut self, ring: &mut impl Ring) -> Option<Order> {

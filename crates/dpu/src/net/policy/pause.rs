@@ -14,7 +14,7 @@
 //! every queue that faults loses packets.
 
 use super::{
-    Answered, Arrival, ChainNo, Chains, Loss, Order, PacketId, Report, Ring, front::Front,
+    Answered, Arrival, ChainNo, Chains, Left, Loss, Order, PacketId, Report, Ring, front::Front,
 };
 use std::collections::VecDeque;
 
@@ -69,6 +69,16 @@ impl Pause {
 
     pub fn stored(&mut self, packet: PacketId, bytes: u32) {
         self.stored.push_back((packet, bytes));
+    }
+
+    pub fn backlog(&self) -> usize {
+        self.stored.len()
+    }
+
+    /// See [`super::Policy::stop`].
+    pub fn stop(&mut self) -> Option<Left> {
+        let (packet, _) = self.stored.pop_front()?;
+        Some(Left::Stored(packet))
     }
 
     pub fn next(&mut self, ring: &mut impl Ring) -> Option<Order> {

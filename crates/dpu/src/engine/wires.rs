@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What is wired for the posted chains of a queue, besides its rings.
+//!
+//! | [`Keeping`] | wired from | to |
+//! |---|---|---|
+//! | `ToUse` | the kind's order ([`Wire`](crate::kind::posted::PostedOrder::Wire)) | the use of the chain |
+//! | `Cache` | likewise | beyond it, as long as the cache has room ([`PinDownCache`]) |
+//! | `Everything` | the start of the queue | its end; all memory of the device ([`Everything`]) |
+
+use super::pin_down::{PinDownCache, Use};
+use crate::{
+    kind::work::Keeping,
+    memory::{DeviceMemory, Span},
+    page_demand::PartNo,
+};
+use pagetide_addr::{DomainId, FilePage, FileRange, PAGE_BYTES};
+use pagetide_vpri::DmaDomain;
+use std::{
+    collections::{BTreeMap, VecDeque},
+    rc::Rc,
+    sync::Arc,
+};
+
+/// Most bytes of posted chains that are wired of a queue to their use: 1,024 buffers of a page.
+const TO_USE_BYTES_MAX: u64 = 4 << 20;
+/// Parts of memory whose pages are requested at a time: few, since others need the same host.
+const ASKED_MAX: usize = 4;
+
+type Wire = (Arc<DmaDomain>, FileRange);
+type CachedPage = (DomainId, FilePage);
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct PostedWires {
+    how: How,
+    bytes: u64,
+    /// Bytes wired, and no longer wired, that are not counted yet.
+    news: (u64, u64),
+}
+
+#[derive(Debug)]
+enum How {
+    ToUse(BTreeMap<u64, Vec<Wire>>),
+    Cache {
+        cache: PinDownCache<CachedPage, Wire>,
+        /// Pages in use, by chain.
+        used: BTreeMap<u64, Vec<CachedPage>>,
+    },
+    Everything(Everything),
+}
+
+impl Default for How {
+    fn default() -> Self {
+        Self::ToUse(BTreeMap::new())
+    }
+}
+
+impl PostedWires {
+    /// Nothing wired yet.
+    pub fn new(keeping: Keeping) -> Self {
+        let how = match keeping {
+            Keeping::ToUse => How::default(),
+            Keeping::Cache { bytes } => How::Cache {
+                cache: PinDownCache::new(bytes / PAGE_BYTES),
+                used: BTreeMap::new(),
+            },
+            Keeping::Everything => How::Everything(Everything::default()),
+        };
+        Self {
+            how,
+            bytes: 0,
+            news: (0, 0),
+        }
+    }
+
+    /// Wires the pages of a chain, which are leased, as far as the bound allows.
+    pub fn wire(&mut self, memory: &DeviceMemory, chain: u64, spans: &[Span]) {
+        let (bytes, news) = (&mut self.bytes, &mut self.news);
+        match &mut self.how {
+            How::ToUse(chains) => {
+                for span in spans {
+                    let (domain, pages) = (memory.port(*span).domain(), span.pages());
+                    if *bytes + pages.bytes() > TO_USE_BYTES_MAX || !domain.attributes().wire(pages)
+                    {
+                        return;
+                    }
+                    *bytes += pages.bytes();
+                    news.0 += pages.bytes();
+                    let wires = chains.entry(chain).or_default();
+                    wires.push((domain.clone(), pages));
+                }
+            }
+            How::Cache { cache, used } => {
+                for span in spans {
+                    let domain = memory.port(*span).domain();
+                    for page in span.pages().iter() {
+                        let pin = || {
+                            let is_wired = domain.attributes().wire(page.single());
+                            is_wired.then(|| {
+                                news.0 += PAGE_BYTES;
+                                (domain.clone(), page.single())
+                            })
+                        };
+                        let mut gone = 0;
+                        let unpin = |wire| gone += unwire(wire);
+                        let name = (domain.id(), page);
+                        if cache.begin_use(name, pin, unpin) == Use::Pinned {
+                            used.entry(chain).or_default().push(name);
+                        }
+                        news.1 += gone;
+                    }
+                }
+            }
+            How::Everything(_) => {}
+        }
+    }
+
+    /// A chain is used.
+    pub fn used(&mut self, chain: u64) {
+        match &mut self.how {
+            How::ToUse(chains) if !chains.is_empty() => {
+                for wire in chains.remove(&chain).into_iter().flatten() {
+                    let gone = unwire(wire);
+                    self.bytes -= gone;
+                    self.news.1 += gone;
+                }
+            }
+            How::Cache { cache, used } => {
+                for page in used.remove(&chain).into_iter().flatten() {
+                    cache.end_use(page);
+                }
+            }
+            How::ToUse(_) | How::Everything(_) => {}
+        }
+    }
+
+    /// Unwires all that is wired.
+    pub fn unwire_all(&mut self) {
+        let mut gone = 0;
+        match &mut self.how {
+            How::ToUse(chains) => {
+                let wires = std::mem::take(chains).into_values().flatten();
+                gone += wires.map(unwire).sum::<u64>();
+            }
+            How::Cache { cache, used } => {
+                used.clear();
+                cache.clear(|wire| gone += unwire(wire));
+            }
+            How::Everything(everything) => gone += everything.end(),
+        }
+        self.bytes = 0;
+        self.news.1 += gone;
+    }
+
+    /// Bytes that were wired, and that are no longer, since the last call.
+    pub fn take_news(&mut self) -> (u64, u64) {
+        std::mem::take(&mut self.news)
+    }
+
+    /// The next part of `memory` whose pages are to be requested, if all of it is to be wired. Parts that are
+    /// present are wired; so many are tried at most.
+    pub fn wire_more(&mut self, memory: &Rc<DeviceMemory>, tries: usize) -> Option<Part> {
+        let How::Everything(everything) = &mut self.how else {
+            return None;
+        };
+        let (more, less) = everything.begin(memory);
+        self.news.1 += less;
+        self.news.0 += more;
+        let asked = everything.wire_more(tries);
+        self.news.0 += std::mem::take(&mut everything.wired_bytes);
+        asked
+    }
+
+    /// True if there are parts of memory to be wired without waiting for an answer.
+    pub fn has_more(&self, memory: &Rc<DeviceMemory>) -> bool {
+        match &self.how {
+            How::Everything(everything) => everything.has_more(memory),
+            How::ToUse(_) | How::Cache { .. } => false,
+        }
+    }
+
+    /// The pages of a part were requested, and that was the answer.
+    pub fn part_answered(&mut self, part: PartNo, answer: PartAnswer) {
+        if let How::Everything(everything) = &mut self.how {
+            everything.answered(part, answer);
+            self.news.0 += std::mem::take(&mut everything.wired_bytes);
+        }
+    }
+}
+
+fn unwire((domain, pages): Wire) -> u64 {
+    domain.attributes().unwire(pages);
+    pages.bytes()
+}
+
+/// A part of memory whose pages are to be requested: at most a section.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub number: PartNo,
+    pub domain: DomainId,
+    pub pages: FileRange,
+}
+
+/// How the request for the pages of a part ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PartAnswer {
+    /// They were present.
+    Present,
+    /// Some have lost their content.
+    Lost,
+}
+
+/// All memory of a device, part by part (*static pinning*).
+///
+/// ```text
+///   parts ── wired at once, if present
+///         └─ requested (few at a time) ── answered ─► tried again
+///                                      └─ lost ─────► page by page; the lost ones never
+/// ```
+/// A part that was present and is evicted before it is wired is requested again.
+#[derive(Debug, Default)]
+pub(crate) struct Everything {
+    memory: Option<Rc<DeviceMemory>>,
+    /// How many there were before it.
+    number: u32,
+    parts: Vec<Wire>,
+    /// Parts to be tried.
+    left: VecDeque<u32>,
+    asked: usize,
+    wired: Vec<Wire>,
+    /// Not told yet.
+    wired_bytes: u64,
+}
+
+impl Everything {
+    /// Begins with `memory`, if that is another one than before; returns what is wired and unwired by that.
+    fn begin(&mut self, memory: &Rc<DeviceMemory>) -> (u64, u64) {
+        if self.is_of(memory) {
+            return (0, 0);
+        }
+        // What both have is wired again before it is unwired, so it stays.
+        let before = std::mem::take(&mut self.wired);
+        self.memory = Some(memory.clone());
+        self.number += 1;
+        self.parts.clear();
+        for (domain, range) in memory.parts() {
+            let sections = range.by_section();
+            (self.parts).extend(sections.map(|(_, pages)| (domain.clone(), pages)));
+        }
+        self.left = (0..u32::try_from(self.parts.len()).unwrap_or(u32::MAX)).collect();
+        let mut again = VecDeque::new();
+        if !before.is_empty() {
+            while let Some(part) = self.left.pop_front() {
+                if !self.try_part(part) {
+                    again.push_back(part);
+                }
+            }
+            self.left = again;
+        }
+        let more = std::mem::take(&mut self.wired_bytes);
+        (more, before.into_iter().map(unwire).sum())
+    }
+
+    fn try_part(&mut self, part: u32) -> bool {
+        let Some((domain, pages)) = self.parts.get(part as usize) else {
+            return true;
+        };
+        let is_wired = domain.attributes().wire(*pages);
+        if is_wired {
+            self.wired_bytes += pages.bytes();
+            self.wired.push((domain.clone(), *pages));
+        }
+        is_wired
+    }
+
+    fn is_of(&self, memory: &Rc<DeviceMemory>) -> bool {
+        (self.memory.as_ref()).is_some_and(|known| Rc::ptr_eq(known, memory))
+    }
+
+    fn has_more(&self, memory: &Rc<DeviceMemory>) -> bool {
+        !self.is_of(memory) || (!self.left.is_empty() && self.asked < ASKED_MAX)
+    }
+
+    fn wire_more(&mut self, tries: usize) -> Option<Part> {
+        for _ in 0..tries {
+            if self.asked >= ASKED_MAX {
+                return None;
+            }
+            let part = self.left.pop_front()?;
+            if self.try_part(part) {
+                continue;
+            }
+            let (domain, pages) = self.parts.get(part as usize)?;
+            self.asked += 1;
+            return Some(Part {
+                number: PartNo {
+                    memory: self.number,
+                    part,
+                },
+                domain: domain.id(),
+                pages: *pages,
+            });
+        }
+        None
+    }
+
+    fn answered(&mut self, PartNo { memory, part }: PartNo, answer: PartAnswer) {
+        self.asked = self.asked.saturating_sub(1);
+        if memory != self.number {
+            return;
+        }
+        match answer {
+            PartAnswer::Present => self.left.push_front(part),
+            PartAnswer::Lost => {
+                let Some((domain, pages)) = self.parts.get(part as usize).cloned() else {
+                    return;
+                };
+                for page in pages.iter() {
+                    if domain.attributes().wire(page.single()) {
+                        self.wired_bytes += PAGE_BYTES;
+                        self.wired.push((domain.clone(), page.single()));
+                    }
+                }
+            }
+        }
+    }
+
+    fn end(&mut self) -> u64 {
+        let wired = std::mem::take(self).wired;
+        wired.into_iter().map(unwire).sum()
+    }
+}
