@@ -309,6 +309,8 @@ report! {
         readahead_pages: u64 => counter,
         /// Pages swapped in before anything asked for them: they were in use when they were evicted, their section is in use again, or (swap-in-together) one that was evicted with them.
         swapped_in_ahead_pages: u64 => counter,
+        /// Absent pages that lay wholly in posted receive buffers, since the daemon started: they became zeros, and their old content was dropped, not swapped in.
+        blanked_pages: u64 => counter,
         /// Pages the VM discarded (balloon, free page reporting, virtio-mem).
         discarded_pages: u64 => counter,
         /// Fills that went over the limit because nothing could be evicted first.

@@ -22,7 +22,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::api::{self, ApiSocket, Calls};
 use crate::cli::{DpuRunArgs, RunArgs, SettingsArgs};
-use crate::control::{Control, ControlError};
+use crate::control::{Control, ControlError, DeviceReport};
 use crate::dpu::{Owed, process::start_dpu};
 use crate::files;
 use crate::host::{start_control, start_with};
@@ -34,6 +34,7 @@ use crate::upgrade::{
     Order, Parts, Prepared, Turn, UpgradeReport, Upgrades, hold, own_program, prepare, refuse_all,
 };
 use pagetide_addr::{PAGE_BYTES, to_usize};
+use pagetide_handover::message;
 use pagetide_report::outcome::{CommandError, print};
 use pagetide_sys::{clock::now_ns, hurry::Hurry};
 
@@ -478,7 +479,14 @@ impl Serving<'_> {
     ) -> Result<Prepared, ControlError> {
         self.control.may_hand_over()?;
         let (settings, ready_wait) = (upgrading.settings.to_owned(), upgrading.ready_wait);
-        let work = tokio::task::spawn_blocking(move || prepare(&path, &settings, ready_wait));
+        let is_nic = |device: &DeviceReport| device.kind == "net";
+        // An older program goes on with everything else.
+        let requires = match self.control.devices().iter().any(is_nic) {
+            true => vec![message::POOLS, message::DISKS, message::NICS],
+            false => vec![message::POOLS, message::DISKS],
+        };
+        let work =
+            tokio::task::spawn_blocking(move || prepare(&path, &settings, &requires, ready_wait));
         work.await.unwrap_or_else(|gone| {
             Err(ControlError::failed(format!(
                 "the upgrade panicked: {gone}"

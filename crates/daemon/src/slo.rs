@@ -78,6 +78,25 @@ pub struct SlowRequestReport {
     pub injected: bool,
 }
 
+/// What faults have cost the packets that a queue pair of a network device received, since the device was made.
+#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize, ToSchema)]
+pub struct PairSloReport {
+    /// Number of the pair.
+    pub pair: u16,
+    /// Packets lost to a fault.
+    pub fault_dropped_packets: u64,
+    /// Packets that have waited in the store for their buffers.
+    pub parked_packets: u64,
+    /// Half of them waited no longer than this; absent without any, as those that follow.
+    pub parked_p50_us: Option<f64>,
+    /// All but one in a hundred waited no longer than this.
+    pub parked_p99_us: Option<f64>,
+    /// The longest wait.
+    pub parked_max_us: Option<f64>,
+    /// All waits together.
+    pub parked_total_us: f64,
+}
+
 /// The account of service levels of one device.
 #[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize, ToSchema)]
 pub struct SloReport {
@@ -95,6 +114,9 @@ pub struct SloReport {
     pub slow: Vec<SlowRequestReport>,
     /// Memory that the account takes.
     pub memory_bytes: u64,
+    /// Of a network device: its queue pairs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub pairs: Vec<PairSloReport>,
 }
 
 /// Accounts of devices.
@@ -138,10 +160,33 @@ fn device_text(device: &SloReport) -> String {
             );
         }
     }
+    let pairs: Vec<&PairSloReport> = (device.pairs.iter())
+        .filter(|pair| pair.fault_dropped_packets + pair.parked_packets > 0)
+        .collect();
+    if !pairs.is_empty() {
+        text += &table(&pair_rows(&pairs));
+    }
     if !device.slow.is_empty() {
         text += &table(&slow_rows(&device.slow));
     }
     text
+}
+
+fn pair_rows(pairs: &[&PairSloReport]) -> Vec<[String; 6]> {
+    let head = ["PAIR", "LOST TO FAULTS", "PARKED", "P50", "P99", "LONGEST"];
+    let mut rows = vec![head.map(str::to_owned)];
+    let of_some = |us: Option<f64>| us.map_or_else(|| "-".to_owned(), latency);
+    rows.extend(pairs.iter().map(|pair| {
+        [
+            pair.pair.to_string(),
+            pair.fault_dropped_packets.to_string(),
+            pair.parked_packets.to_string(),
+            of_some(pair.parked_p50_us),
+            of_some(pair.parked_p99_us),
+            of_some(pair.parked_max_us),
+        ]
+    }));
+    rows
 }
 
 fn latency_rows(windows: &[SloWindowReport]) -> Vec<[String; 9]> {

@@ -28,8 +28,13 @@ pub struct NetArgs {
     /// Do not ask for pages of posted buffers before there are packets for them
     #[arg(long)]
     pub no_prefault: bool,
-    /// Which posted buffers stay present: none, fine (all), or floor:N (the next N of each ring)
-    #[arg(long, value_name = "none|fine|floor:N", default_value_t)]
+    /// Which pages stay present: none, floor:N (the next N posted buffers of each ring), fine (all posted
+    /// buffers), coarse:SIZE (used ones, too, up to that size), or static (all memory of the guest)
+    #[arg(
+        long,
+        value_name = "none|floor:N|fine|coarse:SIZE|static",
+        default_value_t
+    )]
     pub wire: Wire,
     /// Most memory for packets that wait for their buffers, all queues together
     #[arg(long, value_name = "SIZE", default_value_t = ByteSize(STORE_BYTES))]

@@ -7,7 +7,8 @@ use super::blk::{
 };
 use super::socket_mode::SocketMode;
 use clap::ValueEnum;
-use pagetide_dpu::STORE_BYTES;
+use pagetide_dpu::{COARSE_BYTES_RANGE, STORE_BYTES};
+use pagetide_report::size::ByteSize;
 use serde::{Deserialize, Serialize};
 use std::{fmt, path::PathBuf, str::FromStr};
 use utoipa::ToSchema;
@@ -35,7 +36,7 @@ pub struct NetRequest {
     /// Ask for pages of posted buffers before there are packets for them.
     #[serde(default = "default_prefault")]
     pub prefault: bool,
-    /// Which posted buffers stay present: `none`, `fine` or `floor:N`.
+    /// Which pages stay present: `none`, `fine`, `floor:N`, `coarse:SIZE` or `static`.
     #[serde(default)]
     #[schema(value_type = String)]
     pub wire: Wire,
@@ -118,7 +119,7 @@ pub enum OnReceiveFault {
     OutOfOrder,
 }
 
-/// Which posted buffers stay present.
+/// Which pages stay present on behalf of a network device, besides its rings.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Wire {
@@ -129,21 +130,36 @@ pub enum Wire {
     Fine,
     /// The next so many of each ring.
     Floor(u16),
+    /// As `fine`, and after its use, too, as long as no more than so many bytes do.
+    Coarse(u64),
+    /// All memory of the guest.
+    Static,
 }
 
 impl FromStr for Wire {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let floor = text.strip_prefix("floor:").map(str::parse);
-        match (text, floor) {
-            ("none", _) => Ok(Self::None),
-            ("fine", _) => Ok(Self::Fine),
-            (_, Some(Ok(buffers @ 1..=BUFFERS_MAX))) => Ok(Self::Floor(buffers)),
-            _ => Err(format!(
-                "write none, fine, or floor:N with a number of buffers from 1 to {BUFFERS_MAX}"
-            )),
+        match text {
+            "none" => return Ok(Self::None),
+            "fine" => return Ok(Self::Fine),
+            "static" => return Ok(Self::Static),
+            _ => {}
         }
+        if let Some(Ok(buffers @ 1..=BUFFERS_MAX)) = text.strip_prefix("floor:").map(str::parse) {
+            return Ok(Self::Floor(buffers));
+        }
+        if let Some(Ok(ByteSize(bytes))) = text.strip_prefix("coarse:").map(str::parse)
+            && COARSE_BYTES_RANGE.contains(&bytes)
+        {
+            return Ok(Self::Coarse(bytes));
+        }
+        Err(format!(
+            "write none, fine, static, floor:N with a number of buffers from 1 to {BUFFERS_MAX}, or coarse:SIZE \
+             with a size from {} to {}",
+            ByteSize(*COARSE_BYTES_RANGE.start()),
+            ByteSize(*COARSE_BYTES_RANGE.end()),
+        ))
     }
 }
 
@@ -153,6 +169,8 @@ impl fmt::Display for Wire {
             Self::None => f.write_str("none"),
             Self::Fine => f.write_str("fine"),
             Self::Floor(buffers) => write!(f, "floor:{buffers}"),
+            Self::Coarse(bytes) => write!(f, "coarse:{}", ByteSize(*bytes)),
+            Self::Static => f.write_str("static"),
         }
     }
 }
@@ -190,7 +208,16 @@ mod tests {
 
     #[test]
     fn wiring_is_read_as_it_is_written_and_nothing_else_is() {
-        for text in ["none", "fine", "floor:1", "floor:1024"] {
+        for text in [
+            "none",
+            "fine",
+            "floor:1",
+            "floor:1024",
+            "coarse:64K",
+            "coarse:16M",
+            "coarse:1T",
+            "static",
+        ] {
             let wire: Wire = text.parse().unwrap();
             assert_eq!(wire.to_string(), text);
             assert_eq!(serde_json::to_value(wire).unwrap(), json!(text));
@@ -202,7 +229,12 @@ mod tests {
             "floor:0",
             "floor:1025",
             "floor:-1",
-            "static",
+            "coarse",
+            "coarse:",
+            "coarse:63K",
+            "coarse:2T",
+            "coarse:-1",
+            "static:1",
             "None",
         ] {
             assert!(text.parse::<Wire>().is_err(), "{text:?}");

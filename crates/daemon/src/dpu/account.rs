@@ -5,11 +5,11 @@ use super::{make::wrong_or_failed, set::DeviceSet};
 use crate::{
     control::ControlError,
     injection::{InjectionReport, InjectionRequest},
-    slo::{SloReport, SloWindowReport, SlowCauseReport, SlowRequestReport},
+    slo::{PairSloReport, SloReport, SloWindowReport, SlowCauseReport, SlowRequestReport},
 };
 use pagetide_addr::DeviceId;
 use pagetide_dpu::{
-    DeviceReport, DpuError,
+    DeviceReport, DpuError, NicReport, PairReport,
     inject::{self, Injection},
 };
 use std::{path::Path, time::Duration};
@@ -138,7 +138,24 @@ fn report_of(device: &DeviceReport, account: &pagetide_dpu::SloReport) -> SloRep
         slow_requests: account.slow_requests,
         slow: account.slow.iter().map(slow_report).collect(),
         memory_bytes: account.memory_bytes,
+        pairs: device.backing.nic().map(pairs_of).unwrap_or_default(),
     }
+}
+
+fn pairs_of(nic: &NicReport) -> Vec<PairSloReport> {
+    let report = |(pair, its): (u16, &PairReport)| {
+        let of_some = |time: Duration| (its.parked_packets > 0).then(|| us(time));
+        PairSloReport {
+            pair,
+            fault_dropped_packets: its.fault_drops,
+            parked_packets: its.parked_packets,
+            parked_p50_us: of_some(its.parked_p50),
+            parked_p99_us: of_some(its.parked_p99),
+            parked_max_us: of_some(its.parked_max),
+            parked_total_us: us(its.parked_total),
+        }
+    };
+    (0..).zip(&nic.accounts).map(report).collect()
 }
 
 fn window_report(name: &str, window: &pagetide_dpu::SloWindow) -> SloWindowReport {

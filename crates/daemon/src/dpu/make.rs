@@ -129,6 +129,8 @@ fn receive_config(net: &NetRequest) -> ReceiveConfig {
             Wire::None => Wiring::None,
             Wire::Fine => Wiring::Fine,
             Wire::Floor(buffers) => Wiring::Floor { buffers },
+            Wire::Coarse(bytes) => Wiring::Coarse { bytes },
+            Wire::Static => Wiring::Static,
         },
         store_bytes: net.backup_bytes,
     }

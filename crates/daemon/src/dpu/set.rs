@@ -403,12 +403,6 @@ impl DeviceSet {
         Ok(id)
     }
 
-    fn is_nic(&self, socket: &Path) -> bool {
-        let kept = lock(&self.kept);
-        let request = kept.get(socket).map(|kept| &kept.request);
-        request.is_some_and(|request| matches!(request, DeviceRequest::Net(_)))
-    }
-
     fn id_of(&self, socket: &Path) -> Option<DeviceId> {
         self.dpu
             .devices()
@@ -421,10 +415,6 @@ impl DeviceSet {
     pub(crate) fn may_hand_over(&self) -> Result<(), ControlError> {
         match self.dpu.unrecorded() {
             None => Ok(()),
-            Some((socket, _)) if self.is_nic(&socket) => Err(ControlError::refused(format!(
-                "the network device at {} has a front end, and none of these keeps a record of its buffers: unplug the device from its VM, or stop that VM, first",
-                socket.display()
-            ))),
             Some((socket, queue)) => Err(ControlError::refused(format!(
                 "the front end at {} keeps no record of its requests in flight (INFLIGHT_SHMFD, which QEMU has), so \
                  queue {queue} cannot be handed over: disconnect it first",

@@ -54,6 +54,7 @@ impl Vm {
             iopf_preempt_us: latency_us(&iopfs.preempt),
             readahead_pages: count(Counter::NeighbourPages),
             swapped_in_ahead_pages: count(Counter::SwappedInAheadPages),
+            blanked_pages: core.space.memory.counters().blanked_pages.load(Relaxed),
             discarded_pages: count(Counter::DiscardedPages),
             over_limit_fills: count(Counter::OverLimitFills),
             directly_evicted_pages: core.limit.reserve().direct_pages(),

@@ -4,14 +4,20 @@
 use crate::{api::ApiSocket, control::ControlError, host::HandedOver, state_dir::StateDir};
 use pagetide_addr::{FrontendVa, Gpa};
 use pagetide_dpu::{
-    Enabled, InflightRecord, ParkedDevice, ParkedFrontEnd, Record, RegionShape, RingAddresses,
-    RingSettings, Runs,
+    Enabled, InflightRecord, ParkedDevice, ParkedFrontEnd, ParkedNic, Record, RegionShape,
+    RingAddresses, RingSettings, Runs,
 };
 use pagetide_handover::{
     Descriptors, HandoverError,
-    message::{Addresses, Device, Fd, FrontEnd, Go, Inflight, Region, Ring},
+    message::{Addresses, Device, Fd, FrontEnd, Go, Inflight, Nic, Region, Ring},
 };
-use std::{os::fd::OwnedFd, sync::Arc};
+use rustix::fs::{MemfdFlags, memfd_create};
+use std::{
+    fs::File,
+    io::{self, BufReader, BufWriter, Seek},
+    os::fd::OwnedFd,
+    sync::Arc,
+};
 
 /// See the module.
 pub(crate) struct Parts {
@@ -42,6 +48,20 @@ impl Numbering {
             socket: device.socket,
             listener: self.put(device.listener),
             front_end: device.front_end.map(|front_end| self.front_end(front_end)),
+            nic: device.nic.map(|nic| self.nic(nic)),
+        }
+    }
+
+    fn nic(&mut self, nic: ParkedNic) -> Nic {
+        let packets = packets_in_a_file(&nic).unwrap_or_else(|error| {
+            // There is no way back, and the others go on.
+            tracing::error!(%error, packets = nic.packets.len(), "packets for a guest are lost");
+            None
+        });
+        Nic {
+            interface: nic.interface,
+            links: nic.descriptors.into_iter().map(|fd| self.put(fd)).collect(),
+            packets: packets.map(|file| self.put(file)),
         }
     }
 
@@ -154,7 +174,46 @@ fn device_of(device: &Device, fds: &mut Descriptors) -> Result<ParkedDevice, Han
         socket: device.socket.clone(),
         front_end: front_end.transpose()?,
         listener: fds.take(device.listener)?.into(),
+        nic: device
+            .nic
+            .as_ref()
+            .map(|nic| nic_of(nic, fds))
+            .transpose()?,
     })
+}
+
+fn nic_of(nic: &Nic, fds: &mut Descriptors) -> Result<ParkedNic, HandoverError> {
+    let descriptors = nic.links.iter().map(|fd| fds.take(*fd));
+    let descriptors = descriptors.collect::<Result<_, _>>()?;
+    let file = nic.packets.map(|fd| fds.take(fd)).transpose()?;
+    let packets = file.map(|file| {
+        let mut file = File::from(file);
+        file.rewind()?;
+        ParkedNic::read_packets(&mut BufReader::new(file))
+    });
+    let packets = packets.transpose().unwrap_or_else(|error| {
+        tracing::error!(%error, "packets for a guest are lost");
+        None
+    });
+    Ok(ParkedNic {
+        descriptors,
+        interface: nic.interface,
+        packets: packets.unwrap_or_default(),
+    })
+}
+
+/// The packets of a device in a file that has no name, if there are any.
+fn packets_in_a_file(nic: &ParkedNic) -> io::Result<Option<File>> {
+    if nic.packets.is_empty() {
+        return Ok(None);
+    }
+    let file = File::from(memfd_create("pagetide-packets", MemfdFlags::CLOEXEC)?);
+    let mut writer = BufWriter::new(file);
+    nic.write_packets(&mut writer)?;
+    let file = writer
+        .into_inner()
+        .map_err(io::IntoInnerError::into_error)?;
+    Ok(Some(file))
 }
 
 fn front_end_of(
@@ -273,6 +332,12 @@ mod tests {
             socket: dir.join(name),
             listener: UnixListener::bind(dir.join(name)).unwrap(),
             front_end,
+            nic: None,
+        };
+        let nic = ParkedNic {
+            descriptors: vec![file(), file()],
+            interface: 15,
+            packets: vec![(1, vec![16; 100].into()), (0, vec![17; 12].into())],
         };
         let front_end = ParkedFrontEnd {
             connection: UnixStream::pair().unwrap().0,
@@ -284,7 +349,14 @@ mod tests {
             api: file(),
             handed: HandedOver {
                 vms: vec!["a".into()],
-                devices: vec![device("x", Some(front_end)), device("y", None)],
+                devices: vec![
+                    device("x", Some(front_end)),
+                    device("y", None),
+                    ParkedDevice {
+                        nic: Some(nic),
+                        ..device("z", None)
+                    },
+                ],
             },
         }
     }
@@ -300,9 +372,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (go, fds) = parts(dir.path()).into_message();
         let inodes: Vec<u64> = fds.iter().map(inode).collect();
-        assert_eq!(inodes.len(), 11);
+        assert_eq!(inodes.len(), 15);
         let again = Parts::from_message(&go, fds.into_iter().collect()).unwrap();
-        assert_eq!(facts(again), (go, inodes));
+        let packets = |parts: &Parts| {
+            parts.handed.devices[2]
+                .nic
+                .as_ref()
+                .unwrap()
+                .packets
+                .clone()
+        };
+        let other_dir = tempfile::tempdir().unwrap();
+        assert_eq!(packets(&again), packets(&parts(other_dir.path())));
+        // The packets are in a file that was made anew; all others are the same.
+        let (go_again, inodes_again) = facts(again);
+        assert_eq!(go_again, go);
+        assert_eq!(inodes_again[..14], inodes[..14]);
     }
 
     #[test]
@@ -313,8 +398,8 @@ mod tests {
         twice.api = twice.lock;
         fds.pop();
         let lost = Parts::from_message(&go, fds.into_iter().collect());
-        assert!(matches!(lost, Err(HandoverError::Descriptor { index: 10 })));
-        let fds = (0..11).map(|_| file());
+        assert!(matches!(lost, Err(HandoverError::Descriptor { index: 14 })));
+        let fds = (0..15).map(|_| file());
         let error = Parts::from_message(&twice, fds.collect()).err();
         assert!(matches!(
             error,

@@ -5,7 +5,7 @@ use super::report::{UpgradeReport, UpgradeState};
 use crate::control::ControlError;
 use pagetide_handover::{
     Channel, HandoverError, Program,
-    message::{DISKS, Message, Offer, POOLS, VERSION},
+    message::{Message, Offer, VERSION},
 };
 use std::{
     os::unix::process::CommandExt,
@@ -59,13 +59,14 @@ impl Prepared {
     }
 }
 
-/// Starts the program at `path` and waits until it is ready.
+/// Starts the program at `path`, which must know what the hand-over `requires`, and waits until it is ready.
 ///
 /// # Errors
 /// It may not become the daemon, does not start, refuses, or is not ready in time. Nothing has happened then.
 pub(crate) fn prepare(
     path: &Path,
     settings: &str,
+    requires: &[&str],
     ready_wait: Duration,
 ) -> Result<Prepared, ControlError> {
     let program = Program::open(path).map_err(|error| ControlError::refused(error.to_string()))?;
@@ -73,7 +74,7 @@ pub(crate) fn prepare(
     let pid = process.0.as_ref().map_or(0, Child::id);
     let offer = Message::Offer(Offer {
         version: VERSION,
-        requires: vec![POOLS.to_owned(), DISKS.to_owned()],
+        requires: requires.iter().map(|what| (*what).to_owned()).collect(),
         program: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         settings: settings.to_owned(),
