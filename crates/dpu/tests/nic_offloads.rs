@@ -198,7 +198,7 @@ fn has_right_checksum(packet: &[u8]) {
 
 /// Packets of TCP that together have `expected`, each complete and right by itself.
 fn segments(mut next: impl FnMut() -> Vec<u8>, expected: &[u8]) {
-    let mut joined = Vec::new();
+    let mut joined: Vec<u8> = Vec::new();
     while joined.len() < expected.len() {
         let packet = next();
         has_right_checksum(&packet);
