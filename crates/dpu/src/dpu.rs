@@ -15,12 +15,8 @@ use crate::{
     kind::Kind,
     lock,
     net::{
-        config::STORE_BYTES_RANGE,
-        device::Nic,
-        handed::ParkedNic,
-        link::{LinkError, pair::Pairs},
-        nic::PAIRS_MAX,
-        record::file::RecordFile,
+        config::STORE_BYTES_RANGE, device::Nic, handed::ParkedNic, link::pair::Pairs,
+        nic::PAIRS_MAX, record::file::RecordFile,
     },
     ring::DEVICES_MAX,
     shared::{DeviceSetup, DeviceShared},
@@ -228,11 +224,7 @@ impl Dpu {
     ) -> Result<DeviceId, DpuError> {
         let socket = config.socket.clone();
         let nic = parked.as_ref().and_then(|parked| parked.nic.as_ref());
-        let nic = nic.map(ParkedNic::try_clone).transpose();
-        let nic = nic.map_err(|source| LinkError::Kernel {
-            name: config.link.to_string(),
-            source,
-        })?;
+        let nic = nic.map(|nic| nic.copy_for(&config.link)).transpose()?;
         self.add_link(config, nic.as_ref(), |control| {
             let parked = parked.take();
             let ParkedDevice {
@@ -277,11 +269,7 @@ impl Dpu {
         self.lock()
             .here()
             .for_each(|device| device.endpoint.admit());
-        for engine in &self.engines {
-            if engine.shared.mailbox.post(Command::Look).is_err() {
-                tracing::debug!("an engine had ended already");
-            }
-        }
+        self.tell_engines(|| Command::Look);
     }
 
     /// Waits until no message of a front end is under way, and then until the kernel has no request of ours on any
@@ -305,13 +293,17 @@ impl Dpu {
             self.lock()
                 .here()
                 .for_each(|device| device.endpoint.speak());
-            for engine in &self.engines {
-                if engine.shared.mailbox.post(Command::Speak).is_err() {
-                    tracing::debug!("an engine had ended already");
-                }
-            }
+            self.tell_engines(|| Command::Speak);
         }
         hushed
+    }
+
+    fn tell_engines(&self, command: fn() -> Command) {
+        for engine in &self.engines {
+            if engine.shared.mailbox.post(command()).is_err() {
+                tracing::debug!("an engine had ended already");
+            }
+        }
     }
 
     fn try_hush(&self, wait: Duration) -> Result<(), DpuError> {
@@ -364,18 +356,11 @@ impl Dpu {
             device.endpoint.park();
         }
         let parked = here.iter_mut().filter_map(|device| {
-            let mut parked = device.endpoint.parked();
+            let parked = device.endpoint.parked();
             let kind = &device.endpoint.control().shared.kind;
-            if let (Some(parked), Some(nic)) = (&mut parked, kind.hand_over()) {
-                match nic {
-                    Ok(nic) => parked.nic = Some(nic),
-                    Err(error) => {
-                        tracing::error!(%error, "the link of a network device is not handed over");
-                    }
-                }
-            }
+            let nic = kind.hand_over();
             kind.release();
-            parked
+            parked.map(|parked| ParkedDevice { nic, ..parked })
         });
         let parked = parked.collect();
         self.end_engines();

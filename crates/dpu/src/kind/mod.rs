@@ -172,10 +172,16 @@ impl Kind {
     }
 
     /// What that process gets besides the front end, once all queues have stopped.
-    pub fn hand_over(&self) -> Option<io::Result<ParkedNic>> {
+    pub fn hand_over(&self) -> Option<ParkedNic> {
         match self {
             Self::Blk(_) => None,
-            Self::Net(nic) => Some(nic.hand_over()),
+            Self::Net(nic) => match nic.hand_over() {
+                Ok(parked) => Some(parked),
+                Err(error) => {
+                    tracing::error!(%error, "the link of a network device is not handed over");
+                    None
+                }
+            },
         }
     }
 

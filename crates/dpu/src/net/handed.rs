@@ -17,7 +17,7 @@
 //! ```
 
 use super::{
-    link::LinkError,
+    link::{LinkConfig, LinkError},
     packet::{HEADER_LEN, PACKET_LEN_MAX},
 };
 use std::{
@@ -52,6 +52,14 @@ impl ParkedNic {
             descriptors: descriptors.collect::<io::Result<_>>()?,
             interface: self.interface,
             packets: self.packets.clone(),
+        })
+    }
+
+    /// A copy for the device of that link.
+    pub(crate) fn copy_for(&self, link: &LinkConfig) -> Result<Self, LinkError> {
+        self.try_clone().map_err(|source| LinkError::Kernel {
+            name: link.to_string(),
+            source,
         })
     }
 
