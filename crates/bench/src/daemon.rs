@@ -198,9 +198,11 @@ impl Daemon {
     /// Evicts until at most `resident_bytes` of the VM are present; returns its figures then.
     pub(super) fn evict_down_to(&self, resident_bytes: u64) -> Result<VmReport, String> {
         let mut vm = self.vm()?;
+        let mut last = ReclaimReport::default();
         for _ in 0..RECLAIMS_MAX {
             let excess_bytes = vm.resident_bytes.saturating_sub(resident_bytes);
-            self.reclaim((resident_bytes > 0).then_some(excess_bytes))?;
+            let wanted = (resident_bytes > 0).then_some(excess_bytes);
+            last = self.reclaim(wanted)?;
             vm = self.vm()?;
             if vm.resident_bytes <= resident_bytes {
                 return Ok(vm);
@@ -208,9 +210,10 @@ impl Daemon {
         }
         let bar = vm.eviction_blockers.first();
         Err(self.with_log(format!(
-            "{} bytes are still present after {RECLAIMS_MAX} reclaims{}",
+            "{} bytes are still present after {RECLAIMS_MAX} reclaims{}{}",
             vm.resident_bytes,
             bar.map_or_else(String::new, |bar| format!(" ({bar})")),
+            last.stayed_text(),
         )))
     }
 

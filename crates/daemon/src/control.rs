@@ -23,7 +23,7 @@ mod state;
 pub use blk::{BlkRequest, DEFAULT_BLK_QUEUES, OnFault, RamKind};
 pub use error::{ControlError, ErrorKind};
 pub use net::{DEFAULT_PAIRS, NetLink, NetRequest, OnReceiveFault, Wire};
-pub use parts::{ReclaimReport, RegionReport};
+pub use parts::{ReclaimReport, RegionReport, StayedReport};
 pub use socket_mode::SocketMode;
 pub use state::{DeviceState, VmState};
 
@@ -301,7 +301,7 @@ report! {
         heard_accesses: u64 => counter,
         /// Records of the access log that were not believed: outside the VM's memory, or of too many devices.
         refused_accesses: u64 => counter,
-        /// A section that a device left alone for so long is protected (policy adp; it follows the evictor).
+        /// A section that a device left alone for so long is protected (policy adp; where it follows the evictor, it changes).
         promote_after_ms: u64 => gauge,
         /// What is protected of each device.
         protected_devices: Vec<DeviceProtectionReport> => skip,

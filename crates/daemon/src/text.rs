@@ -92,7 +92,11 @@ impl Text for DeviceReport {
 
 impl Text for ReclaimReport {
     fn text(&self) -> String {
-        fields(self)
+        let mut fields_of = serde_json::to_value(self).unwrap_or_default();
+        if let Some(stayed) = &self.stayed {
+            fields_of["stayed"] = stayed.to_string().into();
+        }
+        fields(&fields_of)
     }
 }
 

@@ -34,4 +34,10 @@ pub trait AccessTracker: Send + Sync {
     /// # Errors
     /// Its own.
     fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError>;
+
+    /// True if [`AccessTracker::mapped`] returns all of `section` because it is in a huge page that is in use or
+    /// cannot be split.
+    fn is_held(&self, _section: SectionNo) -> bool {
+        false
+    }
 }

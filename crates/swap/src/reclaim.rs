@@ -57,10 +57,13 @@ use std::{
 };
 
 mod sinking;
+mod stayed;
 pub(crate) mod taking;
 
 use sinking::Sinking;
 use taking::Memory;
+
+pub use stayed::Stayed;
 
 pub use pagetide_policy::victims::{Need, Reach, UNMAPPED_MIN};
 
@@ -104,6 +107,7 @@ impl Reclaimer {
                 evictor,
                 limit,
                 tracker,
+                trials: Arc::default(),
             },
             taken: Arc::new(|_, _| ()),
         }
@@ -653,6 +657,7 @@ mod tests {
             evictor,
             limit: Arc::new(Limit::new()),
             tracker: Arc::new(Untouched),
+            trials: Arc::default(),
         };
         let tell: TellTaken = Arc::new(|_, _| ());
         let mut pages = SectionPages {

@@ -18,6 +18,7 @@
 //! | [`mapping`] | our own mapping of such a file |
 //! | [`sigbus`] | surviving a mapping whose file shrinks |
 //! | [`process`] | another process by pidfd; page-out, descriptors, same-memory |
+//! | [`batches`] | pages that page-out would pass over |
 //! | [`pagemap`] | which pages a process has mapped |
 //! | [`page_idle`] | which page frames were used since they were marked |
 //! | [`page_flags`] | page frames, and the folios that they are parts of |
@@ -41,6 +42,7 @@
 //! | [`kept_signals`] | signals that wait until they are read, also over `exec` |
 
 pub mod accounts;
+pub mod batches;
 pub mod byte_lock;
 pub mod clock;
 pub mod cpu;

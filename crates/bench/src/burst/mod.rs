@@ -503,8 +503,9 @@ impl Bench {
             }
             if !few(&last) {
                 return Err(self.daemon.with_log(format!(
-                    "{} of {name} is still present after {RECLAIMS_MAX} reclaims",
-                    last.resident_bytes
+                    "{} of {name} is still present after {RECLAIMS_MAX} reclaims{}",
+                    last.resident_bytes,
+                    last.stayed_text()
                 )));
             }
         }

@@ -261,17 +261,18 @@ impl Bench {
 
     fn evict_all(&self, name: &str) -> Result<(), String> {
         let path = vm_path(name);
+        let mut last = ReclaimReport::default();
         for _ in 0..RECLAIMS_MAX {
             let bytes = json!({});
-            let report: ReclaimReport = self.daemon.send(&(path.clone() + "/reclaim"), &bytes)?;
-            if report.resident_bytes < self.ram_bytes / 64 {
+            last = self.daemon.send(&(path.clone() + "/reclaim"), &bytes)?;
+            if last.resident_bytes < self.ram_bytes / 64 {
                 return Ok(());
             }
         }
-        let vm: VmReport = self.daemon.ask(Method::GET, &path)?;
         Err(self.daemon.with_log(format!(
-            "{} of {name} is still present after {RECLAIMS_MAX} reclaims",
-            vm.resident_bytes
+            "{} of {name} is still present after {RECLAIMS_MAX} reclaims{}",
+            last.resident_bytes,
+            last.stayed_text()
         )))
     }
 

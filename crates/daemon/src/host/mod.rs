@@ -398,13 +398,20 @@ impl Control for Host {
     fn reclaim(&self, name: &str, bytes: Option<u64>) -> Result<ReclaimReport, ControlError> {
         let vm = self.vms.get(name)?;
         let pages = bytes.map_or(u64::MAX, |bytes| bytes.div_ceil(PAGE_BYTES));
-        let (evicted, shortfall) = vm.reclaim(pages);
+        let done = vm.reclaim(pages);
+        let resident_bytes = vm.core.layout.look().allocated_bytes().map_err(failed)?;
+        let mut stayed = done.stayed;
+        if let Some(stayed) = &mut stayed {
+            stayed.beside(resident_bytes / PAGE_BYTES);
+        }
+        let evicted = done.evicted_pages;
         Ok(ReclaimReport {
             name: name.to_owned(),
             asked_bytes: bytes,
             reclaimed_bytes: evicted * PAGE_BYTES,
-            resident_bytes: vm.core.layout.look().allocated_bytes().map_err(failed)?,
-            shortfall: shortfall.filter(|_| bytes.is_some() || evicted == 0),
+            resident_bytes,
+            shortfall: done.shortfall.filter(|_| bytes.is_some() || evicted == 0),
+            stayed: stayed.filter(|stayed| stayed.pages > 0),
         })
     }
 

@@ -2,7 +2,7 @@
 //! [`ReclaimRequests`]: requests to evict a number of pages now, on their way to the reclaim thread.
 
 use super::lock::lock;
-use pagetide_swap::reclaim::Reclaimed;
+use pagetide_swap::reclaim::{Reclaimed, Stayed};
 use std::{
     collections::VecDeque,
     sync::{Mutex, mpsc},
@@ -11,7 +11,14 @@ use std::{
 /// A request to evict a number of pages now, regardless of the limit.
 pub(super) struct ReclaimRequest {
     pub(super) pages: u64,
-    pub(super) done: mpsc::Sender<Reclaimed>,
+    pub(super) done: mpsc::Sender<Answer>,
+}
+
+/// What became of a request.
+pub(super) struct Answer {
+    pub(super) done: Reclaimed,
+    /// What is in memory, if less was evicted than was asked for.
+    pub(super) stayed: Option<Stayed>,
 }
 
 /// Requests that wait for the reclaim thread, as long as it runs.

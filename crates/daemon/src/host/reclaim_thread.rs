@@ -13,7 +13,7 @@ use super::{
     core::{Heat, VmCore},
     hotplug::Hotplug,
     lock::lock,
-    reclaim_requests::ReclaimRequest,
+    reclaim_requests::{Answer, ReclaimRequest},
     work::{Paced, VmWork},
 };
 use pagetide_addr::SECTION_PAGES;
@@ -121,6 +121,9 @@ impl ReclaimThread {
     fn situation(&mut self) -> Situation {
         if self.request.is_none() {
             self.request = self.vm.requests.pop();
+            if self.request.is_some() {
+                self.reclaimer.begin_account();
+            }
         }
         self.decisions.set_content(match self.vm.store.full() {
             Some(_) => Content::Refused,
@@ -389,8 +392,10 @@ impl ReclaimThread {
         let Some(request) = self.request.take() else {
             return;
         };
+        let is_short = done.evicted_pages < request.pages;
+        let stayed = is_short.then(|| self.reclaimer.stayed());
         self.vm.counters.sync();
-        if request.done.send(done).is_err() {
+        if request.done.send(Answer { done, stayed }).is_err() {
             tracing::debug!(vm = self.vm.name, "the caller of a reclaim has left");
         }
     }

@@ -20,7 +20,7 @@ use super::{
     identity::Identity,
     life::{Life, Stage},
     lock::lock,
-    reclaim_requests::{ReclaimRequest, ReclaimRequests},
+    reclaim_requests::{Answer, ReclaimRequest, ReclaimRequests},
     reclaim_thread::{ReclaimParts, ReclaimThread},
     regrant::Regrant,
     shared::Shared,
@@ -29,7 +29,7 @@ use super::{
     work::VmWork,
 };
 use crate::{
-    control::{ControlError, VmState},
+    control::{ControlError, StayedReport, VmState},
     protection::vm::VmProtection,
 };
 use pagetide_gmem::{Incidents, MemoryParts, PageTable, PagedMemory};
@@ -50,6 +50,14 @@ use std::{
     thread::JoinHandle,
     time::Instant,
 };
+
+/// What became of a wish to evict.
+#[derive(Default)]
+pub(super) struct WishDone {
+    pub(super) evicted_pages: u64,
+    pub(super) shortfall: Option<String>,
+    pub(super) stayed: Option<StayedReport>,
+}
 
 /// A VM with its threads.
 pub(super) struct Vm {
@@ -278,29 +286,37 @@ impl Vm {
         self.core.limit.want_reclaim();
     }
 
-    /// Evicts up to `pages` now; returns how many were evicted, and why not more.
-    pub(super) fn reclaim(&self, pages: u64) -> (u64, Option<String>) {
+    /// Evicts up to `pages` now; tells how many were evicted, why not more, and what stayed.
+    pub(super) fn reclaim(&self, pages: u64) -> WishDone {
         let (done, answer) = mpsc::channel();
         self.core.requests.push(ReclaimRequest { pages, done });
         self.core.limit.want_reclaim();
-        match answer.recv() {
-            Ok(reclaimed) => {
-                let blocker = self.core.gate.blockers().into_iter().next();
-                let blocker = blocker.map(|blocker| blocker.to_string());
-                let stopped = reclaimed.stopped.map(|stop| stop.to_string());
-                let full = || {
-                    let store = &self.core.store;
-                    let why = store.full().or_else(|| store.turned_away(Instant::now()));
-                    why.map(|why| why.to_string())
-                };
-                let in_use = || "the rest is in use".to_owned();
-                let short = reclaimed.evicted_pages < pages;
-                (
-                    reclaimed.evicted_pages,
-                    short.then(|| blocker.or(stopped).or_else(full).unwrap_or_else(in_use)),
-                )
-            }
-            Err(_) => (0, Some("the VM is being detached".to_owned())),
+        let Ok(Answer { done, stayed }) = answer.recv() else {
+            return WishDone {
+                shortfall: Some("the VM is being detached".to_owned()),
+                ..WishDone::default()
+            };
+        };
+        let blocker = self.core.gate.blockers().into_iter().next();
+        let mut stayed = stayed.map(|stayed| StayedReport::from(&stayed));
+        if let (Some(_), Some(stayed)) = (&blocker, &mut stayed) {
+            stayed.blocked_pages = std::mem::take(&mut stayed.untried_pages);
+        }
+        let stopped = done.stopped.map(|stop| stop.to_string());
+        let full = || {
+            let store = &self.core.store;
+            let why = store.full().or_else(|| store.turned_away(Instant::now()));
+            why.map(|why| why.to_string())
+        };
+        let in_use = || "the rest is in use".to_owned();
+        let why = || {
+            let blocker = blocker.map(|blocker| blocker.to_string());
+            blocker.or(stopped).or_else(full).unwrap_or_else(in_use)
+        };
+        WishDone {
+            evicted_pages: done.evicted_pages,
+            shortfall: (done.evicted_pages < pages).then(why),
+            stayed,
         }
     }
 

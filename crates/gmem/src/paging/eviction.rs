@@ -113,13 +113,32 @@ impl PagedMemory {
         }
     }
 
-    /// The wanted pages that are present and not wired; holes among them are written off.
-    fn choose(&self, section: SectionNo, wanted: &PageSet) -> Result<PageSet, EvictionError> {
+    /// The pages of `section` that are in their place, whatever their words say.
+    ///
+    /// # Errors
+    /// The place's.
+    pub fn in_place(&self, section: SectionNo) -> Result<PageSet, PlaceError> {
         let mut present = PageSet::EMPTY;
-        let pages = self.table.pages_of(section);
-        for run in self.place.present_runs(pages)? {
+        for run in self.place.present_runs(self.table.pages_of(section))? {
             present.unite(&PageSet::of_range(section, run));
         }
+        Ok(present)
+    }
+
+    /// The pages of `section` that some device uses for as long as it likes: they are never evicted.
+    #[must_use]
+    pub fn wired(&self, section: SectionNo) -> PageSet {
+        let mut wired = PageSet::EMPTY;
+        for known in self.devices().share().iter() {
+            wired.unite(&known.device.mmu().wired(section));
+        }
+        wired
+    }
+
+    /// The wanted pages that are present and not wired; holes among them are written off.
+    fn choose(&self, section: SectionNo, wanted: &PageSet) -> Result<PageSet, EvictionError> {
+        let pages = self.table.pages_of(section);
+        let present = self.in_place(section)?;
         let mut chosen = PageSet::EMPTY;
         for page in wanted.pages(section).filter(|page| pages.contains(*page)) {
             match (self.table.word(page).state(), present.contains(page)) {
@@ -128,9 +147,7 @@ impl PagedMemory {
                 _ => {}
             }
         }
-        for known in self.devices().share().iter() {
-            chosen.subtract(&known.device.mmu().wired(section));
-        }
+        chosen.subtract(&self.wired(section));
         let state = self.table.made_section(section);
         // One page that stays keeps all of them.
         let stays = chosen.len() < pages.len() && self.is_whole(state, section);

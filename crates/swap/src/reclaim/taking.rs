@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Memory`]: evicts the pages of one section.
 
-use super::ReclaimStop;
+use super::{ReclaimStop, stayed::Trials};
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,
@@ -83,6 +83,8 @@ pub(crate) struct Memory {
     pub evictor: Evictor,
     pub limit: Arc<Limit>,
     pub tracker: Arc<dyn AccessTracker>,
+    /// Shared by all that take pages of the VM.
+    pub trials: Arc<Trials>,
 }
 
 impl Memory {
@@ -92,6 +94,7 @@ impl Memory {
             evictor: self.evictor.another(),
             limit: Arc::clone(&self.limit),
             tracker: Arc::clone(&self.tracker),
+            trials: Arc::clone(&self.trials),
         }
     }
 
@@ -134,6 +137,8 @@ impl Memory {
             let part = self.take_part(rest, &holds, pace);
             whole = whole.and(part);
         }
+        let then = whole.evicted.taken.then;
+        self.trials.note(section, then, whole.refused);
         whole.evicted
     }
 

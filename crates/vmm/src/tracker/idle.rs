@@ -150,4 +150,8 @@ impl AccessTracker for IdlePages {
     fn mapped(&self, section: SectionNo) -> Result<PageSet, tracker::TrackerError> {
         self.whole.mapped(section)
     }
+
+    fn is_held(&self, section: SectionNo) -> bool {
+        self.whole.is_held(section)
+    }
 }

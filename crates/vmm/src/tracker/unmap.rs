@@ -31,8 +31,11 @@
 //! RAM returns to the host whether or not there is another look.
 //!
 //! An access between steps 1 and 4 is lost to the tracker: such a page looks colder than it is,
-//! once. Some ten pages per CPU stay mapped because they are in the kernel's per-CPU batches: they
-//! look warmer, once.
+//! once.
+//!
+//! Some dozen pages per CPU stay mapped because they are in the kernel's batches. A sample lets them: they look
+//! warmer. Sections to be evicted would keep them for as long as their CPU is idle, so what of those is mapped
+//! right after step 4 is unmapped once more, with all batches drained ([`drain_batches`]).
 //!
 //! Memory in huge pages is unmapped as a whole, and looks touched as a whole; see [`super::huge`].
 
@@ -47,6 +50,7 @@ use pagetide_policy::{
     sampling::{Look, Sampled, Touched},
     tracker::{self, AccessTracker},
 };
+use pagetide_sys::batches::{Drained, drain_batches};
 use pagetide_sys::cpu;
 use pagetide_sys::mapping::SharedMapping;
 use pagetide_sys::memory_file::GuestFile;
@@ -71,6 +75,8 @@ const CALL_RANGES_MAX: usize = 256;
 /// The same for huge pages, each of which takes a few microseconds.
 const CALL_HUGE_BYTES_MAX: u64 = 8 * HUGE_BYTES;
 const _: () = assert!(CALL_BYTES_MAX <= RUN_BYTES_MAX && CALL_HUGE_BYTES_MAX <= RUN_BYTES_MAX);
+/// Batches are drained no more often: pages that were used at once look the same as those in a batch.
+const DRAIN_EVERY: Duration = Duration::from_secs(1);
 /// A huge page to be evicted must have been unused for this long before it is split.
 const SPLIT_AFTER: Duration = Duration::from_millis(50);
 
@@ -82,6 +88,8 @@ pub struct UnmapAndLook {
     devices: Arc<dyn DmaLook>,
     ways: Mutex<Ways>,
     huge: HugePages,
+    /// When batches were last drained.
+    drained_at: Mutex<Option<Instant>>,
 }
 
 /// The files of a layout, in order, for one look.
@@ -163,6 +171,7 @@ impl UnmapAndLook {
             devices,
             ways: Mutex::default(),
             huge,
+            drained_at: Mutex::default(),
         };
         // Errors show now rather than at the first look.
         tracker.files()?;
@@ -393,6 +402,46 @@ impl UnmapAndLook {
         Ok(all)
     }
 
+    /// Unmaps pages of `sections`, which were unmapped a moment ago, that were passed over because they are in a
+    /// batch of another CPU.
+    fn unmap_batched(&self, files: &Files, sections: &[SectionNo]) -> Result<(), TrackerError> {
+        let mut left = RangesByWay::default();
+        for section in sections.iter().filter(|it| !self.huge.is_held(**it)) {
+            let paged_out = |piece: &Piece| files.ways[piece.file] == Way::PageOut;
+            for piece in files.pieces(*section).filter(paged_out) {
+                self.vmm_map
+                    .mapped_runs(piece.hva, piece.pages.len(), |run| {
+                        // Part of a huge page would be split off it.
+                        if run.by == Translation::Page {
+                            let start = Hva(piece.hva.0 + PageNo(run.first).byte_offset());
+                            left.page_out.add(start, PageNo(run.pages).byte_offset());
+                        }
+                    })?;
+            }
+        }
+        if left.page_out.is_empty() || !self.may_drain() {
+            return Ok(());
+        }
+        match drain_batches() {
+            Ok(Drained::All) => self.unmap_from_outside(&left),
+            Ok(Drained::NotHere) => Ok(()),
+            Err(error) => {
+                tracing::debug!(%error, "pages in batches of other CPUs stay mapped");
+                Ok(())
+            }
+        }
+    }
+
+    /// True if batches were not drained lately; they are going to be.
+    fn may_drain(&self) -> bool {
+        let mut at = (self.drained_at.lock()).unwrap_or_else(PoisonError::into_inner);
+        let is_due = at.is_none_or(|at| at.elapsed() >= DRAIN_EVERY);
+        if is_due {
+            *at = Some(Instant::now());
+        }
+        is_due
+    }
+
     /// Splits the large folios of sections that were unmapped a moment ago. A huge page that was
     /// used since is not split, and its section is not evicted.
     fn split(&self, files: &Files, sections: &[SectionNo]) -> Result<(), TrackerError> {
@@ -449,6 +498,7 @@ impl AccessTracker for UnmapAndLook {
             std::thread::sleep(SPLIT_AFTER);
             self.split(&files, sections)?;
         }
+        self.unmap_batched(&files, sections)?;
         Ok(touched)
     }
 
@@ -491,5 +541,9 @@ impl AccessTracker for UnmapAndLook {
             mapped.unite(&found.touched.by_anybody());
         }
         Ok(mapped)
+    }
+
+    fn is_held(&self, section: SectionNo) -> bool {
+        self.huge.is_held(section)
     }
 }

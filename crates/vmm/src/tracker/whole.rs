@@ -45,4 +45,8 @@ impl AccessTracker for WholeSections {
     fn mapped(&self, section: SectionNo) -> Result<PageSet, TrackerError> {
         self.0.mapped(section)
     }
+
+    fn is_held(&self, section: SectionNo) -> bool {
+        self.0.is_held(section)
+    }
 }
