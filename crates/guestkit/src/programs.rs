@@ -138,7 +138,10 @@ pub fn compiler() -> Result<Vec<Addition>, ProgramError> {
 }
 
 /// The program at `path` as `name`, and its shared objects.
-fn with_objects(path: &Path, name: &str) -> Result<Vec<Addition>, ProgramError> {
+///
+/// # Errors
+/// A shared object is not installed.
+pub fn with_objects(path: &Path, name: &str) -> Result<Vec<Addition>, ProgramError> {
     let output = Command::new("ldd").arg(path).output()?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();

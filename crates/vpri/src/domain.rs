@@ -27,10 +27,12 @@ mod error;
 
 pub use error::DomainError;
 
+mod own;
 mod port;
 mod spaces;
 mod window;
 
+pub use own::OwnUse;
 pub use port::EnginePort;
 pub use window::RamWindow;
 
@@ -96,6 +98,8 @@ pub struct DmaDomain {
 struct Ownership {
     attached: bool,
     ports_without_lookup: u32,
+    /// Uses as memory of the DPU's own ([`OwnUse`]), which looks nothing up.
+    own_uses: u32,
 }
 
 impl DmaDomain {
@@ -183,7 +187,7 @@ impl DmaDomain {
     /// Takes the domain for a VM: from now on, every device must look up.
     ///
     /// # Errors
-    /// [`DomainError::AttachedAlready`], [`DomainError::LookUpOff`].
+    /// [`DomainError::AttachedAlready`], [`DomainError::LookUpOff`], [`DomainError::OwnMemory`].
     pub fn attach(&self) -> Result<(), DomainError> {
         let mut owner = self.lock_owner();
         if owner.attached {
@@ -194,6 +198,9 @@ impl DmaDomain {
                 key: self.key,
                 devices: owner.ports_without_lookup,
             });
+        }
+        if owner.own_uses > 0 {
+            return Err(DomainError::OwnMemory(self.key));
         }
         owner.attached = true;
         Ok(())

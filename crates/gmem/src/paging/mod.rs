@@ -22,6 +22,8 @@ mod growth_tests;
 pub mod memory;
 #[cfg(all(test, loom))]
 mod model;
+#[cfg(all(test, not(loom)))]
+mod nested_tests;
 pub mod overwrite;
 pub mod place;
 pub mod readahead;

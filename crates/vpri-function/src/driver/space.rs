@@ -102,6 +102,14 @@ impl RemoteSpace {
                 Created::Yes
             }
             (Code::Exists, _) => Created::Refused(DomainError::AttachedAlready(self.key)),
+            (Code::Unsupported, _) => {
+                let what = format!(
+                    "uses RAM file {} without look-up: for a device that was started so, or for rings of a driver in \
+                     this VM; its log says which",
+                    self.key
+                );
+                Created::Refused(DomainError::Device(what))
+            }
             (code, _) => {
                 let what = format!("does not take RAM file {}: {code:?}", self.key);
                 Created::Refused(DomainError::Device(what))

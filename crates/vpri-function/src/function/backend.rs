@@ -67,7 +67,8 @@ impl Backend for FunctionBackend {
     }
 
     fn map(&mut self, regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<FunctionMemory> {
-        FunctionMemory::new(regions).map_err(|error| refused(&error))
+        let domains = Arc::clone(self.0.lock().core.domains());
+        FunctionMemory::new(regions, &domains).map_err(|error| refused(&error))
     }
 
     fn use_memory(&mut self, memory: FunctionMemory) -> Result<()> {

@@ -134,6 +134,11 @@ impl FunctionCore {
         }
     }
 
+    /// The memory of all devices.
+    pub(super) fn domains(&self) -> &Arc<DomainTable> {
+        &self.domains
+    }
+
     /// The limits in the configuration space.
     #[must_use]
     pub fn limits(&self) -> &Config {

@@ -3,7 +3,8 @@
 //!
 //! It is memory of the driver's process and may change at any time. All access is by
 //! copies, and every value is read only once. A file that could be shrunk, which
-//! would kill this process, is refused.
+//! would kill this process, is refused. So is RAM of a VM that is paged: the function looks none of its own pages up
+//! ([`OwnUse`]).
 
 use pagetide_addr::{FrontendVa, Gpa, PAGE_BYTES};
 use pagetide_sys::{
@@ -11,7 +12,10 @@ use pagetide_sys::{
     mapping::SharedMapping,
 };
 use pagetide_vhost_backend::RegionShape;
-use pagetide_vpri::bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError};
+use pagetide_vpri::{
+    bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError},
+    domain::{DomainError, DomainTable, OwnUse},
+};
 use rustix::fs::fstat;
 use std::{
     fs::File,
@@ -32,6 +36,9 @@ pub(super) enum MemoryError {
     /// It is not memory.
     #[error(transparent)]
     File(#[from] RamFileError),
+    /// Pages of it may be away.
+    #[error(transparent)]
+    Paged(#[from] DomainError),
     /// It does not lie in its file, or cannot be mapped.
     #[error("{bytes} bytes at offset {offset} of its file cannot be mapped: {source}")]
     Map {
@@ -69,6 +76,7 @@ pub(super) struct BounceRange {
 struct Region {
     shape: RegionShape,
     file: Arc<File>,
+    _use: OwnUse,
 }
 
 /// All memory of one driver.
@@ -79,14 +87,18 @@ pub(super) struct FunctionMemory {
 }
 
 impl FunctionMemory {
-    /// Maps `regions`.
-    pub fn new(regions: &[(RegionShape, BorrowedFd<'_>)]) -> Result<Self, MemoryError> {
+    /// Maps `regions`, none of which may be RAM of a VM that is attached in `domains`.
+    pub fn new(
+        regions: &[(RegionShape, BorrowedFd<'_>)],
+        domains: &DomainTable,
+    ) -> Result<Self, MemoryError> {
         let mut memory = Self::default();
         for (shape, file) in regions.iter().copied() {
             let ram = RamFile::of(file)?;
             if ram.kind != RamFileKind::Memfd || ram.sealed == Sealed::No {
                 return Err(MemoryError::NotSealed);
             }
+            let own = domains.use_as_own(ram.key, ram.bytes)?;
             let RegionShape {
                 gpa: Gpa(address),
                 bytes,
@@ -106,7 +118,11 @@ impl FunctionMemory {
             frontend.checked_add(bytes).ok_or_else(wraps)?;
             let more = memory.mapped.insert_region(Arc::new(region));
             memory.mapped = more.map_err(|_| wraps())?;
-            memory.regions.push(Region { shape, file });
+            memory.regions.push(Region {
+                shape,
+                file,
+                _use: own,
+            });
         }
         Ok(memory)
     }
@@ -159,5 +175,36 @@ impl FunctionMemory {
                 Ok(Arc::new(BounceArea::over(mapping, at, first, each)?))
             })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, SealFlags};
+
+    #[test]
+    fn memory_of_a_vm_that_is_paged_is_refused_with_a_sentence() {
+        const BYTES: u64 = 4 * PAGE_BYTES;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = rustix::fs::memfd_create("rings", flags).unwrap();
+        rustix::fs::ftruncate(&file, BYTES).unwrap();
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
+        let shape = RegionShape {
+            gpa: Gpa(0),
+            frontend: FrontendVa(0),
+            bytes: BYTES,
+            file_offset: 0,
+        };
+        let domains = DomainTable::new(1);
+        let memory = || FunctionMemory::new(&[(shape, file.as_fd())], &domains);
+        let in_use = memory().unwrap();
+        let key = RamFile::of(file.as_fd()).unwrap().key;
+        let domain = domains.declare(key, BYTES).unwrap();
+        assert!(domain.attach().is_err(), "the function uses it");
+        drop(in_use);
+        domain.attach().unwrap();
+        let refused = memory().unwrap_err();
+        assert!(refused.to_string().contains("detach the VM"), "{refused}");
     }
 }

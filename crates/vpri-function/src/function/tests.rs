@@ -509,6 +509,35 @@ fn device_without_look_up_waits_for_ready_and_keeps_its_memory_from_a_later_driv
 }
 
 #[test]
+fn memory_with_a_drivers_rings_is_no_space_and_a_space_takes_no_rings_as_long_as_pages_may_be_away()
+{
+    let mut rig = Rig::new();
+    let use_it = |rig: &Rig| rig.table.use_as_own(rig.name(), PAGES * PAGE_BYTES);
+    rig.tell(Event::Begin);
+    let rings = use_it(&rig).unwrap();
+    let (name, page_count) = (rig.name(), PAGES);
+    let create = Event::Create { name, page_count };
+    assert_eq!(rig.code(&create), Code::Unsupported);
+    drop(rings);
+    let space = rig.create();
+    let is_refused = |rig: &Rig| matches!(use_it(rig), Err(DomainError::OwnInPaged(_)));
+    assert!(is_refused(&rig));
+    rig.tell(Event::Ready);
+    assert!(is_refused(&rig));
+    // The host dies, and its pages stay away.
+    rig.core.hang_up(&mut rig.engines);
+    assert!(is_refused(&rig));
+    rig.tell(Event::Begin);
+    assert_eq!(rig.create(), space);
+    rig.tell(Event::Ready);
+    rig.tell(Event::Destroy {
+        space,
+        farewell: Farewell::Release,
+    });
+    assert!(use_it(&rig).is_ok());
+}
+
+#[test]
 fn device_without_look_up_has_its_port_at_once_where_the_host_is_in_the_process() {
     let file = GuestFile::new_memfd("ram", PAGES * PAGE_BYTES).unwrap();
     let table = DomainTable::new(1);

@@ -44,6 +44,16 @@ pub enum DomainError {
         /// Number of such ports.
         devices: u32,
     },
+    /// A VM cannot be attached while the DPU has something of its own in its RAM.
+    #[error(
+        "a driver of the DPU's VPRI function has its rings in RAM file {0}, which the function uses without look-up: end that driver, then attach"
+    )]
+    OwnMemory(FileKey),
+    /// The DPU cannot have something of its own in RAM of an attached VM.
+    #[error(
+        "rings and messages of the VPRI function cannot lie in RAM file {0}: it belongs to a VM whose pages may be away, and the function looks none of its own pages up; give it memory that is not paged, or detach the VM first"
+    )]
+    OwnInPaged(FileKey),
     /// The file is not as long as its domain was declared.
     #[error(
         "RAM file {key} has {bytes} bytes, but the host has declared {declared_bytes}: the VM changed its RAM in between; connect the device again"

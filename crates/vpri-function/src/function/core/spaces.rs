@@ -66,7 +66,9 @@ impl FunctionCore {
         let refused = |error: DomainError| {
             tracing::warn!(%error, "the driver cannot have a space");
             match error {
-                DomainError::LookUpOff { .. } => Status::of(Code::Unsupported),
+                DomainError::LookUpOff { .. } | DomainError::OwnMemory(_) => {
+                    Status::of(Code::Unsupported)
+                }
                 DomainError::AttachedAlready(_) => Status::of(Code::Exists),
                 _ => invalid(LENGTH_AT),
             }

@@ -60,7 +60,8 @@ impl Rig {
             bytes: BYTES,
             file_offset: 0,
         };
-        state.outside.memory = FunctionMemory::new(&[(shape, file.as_fd())]).unwrap();
+        state.outside.memory =
+            FunctionMemory::new(&[(shape, file.as_fd())], state.core.domains()).unwrap();
         fill(mapping);
         let place = RingPlace::at(0, ENTRIES);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
