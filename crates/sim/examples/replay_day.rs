@@ -34,6 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             set_times: SetTimes::QUICK,
             busy_sections: 0,
             capacity_every: None,
+            oldest_first: Vec::new(),
         };
         let load = SteadyLoad::new(SECTIONS, seed);
         (params, Box::new(load) as Box<dyn AccessStream>)

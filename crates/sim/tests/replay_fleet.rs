@@ -48,6 +48,7 @@ fn guest(seed: u64, hot: u64) -> (VmParams, Box<dyn AccessStream>) {
         set_times: SetTimes::QUICK,
         busy_sections: 0,
         capacity_every: None,
+        oldest_first: Vec::new(),
     };
     (params, Box::new(seconds))
 }

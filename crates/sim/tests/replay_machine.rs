@@ -39,6 +39,7 @@ fn params(sections: u64, policy: &str) -> VmParams {
         set_times: SetTimes::QUICK,
         busy_sections: 0,
         capacity_every: None,
+        oldest_first: Vec::new(),
     }
 }
 

@@ -82,6 +82,7 @@ fn fleet(
         set_times: SetTimes::QUICK,
         busy_sections: 0,
         capacity_every: None,
+        oldest_first: Vec::new(),
     };
     let vms = streams.take(options.fleet_vms);
     let vms = vms.map(|stream| (vm.clone(), stream)).collect();

@@ -6,7 +6,8 @@
 //!       none    the first 800 of them are Fig 7: faults a day and device, VMs with a burst
 //!       adp     against none: Fig 18; the NIC of a working VM over an hour: Fig 17
 //! ```
-//! The fleet is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's
+//! The VMs have been running for weeks when their day begins: each section is as old as it is after long. The fleet
+//! is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's
 //! statements it is to be fitted to, which is not done yet. Those will not be results, though the report has them beside
 //! the paper's; `figures.to_be_fitted` names them. The evictor, the policies and the choice of victims are the product's own. The mode is
 //! the paper's: the scan sees CPUs only.
@@ -369,7 +370,7 @@ mod tests {
         assert!(earlier["nic_faults_mean"]["made"]["mean"].as_f64() > Some(0.0));
         let all = &report.figures["fig18"];
         assert_eq!(all["vms"], Value::from(25));
-        // So small a fleet has little but first touches of its disks, which no protector saves.
+        // The disks of so small a fleet come to their memory seldom.
         assert!(all["block_reduction"]["made"]["mean"].as_f64() <= Some(1.0));
         let nic = &all["nic_reduction"]["made"];
         let [least, most] = ["least", "most"].map(|of| nic[of].as_f64());

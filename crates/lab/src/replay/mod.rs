@@ -178,6 +178,7 @@ fn replay(
         set_times: SetTimes::QUICK,
         busy_sections: 0,
         capacity_every: args.capacity_every,
+        oldest_first: Vec::new(),
     };
     if let Some(limit) = args.limit {
         let one = |vm: &TracedVm| {

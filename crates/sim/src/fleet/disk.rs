@@ -25,6 +25,7 @@
 //! without one. That decides what any policy can gain.
 
 use super::{
+    aged::LastUse,
     random::{LoadRandom, number, whole},
     sink::{Sink, Who},
 };
@@ -150,6 +151,21 @@ impl Disk {
         disk
     }
 
+    /// When each section was visited last before the first second, in seconds of the disk's own work. Of a
+    /// periodic one as much of an interval has passed as has at a random moment.
+    pub(super) fn used_before(&self, mut random: LoadRandom) -> Vec<LastUse> {
+        let last = |cache: &CacheSection| {
+            let stages = 1 + random.below(cache.stages);
+            let sum: f64 = (0..stages).map(|_| random.exponential()).sum();
+            LastUse {
+                who: Who::Disk,
+                section: cache.section,
+                age_s: sum * cache.mean_s / number(cache.stages),
+            }
+        };
+        self.sections.iter().map(last).collect()
+    }
+
     /// One second of the guest's work. Seconds come in order, from 0.
     pub(super) fn second(&mut self, second: u64, sink: &mut Sink) {
         let today = index_of(second) % CALENDAR_S;
@@ -254,6 +270,30 @@ mod tests {
         let expected = 400.0 * number(SECONDS) / PERIOD_S;
         let share = number(by_disk as u64) / expected;
         assert!((0.95..1.05).contains(&share), "{share}");
+    }
+
+    #[test]
+    fn ages_before_the_start_are_those_of_a_disk_that_has_run_for_long() {
+        let memory: Vec<u64> = (0..4_000).collect();
+        let load = DiskLoad {
+            popular: 0.5,
+            periodic: 0.5,
+            written: 0.0,
+        };
+        let disk = Disk::new(LoadRandom::new(1, 1), &memory, 4_000, &load);
+        let uses = disk.used_before(LoadRandom::new(1, 2));
+        let mean = |uses: &[LastUse]| {
+            uses.iter().map(|last| last.age_s).sum::<f64>() / number(uses.len() as u64)
+        };
+        // At a random moment half of an interval and a half stage more has passed, on average.
+        let periodic = PERIOD_S * (0.5 + 0.5 / number(PERIOD_STAGES));
+        let share = mean(&uses[..2_000]) / periodic;
+        assert!((0.95..1.05).contains(&share), "{share}");
+        // And of an interval without memory as much as one is long.
+        let means = disk.sections[2_000..].iter().map(|cache| cache.mean_s);
+        let popular = means.sum::<f64>() / 2_000.0;
+        let share = mean(&uses[2_000..]) / popular;
+        assert!((0.93..1.07).contains(&share), "{share}");
     }
 
     #[test]

@@ -10,8 +10,9 @@
 
 use super::{
     activity::Activity,
+    aged::LastUse,
     disk::{Disk, DiskLoad},
-    nic::Nic,
+    nic::{BUFFERS_PER_SECTION, Nic, QUIET_PACKETS_PER_S},
     random::{LoadRandom, number, whole},
     sink::{GuestTouch, Sink, Work},
 };
@@ -136,6 +137,17 @@ impl Guest {
             sink: Sink::new(recipe.sections),
         }
     }
+}
+
+/// When the devices of the guest of `recipe`, which is this one, used its memory last.
+pub(super) fn used_before(guest: &Guest, recipe: &GuestRecipe) -> Vec<LastUse> {
+    let busy = plan(recipe).packets_per_s * recipe.intensity;
+    let packets_per_s = busy + QUIET_PACKETS_PER_S * (1.0 - recipe.intensity);
+    let mut uses = guest
+        .nic
+        .used_before(|| BUFFERS_PER_SECTION / packets_per_s);
+    uses.extend(guest.disk.used_before(LoadRandom::new(recipe.seed, 8)));
+    uses
 }
 
 impl Work for Guest {

@@ -2,6 +2,7 @@
 //! Synthetic guests: our counterpart of the paper's synthetic environment (VPRI 7.3).
 
 mod activity;
+mod aged;
 mod disk;
 mod guest;
 mod nic;

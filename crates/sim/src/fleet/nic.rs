@@ -9,15 +9,16 @@
 
 use super::{
     activity::Pace,
+    aged::LastUse,
     random::{LoadRandom, number},
     sink::{Sink, Who},
 };
 use pagetide_addr::{Access, SECTION_BYTES};
 
 /// Buffers of one page each that a section holds.
-const BUFFERS_PER_SECTION: f64 = 512.0;
+pub(super) const BUFFERS_PER_SECTION: f64 = 512.0;
 /// Packets a second when the guest is quiet.
-const QUIET_PACKETS_PER_S: f64 = 20.0;
+pub(super) const QUIET_PACKETS_PER_S: f64 = 20.0;
 /// Share of the pool that is replaced by other memory in an hour.
 const REPLACED_PER_HOUR: f64 = 0.02;
 
@@ -48,6 +49,22 @@ impl Nic {
             packets_per_s,
             position: 0.0,
         }
+    }
+
+    /// When each section of the pool was filled last before the first second, if it is filled in turn, one each
+    /// `turn_s`: the next is the oldest.
+    pub(super) fn used_before(&self, mut turn_s: impl FnMut() -> f64) -> Vec<LastUse> {
+        let mut age_s = 0.0;
+        let newest_first = self.pool.iter().rev();
+        let last = newest_first.map(|section| {
+            age_s += turn_s();
+            LastUse {
+                who: Who::Nic,
+                section: *section,
+                age_s,
+            }
+        });
+        last.collect()
     }
 
     /// The touches of one second.

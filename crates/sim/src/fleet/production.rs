@@ -16,6 +16,9 @@
 //! ```
 //! Some VMs wake much more often than others: the numbers of wakings are log-normal over VMs.
 //!
+//! All have been running for weeks when the day begins: see [`Aged`]. What the disk of a sleeping VM uses was used as
+//! long ago as it takes the disk to be awake for that long.
+//!
 //! # What is to be fitted
 //! Not done yet: the defaults are guesses. Four numbers of [`Fleet`], to four of the paper: how often and how long devices wake to the mean faults a day of NICs and
 //! of disks without a protector (Fig 7), the spread to the 99th percentiles, the share of VMs that sleep to the share
@@ -24,9 +27,10 @@
 
 use super::{
     activity::Pace,
+    aged::{Aged, LastUse},
     disk::{Disk, DiskLoad},
-    guest::{GuestRecipe, Load, PERIODIC, Places, storage_disk},
-    nic::Nic,
+    guest::{self, Guest, GuestRecipe, Load, PERIODIC, Places, storage_disk},
+    nic::{BUFFERS_PER_SECTION, Nic},
     random::{LoadRandom, number, whole},
     round::{SQUEEZE_FROM, cold_after, since},
     sink::{GuestTouch, Sink, Work},
@@ -54,8 +58,6 @@ const INTENSITY: f64 = 0.1;
 const NETWORK_SHARE: f64 = 4.0 / 14.0;
 /// Memory of a sleeping VM that CPUs use all the time, least and most: 45 % of memory is cold after two minutes (1).
 const BUSY: (f64, f64) = (0.45, 0.65);
-/// Devices of a sleeping VM are awake until then, so that what they use is known as after weeks.
-const AWAKE_UNTIL_S: u64 = 400;
 const PACKETS_PER_S: f64 = 5_000.0;
 /// How often it is found what CPUs have touched; every five seconds, as in a round, takes most of the time of a replay.
 const SCAN: Duration = Duration::from_secs(20);
@@ -253,13 +255,23 @@ impl ProductionGuest {
     /// Its touches in [`PROLOGUE`] and `seconds` after it.
     #[must_use]
     pub fn stream(&self, seconds: u64) -> GuestStream {
+        GuestStream::of(Box::new(self.aged()), seconds)
+    }
+
+    fn aged(&self) -> Aged {
         match self.life {
-            Life::Working(load) => GuestStream::new(&self.recipe(load), seconds),
+            Life::Working(load) => {
+                let recipe = self.recipe(load);
+                let guest = Guest::new(&recipe);
+                let uses = guest::used_before(&guest, &recipe);
+                Aged::new(Box::new(guest), uses)
+            }
             Life::Sleeping {
                 nic, disk, files, ..
             } => {
                 let guest = SleepingGuest::new(self, nic, disk, files);
-                GuestStream::of(Box::new(guest), seconds)
+                let uses = guest.used_before(self.seed);
+                Aged::new(Box::new(guest), uses)
             }
         }
     }
@@ -275,6 +287,7 @@ impl ProductionGuest {
     }
 
     fn vm(&self, day: &Day) -> (VmParams, Box<dyn AccessStream>) {
+        let guest = self.aged();
         let params = VmParams {
             sections: self.sections,
             section_bytes: SECTION_BYTES,
@@ -284,8 +297,10 @@ impl ProductionGuest {
             set_times: cold_after(day.cold_after, SCAN),
             busy_sections: self.busy_sections(),
             capacity_every: day.capacity_every,
+            oldest_first: guest.oldest_first(),
         };
-        (params, Box::new(self.stream(day.seconds)))
+        let stream = GuestStream::of(Box::new(guest), day.seconds);
+        (params, Box::new(stream))
     }
 }
 
@@ -301,13 +316,18 @@ struct Sleep {
 }
 
 impl Sleep {
-    /// Awake until [`AWAKE_UNTIL_S`], and asleep then.
-    fn new(random: LoadRandom, wakings: Wakings) -> Self {
+    /// At a random moment of its life.
+    fn new(mut random: LoadRandom, wakings: Wakings) -> Self {
+        let asleep_s = DAY_S / wakings.per_day.max(f64::MIN_POSITIVE);
+        let is_awake = random.unit() < wakings.seconds / (wakings.seconds + asleep_s);
+        let mean_s = if is_awake { wakings.seconds } else { asleep_s };
+        // Lengths are without memory: what is left of one is as long as one.
+        let until_s = mean_s * random.exponential();
         Self {
             random,
             wakings,
-            is_awake: true,
-            until_s: number(AWAKE_UNTIL_S),
+            is_awake,
+            until_s,
             awake_s: 0,
         }
     }
@@ -362,6 +382,35 @@ impl SleepingGuest {
     }
 }
 
+impl SleepingGuest {
+    /// When its devices used its memory last: so long ago as it takes them to be awake for that long.
+    fn used_before(&self, seed: u64) -> Vec<LastUse> {
+        let mut random = LoadRandom::new(seed, 8);
+        let slept_s = |wakings: &Wakings| DAY_S / wakings.per_day.max(f64::MIN_POSITIVE);
+        let nic = &self.nic_sleep.wakings;
+        // Sections that a waking fills, and the sleep before it with the first of them.
+        let each = (nic.seconds * PACKETS_PER_S / BUFFERS_PER_SECTION).max(1.0);
+        let mut left = 0.0;
+        let mut uses = self.nic.used_before(|| {
+            if left > 0.0 {
+                left -= 1.0;
+                return BUFFERS_PER_SECTION / PACKETS_PER_S;
+            }
+            left = each - 1.0;
+            slept_s(nic) * random.exponential()
+        });
+        let disk = &self.disk_sleep.wakings;
+        let asleep_s = slept_s(disk) * random.exponential();
+        let ratio = (slept_s(disk) + disk.seconds) / disk.seconds.max(f64::MIN_POSITIVE);
+        let of_disk = self.disk.used_before(LoadRandom::new(seed, 9));
+        uses.extend(of_disk.into_iter().map(|last| LastUse {
+            age_s: asleep_s + last.age_s * ratio,
+            ..last
+        }));
+        uses
+    }
+}
+
 impl Work for SleepingGuest {
     fn second(&mut self, second: u64) {
         self.sink.second = second;
@@ -401,7 +450,7 @@ mod tests {
         }
         let per_day = number(times) / number(DAYS);
         assert!((18.0..22.0).contains(&per_day), "{per_day}");
-        let seconds = number(awake - AWAKE_UNTIL_S) / number(times);
+        let seconds = number(awake) / number(times);
         assert!((28.0..33.0).contains(&seconds), "{seconds}");
     }
 

@@ -89,6 +89,7 @@ impl Round {
             set_times: cold_after(self.cold_after, SetTimes::QUICK.scan),
             busy_sections: guest.busy_sections(),
             capacity_every: self.capacity_every,
+            oldest_first: Vec::new(),
         };
         let stream = GuestStream::new(guest, self.seconds);
         (params, Box::new(stream))

@@ -5,7 +5,7 @@ use super::{
     AccessStream, Actor, Capacity, DeviceAccount, Need, ReplayAccess, ReplayError, Service,
     VmAccount,
     bursts::FaultWindow,
-    memory::{Found, Memory, Start, Trace},
+    memory::{Ages, Found, Memory, Start, Trace},
 };
 use pagetide_addr::{DeviceId, SectionNo};
 use pagetide_policy::{
@@ -19,6 +19,9 @@ use std::{sync::Arc, time::Duration};
 const LOOK_ROUND: Duration = Duration::from_secs(1);
 /// Touches of a section further apart than this would be a fault, by the paper's estimate (4.2.2).
 pub(super) const LONG_REUSE: Duration = Duration::from_secs(300);
+/// A VM is warmed up where it made one access for so many sections since the last time: it costs more than a few
+/// misses.
+const WARM_UP_PARTS: u64 = 64;
 /// In which touched sections are counted.
 const MINUTE_NS: u64 = 60_000_000_000;
 /// Most sections of a VM: 8 TiB of 2 MiB each.
@@ -59,6 +62,9 @@ pub struct VmParams {
     pub busy_sections: u64,
     /// How often to record what each device's policy holds (VPRI Fig 17), if at all.
     pub capacity_every: Option<Duration>,
+    /// Sections in the order in which they were last used before the replay, the oldest first. Others were used
+    /// before those.
+    pub oldest_first: Vec<SectionNo>,
 }
 
 /// One device of the VM.
@@ -76,6 +82,8 @@ pub struct VmReplay {
     waiting: Option<ReplayAccess>,
     is_ended: bool,
     accesses: u64,
+    /// How many of them there were when it was warmed up last.
+    warmed_at: u64,
     memory: Memory,
     protector: Protector,
     protected: Arc<ProtectedSections>,
@@ -118,7 +126,10 @@ impl VmReplay {
                 params.start,
                 Arc::clone(protector.protected()),
                 params.set_times,
-                params.busy_sections,
+                Ages {
+                    busy_sections: params.busy_sections,
+                    oldest_first: &params.oldest_first,
+                },
             ),
             protected: Arc::clone(protector.protected()),
             params,
@@ -126,6 +137,7 @@ impl VmReplay {
             waiting: None,
             is_ended: false,
             accesses: 0,
+            warmed_at: 0,
             protector,
             devices: Vec::new(),
             devices_max: (KEPT_MAX / sections).clamp(DEVICES.0, DEVICES.1),
@@ -146,7 +158,10 @@ impl VmReplay {
     /// # Errors
     /// The stream's; an access outside the VM or before the previous one.
     pub fn run_until(&mut self, end: Duration) -> Result<(), ReplayError> {
-        self.warm_up();
+        let since = self.accesses - std::mem::replace(&mut self.warmed_at, self.accesses);
+        if since * WARM_UP_PARTS >= self.params.sections {
+            self.warm_up();
+        }
         while let Some(access) = self.next_access()? {
             if access.at >= end {
                 self.waiting = Some(access);

@@ -32,7 +32,12 @@ use pagetide_policy::{
     victims::{Taken, Then},
     watermarks::{ADMISSION_WAIT, Headroom},
 };
-use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+use std::{
+    collections::{HashSet, VecDeque},
+    convert::Infallible,
+    sync::Arc,
+    time::Duration,
+};
 
 /// The content of a VM's memory when a replay starts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
@@ -271,6 +276,15 @@ pub(super) struct Memory {
     busy_sections: u64,
 }
 
+/// How long ago sections were used when a replay starts.
+#[derive(Default)]
+pub(super) struct Ages<'a> {
+    /// The last ones, so many, are in use all the time.
+    pub(super) busy_sections: u64,
+    /// The longest ago first; others were used before those.
+    pub(super) oldest_first: &'a [SectionNo],
+}
+
 impl Memory {
     /// Sections that `protected` names are spared, and what was left alone for these times is cold.
     pub(super) fn new(
@@ -279,7 +293,7 @@ impl Memory {
         start: Start,
         protected: Arc<ProtectedSections>,
         times: SetTimes,
-        busy_sections: u64,
+        ages: Ages<'_>,
     ) -> Self {
         let present = start == Start::AllPresent;
         let state = if present {
@@ -291,7 +305,11 @@ impl Memory {
         let mut selection = Selection::default();
         selection.spare(protected);
         selection.set_times(times);
-        selection.follow(numbers.clone());
+        // In a set the first to arrive is the coldest.
+        let used: HashSet<SectionNo> = ages.oldest_first.iter().copied().collect();
+        let unused = numbers.clone().filter(|section| !used.contains(section));
+        selection.follow(unused.chain(ages.oldest_first.iter().copied()));
+        let busy_sections = ages.busy_sections;
         if !present {
             numbers
                 .clone()

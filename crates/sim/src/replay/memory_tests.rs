@@ -35,7 +35,7 @@ fn orders_to_a_replay_are_those_of_the_golden_trace() {
         Start::AllPresent,
         protected,
         SetTimes::QUICK,
-        0,
+        Ages::default(),
     );
     let mut found = String::new();
     for event in GOLDEN.lines().filter(|line| !line.starts_with(' ')) {
@@ -83,7 +83,7 @@ fn pressed() -> Memory {
         Start::AllPresent,
         Arc::default(),
         SetTimes::QUICK,
-        0,
+        Ages::default(),
     );
     memory.set_limit(Some(100));
     for second in 1..=60 {
