@@ -60,6 +60,15 @@ impl SetTimes {
         }
     }
 
+    /// A section that was just used is not Cold before so much time has passed: a scan for each of the two sets above
+    /// Cool at least, and the time of Cool.
+    #[must_use]
+    pub fn cold_after(&self) -> Duration {
+        let step = |time: Duration| time.max(self.scan);
+        let steps = step(self.active).saturating_add(step(self.inactive));
+        steps.saturating_add(self.cool)
+    }
+
     fn fields(&mut self) -> [(&'static str, &mut Duration, Duration); 6] {
         [
             ("scan", &mut self.scan, SCAN_MAX),

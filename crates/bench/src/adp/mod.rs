@@ -6,7 +6,7 @@
 //!   14 made guests of 8 to 64 GiB ─► an overcommitted host, for an hour of virtual time
 //!       for each seed, each overcommit (10, 20, 30 %), each mode and each arm:
 //!       modes   the scan sees CPUs only (the paper's: `figures.ARM`) │ DMA is seen (ours: `figures.dma_seen.ARM`)
-//!       arms    none │ lru │ adp_fixed, the paper's times │ adp, as it is by default
+//!       arms    none │ lru │ adp, which beside this evictor has the paper's times │ adp_follow, times that follow it
 //! ```
 //! The evictor, the policies and the choice of victims are the product's own. What the guests do was fitted to
 //! what the paper states of DMA and of cold memory, and each of these figures is printed beside the paper's.
@@ -47,8 +47,8 @@ const COLD_AFTER: Duration = Duration::from_secs(200);
 const ARMS: [(&str, &str); 4] = [
     ("none", "none"),
     ("lru", "lru"),
-    ("adp_fixed", "adp:follow=0"),
     ("adp", "adp"),
+    ("adp_follow", "adp:follow=1"),
 ];
 /// The modes; the first is the paper's.
 const MODES: [DmaTouches; 2] = [DmaTouches::Unseen, DmaTouches::Seen];

@@ -423,12 +423,8 @@ fn protection(
 ) -> Arc<VmProtection> {
     let ram = layout.files().iter().map(|file| file.pages()).collect();
     let choice = &shared.protector.0;
-    Arc::new(VmProtection::new(
-        choice,
-        mmu,
-        ram,
-        Some(Arc::clone(tenant)),
-    ))
+    let protection = VmProtection::new(choice, mmu, ram, Some(Arc::clone(tenant)));
+    Arc::new(protection.beside(shared.set_times))
 }
 
 fn tracker_of(

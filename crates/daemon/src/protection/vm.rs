@@ -12,8 +12,9 @@
 
 use super::{minute::Minute, recently::Recently};
 use pagetide_addr::{DeviceId, FileRange, PAGE_BYTES, PageNo, PageRange, SECTION_PAGES, SectionNo};
-use pagetide_policy::protect::{
-    Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch,
+use pagetide_policy::{
+    protect::{Fate, PolicyChoice, PolicyReport, ProtectedSections, Protector, Touch},
+    set_times::SetTimes,
 };
 use pagetide_vpri::{DmaMmu, LogRecord, Tenant};
 use std::{
@@ -141,6 +142,12 @@ impl VmProtection {
             ram: Mutex::default(),
             counts: Counts::default(),
         }
+    }
+
+    /// The same beside an evictor with these times.
+    pub(crate) fn beside(self, times: SetTimes) -> Self {
+        self.lock().protector.set_times(times);
+        self
     }
 
     /// The protected sections, for the evictor.

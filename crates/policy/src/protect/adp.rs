@@ -31,11 +31,13 @@
 //! promotion and demotion move no entries, and every step is O(1).
 //!
 //! # Times that follow the evictor
-//! The three times above are the paper's, for the paper's evictor. The time of promotion begins as the paper's
-//! and is a [`PromotionAge`]: shorter where most sections are evicted before they are promoted, longer where
-//! nothing is evicted. The interval of scans and the delay of demotion keep their proportion to it where it is
-//! shorter; the delay is never less than a round of the evictor's samples. With `follow=0` all times stay as
-//! they are written: the paper's policy.
+//! The three times above are the paper's, for the paper's evictor, and are right where sections are evicted a
+//! little after they are promoted. With `follow=N` the time of promotion begins as the paper's and is a
+//! [`PromotionAge`]: shorter where most sections are evicted before they are promoted, longer where nothing is
+//! evicted. The interval of scans and the delay of demotion keep their proportion to it where it is shorter; the
+//! delay is never less than a round of the evictor's samples. With `follow=0` all times stay as they are written:
+//! the paper's policy. By default ([`AdpParams::beside`]) they are fixed where the evictor's own times say that
+//! nothing is evicted before it is promoted, and follow it elsewhere.
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":
@@ -60,7 +62,7 @@ use super::{
     parameters::{Field, Parameters, Share},
     recency::{Recency, Slot, nanos},
 };
-use crate::sampling::SWEEP_WANTED;
+use crate::{sampling::SWEEP_WANTED, set_times::SetTimes};
 use pagetide_addr::SectionNo;
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 
@@ -78,8 +80,8 @@ pub struct AdpParams {
     /// A section of the inactive block is demoted this long after it was touched.
     pub demote_after: Duration,
     /// The times become shorter when more than one section is evicted before it is promoted for so many that are
-    /// not; 0: the times are as written.
-    pub follow: u64,
+    /// not; 0: the times are as written. `None`: what is right beside the evictor's times.
+    pub follow: Option<u64>,
 }
 
 impl Default for AdpParams {
@@ -90,7 +92,27 @@ impl Default for AdpParams {
             promote_after: Duration::from_secs(180),
             scan_every: Duration::from_secs(20),
             demote_after: Duration::from_secs(30),
-            follow: 1,
+            follow: None,
+        }
+    }
+}
+
+/// `follow`, where following is needed and nothing else is asked for.
+const FOLLOW: u64 = 1;
+
+impl AdpParams {
+    /// The same beside an evictor with these times, if it is not said whether to follow it: fixed if no section is
+    /// cold before it is promoted, at the scan after `promote-after`.
+    #[must_use]
+    pub fn beside(self, times: &SetTimes) -> Self {
+        let promoted_by = self.promote_after.saturating_add(self.scan_every);
+        let by_times = match times.cold_after() >= promoted_by {
+            true => 0,
+            false => FOLLOW,
+        };
+        Self {
+            follow: Some(self.follow.unwrap_or(by_times)),
+            ..self
         }
     }
 }
@@ -103,7 +125,7 @@ impl Parameters for AdpParams {
             ("promote-after", Field::Time(&mut self.promote_after)),
             ("scan-every", Field::Time(&mut self.scan_every)),
             ("demote-after", Field::Time(&mut self.demote_after)),
-            ("follow", Field::Count(&mut self.follow)),
+            ("follow", Field::CountOrAuto(&mut self.follow)),
         ]
     }
 
@@ -216,9 +238,14 @@ impl Adp {
         self.order.len() - self.active
     }
 
+    /// See [`AdpParams::follow`]; what nobody has found out is fixed.
+    fn follow(&self) -> u64 {
+        self.params.follow.unwrap_or(0)
+    }
+
     /// A section not touched for this long is promoted.
     fn promote_after(&self) -> Duration {
-        match self.params.follow {
+        match self.follow() {
             0 => self.params.promote_after,
             _ => self.age.get(),
         }
@@ -323,7 +350,7 @@ impl Adp {
             if now.saturating_sub(self.order.touched_at(slot)) < promote_after {
                 return;
             }
-            if self.block(slot) == Block::Active && self.params.follow > 0 {
+            if self.block(slot) == Block::Active && self.follow() > 0 {
                 self.age.promoted_first();
             }
             self.promote(slot, changes);
@@ -403,8 +430,8 @@ impl ProtectionPolicy for Adp {
             self.scanned_at = Some(now);
             self.scan(now, changes);
             self.end_overflow(changes);
-            if self.params.follow > 0 {
-                self.age.look(now, self.params.follow);
+            if self.follow() > 0 {
+                self.age.look(now, self.follow());
             }
         }
     }
@@ -426,7 +453,7 @@ impl ProtectionPolicy for Adp {
             Fate::Gone => self.forget(slot, changes),
             Fate::Evicted => {
                 self.age.evicted(now);
-                if self.block(slot) == Block::Active && self.params.follow > 0 {
+                if self.block(slot) == Block::Active && self.follow() > 0 {
                     let idle = now.saturating_sub(self.order.touched_at(slot));
                     self.age.evicted_first(idle);
                 }

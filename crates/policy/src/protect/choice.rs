@@ -14,6 +14,7 @@ use super::{
     none::Nothing,
     parameters::{Parameters, Share},
 };
+use crate::set_times::SetTimes;
 use std::{fmt, str::FromStr, sync::Arc, time::Duration};
 
 /// The policy of a VM's devices.
@@ -136,6 +137,15 @@ impl PolicyChoice {
     #[must_use]
     pub fn promotion_age(&self) -> Arc<PromotionAge> {
         Arc::new(PromotionAge::starting_at(self.promotion_start()))
+    }
+
+    /// The same beside an evictor with these times, where what is right depends on them ([`AdpParams::beside`]).
+    #[must_use]
+    pub fn beside(&self, times: &SetTimes) -> Self {
+        match self {
+            Self::Adp(params) => Self::Adp(params.beside(times)),
+            Self::None | Self::Lru(_) => self.clone(),
+        }
     }
 
     /// The policy for one device of a VM with `sections` sections, whose devices share `age`.

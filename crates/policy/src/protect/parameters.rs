@@ -47,7 +47,12 @@ pub enum Field<'a> {
     Time(&'a mut Duration),
     /// A number.
     Count(&'a mut u64),
+    /// A number, or none: what is right is found out.
+    CountOrAuto(&'a mut Option<u64>),
 }
+
+/// Text of a number that is found out.
+const AUTO: &str = "auto";
 
 impl Field<'_> {
     /// Sets it from `text`.
@@ -59,6 +64,13 @@ impl Field<'_> {
             Self::Share(share) => *share = text.parse()?,
             Self::Time(time) => *time = parse_time(text)?,
             Self::Count(count) => *count = text.parse().map_err(|_| "a whole number")?,
+            Self::CountOrAuto(count) => {
+                let number = |_| "a whole number, or auto";
+                *count = match text {
+                    AUTO => None,
+                    text => Some(text.parse().map_err(number)?),
+                };
+            }
         }
         Ok(())
     }
@@ -70,6 +82,9 @@ impl Field<'_> {
             Self::Share(share) => share.to_string(),
             Self::Time(time) => time_text(**time),
             Self::Count(count) => count.to_string(),
+            Self::CountOrAuto(count) => {
+                count.map_or_else(|| AUTO.to_owned(), |count| count.to_string())
+            }
         }
     }
 }

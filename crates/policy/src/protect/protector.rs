@@ -12,7 +12,7 @@
 //! another, only keep it from growing. A device that comes too late has page faults, as without a
 //! policy.
 
-use crate::section_set::SectionSet;
+use crate::{section_set::SectionSet, set_times::SetTimes};
 
 use super::{
     Change, Fate, PolicyChoice, PolicyReport, PromotionAge, ProtectedSections, ProtectionPolicy,
@@ -64,6 +64,8 @@ pub struct Protector {
     age: Arc<PromotionAge>,
     /// Where that began.
     started_at: Duration,
+    /// The evictor's times, if they are known.
+    times: Option<SetTimes>,
     vm_sections: u64,
     domains: BTreeMap<DeviceId, Domain>,
     outcome: Outcome,
@@ -91,6 +93,7 @@ impl Protector {
             choice: choice.clone(),
             age: choice.promotion_age(),
             started_at: choice.promotion_start(),
+            times: None,
             vm_sections,
             domains: BTreeMap::new(),
             outcome: Outcome {
@@ -99,6 +102,11 @@ impl Protector {
             },
             dropped_before: 0,
         }
+    }
+
+    /// The evictor has these times. To be called before a device is known.
+    pub fn set_times(&mut self, times: SetTimes) {
+        self.times = Some(times);
     }
 
     /// The sections protected now, for the evictor's thread.
@@ -128,8 +136,14 @@ impl Protector {
 
     /// `device` has touched a section. Its first touch creates its policy.
     pub fn touched(&mut self, device: DeviceId, touch: Touch) {
+        let (choice, times, age) = (&self.choice, self.times.as_ref(), &self.age);
+        let sections = self.vm_sections;
+        let policy = || match times {
+            Some(times) => choice.beside(times).policy(sections, age),
+            None => choice.policy(sections, age),
+        };
         let domain = self.domains.entry(device).or_insert_with(|| Domain {
-            policy: self.choice.policy(self.vm_sections, &self.age),
+            policy: policy(),
             held: SectionSet::default(),
             refused: 0,
         });

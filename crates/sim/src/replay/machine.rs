@@ -113,7 +113,8 @@ impl VmReplay {
             )));
         }
         let sections = params.sections;
-        let protector = Protector::new(&params.policy, sections);
+        let mut protector = Protector::new(&params.policy, sections);
+        protector.set_times(params.set_times);
         let account = VmAccount {
             sections: params.sections,
             section_bytes: params.section_bytes,

@@ -59,8 +59,12 @@ impl AdpModel {
         }
     }
 
+    fn follow(&self) -> u64 {
+        self.params.follow.unwrap_or(0)
+    }
+
     fn promote_after(&self) -> Duration {
-        match self.params.follow {
+        match self.follow() {
             0 => self.params.promote_after,
             _ => self.age.get(),
         }
@@ -172,14 +176,14 @@ impl ProtectionPolicy for AdpModel {
             while let Some(oldest) = self.oldest(|place| place != Place::Inactive)
                 && now.saturating_sub(self.seen[oldest].last) >= promote_after
             {
-                if self.seen[oldest].place == Place::Active && self.params.follow > 0 {
+                if self.seen[oldest].place == Place::Active && self.follow() > 0 {
                     self.age.promoted_first();
                 }
                 self.promote(oldest, changes);
             }
             self.keep_limits(changes);
-            if self.params.follow > 0 {
-                self.age.look(now, self.params.follow);
+            if self.follow() > 0 {
+                self.age.look(now, self.follow());
             }
         }
     }
@@ -199,7 +203,7 @@ impl ProtectionPolicy for AdpModel {
             let gone = self.seen.remove(position);
             if gone.place != Place::Active {
                 changes.push(Change::Release(section));
-            } else if fate == Fate::Evicted && self.params.follow > 0 {
+            } else if fate == Fate::Evicted && self.follow() > 0 {
                 self.age.evicted_first(now.saturating_sub(gone.last));
             }
         }
@@ -369,7 +373,7 @@ fn adp_equals_its_model_over_random_touches() {
     for (seed, workload) in (0..60).zip(WORKLOADS.iter().cycle()) {
         let params = AdpParams {
             protected_max: Share::percent([5, 10, 30][usize::try_from(seed / 20).unwrap()]),
-            follow: [0, 1, 4][usize::try_from(seed / 3 % 3).unwrap()],
+            follow: [None, Some(1), Some(4)][usize::try_from(seed / 3 % 3).unwrap()],
             ..AdpParams::default()
         };
         let age = Arc::new(PromotionAge::starting_at(params.promote_after));

@@ -66,7 +66,7 @@ fn vm_protects_what_any_of_its_devices_does() {
         "none",
         "lru:share=0.03",
         "adp:protected-max=0.03",
-        "adp:protected-max=0.03,follow=0",
+        "adp:protected-max=0.03,follow=1",
     ];
     let choices = choices.map(|choice| choice.parse::<PolicyChoice>().expect("a policy"));
     for (seed, choice) in (0..20).zip(choices.iter().cycle()) {
@@ -295,4 +295,45 @@ fn dropped_sections_never_grow_fewer_when_devices_and_policies_go() {
     assert_eq!(protector.dropped_sections(), 9);
     protector.choose(&PolicyChoice::None);
     assert_eq!(protector.dropped_sections(), 9);
+}
+
+#[test]
+fn times_are_fixed_where_the_evictors_are_long_enough_and_follow_it_elsewhere_unless_it_is_said() {
+    let beside = |choice: &str, times: &str| {
+        let choice: PolicyChoice = choice.parse().expect("a policy");
+        let times = times.parse().expect("times");
+        choice.beside(&times).to_string()
+    };
+    assert_eq!(beside("adp", "quick"), "adp:follow=1");
+    assert_eq!(beside("adp", "paper"), "adp:follow=0");
+    // A scan after 180 s comes at 200 s at the latest; what was just used is Cold after two scans and 190 s.
+    assert_eq!(beside("adp", "quick:cool=190s"), "adp:follow=0");
+    assert_eq!(beside("adp", "quick:cool=189s"), "adp:follow=1");
+    let soon = "adp:promote-after=100s,demote-after=10s";
+    assert_eq!(beside(soon, "quick:cool=110s"), format!("{soon},follow=0"));
+    assert_eq!(beside("adp:follow=4", "paper"), "adp:follow=4");
+    assert_eq!(beside("adp:follow=auto", "paper"), "adp:follow=0");
+    assert_eq!(beside("lru", "quick"), "lru");
+    let wrong = "adp:follow=often".parse::<PolicyChoice>();
+    assert!(wrong.is_err_and(|error| error.to_string().contains("auto")));
+}
+
+#[test]
+fn protector_beside_an_evictor_that_comes_early_learns_from_it_and_beside_another_does_not() {
+    let age_beside = |times: &str| {
+        let mut protector = Protector::new(&"adp".parse().expect("a policy"), 1_000);
+        protector.set_times(times.parse().expect("times"));
+        // Sections are evicted 30 s after their touch, again and again.
+        for second in 0..600 {
+            let now = Duration::from_secs(second);
+            protector.touched(DeviceId(1), touch(second, now));
+            if let Some(old) = second.checked_sub(30) {
+                protector.fate(SectionNo(old), Fate::Evicted, now);
+            }
+            protector.passed(now);
+        }
+        protector.promotion_age()
+    };
+    assert!(age_beside("quick") < Duration::from_secs(40));
+    assert_eq!(age_beside("paper"), Duration::from_secs(180));
 }
