@@ -9,9 +9,9 @@ use pagetide_report::outcome::{CommandError, print, print_report};
 use crate::{
     BenchError, BenchReport, SizeOptions, access_log, adp, adp_live, blk, budget, burst, cold_ring,
     crash, fairness, fault, fault_parallel, gmem_async, gmem_va, guest_cost, head_of_line,
-    iopf_daily, iopf_impact, iopf_rtt, iopf_scale, name::BenchName, neighbour, net_pps, overcommit,
-    overhead, pa_bitmap, pool, real_size, remote, schedule, sim, single_fault, swap, tracker,
-    upgrade,
+    iopf_daily, iopf_impact, iopf_rtt, iopf_scale, memory_move, name::BenchName, neighbour,
+    net_guest, net_pps, nic_impact, overcommit, overhead, pa_bitmap, pinning, pool, real_size,
+    remote, rnpf_rate, schedule, sim, single_fault, swap, tracker, upgrade,
 };
 
 /// Arguments of `bench`.
@@ -67,6 +67,8 @@ pub enum BenchPart {
         #[arg(long)]
         socket_b: PathBuf,
     },
+    /// The VM of `bench pinning`
+    NicGuest(crate::pinning::guest::NicGuestOptions),
     /// What `bench head-of-line` asks how late threads wake
     HeadOfLineWakes,
     /// The guest of `bench fault` and `fault-parallel`
@@ -161,6 +163,9 @@ pub fn execute_part(part: BenchPart) -> Result<(), CommandError> {
         BenchPart::NetBackend(options) => {
             crate::net_pps::backend::serve(&options).map_err(CommandError::failed)
         }
+        BenchPart::NicGuest(options) => {
+            crate::pinning::guest::run(&options).map_err(CommandError::failed)
+        }
         BenchPart::HeadOfLineFrontend { socket_a, socket_b } => {
             crate::head_of_line::frontend::serve(&socket_a, &socket_b).map_err(CommandError::failed)
         }
@@ -205,7 +210,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
     match name {
         BenchName::AccessLog => access_log::run(&access_log::AccessLogBenchOptions::default()),
         BenchName::Adp => adp::run(&adp::AdpBenchOptions::of(sizes.seeds, sizes.plots.clone())),
-        BenchName::AdpLive => adp_live::run(),
+        BenchName::AdpLive => adp_live::run(sizes),
         BenchName::Fairness => fairness::run(&fairness::FairnessOptions::default()),
         BenchName::Fault => fault::run(&fault::FaultBenchOptions::of_rounds(sizes.pairs)),
         BenchName::FaultParallel => fault_parallel::run(
@@ -224,6 +229,11 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::NetPps => net_pps::run(sizes),
         BenchName::ColdRing => cold_ring::run(sizes),
         BenchName::Neighbour => neighbour::run(sizes),
+        BenchName::RnpfRate => rnpf_rate::run(sizes),
+        BenchName::Pinning => pinning::run(sizes),
+        BenchName::NicImpact => nic_impact::run(sizes),
+        BenchName::MemoryMove => memory_move::run(sizes),
+        BenchName::NetGuest => net_guest::run(sizes),
         BenchName::SingleFault => single_fault::run(sizes),
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),

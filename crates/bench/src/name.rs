@@ -10,7 +10,7 @@ pub enum BenchName {
     AccessLog,
     /// Page faults of devices under no protector, a simple LRU, the paper's and ours, of synthetic guests
     Adp,
-    /// The disk of a squeezed guest with a DMA protector and without, in turns
+    /// The disk, or the network interface, of a squeezed guest with a DMA protector and without, in turns
     AdpLive,
     /// Time to get an evicted page back, by CPU and by device, beside kernel zram
     Fault,
@@ -66,6 +66,16 @@ pub enum BenchName {
     Neighbour,
     /// How long one absent page interrupts a stream of packets, by the policy for receive faults
     SingleFault,
+    /// Throughput of a stream of messages at each rate of receive faults, by the policy for them
+    RnpfRate,
+    /// Throughput, memory that stays, and what a neighbour can have, by which buffers of a network device are wired
+    Pinning,
+    /// What receive faults do to redis, memcached and UDP in a stock guest, dropped against out of order
+    NicImpact,
+    /// Guests with network devices whose memory moves between them, beside guests whose memory is pinned
+    MemoryMove,
+    /// iperf3 in a stock guest by our network device, beside QEMU's own
+    NetGuest,
     /// Throughput of a busy guest attached over released, in turns, with and without a limit
     GuestCost,
     /// Swap-in by CPU and by device, swap-out and bytes a page of each tier, beside kernel swap on zram and on the same

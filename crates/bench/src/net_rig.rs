@@ -25,6 +25,8 @@ use std::{
 
 /// Buffers are a page apart, so that each has a fault of its own.
 const BUFFER_BYTES: u32 = 2048;
+/// Longest wait for a device to take its front end again.
+const CONNECT_WAIT: Duration = Duration::from_secs(10);
 /// RAM of an interface.
 const RAM_BYTES: u64 = 64 << 20;
 
@@ -154,6 +156,21 @@ impl Interface {
     /// Its RAM.
     pub(crate) fn ram(&self) -> &SharedMapping {
         &self.ram
+    }
+
+    /// Connects again. The last connection may still be on its way out.
+    ///
+    /// # Errors
+    /// The device does not take it.
+    pub(crate) fn connect(&mut self) -> Result<(), String> {
+        let begun = Instant::now();
+        loop {
+            match self.nic.connect() {
+                Ok(()) => return Ok(()),
+                Err(error) if begun.elapsed() > CONNECT_WAIT => return Err(told(error)),
+                Err(_) => std::thread::yield_now(),
+            }
+        }
     }
 
     /// Its driver's side.

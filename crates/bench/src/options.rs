@@ -3,7 +3,7 @@
 
 use super::memory::RAM_BYTES_MIN;
 use crate::name::BenchName;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use pagetide_report::size::ByteSize;
 use std::{path::PathBuf, str::FromStr, time::Duration};
 
@@ -30,17 +30,18 @@ pub struct SizeOptions {
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
-    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20, neighbour: 10, cold-ring: 3, of isolation iopf-scale: 5)
+    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20, neighbour: 10, cold-ring: 3, rnpf-rate: 6, pinning: 6, nic-impact: 3, net-guest: 4, memory-move: 2, adp-live: 8, of isolation iopf-scale: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale: 30, iopf-impact: 20), longest
+    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale: 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20), longest
     /// search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
     /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out,
     /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest; net-pps:
-    /// transmit, receive, loop, _64, _1518; cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024)
+    /// transmit, receive, loop, _64, _1518; cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024, guest; memory-move: table-5, fig-7; nic-impact: redis, memcached, udp,
+    /// drop, out_of_order)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again
@@ -76,9 +77,35 @@ pub struct SizeOptions {
     /// The authors' simulator, a build of HyperSIO's `hypersio-perf`, as a peer (sim)
     #[arg(long, value_name = "PROGRAM")]
     pub hypersio: Option<PathBuf>,
+    /// What of the guest does DMA (adp-live)
+    #[arg(long, value_enum)]
+    pub device: Option<LiveDevice>,
+    /// Seconds of a turn before it is measured (adp-live: 60)
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
+    pub settle: Option<u64>,
     /// Setting of the peer's daemon, whose refaults are compared (tracker); may be given again
     #[arg(long = "peer-setting", value_name = "NAME=VALUE")]
     pub peer_settings: Vec<GivenSetting>,
+}
+
+/// What of a guest does DMA.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum)]
+pub enum LiveDevice {
+    /// Its disk.
+    #[default]
+    Blk,
+    /// Its network interface.
+    Net,
+}
+
+impl LiveDevice {
+    /// As it is written.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Blk => "blk",
+            Self::Net => "net",
+        }
+    }
 }
 
 /// A setting for a daemon that a bench starts.
@@ -131,6 +158,8 @@ impl SizeOptions {
             ("--full", self.full),
             ("--hypersio", self.hypersio.is_some()),
             ("--peer-setting", !self.peer_settings.is_empty()),
+            ("--device", self.device.is_some()),
+            ("--settle", self.settle.is_some()),
         ];
         for (flag, is_given) in given {
             if is_given && !has_use_for(name, flag) {
@@ -194,16 +223,30 @@ fn is_sized(name: BenchName) -> bool {
 
 /// Benches of network devices.
 fn is_of_networks(name: BenchName) -> bool {
-    use BenchName::{ColdRing, Neighbour, NetPps, SingleFault};
-    matches!(name, NetPps | ColdRing | SingleFault | Neighbour)
+    use BenchName::{
+        ColdRing, MemoryMove, Neighbour, NetGuest, NetPps, NicImpact, Pinning, RnpfRate,
+        SingleFault,
+    };
+    matches!(
+        name,
+        NetPps
+            | ColdRing
+            | SingleFault
+            | Neighbour
+            | RnpfRate
+            | Pinning
+            | NicImpact
+            | NetGuest
+            | MemoryMove
+    )
 }
 
 /// True if bench `name` has use for an option.
 fn has_use_for(name: BenchName, flag: &str) -> bool {
     use BenchName::{
-        Adp, Budget, Burst, ColdRing, Crash, Fault, FaultParallel, GuestCost, IopfDaily,
-        IopfImpact, IopfScale, NetPps, Overcommit, Overhead, Remote, Schedule, Sim, Swap, Tracker,
-        Upgrade,
+        Adp, AdpLive, Budget, Burst, ColdRing, Crash, Fault, FaultParallel, GuestCost, IopfDaily,
+        IopfImpact, IopfScale, MemoryMove, NetGuest, NetPps, NicImpact, Overcommit, Overhead,
+        Remote, RnpfRate, Schedule, Sim, Swap, Tracker, Upgrade,
     };
     match flag {
         "--ram" => is_sized(name) || name == Swap,
@@ -214,13 +257,25 @@ fn has_use_for(name: BenchName, flag: &str) -> bool {
                 Fault | FaultParallel | Remote | IopfImpact | IopfScale
             );
             let is_alternated = is_sized(name) && !is_plain(name) || is_of_networks(name);
-            faults || is_alternated || matches!(name, Overhead | Swap)
+            faults || is_alternated || matches!(name, Overhead | Swap | AdpLive)
         }
         "--upgrades" => name == Upgrade,
         "--kills" | "--seed" => name == Crash,
         "--seconds" => matches!(
             name,
-            Tracker | GuestCost | Overhead | Overcommit | Schedule | Burst | IopfImpact | IopfScale
+            Tracker
+                | GuestCost
+                | Overhead
+                | Overcommit
+                | Schedule
+                | Burst
+                | IopfImpact
+                | IopfScale
+                | AdpLive
+                | RnpfRate
+                | NicImpact
+                | NetGuest
+                | MemoryMove
         ),
         "--online" => name == Burst,
         "--days" => name == Budget,
@@ -238,7 +293,10 @@ fn has_use_for(name: BenchName, flag: &str) -> bool {
                 | Crash
                 | NetPps
                 | ColdRing
+                | NicImpact
+                | MemoryMove
         ),
+        "--device" | "--settle" => name == AdpLive,
         "--full" => name == IopfImpact,
         "--hypersio" => name == Sim,
         "--peer-setting" => name == Tracker,

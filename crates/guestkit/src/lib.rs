@@ -24,6 +24,7 @@ pub mod image;
 pub mod leaks;
 mod lines;
 pub mod modules;
+pub mod network;
 pub mod peer;
 pub mod plug;
 pub mod product;

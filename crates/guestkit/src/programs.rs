@@ -84,6 +84,13 @@ pub const IPERF3: Program = Program {
     name: "bin/iperf3",
 };
 
+/// Keeps values by their keys in memory.
+pub const MEMCACHED: Program = Program {
+    package: "memcached",
+    path: "/usr/bin/memcached",
+    name: "bin/memcached",
+};
+
 /// QEMU, for VMs in a guest.
 pub const QEMU_SYSTEM: Program = Program {
     package: "qemu-system-x86",

@@ -1,118 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A guest whose network device is ours, on a TAP, in a network of the test's own: nothing is lost
 //! while its RAM is squeezed.
+//!
+//! `PAGETIDE_ECHO_MIB` is how much goes there and back, 6 MiB without it.
 
-use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pagetide_guest::params::Params;
 use pagetide_guestkit::guest::Guest;
-use pagetide_guestkit::image::{Addition, Extras};
+use pagetide_guestkit::image::Extras;
+use pagetide_guestkit::network::{
+    self, Back, ECHO_PORT, GUEST, Pings, Server, TAP, in_own_network, interface,
+};
 use pagetide_guestkit::qemu::{GuestSpec, Version};
 use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
     PATIENCE, VM, let_go, number, small, squeeze, take_turn, working_guest,
 };
-use pagetide_sys::net::namespace;
 
-const HOST: &str = "10.99.0.1";
-const GUEST: &str = "10.99.0.2";
-const ECHO_BYTES: usize = 6 << 20;
-/// Sends back what it gets on port 7, and pings the host all the time.
-const SCRIPT: &str = "\
-busybox=/bin/busybox
-$busybox ip link set lo up
-$busybox ip addr add 10.99.0.2/24 dev eth0
-$busybox ip link set eth0 up
-$busybox nc -ll -p 7 -e $busybox cat &
-while :; do $busybox ping -c 5 -W 20 10.99.0.1; done
-";
+/// Pairs of queues, and vCPUs, so that the driver uses all of them.
+const QUEUES: u16 = 4;
+/// Of one connection.
+const ECHO_BYTES: usize = 2 << 20;
 
-fn ip(line: &str) -> bool {
-    let done = Command::new("ip").args(line.split(' ')).status();
-    done.is_ok_and(|status| status.success())
-}
-
-/// Runs `test` where a TAP `pt0` leads to a network of its own; skips loudly where that cannot be.
-fn in_network(test: impl FnOnce() + Send + 'static) {
-    let thread = thread::spawn(move || {
-        if let Err(error) = namespace::enter_new() {
-            eprintln!("SKIPPED: a network namespace needs root: {error}");
-            return;
-        }
-        let is_there = ip("tuntap add dev pt0 mode tap multi_queue")
-            && ip(&format!("addr add {HOST}/24 dev pt0"))
-            && ip("link set pt0 up");
-        if !is_there {
-            eprintln!("SKIPPED: a TAP cannot be made here");
-            return;
-        }
-        test();
-    });
-    thread.join().unwrap();
-}
-
-/// A small guest that works on memory, with a network.
-fn with_network(socket: &str) -> GuestSpec {
-    let (name, value) = Version::installed().unwrap().reconnect();
-    let words = [
-        "-chardev".to_owned(),
-        format!("socket,id=net0,path={socket},{name}={value}"),
-        "-netdev".to_owned(),
-        "vhost-user,id=n0,chardev=net0,queues=2".to_owned(),
-        "-device".to_owned(),
-        // Without MSI-X: QEMU 7.2 dies with it under software emulation.
-        "virtio-net-pci,netdev=n0,mq=on,vectors=0".to_owned(),
-    ];
-    GuestSpec {
-        ram_bytes: 192 << 20,
-        work: Params {
-            mem_bytes: 64 << 20,
-            ..small().work
-        },
-        extra: words.to_vec(),
-        ..small()
+/// Runs `test` with a network of its own; skips loudly where that cannot be.
+fn in_network(test: impl FnOnce() + Send) {
+    if let Err(error) = in_own_network(test) {
+        eprintln!("SKIPPED: {error}");
     }
 }
 
-/// Connects to the guest's port 7, which opens a moment after its work has begun.
-fn connect() -> TcpStream {
-    let address: SocketAddr = format!("{GUEST}:7").parse().unwrap();
-    let begun = Instant::now();
-    loop {
-        match TcpStream::connect_timeout(&address, Duration::from_secs(5)) {
-            Ok(stream) => return stream,
-            Err(error) => assert!(begun.elapsed() < PATIENCE, "{error}"),
-        }
-        thread::sleep(Duration::from_millis(50));
-    }
-}
-
-/// Sends bytes to the guest, and gets them back as they were.
-fn echo(bytes: usize, seed: u64) {
-    let mut stream = connect();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
-    let sent: Vec<u8> = (0..bytes as u64)
-        .map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed) >> 56).to_le_bytes()[0])
-        .collect();
-    let mut out = stream.try_clone().unwrap();
-    let expected = sent.clone();
-    let sending = thread::spawn(move || out.write_all(&sent).unwrap());
-    let mut got = vec![0; bytes];
-    stream.read_exact(&mut got).unwrap();
-    sending.join().unwrap();
-    assert!(got == expected, "bytes came back changed");
+fn echoes() -> u64 {
+    let given = std::env::var("PAGETIDE_ECHO_MIB");
+    let mib = given.map_or(6, |mib| mib.parse().expect("a number of MiB"));
+    mib * (1 << 20) / ECHO_BYTES as u64
 }
 
 /// Results of pings, as the guest has printed them.
 fn pings(guest: &Guest) -> Vec<String> {
     let console = guest.console().unwrap();
-    let lines = console.lines().filter(|line| line.contains("packet loss"));
-    lines.map(str::to_owned).collect()
+    network::pings(&console).map(str::to_owned).collect()
+}
+
+/// Runs iperf3 against the guest's server, which may still be busy with the end of its last run.
+fn iperf3(words: &[&str]) {
+    let begun = Instant::now();
+    loop {
+        let mut command = Command::new("iperf3");
+        command.args(["-c", &GUEST.to_string(), "-t", "2"]);
+        let ran = command.args(words).output().expect("iperf3");
+        if ran.status.success() {
+            return;
+        }
+        let said = [&ran.stdout[..], &ran.stderr[..]].concat();
+        let said = String::from_utf8_lossy(&said).into_owned();
+        let is_busy = said.contains("busy running a test");
+        assert!(is_busy && begun.elapsed() < PATIENCE, "{words:?}: {said}");
+        thread::sleep(Duration::from_millis(200));
+    }
 }
 
 #[test]
@@ -121,27 +68,56 @@ fn squeezed_guest_loses_no_packet_of_a_tap_and_no_byte() {
         let Some((_turn, mut stage)) = take_turn(Stage::set) else {
             return;
         };
-        let script = Addition::text("network", SCRIPT);
+        let mut servers = vec![Server::Echo];
+        match Server::Iperf3.program().map(|program| program.additions()) {
+            Some(Err(error)) => eprintln!("SKIPPED: streams of iperf3: {error}"),
+            _ => servers.push(Server::Iperf3),
+        }
+        let additions = network::additions(&servers, Pings::Flood).expect("programs");
         let extras = Extras {
             suffix: "-network",
-            additions: &[script],
+            additions: &additions,
             ..Extras::default()
         };
         stage.add_to_image(&extras).expect("an image");
         let socket = stage.folder().join("net.sock");
         let name = socket.to_str().unwrap();
         let net = [
-            "dpu", "net", "--socket", name, "--tap", "pt0", "--queues", "2",
+            "dpu", "net", "--socket", name, "--tap", TAP, "--queues", "4",
         ];
         let added = stage.product.client(net).expect("a client");
         added.success().expect("a network device");
 
-        let mut guest = working_guest(&mut stage, &with_network(name));
-        echo(1 << 20, 1);
+        let version = Version::installed().unwrap();
+        let spec = GuestSpec {
+            ram_bytes: 192 << 20,
+            cpus: u32::from(QUEUES),
+            work: Params {
+                mem_bytes: 64 << 20,
+                ..small().work
+            },
+            extra: interface(Back::Socket(&socket), QUEUES, 256, version),
+            ..small()
+        };
+        let mut guest = working_guest(&mut stage, &spec);
+        let mut stream = network::connect(ECHO_PORT, PATIENCE).expect("an echo");
+        network::echo(&mut stream, 1 << 20, 1, PATIENCE).expect("the same bytes");
         squeeze(&stage, &guest);
         let before = pings(&guest).len();
-        for seed in 2..5 {
-            echo(ECHO_BYTES / 3, seed);
+        for seed in 0..echoes() {
+            let mut stream = network::connect(ECHO_PORT, PATIENCE).expect("an echo");
+            network::echo(&mut stream, ECHO_BYTES, seed, PATIENCE).expect("the same bytes");
+        }
+        if servers.contains(&Server::Iperf3) {
+            // Several flows, so that several queues have work; both ways.
+            for words in [
+                &["-P", "4"][..],
+                &["-P", "4", "-R"],
+                &["-u", "-b", "10M", "-l", "1200"],
+                &["-u", "-b", "10M", "-l", "1200", "-R"],
+            ] {
+                iperf3(words);
+            }
         }
         stage
             .until("pings were answered", PATIENCE, || {
@@ -161,15 +137,12 @@ fn squeezed_guest_loses_no_packet_of_a_tap_and_no_byte() {
             (&device["vm"], &device["state"]),
             (&VM.into(), &"connected".into())
         );
-        assert_eq!(number(&device, "failed_requests"), 0, "{device}");
-        assert!(
-            number(&device, "read_bytes") > ECHO_BYTES as u64,
-            "{device}"
-        );
-        assert!(
-            number(&device, "written_bytes") > ECHO_BYTES as u64,
-            "{device}"
-        );
+        for lost in ["failed_requests", "fault_dropped_packets"] {
+            assert_eq!(number(&device, lost), 0, "{lost}: {device}");
+        }
+        let bytes = echoes() * ECHO_BYTES as u64;
+        assert!(number(&device, "read_bytes") > bytes, "{device}");
+        assert!(number(&device, "written_bytes") > bytes, "{device}");
         let_go(&stage, &mut guest);
     });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide bench adp-live`: a squeezed guest with fio on its disk, with a DMA protector and without (VPRI
-//! 7.3).
+//! 7.3); with `--device net` one with bursts on its interface, without a protector, with a simple LRU, and with ours.
 //!
 //! The guest, and the daemon that squeezes it, are those of the project's own tests, and so is the program
 //! that runs them: `adp-live`, of the crate `pagetide-guestkit`, which lies beside this one when both were
@@ -9,11 +9,13 @@
 //!
 //! ```text
 //!   alternation = none adp, then adp none     ratio = adp / none of one alternation
+//!   (net: none lru adp, then adp lru none)
 //!   adp_over_none_X: their geometric mean     …_low95, …_high95: the bounds of its 95% interval
 //! ```
 //! The policy has its default times; `promote_after_ms` is where following the evictor has taken them.
 
 use super::{
+    SizeOptions,
     harness::{
         figures::{mean, thousandths},
         ratios::PairedRatios,
@@ -21,6 +23,7 @@ use super::{
     },
     orders::kit_program,
 };
+use crate::options::LiveDevice;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::{
@@ -56,9 +59,21 @@ struct Found {
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn run() -> Result<BenchReport, BenchError> {
+pub fn run(sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
     let program = kit_program(PROGRAM).map_err(unable)?;
-    let output = Command::new(&program)
+    let device = sizes.device.unwrap_or_default();
+    let mut command = Command::new(&program);
+    command.args(["--device", device.name()]);
+    for (flag, number) in [
+        ("--alternations", sizes.pairs),
+        ("--seconds", sizes.seconds),
+        ("--settle", sizes.settle),
+    ] {
+        if let Some(number) = number {
+            command.args([flag, &number.to_string()]);
+        }
+    }
+    let output = command
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
         .output()
@@ -72,6 +87,7 @@ pub fn run() -> Result<BenchReport, BenchError> {
     let found: Found = serde_json::from_slice(&output.stdout).map_err(failed)?;
     let mut report = BenchReport::new(NAME);
     describe(found, &mut report);
+    describe_peers(device, &mut report);
     Ok(report)
 }
 
@@ -108,12 +124,23 @@ fn describe(found: Found, report: &mut BenchReport) {
             }
         }
     }
+}
+
+fn describe_peers(device: LiveDevice, report: &mut BenchReport) {
     let peers = &mut report.peers;
-    peers.insert(
-        "paper_block_reduction".into(),
-        json!({"least": 0.36, "most": 0.49}),
-    );
-    peers.insert("paper_production_block_reduction".into(), 0.51.into());
+    match device {
+        LiveDevice::Blk => {
+            peers.insert(
+                "paper_block_reduction".into(),
+                json!({"least": 0.36, "most": 0.49}),
+            );
+            peers.insert("paper_production_block_reduction".into(), 0.51.into());
+        }
+        LiveDevice::Net => {
+            let reduction = json!({"least": 0.95, "most": 0.97});
+            peers.insert("paper_nic_reduction".into(), reduction);
+        }
+    }
     peers.insert("paper_vm_pinned_share".into(), 0.043.into());
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `pagetide bench cold-ring`: a server whose receive ring is cold ('Page Fault Support for Network Controllers', 6.1,
-//! Fig 4), with TCP stacks in user space on both sides, as in the paper the server's.
+//! Fig 4), with TCP stacks in user space on both sides, as in the paper the server's; and a stock guest that is cold as a
+//! whole ([`guest`]).
 //!
 //! ```text
 //!   client: gets (90%) and sets of 1 KB, 16 under way ── TCP ── pair of interfaces ── TCP ── server
@@ -14,6 +15,7 @@
 //! The paper's client is Linux with memaslap, and reacts to a lost packet by waiting at least 200 ms. Smoltcp has no
 //! congestion control here and waits less: *drop* collapses later and less than there.
 
+mod guest;
 mod stack;
 
 use super::{
@@ -24,6 +26,7 @@ use super::{
         report::{BenchError, BenchReport, failed},
         rounds::{WarmUp, progress, silent_rounds},
     },
+    key_value,
     net_rig::NetRig,
 };
 use pagetide_dpu::{Backing, DeviceReport, LinkConfig, OnReceiveFault, Prefault, ReceiveConfig};
@@ -84,16 +87,7 @@ impl Shown {
 
     /// When operations were first done at `rate` a second for a whole [`BIN`].
     fn recovery(&self, rate: f64) -> Option<Duration> {
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_sign_loss,
-            reason = "a small positive count"
-        )]
-        let wanted = ((rate * BIN.as_secs_f64()) as usize).max(1);
-        let ends = self.done.iter().skip(wanted);
-        let mut runs = self.done.iter().zip(ends);
-        runs.find(|(begin, end)| **end - **begin <= BIN)
-            .map(|(begin, _)| *begin)
+        key_value::recovery(&self.done, rate, BIN)
     }
 }
 
@@ -102,9 +96,22 @@ impl Shown {
 /// # Errors
 /// [`BenchError`].
 pub fn run(sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
+    let mut report = BenchReport::new(NAME);
+    let all = pagetide_sys::cpu::affinity().map_err(failed)?;
+    add_in_user_space(sizes, &mut report)?;
+    pagetide_sys::cpu::set_affinity(&all).map_err(failed)?;
+    guest::add(sizes, &mut report)?;
+    report.peers.insert(
+        "paper".into(),
+        "Fig 4: with drops no operation succeeds for seconds; the backup ring is as pinned".into(),
+    );
+    Ok(report)
+}
+
+/// The first part.
+fn add_in_user_space(sizes: &SizeOptions, report: &mut BenchReport) -> Result<(), BenchError> {
     let cpus = SideCpus::choose();
     pagetide_sys::cpu::set_affinity(&[cpus.frontend]).map_err(failed)?;
-    let mut report = BenchReport::new(NAME);
     for (name, on_fault) in POLICIES {
         let (mut worst, mut recovery_s, mut lost) = (f64::INFINITY, 0.0_f64, 0);
         for ring in RINGS {
@@ -143,11 +150,7 @@ pub fn run(sizes: &SizeOptions) -> Result<BenchReport, BenchError> {
             report.ratios.insert(ratio, worst.into());
         }
     }
-    report.peers.insert(
-        "paper".into(),
-        "Fig 4: with drops no operation succeeds for seconds; the backup ring is as pinned".into(),
-    );
-    Ok(report)
+    Ok(())
 }
 
 fn describe(runs: &[(Shown, f64, f64)]) -> serde_json::Value {

@@ -136,7 +136,7 @@ impl Tenants {
     fn slice(&mut self, load: Load) -> Result<Slice, String> {
         if load == Load::Both {
             self.a.cool();
-            self.connect_a()?;
+            self.a.connect()?;
         }
         let begun = Instant::now();
         let mut times_ns: Vec<u64> = Vec::new();
@@ -159,18 +159,6 @@ impl Tenants {
             pps: to_f64(times.count() as u64) / SLICE.as_secs_f64(),
             p99_us: times.us(990),
         })
-    }
-
-    /// A's last connection may still be on its way out.
-    fn connect_a(&mut self) -> Result<(), String> {
-        let begun = Instant::now();
-        loop {
-            match self.a.nic().connect() {
-                Ok(()) => return Ok(()),
-                Err(error) if begun.elapsed() > CONNECT_WAIT => return Err(error.to_string()),
-                Err(_) => std::thread::yield_now(),
-            }
-        }
     }
 
     /// Takes one packet back and sends it again; returns how long it was away.
@@ -205,8 +193,6 @@ impl Tenants {
     }
 }
 
-/// Longest wait for a device to take its front end again.
-const CONNECT_WAIT: Duration = Duration::from_secs(10);
 /// Where the number of a packet is in it: behind the Ethernet header.
 const NUMBER_AT: usize = 14;
 

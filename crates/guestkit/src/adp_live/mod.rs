@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A squeezed guest with fio on its disk, with and without a DMA protector, in turns (VPRI 7.3).
+//! A squeezed guest with fio on its disk, or bursts on its interface, with and without a DMA protector, in turns (VPRI
+//! 7.3).
 //!
 //! ```text
 //!   one guest, one daemon, one limit
 //!   boot ─► fill ─► squeeze ─► warm-up under `none`, until steady ─► turns ─► everything verified
 //!   turn  = policy set ─► settle ─► measure         turns: none adp │ adp none │ none adp │ …
 //! ```
-//! [`scenario`] describes the guest and the reasons for it. It verifies all it reads, and at the end all
+//! [`scenario`] describes the guest with a disk and the reasons for it, [`bursts`] the one with an interface, whose turns
+//! have a simple LRU between the other two. It verifies all it reads, and at the end all
 //! its memory and disk; a wrong byte fails the run.
 //!
 //! # Steady first
@@ -22,6 +24,7 @@
 //! latencies comes from the daemon's own account of the last minute, so settling and measuring together
 //! last longer than that.
 
+mod bursts;
 mod scenario;
 mod turn;
 
@@ -31,16 +34,19 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::fio;
 use crate::guest::{Guest, GuestError};
-use crate::image::{self, Extras, ImageError, repository};
+use crate::image::{self, Extras, Image, ImageError, repository};
+use crate::network::{self, Pings, Server};
 use crate::product::{Product, ProductError};
 use crate::programs::ProgramError;
-use crate::qemu::QemuError;
+use crate::qemu::{GuestSpec, QemuError, Version};
 use crate::stage::RunFolder;
-use scenario::{ADP, DISK_BYTES, LIMIT_PERCENT, NONE, RAM_BYTES};
+use bursts::Bursts;
+use scenario::{ADP, DISK_BYTES, LIMIT_PERCENT, LRU, NONE};
 pub use turn::Turn;
 use turn::{LOOK, Meter};
 
@@ -53,8 +59,27 @@ const WARM_UP_TURN: Duration = Duration::from_secs(20);
 const BOOT_TIMEOUT: Duration = Duration::from_secs(600);
 const SQUEEZE_TIMEOUT: Duration = Duration::from_secs(180);
 const NAME: &str = "adp-live";
-/// The policies, in the order of the first alternation.
-const POLICIES: [&str; 2] = [NONE, ADP];
+
+/// What of the guest does DMA.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Device {
+    /// Its disk.
+    #[default]
+    Blk,
+    /// Its network interface.
+    Net,
+}
+
+impl Device {
+    /// The policies, in the order of the first alternation.
+    const fn policies(self) -> &'static [&'static str] {
+        match self {
+            Self::Blk => &[NONE, ADP],
+            Self::Net => &[NONE, LRU, ADP],
+        }
+    }
+}
 
 /// A step failed.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +99,9 @@ pub enum AdpLiveError {
     /// The daemon.
     #[error(transparent)]
     Product(#[from] ProductError),
+    /// The guest's network.
+    #[error("the guest's network: {0}")]
+    Network(io::Error),
     /// A file.
     #[error("{path}: {source}", path = path.display())]
     File {
@@ -121,6 +149,8 @@ impl AdpLiveError {
 /// How much to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
+    /// What does DMA.
+    pub device: Device,
     /// Turns of each policy.
     pub alternations: u32,
     /// Part of a turn before the measurement.
@@ -133,6 +163,7 @@ impl Default for Options {
     /// 45 minutes in all.
     fn default() -> Self {
         Self {
+            device: Device::default(),
             alternations: 8,
             settle: Duration::from_secs(60),
             measure: Duration::from_secs(90),
@@ -154,6 +185,8 @@ pub struct WarmUp {
 /// The result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Found {
+    /// What does DMA.
+    pub device: Device,
     /// What ran the guest: kvm, or emulated.
     pub accel: String,
     /// QEMU's version.
@@ -162,7 +195,7 @@ pub struct Found {
     pub policies: Vec<&'static str>,
     /// The VM's RAM.
     pub ram_bytes: u64,
-    /// Its disk.
+    /// Its disk; 0 without one.
     pub disk_bytes: u64,
     /// Its limit.
     pub limit_bytes: u64,
@@ -170,7 +203,7 @@ pub struct Found {
     pub warm_up: WarmUp,
     /// Every turn.
     pub turns: Vec<Turn>,
-    /// Bytes of memory and disk that were verified while it worked.
+    /// Bytes of memory, disk and network that were verified while it worked.
     pub verified_bytes: u64,
     /// Bytes verified at the end: everything.
     pub finally_verified_bytes: u64,
@@ -185,6 +218,15 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
         let why = "the take-over of a guest needs root";
         return Err(AdpLiveError::Unable(why.to_owned()));
     }
+    match options.device {
+        Device::Blk => run_with_disk(options),
+        Device::Net => {
+            network::in_own_network(|| run_with_network(options)).map_err(AdpLiveError::Unable)?
+        }
+    }
+}
+
+fn run_with_disk(options: &Options) -> Result<Found, AdpLiveError> {
     let additions = fio::additions(&scenario::jobs())?;
     eprintln!("bench adp-live: the guest's kernel and initramfs, with fio");
     let image = image::prepare_with(&Extras {
@@ -192,44 +234,108 @@ pub fn run(options: &Options) -> Result<Found, AdpLiveError> {
         additions: &additions,
         ..Extras::default()
     })?;
-    let folder = RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))?;
+    let folder = new_folder()?;
     let disk = DiskImage::new()?;
-    let log = folder.path().join("pagetide.log");
-    let product = Product::start(&Product::binary()?, &folder.path().join("state"), &log)?;
+    let product = start_product(&folder)?;
     let socket = folder.path().join("disk.sock");
     product.serve_disk(&socket, &disk.0)?;
-    let spec = scenario::guest(socket.clone());
-    let mut guest = Guest::start(&spec, &image, &folder.path().join("guest"))?;
-    let accel = guest.accel().name().to_owned();
-    eprintln!("bench adp-live: waiting for the guest ({accel}) to fill its disk and memory");
-    guest.wait_for_work(BOOT_TIMEOUT)?;
-    product.attach(guest.pid(), NAME)?;
-    let limit_bytes = guest.resident_bytes()? * LIMIT_PERCENT / 100;
-    product.limit(NAME, limit_bytes)?;
-    wait_until_squeezed(&guest, limit_bytes)?;
-    let meter = Meter {
+    let scene = Scene {
+        spec: scenario::guest(socket.clone()),
+        socket,
+        image,
         product: &product,
-        guest: &guest,
-        name: NAME,
-        socket: &socket,
+        folder: &folder,
     };
-    let warm_up = warm_up(&meter)?;
-    let turns = alternate(&meter, options)?;
-    product.detach(NAME)?;
-    let qemu_version = guest.version().to_string();
-    let (verified_bytes, finally_verified_bytes) = verified(&mut guest)?;
-    Ok(Found {
-        accel,
-        qemu_version,
-        policies: POLICIES.to_vec(),
-        ram_bytes: RAM_BYTES,
-        disk_bytes: DISK_BYTES,
-        limit_bytes,
-        warm_up,
-        turns,
-        verified_bytes,
-        finally_verified_bytes,
-    })
+    scene.play(options)
+}
+
+fn run_with_network(options: &Options) -> Result<Found, AdpLiveError> {
+    eprintln!("bench adp-live: the guest's kernel and initramfs, with a network");
+    let image = image::prepare_with(&Extras {
+        suffix: "-bursts",
+        additions: &network::additions(&[Server::Echo], Pings::None)?,
+        ..Extras::default()
+    })?;
+    let folder = new_folder()?;
+    let product = start_product(&folder)?;
+    let socket = folder.path().join("net.sock");
+    let name = socket.to_string_lossy();
+    let words = ["dpu", "net", "--socket", &*name, "--tap", network::TAP];
+    product.client(words)?.success()?;
+    let version = Version::installed().map_err(GuestError::from)?;
+    let scene = Scene {
+        spec: bursts::guest(&socket, version),
+        socket: socket.clone(),
+        image,
+        product: &product,
+        folder: &folder,
+    };
+    scene.play(options)
+}
+
+fn new_folder() -> Result<RunFolder, AdpLiveError> {
+    RunFolder::new().map_err(|source| file_error(Path::new("/dev/shm"), source))
+}
+
+fn start_product(folder: &RunFolder) -> Result<Product, AdpLiveError> {
+    let log = folder.path().join("pagetide.log");
+    let state = folder.path().join("state");
+    Ok(Product::start(&Product::binary()?, &state, &log)?)
+}
+
+/// A guest to be, and a daemon that serves its device.
+struct Scene<'a> {
+    spec: GuestSpec,
+    /// Of the device.
+    socket: PathBuf,
+    image: Image,
+    product: &'a Product,
+    folder: &'a RunFolder,
+}
+
+impl Scene<'_> {
+    fn play(&self, options: &Options) -> Result<Found, AdpLiveError> {
+        let (product, spec) = (self.product, &self.spec);
+        let mut guest = Guest::start(spec, &self.image, &self.folder.path().join("guest"))?;
+        let accel = guest.accel().name().to_owned();
+        eprintln!("bench adp-live: waiting for the guest ({accel}) to fill its disk and memory");
+        guest.wait_for_work(BOOT_TIMEOUT)?;
+        let bursts = match options.device {
+            Device::Blk => None,
+            Device::Net => Some(Bursts::start()?),
+        };
+        product.attach(guest.pid(), NAME)?;
+        let limit_bytes = guest.resident_bytes()? * LIMIT_PERCENT / 100;
+        product.limit(NAME, limit_bytes)?;
+        wait_until_squeezed(&guest, limit_bytes)?;
+        let meter = Meter {
+            product,
+            guest: &guest,
+            name: NAME,
+            socket: &self.socket,
+            device: options.device,
+        };
+        let warm_up = warm_up(&meter)?;
+        let turns = alternate(&meter, options)?;
+        product.detach(NAME)?;
+        let echoed_bytes = bursts.map_or(Ok(0), Bursts::end)?;
+        let qemu_version = guest.version().to_string();
+        let disk_bytes = spec.work.fio_bytes;
+        let (verified_bytes, finally_verified_bytes) = verified(&mut guest, disk_bytes)?;
+        Ok(Found {
+            device: options.device,
+            accel,
+            qemu_version,
+            policies: options.device.policies().to_vec(),
+            ram_bytes: spec.ram_bytes,
+            disk_bytes,
+            limit_bytes,
+            warm_up,
+            turns,
+            verified_bytes: verified_bytes + echoed_bytes,
+            finally_verified_bytes,
+        })
+    }
 }
 
 fn wait_until_squeezed(guest: &Guest, limit_bytes: u64) -> Result<(), AdpLiveError> {
@@ -273,18 +379,17 @@ fn is_steady(rates: &[f64]) -> bool {
     }
 }
 
-/// Runs the turns in the order of [`POLICIES`], then in reverse.
+/// Runs the turns in the order of [`Device::policies`], then in reverse.
 fn alternate(meter: &Meter<'_>, options: &Options) -> Result<Vec<Turn>, AdpLiveError> {
     let mut turns = Vec::new();
-    for policy in order(&POLICIES, options.alternations) {
+    for policy in order(options.device.policies(), options.alternations) {
         meter.set(policy)?;
         thread::sleep(options.settle);
         let turn = meter.measure(policy, options.measure)?;
         eprintln!(
-            "bench adp-live: {}: {:.0} I/O page faults a minute, p99.9 {:.0} us, {:.1} sections protected after {:.0} s",
+            "bench adp-live: {}: {:.0} I/O page faults a minute, {:.1} sections protected after {:.0} s",
             turn.policy,
             turn.iopfs_per_minute,
-            turn.blk_p999_us,
             turn.protected_sections,
             turn.promote_after_ms / 1_000.0
         );
@@ -302,11 +407,11 @@ fn order(policies: &[&'static str], alternations: u32) -> Vec<&'static str> {
 }
 
 /// Ends the guest; returns the bytes it verified on the way and at the end.
-fn verified(guest: &mut Guest) -> Result<(u64, u64), AdpLiveError> {
+fn verified(guest: &mut Guest, disk_bytes: u64) -> Result<(u64, u64), AdpLiveError> {
     eprintln!("bench adp-live: the guest verifies all its memory and disk");
     let last = guest.finish(BOOT_TIMEOUT)?;
     let errors = last.memory_errors + last.disk_errors;
-    if errors > 0 || last.final_disk_bytes < DISK_BYTES {
+    if errors > 0 || last.final_disk_bytes < disk_bytes {
         let why = format!("{last:?}\n{}", guest.log_tails());
         return Err(AdpLiveError::Corrupt { errors, why });
     }
@@ -349,13 +454,16 @@ mod tests {
 
     #[test]
     fn policies_have_their_turns_before_each_other_as_often_as_after() {
-        let turns = order(&POLICIES, 8);
+        let policies = Device::Blk.policies();
+        let turns = order(policies, 8);
         let sum_of_places = |one: &str| -> usize {
             let places = turns.iter().enumerate();
             places.filter(|(_, t)| **t == one).map(|(at, _)| at).sum()
         };
         assert_eq!(sum_of_places(NONE), sum_of_places(ADP));
-        assert_eq!(order(&POLICIES, 2), [NONE, ADP, ADP, NONE]);
+        assert_eq!(order(policies, 2), [NONE, ADP, ADP, NONE]);
+        let of_net = order(Device::Net.policies(), 2);
+        assert_eq!(of_net, [NONE, LRU, ADP, ADP, LRU, NONE]);
     }
 
     #[test]

@@ -35,7 +35,7 @@ use pagetide_guest::params::Params;
 use crate::qemu::{Disk, GuestSpec};
 
 /// RAM of the guest.
-pub(super) const RAM_BYTES: u64 = 768 << 20;
+const RAM_BYTES: u64 = 768 << 20;
 /// Of it, memory filled by the guest's own work.
 const MEMORY_BYTES: u64 = 304 << 20;
 /// Of that, its constantly used part.
@@ -57,6 +57,8 @@ const WRITE_KIB_A_SECOND: u64 = 256;
 pub(super) const LIMIT_PERCENT: u64 = 50;
 /// No protector.
 pub(super) const NONE: &str = "none";
+/// The simple LRU that the paper compares its own with.
+pub(super) const LRU: &str = "lru";
 /// The protector, as it is by default.
 pub(super) const ADP: &str = "adp";
 

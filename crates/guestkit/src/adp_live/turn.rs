@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One turn: sets a policy, and measures the VM and its disk under it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::AdpLiveError;
+use super::{AdpLiveError, Device};
 use crate::guest::Guest;
 use crate::product::Product;
 
@@ -16,24 +17,17 @@ use crate::product::Product;
 pub(super) const LOOK: Duration = Duration::from_secs(1);
 
 /// What was measured in one turn.
+///
+/// Of a disk there are `overwritten_pages_per_minute` (absent pages that a read covered whole: their old content was
+/// not filled), `iopfs_per_request`, `blk_p50_us`, `blk_p99_us` and `blk_p999_us` of the requests of the last minute, and
+/// `blk_iops`; of an interface `iopfs_per_packet` of those received, `received_packets_per_s`, and by the minute
+/// `prefaults`, `stored_packets` and `fault_dropped_packets`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Turn {
     /// The policy, by its name.
     pub policy: &'static str,
     /// I/O page faults a minute: page requests of the disk for absent pages.
     pub iopfs_per_minute: f64,
-    /// Pages a minute of these that a read from the disk covered whole: their old content was not filled.
-    pub overwritten_pages_per_minute: f64,
-    /// The same for each request of the disk.
-    pub iopfs_per_request: f64,
-    /// Half of the requests of the last minute took no longer.
-    pub blk_p50_us: f64,
-    /// All but one in a hundred.
-    pub blk_p99_us: f64,
-    /// All but one in a thousand.
-    pub blk_p999_us: f64,
-    /// Requests a second.
-    pub blk_iops: f64,
     /// Mean over the turn.
     pub resident_bytes: f64,
     /// Mean over the turn.
@@ -48,6 +42,9 @@ pub struct Turn {
     pub evicted_pages_per_minute: f64,
     /// Faults of vCPUs a minute.
     pub vcpu_faults_per_minute: f64,
+    /// Of the device.
+    #[serde(flatten)]
+    pub of_device: BTreeMap<&'static str, f64>,
 }
 
 /// What turns are measured on.
@@ -56,8 +53,9 @@ pub(super) struct Meter<'a> {
     pub(super) guest: &'a Guest,
     /// Name of the VM.
     pub(super) name: &'static str,
-    /// Of its disk.
+    /// Of its device.
     pub(super) socket: &'a Path,
+    pub(super) device: Device,
 }
 
 impl Meter<'_> {
@@ -74,7 +72,7 @@ impl Meter<'_> {
         policy: &'static str,
         time: Duration,
     ) -> Result<Turn, AdpLiveError> {
-        let (before, disk_before) = (self.product.show(self.name)?, self.disk()?);
+        let (before, device_before) = (self.product.show(self.name)?, self.device()?);
         let begun = Instant::now();
         let (mut resident, mut protected, mut looks) = (0.0, 0.0, 0.0);
         while begun.elapsed() < time {
@@ -89,21 +87,10 @@ impl Meter<'_> {
         let after = self.product.show(self.name)?;
         let more = |name| Ok::<_, AdpLiveError>(figure(&after, name)? - figure(&before, name)?);
         let a_minute = |name| Ok::<_, AdpLiveError>(more(name)? / seconds * 60.0);
-        let disk = self.disk()?;
-        let done = figure(&disk, "requests")? - figure(&disk_before, "requests")?;
-        let overwritten =
-            figure(&disk, "overwritten_pages")? - figure(&disk_before, "overwritten_pages")?;
-        let account = self.product.client(["dpu", "slo", "--json"])?.json()?;
-        let minute = &account["devices"][0]["windows"][0];
+        let of_device = self.of_device(&device_before, seconds, more("absent_iopfs")?)?;
         Ok(Turn {
             policy: policy.split(':').next().unwrap_or(policy),
             iopfs_per_minute: a_minute("absent_iopfs")?,
-            overwritten_pages_per_minute: overwritten / seconds * 60.0,
-            iopfs_per_request: more("absent_iopfs")? / done.max(1.0),
-            blk_p50_us: figure(minute, "p50_us")?,
-            blk_p99_us: figure(minute, "p99_us")?,
-            blk_p999_us: figure(minute, "p999_us")?,
-            blk_iops: done / seconds,
             resident_bytes: resident / looks,
             protected_sections: protected / looks,
             dropped_sections_per_minute: a_minute("dropped_sections")?,
@@ -111,10 +98,52 @@ impl Meter<'_> {
             promote_after_ms: figure(&after, "promote_after_ms")?,
             evicted_pages_per_minute: a_minute("evicted_pages")?,
             vcpu_faults_per_minute: a_minute("vcpu_faults")?,
+            of_device,
         })
     }
 
-    fn disk(&self) -> Result<Value, AdpLiveError> {
+    /// Figures of the device since `before`.
+    fn of_device(
+        &self,
+        before: &Value,
+        seconds: f64,
+        iopfs: f64,
+    ) -> Result<BTreeMap<&'static str, f64>, AdpLiveError> {
+        let after = self.device()?;
+        let more = |name| Ok::<_, AdpLiveError>(figure(&after, name)? - figure(before, name)?);
+        let a_minute = |name| Ok::<_, AdpLiveError>(more(name)? / seconds * 60.0);
+        let mut of_device = BTreeMap::new();
+        match self.device {
+            Device::Blk => {
+                let done = more("requests")?;
+                let account = self.product.client(["dpu", "slo", "--json"])?.json()?;
+                let minute = &account["devices"][0]["windows"][0];
+                of_device.insert(
+                    "overwritten_pages_per_minute",
+                    a_minute("overwritten_pages")?,
+                );
+                of_device.insert("iopfs_per_request", iopfs / done.max(1.0));
+                of_device.insert("blk_p50_us", figure(minute, "p50_us")?);
+                of_device.insert("blk_p99_us", figure(minute, "p99_us")?);
+                of_device.insert("blk_p999_us", figure(minute, "p999_us")?);
+                of_device.insert("blk_iops", done / seconds);
+            }
+            Device::Net => {
+                let came = more("received_packets")?;
+                of_device.insert("iopfs_per_packet", iopfs / came.max(1.0));
+                of_device.insert("received_packets_per_s", came / seconds);
+                of_device.insert("prefaults_per_minute", a_minute("prefaults")?);
+                of_device.insert("stored_packets_per_minute", a_minute("stored_packets")?);
+                of_device.insert(
+                    "fault_dropped_packets_per_minute",
+                    a_minute("fault_dropped_packets")?,
+                );
+            }
+        }
+        Ok(of_device)
+    }
+
+    fn device(&self) -> Result<Value, AdpLiveError> {
         Ok(self.product.device(self.socket)?)
     }
 }

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use pagetide_guestkit::adp_live::{self, Options};
+use pagetide_guestkit::adp_live::{self, Device, Options};
 
 /// Status if the machine lacks something, which the output names.
 const UNABLE: u8 = 3;
@@ -14,6 +14,9 @@ const UNABLE: u8 = 3;
 /// Squeezes a running guest and sets its DMA protector on and off in turns; prints one JSON object.
 #[derive(Parser)]
 struct Arguments {
+    /// What of the guest does DMA
+    #[arg(long, value_enum, default_value_t = Device::default())]
+    device: Device,
     /// Turns of each policy
     #[arg(long, default_value_t = Options::default().alternations)]
     alternations: u32,
@@ -28,6 +31,7 @@ struct Arguments {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let options = Options {
+        device: arguments.device,
         alternations: arguments.alternations,
         settle: Duration::from_secs(arguments.settle),
         measure: Duration::from_secs(arguments.seconds),

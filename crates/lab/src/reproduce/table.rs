@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Each figure and table with measurements of VPRI and Taiji, what the paper says there, and which field of
-//! which bench answers it. What nothing answers is absent, with the reason. Drawings of designs are left out.
+//! Each figure and table with measurements of VPRI, Taiji and 'Page Fault Support for Network Controllers' (its part on
+//! Ethernet), what the paper says there, and which field of which bench answers it. What nothing answers is absent, with the reason. Drawings of designs are left out.
 
 use pagetide_bench::name::BenchName;
 
@@ -11,6 +11,8 @@ pub enum Paper {
     Vpri,
     /// Elastic memory of a DPU.
     Taiji,
+    /// 'Page Fault Support for Network Controllers', ASPLOS 2017.
+    Npf,
 }
 
 impl Paper {
@@ -19,6 +21,7 @@ impl Paper {
         match self {
             Self::Vpri => "VPRI",
             Self::Taiji => "Taiji",
+            Self::Npf => "NPF",
         }
     }
 }
@@ -64,11 +67,11 @@ const fn line(
 }
 
 use BenchName::{
-    Adp, Burst, HeadOfLine, IopfDaily, IopfImpact, IopfRtt, IopfScale, Overhead, PaBitmap, Pool,
-    Upgrade,
+    Adp, Burst, ColdRing, HeadOfLine, IopfDaily, IopfImpact, IopfRtt, IopfScale, MemoryMove,
+    Neighbour, NicImpact, Overhead, PaBitmap, Pinning, Pool, RnpfRate, SingleFault, Upgrade,
 };
 use Ours::{Absent, Field};
-use Paper::{Taiji, Vpri};
+use Paper::{Npf, Taiji, Vpri};
 
 /// All of it, in the papers' order.
 #[rustfmt::skip]
@@ -83,8 +86,11 @@ pub const TABLE: &[Line] = &[
     line(Vpri, "3.2", "the same, p99", "-", Field(HeadOfLine, "ratios.ours_p99_over_quiet")),
     line(Vpri, "Fig 4", "throughput of a disk, 4 KiB, 10 faults of 5 ms a second, paused", "falls with rate and time", Field(IopfImpact, "ratios.4k_pause_10_per_s_throughput_over_quiet")),
     line(Vpri, "Fig 4", "the same, 20 ms", "falls with rate and time", Field(IopfImpact, "ratios.4k_pause_10_per_s_20ms_throughput_over_quiet")),
-    line(Vpri, "Fig 4", "throughput of network programs under faults", "-15 % at 2 a second", Absent("the network device is not measured so")),
-    line(Vpri, "Fig 5", "network outage by one fault of 5 ms, ms", "300", Absent("the network device is not measured so")),
+    line(Vpri, "Fig 4", "throughput of redis, 2 faults of 5 ms a second, dropped", "0.85", Field(NicImpact, "ratios.drop_redis_2_over_quiet")),
+    line(Vpri, "Fig 4", "the same, out of order", "-", Field(NicImpact, "ratios.out_of_order_redis_2_over_quiet")),
+    line(Vpri, "Fig 4", "throughput of memcached, 2 faults of 5 ms a second, dropped", "0.85", Field(NicImpact, "ratios.drop_memcached_2_over_quiet")),
+    line(Vpri, "Fig 5", "network outage by one fault of 5 ms, dropped, µs", "300,000, of TCP", Field(SingleFault, "figures.drop_outage_us")),
+    line(Vpri, "Fig 5", "the same, out of order", "-", Field(SingleFault, "figures.out_of_order_outage_us")),
     line(Vpri, "Fig 6", "p99.9 of a disk over quiet, 4 KiB, 10 faults a second, paused", "2 to 11", Field(IopfImpact, "ratios.4k_pause_10_per_s_p999_over_quiet")),
     line(Vpri, "Fig 6", "the same, out of order", "-", Field(IopfImpact, "ratios.4k_out_of_order_10_per_s_p999_over_quiet")),
     line(Vpri, "Fig 6", "p99.9, 2 MiB, 1 fault a second, paused", "seen", Field(IopfImpact, "ratios.2m_pause_1_per_s_p999_over_quiet")),
@@ -135,6 +141,21 @@ pub const TABLE: &[Line] = &[
     line(Taiji, "Fig 15c", "swapped pages that are zeros", "0.7679", Absent("an input of bench pool, not a result")),
     line(Taiji, "Fig 15d", "faults served within 10 µs online", "0.9357", Field(Burst, "figures.online.served_within_10us_share")),
     line(Taiji, "Fig 15d", "faults served within 15 µs online", "0.99", Field(Burst, "figures.online.served_within_15us_share")),
+    line(Npf, "3", "packets of a tenant beside one whose ring is cold, over quiet", "-", Field(Neighbour, "ratios.b_pps_over_quiet")),
+    line(Npf, "Table 3", "throughput without wiring over all RAM wired", "performant", Field(Pinning, "ratios.none_over_static")),
+    line(Npf, "Table 3", "the next buffers of each ring wired over all RAM", "-", Field(Pinning, "ratios.floor_over_static")),
+    line(Npf, "Table 3", "share of RAM that either of them wires", "none", Field(Pinning, "figures.wired_share_of_ram")),
+    line(Npf, "Fig 4a", "time that a cold ring takes to recover, dropped, s", "tens", Field(ColdRing, "figures.drop_recovery_s")),
+    line(Npf, "Fig 4a", "the same, backup ring", "like pinned", Field(ColdRing, "figures.backup_ring_recovery_s")),
+    line(Npf, "Fig 4a", "the same, out of order", "-", Field(ColdRing, "figures.out_of_order_recovery_s")),
+    line(Npf, "Fig 4b", "throughput of a ring that was cold over pinned, backup ring", "like pinned", Field(ColdRing, "ratios.backup_ring_steady_over_pinned")),
+    line(Npf, "Fig 4b", "a stock guest that was evicted, recovery over one whose ring is wired", "-", Field(ColdRing, "ratios.out_of_order_recovery_over_wired_ring")),
+    line(Npf, "Table 5", "throughput of memcached in four VMs over two that are pinned", "1.56", Field(MemoryMove, "ratios.npf_4_over_pinning_2")),
+    line(Npf, "Fig 7", "working sets that change over, hits over a fixed split", "seen", Field(MemoryMove, "ratios.hits_over_split")),
+    line(Npf, "Fig 10", "stream with a minor fault in 10,000 packets over the optimum, backup ring", "seen", Field(RnpfRate, "ratios.backup_ring_minor_1e4")),
+    line(Npf, "Fig 10", "the same, out of order", "-", Field(RnpfRate, "ratios.out_of_order_minor_1e4")),
+    line(Npf, "Fig 10", "major faults, backup ring", "seen", Field(RnpfRate, "ratios.backup_ring_major_1e4")),
+    line(Npf, "Fig 10", "InfiniBand, notified of faults", "seen", Absent("an Ethernet device has no such notice")),
 ];
 
 #[cfg(test)]

@@ -115,6 +115,35 @@ fn crash_kills_daemon_and_dpu_process_and_nothing_is_wrong_or_lost() {
 }
 
 #[test]
+fn pinning_measures_each_strategy_that_the_daemon_has_and_names_those_that_it_refuses() {
+    let Some(report) = report(&["pinning", "--pairs", "1", "--json"]) else {
+        return;
+    };
+    for name in ["none", "floor", "fine", "coarse", "static"] {
+        let cell = &report["figures"][name];
+        if let Some(reason) = cell["refused"].as_str() {
+            assert!(["coarse", "static"].contains(&name), "{name}: {reason}");
+            continue;
+        }
+        for figure in ["pps", "after_eviction_pps", "wired_bytes"] {
+            assert!(
+                cell[figure].as_f64() > Some(0.0),
+                "{name} {figure}: {report}"
+            );
+        }
+    }
+    let of = |name: &str| {
+        number(
+            &report,
+            &format!("/figures/{name}/neighbour_can_have_bytes"),
+        )
+    };
+    assert!(of("none") > of("fine"), "{report}");
+    let share = number(&report, "/figures/wired_share_of_ram");
+    assert!(share > 0.0 && share < 0.1, "{report}");
+}
+
+#[test]
 fn budget_runs_the_same_days_again_by_the_same_seeds_and_keeps_what_it_promises() {
     let words = [
         "budget", "--days", "8", "--vms", "6", "--seeds", "2", "--json",
