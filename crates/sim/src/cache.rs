@@ -16,9 +16,8 @@ use crate::policy::replacement::{AnyPolicy, Entries, Entry, Place, ReplacementPo
 use crate::request::{NO_TAG, Page, Tag};
 use crate::ties::TieBreak;
 
-/// Most tags of an invalidation that are looked up one by one: those of a page of 4 KiB, by the sizes that an
-/// entry for it may have.
-pub(crate) const TAGS_MAX: usize = 3;
+/// Most sets that an invalidation of a few tags visits one by one.
+const SETS_MAX: usize = 8;
 
 /// One cache.
 #[derive(Debug)]
@@ -90,13 +89,13 @@ impl Cache {
     /// Drops every entry for whose tag `is_void` holds. If only some of `tags` may be, and these are all, the
     /// cost is that of their sets; an empty list: any tag may be.
     pub(crate) fn invalidate(&mut self, tags: &[Tag], is_void: impl Fn(Tag) -> bool) {
-        if let Some(mut sets) = self.sets_of(tags) {
+        if let Some((mut sets, count)) = self.sets_of(tags) {
+            let sets = &mut sets[..count];
             sets.sort_unstable();
             let mut last = usize::MAX;
             for set in sets {
-                let is_other = std::mem::replace(&mut last, set) != set;
-                if is_other && set < self.used.len() {
-                    self.invalidate_set(set, &is_void);
+                if std::mem::replace(&mut last, *set) != *set {
+                    self.invalidate_set(*set, &is_void);
                 }
             }
             return;
@@ -106,23 +105,22 @@ impl Cache {
         }
     }
 
-    /// The sets in which the entries of a few tags are, each once or several times, or past the last set;
-    /// `None` if that takes a search.
-    fn sets_of(&self, tags: &[Tag]) -> Option<[usize; TAGS_MAX]> {
-        let mut sets = [usize::MAX; TAGS_MAX];
-        if tags.is_empty() || tags.len() > TAGS_MAX {
+    /// The sets in which the entries of a few tags are, each once or several times, and how many that are; `None`
+    /// if they are many.
+    fn sets_of(&self, tags: &[Tag]) -> Option<([usize; SETS_MAX], usize)> {
+        if tags.is_empty() {
             return None;
         }
-        for (tag, set) in tags.iter().zip(&mut sets) {
-            let hint = self.hints.of(*tag);
-            if hint.others() > 0 {
-                return None;
-            }
-            if self.entries[hint.position()].tag == *tag {
-                *set = hint.position() / self.ways;
+        let (mut sets, mut count) = ([0; SETS_MAX], 0);
+        for tag in tags {
+            for at in self.hints.all_of(*tag) {
+                if self.entries[at].tag == *tag {
+                    *sets.get_mut(count)? = at / self.ways;
+                    count += 1;
+                }
             }
         }
-        Some(sets)
+        Some((sets, count))
     }
 
     fn invalidate_set(&mut self, set: usize, is_void: &impl Fn(Tag) -> bool) {
@@ -152,10 +150,10 @@ impl Cache {
         let at = hint.position();
         if self.entries[at].tag == tag && self.may_hit(page, at) {
             Some(at)
-        } else if hint.others() == 0 {
-            None
-        } else {
+        } else if hint.has_more() {
             self.search(page, tag)
+        } else {
+            None
         }
     }
 
@@ -174,10 +172,8 @@ impl Cache {
 
     #[inline(never)]
     fn search(&self, page: &Page, tag: Tag) -> Option<usize> {
-        let first = self.geometry.set(page)? * self.ways;
-        let set = &self.entries[first..first + self.ways];
-        let way = set.iter().position(|entry| entry.tag == tag)?;
-        Some(first + way)
+        let mut all = self.hints.all_of(tag);
+        all.find(|at| self.entries[*at].tag == tag && self.may_hit(page, *at))
     }
 
     #[inline(always)]

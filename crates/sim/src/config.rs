@@ -9,16 +9,18 @@ use crate::observe::Step;
 
 mod check;
 mod faults;
+mod hardware;
 
 pub use crate::faults::FAULT_NS_MAX;
 pub use check::{
-    ACCESSES_MAX, BUFFER_ENTRIES_MAX, HISTORY_LENGTH_MAX, LATENCY_NS_MAX, PAGES_PER_TENANT_MAX,
-    PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX, WALKERS_MAX,
+    ACCESSES_MAX, AHEAD_PACKETS_MAX, BUFFER_ENTRIES_MAX, DEVICES_MAX, HISTORY_LENGTH_MAX,
+    LATENCY_NS_MAX, PAGES_PER_TENANT_MAX, PTB_ENTRIES_MAX, SOURCE_LOW_BIT_MAX, WALKERS_MAX,
 };
 pub use faults::{
     Absent, FaultConfig, FaultDiscipline, HANDLER_CPUS_MAX, Handlers, OnFault, PAGE_REQUESTS_MAX,
     PARKED_MAX, PPM,
 };
+pub use hardware::{DevicesConfig, PasidConfig};
 
 /// The rules that the model follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -88,6 +90,10 @@ pub struct CacheConfig {
 
 const fn one() -> u32 {
     1
+}
+
+const fn off() -> CacheConfig {
+    CacheConfig::OFF
 }
 
 /// Bits of a source id that are the function's number within its device.
@@ -197,6 +203,16 @@ impl HostPage {
             Self::Size4K => 0,
             Self::Size2M => 1,
             Self::Size1G => 2,
+        }
+    }
+
+    /// log2 of its bytes.
+    #[must_use]
+    pub const fn shift(self) -> u8 {
+        match self {
+            Self::Size4K => 12,
+            Self::Size2M => 21,
+            Self::Size1G => 30,
         }
     }
 }
@@ -338,6 +354,9 @@ pub struct Config {
     pub seed: u64,
     /// The link.
     pub link: LinkConfig,
+    /// Devices behind the IOMMU.
+    #[serde(default)]
+    pub devices: DevicesConfig,
     /// Pending translation buffer of the device.
     pub ptb: PtbConfig,
     /// Order of service.
@@ -356,6 +375,15 @@ pub struct Config {
     pub l3: CacheConfig,
     /// Page-walk cache of level 4 entries; flavour hypersio has none.
     pub l4: CacheConfig,
+    /// TLB of host translations that walks need; flavour hypersio has none.
+    #[serde(default = "off")]
+    pub nested_tlb: CacheConfig,
+    /// Requests name an address space of their source.
+    #[serde(default)]
+    pub pasid: PasidConfig,
+    /// Cache of the entries of PASID tables.
+    #[serde(default = "off")]
+    pub pasid_cache: CacheConfig,
     /// Page walks.
     pub walk: WalkConfig,
     /// Prefetch unit.
@@ -397,6 +425,7 @@ impl Config {
                 packet_bytes: 1542,
                 requests_per_packet: 3,
             },
+            devices: DevicesConfig::default(),
             ptb: PtbConfig {
                 entries: 1,
                 unit: PtbUnit::Requests,
@@ -409,6 +438,9 @@ impl Config {
             l2: CacheConfig::new(512, 16, walk_caches).by(rule),
             l3: CacheConfig::new(1024, 16, walk_caches).by(rule),
             l4: CacheConfig::OFF.by(rule),
+            nested_tlb: CacheConfig::OFF.by(rule),
+            pasid: PasidConfig::default(),
+            pasid_cache: CacheConfig::OFF.by(rule),
             walk: WalkConfig {
                 cost,
                 guest_levels: 4,

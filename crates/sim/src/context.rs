@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The context cache: the sources whose domains the device has. Fully associative, so its entries are rows
 //! of the table of tenants.
+//!
+//! With more tenants than entries a victim is wanted for nearly every packet, and nearly all entries are used equally
+//! little. So the one that the draw chooses among them is found by counts of blocks of entries.
+
+use pagetide_random::SplitMix64;
 
 use crate::config::{CacheConfig, Replacement};
 use crate::outcome::CacheCounts;
-use crate::ties::{TieBreak, Ties};
+use crate::ties::{BlockOrder, TieBreak};
 
 /// A use count at which all are halved, as in [`crate::cache`].
 const LFU_SATURATED: u64 = 15;
@@ -30,6 +35,22 @@ struct Entry {
     position: u32,
 }
 
+/// Who goes among several entries that are used equally little.
+#[derive(Debug)]
+enum Order {
+    /// A random one.
+    Random {
+        random: SplitMix64,
+        /// Entries by use count, of every [`BLOCK`] positions.
+        counts: Vec<[u8; COUNTS]>,
+    },
+    /// The one that the authors' program evicts.
+    Program(BlockOrder),
+}
+
+/// Positions that are counted together.
+const BLOCK: usize = 64;
+
 /// Context entries that the device holds.
 #[derive(Debug)]
 pub(crate) struct ContextCache {
@@ -41,7 +62,9 @@ pub(crate) struct ContextCache {
     /// are known without a look at them.
     counted: [u32; COUNTS],
     tick: u64,
-    ties: Ties,
+    order: Order,
+    /// The order knows the use counts (LFU): from the first victim on, until they are halved.
+    knows_counts: bool,
     counts: CacheCounts,
 }
 
@@ -55,7 +78,14 @@ impl ContextCache {
             resident: Vec::new(),
             counted: [0; COUNTS],
             tick: 0,
-            ties: Ties::new(ties, 1),
+            order: match ties {
+                TieBreak::Seed(seed) => Order::Random {
+                    random: SplitMix64::new(*seed),
+                    counts: Vec::new(),
+                },
+                TieBreak::Program(rand) => Order::Program(BlockOrder::new(rand)),
+            },
+            knows_counts: false,
             counts: CacheCounts::default(),
         }
     }
@@ -111,12 +141,29 @@ impl ContextCache {
                 self.halve();
             } else {
                 self.counted[mark + 1] += 1;
+                if self.knows_counts {
+                    self.tell_use(tenant, mark);
+                }
             }
         } else {
             self.tick += 1;
             entry.mark = self.tick;
         }
         true
+    }
+
+    /// Tells the order that `tenant` is used once more than `count` times.
+    #[inline(never)]
+    fn tell_use(&mut self, tenant: u32, count: usize) {
+        match &mut self.order {
+            Order::Random { counts, .. } => {
+                let position = self.entries[tenant as usize].position as usize - 1;
+                let of_block = &mut counts[position / BLOCK];
+                of_block[count] -= 1;
+                of_block[count + 1] += 1;
+            }
+            Order::Program(order) => order.used(tenant, count),
+        }
     }
 
     #[cold]
@@ -127,6 +174,7 @@ impl ContextCache {
             *mark >>= 1;
             self.counted[count_index(*mark)] += 1;
         }
+        self.knows_counts = false;
     }
 
     #[cold]
@@ -143,47 +191,66 @@ impl ContextCache {
             self.entries.resize(at + 1, Entry::default());
         }
         self.tick += 1;
-        if let Ties::Program(program) = &mut self.ties {
-            program.enters(0, u64::from(source), tenant);
-        }
         #[expect(
             clippy::cast_possible_truncation,
             reason = "no more than its capacity, 32 bits"
         )]
         let position = self.resident.len() as u32;
-        self.entries[at] = Entry {
-            mark: if self.replacement == Replacement::Lfu {
-                self.counted[0] += 1;
-                0
-            } else {
-                self.tick
-            },
-            position,
-        };
+        if self.replacement != Replacement::Lfu {
+            self.entries[at] = Entry {
+                mark: self.tick,
+                position,
+            };
+            return;
+        }
+        self.counted[0] += 1;
+        self.entries[at] = Entry { mark: 0, position };
+        let entries = &self.entries;
+        match &mut self.order {
+            Order::Program(order) => order.enters(source, tenant, &count_of(entries)),
+            Order::Random { counts, .. } if self.knows_counts => {
+                counts[(self.resident.len() - 1) / BLOCK][0] += 1;
+            }
+            Order::Random { .. } => (),
+        }
     }
 
     /// Position of the victim.
     fn victim(&mut self) -> usize {
-        let mark = |tenant: &u32| self.entries[*tenant as usize].mark;
-        let (least, tied) = if self.replacement == Replacement::Lfu {
-            let mut counts = (0..).zip(&self.counted);
-            let least = counts.find(|(_, tied)| **tied > 0);
-            least.map_or((0, 1), |(count, tied)| (count, *tied as usize))
-        } else {
-            // Ticks differ.
-            (self.resident.iter().map(mark).min().unwrap_or(0), 1)
-        };
-        match &mut self.ties {
-            Ties::Random(random) => {
-                let chosen = random.index(tied);
-                let is_least = |at: &usize| mark(&self.resident[*at]) == least;
-                (0..self.resident.len())
+        if self.replacement != Replacement::Lfu {
+            // Ticks differ, but the program draws all the same.
+            if let Order::Program(order) = &self.order {
+                order.draw(1);
+            }
+            let mark = |at: &usize| self.entries[self.resident[*at] as usize].mark;
+            let oldest = (0..self.resident.len()).min_by_key(mark);
+            return oldest.unwrap_or(0);
+        }
+        if !self.knows_counts {
+            self.count();
+        }
+        let mut by_count = self.counted.iter().enumerate();
+        let least = by_count.find(|(_, tied)| **tied > 0);
+        let (least, tied) = least.map_or((0, 1), |(count, tied)| (count, *tied as usize));
+        let count_of = count_of(&self.entries);
+        match &mut self.order {
+            Order::Random { random, counts } => {
+                let mut left = random.index(tied);
+                let has_it = |of_block: &[u8; COUNTS]| {
+                    let of_least = usize::from(of_block[least]);
+                    let has_it = left < of_least;
+                    left -= if has_it { 0 } else { of_least };
+                    has_it
+                };
+                let block = counts.iter().position(has_it).unwrap_or(0);
+                let is_least = |at: &usize| count_of(self.resident[*at]) == least;
+                (block * BLOCK..self.resident.len())
                     .filter(is_least)
-                    .nth(chosen)
+                    .nth(left)
                     .unwrap_or(0)
             }
-            Ties::Program(program) => {
-                let victim = program.choose_of(0, tied, |tenant| mark(&tenant) == least);
+            Order::Program(order) => {
+                let victim = order.choose(tied, least, &count_of);
                 victim.map_or(0, |tenant| {
                     self.entries[tenant as usize].position as usize - 1
                 })
@@ -191,22 +258,60 @@ impl ContextCache {
         }
     }
 
+    /// Lets the order know the use counts.
+    #[cold]
+    fn count(&mut self) {
+        let count_of = count_of(&self.entries);
+        match &mut self.order {
+            Order::Random { counts, .. } => {
+                counts.clear();
+                counts.resize(self.capacity.div_ceil(BLOCK), [0; COUNTS]);
+                for (block, residents) in counts.iter_mut().zip(self.resident.chunks(BLOCK)) {
+                    for tenant in residents {
+                        block[count_of(*tenant)] += 1;
+                    }
+                }
+            }
+            Order::Program(order) => order.count(&count_of),
+        }
+        self.knows_counts = true;
+    }
+
     fn remove(&mut self, at: usize) {
+        let last = self.resident.len() - 1;
         let gone = self.resident.swap_remove(at);
-        if let Ties::Program(program) = &mut self.ties {
-            program.leaves(0, gone);
-        }
         let entry = &mut self.entries[gone as usize];
+        let mark = entry.mark;
         entry.position = 0;
-        if self.replacement == Replacement::Lfu {
-            self.counted[count_index(entry.mark)] -= 1;
-        }
-        if let Some(moved) = self.resident.get(at) {
+        let moved = self.resident.get(at).copied();
+        if let Some(moved) = moved {
             #[expect(clippy::cast_possible_truncation, reason = "no more than its capacity")]
             let position = at as u32 + 1;
-            self.entries[*moved as usize].position = position;
+            self.entries[moved as usize].position = position;
+        }
+        if self.replacement != Replacement::Lfu {
+            return;
+        }
+        let mark = count_index(mark);
+        self.counted[mark] -= 1;
+        match &mut self.order {
+            Order::Program(order) => order.leaves(gone, mark),
+            Order::Random { counts, .. } if self.knows_counts => {
+                counts[at / BLOCK][mark] -= 1;
+                if let Some(moved) = moved {
+                    let mark = count_index(self.entries[moved as usize].mark);
+                    counts[last / BLOCK][mark] -= 1;
+                    counts[at / BLOCK][mark] += 1;
+                }
+            }
+            Order::Random { .. } => (),
         }
     }
+}
+
+/// The use count of a tenant's entry.
+fn count_of(entries: &[Entry]) -> impl Fn(u32) -> usize {
+    move |tenant| count_index(entries[tenant as usize].mark)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 use crate::config::{Completion, Config};
 use crate::error::SimError;
 use crate::link::Link;
+use crate::machine::DeviceSet;
 use crate::outcome::AllCounts;
 use crate::policy::OwnPolicies;
 use crate::policy::prefetch::BuiltInPredictor;
@@ -12,13 +13,15 @@ use crate::request::{Page, Request, Tag};
 use crate::ties::TieBreak;
 
 /// One set of rules.
-pub(crate) trait Flavour {
+pub(crate) trait Flavour: Sized {
     /// Order in which a stage serves.
     type Queue: StageQueue;
     /// The part behind PCIe.
     type Agent: TranslationAgent;
     /// The prediction of the next source.
     type Predictor: BuiltInPredictor;
+    /// The devices: one, or several.
+    type Devices: DeviceSet<Self>;
     /// True if a stage serves at most one request a nanosecond.
     const ONE_A_NANOSECOND: bool;
     /// True if memory may be absent.
@@ -74,11 +77,13 @@ pub(crate) trait TranslationAgent: Sized {
     /// An agent with empty caches.
     fn new(config: &Config, ties: &TieBreak) -> Self;
     /// Answers `request`.
-    fn look_up(&mut self, request: &Request) -> Answer;
+    fn look_up(&mut self, request: &mut Request) -> Answer;
     /// Puts the entries that the walk for `request` read into the caches.
     fn fill(&mut self, request: &Request);
     /// Drops entries for which `is_void` holds.
     fn invalidate(&mut self, span: &VoidSpan);
+    /// The host has taken a page away.
+    fn host_unmaps(&mut self, _page: Page) {}
     /// Adds the counts of its caches.
     fn count(&self, counts: &mut AllCounts);
     /// Takes the policies for its caches from `own`; one for a cache that it does not have is an error.
@@ -118,8 +123,16 @@ impl VoidSpan {
     }
 
     /// True if `page` overlaps this one.
+    #[inline(always)]
     pub(crate) fn meets_page(&self, page: &Page) -> bool {
-        self.meets(page.tag(), u32::from(page.shift))
+        match self {
+            Self::All => true,
+            Self::Domain(domain) => page.domain == *domain,
+            Self::Pages(span) => {
+                let wider = page.shift.max(span.shift);
+                (page.iova ^ span.iova) >> wider == 0 && page.domain == span.domain
+            }
+        }
     }
 
     /// True if the cached span `tag` of `1 << shift` bytes at most, but not of less than a page, overlaps

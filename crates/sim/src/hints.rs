@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The possible position of a tag in a cache: most look-ups need no search of a set.
+//! The positions of a tag in a cache, without a search of sets.
 //!
-//! Tags fall into buckets, four for each entry of the cache. A bucket has the position of the last tag that
-//! fell into it, and the number of others. If the tag there is a different one and there are no others, the
-//! tag is not in the cache; with others, its set is searched.
+//! Tags fall into buckets, four for each entry of the cache. The entries of a bucket are a chain, the last one that
+//! came first. Most chains have one entry; whether there are more is a bit of the bucket, so that most look-ups read
+//! the bucket and one entry.
 //!
-//! A bucket without a position, because it is empty or its last tag was evicted, points at an entry that
-//! never holds a tag. So a miss takes the same path through the code whether its bucket is empty or not,
-//! which is as good as random.
+//! ```text
+//!   bucket of a tag ─► 17, more ─► next[17] = 4 ─► next[4] = none
+//! ```
+//! An empty bucket points at an entry that never holds a tag. So a miss takes the same path through the code
+//! whether its bucket is empty or not, which is as good as random.
 
 use crate::request::Tag;
 
@@ -15,41 +17,39 @@ use crate::request::Tag;
 #[derive(Debug)]
 pub(crate) struct Hints {
     buckets: Vec<Hint>,
+    /// The entry after each one in its chain, or [`Self::nowhere`].
+    next: Vec<u32>,
     shift: u32,
     /// The position that means none.
     nowhere: u32,
 }
 
-/// One bucket: position of the last tag inserted in the upper, number of the others in the lower bits.
+/// One bucket: position of the first entry in the upper bits, in the lowest whether there are more.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hint(u32);
 
 /// Buckets of a cache of few entries, for which plenty of them cost nothing.
 const BUCKETS_MIN: usize = 1024;
 
-/// Bits of the number; a bucket with more others than that is searched for ever.
-const OTHERS_BITS: u32 = 7;
-const OTHERS_MAX: u32 = (1 << OTHERS_BITS) - 1;
 /// Most entries that a position can name.
 pub(crate) const ENTRIES_MAX: u32 = 1 << 24;
-const _: () = assert!(ENTRIES_MAX <= u32::MAX >> OTHERS_BITS);
 
 impl Hint {
     #[inline(always)]
-    const fn new(position: u32, others: u32) -> Self {
-        Self(position << OTHERS_BITS | others)
+    const fn new(position: u32, has_more: u32) -> Self {
+        Self(position << 1 | has_more)
     }
 
-    /// Position of the last tag; past the last entry if that is unknown.
+    /// Position of the first entry; past the last one of the cache if there is none.
     #[inline(always)]
     pub(crate) const fn position(self) -> usize {
-        (self.0 >> OTHERS_BITS) as usize
+        (self.0 >> 1) as usize
     }
 
-    /// Tags of the bucket that are elsewhere.
+    /// True if there are more.
     #[inline(always)]
-    pub(crate) const fn others(self) -> u32 {
-        self.0 & OTHERS_MAX
+    pub(crate) const fn has_more(self) -> bool {
+        self.0 & 1 != 0
     }
 }
 
@@ -60,40 +60,54 @@ impl Hints {
         let nowhere = narrow(entries);
         Self {
             buckets: vec![Hint::new(nowhere, 0); buckets],
+            next: vec![nowhere; entries],
             shift: u64::BITS - buckets.ilog2(),
             nowhere,
         }
     }
 
-    /// The possible position of `tag`.
+    /// The first entry in the bucket of `tag`.
     #[inline(always)]
     pub(crate) fn of(&self, tag: Tag) -> Hint {
         self.buckets[self.bucket(tag)]
+    }
+
+    /// All entries in the bucket of `tag`.
+    pub(crate) fn all_of(&self, tag: Tag) -> impl Iterator<Item = usize> {
+        let first = self.of(tag).position();
+        let nowhere = self.nowhere as usize;
+        std::iter::successors(Some(first), |at| Some(*self.next.get(*at)? as usize))
+            .take_while(move |at| *at != nowhere)
     }
 
     /// `tag` is at `at` now.
     #[inline]
     pub(crate) fn learn(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
-        let hint = &mut self.buckets[bucket];
-        // The bucket's previous tag is now one of the others.
-        let known = u32::from(hint.position() != self.nowhere as usize);
-        *hint = Hint::new(narrow(at), (hint.others() + known).min(OTHERS_MAX));
+        let first = narrow(self.buckets[bucket].position());
+        self.next[at] = first;
+        let has_more = u32::from(first != self.nowhere);
+        self.buckets[bucket] = Hint::new(narrow(at), has_more);
     }
 
-    /// `tag` is no longer at `at`.
+    /// `tag` is no longer at `at`, where it was.
     #[inline]
     pub(crate) fn forget(&mut self, tag: Tag, at: usize) {
         let bucket = self.bucket(tag);
-        let hint = &mut self.buckets[bucket];
-        let others = hint.others();
-        *hint = if hint.position() == at {
-            Hint::new(self.nowhere, others)
+        let after = self.next[at];
+        let mut first = narrow(self.buckets[bucket].position());
+        if first as usize == at {
+            first = after;
         } else {
-            // Once the number was too large, it is unknown from then on.
-            let gone = u32::from(others != OTHERS_MAX);
-            Hint(hint.0 - gone)
-        };
+            let mut before = first as usize;
+            while self.next[before] as usize != at {
+                before = self.next[before] as usize;
+            }
+            self.next[before] = after;
+        }
+        let second = self.next.get(first as usize).copied();
+        let has_more = u32::from(second.unwrap_or(self.nowhere) != self.nowhere);
+        self.buckets[bucket] = Hint::new(first, has_more);
     }
 
     /// Multiplicative hashing: the upper bits of the product are well mixed.

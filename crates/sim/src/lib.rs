@@ -49,7 +49,8 @@ pub use hardware_study::{SourcedValue, run_hardware_study, sources};
 pub use next_use::NextUses;
 pub use observe::{Step, StepRecord};
 pub use outcome::{
-    AllCounts, CacheCounts, FaultOutcome, LatencySummary, Outcome, PrefetchCounts, TenantOutcome,
+    AllCounts, CacheCounts, DeviceOutcome, FaultOutcome, LatencySummary, Outcome, PrefetchCounts,
+    TenantOutcome,
 };
 pub use recorded_study::{RecordedLogs, run_recorded_study};
 pub use request::DOMAINS_MAX;

@@ -19,6 +19,8 @@ pub enum Step {
     Miss,
     /// The prefetch unit sends it.
     Prefetch,
+    /// The translation agent has to read its entry of the PASID table first.
+    PasidMiss,
     /// The translation agent has it.
     AgentHit,
     /// The translation agent walks for it.

@@ -19,6 +19,18 @@ pub struct CacheCounts {
 }
 
 impl CacheCounts {
+    /// Both together.
+    #[must_use]
+    pub(crate) const fn plus(self, other: Self) -> Self {
+        Self {
+            lookups: self.lookups + other.lookups,
+            hits: self.hits + other.hits,
+            insertions: self.insertions + other.insertions,
+            evictions: self.evictions + other.evictions,
+            invalidated: self.invalidated + other.invalidated,
+        }
+    }
+
     /// Hits of all look-ups; 0 if there were none.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
@@ -73,6 +85,10 @@ pub struct AllCounts {
     pub l3: CacheCounts,
     /// Page-walk cache, level 4.
     pub l4: CacheCounts,
+    /// TLB of host translations that walks need.
+    pub nested_tlb: CacheCounts,
+    /// Cache of PASID-table entries.
+    pub pasid_cache: CacheCounts,
 }
 
 /// Counts of the prefetch unit.
@@ -135,6 +151,25 @@ pub struct TenantOutcome {
     pub gbps: f64,
 }
 
+/// One of several devices.
+#[derive(Clone, PartialEq, Debug, Default, Serialize)]
+pub struct DeviceOutcome {
+    /// Tenants.
+    pub tenants: u32,
+    /// Requests that ended.
+    pub requests: u64,
+    /// Whole packets that ended.
+    pub packets: u64,
+    /// Slots of its link in which the packet found no room.
+    pub dropped_slots: u64,
+    /// Slots of its link that were empty, as the trace could not be read further ahead.
+    pub idle_slots: u64,
+    /// Goodput over the whole run, in gigabits a second.
+    pub gbps: f64,
+    /// The same as a fraction of its link's rate.
+    pub link_share: f64,
+}
+
 /// Results of a run.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 pub struct Outcome {
@@ -150,7 +185,7 @@ pub struct Outcome {
     pub bytes: u64,
     /// Goodput, in gigabits a second.
     pub gbps: f64,
-    /// Goodput as a fraction of the link's rate.
+    /// Goodput as a fraction of the rate of all links together.
     pub link_share: f64,
     /// Invalidations applied.
     pub invalidations: u64,
@@ -170,6 +205,9 @@ pub struct Outcome {
     /// Jain's index over the tenants' mean times of a request, refusals included: 1 if all are served
     /// equally.
     pub fairness: f64,
+    /// Devices, if there are several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<DeviceOutcome>,
     /// Tenants, in order of their first request.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tenants: Vec<TenantOutcome>,

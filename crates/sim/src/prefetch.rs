@@ -43,7 +43,7 @@ impl<P: BuiltInPredictor> PrefetchUnit<P> {
 impl<P: SourcePredictor> Prefetcher for PrefetchUnit<P> {
     #[inline(always)]
     fn looked_up(&mut self, page: &Page, step: Step, guesses: &mut Vec<Page>) {
-        if let Some(history) = self.learn(page, step) {
+        if let Some(history) = self.learn(page, page.tenant, step) {
             guesses.extend((0..history.len).map(|nth| *self.page(&history, nth)));
         }
     }
@@ -73,19 +73,20 @@ impl<P: SourcePredictor> PrefetchUnit<P> {
         }
     }
 
-    /// Learns from a request; returns the history of the tenant to prefetch for, if that is to be done.
+    /// Learns from a request of the tenant in `row`; returns the history of the tenant to prefetch for, if that is
+    /// to be done.
     #[inline(always)]
-    pub(crate) fn learn(&mut self, page: &Page, step: Step) -> Option<History> {
-        self.remember(page);
-        let next = self.predictor.observe(page.tenant)?;
+    pub(crate) fn learn(&mut self, page: &Page, row: u32, step: Step) -> Option<History> {
+        self.remember(page, row);
+        let next = self.predictor.observe(row)?;
         self.trigger.fires(step).then(|| self.history(next))
     }
 
     /// Appends `page` to its tenant's history. Repeated pages are appended again, as the history in memory
     /// is a plain log.
     #[inline(always)]
-    fn remember(&mut self, page: &Page) {
-        let tenant = page.tenant as usize;
+    fn remember(&mut self, page: &Page, row: u32) {
+        let tenant = row as usize;
         if self.rings.len() <= tenant {
             self.add(tenant);
         }

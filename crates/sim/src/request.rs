@@ -103,6 +103,40 @@ pub(crate) struct Request {
     pub answer: Answered,
     /// How often it has been at the device.
     pub attempt: Attempt,
+    /// What the agent has done for it.
+    pub at_agent: AgentNote,
+}
+
+const _: () = assert!(size_of::<Request>() == 48, "a request is copied often");
+
+/// What the agent has done for a request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct AgentNote(u8);
+
+impl AgentNote {
+    const IDENTIFIED: u8 = 1 << 7;
+
+    /// Its PASID-table entry is known, or being read.
+    pub(crate) const fn is_identified(self) -> bool {
+        self.0 & Self::IDENTIFIED != 0
+    }
+
+    /// Notes that.
+    pub(crate) const fn identify(&mut self) {
+        self.0 |= Self::IDENTIFIED;
+    }
+
+    /// The highest level of the guest's table that its walk reads; 0 before there is a walk.
+    pub(crate) const fn walks_from(self) -> u32 {
+        (self.0 & !Self::IDENTIFIED) as u32
+    }
+
+    /// Notes that it is `level`, at most 5.
+    pub(crate) const fn walk_from(&mut self, level: u32) {
+        #[expect(clippy::cast_possible_truncation, reason = "at most 5")]
+        let level = level as u8;
+        self.0 = self.0 & Self::IDENTIFIED | level;
+    }
 }
 
 /// How a request comes to the device.

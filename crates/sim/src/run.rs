@@ -10,7 +10,7 @@ use crate::machine::Machine;
 use crate::next_use::NextUses;
 use crate::observe::{CallbackObserver, Nobody, Observer, StepRecord};
 use crate::outcome::Outcome;
-use crate::paper::Paper;
+use crate::paper::{Paper, PaperOfMany};
 use crate::policy::OwnPolicies;
 
 /// A trace to be run.
@@ -87,6 +87,11 @@ fn dispatch<O: Observer>(
                     .run()
             }
         },
+        Flavour::Paper if config.devices.count > 1 => {
+            Machine::<PaperOfMany, O>::new(config, events, next_uses, observer)
+                .with_own(own)?
+                .run()
+        }
         Flavour::Paper => Machine::<Paper, O>::new(config, events, next_uses, observer)
             .with_own(own)?
             .run(),

@@ -34,6 +34,8 @@ pub(crate) struct Tally {
 pub(crate) struct Tenants {
     by_source: Vec<u32>,
     far_sources: FxHashMap<u32, u32>,
+    /// Row of each tenant in the tables of its device, with several devices.
+    rows: Vec<u32>,
     pub(crate) tallies: Vec<Tally>,
 }
 
@@ -71,6 +73,20 @@ impl Tenants {
             self.far_sources.insert(source, number);
         }
         number
+    }
+
+    /// The row of `number` in its device's tables.
+    pub(crate) fn row(&self, number: u32) -> u32 {
+        self.rows[number as usize]
+    }
+
+    /// Gives `number` that row if it has none yet; true if it had none.
+    pub(crate) fn add_row(&mut self, number: u32, row: u32) -> bool {
+        let is_new = self.rows.len() == number as usize;
+        if is_new {
+            self.rows.push(row);
+        }
+        is_new
     }
 
     /// Of `number`.

@@ -263,6 +263,10 @@ fn policy_that_does_what_it_may_not_ends_the_run_with_an_error() {
         let error = with(&config, &events, own).unwrap_err().to_string();
         assert!(error.contains(told), "{error}");
     }
+    config.devices.count = 2;
+    let error = with(&config, &events, cache(Wrong::Failure)).unwrap_err();
+    assert!(error.to_string().contains("there are several"), "{error}");
+    config.devices.count = 1;
     config.prefetch.enabled = false;
     let error = with(&config, &events, predictor(Wrong::Tenant(0))).unwrap_err();
     assert!(error.to_string().contains("no such part"), "{error}");

@@ -469,6 +469,135 @@ fn invalidation_of_any_kind_removes_entries_from_every_cache() {
     }
 }
 
+/// Tenants that miss, a hundred of them.
+fn crowd() -> Vec<Event> {
+    rounds(40, 100)
+}
+
+#[test]
+fn two_devices_get_nearly_twice_as_much_through_and_share_the_walkers() {
+    let gbps = |devices, walkers| {
+        let config = hypertrio(|c| {
+            c.devices.count = devices;
+            c.walk.walkers = walkers;
+            c.prefetch.enabled = false;
+        });
+        outcome(&config, &crowd()).gbps
+    };
+    assert!(gbps(2, 0) > 1.8 * gbps(1, 0));
+    assert!(gbps(2, 8) < 1.1 * gbps(1, 8));
+}
+
+#[test]
+fn each_device_has_the_packets_of_its_sources() {
+    let config = hypertrio(|c| c.devices.count = 3);
+    let outcome = outcome(&config, &rounds(40, 9));
+    assert_eq!(outcome.packets, 360);
+    assert_eq!(outcome.devices.len(), 3);
+    for device in &outcome.devices {
+        assert_eq!((device.tenants, device.packets), (3, 120));
+        assert!(device.link_share > 0.0 && device.link_share <= 1.0);
+    }
+    let sum: f64 = outcome.devices.iter().map(|device| device.gbps).sum();
+    assert!((sum - outcome.gbps).abs() < 1e-9);
+    assert!((outcome.link_share * 600.0 - outcome.gbps).abs() < 1e-9);
+}
+
+#[test]
+fn device_far_ahead_in_the_trace_has_idle_slots_until_the_other_catches_up() {
+    let (one, other): (Vec<_>, Vec<_>) = rounds(300, 2)
+        .into_iter()
+        .partition(|event| event.source.0 == 16);
+    let events = [one, other].concat();
+    let idle = |ahead_packets| {
+        let config = base(|c| {
+            c.devices.count = 2;
+            c.devices.ahead_packets = ahead_packets;
+        });
+        let outcome = outcome(&config, &events);
+        outcome.devices.iter().map(|d| d.idle_slots).sum::<u64>()
+    };
+    assert!(idle(10) > 100);
+    assert_eq!(idle(1000), 0);
+}
+
+#[test]
+fn nested_tlb_saves_accesses_and_larger_host_pages_need_less_of_it() {
+    use pagetide_sim::config::HostPage;
+    let accesses = |entries, host_page| {
+        let config = base(|c| {
+            c.walk.host_page = host_page;
+            c.nested_tlb = CacheConfig::new(entries, 8, Replacement::Lru);
+        });
+        let outcome = outcome(&config, &crowd());
+        outcome.walk_accesses as f64 / outcome.walks as f64
+    };
+    let [small, large] = [HostPage::Size4K, HostPage::Size1G];
+    assert!(accesses(64, small) < accesses(0, small));
+    assert!(accesses(1024, small) < accesses(64, small));
+    assert!(accesses(64, large) < 0.8 * accesses(0, large));
+}
+
+#[test]
+fn page_of_a_second_address_space_takes_the_read_of_its_table_entry() {
+    let with = |table_accesses, entries| {
+        let config = base(|c| {
+            c.link.requests_per_packet = 1;
+            c.pasid.enabled = table_accesses > 0;
+            c.pasid.table_accesses = table_accesses;
+            c.pasid_cache = CacheConfig::new(entries, entries, Replacement::Lru);
+        });
+        let mut second = request(0, 1);
+        second.domain = IommuDomain(7);
+        let mut third = second;
+        third.iova = Iova(5 * MIB_2);
+        let outcome = outcome(&config, &[request(0, 1), second, third]);
+        let took_ns = (3.0 * outcome.latency.mean_ns).round();
+        (took_ns, outcome.caches.pasid_cache.hits)
+    };
+    let (none, _) = with(0, 0);
+    assert_eq!(with(2, 0), (none + 300.0, 0));
+    assert_eq!(with(2, 16), (none + 200.0, 1));
+}
+
+#[test]
+fn invalidated_context_takes_the_entries_of_its_address_spaces_with_it() {
+    for (kind, gone) in [
+        (EventKind::InvalidatePages, 0),
+        (EventKind::InvalidateAll, 0),
+        (EventKind::InvalidateSource, 1),
+        (EventKind::InvalidateContextsOfDomain, 1),
+        (EventKind::InvalidateContexts, 2),
+    ] {
+        let config = base(|c| {
+            c.link.requests_per_packet = 1;
+            c.pasid.enabled = true;
+            c.pasid_cache = CacheConfig::new(16, 16, Replacement::Lru);
+        });
+        let event = Event {
+            kind,
+            ..request(0, 1)
+        };
+        // The third request comes after the first two have ended, as the PTB has one entry.
+        let events = [request(0, 1), request(1, 1), event, request(2, 1)];
+        let invalidated = outcome(&config, &events).caches.pasid_cache.invalidated;
+        assert_eq!(invalidated, gone, "{kind:?}");
+    }
+}
+
+#[test]
+fn address_beyond_what_a_nested_tlb_tells_apart_is_an_error() {
+    let config = base(|c| c.nested_tlb = CacheConfig::new(64, 8, Replacement::Lru));
+    let mut far = request(0, 1);
+    far.iova = Iova(1 << 56);
+    let input = TraceInput {
+        events: &mut Events(&[far]),
+        next_uses: None,
+    };
+    let error = run(&config, input).unwrap_err().to_string();
+    assert!(error.contains("with a nested TLB"), "{error}");
+}
+
 #[test]
 fn same_seed_gives_the_same_outcome() {
     let events = rounds(40, 64);

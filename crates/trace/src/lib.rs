@@ -29,9 +29,9 @@ pub use guest_maps::{GuestMaps, MapChange, MapCheck, TracepointReader};
 pub use hypersio::{HypersioLogReader, HypersioReader, HypersioWriter, LogSources};
 pub use hypertrace::{
     Built, End, HyperSpec, HyperTrace, Input, Lengths, MAX_BURST_PACKETS, MAX_DOMAINS_PER_SOURCE,
-    MAX_RECORDS_PER_EVENT, MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_TENANTS, MAX_WEIGHT,
-    Membership, OpenLog, Order, Progress, RecordedInput, RecordedSource, Recordings, Reuse,
-    SourceRule, build,
+    MAX_RECORDS_PER_EVENT, MAX_REQUESTS_PER_PACKET, MAX_SOURCES_PER_LOG, MAX_SPACES, MAX_TENANTS,
+    MAX_WEIGHT, Membership, OpenLog, Order, Progress, RecordedInput, RecordedSource, Recordings,
+    Reuse, SourceRule, build,
 };
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};

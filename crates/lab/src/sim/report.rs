@@ -96,6 +96,10 @@ impl Text for RunReport {
         }
         text.push('\n');
         text += &caches(figures);
+        if !figures.devices.is_empty() {
+            text.push('\n');
+            text += &devices(figures);
+        }
         if !figures.tenants.is_empty() {
             text.push('\n');
             text += &tenants(figures);
@@ -158,7 +162,7 @@ fn caches(figures: &Outcome) -> String {
         ]
         .map(String::from),
     ];
-    let named: [(&str, CacheCounts); 8] = [
+    let named: [(&str, CacheCounts); 10] = [
         ("context", all.context_cache),
         ("devtlb", all.devtlb),
         ("prefetch buffer", all.prefetch_buffer),
@@ -167,6 +171,8 @@ fn caches(figures: &Outcome) -> String {
         ("l2", all.l2),
         ("l3", all.l3),
         ("l4", all.l4),
+        ("nested tlb", all.nested_tlb),
+        ("pasid cache", all.pasid_cache),
     ];
     for (name, counts) in named.into_iter().filter(|(_, counts)| counts.lookups > 0) {
         rows.push([
@@ -178,6 +184,31 @@ fn caches(figures: &Outcome) -> String {
             counts.invalidated.to_string(),
         ]);
     }
+    table(&rows)
+}
+
+fn devices(figures: &Outcome) -> String {
+    let mut rows = vec![
+        [
+            "DEVICE",
+            "TENANTS",
+            "PACKETS",
+            "GB/S",
+            "DROPPED SLOTS",
+            "IDLE SLOTS",
+        ]
+        .map(String::from),
+    ];
+    rows.extend(figures.devices.iter().enumerate().map(|(number, device)| {
+        [
+            number.to_string(),
+            device.tenants.to_string(),
+            device.packets.to_string(),
+            format!("{:.3}", device.gbps),
+            device.dropped_slots.to_string(),
+            device.idle_slots.to_string(),
+        ]
+    }));
     table(&rows)
 }
 

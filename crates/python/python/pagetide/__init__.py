@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from . import _pagetide
 from ._figures import Figure, Figures, Picture, chart, figure_names, figures
-from ._outcome import CacheCounts, Caches, Faults, Latency, Outcome, Prefetch
+from ._outcome import CacheCounts, Caches, Device, Faults, Latency, Outcome, Prefetch
 from ._pagetide import Entries, Error, Page
 from ._policy import Prefetcher, ReplacementPolicy, SourcePredictor
 from ._run import Sweep, run, sweep
@@ -29,6 +29,7 @@ __version__ = _pagetide.__version__
 __all__ = [
     "CacheCounts",
     "Caches",
+    "Device",
     "Entries",
     "Error",
     "Faults",

@@ -39,6 +39,8 @@ class Caches:
     l2: CacheCounts
     l3: CacheCounts
     l4: CacheCounts
+    nested_tlb: CacheCounts
+    pasid_cache: CacheCounts
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,19 @@ class Faults:
 
 
 @dataclass(frozen=True)
+class Device:
+    """One of several devices."""
+
+    tenants: int
+    requests: int
+    packets: int
+    dropped_slots: int
+    idle_slots: int
+    gbps: float
+    link_share: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one run gave."""
 
@@ -103,7 +118,7 @@ class Outcome:
     bytes: int
     #: Goodput, in gigabits a second.
     gbps: float
-    #: Goodput as a fraction of the link's rate.
+    #: Goodput as a fraction of the rate of all links together.
     link_share: float
     #: Invalidations applied.
     invalidations: int
@@ -123,6 +138,8 @@ class Outcome:
     tenants: Table
     #: I/O page faults, if they are part of the configuration.
     faults: Faults | None
+    #: Devices, if there are several.
+    devices: list[Device]
 
     @classmethod
     def _of(cls, text: str) -> Outcome:
@@ -140,5 +157,6 @@ class Outcome:
             latency=Latency(**figures.pop("latency")),
             tenants=Table(_pagetide.Table.of_json(json.dumps(figures.pop("tenants", [])))),
             faults=None if faults is None else Faults(**faults),
+            devices=[Device(**device) for device in figures.pop("devices", [])],
             **figures,
         )

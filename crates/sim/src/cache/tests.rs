@@ -393,7 +393,7 @@ fn pages_of_one_bucket(entries: u64, count: usize) -> Vec<Page> {
 #[test]
 fn tags_that_fall_into_one_bucket_are_told_apart() {
     for policy in POLICIES {
-        // More tags than a bucket can count.
+        // A long chain.
         let pages = pages_of_one_bucket(256, 300);
         let config = CacheConfig::new(256, 256, policy);
         let shape = Shape {

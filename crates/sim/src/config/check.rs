@@ -11,8 +11,8 @@
 //! full match.
 
 use super::{
-    CacheConfig, Config, FaultDiscipline, Flavour, HistoryLength, HostPage, LatencyConfig,
-    LinkConfig, PartitionBy, Replacement, WalkConfig, partition_rule,
+    CacheConfig, Config, DevicesConfig, FaultDiscipline, Flavour, HistoryLength, HostPage,
+    LatencyConfig, LinkConfig, PartitionBy, Replacement, WalkConfig, partition_rule,
 };
 use crate::error::{SimError, impossible};
 
@@ -29,6 +29,10 @@ pub const PAGES_PER_TENANT_MAX: u32 = 64;
 pub const BUFFER_ENTRIES_MAX: u32 = 1 << 16;
 /// Longest history, in requests: 4 GiB of source ids.
 pub const HISTORY_LENGTH_MAX: u32 = 1 << 30;
+/// Most devices behind one IOMMU.
+pub const DEVICES_MAX: u32 = 64;
+/// Most packets by which a trace is read ahead for one of several devices: 8 MB for each device.
+pub const AHEAD_PACKETS_MAX: u32 = 1 << 16;
 /// Most walkers; published IOMMUs have some ten.
 pub const WALKERS_MAX: u32 = 1 << 16;
 /// Highest bit of a source id.
@@ -47,6 +51,8 @@ impl Config {
             cache.check(name, self.flavour)?;
         }
         self.check_walk()?;
+        self.check_devices()?;
+        self.check_pasid()?;
         self.faults.check()?;
         self.latency.check(self.flavour)?;
         if self.context_cache.replacement == Replacement::Oracle {
@@ -88,7 +94,7 @@ impl Config {
         }
     }
 
-    fn caches(&self) -> [(&'static str, &CacheConfig); 7] {
+    fn caches(&self) -> [(&'static str, &CacheConfig); 9] {
         [
             ("context_cache", &self.context_cache),
             ("devtlb", &self.devtlb),
@@ -97,6 +103,8 @@ impl Config {
             ("l2", &self.l2),
             ("l3", &self.l3),
             ("l4", &self.l4),
+            ("nested_tlb", &self.nested_tlb),
+            ("pasid_cache", &self.pasid_cache),
         ]
     }
 
@@ -158,6 +166,9 @@ impl Config {
             ("iotlb.entries", self.iotlb.entries > 0),
             ("l1.entries", self.l1.entries > 0),
             ("l4.entries", self.l4.entries > 0),
+            ("nested_tlb.entries", self.nested_tlb.entries > 0),
+            ("pasid.enabled", self.pasid.enabled),
+            ("devices.count", self.devices.count != 1),
         ];
         match parts.into_iter().find(|(_, differs)| *differs) {
             None => Ok(()),
@@ -234,6 +245,47 @@ impl Config {
             ));
         }
         at_most("walk.walkers", walkers, WALKERS_MAX)
+    }
+
+    fn check_devices(&self) -> Result<(), SimError> {
+        let DevicesConfig {
+            count,
+            source_low_bit,
+            ahead_packets,
+        } = self.devices;
+        for (name, value, max) in [
+            ("devices.count", count, DEVICES_MAX),
+            ("devices.ahead_packets", ahead_packets, AHEAD_PACKETS_MAX),
+        ] {
+            if value == 0 {
+                return Err(impossible(name, 0, "at least 1 is needed"));
+            }
+            at_most(name, value, max)?;
+        }
+        at_most("devices.source_low_bit", source_low_bit, SOURCE_LOW_BIT_MAX)
+    }
+
+    fn check_pasid(&self) -> Result<(), SimError> {
+        if self.pasid.table_accesses > ACCESSES_MAX {
+            return Err(impossible(
+                "pasid.table_accesses",
+                self.pasid.table_accesses,
+                &format!("at most {ACCESSES_MAX} can be modelled"),
+            ));
+        }
+        for (name, cache) in [
+            ("nested_tlb", &self.nested_tlb),
+            ("pasid_cache", &self.pasid_cache),
+        ] {
+            if cache.entries > 0 && cache.replacement == Replacement::Oracle {
+                return Err(impossible(
+                    name,
+                    "oracle",
+                    "the oracle knows the future of a device's pages, not of tables; use lru or lfu",
+                ));
+            }
+        }
+        Ok(())
     }
 
     fn check_link(&self) -> Result<(), SimError> {
@@ -499,8 +551,38 @@ mod tests {
     }
 
     #[test]
+    fn hardware_beyond_its_limits_is_refused_with_the_name_of_the_setting() {
+        let changes: [(Change, &str); 8] = [
+            (|c| c.devices.count = 0, "devices.count = 0"),
+            (|c| c.devices.count = 65, "devices.count"),
+            (|c| c.devices.ahead_packets = 0, "devices.ahead_packets = 0"),
+            (|c| c.devices.ahead_packets = u32::MAX, "devices.ahead"),
+            (|c| c.devices.source_low_bit = 32, "devices.source_low_bit"),
+            (|c| c.pasid.table_accesses = 1001, "pasid.table_accesses"),
+            (
+                |c| c.nested_tlb = CacheConfig::new(8, 8, Replacement::Oracle),
+                "nested_tlb",
+            ),
+            (
+                |c| c.pasid_cache = CacheConfig::new(12, 4, Replacement::Lru),
+                "pasid_cache",
+            ),
+        ];
+        for (change, name) in changes {
+            let refused = told(Flavour::Paper, change);
+            assert!(refused.starts_with(name), "{refused}");
+        }
+    }
+
+    #[test]
     fn settings_that_hypersio_does_not_heed_are_refused_there_only() {
-        let changes: [(Change, &str); 11] = [
+        let changes: [(Change, &str); 14] = [
+            (|c| c.devices.count = 2, "devices.count"),
+            (|c| c.pasid.enabled = true, "pasid.enabled"),
+            (
+                |c| c.nested_tlb = CacheConfig::new(8, 8, Replacement::Lru),
+                "nested_tlb.entries",
+            ),
             (|c| c.walk.host_page = HostPage::Size2M, "walk.host_page"),
             (|c| c.walk.walkers = 3, "walk.walkers"),
             (|c| c.walk.cost = WalkCost::Nested, "walk.cost"),

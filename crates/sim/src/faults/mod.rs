@@ -22,9 +22,11 @@
 //! share): at the limit the device takes no packet from the link, whosever it is. A parked request that may go
 //! on waits for an entry of the PTB, before any packet of the link.
 //!
+//! Each of several devices parks its own requests.
+//!
 //! # Page requests
 //! There is one for each absent page, whoever waits for it. So many may be outstanding
-//! ([`FaultConfig::queue_entries`]); further ones wait in the device. A handler serves in order of arrival,
+//! ([`FaultConfig::queue_entries`], a queue that all devices share); further ones wait in the device. A handler serves in order of arrival,
 //! one at a time; its times are constant, or drawn from samples. When the handling ends, the page is present,
 //! and others may use it before the one that asked knows.
 //!
@@ -96,6 +98,16 @@ impl SourceQueue {
     }
 }
 
+/// Parked requests of a device.
+#[derive(Debug, Default)]
+pub(crate) struct Parking {
+    /// Those that may go on.
+    pub(crate) resuming: VecDeque<u32>,
+    parked: u32,
+    /// The request that the engine stands still for (*touch*).
+    pub(crate) engine: Option<u32>,
+}
+
 /// Page requests, handlers and parked requests.
 #[derive(Debug)]
 pub(crate) struct Faults {
@@ -113,11 +125,9 @@ pub(crate) struct Faults {
     /// When each handler has done what it has.
     busy_until_ns: Vec<u64>,
     queues: Vec<SourceQueue>,
-    /// Parked requests that may go on.
-    pub(crate) resuming: VecDeque<u32>,
+    /// What each device has parked.
+    pub(crate) devices: Vec<Parking>,
     parked: u32,
-    /// The request that the engine stands still for (*touch*).
-    pub(crate) engine: Option<u32>,
     /// How long the packet of the request in each slot was refused.
     refused_ns: Vec<u64>,
     counts: Counts,
@@ -157,9 +167,10 @@ impl Faults {
             numbered: 0,
             busy_until_ns: vec![0; handlers],
             queues: Vec::new(),
-            resuming: VecDeque::new(),
+            devices: (0..config.devices.count)
+                .map(|_| Parking::default())
+                .collect(),
             parked: 0,
-            engine: None,
             refused_ns: Vec::new(),
             counts: Counts::default(),
             service: Latencies::default(),
@@ -328,14 +339,18 @@ impl Faults {
         waiters
     }
 
-    /// A request is parked.
-    pub(crate) fn park(&mut self) {
+    /// A request of device `at` is parked.
+    pub(crate) fn park(&mut self, at: usize) {
+        self.devices[at].parked += 1;
         self.parked += 1;
         self.counts.parked_most = self.counts.parked_most.max(self.parked);
     }
 
-    /// A parked request goes on.
-    pub(crate) fn unpark(&mut self) {
+    /// The first of the parked requests of device `at` that may go on does.
+    pub(crate) fn unpark(&mut self, at: usize) {
+        let device = &mut self.devices[at];
+        device.resuming.pop_front();
+        device.parked -= 1;
         self.parked -= 1;
     }
 
@@ -344,14 +359,15 @@ impl Faults {
         self.counts.held += 1;
     }
 
-    /// Requests that are parked.
+    /// Requests that are parked, by all devices.
     pub(crate) fn parked(&self) -> u32 {
         self.parked
     }
 
-    /// True if a packet may come from the link, as far as parked requests are concerned.
-    pub(crate) fn has_room(&self) -> bool {
-        self.resuming.is_empty() && self.parked < self.config.parked_requests
+    /// True if a packet may come from the link of device `at`, as far as parked requests are concerned.
+    pub(crate) fn has_room(&self, at: usize) -> bool {
+        let device = &self.devices[at];
+        device.resuming.is_empty() && device.parked < self.config.parked_requests
     }
 
     /// The results.

@@ -169,16 +169,31 @@ impl ProgramHeap {
 #[inline(always)]
 fn descend<const LEVELS: usize>(places: &mut [Entry; FEW_PLACES]) -> usize {
     let mut hole = 1;
-    for level in 1..=LEVELS {
+    // All levels but the last, two at a time.
+    for _ in 0..(LEVELS - 1) / 2 {
+        hole = descend_two(places, hole);
+    }
+    if LEVELS.is_multiple_of(2) {
         let (child, earlier) = earlier_child(places, hole);
         places[hole] = earlier;
-        hole = if level == LEVELS && earlier == NONE {
-            hole
-        } else {
-            child
-        };
+        hole = child;
     }
-    hole
+    let (child, earlier) = earlier_child(places, hole);
+    places[hole] = earlier;
+    if earlier == NONE { hole } else { child }
+}
+
+/// Sinks the hole by two levels, which must be full. The four grandchildren are compared while it is not known yet
+/// which two of them count: that takes half the time of one level after the other.
+#[inline(always)]
+fn descend_two(places: &mut [Entry; FEW_PLACES], hole: usize) -> usize {
+    let (child, earlier) = earlier_child(places, hole);
+    let left = earlier_child(places, 2 * hole);
+    let right = earlier_child(places, 2 * hole + 1);
+    let (grandchild, next) = if child == 2 * hole { left } else { right };
+    places[hole] = earlier;
+    places[child] = next;
+    grandchild
 }
 
 /// [`rise`], where an index cannot be out of range.

@@ -25,6 +25,7 @@ use std::rc::Rc;
 use crate::config::Config;
 use crate::flavour::{Flavour, StageQueue};
 use crate::link::Link;
+use crate::machine::OneDevice;
 use crate::ties::{ProgramRand, TieBreak};
 
 pub(crate) use heap::{ProgramFifo, ProgramHeap};
@@ -37,6 +38,7 @@ impl<Q: StageQueue> Flavour for Hypersio<Q> {
     type Queue = Q;
     type Agent = walk::ShortWalk;
     type Predictor = predictor::FirstSeen;
+    type Devices = OneDevice<Self>;
     const ONE_A_NANOSECOND: bool = true;
     const HAS_FAULTS: bool = false;
     const HIT_ENDS_EARLY_NS: u64 = 1;

@@ -42,7 +42,7 @@ impl TranslationAgent for ShortWalk {
     }
 
     #[inline(always)]
-    fn look_up(&mut self, request: &Request) -> Answer {
+    fn look_up(&mut self, request: &mut Request) -> Answer {
         let page = &request.page;
         let level = u64::from(page.level());
         let in_l2 = match &mut self.l2 {

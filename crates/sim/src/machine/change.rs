@@ -7,10 +7,11 @@
 
 use pagetide_trace::{Event, EventKind, PageSize};
 
-use super::Machine;
+use super::{DeviceSet as _, Machine};
 use crate::flavour::{Flavour, TranslationAgent as _, VoidSpan};
 use crate::observe::{Moment, Observer, Step};
 use crate::request::{Answered, Page, widest_page};
+use crate::tenants::Tally;
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     /// Applies an event that is no request.
@@ -32,30 +33,27 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
             EventKind::InvalidateDomain => VoidSpan::Domain(domain),
             EventKind::InvalidateAll => VoidSpan::All,
             EventKind::InvalidateSource => {
-                let tallies = &self.tenants.tallies;
-                self.context_cache
-                    .invalidate(|tenant| tallies[tenant as usize].source == source);
+                self.void_contexts(|tally| tally.source == source);
+                self.void_spaces(|of, _| of == u64::from(source));
                 VoidSpan::Domain(domain)
             }
             EventKind::InvalidateContextsOfDomain => {
-                let tallies = &self.tenants.tallies;
-                self.context_cache
-                    .invalidate(|tenant| tallies[tenant as usize].domain == domain);
+                self.void_contexts(|tally| tally.domain == domain);
+                self.void_spaces(|_, of| of == domain);
                 VoidSpan::Domain(domain)
             }
             EventKind::InvalidateContexts => {
-                self.context_cache.invalidate(|_| true);
+                self.void_contexts(|_| true);
+                self.void_spaces(|_, _| true);
                 VoidSpan::All
             }
         };
         self.tally.invalidations += 1;
-        for cache in [&mut self.devtlb, &mut self.buffer].into_iter().flatten() {
-            let (tags, count) = span.tags();
-            cache.invalidate(&tags[..count], |tag| span.meets(tag, widest_page(tag)));
-        }
+        self.void_in_devices(&span);
         self.agent.invalidate(&span);
+        // Most are about something else.
         for request in self.requests.all() {
-            if request.answer == Answered::Yes && span.meets_page(&request.page) {
+            if span.meets_page(&request.page) && request.answer == Answered::Yes {
                 request.answer = Answered::Void;
             }
         }
@@ -64,9 +62,47 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         self.observer.step(moment, Step::Invalidate, &around);
     }
 
+    /// Drops what `span` meets from the caches of every device.
+    pub(super) fn void_in_devices(&mut self, span: &VoidSpan) {
+        for at in 0..self.devices.count() {
+            let device = self.devices.get_mut(at);
+            for cache in [&mut device.devtlb, &mut device.buffer]
+                .into_iter()
+                .flatten()
+            {
+                let (tags, count) = span.tags();
+                cache.invalidate(&tags[..count], |tag| span.meets(tag, widest_page(tag)));
+            }
+        }
+    }
+
+    /// Drops the context entries of the tenants for which `is_void` holds.
+    fn void_contexts(&mut self, is_void: impl Fn(&Tally) -> bool) {
+        let tallies = &self.tenants.tallies;
+        for at in 0..self.devices.count() {
+            let device = self.devices.get_mut(at);
+            let numbers = &device.tenants;
+            let number = |row: u32| match F::Devices::MANY {
+                true => numbers[row as usize],
+                false => row,
+            };
+            let cache = &mut device.context_cache;
+            cache.invalidate(|row| is_void(&tallies[number(row) as usize]));
+        }
+    }
+
+    /// Drops the PASID-table entries for whose source and domain `is_void` holds.
+    fn void_spaces(&mut self, is_void: impl Fn(u64, u32) -> bool) {
+        if let Some(pasids) = &mut self.pasids {
+            pasids.invalidate(is_void);
+        }
+    }
+
     /// Notifies the host, if there is one, that a tenant joins or leaves.
     fn tell_host(&mut self, event: &Event) {
-        let Some(host) = &mut self.host else {
+        let at = self.devices.of(event.source.0);
+        let device = self.devices.get_mut(at);
+        let Some(host) = &mut device.host else {
             return;
         };
         if event.kind == EventKind::Join {
@@ -75,7 +111,10 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         }
         let sources = self.tenants.tallies.iter().map(|tally| tally.source);
         for (number, _) in (0..).zip(sources).filter(|(_, s)| *s == event.source.0) {
-            host.left(number);
+            host.left(match F::Devices::MANY {
+                true => self.tenants.row(number),
+                false => number,
+            });
         }
     }
 }

@@ -4,13 +4,13 @@
 
 use pagetide_trace::{Event, PageSize};
 
-use super::Machine;
+use super::{DeviceSet as _, Machine};
 use crate::config::{FaultDiscipline, PtbUnit};
 use crate::faults::Stage;
 use crate::flavour::{Flavour, StageQueue as _, TranslationAgent as _, VoidSpan};
 use crate::observe::{Moment, Observer, Step};
 use crate::request::{
-    Answered, Attempt, DOMAINS_MAX, Origin, Page, Request, address_of, domain_of, widest_page,
+    AgentNote, Answered, Attempt, DOMAINS_MAX, Origin, Page, Request, address_of, domain_of,
 };
 
 /// What a request may do at the device.
@@ -33,20 +33,20 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         }
     }
 
-    /// True if the engine stands still.
+    /// True if the engine of device `at` stands still.
     #[inline(always)]
-    pub(super) fn engine_stands(&self) -> bool {
+    pub(super) fn engine_stands(&self, at: usize) -> bool {
         F::HAS_FAULTS
             && self
                 .faults
                 .as_ref()
-                .is_some_and(|faults| faults.engine.is_some())
+                .is_some_and(|faults| faults.devices[at].engine.is_some())
     }
 
     /// Decides whether a request at the device goes on: not behind a request that waits, and, where the device
     /// itself sees it, not without its page.
     #[inline(never)]
-    pub(super) fn passage(&mut self, now_ns: u64, slot: u32) -> Passage {
+    pub(super) fn passage(&mut self, now_ns: u64, at: usize, slot: u32) -> Passage {
         let Request { page, attempt, .. } = *self.requests.get(slot);
         let discipline = self.discipline_of(page.tenant);
         let Some(faults) = self
@@ -74,16 +74,16 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
             faults.held_back();
             self.observer
                 .step(Moment::of(now_ns, slot), Step::Held, &page);
-            self.park(now_ns, slot);
+            self.park(now_ns, at, slot);
             return Passage::Stopped;
         }
         let is_present = faults.memory.touch(&page, now_ns);
         self.void_gone(now_ns);
         if !is_present && discipline != FaultDiscipline::AtsPri {
-            self.fault(now_ns, slot);
+            self.fault(now_ns, at, slot);
             return Passage::Stopped;
         }
-        self.let_next_through(now_ns, page.tenant);
+        self.let_next_through(now_ns, at, page.tenant);
         if discipline == FaultDiscipline::AtsPri && attempt == Attempt::Again {
             Passage::Again
         } else {
@@ -117,9 +117,10 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     }
 
     /// The request's page is absent: it waits for it.
-    pub(super) fn fault(&mut self, now_ns: u64, slot: u32) {
+    pub(super) fn fault(&mut self, now_ns: u64, at: usize, slot: u32) {
         let request = self.requests.get_mut(slot);
         request.answer = Answered::No;
+        request.at_agent = AgentNote::default();
         let (page, attempt) = (request.page, request.attempt);
         self.observer
             .step(Moment::of(now_ns, slot), Step::Fault, &page);
@@ -131,9 +132,9 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         }
         faults.ask(now_ns, slot, page.tenant, page.tag());
         if faults.config.discipline == FaultDiscipline::Touch {
-            faults.engine = Some(slot);
+            faults.devices[at].engine = Some(slot);
         } else {
-            self.park(now_ns, slot);
+            self.park(now_ns, at, slot);
         }
     }
 
@@ -165,24 +166,45 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         let Some(faults) = &mut self.faults else {
             return;
         };
-        for slot in faults.answered(now_ns, tag) {
-            let request = self.requests.get_mut(slot);
+        let waiters = faults.answered(now_ns, tag);
+        for slot in &waiters {
+            let request = self.requests.get_mut(*slot);
             request.attempt = Attempt::Again;
             let queue = faults.queue(request.page.tenant);
             queue.faulting -= 1;
             queue.coming += 1;
-            if faults.engine.is_none() {
-                faults.resuming.push_back(slot);
+            let device = &mut faults.devices[self.devices.of(request.page.source)];
+            if device.engine.is_none() {
+                device.resuming.push_back(*slot);
             }
         }
-        match faults.engine.take() {
-            Some(slot) => self.at_device(now_ns, slot),
-            None => self.resume(now_ns),
+        // Engines go on first.
+        for slot in &waiters {
+            let at = self.devices.of(self.requests.get(*slot).page.source);
+            if let Some(faults) = &mut self.faults
+                && faults.devices[at]
+                    .engine
+                    .take_if(|waits| waits == slot)
+                    .is_some()
+            {
+                self.at_device(now_ns, at, *slot);
+            }
+        }
+        for at in 0..self.devices.count() {
+            let is_concerned =
+                |slot: &u32| self.devices.of(self.requests.get(*slot).page.source) == at;
+            if !self.is_touch() && waiters.iter().any(is_concerned) {
+                self.resume(now_ns, at);
+            }
         }
     }
 
+    fn is_touch(&self) -> bool {
+        self.config.faults.discipline == FaultDiscipline::Touch
+    }
+
     /// With a queue that pauses: the first request that waits behind goes on, if nothing before it waits.
-    fn let_next_through(&mut self, now_ns: u64, tenant: u32) {
+    fn let_next_through(&mut self, now_ns: u64, at: usize, tenant: u32) {
         let Some(faults) = &mut self.faults else {
             return;
         };
@@ -195,43 +217,45 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         };
         queue.coming += 1;
         self.requests.get_mut(slot).attempt = Attempt::Behind;
-        faults.resuming.push_back(slot);
-        self.resume(now_ns);
+        faults.devices[at].resuming.push_back(slot);
+        self.resume(now_ns, at);
     }
 
     /// Parks a request: its entry of the PTB is free.
-    fn park(&mut self, now_ns: u64, slot: u32) {
+    fn park(&mut self, now_ns: u64, at: usize, slot: u32) {
         if let Some(faults) = &mut self.faults {
-            faults.park();
+            faults.park(at);
         }
         let packet = self.requests.get(slot).packet;
+        let pending = &mut self.devices.get_mut(at).pending;
         match self.config.ptb.unit {
-            PtbUnit::Requests => self.pending -= 1,
+            PtbUnit::Requests => *pending -= 1,
             PtbUnit::Packets => {
                 let packet = self.packets.get_mut(packet);
                 packet.active -= 1;
                 packet.parked += 1;
-                self.pending -= u32::from(packet.active == 0);
+                *pending -= u32::from(packet.active == 0);
             }
         }
-        self.resume(now_ns);
+        self.resume(now_ns, at);
     }
 
-    /// Lets parked requests that may go on have free entries of the PTB, and the link what is left.
-    pub(super) fn resume(&mut self, now_ns: u64) {
+    /// Lets parked requests of device `at` that may go on have free entries of the PTB, and the link what is left.
+    pub(super) fn resume(&mut self, now_ns: u64, at: usize) {
         while let Some(slot) = self
             .faults
             .as_ref()
-            .and_then(|f| f.resuming.front().copied())
+            .and_then(|f| f.devices[at].resuming.front().copied())
         {
             let Request { page, packet, .. } = *self.requests.get(slot);
             let by_packets = self.config.ptb.unit == PtbUnit::Packets;
             let shares_entry = by_packets && self.packets.get(packet).active > 0;
+            let device = self.devices.get_mut(at);
             if !shares_entry {
-                if self.pending >= self.config.ptb.entries {
+                if device.pending >= self.config.ptb.entries {
                     break;
                 }
-                self.pending += 1;
+                device.pending += 1;
             }
             if by_packets {
                 let packet = self.packets.get_mut(packet);
@@ -239,26 +263,26 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
                 packet.parked -= 1;
             }
             if let Some(faults) = &mut self.faults {
-                faults.resuming.pop_front();
-                faults.unpark();
+                faults.unpark(at);
             }
             self.observer
                 .step(Moment::of(now_ns, slot), Step::Resume, &page);
-            self.to_device.push(now_ns, slot);
+            device.to_device.push(now_ns, slot);
         }
-        self.settle_link(now_ns);
+        self.settle_link(now_ns, at);
     }
 
-    /// Opens or closes the link, by whether there is room for a packet.
-    fn settle_link(&mut self, now_ns: u64) {
-        if self.trace_ended {
+    /// Opens or closes the link of device `at`, by whether there is room for a packet.
+    fn settle_link(&mut self, now_ns: u64, at: usize) {
+        if self.devices.get(at).trace_ended {
             return;
         }
-        if !self.has_room() {
-            self.admits_ns = u64::MAX;
-        } else if self.admits_ns == u64::MAX {
-            self.tally.dropped_slots += self.link.skip_to(now_ns);
-            self.admits_ns = self.link.next_ns();
+        let has_room = self.has_room(at);
+        let device = self.devices.get_mut(at);
+        if !has_room {
+            device.admits_ns = u64::MAX;
+        } else if device.admits_ns == u64::MAX {
+            device.skip_slots(now_ns);
         }
     }
 
@@ -286,11 +310,9 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
 
     fn void_page(&mut self, now_ns: u64, page: Page) {
         let span = VoidSpan::Pages(page);
-        for cache in [&mut self.devtlb, &mut self.buffer].into_iter().flatten() {
-            let (tags, count) = span.tags();
-            cache.invalidate(&tags[..count], |tag| span.meets(tag, widest_page(tag)));
-        }
+        self.void_in_devices(&span);
         self.agent.invalidate(&span);
+        self.agent.host_unmaps(page);
         for request in self.requests.all() {
             let is_let = matches!(request.answer, Answered::Yes | Answered::Allowed);
             if is_let && span.meets_page(&request.page) {

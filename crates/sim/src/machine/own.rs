@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Policies of the caller's own in the pipeline: where they go, and what they may not do.
 
-use super::Machine;
+use super::{DeviceSet as _, Machine};
 use crate::cache::Cache;
 use crate::error::SimError;
 use crate::flavour::{Flavour, TranslationAgent as _};
@@ -50,17 +50,28 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     /// If one is for a part that does not exist.
     pub(crate) fn with_own(mut self, mut own: OwnPolicies) -> Result<Self, SimError> {
         self.has_own = !own.is_empty();
-        give(&mut self.devtlb, "devtlb", own.devtlb.take())?;
         self.agent.take_policies(&mut own)?;
-        if (own.predictor.is_some() || own.prefetcher.is_some()) && self.prefetch.is_none() {
+        let is_for_device =
+            own.devtlb.is_some() || own.predictor.is_some() || own.prefetcher.is_some();
+        if is_for_device && self.devices.count() > 1 {
+            let reason = "a policy of a device is for one device, and there are several";
+            let name = match own.devtlb {
+                Some(_) => "devtlb",
+                None => "prefetch",
+            };
+            return Err(wrong(name, reason.to_owned()));
+        }
+        let device = self.devices.get_mut(0);
+        give(&mut device.devtlb, "devtlb", own.devtlb.take())?;
+        if (own.predictor.is_some() || own.prefetcher.is_some()) && device.prefetch.is_none() {
             return Err(no_part("prefetch"));
         }
         if let Some(predictor) = own.predictor {
             let unit = PrefetchUnit::with(&self.config.prefetch, predictor);
-            self.prefetch = Some(AnyPrefetcher::OwnPredictor(unit));
+            device.prefetch = Some(AnyPrefetcher::OwnPredictor(unit));
         }
         if let Some(prefetcher) = own.prefetcher {
-            self.prefetch = Some(AnyPrefetcher::Own(prefetcher));
+            device.prefetch = Some(AnyPrefetcher::Own(prefetcher));
         }
         Ok(self)
     }
@@ -71,7 +82,9 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     /// The first failure.
     #[cold]
     pub(super) fn check_own(&mut self) -> Result<(), SimError> {
-        if let Some(devtlb) = &mut self.devtlb
+        // Policies of a device are for one device.
+        let device = self.devices.get_mut(0);
+        if let Some(devtlb) = &mut device.devtlb
             && let Some(reason) = devtlb.failure()
         {
             return Err(wrong("devtlb", reason));
@@ -79,7 +92,7 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         if let Some((part, reason)) = self.agent.failure() {
             return Err(wrong(part, reason));
         }
-        if let Some(prefetch) = &mut self.prefetch
+        if let Some(prefetch) = &mut self.devices.get_mut(0).prefetch
             && let Some(reason) = prefetch.failure()
         {
             return Err(wrong("prefetch", reason));

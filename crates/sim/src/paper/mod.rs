@@ -9,6 +9,7 @@
 //! | walk caches | L1 to L4 and an optional IOTLB, all looked up together |
 //! | prefetch | on a miss in the device; the predictor follows the traffic ([`predictor`]) |
 //! | partition | by the source |
+//! | not in the paper | a nested TLB ([`nested_tlb`]), several devices |
 //!
 //! Where the text leaves a choice:
 //! - *Cost of a look-up.* A hit behind PCIe costs `walk_cache_hit_ns`, also when it only shortens the walk.
@@ -19,6 +20,7 @@
 //! - *Merging.* Each miss walks for itself, as the text has no structure in which a second miss of a page
 //!   could wait for the first.
 
+mod nested_tlb;
 mod predictor;
 mod queue;
 mod walk;
@@ -26,20 +28,42 @@ mod walk;
 use crate::config::Config;
 use crate::flavour::Flavour;
 use crate::link::Link;
+use crate::machine::{ManyDevices, OneDevice};
 
-/// The paper's text.
+pub(crate) use nested_tlb::TABLES;
+
+/// The paper's text, for one device.
 #[derive(Debug)]
 pub(crate) struct Paper;
+
+/// The same for several devices.
+#[derive(Debug)]
+pub(crate) struct PaperOfMany;
 
 impl Flavour for Paper {
     type Queue = queue::TimedQueue;
     type Agent = walk::NestedWalker;
     type Predictor = predictor::Successors;
+    type Devices = OneDevice<Self>;
     const ONE_A_NANOSECOND: bool = false;
     const HAS_FAULTS: bool = true;
     const HIT_ENDS_EARLY_NS: u64 = 0;
 
     fn link(config: &Config) -> Link {
         Link::new(config.link.packet_bytes * 8, config.link.gbps)
+    }
+}
+
+impl Flavour for PaperOfMany {
+    type Queue = <Paper as Flavour>::Queue;
+    type Agent = <Paper as Flavour>::Agent;
+    type Predictor = <Paper as Flavour>::Predictor;
+    type Devices = ManyDevices<Self>;
+    const ONE_A_NANOSECOND: bool = Paper::ONE_A_NANOSECOND;
+    const HAS_FAULTS: bool = Paper::HAS_FAULTS;
+    const HIT_ENDS_EARLY_NS: u64 = Paper::HIT_ENDS_EARLY_NS;
+
+    fn link(config: &Config) -> Link {
+        Paper::link(config)
     }
 }

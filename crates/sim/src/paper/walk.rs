@@ -32,6 +32,7 @@ use crate::error::SimError;
 use crate::flavour::{Answer, TranslationAgent, VoidSpan};
 use crate::machine::give;
 use crate::outcome::{AllCounts, CacheCounts};
+use crate::paper::nested_tlb::NestedTlb;
 use crate::policy::OwnPolicies;
 use crate::request::{Page, Request, widest_page};
 use crate::ties::TieBreak;
@@ -53,6 +54,7 @@ pub(crate) struct NestedWalker {
     iotlb: Option<Cache>,
     /// By level, from 1.
     levels: [Option<Cache>; 4],
+    nested: Option<NestedTlb>,
     walk: WalkConfig,
     hit_ns: u64,
     dram_ns: u64,
@@ -83,6 +85,8 @@ impl TranslationAgent for NestedWalker {
                 cache(3, &config.l3),
                 cache(4, &config.l4),
             ],
+            nested: NestedTlb::new(config, ties)
+                .filter(|_| config.walk.cost == WalkCost::Nested && host_levels(&config.walk) > 0),
             walk: config.walk.clone(),
             hit_ns: config.latency.walk_cache_hit_ns,
             dram_ns: config.latency.dram_ns,
@@ -91,7 +95,7 @@ impl TranslationAgent for NestedWalker {
     }
 
     #[inline]
-    fn look_up(&mut self, request: &Request) -> Answer {
+    fn look_up(&mut self, request: &mut Request) -> Answer {
         let page = &request.page;
         let next_use = request.next_use;
         let in_iotlb = self
@@ -110,10 +114,18 @@ impl TranslationAgent for NestedWalker {
                 after_ns: self.hit_ns + self.pcie_ns,
             };
         }
-        let accesses = accesses(&self.walk, page.level(), lowest_hit);
-        let hit_ns = lowest_hit.map_or(0, |_| self.hit_ns);
+        let mut accesses = accesses(&self.walk, page.level(), lowest_hit);
+        let mut hits_ns = lowest_hit.map_or(0, |_| self.hit_ns);
+        if let Some(nested) = &mut self.nested {
+            let first = lowest_hit.unwrap_or(self.walk.guest_levels + 1) - 1;
+            let last = last_level(&self.walk, page.level());
+            let hits = nested.look_up(page, first, last);
+            request.at_agent.walk_from(first);
+            accesses -= hits * host_levels(&self.walk);
+            hits_ns += hits * self.hit_ns;
+        }
         Answer::Walk {
-            after_ns: hit_ns + accesses * self.dram_ns,
+            after_ns: hits_ns + accesses * self.dram_ns,
             accesses,
         }
     }
@@ -126,6 +138,10 @@ impl TranslationAgent for NestedWalker {
         }
         for (level, cache) in self.levels_of(page) {
             cache.fill(page, page.tag_at(span_shift(level)), request.next_use);
+        }
+        if let Some(nested) = &mut self.nested {
+            let first = request.at_agent.walks_from();
+            nested.fill(page, first, last_level(&self.walk, page.level()));
         }
     }
 
@@ -140,6 +156,15 @@ impl TranslationAgent for NestedWalker {
                 cache.invalidate(one.as_slice(), |tag| span.meets(tag, span_shift(level)));
             }
         }
+        if let Some(nested) = &mut self.nested {
+            nested.invalidate(span);
+        }
+    }
+
+    fn host_unmaps(&mut self, page: Page) {
+        if let Some(nested) = &mut self.nested {
+            nested.host_unmaps(page);
+        }
     }
 
     fn count(&self, counts: &mut AllCounts) {
@@ -147,6 +172,9 @@ impl TranslationAgent for NestedWalker {
             cache.as_ref().map(Cache::counts).unwrap_or_default()
         };
         counts.iotlb = of(&self.iotlb);
+        if let Some(nested) = &self.nested {
+            counts.nested_tlb = nested.counts();
+        }
         let [l1, l2, l3, l4] = &self.levels;
         (counts.l1, counts.l2, counts.l3, counts.l4) = (of(l1), of(l2), of(l3), of(l4));
     }
@@ -167,20 +195,30 @@ impl TranslationAgent for NestedWalker {
     }
 }
 
+/// The lowest level of the guest's table that a walk for a page of `page_level` reads.
+const fn last_level(walk: &WalkConfig, page_level: u32) -> u32 {
+    if walk.large_pages_shorten {
+        page_level
+    } else {
+        1
+    }
+}
+
+/// Memory accesses of a walk of the host's table.
+const fn host_levels(walk: &WalkConfig) -> u64 {
+    let saved = walk.host_page.saved_levels();
+    walk.host_levels.saturating_sub(saved) as u64
+}
+
 /// Memory accesses of a walk for a page of `page_level`, if the lowest cached entry was that of level
 /// `lowest_hit`, which is above the page's own.
 fn accesses(walk: &WalkConfig, page_level: u32, lowest_hit: Option<u32>) -> u64 {
     match walk.cost {
         WalkCost::Nested => {
-            let last_level = if walk.large_pages_shorten {
-                page_level
-            } else {
-                1
-            };
             let known_level = lowest_hit.unwrap_or(walk.guest_levels + 1);
+            let last_level = last_level(walk, page_level);
             let remaining = u64::from(known_level.saturating_sub(last_level));
-            let saved = walk.host_page.saved_levels();
-            let host_levels = u64::from(walk.host_levels.saturating_sub(saved));
+            let host_levels = host_levels(walk);
             remaining * (host_levels + 1) + host_levels
         }
         WalkCost::Short => lowest_hit

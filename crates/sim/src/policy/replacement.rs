@@ -15,7 +15,7 @@ use std::ops::Range;
 use crate::config::{CacheConfig, Replacement};
 use crate::hints::ENTRIES_MAX;
 use crate::request::{NEVER, Tag, address_of, domain_of};
-use crate::ties::{ProgramTies, SMALL_WAYS, SmallLfu, TieBreak, Ties};
+use crate::ties::{PACKED_WAYS, PackedLfu, ProgramTies, SMALL_WAYS, SmallLfu, TieBreak, Ties};
 
 /// A use count at which all counts of the set are halved: 4 bits (V-C).
 const LFU_SATURATED: u64 = 15;
@@ -144,6 +144,7 @@ pub(crate) enum AnyPolicy {
     Lru(Lru),
     Lfu(Lfu),
     SmallLfu(SmallLfu),
+    PackedLfu(PackedLfu),
     Oracle(Oracle),
     Own(Box<dyn ReplacementPolicy>),
 }
@@ -161,6 +162,11 @@ impl AnyPolicy {
                 TieBreak::Program(rand) if config.ways <= SMALL_WAYS => {
                     Self::SmallLfu(SmallLfu::new(rand, sets))
                 }
+                TieBreak::Seed(seed)
+                    if config.ways <= PACKED_WAYS && config.ways.is_power_of_two() =>
+                {
+                    Self::PackedLfu(PackedLfu::new(*seed, sets, config.ways))
+                }
                 _ => Self::Lfu(Lfu(Ties::new(ties, sets))),
             },
         }
@@ -168,8 +174,8 @@ impl AnyPolicy {
 }
 
 impl AnyPolicy {
-    /// As [`ReplacementPolicy::used`]. It is the most frequent call by far: the common policies are reached by two
-    /// comparisons, and without an [`Entries`], which would be built in memory for the policies of others.
+    /// As [`ReplacementPolicy::used`]. It is the most frequent call by far: the common policies are reached by a
+    /// few comparisons, and without an [`Entries`], which would be built in memory for the policies of others.
     #[inline(always)]
     pub(crate) fn touched(&mut self, entries: &mut [Entry], ways: usize, at: usize, next_use: u64) {
         if let Self::Lru(lru) = self {
@@ -177,8 +183,10 @@ impl AnyPolicy {
             if let Some(entry) = entries.get_mut(at) {
                 entry.mark = lru_mark(lru.tick, at);
             }
+        } else if let Self::PackedLfu(packed) = self {
+            packed.use_entry(at);
         } else if let Self::SmallLfu(small) = self {
-            small.use_way(at / ways, (at % ways) as u64);
+            small.use_entry(at, ways);
         } else {
             self.touched_otherwise(entries, ways, at, next_use);
         }
@@ -201,6 +209,7 @@ impl AnyPolicy {
         match self {
             Self::Lru(lru) => lru.used(entries, place.at, next_use),
             Self::SmallLfu(small) => small.enters(place.set, program_hash(tag), place.way as u64),
+            Self::PackedLfu(packed) => packed.enters(place.at),
             Self::Lfu(Lfu(ties)) => {
                 if let Ties::Program(program) = ties {
                     program.enters(place.set, program_hash(tag), narrow(place.way));
@@ -225,6 +234,7 @@ macro_rules! of_any {
             AnyPolicy::Lru($policy) => $call,
             AnyPolicy::Lfu($policy) => $call,
             AnyPolicy::SmallLfu($policy) => $call,
+            AnyPolicy::PackedLfu($policy) => $call,
             AnyPolicy::Oracle($policy) => $call,
             AnyPolicy::Own($policy) => $call,
         }
@@ -352,7 +362,7 @@ fn halve(entries: &mut Entries<'_>, at: usize) {
 impl ReplacementPolicy for SmallLfu {
     #[inline(always)]
     fn used(&mut self, entries: &mut Entries<'_>, at: usize, _next_use: u64) {
-        self.use_way(entries.set_of(at), entries.way_of(at) as u64);
+        self.use_entry(at, entries.ways());
     }
 
     #[inline(always)]
@@ -375,6 +385,29 @@ impl ReplacementPolicy for SmallLfu {
         #[expect(clippy::cast_possible_truncation, reason = "below SMALL_WAYS")]
         let way = self.evict(set) as usize;
         entries.of_set(set).start + way
+    }
+}
+
+impl ReplacementPolicy for PackedLfu {
+    #[inline(always)]
+    fn used(&mut self, _entries: &mut Entries<'_>, at: usize, _next_use: u64) {
+        self.use_entry(at);
+    }
+
+    #[inline(always)]
+    fn inserted(&mut self, _entries: &mut Entries<'_>, at: usize, _next_use: u64) {
+        self.enters(at);
+    }
+
+    fn removed(&mut self, _entries: &mut Entries<'_>, _at: usize) {}
+
+    fn moved(&mut self, _entries: &mut Entries<'_>, from: usize, to: usize) {
+        self.moves(from, to);
+    }
+
+    #[inline(always)]
+    fn victim(&mut self, _entries: &mut Entries<'_>, set: usize) -> usize {
+        self.evict(set)
     }
 }
 

@@ -62,6 +62,7 @@ pub(super) fn figures(outcome: &crate::Outcome) -> Map<String, Value> {
     let mut value = json(outcome);
     if let Value::Object(table) = &mut value {
         table.remove("tenants");
+        table.remove("devices");
     }
     let mut row = Vec::new();
     flatten("", '_', &value, &mut row);

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The victim among several entries that are used equally little: a random one, or the one that the
-//! authors' program evicts ([`program`], and packed into words for small sets in [`small_lfu`]).
+//! authors' program evicts ([`program`]; for one large set [`block_order`]). For small sets both are packed into words, together with the counts
+//! ([`packed_lfu`], [`small_lfu`]).
 
+mod block_order;
+mod packed_lfu;
 mod program;
 mod small_lfu;
 
@@ -10,6 +13,8 @@ use std::rc::Rc;
 
 use pagetide_random::SplitMix64;
 
+pub(crate) use block_order::BlockOrder;
+pub(crate) use packed_lfu::{PACKED_WAYS, PackedLfu};
 pub(crate) use program::{ProgramRand, ProgramTies};
 pub(crate) use small_lfu::{SMALL_WAYS, SmallLfu};
 

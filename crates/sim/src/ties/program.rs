@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 /// Bucket counts of a growing map.
-const BUCKETS: [u64; 14] = [
+pub(super) const BUCKETS: [u64; 14] = [
     13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10_273, 20_753, 42_043, 85_229, 172_933,
 ];
 
@@ -160,19 +160,9 @@ impl ProgramTies {
             let places = self.sets[set].keys.iter().map(|key| key.place);
             places.filter(|place| is_least(*place))
         };
-        self.choose_of(set, least().count(), is_least)
-    }
-
-    /// The same if it is known that there are `count` of them.
-    pub(crate) fn choose_of(
-        &self,
-        set: usize,
-        count: usize,
-        is_least: impl Fn(u32) -> bool,
-    ) -> Option<u32> {
+        let count = least().count();
         let chosen = self.rand.borrow_mut().next() as usize % count.max(1);
-        let places = self.sets[set].keys.iter().map(|key| key.place);
-        places.filter(|place| is_least(*place)).nth(chosen)
+        least().nth(chosen)
     }
 }
 

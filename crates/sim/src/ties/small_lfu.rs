@@ -107,6 +107,18 @@ impl SmallLfu {
         }
     }
 
+    /// The key of entry `at` is used, of sets of `ways`.
+    #[inline(always)]
+    pub(crate) fn use_entry(&mut self, at: usize, ways: usize) {
+        // A division takes as long as all of the rest.
+        let (set, way) = match ways {
+            8 => (at / 8, at % 8),
+            4 => (at / 4, at % 4),
+            _ => (at / ways, at % ways),
+        };
+        self.use_way(set, way as u64);
+    }
+
     /// Removes a least-used key, and returns its way.
     #[inline]
     pub(crate) fn evict(&mut self, set: usize) -> u64 {

@@ -3,7 +3,7 @@
 //! and what is known of page requests, handlers and parked requests.
 
 use pagetide_random::SplitMix64;
-use pagetide_sim::config::{Absent, FaultConfig, FaultDiscipline, Handlers, OnFault};
+use pagetide_sim::config::{Absent, Config, FaultConfig, FaultDiscipline, Handlers, OnFault};
 use pagetide_sim::{LatencySummary, ServiceTime};
 
 use crate::cache::Key;
@@ -232,8 +232,11 @@ pub struct Faults {
     /// When each handler is free.
     handlers: Vec<u64>,
     pub queues: Vec<Queue>,
-    pub resuming: Vec<Request>,
-    pub engine: Option<Request>,
+    /// Of each device.
+    pub resuming: Vec<Vec<Request>>,
+    /// Of each device.
+    pub engines: Vec<Option<Request>>,
+    devices: pagetide_sim::config::DevicesConfig,
     pub waits: u64,
     pub held: u64,
     pub page_requests: u64,
@@ -244,7 +247,9 @@ pub struct Faults {
 }
 
 impl Faults {
-    pub fn new(config: &FaultConfig, pcie: u64, seed: u64) -> Self {
+    pub fn new(whole: &Config) -> Self {
+        let (config, pcie, seed) = (&whole.faults, whole.latency.pcie_ns, whole.seed);
+        let devices = whole.devices.count as usize;
         let handlers = match config.handlers {
             Handlers::Serialized => 1,
             Handlers::Affined => config.cpus as usize,
@@ -259,8 +264,9 @@ impl Faults {
             numbered: 0,
             handlers: vec![0; handlers],
             queues: Vec::new(),
-            resuming: Vec::new(),
-            engine: None,
+            resuming: vec![Vec::new(); devices],
+            engines: vec![None; devices],
+            devices: whole.devices.clone(),
             waits: 0,
             held: 0,
             page_requests: 0,
@@ -308,16 +314,30 @@ impl Faults {
 
     /// Requests that are parked.
     pub fn parked(&self) -> u32 {
-        let waiting: usize = match self.config.discipline {
-            FaultDiscipline::Touch => 0,
-            _ => self.asked.iter().map(|asked| asked.waiters.len()).sum(),
-        };
-        let behind: usize = self.queues.iter().map(|queue| queue.behind.len()).sum();
-        u32::try_from(waiting + behind + self.resuming.len()).unwrap()
+        (0..self.engines.len()).map(|at| self.parked_by(at)).sum()
     }
 
-    pub fn refuses(&self) -> bool {
-        !self.resuming.is_empty() || self.parked() >= self.config.parked_requests
+    /// Those of one device.
+    fn parked_by(&self, at: usize) -> u32 {
+        let devices = &self.devices;
+        let is_of = |request: &&Request| {
+            let number = (request.page.source >> devices.source_low_bit) % devices.count;
+            number as usize == at
+        };
+        let waiting = match self.config.discipline {
+            FaultDiscipline::Touch => 0,
+            _ => {
+                let waiters = self.asked.iter().flat_map(|asked| &asked.waiters);
+                waiters.filter(is_of).count()
+            }
+        };
+        let behind = self.queues.iter().flat_map(|queue| &queue.behind);
+        let count = waiting + behind.filter(is_of).count() + self.resuming[at].len();
+        u32::try_from(count).unwrap()
+    }
+
+    pub fn refuses(&self, at: usize) -> bool {
+        !self.resuming[at].is_empty() || self.parked_by(at) >= self.config.parked_requests
     }
 
     pub fn ask(&mut self, now: u64, request: Request) {

@@ -8,9 +8,9 @@ mod model;
 
 use pagetide_addr::Iova;
 use pagetide_sim::config::{
-    Absent, CacheConfig, Completion, Config, FaultConfig, FaultDiscipline, Flavour, Handlers,
-    HostPage, LatencyConfig, LinkConfig, OnFault, PartitionBy, Predictor, PrefetchConfig,
-    PrefetchTrigger, PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
+    Absent, CacheConfig, Completion, Config, DevicesConfig, FaultConfig, FaultDiscipline, Flavour,
+    Handlers, HostPage, LatencyConfig, LinkConfig, OnFault, PartitionBy, PasidConfig, Predictor,
+    PrefetchConfig, PrefetchTrigger, PtbConfig, PtbUnit, Replacement, WalkConfig, WalkCost,
 };
 use pagetide_sim::{NextUses, ServiceSamples, ServiceTime, TraceInput, run_told};
 use pagetide_trace::{Event, EventKind, Events, IommuDomain, PageSize, SourceId};
@@ -54,6 +54,34 @@ fn cache() -> impl Strategy<Value = CacheConfig> {
                 cache
             },
         )
+}
+
+/// One device in half of the runs.
+fn devices() -> impl Strategy<Value = DevicesConfig> {
+    (select(vec![1, 1, 1, 2, 3, 4]), 0..6_u32, 1..4_u32).prop_map(
+        |(count, source_low_bit, ahead_packets)| DevicesConfig {
+            count,
+            source_low_bit,
+            ahead_packets,
+        },
+    )
+}
+
+fn pasid() -> impl Strategy<Value = PasidConfig> {
+    (any::<bool>(), 0..5_u64).prop_map(|(enabled, table_accesses)| PasidConfig {
+        enabled,
+        table_accesses,
+    })
+}
+
+/// A cache that the oracle knows nothing about, off in some of the runs.
+fn cache_of_tables() -> impl Strategy<Value = CacheConfig> {
+    cache().prop_map(|mut cache| {
+        if cache.replacement == Replacement::Oracle {
+            cache.replacement = Replacement::Lru;
+        }
+        cache
+    })
 }
 
 fn context_cache() -> impl Strategy<Value = CacheConfig> {
@@ -141,21 +169,24 @@ fn config() -> impl Strategy<Value = Config> {
         0..1000_u64,
     );
     let caches = (cache(), cache(), cache(), cache(), cache(), cache());
+    let beyond = (devices(), cache_of_tables(), pasid(), cache_of_tables());
     (
         device,
-        context_cache(),
-        caches,
+        (context_cache(), caches),
         walk(),
         prefetch(),
         latency(),
+        beyond,
     )
-        .prop_map(|(device, context_cache, caches, walk, prefetch, latency)| {
+        .prop_map(|(device, caches, walk, prefetch, latency, beyond)| {
             let (link, entries, unit, completion, seed) = device;
-            let (devtlb, iotlb, l1, l2, l3, l4) = caches;
+            let (context_cache, (devtlb, iotlb, l1, l2, l3, l4)) = caches;
+            let (devices, nested_tlb, pasid, pasid_cache) = beyond;
             Config {
                 flavour: Flavour::Paper,
                 seed,
                 link,
+                devices,
                 ptb: PtbConfig { entries, unit },
                 completion,
                 context_cache,
@@ -165,6 +196,9 @@ fn config() -> impl Strategy<Value = Config> {
                 l2,
                 l3,
                 l4,
+                nested_tlb,
+                pasid,
+                pasid_cache,
                 walk,
                 prefetch,
                 latency,
@@ -292,6 +326,24 @@ fn trace_with_page_outs() -> impl Strategy<Value = Vec<Event>> {
     })
 }
 
+#[test]
+fn random_runs_have_what_the_paper_has_not() {
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let (mut several, mut idle, mut nested, mut spaces) = (0, 0, 0, 0);
+    for _run in 0..500 {
+        let (config, events) = (config(), trace()).new_tree(&mut runner).unwrap().current();
+        let result = real(&config, &events);
+        several += usize::from(result.devices.len() > 1);
+        idle += result.devices.iter().map(|device| device.1).sum::<u64>();
+        nested += result.caches.nested_tlb.hits;
+        spaces += result.caches.pasid_cache.hits;
+    }
+    assert!(several > 150, "{several} runs of several devices");
+    assert!(idle > 500, "{idle} idle slots");
+    assert!(nested > 500, "{nested} hits in nested TLBs");
+    assert!(spaces > 500, "{spaces} hits in PASID caches");
+}
+
 fn real(config: &Config, events: &[Event]) -> model::Result {
     let next_uses = NextUses::of(&mut Events(events)).unwrap();
     let mut steps = Vec::new();
@@ -303,14 +355,13 @@ fn real(config: &Config, events: &[Event]) -> model::Result {
         steps.push(model::step(&record))
     })
     .unwrap();
-    let per_packet = u64::from(config.link.requests_per_packet);
-    assert_eq!(outcome.packets, outcome.requests / per_packet);
     assert_eq!(outcome.bytes, outcome.packets * config.link.packet_bytes);
     let tenants = outcome.tenants.iter();
     model::Result {
         faults: outcome.faults,
         elapsed_ns: outcome.elapsed_ns,
         ended: outcome.requests,
+        packets: outcome.packets,
         dropped: outcome.dropped_slots,
         walks: outcome.walks,
         accesses: outcome.walk_accesses,
@@ -318,6 +369,11 @@ fn real(config: &Config, events: &[Event]) -> model::Result {
         sent: outcome.prefetch.sent,
         filled: outcome.prefetch.filled,
         caches: outcome.caches,
+        devices: outcome
+            .devices
+            .iter()
+            .map(|device| (device.dropped_slots, device.idle_slots))
+            .collect(),
         tenants: tenants
             .map(|t| (t.source, t.requests, t.devtlb_hits, t.prefetch_hits))
             .collect(),

@@ -5,10 +5,10 @@
 //! configuration, the events and the shape of what comes out.
 
 use pagetide_sim::config::{
-    Completion, Config, FaultDiscipline, HostPage, Predictor, PrefetchTrigger, PtbUnit, WalkConfig,
-    WalkCost,
+    CacheConfig, Completion, Config, FaultDiscipline, HostPage, Predictor, PrefetchTrigger,
+    PtbUnit, WalkConfig, WalkCost,
 };
-use pagetide_sim::{AllCounts, FaultOutcome, Step, StepRecord};
+use pagetide_sim::{AllCounts, CacheCounts, FaultOutcome, Step, StepRecord};
 use pagetide_trace::{Event, EventKind};
 
 use crate::cache::{Cache, Key};
@@ -61,6 +61,10 @@ pub struct Request {
     /// Its walk found no page.
     absent: bool,
     pub attempt: Attempt,
+    /// The agent knows its address space.
+    identified: bool,
+    /// Levels of the guest's table that its walk reads.
+    reads: (u32, u32),
     issued: u64,
     refused: u64,
 }
@@ -85,6 +89,7 @@ pub struct Result {
     pub faults: Option<FaultOutcome>,
     pub elapsed_ns: u64,
     pub ended: u64,
+    pub packets: u64,
     pub dropped: u64,
     pub walks: u64,
     pub accesses: u64,
@@ -92,6 +97,8 @@ pub struct Result {
     pub sent: u64,
     pub filled: u64,
     pub caches: AllCounts,
+    /// Slots of each of several devices that were lost, and that were idle.
+    pub devices: Vec<(u64, u64)>,
     /// Source, requests, hits in the DevTLB, hits in the buffer; by first request.
     pub tenants: Vec<(u32, u64, u64, u64)>,
     pub steps: Vec<(u64, Step, u32, u64)>,
@@ -101,56 +108,82 @@ pub fn step(record: &StepRecord) -> (u64, Step, u32, u64) {
     (record.time_ns, record.step, record.source, record.iova)
 }
 
+/// One device.
+struct Device {
+    /// The link's next slot.
+    slot: u64,
+    /// The trace has more for it.
+    more: bool,
+    /// What was read for it: events, and the index of each request among all.
+    ahead: Vec<(usize, Event)>,
+    /// When the next packet was first refused.
+    tried: Option<u64>,
+    to_device: Queue,
+    back: Queue,
+    context: Cache,
+    devtlb: Cache,
+    buffer: Cache,
+    sources_seen: Vec<u32>,
+    successors: Vec<(u32, u32)>,
+    dropped: u64,
+    idle: u64,
+}
+
 pub struct Model<'a> {
     config: &'a Config,
     events: &'a [Event],
     /// Index of the next event.
     at: usize,
-    /// Requests taken.
-    taken: usize,
+    /// Requests read.
+    read: usize,
     now: u64,
-    /// Requests that each packet waits for.
-    packets: Vec<u32>,
-    device: Queue,
+    /// Requests that each packet waits for, and its device.
+    packets: Vec<(u32, usize)>,
+    devices: Vec<Device>,
     agent: Queue,
     walking: Queue,
     /// Walks that no walker is free for, in order of arrival, with their times.
     unwalked: Vec<(u64, Request)>,
-    back: Queue,
-    context: Cache,
-    devtlb: Cache,
-    buffer: Cache,
     iotlb: Cache,
     levels: [Cache; 4],
+    nested: Cache,
+    pasids: Cache,
     domains: Vec<u32>,
     histories: Vec<Vec<Page>>,
-    sources_seen: Vec<u32>,
-    successors: Vec<(u32, u32)>,
     faults: Faults,
-    /// When the next packet was first refused.
-    tried: Option<u64>,
     result: Result,
 }
 
 impl<'a> Model<'a> {
     pub fn new(config: &'a Config, events: &'a [Event]) -> Self {
         let queue = || Queue(config.completion, Vec::new());
-        let cache = |cache, shift| Cache::new(cache, shift, config.seed);
-        Self {
-            config,
-            events,
-            at: 0,
-            taken: 0,
-            now: 0,
-            packets: Vec::new(),
-            device: queue(),
-            agent: queue(),
-            walking: queue(),
-            unwalked: Vec::new(),
+        let cache = |cache: &CacheConfig, shift| Cache::new(cache, shift, config.seed);
+        let device = || Device {
+            slot: 0,
+            more: true,
+            ahead: Vec::new(),
+            tried: None,
+            to_device: queue(),
             back: queue(),
             context: Cache::of_contexts(&config.context_cache, config.seed),
             devtlb: cache(&config.devtlb, 21),
             buffer: cache(&config.prefetch.buffer(), 21),
+            sources_seen: Vec::new(),
+            successors: Vec::new(),
+            dropped: 0,
+            idle: 0,
+        };
+        Self {
+            config,
+            events,
+            at: 0,
+            read: 0,
+            now: 0,
+            packets: Vec::new(),
+            devices: (0..config.devices.count).map(|_| device()).collect(),
+            agent: queue(),
+            walking: queue(),
+            unwalked: Vec::new(),
             iotlb: cache(&config.iotlb, 21),
             levels: [
                 cache(&config.l1, 12),
@@ -158,63 +191,122 @@ impl<'a> Model<'a> {
                 cache(&config.l3, 30),
                 cache(&config.l4, 39),
             ],
+            nested: cache(&config.nested_tlb, host_shift(&config.walk)),
+            pasids: cache(&config.pasid_cache, 12),
             domains: Vec::new(),
             histories: Vec::new(),
-            sources_seen: Vec::new(),
-            successors: Vec::new(),
-            faults: Faults::new(&config.faults, config.latency.pcie_ns, config.seed),
-            tried: None,
+            faults: Faults::new(config),
             result: Result::default(),
         }
     }
 
-    /// Entries of the PTB in use.
-    fn in_use(&self) -> u32 {
+    /// Entries of a device's PTB in use.
+    fn in_use(&self, device: usize) -> u32 {
+        let waits = self.packets.iter().filter(|packet| packet.1 == device);
         match self.config.ptb.unit {
-            PtbUnit::Requests => self.packets.iter().sum(),
-            PtbUnit::Packets => {
-                u32::try_from(self.packets.iter().filter(|waits| **waits > 0).count()).unwrap()
-            }
+            PtbUnit::Requests => waits.map(|packet| packet.0).sum(),
+            PtbUnit::Packets => u32::try_from(waits.filter(|packet| packet.0 > 0).count()).unwrap(),
         }
+    }
+
+    /// The device of a source.
+    fn device_of(&self, source: u32) -> usize {
+        let devices = &self.config.devices;
+        ((source >> devices.source_low_bit) % devices.count) as usize
+    }
+
+    fn is_over(&self) -> bool {
+        let idle = |at: usize| !self.devices[at].more && self.in_use(at) == 0;
+        (0..self.devices.len()).all(idle) && self.faults.parked() == 0
     }
 
     pub fn run(mut self) -> Result {
         let link = &self.config.link;
-        let mut slot = 0;
-        let mut more = true;
         loop {
-            if slot * link.packet_bytes * 8 / link.gbps == self.now && more {
-                slot += 1;
-                if self.in_use() >= self.config.ptb.entries || self.faults.refuses() {
-                    self.result.dropped += 1;
-                    self.tried.get_or_insert(self.now);
-                } else {
-                    more = self.packet();
-                    if !more && self.in_use() == 0 && self.faults.parked() == 0 {
-                        break;
-                    }
+            for at in 0..self.devices.len() {
+                let device = &mut self.devices[at];
+                if device.slot * link.packet_bytes * 8 / link.gbps != self.now || !device.more {
+                    continue;
                 }
+                device.slot += 1;
+                if self.in_use(at) >= self.config.ptb.entries || self.faults.refuses(at) {
+                    self.devices[at].dropped += 1;
+                    self.devices[at].tried.get_or_insert(self.now);
+                } else if self.reads_on(at) {
+                    self.devices[at].more = self.packet(at);
+                } else {
+                    self.devices[at].idle += 1;
+                }
+            }
+            if self.is_over() {
+                break;
             }
             self.stages();
             self.faults.memory.nanosecond_passes();
             self.now += 1;
-            if !more && self.in_use() == 0 && self.faults.parked() == 0 {
+            if self.is_over() {
                 break;
             }
         }
         self.result.elapsed_ns = self.now;
+        self.result.dropped = self.devices.iter().map(|device| device.dropped).sum();
         self.result.faults = self.fault_outcome();
+        if self.devices.len() > 1 {
+            self.result.devices = self.devices.iter().map(|d| (d.dropped, d.idle)).collect();
+        }
+        let sum = |of: fn(&Device) -> CacheCounts| {
+            let mut sum = CacheCounts::default();
+            for device in &self.devices {
+                let counts = of(device);
+                sum.lookups += counts.lookups;
+                sum.hits += counts.hits;
+                sum.insertions += counts.insertions;
+                sum.evictions += counts.evictions;
+                sum.invalidated += counts.invalidated;
+            }
+            sum
+        };
         self.result.caches = AllCounts {
-            context_cache: self.context.counts,
-            devtlb: self.devtlb.counts,
-            prefetch_buffer: self.buffer.counts,
+            context_cache: sum(|device| device.context.counts),
+            devtlb: sum(|device| device.devtlb.counts),
+            prefetch_buffer: sum(|device| device.buffer.counts),
             iotlb: self.iotlb.counts,
             l1: self.levels[0].counts,
             l2: self.levels[1].counts,
             l3: self.levels[2].counts,
             l4: self.levels[3].counts,
+            nested_tlb: self.nested.counts,
+            pasid_cache: self.pasids.counts,
         };
         self.result
+    }
+
+    /// Reads the trace until there is a packet for the device, or the end; false if that would take it too far ahead
+    /// of another device.
+    fn reads_on(&mut self, at: usize) -> bool {
+        let per_packet = self.config.link.requests_per_packet as usize;
+        let most = self.config.devices.ahead_packets as usize;
+        let requests = |device: &Device| {
+            let ahead = device.ahead.iter();
+            ahead
+                .filter(|(_, e)| e.kind == EventKind::Translate)
+                .count()
+        };
+        while requests(&self.devices[at]) < per_packet {
+            // One alone has only itself to wait for.
+            let full = |device: &Device| requests(device) / per_packet >= most;
+            if self.devices.len() > 1 && self.devices.iter().any(full) {
+                return false;
+            }
+            let Some(event) = self.events.get(self.at) else {
+                break;
+            };
+            self.at += 1;
+            let of = self.device_of(event.source.0);
+            self.devices[of].ahead.push((self.read, *event));
+            self.read += usize::from(event.kind == EventKind::Translate);
+        }
+        true
     }
 
     fn fault_outcome(&self) -> Option<FaultOutcome> {
@@ -258,10 +350,12 @@ impl<'a> Model<'a> {
                 Stage::Answered => self.answered(key),
             }
         }
-        while self.faults.engine.is_none()
-            && let Some(request) = self.device.take(self.now)
-        {
-            self.at_device(request);
+        for at in 0..self.devices.len() {
+            while self.faults.engines[at].is_none()
+                && let Some(request) = self.devices[at].to_device.take(self.now)
+            {
+                self.at_device(request);
+            }
         }
         while let Some(request) = self.agent.take(self.now) {
             self.at_agent(request);
@@ -269,8 +363,10 @@ impl<'a> Model<'a> {
         while let Some(request) = self.walking.take(self.now) {
             self.walked(request);
         }
-        while let Some(request) = self.back.take(self.now) {
-            self.returned(request);
+        for at in 0..self.devices.len() {
+            while let Some(request) = self.devices[at].back.take(self.now) {
+                self.returned(request);
+            }
         }
     }
 
@@ -280,31 +376,32 @@ impl<'a> Model<'a> {
             .push((self.now, step, page.source, page.iova));
     }
 
-    fn packet(&mut self) -> bool {
-        self.packets.push(0);
+    fn packet(&mut self, at: usize) -> bool {
+        self.packets.push((0, at));
         for _ in 0..self.config.link.requests_per_packet {
-            let Some(event) = self.event() else {
+            let Some((index, event)) = self.event(at) else {
                 return false;
             };
-            *self.packets.last_mut().unwrap() += 1;
-            self.issue(&event);
+            self.packets.last_mut().unwrap().0 += 1;
+            self.issue(at, index, &event);
         }
-        self.tried = None;
+        self.devices[at].tried = None;
+        self.result.packets += 1;
         true
     }
 
-    fn event(&mut self) -> Option<Event> {
-        while let Some(event) = self.events.get(self.at) {
-            self.at += 1;
+    fn event(&mut self, at: usize) -> Option<(usize, Event)> {
+        while !self.devices[at].ahead.is_empty() {
+            let (index, event) = self.devices[at].ahead.remove(0);
             if event.kind == EventKind::Translate {
-                return Some(*event);
+                return Some((index, event));
             }
-            self.apply(event);
+            self.apply(&event);
         }
         None
     }
 
-    fn issue(&mut self, event: &Event) {
+    fn issue(&mut self, at: usize, index: usize, event: &Event) {
         let source = event.source.0;
         let tenants = &mut self.result.tenants;
         let tenant = tenants.iter().position(|tenant| tenant.0 == source);
@@ -317,23 +414,25 @@ impl<'a> Model<'a> {
         self.domains[tenant] = event.domain.0;
         let request = Request {
             page: page_of(event, u32::try_from(tenant).unwrap()),
-            next_use: self.next_use(event),
+            next_use: self.next_use(index, event),
             packet: self.packets.len() - 1,
             prefetch: false,
             void: false,
             absent: false,
             attempt: Attempt::First,
+            identified: false,
+            reads: (0, 0),
             issued: self.now,
-            refused: self.now - self.tried.unwrap_or(self.now),
+            refused: self.now - self.devices[at].tried.unwrap_or(self.now),
         };
-        self.taken += 1;
         let latency = &self.config.latency;
-        let known = self.context.exists() && {
+        let context = &mut self.devices[at].context;
+        let known = context.exists() && {
             let page = context_page(request.page.tenant);
-            self.context.look_up(&page, page.key(), 0)
+            context.look_up(&page, page.key(), 0)
         };
-        if !self.context.exists() {
-            self.context.counts.lookups += 1;
+        if !context.exists() {
+            context.counts.lookups += 1;
         }
         let wait = if known {
             latency.context_hit_ns
@@ -346,11 +445,12 @@ impl<'a> Model<'a> {
             Step::ContextMiss
         };
         self.step(step, &request.page);
-        self.device.1.push((self.now + wait, request));
+        let ready = self.now + wait;
+        self.devices[at].to_device.1.push((ready, request));
     }
 
     /// Index, among the requests, of the next one for the same page.
-    fn next_use(&self, event: &Event) -> u64 {
+    fn next_use(&self, index: usize, event: &Event) -> u64 {
         let key = page_of(event, 0).key();
         let requests = self
             .events
@@ -358,7 +458,7 @@ impl<'a> Model<'a> {
             .filter(|e| e.kind == EventKind::Translate);
         (0..)
             .zip(requests)
-            .skip(self.taken + 1)
+            .skip(index + 1)
             .find(|(_, later)| page_of(later, 0).key() == key)
             .map_or(u64::MAX, |(index, _)| index)
     }
@@ -391,48 +491,61 @@ impl<'a> Model<'a> {
             self.fault(request);
             return false;
         }
-        self.next_of_queue(page.tenant);
+        self.next_of_queue(self.device_of(page.source), page.tenant);
         true
     }
 
     /// The request has become one that is parked.
     fn parked(&mut self, request: &Request) {
-        self.packets[request.packet] -= 1;
+        self.packets[request.packet].0 -= 1;
         self.faults.parked_most = self.faults.parked_most.max(self.faults.parked());
-        self.resume();
+        self.resume(self.device_of(request.page.source));
     }
 
     fn fault(&mut self, mut request: Request) {
         request.void = false;
         request.absent = false;
+        request.identified = false;
         self.step(Step::Fault, &request.page);
         if request.attempt == Attempt::Again {
             self.faults.memory.release(request.page.key());
         }
         self.faults.ask(self.now, request);
         if self.faults.config.discipline == FaultDiscipline::Touch {
-            self.faults.engine = Some(request);
+            let at = self.device_of(request.page.source);
+            self.faults.engines[at] = Some(request);
         } else {
             self.parked(&request);
         }
     }
 
     fn answered(&mut self, key: Key) {
-        let engine = self.faults.engine.take().is_some();
         let mut waiters = self.faults.answered(self.now, key);
         for request in &mut waiters {
             request.attempt = Attempt::Again;
             self.faults.queue(request.page.tenant).coming += 1;
         }
-        if engine {
-            self.at_device(waiters[0]);
-        } else {
-            self.faults.resuming.append(&mut waiters);
-            self.resume();
+        if self.faults.config.discipline == FaultDiscipline::Touch {
+            for request in waiters {
+                let at = self.device_of(request.page.source);
+                self.faults.engines[at] = None;
+                self.at_device(request);
+            }
+            return;
+        }
+        for request in &waiters {
+            let at = self.device_of(request.page.source);
+            self.faults.resuming[at].push(*request);
+        }
+        for at in 0..self.devices.len() {
+            let mut devices = waiters.iter().map(|w| self.device_of(w.page.source));
+            if devices.any(|of| of == at) {
+                self.resume(at);
+            }
         }
     }
 
-    fn next_of_queue(&mut self, tenant: u32) {
+    fn next_of_queue(&mut self, at: usize, tenant: u32) {
         let faulting = self.faults.faulting_now(tenant) > 0;
         let queue = self.faults.queue(tenant);
         if faulting || queue.coming > 0 || queue.behind.is_empty() {
@@ -441,21 +554,22 @@ impl<'a> Model<'a> {
         let mut next = queue.behind.remove(0);
         next.attempt = Attempt::Behind;
         queue.coming += 1;
-        self.faults.resuming.push(next);
-        self.resume();
+        self.faults.resuming[at].push(next);
+        self.resume(at);
     }
 
-    /// Parked requests that may go on take free entries of the PTB.
-    fn resume(&mut self) {
-        while let Some(next) = self.faults.resuming.first().copied() {
-            let shares = self.config.ptb.unit == PtbUnit::Packets && self.packets[next.packet] > 0;
-            if !shares && self.in_use() >= self.config.ptb.entries {
+    /// Parked requests of a device that may go on take free entries of its PTB.
+    fn resume(&mut self, at: usize) {
+        while let Some(next) = self.faults.resuming[at].first().copied() {
+            let shares =
+                self.config.ptb.unit == PtbUnit::Packets && self.packets[next.packet].0 > 0;
+            if !shares && self.in_use(at) >= self.config.ptb.entries {
                 break;
             }
-            self.faults.resuming.remove(0);
-            self.packets[next.packet] += 1;
+            self.faults.resuming[at].remove(0);
+            self.packets[next.packet].0 += 1;
             self.step(Step::Resume, &next.page);
-            self.device.1.push((self.now, next));
+            self.devices[at].to_device.1.push((self.now, next));
         }
     }
 
@@ -476,17 +590,17 @@ impl<'a> Model<'a> {
                 .into_iter()
                 .find(|s| key.1.is_multiple_of(*s))
         };
-        for tlb in [&mut self.devtlb, &mut self.buffer, &mut self.iotlb] {
+        for tlb in tlbs(&mut self.devices, &mut self.iotlb) {
             tlb.invalidate(|key| void(key, largest(key).unwrap()));
         }
         for (level, cache) in (1..).zip(&mut self.levels) {
             cache.invalidate(|key| void(key, 1 << level_shift(level)));
         }
-        for queue in [&mut self.walking.1, &mut self.unwalked, &mut self.back.1] {
-            for (_, request) in queue {
-                let page = request.page;
-                request.void |= void(page.key(), 1 << level_shift(page.level));
-            }
+        let host_bytes = 1 << host_shift(&self.config.walk);
+        self.nested.invalidate(|key| void(key, host_bytes));
+        for request in answered(&mut self.walking, &mut self.unwalked, &mut self.devices) {
+            let page = request.page;
+            request.void |= void(page.key(), 1 << level_shift(page.level));
         }
         for (_, request) in &mut self.agent.1 {
             let page = request.page;
@@ -502,8 +616,9 @@ impl<'a> Model<'a> {
 
     fn at_device(&mut self, request: Request) {
         let page = request.page;
+        let at = self.device_of(page.source);
         let context = context_page(page.tenant);
-        self.context.fill(&context, context.key(), 0);
+        self.devices[at].context.fill(&context, context.key(), 0);
         if !self.passes(request) {
             return;
         }
@@ -511,22 +626,21 @@ impl<'a> Model<'a> {
             FaultDiscipline::Vpri => self.config.faults.lookup_ns,
             _ => 0,
         };
-        let in_devtlb = self.devtlb.look_up(&page, page.key(), request.next_use);
+        let device = &mut self.devices[at];
+        let in_devtlb = device.devtlb.look_up(&page, page.key(), request.next_use);
         let in_buffer = self.config.prefetch.enabled
-            && self.buffer.look_up(&page, page.key(), request.next_use);
+            && device.buffer.look_up(&page, page.key(), request.next_use);
         let latency = &self.config.latency;
         let tenant = &mut self.result.tenants[page.tenant as usize];
         let step = if in_devtlb {
             tenant.2 += 1;
-            self.back
-                .1
-                .push((self.now + latency.devtlb_hit_ns.max(lookup), request));
+            let ready = self.now + latency.devtlb_hit_ns.max(lookup);
+            device.back.1.push((ready, request));
             Step::DevTlbHit
         } else if in_buffer {
             tenant.3 += 1;
-            self.back
-                .1
-                .push((self.now + latency.prefetch_hit_ns.max(lookup), request));
+            let ready = self.now + latency.prefetch_hit_ns.max(lookup);
+            device.back.1.push((ready, request));
             Step::BufferHit
         } else {
             let wait = latency.pcie_ns.max(lookup);
@@ -537,22 +651,23 @@ impl<'a> Model<'a> {
         let learnt = request.attempt == Attempt::Again
             && self.faults.discipline(page.tenant) == FaultDiscipline::AtsPri;
         if self.config.prefetch.enabled && !learnt {
-            self.prefetch(&page, step);
+            self.prefetch(at, &page, step);
         }
     }
 
-    fn prefetch(&mut self, page: &Page, step: Step) {
+    fn prefetch(&mut self, at: usize, page: &Page, step: Step) {
         let prefetch = &self.config.prefetch;
         self.histories[page.tenant as usize].push(*page);
-        let successor = self.successors.iter().find(|pair| pair.0 == page.tenant);
+        let device = &mut self.devices[at];
+        let successor = device.successors.iter().find(|pair| pair.0 == page.tenant);
         let successor = successor.map(|pair| pair.1);
         // Whoever was seen `history_length` requests ago learns its successor.
-        self.sources_seen.push(page.tenant);
-        let seen = self.sources_seen.len() - 1;
+        device.sources_seen.push(page.tenant);
+        let seen = device.sources_seen.len() - 1;
         if let Some(before) = seen.checked_sub(prefetch.history_length as usize) {
-            let before = self.sources_seen[before];
-            match self.successors.iter_mut().find(|pair| pair.0 == before) {
-                None => self.successors.push((before, page.tenant)),
+            let before = device.sources_seen[before];
+            match device.successors.iter_mut().find(|pair| pair.0 == before) {
+                None => device.successors.push((before, page.tenant)),
                 Some(pair) if prefetch.predictor == Predictor::Latest => pair.1 = page.tenant,
                 Some(_) => (),
             }
@@ -577,6 +692,8 @@ impl<'a> Model<'a> {
                 void: false,
                 absent: false,
                 attempt: Attempt::First,
+                identified: false,
+                reads: (0, 0),
                 issued: self.now,
                 refused: 0,
             };
@@ -584,8 +701,22 @@ impl<'a> Model<'a> {
         }
     }
 
-    fn at_agent(&mut self, request: Request) {
+    fn at_agent(&mut self, mut request: Request) {
         let page = request.page;
+        if self.config.pasid.enabled {
+            let space = space_page(&page);
+            if request.identified {
+                self.pasids.fill(&space, space.key(), 0);
+            } else {
+                request.identified = true;
+                if !self.pasids.look_up(&space, space.key(), 0) {
+                    self.step(Step::PasidMiss, &page);
+                    let read = self.config.pasid.table_accesses * self.config.latency.dram_ns;
+                    self.agent.1.push((self.now + read, request));
+                    return;
+                }
+            }
+        }
         let latency = &self.config.latency;
         let in_iotlb = self.iotlb.look_up(&page, page.key(), request.next_use);
         let mut hits = Vec::new();
@@ -599,14 +730,31 @@ impl<'a> Model<'a> {
         if in_iotlb || lowest == Some(page.level) {
             let after = latency.walk_cache_hit_ns + latency.pcie_ns;
             self.step(Step::AgentHit, &page);
-            self.back.1.push((self.now + after, request));
+            self.goes_back(after, request);
             return;
         }
-        let accesses = walk_accesses(&self.config.walk, page.level, lowest);
+        let walk = &self.config.walk;
+        let mut accesses = walk_accesses(walk, page.level, lowest);
+        let mut nested_hits = 0;
+        if walk.cost == WalkCost::Nested && walk.host_levels > 0 {
+            let last = if walk.large_pages_shorten {
+                page.level
+            } else {
+                1
+            };
+            request.reads = (lowest.unwrap_or(walk.guest_levels + 1) - 1, last);
+            for place in host_places(walk, &page, request.reads) {
+                if self.nested.look_up(&place.0, place.1, 0) {
+                    accesses -= u64::from(host_levels(walk));
+                    nested_hits += 1;
+                }
+            }
+        }
         let mut after = accesses * latency.dram_ns;
         if lowest.is_some() {
             after += latency.walk_cache_hit_ns;
         }
+        after += nested_hits * latency.walk_cache_hit_ns;
         self.result.walks += 1;
         self.result.accesses += accesses;
         self.step(Step::Walk, &page);
@@ -633,10 +781,9 @@ impl<'a> Model<'a> {
         let asks = discipline == FaultDiscipline::AtsPri
             || request.prefetch && discipline != FaultDiscipline::Pinned;
         request.absent = asks && !request.void && !self.faults.memory.is_present(page.key());
+        let pcie = self.config.latency.pcie_ns;
         if request.void || request.absent {
-            self.back
-                .1
-                .push((self.now + self.config.latency.pcie_ns, request));
+            self.goes_back(pcie, request);
             return;
         }
         self.iotlb.fill(&page, page.key(), request.next_use);
@@ -644,12 +791,23 @@ impl<'a> Model<'a> {
             let key = page.span(level_shift(level));
             self.levels[level as usize - 1].fill(&page, key, request.next_use);
         }
-        let after = self.config.latency.pcie_ns;
-        self.back.1.push((self.now + after, request));
+        let walk = &self.config.walk;
+        if walk.cost == WalkCost::Nested && walk.host_levels > 0 {
+            for place in host_places(walk, &page, request.reads) {
+                self.nested.fill(&place.0, place.1, 0);
+            }
+        }
+        self.goes_back(pcie, request);
+    }
+
+    fn goes_back(&mut self, after: u64, request: Request) {
+        let at = self.device_of(request.page.source);
+        self.devices[at].back.1.push((self.now + after, request));
     }
 
     fn returned(&mut self, request: Request) {
         let page = request.page;
+        let at = self.device_of(page.source);
         if request.absent && !request.prefetch {
             self.fault(request);
             return;
@@ -657,18 +815,19 @@ impl<'a> Model<'a> {
         if request.prefetch {
             self.result.filled += 1;
             if !request.void && !request.absent {
-                self.buffer.fill(&page, page.key(), u64::MAX);
+                self.devices[at].buffer.fill(&page, page.key(), u64::MAX);
             }
             self.step(Step::BufferFill, &page);
             return;
         }
         if !request.void {
-            self.devtlb.fill(&page, page.key(), request.next_use);
+            let devtlb = &mut self.devices[at].devtlb;
+            devtlb.fill(&page, page.key(), request.next_use);
         }
         self.step(Step::End, &page);
         self.result.ended += 1;
         self.result.tenants[page.tenant as usize].1 += 1;
-        self.packets[request.packet] -= 1;
+        self.packets[request.packet].0 -= 1;
         let whole = self.now - request.issued + request.refused;
         if self.faults.among(page.tenant) {
             self.faults.faulting.push(whole);
@@ -680,21 +839,35 @@ impl<'a> Model<'a> {
         {
             self.faults.memory.release(page.key());
         }
-        self.resume();
+        self.resume(at);
     }
 
     fn apply(&mut self, event: &Event) {
         let (source, domain) = (event.source.0, event.domain.0);
         let tenants = &self.result.tenants;
         let domains = &self.domains;
+        let devices = &mut self.devices;
         match event.kind {
-            EventKind::InvalidateSource => self
-                .context
-                .invalidate(|key| tenants[key.0 as usize].0 == source),
-            EventKind::InvalidateContextsOfDomain => self
-                .context
-                .invalidate(|key| domains[key.0 as usize] == domain),
-            EventKind::InvalidateContexts => self.context.invalidate(|_| true),
+            EventKind::InvalidateSource => {
+                for device in devices {
+                    let context = &mut device.context;
+                    context.invalidate(|key| tenants[key.0 as usize].0 == source);
+                }
+                self.pasids.invalidate(|key| source_of_space(key) == source);
+            }
+            EventKind::InvalidateContextsOfDomain => {
+                for device in devices {
+                    let context = &mut device.context;
+                    context.invalidate(|key| domains[key.0 as usize] == domain);
+                }
+                self.pasids.invalidate(|key| key.0 == domain);
+            }
+            EventKind::InvalidateContexts => {
+                for device in devices {
+                    device.context.invalidate(|_| true);
+                }
+                self.pasids.invalidate(|_| true);
+            }
             EventKind::Join | EventKind::Leave => return,
             EventKind::PageOut => {
                 let bytes = event.page_size.map_or(4096, |size| size.bytes());
@@ -727,17 +900,18 @@ impl<'a> Model<'a> {
                 .into_iter()
                 .find(|s| key.1.is_multiple_of(*s))
         };
-        for tlb in [&mut self.devtlb, &mut self.buffer, &mut self.iotlb] {
+        for tlb in tlbs(&mut self.devices, &mut self.iotlb) {
             tlb.invalidate(|key| void(key, largest(key).unwrap()));
         }
         for (level, cache) in (1..).zip(&mut self.levels) {
             cache.invalidate(|key| void(key, 1 << level_shift(level)));
         }
-        for queue in [&mut self.walking.1, &mut self.unwalked, &mut self.back.1] {
-            for (_, request) in queue {
-                let page = request.page;
-                request.void |= void(page.key(), 1 << level_shift(page.level));
-            }
+        if all {
+            self.nested.invalidate(|_| true);
+        }
+        for request in answered(&mut self.walking, &mut self.unwalked, &mut self.devices) {
+            let page = request.page;
+            request.void |= void(page.key(), 1 << level_shift(page.level));
         }
         self.step(Step::Invalidate, &page_of(event, 0));
     }
@@ -764,6 +938,75 @@ fn context_page(tenant: u32) -> Page {
     }
 }
 
+/// Source and domain as a key: the domain's low 13 bits come first, from bit 12 on, then the source.
+fn space_page(page: &Page) -> Page {
+    Page {
+        iova: (u64::from(page.source) * 8192 + u64::from(page.domain % 8192)) * 4096,
+        level: 1,
+        ..*page
+    }
+}
+
+fn source_of_space(key: Key) -> u32 {
+    u32::try_from(key.1 / 4096 / 8192).unwrap()
+}
+
+fn host_shift(walk: &WalkConfig) -> u32 {
+    match walk.host_page {
+        HostPage::Size4K => 12,
+        HostPage::Size2M => 21,
+        HostPage::Size1G => 30,
+    }
+}
+
+/// The host's pages that a walk needs translations of, from the root's on, each with its key: those that hold
+/// tables of these levels, and the page's own.
+fn host_places(walk: &WalkConfig, page: &Page, (first, last): (u32, u32)) -> Vec<(Page, Key)> {
+    let mut places = Vec::new();
+    let mut place = |guest_physical: u64| {
+        let bytes = 1 << host_shift(walk);
+        let iova = guest_physical / bytes * bytes;
+        places.push((Page { iova, ..*page }, (page.domain, iova)));
+    };
+    for level in (last..=first).rev() {
+        // A table of level 1 maps 2 MiB, one of level 2 1 GiB, and so on.
+        let index = page.iova >> (12 + 9 * level);
+        place((1 << 56) + (u64::from(level) << 52) + index * 4096);
+    }
+    place(page.iova);
+    places
+}
+
+/// Caches that do not know how large a page is.
+fn tlbs<'a>(devices: &'a mut [Device], iotlb: &'a mut Cache) -> Vec<&'a mut Cache> {
+    let mut tlbs = vec![iotlb];
+    for device in devices {
+        tlbs.extend([&mut device.devtlb, &mut device.buffer]);
+    }
+    tlbs
+}
+
+/// Requests that have their translation.
+fn answered<'a>(
+    walking: &'a mut Queue,
+    unwalked: &'a mut [(u64, Request)],
+    devices: &'a mut [Device],
+) -> Vec<&'a mut Request> {
+    let mut requests: Vec<_> = walking.1.iter_mut().chain(unwalked).collect();
+    for device in devices {
+        requests.extend(&mut device.back.1);
+    }
+    requests.into_iter().map(|(_, request)| request).collect()
+}
+
+fn host_levels(walk: &WalkConfig) -> u32 {
+    match walk.host_page {
+        HostPage::Size4K => walk.host_levels,
+        HostPage::Size2M => walk.host_levels - 1,
+        HostPage::Size1G => walk.host_levels - 2,
+    }
+}
+
 fn walk_accesses(walk: &WalkConfig, page_level: u32, lowest: Option<u32>) -> u64 {
     if walk.cost == WalkCost::Short {
         return lowest.map_or(page_level, |hit| hit - page_level).into();
@@ -773,11 +1016,7 @@ fn walk_accesses(walk: &WalkConfig, page_level: u32, lowest: Option<u32>) -> u64
     } else {
         1
     };
-    let host_levels = match walk.host_page {
-        HostPage::Size4K => walk.host_levels,
-        HostPage::Size2M => walk.host_levels - 1,
-        HostPage::Size1G => walk.host_levels - 2,
-    };
+    let host_levels = host_levels(walk);
     let first = lowest.map_or(walk.guest_levels, |hit| hit - 1);
     let mut accesses = 0;
     for _level in last..=first {

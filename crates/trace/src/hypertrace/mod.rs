@@ -14,7 +14,8 @@
 //! Ids are assigned anew: tenant `i` is domain `i` and has the source that [`SourceRule`] gives, so no two
 //! tenants share one unless that is the subject of the study. If a recorded source has further domains (a
 //! device is handed from the host to a tenant), these get numbers after those of all tenants. Two sources
-//! that shared a domain get one each.
+//! that shared a domain get one each. With several address spaces a tenant, its packets use them in turn:
+//! space `s` of tenant `i` of `n` is domain `s * n + i`.
 //!
 //! Memory holds only a seat for each tenant and one batch of events.
 
@@ -33,8 +34,8 @@ pub use recorded::{
     MAX_DOMAINS_PER_SOURCE, MAX_RECORDS_PER_EVENT, MAX_SOURCES_PER_LOG, RecordedSource, Recordings,
 };
 pub use spec::{
-    End, HyperSpec, Input, Lengths, MAX_BURST_PACKETS, MAX_REQUESTS_PER_PACKET, MAX_TENANTS,
-    MAX_WEIGHT, Membership, Order, RecordedInput, Reuse, SourceRule,
+    End, HyperSpec, Input, Lengths, MAX_BURST_PACKETS, MAX_REQUESTS_PER_PACKET, MAX_SPACES,
+    MAX_TENANTS, MAX_WEIGHT, Membership, Order, RecordedInput, Reuse, SourceRule,
 };
 use turns::{Random, RoundRobin, Turns};
 
@@ -94,6 +95,8 @@ struct Seat {
     source: SourceId,
     domain: IommuDomain,
     presence: Presence,
+    /// The address space of its next packet.
+    space: u32,
 }
 
 /// A hyper-trace, generated as it is read.
@@ -105,6 +108,8 @@ pub struct HyperTrace {
     end: End,
     membership: Membership,
     burst_packets: u32,
+    /// Address spaces of a tenant.
+    spaces: u32,
     /// Whose turn it is, and its packets left; with none left it is no tenant's.
     tenant: u32,
     burst_left: u32,
@@ -164,6 +169,7 @@ impl HyperTrace {
                     source,
                     domain,
                     presence: Presence::Coming,
+                    space: 0,
                 })
             })
             .collect::<Result<Vec<_>, TraceError>>()?;
@@ -197,8 +203,10 @@ impl HyperTrace {
         }
         let lengths = drawn_lengths(spec);
         let mut next_domain = spec.tenants;
+        // Finding the place once is enough for all tenants that are one source.
+        let mut starts: Vec<Option<Cursor>> = vec![None; sources.len()];
         let mut seats = Vec::with_capacity(spec.tenants as usize);
-        for (tenant, recorded) in (0..spec.tenants).zip(sources.iter().cycle()) {
+        for (tenant, (at, recorded)) in (0..spec.tenants).zip(sources.iter().enumerate().cycle()) {
             if spec.order == Order::Time && !recorded.timed {
                 return asked(format!(
                     "order = \"time\": source {:#x} of log {} has events without a time",
@@ -212,13 +220,20 @@ impl HyperTrace {
                 next_domain += 1;
             }
             let per_packet = input.requests_per_packet;
-            let cursor = Cursor::new(recordings, recorded, per_packet, source, domains.into());
+            let start = match starts[at].take() {
+                Some(start) => start,
+                None => Cursor::new(recordings, recorded, per_packet)
+                    .past(input.skipped(recorded.requests))?,
+            };
+            let cursor = start.clone().named(source, domains.into());
+            starts[at] = Some(start);
             seats.push(Seat {
                 packets_left: cursor.packets_left().min(length_of(&lengths, tenant)),
                 stream: Stream::Recorded(cursor),
                 source,
                 domain,
                 presence: Presence::Coming,
+                space: 0,
             });
         }
         Self::of_seats(spec, seats)
@@ -250,6 +265,7 @@ impl HyperTrace {
             end: spec.end,
             membership: spec.membership,
             burst_packets: spec.burst_packets,
+            spaces: spec.spaces,
             tenant: 0,
             burst_left: 0,
             packets_left: spec.packets.unwrap_or(u64::MAX),
@@ -311,6 +327,8 @@ impl HyperTrace {
     }
 
     fn packet(&mut self, tenant: u32) -> Result<(), TraceError> {
+        #[expect(clippy::cast_possible_truncation, reason = "at most MAX_TENANTS")]
+        let tenants = self.seats.len() as u32;
         let seat = &mut self.seats[tenant as usize];
         let from = self.stage.len();
         let announced = self.membership == Membership::Announced;
@@ -320,6 +338,13 @@ impl HyperTrace {
         seat.presence = Presence::Here;
         let packet_from = self.stage.len();
         seat.stream.next_packet(&mut self.stage)?;
+        if self.spaces > 1 {
+            let first_domain = seat.space * tenants;
+            for event in &mut self.stage[packet_from..] {
+                event.domain.0 += first_domain;
+            }
+            seat.space = (seat.space + 1) % self.spaces;
+        }
         if let Some(first) = self.stage.get(packet_from) {
             let time_ns = first.time_ns;
             for join in &mut self.stage[from..packet_from] {

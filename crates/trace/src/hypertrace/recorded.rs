@@ -296,7 +296,7 @@ impl Split<'_> {
 }
 
 /// A tenant that reads one recorded source.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Cursor {
     file: Arc<File>,
     next_chunk: u64,
@@ -311,15 +311,12 @@ pub(super) struct Cursor {
 }
 
 impl Cursor {
-    /// At the start of `recorded`, under new ids; `domains` has one for each domain of the source.
+    /// At the start of `recorded`, under its own ids.
     pub(super) fn new(
         recordings: &Recordings,
         recorded: &RecordedSource,
         requests_per_packet: u32,
-        source: SourceId,
-        domains: Box<[IommuDomain]>,
     ) -> Self {
-        debug_assert_eq!(domains.len(), recorded.domains.len());
         Self {
             file: Arc::clone(&recordings.file),
             next_chunk: recorded.first_chunk,
@@ -328,9 +325,33 @@ impl Cursor {
             requests_per_packet,
             bytes: Vec::new(),
             at: 0,
+            source: recorded.source,
+            domains: recorded.domains.clone().into(),
+        }
+    }
+
+    /// The same under new ids; `domains` has one for each domain of the source.
+    pub(super) fn named(self, source: SourceId, domains: Box<[IommuDomain]>) -> Self {
+        debug_assert_eq!(domains.len(), self.domains.len());
+        Self {
             source,
             domains,
+            ..self
         }
+    }
+
+    /// The same behind the next `requests` requests.
+    pub(super) fn past(mut self, requests: u64) -> Result<Self, TraceError> {
+        let end = self.requests_left - requests.min(self.requests_left);
+        while self.requests_left > end {
+            let Some(bytes) = self.next_record()? else {
+                break;
+            };
+            if self.event(&bytes).kind == EventKind::Translate {
+                self.requests_left -= 1;
+            }
+        }
+        Ok(self)
     }
 
     /// Whole packets left.

@@ -18,6 +18,8 @@ pub const MAX_TENANTS: u32 = (1 << 19) - 1;
 pub const MAX_BURST_PACKETS: u32 = 1 << 20;
 /// Largest weight. In RR a tenant of weight 1 waits for this many rounds.
 pub const MAX_WEIGHT: u32 = 1 << 16;
+/// Most address spaces of a tenant.
+pub const MAX_SPACES: u32 = 1 << 10;
 /// Most requests of a recorded tenant's packet.
 pub const MAX_REQUESTS_PER_PACKET: u32 = 1 << 10;
 
@@ -243,6 +245,23 @@ pub struct RecordedInput {
     /// What to do if there are fewer sources than tenants.
     #[serde(default)]
     pub reuse: Reuse,
+    /// Percentage of each source's requests, from its first on, that is left out: a log begins with the start of
+    /// the driver, which maps most of its pages then.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skip_percent: u32,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks like this")]
+const fn is_zero(number: &u32) -> bool {
+    *number == 0
+}
+
+impl RecordedInput {
+    /// Requests that are left out of a source's `requests`.
+    pub(crate) fn skipped(&self, requests: u64) -> u64 {
+        let skipped = u128::from(requests) * u128::from(self.skip_percent) / 100;
+        u64::try_from(skipped).unwrap_or(requests)
+    }
 }
 
 const fn three() -> u32 {
@@ -298,10 +317,24 @@ pub struct HyperSpec {
     /// Whether joins and leaves are recorded.
     #[serde(default)]
     pub membership: Membership,
+    /// Address spaces of each synthetic tenant, a domain each, which its packets use in turn: processes that
+    /// share a function, told apart by PASID. Recorded tenants have what the log has.
+    #[serde(default = "one_space", skip_serializing_if = "is_one_space")]
+    #[doc(alias = "PASID")]
+    pub spaces: u32,
 }
 
 const fn one() -> u64 {
     1
+}
+
+const fn one_space() -> u32 {
+    1
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks like this")]
+const fn is_one_space(spaces: &u32) -> bool {
+    *spaces == 1
 }
 
 const fn one_packet() -> u32 {
@@ -331,6 +364,7 @@ impl HyperSpec {
             weights: Vec::new(),
             sources: SourceRule::default(),
             membership: Membership::default(),
+            spaces: one_space(),
         }
     }
 
@@ -348,17 +382,47 @@ impl HyperSpec {
         if let Some(packets) = self.packets {
             within("packets", packets, u64::MAX)?;
         }
+        self.look_at_spaces()?;
         self.look_at_end()?;
         self.look_at_order()?;
         self.sources.look_at(self.tenants)?;
         match &self.input {
             Input::Synthetic(shape) => shape.layout().map(drop),
-            Input::Recorded(input) => within(
-                "requests_per_packet",
-                u64::from(input.requests_per_packet),
-                u64::from(MAX_REQUESTS_PER_PACKET),
-            ),
+            Input::Recorded(input) => {
+                if input.skip_percent >= 100 {
+                    return asked(format!(
+                        "skip_percent = {}: at most 99, so that something is left",
+                        input.skip_percent
+                    ));
+                }
+                within(
+                    "requests_per_packet",
+                    u64::from(input.requests_per_packet),
+                    u64::from(MAX_REQUESTS_PER_PACKET),
+                )
+            }
         }
+    }
+
+    fn look_at_spaces(&self) -> Result<(), TraceError> {
+        within("spaces", u64::from(self.spaces), u64::from(MAX_SPACES))?;
+        if self.spaces == 1 {
+            return Ok(());
+        }
+        if matches!(self.input, Input::Recorded(_)) {
+            return asked(format!(
+                "spaces = {}: recorded tenants have the address spaces of their log; leave it out",
+                self.spaces
+            ));
+        }
+        let domains = u64::from(self.tenants) * u64::from(self.spaces);
+        if domains > u64::from(MAX_TENANTS) {
+            return asked(format!(
+                "{} tenants with {} address spaces each are {domains} domains; there are {MAX_TENANTS}",
+                self.tenants, self.spaces
+            ));
+        }
+        Ok(())
     }
 
     fn look_at_end(&self) -> Result<(), TraceError> {

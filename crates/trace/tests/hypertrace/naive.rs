@@ -107,6 +107,7 @@ fn spec_for(packets: &[Vec<Vec<Event>>], per_packet: u32) -> HyperSpec {
         logs: Vec::new(),
         requests_per_packet: per_packet,
         reuse: Reuse::Never,
+        skip_percent: 0,
     };
     HyperSpec::new(
         Input::Recorded(input),

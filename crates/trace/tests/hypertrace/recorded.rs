@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use pagetide_access_log::TraceError;
 use pagetide_addr::Iova;
 use pagetide_trace::{
-    Event, EventKind, EventSource, Events, HyperSpec, HyperTrace, Input, IommuDomain, Lengths,
+    End, Event, EventKind, EventSource, Events, HyperSpec, HyperTrace, Input, IommuDomain, Lengths,
     Order, PageSize, RecordedInput, Recordings, Reuse, SourceId, TraceAccess,
 };
 
@@ -29,6 +29,7 @@ fn recorded(tenants: u32, per_packet: u32, reuse: Reuse) -> HyperSpec {
         logs: Vec::new(),
         requests_per_packet: per_packet,
         reuse,
+        skip_percent: 0,
     };
     HyperSpec::new(Input::Recorded(input), tenants)
 }
@@ -63,6 +64,40 @@ fn sources_of_several_logs_with_the_same_ids_are_different_tenants() {
     assert_eq!(ids, [(16, 0), (24, 1), (32, 2), (40, 3)]);
     let iovas: Vec<_> = trace.iter().map(|e| e.iova.0).collect();
     assert_eq!(iovas, [1, 2, 1, 2, 3, 4, 3, 4]);
+}
+
+#[test]
+fn start_of_each_source_is_left_out_by_its_share_of_requests() {
+    let mut log = Vec::new();
+    for n in 0..400 {
+        log.push(request(16, 5, n));
+        log.push(event(EventKind::InvalidateDomain, 16, 5));
+        if n < 100 {
+            log.push(request(24, 6, 1000 + n));
+        }
+    }
+    let mut spec = recorded(4, 1, Reuse::Wrap);
+    spec.end = End::AllRunOut;
+    let Input::Recorded(input) = &mut spec.input else {
+        unreachable!();
+    };
+    input.skip_percent = 75;
+    let trace = constructed(&spec, &[&log]);
+    for tenant in 0..4 {
+        let iovas: Vec<u64> = trace
+            .iter()
+            .filter(|e| e.domain.0 == tenant && e.kind == EventKind::Translate)
+            .map(|e| e.iova.0)
+            .collect();
+        let expected: Vec<u64> = match tenant % 2 {
+            0 => (300..400).collect(),
+            _ => (1075..1100).collect(),
+        };
+        assert_eq!(iovas, expected, "tenant {tenant}");
+    }
+    let voids = trace.iter().filter(|e| e.domain.0 == 0);
+    let voids = voids.filter(|e| e.kind != EventKind::Translate);
+    assert_eq!(voids.count(), 100);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use pagetide_access_log::TraceError;
 use pagetide_trace::{
-    End, EventKind, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input, Lengths,
+    End, Event, EventKind, FormatChoice, HyperSpec, HyperTrace, HypersioWriter, Input, Lengths,
     Membership, Order, RecordedInput, SourceId, SourceRule, TenantShape, TraceAccess, TraceParams,
     Workload, build, open,
 };
@@ -226,6 +226,7 @@ fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
                     logs: Vec::new(),
                     requests_per_packet: 0,
                     reuse: Default::default(),
+                    skip_percent: 0,
                 });
             }),
             "requests_per_packet = 0",
@@ -236,6 +237,26 @@ fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
                     logs: Vec::new(),
                     requests_per_packet: 3,
                     reuse: Default::default(),
+                    skip_percent: 100,
+                });
+            }),
+            "skip_percent = 100",
+        ),
+        (refused(|s| s.spaces = 0), "spaces = 0"),
+        (
+            refused(|s| {
+                s.tenants = 1000;
+                s.spaces = 1000;
+            }),
+            "are 1000000 domains",
+        ),
+        (
+            refused(|s| {
+                s.input = Input::Recorded(RecordedInput {
+                    logs: Vec::new(),
+                    requests_per_packet: 3,
+                    reuse: Default::default(),
+                    skip_percent: 0,
                 });
             }),
             "hold no request",
@@ -499,6 +520,26 @@ fn params_of_another_generator_are_read_with_keys_that_are_not_known() {
         std::fs::write(&path, broken).unwrap();
         let error = TraceParams::read(&path).unwrap_err().to_string();
         assert!(error.contains("x_params.json"), "{error}");
+    }
+}
+
+#[test]
+fn packets_of_a_tenant_use_its_address_spaces_in_turn() {
+    let one = all(&spec(Workload::Iperf3, 4, 400));
+    let mut asked = spec(Workload::Iperf3, 4, 400);
+    asked.spaces = 3;
+    let several = all(&asked);
+    assert_eq!(one.len(), several.len());
+    for (packet, (one, several)) in (0..).zip(one.chunks(3).zip(several.chunks(3))) {
+        let (tenant, turn) = (packet % 4, packet / 4);
+        for (one, several) in one.iter().zip(several) {
+            assert_eq!(several.domain.0, turn % 3 * 4 + tenant);
+            let in_one_space = Event {
+                domain: one.domain,
+                ..*several
+            };
+            assert_eq!(in_one_space, *one);
+        }
     }
 }
 
