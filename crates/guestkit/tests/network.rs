@@ -19,6 +19,7 @@ use pagetide_guestkit::stage::Stage;
 use pagetide_guestkit::steps::{
     PATIENCE, VM, let_go, number, small, squeeze, take_turn, working_guest,
 };
+use serde_json::Value;
 
 /// Pairs of queues, and vCPUs, so that the driver uses all of them.
 const QUEUES: u16 = 4;
@@ -60,6 +61,27 @@ fn iperf3(words: &[&str]) {
         assert!(is_busy && begun.elapsed() < PATIENCE, "{words:?}: {said}");
         thread::sleep(Duration::from_millis(200));
     }
+}
+
+/// Neither a ping nor a packet, as the guest and the device tell it.
+fn nothing_was_lost(guest: &Guest, device: &Value) {
+    let lossy: Vec<_> = pings(guest)
+        .into_iter()
+        .filter(|line| !line.contains(" 0% packet loss"))
+        .collect();
+    assert!(lossy.is_empty(), "{lossy:?}");
+    let console = guest.console().unwrap();
+    assert!(!console.contains("is not a head"), "{console}");
+    assert_eq!(
+        (&device["vm"], &device["state"]),
+        (&VM.into(), &"connected".into())
+    );
+    for lost in ["failed_requests", "fault_dropped_packets"] {
+        assert_eq!(number(device, lost), 0, "{lost}: {device}");
+    }
+    let bytes = echoes() * ECHO_BYTES as u64;
+    assert!(number(device, "read_bytes") > bytes, "{device}");
+    assert!(number(device, "written_bytes") > bytes, "{device}");
 }
 
 #[test]
@@ -124,25 +146,7 @@ fn squeezed_guest_loses_no_packet_of_a_tap_and_no_byte() {
                 Ok(pings(&guest).len() >= before + 2)
             })
             .expect("pings");
-        let lossy: Vec<_> = pings(&guest)
-            .into_iter()
-            .filter(|line| !line.contains(" 0% packet loss"))
-            .collect();
-        assert!(lossy.is_empty(), "{lossy:?}");
-        let console = guest.console().unwrap();
-        assert!(!console.contains("is not a head"), "{console}");
-
-        let device = stage.product.device(&socket).expect("a device");
-        assert_eq!(
-            (&device["vm"], &device["state"]),
-            (&VM.into(), &"connected".into())
-        );
-        for lost in ["failed_requests", "fault_dropped_packets"] {
-            assert_eq!(number(&device, lost), 0, "{lost}: {device}");
-        }
-        let bytes = echoes() * ECHO_BYTES as u64;
-        assert!(number(&device, "read_bytes") > bytes, "{device}");
-        assert!(number(&device, "written_bytes") > bytes, "{device}");
+        nothing_was_lost(&guest, &stage.product.device(&socket).expect("a device"));
         let_go(&stage, &mut guest);
     });
 }

@@ -209,7 +209,7 @@ impl Prefetcher for Wrong {
 #[test]
 fn policy_that_does_what_it_may_not_ends_the_run_with_an_error() {
     let events = events(3);
-    let mut config = config(Flavour::Paper);
+    let config = config(Flavour::Paper);
     let cache = |wrong| OwnPolicies {
         devtlb: Some(Box::new(wrong)),
         ..OwnPolicies::default()
@@ -263,12 +263,26 @@ fn policy_that_does_what_it_may_not_ends_the_run_with_an_error() {
         let error = with(&config, &events, own).unwrap_err().to_string();
         assert!(error.contains(told), "{error}");
     }
+}
+
+#[test]
+fn policy_of_a_part_that_is_not_there_or_there_more_than_once_is_refused() {
+    let events = events(3);
+    let mut config = config(Flavour::Paper);
     config.devices.count = 2;
-    let error = with(&config, &events, cache(Wrong::Failure)).unwrap_err();
+    let own = OwnPolicies {
+        devtlb: Some(Box::new(Wrong::Failure)),
+        ..OwnPolicies::default()
+    };
+    let error = with(&config, &events, own).unwrap_err();
     assert!(error.to_string().contains("there are several"), "{error}");
     config.devices.count = 1;
     config.prefetch.enabled = false;
-    let error = with(&config, &events, predictor(Wrong::Tenant(0))).unwrap_err();
+    let own = OwnPolicies {
+        predictor: Some(Box::new(Wrong::Tenant(0))),
+        ..OwnPolicies::default()
+    };
+    let error = with(&config, &events, own).unwrap_err();
     assert!(error.to_string().contains("no such part"), "{error}");
     let iotlb = OwnPolicies {
         iotlb: Some(Box::new(OwnLru::default())),

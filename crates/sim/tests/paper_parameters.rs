@@ -485,7 +485,8 @@ fn two_devices_get_nearly_twice_as_much_through_and_share_the_walkers() {
         outcome(&config, &crowd()).gbps
     };
     assert!(gbps(2, 0) > 1.8 * gbps(1, 0));
-    assert!(gbps(2, 8) < 1.1 * gbps(1, 8));
+    // Two walkers are too few for two devices, whose packets take some of their translations from caches.
+    assert!(gbps(2, 2) < 1.5 * gbps(1, 2));
 }
 
 #[test]
@@ -524,18 +525,22 @@ fn device_far_ahead_in_the_trace_has_idle_slots_until_the_other_catches_up() {
 #[test]
 fn nested_tlb_saves_accesses_and_larger_host_pages_need_less_of_it() {
     use pagetide_sim::config::HostPage;
-    let accesses = |entries, host_page| {
+    let accesses = |entries: u32, host_page| {
         let config = base(|c| {
             c.walk.host_page = host_page;
-            c.nested_tlb = CacheConfig::new(entries, 8, Replacement::Lru);
+            // All tenants have their tables at the same addresses: each has sets of its own.
+            let sets = (entries / 16).max(1);
+            c.nested_tlb = CacheConfig::new(entries, 16, Replacement::Lru).partitioned(sets);
         });
         let outcome = outcome(&config, &crowd());
         outcome.walk_accesses as f64 / outcome.walks as f64
     };
     let [small, large] = [HostPage::Size4K, HostPage::Size1G];
-    assert!(accesses(64, small) < accesses(0, small));
-    assert!(accesses(1024, small) < accesses(64, small));
-    assert!(accesses(64, large) < 0.8 * accesses(0, large));
+    assert_eq!((accesses(0, small), accesses(0, large)), (24.0, 14.0));
+    assert!(accesses(1024, small) < 12.0);
+    assert!(accesses(4096, small) < 6.0);
+    // Large pages of the host need fewer entries.
+    assert!(accesses(1024, large) < 6.0);
 }
 
 #[test]

@@ -59,6 +59,7 @@ use std::{
 mod sinking;
 mod stayed;
 pub(crate) mod taking;
+mod trials;
 
 use sinking::Sinking;
 use taking::Memory;

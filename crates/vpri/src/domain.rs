@@ -27,12 +27,11 @@ mod error;
 
 pub use error::DomainError;
 
-mod own;
+pub mod own;
 mod port;
 mod spaces;
 mod window;
 
-pub use own::OwnUse;
 pub use port::EnginePort;
 pub use window::RamWindow;
 
@@ -98,7 +97,7 @@ pub struct DmaDomain {
 struct Ownership {
     attached: bool,
     ports_without_lookup: u32,
-    /// Uses as memory of the DPU's own ([`OwnUse`]), which looks nothing up.
+    /// Uses as memory of the DPU's own ([`own::OwnUse`]), which looks nothing up.
     own_uses: u32,
 }
 

@@ -26,7 +26,7 @@ use pagetide_swap::{
     Counter, DirectReclaim, Pace, Reclaimer,
     demoter::DemotionStop,
     limit::Wake,
-    reclaim::Reclaimed,
+    reclaim::{Reclaimed, Stayed},
     scheduled::turns::Turn,
     slow::{SinkStop, Sunk},
 };
@@ -394,6 +394,13 @@ impl ReclaimThread {
         };
         let is_short = done.evicted_pages < request.pages;
         let stayed = is_short.then(|| self.reclaimer.stayed());
+        if stayed.is_none() {
+            self.reclaimer.end_account();
+        }
+        self.tell(&request, done, stayed);
+    }
+
+    fn tell(&self, request: &ReclaimRequest, done: Reclaimed, stayed: Option<Stayed>) {
         self.vm.counters.sync();
         if request.done.send(Answer { done, stayed }).is_err() {
             tracing::debug!(vm = self.vm.name, "the caller of a reclaim has left");
@@ -402,14 +409,9 @@ impl ReclaimThread {
 
     fn refuse_requests(&mut self) {
         self.done = Reclaimed::default();
-        loop {
-            if self.request.is_none() {
-                self.request = self.vm.requests.pop();
-            }
-            if self.request.is_none() {
-                return;
-            }
-            self.answer();
+        while let Some(request) = self.request.take().or_else(|| self.vm.requests.pop()) {
+            self.reclaimer.end_account();
+            self.tell(&request, Reclaimed::default(), None);
         }
     }
 }

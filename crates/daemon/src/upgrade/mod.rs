@@ -35,14 +35,14 @@
 //!
 //! # What passes
 //! The lock of the state directory (a lock of the open file, so it never falls), the listening socket of the API
-//! (clients that connect meanwhile wait in its backlog), the settings, and the disks with their connections.
+//! (clients that connect meanwhile wait in its backlog), the settings, and the devices with their connections.
 //!
 //! A disk's rings stop when what was given to the kernel is done; what was taken and not done stays in the
 //! in-flight region, as after a death. Everything that the front end has set goes along as a record, and the
 //! successor's back end obeys the messages that lead there. Its rings run before *Commit*, since they leave no
 //! trace that is not in the in-flight region and the used ring; messages of front ends, and new front ends,
-//! wait until then. A front end that keeps no in-flight region is not handed over: the upgrade is refused.
-//! Userfaultfds and pidfds are not passed:
+//! wait until then. A disk's front end that keeps no in-flight region is not handed over: the upgrade is refused.
+//! Network devices have none; what they leave behind is told in ADR 0046. Userfaultfds and pidfds are not passed:
 //! the successor takes them from the VMMs by what the pools say, as after a death, so it cannot get wrong ones.
 //!
 //! # Failure before the daemon has stopped its work

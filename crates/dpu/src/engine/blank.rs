@@ -15,7 +15,6 @@
 //! by the time at which it was stored, and not by the chains (see `pagetide_gmem::Blank`). So the time
 //! of the request must be one from before the look at the ring.
 
-use super::posted::View;
 use crate::{
     kind::posted::ChainNo,
     memory::{DeviceMemory, Span},
@@ -28,16 +27,17 @@ use pagetide_addr::{Access, DomainId, FilePage};
 const NEAR: u64 = 3;
 
 /// The demands for the absent pages of `spans`, all writable parts of a chain that is not used. `posted_ns` is a time
-/// before it was read from the ring.
+/// before it was read from the ring; `unused_parts` has the writable parts of another chain that is posted and unused.
 pub(super) fn wanted_of_posted(
-    view: &mut View<'_>,
+    memory: &DeviceMemory,
     chain: ChainNo,
     spans: &[Span],
     posted_ns: u64,
+    mut unused_parts: impl FnMut(ChainNo) -> Vec<Span>,
 ) -> Vec<PageDemand> {
-    let absent = absent_pages(view.memory, spans);
+    let absent = absent_pages(memory, spans);
     let mut posted = Covered::default();
-    posted.add(view.memory, spans);
+    posted.add(memory, spans);
     let is_covered = |posted: &Covered| {
         absent
             .iter()
@@ -46,8 +46,7 @@ pub(super) fn wanted_of_posted(
     if !is_covered(&posted) {
         let near = chain.0.saturating_sub(NEAR)..=chain.0 + NEAR;
         for other in near.filter(|other| *other != chain.0) {
-            let parts = view.unused_parts(ChainNo(other));
-            posted.add(view.memory, &parts);
+            posted.add(memory, &unused_parts(ChainNo(other)));
         }
     }
     let demand = |(domain, page): (DomainId, FilePage)| PageDemand {

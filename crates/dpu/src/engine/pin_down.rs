@@ -128,7 +128,7 @@ mod tests {
     }
 
     impl Naive {
-        fn begin_use(&mut self, page: u64, bound: usize, can: bool) -> Use {
+        fn begin_use(&mut self, page: u64, bound: usize, wired: Option<u64>) -> Use {
             if let Some(found) = self.pages.iter_mut().find(|(p, _)| *p == page) {
                 found.1 += 1;
                 return Use::Pinned;
@@ -139,7 +139,7 @@ mod tests {
                 };
                 self.unpinned.push(self.pages.remove(at).0);
             }
-            if !can {
+            if wired.is_none() {
                 return Use::Unpinned;
             }
             self.pages.push((page, 1));
@@ -166,12 +166,12 @@ mod tests {
             let mut in_use: Vec<u64> = Vec::new();
             for _ in 0..400 {
                 if random.below(2) == 0 {
-                    let (page, can) = (random.below(24), random.below(8) > 0);
+                    let page = random.below(24);
+                    let wired = (random.below(8) > 0).then_some(page);
                     let mut unpinned = Vec::new();
-                    let used =
-                        cache.begin_use(page, || can.then_some(page), |page| unpinned.push(page));
+                    let used = cache.begin_use(page, || wired, |page| unpinned.push(page));
                     naive.unpinned.clear();
-                    let wanted = naive.begin_use(page, usize::try_from(bound).unwrap(), can);
+                    let wanted = naive.begin_use(page, usize::try_from(bound).unwrap(), wired);
                     assert_eq!((used, &unpinned), (wanted, &naive.unpinned), "seed {seed}");
                     assert!(unpinned.iter().all(|page| !in_use.contains(page)));
                     if used == Use::Pinned {

@@ -419,7 +419,9 @@ pub(crate) fn wanted(view: &mut View<'_>, chain: ChainNo, posted_ns: u64) -> Vec
         return wanted_of(view.memory, &seen.table, Access::Read);
     }
     let spans = seen.buffers.writable.clone();
-    let wanted = wanted_of_posted(view, chain, &spans, posted_ns);
+    let memory = Rc::clone(view.memory);
+    let unused_parts = |other| view.unused_parts(other);
+    let wanted = wanted_of_posted(&memory, chain, &spans, posted_ns, unused_parts);
     match wanted.is_empty() {
         // They came back meanwhile. Request them all the same: the answer comes at once.
         true => wanted_of(view.memory, &spans, Access::Write),

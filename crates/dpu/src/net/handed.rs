@@ -17,7 +17,7 @@
 //! ```
 
 use super::{
-    link::{LinkConfig, LinkError},
+    link::{config::LinkConfig, state::LinkError},
     packet::{HEADER_LEN, PACKET_LEN_MAX},
 };
 use std::{
@@ -173,8 +173,10 @@ mod tests {
             let packets: Vec<(u16, HandedPacket)> = (0..random.below(20))
                 .map(|_| {
                     let bytes = HEADER_LEN as u64 + random.below(3000);
-                    let packet = (0..bytes).map(|_| u8::try_from(random.below(256)).unwrap());
-                    (u16::try_from(random.below(4)).unwrap(), packet.collect())
+                    let packet = (0..bytes)
+                        .map(|_| u8::try_from(random.below(256)).unwrap())
+                        .collect();
+                    (u16::try_from(random.below(4)).unwrap(), packet)
                 })
                 .collect();
             let parked = ParkedNic {

@@ -273,7 +273,7 @@ mod tests {
             let long = packet(&mut random, version, &payload, gso);
             let mut segments = Segments::default();
             assert_eq!(segments.cut(&long), Cut::Done);
-            let (mut joined, mut number) = (Vec::new(), 0_usize);
+            let (mut joined, mut number) = (Vec::<u8>::new(), 0_usize);
             let mut buffer = PacketBuffer::new();
             while segments.take(&mut buffer) {
                 // A driver that takes nothing undone gets it whole.

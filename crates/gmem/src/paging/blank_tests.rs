@@ -12,7 +12,8 @@ use pagetide_random::SplitMix64;
 use std::sync::{Arc, atomic::Ordering};
 
 const NIC: DeviceId = DeviceId(1);
-const PAGES: u64 = 8;
+const PAGES_COUNT: usize = 8;
+const PAGES: u64 = PAGES_COUNT as u64;
 
 struct Vm {
     place: Arc<FakePlace>,
@@ -186,7 +187,7 @@ struct Run {
     vm: Vm,
     random: SplitMix64,
     now_ns: u64,
-    pages: [Expected; PAGES as usize],
+    pages: [Expected; PAGES_COUNT],
     /// Requests on their way: the page, and when it was seen to be posted.
     late: Vec<(u64, u64)>,
     next_byte: u8,
@@ -292,7 +293,7 @@ fn page_that_was_used_after_it_was_posted_never_becomes_zeros_in_any_order() {
             vm,
             random: SplitMix64::new(seed),
             now_ns: 1,
-            pages: [expected; PAGES as usize],
+            pages: [expected; PAGES_COUNT],
             late: Vec::new(),
             next_byte: 0,
         };

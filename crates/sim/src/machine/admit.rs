@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How packets enter: at a slot of the link, if the PTB has room.
+//! How packets enter: at a slot of the link, if the PTB has room; and requests the agent, if it knows their address
+//! space.
 
 use pagetide_trace::{Event, EventKind, IOVA_BITS};
 
@@ -22,6 +23,27 @@ pub(super) fn iova_end(config: &Config) -> u64 {
 }
 
 impl<F: Flavour, O: Observer> Machine<'_, F, O> {
+    /// True if a request at the agent has to wait for its entry of the PASID table.
+    #[inline(never)]
+    pub(super) fn waits_for_pasid(&mut self, now_ns: u64, slot: u32) -> bool {
+        let Some(pasids) = &mut self.pasids else {
+            return false;
+        };
+        let request = self.requests.get_mut(slot);
+        if request.at_agent.is_identified() {
+            pasids.fill(&request.page);
+            return false;
+        }
+        request.at_agent.identify();
+        if pasids.look_up(&request.page) {
+            return false;
+        }
+        self.observer
+            .step(Moment::of(now_ns, slot), Step::PasidMiss, &request.page);
+        self.to_agent.push(now_ns + pasids.read_ns, slot);
+        true
+    }
+
     /// When the next packet is admitted.
     #[inline(always)]
     pub(super) fn admits_ns(&self) -> u64 {

@@ -16,7 +16,8 @@ use crate::policy::prefetch::AnyPrefetcher;
 use crate::prefetch::PrefetchUnit;
 use crate::ties::TieBreak;
 
-use super::DEVTLB_SHIFT;
+/// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
+const DEVTLB_SHIFT: u32 = 21;
 
 /// One device.
 pub(crate) struct Device<F: Flavour> {

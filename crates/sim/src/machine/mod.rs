@@ -51,9 +51,6 @@ use input::Input;
 pub(crate) use own::{give, no_part};
 use pasid::Pasids;
 
-/// Address bits of a DevTLB's set begin here, as pages of 2 MiB are the common ones.
-const DEVTLB_SHIFT: u32 = 21;
-
 /// A page whose size the trace does not record counts as 4 KiB.
 const UNKNOWN_PAGE: PageSize = PageSize::SIZE_4K;
 

@@ -6,11 +6,8 @@
 //! entry is kept in the PASID cache from then on. Invalidations of context entries void the entries of the same
 //! sources or domains; those of translations do not.
 
-use super::Machine;
 use crate::cache::Cache;
 use crate::config::Config;
-use crate::flavour::{Flavour, StageQueue as _};
-use crate::observe::{Moment, Observer, Step};
 use crate::outcome::CacheCounts;
 use crate::request::{Page, Tag, address_of, domain_of};
 use crate::ties::TieBreak;
@@ -28,7 +25,8 @@ const _: () = assert!(SOURCE_SHIFT + u32::BITS <= pagetide_trace::IOVA_BITS);
 #[derive(Debug)]
 pub(super) struct Pasids {
     cache: Option<Cache>,
-    read_ns: u64,
+    /// How long reading an entry takes.
+    pub(super) read_ns: u64,
 }
 
 /// Source and domain as a cache's page.
@@ -54,7 +52,8 @@ impl Pasids {
         })
     }
 
-    fn look_up(&mut self, page: &Page) -> bool {
+    /// True if the agent knows the entry for a page.
+    pub(super) fn look_up(&mut self, page: &Page) -> bool {
         let key = key(page);
         match &mut self.cache {
             Some(cache) => cache.look_up(&key, key.tag(), 0),
@@ -62,7 +61,8 @@ impl Pasids {
         }
     }
 
-    fn fill(&mut self, page: &Page) {
+    /// The entry for a page was read.
+    pub(super) fn fill(&mut self, page: &Page) {
         let key = key(page);
         if let Some(cache) = &mut self.cache {
             cache.fill(&key, key.tag(), 0);
@@ -79,28 +79,5 @@ impl Pasids {
         if let Some(cache) = &mut self.cache {
             cache.invalidate(&[], |tag| is_void(source_of(tag), domain_of(tag)));
         }
-    }
-}
-
-impl<F: Flavour, O: Observer> Machine<'_, F, O> {
-    /// True if a request at the agent has to wait for its entry of the PASID table.
-    #[inline(never)]
-    pub(super) fn waits_for_pasid(&mut self, now_ns: u64, slot: u32) -> bool {
-        let Some(pasids) = &mut self.pasids else {
-            return false;
-        };
-        let request = self.requests.get_mut(slot);
-        if request.at_agent.is_identified() {
-            pasids.fill(&request.page);
-            return false;
-        }
-        request.at_agent.identify();
-        if pasids.look_up(&request.page) {
-            return false;
-        }
-        self.observer
-            .step(Moment::of(now_ns, slot), Step::PasidMiss, &request.page);
-        self.to_agent.push(now_ns + pasids.read_ns, slot);
-        true
     }
 }

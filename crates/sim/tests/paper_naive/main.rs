@@ -402,7 +402,10 @@ fn random_runs_have_every_kind_of_page_fault() {
         sum[0] += outcome.waits;
         sum[1] += outcome.held_requests;
         sum[2] += outcome.page_outs;
-        sum[3] += outcome.waits - outcome.page_requests;
+        // A device that waits where it touches waits for one page at a time; another one may join it.
+        if config.devices.count == 1 {
+            sum[3] += outcome.waits - outcome.page_requests;
+        }
     }
     assert_eq!(sums.len(), 4 * 2 * 3, "{sums:?}");
     for (name, [waits, held, page_outs, joined]) in sums {

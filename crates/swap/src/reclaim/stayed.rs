@@ -2,17 +2,12 @@
 //! [`Stayed`]: which pages a reclaim has left in memory, and why.
 //!
 //! Most reasons can be seen afterwards: which pages are wired, protected, mapped again. Two cannot, and are noted
-//! while a reclaim that will be asked is under way ([`Trials`]): that a device was using a section, and which pages
-//! the store had no room for.
+//! while a reclaim that will be asked is under way ([`Trials`](super::trials::Trials)): that a device was using a
+//! section, and which pages the store had no room for.
 
-use super::{Reclaimer, taking::Memory};
+use super::{Reclaimer, taking::Memory, trials::Trial};
 use pagetide_addr::{PageSet, SectionNo};
 use pagetide_gmem::PageState;
-use pagetide_policy::victims::Then;
-use std::{
-    collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
 
 /// Pages in memory, by why they were not evicted: the first reason that holds.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -44,49 +39,15 @@ impl Stayed {
     }
 }
 
-/// What the last try of a section came to.
-#[derive(Clone, Copy, Default)]
-struct Trial {
-    was_busy: bool,
-    refused: PageSet,
-}
-
-/// The tries of a reclaim, by all threads that take part in it; nothing while none is to be noted.
-#[derive(Default)]
-pub(crate) struct Trials(Mutex<Option<HashMap<SectionNo, Trial>>>);
-
-impl Trials {
-    /// From now on tries are noted.
-    pub(crate) fn begin(&self) {
-        *self.lock() = Some(HashMap::new());
-    }
-
-    /// `section` was tried.
-    pub(crate) fn note(&self, section: SectionNo, then: Then, refused: PageSet) {
-        let mut trials = self.lock();
-        let Some(trials) = trials.as_mut() else {
-            return;
-        };
-        let was_busy = then == Then::Busy;
-        match was_busy || !refused.is_empty() {
-            true => trials.insert(section, Trial { was_busy, refused }),
-            false => trials.remove(&section),
-        };
-    }
-
-    fn end(&self) -> HashMap<SectionNo, Trial> {
-        self.lock().take().unwrap_or_default()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<HashMap<SectionNo, Trial>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
 impl Reclaimer {
     /// A reclaim begins after which [`Self::stayed`] will be asked.
     pub fn begin_account(&self) {
         self.memory.trials.begin();
+    }
+
+    /// The reclaim since [`Self::begin_account`] has done all that it was to do.
+    pub fn end_account(&self) {
+        self.memory.trials.end();
     }
 
     /// What is in memory, and why it was not evicted by the reclaim since [`Self::begin_account`].

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! [`Memory`]: evicts the pages of one section.
 
-use super::{ReclaimStop, stayed::Trials};
+use super::{ReclaimStop, trials::Trials};
 use crate::{
     evictor::{Evictor, EvictorError},
     limit::Limit,

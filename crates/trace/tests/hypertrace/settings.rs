@@ -192,6 +192,16 @@ fn refused_shape(change: impl FnOnce(&mut TenantShape)) -> String {
     })
 }
 
+/// Of no log.
+fn recorded(requests_per_packet: u32, skip_percent: u32) -> Input {
+    Input::Recorded(RecordedInput {
+        logs: Vec::new(),
+        requests_per_packet,
+        reuse: Default::default(),
+        skip_percent,
+    })
+}
+
 #[test]
 fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
     let cases = [
@@ -221,25 +231,11 @@ fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
             "above max_packets",
         ),
         (
-            refused(|s| {
-                s.input = Input::Recorded(RecordedInput {
-                    logs: Vec::new(),
-                    requests_per_packet: 0,
-                    reuse: Default::default(),
-                    skip_percent: 0,
-                });
-            }),
+            refused(|s| s.input = recorded(0, 0)),
             "requests_per_packet = 0",
         ),
         (
-            refused(|s| {
-                s.input = Input::Recorded(RecordedInput {
-                    logs: Vec::new(),
-                    requests_per_packet: 3,
-                    reuse: Default::default(),
-                    skip_percent: 100,
-                });
-            }),
+            refused(|s| s.input = recorded(3, 100)),
             "skip_percent = 100",
         ),
         (refused(|s| s.spaces = 0), "spaces = 0"),
@@ -250,17 +246,7 @@ fn absurd_settings_are_refused_with_a_sentence_that_names_them() {
             }),
             "are 1000000 domains",
         ),
-        (
-            refused(|s| {
-                s.input = Input::Recorded(RecordedInput {
-                    logs: Vec::new(),
-                    requests_per_packet: 3,
-                    reuse: Default::default(),
-                    skip_percent: 0,
-                });
-            }),
-            "hold no request",
-        ),
+        (refused(|s| s.input = recorded(3, 0)), "hold no request"),
     ];
     for (sentence, part) in cases {
         assert!(sentence.contains(part), "{part}: {sentence}");

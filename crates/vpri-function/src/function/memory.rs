@@ -14,7 +14,7 @@ use pagetide_sys::{
 use pagetide_vhost_backend::RegionShape;
 use pagetide_vpri::{
     bounce::{BOUNCE_BUFFERS_MAX, BounceArea, BounceError},
-    domain::{DomainError, DomainTable, OwnUse},
+    domain::{DomainError, DomainTable, own::OwnUse},
 };
 use rustix::fs::fstat;
 use std::{

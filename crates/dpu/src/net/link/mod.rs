@@ -21,6 +21,7 @@
 //! A new link is a file here, a variant of [`Link`] and of [`LinkConfig`], and a line in each
 //! function below.
 
+pub(crate) mod config;
 mod keeper;
 mod loopback;
 mod null;
@@ -40,57 +41,15 @@ use packet::{Packet, PacketKeeper};
 use pagetide_vpri::Doorbell;
 use pair::{PairEnd, Pairs};
 use std::{
-    fmt, io,
+    io,
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
 };
 use tap::{Tap, TapKeeper};
 
+pub use config::LinkConfig;
 pub use state::LinkError;
 pub(crate) use state::{LinkState, Offloads, Readable, Received, Sent};
-
-/// What a network device is linked to.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub enum LinkConfig {
-    /// A sink of packets.
-    #[default]
-    Null,
-    /// A source of packets of `bytes` each, as many as are received, and a sink.
-    Source {
-        /// Bytes of a packet.
-        bytes: u16,
-    },
-    /// The device's own packets come back, each on the pair that has sent it.
-    Loop,
-    /// A TAP of the host, which exists: what the device sends, the host receives there.
-    Tap {
-        /// Its name.
-        name: String,
-    },
-    /// An interface of the host: what the device sends, goes out there.
-    Packet {
-        /// Its name.
-        name: String,
-    },
-    /// Another device of this DPU that names the same pair.
-    Pair {
-        /// The name that both give.
-        name: String,
-    },
-}
-
-impl fmt::Display for LinkConfig {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Null => f.write_str("null"),
-            Self::Source { bytes } => write!(f, "source of {bytes} bytes"),
-            Self::Loop => f.write_str("loop"),
-            Self::Pair { name } => write!(f, "pair {name}"),
-            Self::Tap { name } => write!(f, "tap {name}"),
-            Self::Packet { name } => write!(f, "packet {name}"),
-        }
-    }
-}
 
 /// The link of one queue pair.
 #[derive(Debug)]
@@ -279,10 +238,7 @@ impl Link {
             Self::Null(_) | Self::Tap(_) => Received::Nothing,
             Self::Loop(link) => link.receive(into),
             Self::Pair(link) => link.receive(into),
-            Self::Packet(link) => match link.take_own(into) {
-                true => Received::Packet,
-                false => Received::Nothing,
-            },
+            Self::Packet(link) => link.receive_own(into),
         }
     }
 

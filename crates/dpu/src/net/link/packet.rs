@@ -322,9 +322,25 @@ impl Packet {
     }
 
     pub fn receive(&mut self, into: &mut PacketBuffer) -> Received {
+        self.receive_from(into, Self::next_packet)
+    }
+
+    /// Receives what has left the socket already, and nothing else.
+    pub fn receive_own(&mut self, into: &mut PacketBuffer) -> Received {
+        self.receive_from(into, |link, into| match link.own_queue().take(into) {
+            true => Received::Packet,
+            false => Received::Nothing,
+        })
+    }
+
+    fn receive_from(
+        &mut self,
+        into: &mut PacketBuffer,
+        mut next: impl FnMut(&mut Self, &mut PacketBuffer) -> Received,
+    ) -> Received {
         loop {
             let is_segment = self.segments.take(into);
-            if !is_segment && self.next_packet(into) == Received::Nothing {
+            if !is_segment && next(self, into) == Received::Nothing {
                 return Received::Nothing;
             }
             match NetHeader::for_receiver(into, self.offloads) {
@@ -360,11 +376,6 @@ impl Packet {
     pub fn set_in_hand(&self, packets: usize) {
         let packets = packets + usize::from(!self.segments.is_empty());
         self.own_queue().in_hand.store(packets, Ordering::Release);
-    }
-
-    /// Takes a packet that the pair's queue has, and no other.
-    pub fn take_own(&self, into: &mut PacketBuffer) -> bool {
-        self.own_queue().take(into)
     }
 
     /// Reads the socket, if that is for this pair to do, until there is a packet for it.

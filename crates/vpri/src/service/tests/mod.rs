@@ -9,8 +9,8 @@ use self::rig::{BOUNCED, Device, PAGES, Rig, Vm};
 use super::*;
 use crate::{domain::DomainTable, queue::fault_queue};
 use pagetide_addr::{
-    Access, FilePage, FileRange, PAGE_BYTES, PageNo, PageRequest, QueueId, RequestId, ResponseCode,
-    Tier,
+    Access, FilePage, FileRange, PAGE_BYTES, PageNo, PageRequest, QueueId, RequestId, RequestKind,
+    ResponseCode, Tier,
 };
 use pagetide_sys::clock::now_ns;
 use pagetide_sys::{cpu, memory_file::GuestFile};
