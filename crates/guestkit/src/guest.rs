@@ -21,7 +21,7 @@ use crate::qmp::{Qmp, QmpError};
 use crate::swapless::{SwapError, Swapless};
 
 /// Longest wait for QEMU to open its sockets.
-const START_TIMEOUT: Duration = Duration::from_secs(20);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A guest failed.
 #[derive(Debug, thiserror::Error)]

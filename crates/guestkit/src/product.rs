@@ -22,11 +22,11 @@ use crate::image::repository;
 use crate::leaks::{Growth, Snapshot, wait_for_release};
 
 /// Longest wait for the API to answer, recovery after a kill included.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest wait for a clean end, including the recovery of every absent page.
 const STOP_TIMEOUT: Duration = Duration::from_secs(120);
 /// Longest wait until the resources of a VM or a device are released.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(20);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One daemon with its state.
 ///

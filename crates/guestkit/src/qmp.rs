@@ -12,7 +12,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 /// Longest wait for an answer: QEMU's main loop may itself wait for a page fault.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A QMP command failed.
 #[derive(Debug, thiserror::Error)]

@@ -18,7 +18,7 @@ use crate::report::Report;
 use crate::stage::{Skip, Stage};
 
 /// Longest wait of a test for anything.
-pub const PATIENCE: Duration = Duration::from_secs(180);
+pub const PATIENCE: Duration = Duration::from_secs(400);
 /// Disk of [`with_disk`].
 pub const DISK_BYTES: u64 = 128 << 20;
 /// Name of the VM in all steps.

@@ -2,12 +2,14 @@
 //! stress-ng in a soak: memory under all its patterns, verified, with less RAM than it uses.
 //!
 //! Its workers are in a memory cgroup that holds less than they touch, so that a part of their memory is in
-//! swap, on our disk, all the time.
+//! swap, on our disk, all the time. On a slow machine a run passes over its memory once or twice so, which is before
+//! stress-ng counts anything; then the next one has half the memory and twice the time.
 
 use std::fs;
 use std::io;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::atomic::Ordering::Relaxed;
 
 use super::tally::Tally;
 use super::{BUSYBOX, PAUSE, Soak};
@@ -16,10 +18,12 @@ use super::{BUSYBOX, PAUSE, Soak};
 pub const GROUPS: &str = "/cgroups";
 const PROGRAM: &str = "/bin/stress-ng";
 const REPORT: &str = "/tmp/stress-ng.yaml";
-const MEMORY_BYTES: u64 = 20 << 20;
+/// Most and least memory of a run.
+const MEMORY_BYTES: (u64, u64) = (20 << 20, 5 << 20);
 /// Limit of its memory in RAM.
 const RESIDENT_BYTES: u64 = 18 << 20;
-const SECONDS: u32 = 10;
+/// Shortest and longest run.
+const SECONDS: (u32, u32) = (10, 80);
 /// Exit status of a worker that found wrong memory.
 const NOT_VERIFIED: i32 = 2;
 
@@ -31,10 +35,17 @@ pub fn run(soak: &Soak) {
             .failed(&format!("the cgroup of stress-ng: {error}"));
     }
     let mut seed = soak.seed;
+    let (mut bytes, mut seconds) = (MEMORY_BYTES.0, SECONDS.0);
     while soak.goes_on() {
         seed = crate::pattern::mix(seed);
-        match once(seed) {
-            Ok(output) => count(soak, &output),
+        match once(seed, bytes, seconds) {
+            Ok(output) => {
+                count(soak, &output);
+                if soak.tally.stress_ng_bogo_ops.load(Relaxed) == 0 {
+                    bytes = MEMORY_BYTES.1.max(bytes / 2);
+                    seconds = SECONDS.1.min(2 * seconds);
+                }
+            }
             Err(error) => {
                 soak.tally.failed(&format!("stress-ng: {error}"));
                 soak.rest(PAUSE);
@@ -56,11 +67,11 @@ fn make_group() -> io::Result<()> {
     )
 }
 
-fn once(seed: u64) -> io::Result<Output> {
+fn once(seed: u64, bytes: u64, seconds: u32) -> io::Result<Output> {
     // The shell puts itself into the cgroup, and so all its children.
     let script = format!(
-        "echo $$ > {}/cgroup.procs && exec {PROGRAM} --vm 1 --vm-bytes {MEMORY_BYTES} --vm-method all \
-         --verify --timeout {SECONDS}s --seed {seed} --metrics-brief --temp-path /tmp --yaml {REPORT}",
+        "echo $$ > {}/cgroup.procs && exec {PROGRAM} --vm 1 --vm-bytes {bytes} --vm-method all \
+         --verify --timeout {seconds}s --seed {seed} --metrics-brief --temp-path /tmp --yaml {REPORT}",
         group()
     );
     Command::new(BUSYBOX).args(["sh", "-c", &script]).output()

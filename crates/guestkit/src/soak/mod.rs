@@ -47,15 +47,15 @@ use crate::report::mib;
 use calls::Caller;
 use cpu::Starvation;
 use deaths::Deaths;
-use report::Report;
+use report::{Report, is_a_load_idle};
 use stand::Stand;
 
 const BOOT_TIMEOUT: Duration = Duration::from_secs(240);
 const FINISH_TIMEOUT: Duration = Duration::from_secs(240);
-/// How much longer a soak may take until each tier has had a page.
-const TIERS_TIMEOUT: Duration = Duration::from_secs(150);
+/// How much longer a soak may take until each load has done something, and each tier has had a page.
+const WORK_TIMEOUT: Duration = Duration::from_secs(240);
 /// Time for the daemon to release what it no longer needs.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(20);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Runs a soak; files stay in `target/soak/`.
 ///
@@ -166,9 +166,14 @@ fn disturb(
             others.push(("tiers", scope.spawn(|| below.run(board))));
         }
         let mut deaths = Deaths::new(options, length);
-        let outcome = until(length, board, || {
-            starvation.look(stand.guest.soak_report());
-            deaths.turn(stand, board)
+        let outcome = until(length, || {
+            let guest = stand.guest.soak_report();
+            let idle = guest
+                .as_ref()
+                .is_none_or(|report| is_a_load_idle(&report.progress));
+            starvation.look(guest);
+            deaths.turn(stand, board)?;
+            Ok(idle || board.tier_is_awaited.load(Relaxed))
         });
         board.over.store(true, Relaxed);
         for (name, other) in others {
@@ -180,18 +185,16 @@ fn disturb(
     outcome
 }
 
+/// Turns for `length`, and on for up to [`WORK_TIMEOUT`] while a turn says that it still awaits something:
+/// on a busy machine that takes longer than a short soak.
 fn until(
     length: Duration,
-    board: &Board,
-    mut turn: impl FnMut() -> Result<(), SoakError>,
+    mut turn: impl FnMut() -> Result<bool, SoakError>,
 ) -> Result<(), SoakError> {
     let begun = Instant::now();
-    let latest = || match board.tier_is_awaited.load(Relaxed) {
-        true => length + TIERS_TIMEOUT,
-        false => length,
-    };
-    while begun.elapsed() < latest() {
-        turn()?;
+    let mut is_awaited = true;
+    while begun.elapsed() < length || is_awaited && begun.elapsed() < length + WORK_TIMEOUT {
+        is_awaited = turn()?;
         thread::sleep(Duration::from_millis(50));
     }
     Ok(())

@@ -254,6 +254,19 @@ impl Report {
     }
 }
 
+/// Whether one of the loads in the guest has done nothing yet, of which a report says that it shows nothing. fio
+/// is not among them: it tells what it did when it ends.
+pub(super) fn is_a_load_idle(guest: &SoakProgress) -> bool {
+    let done = [
+        guest.redis_operations,
+        guest.stress_ng_bogo_ops,
+        guest.memory_bytes_verified,
+        guest.swapped_pages,
+        guest.trees,
+    ];
+    done.contains(&0)
+}
+
 /// The longer of the two gaps of a guest.
 pub(super) fn longest_gap_ms(guest: &SoakProgress) -> u64 {
     guest.longest_disk_gap_ms.max(guest.longest_memory_gap_ms)

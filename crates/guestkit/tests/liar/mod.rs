@@ -31,7 +31,7 @@ const SECTORS_PER_PAGE: u64 = 8;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 /// Longest wait for an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// `VHOST_USER_F_PROTOCOL_FEATURES` and `VIRTIO_F_VERSION_1`.
 const FEATURES: u64 = 1 << 30 | 1 << 32;
 
