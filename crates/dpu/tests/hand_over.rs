@@ -157,9 +157,8 @@ fn dpu_that_gives_up_before_it_is_admitted_leaves_the_front_end_to_another() {
     let socket = rig.add("disk", 1, Writes::Taken);
     let mut guest = Guest::new();
     let mut connection = Connection::open(&socket, &mut guest, 1, 0);
-    let copy = |parked: &[ParkedDevice]| -> Vec<ParkedDevice> {
-        parked.iter().map(support_copy).collect()
-    };
+    let copy =
+        |parked: &[ParkedDevice]| -> Vec<ParkedDevice> { parked.iter().map(copy_of).collect() };
     let parked = rig.dpu.park();
     let given_up = Next::after(rig.dir.path());
     given_up.hold(copy(&parked), &image_of(&rig), 1);
@@ -176,50 +175,6 @@ fn dpu_that_gives_up_before_it_is_admitted_leaves_the_front_end_to_another() {
     connection.queues[0].wait_used(&guest);
     assert_eq!(guest.get(request.data, 8), 24_u64.to_le_bytes());
     assert!(!connection.config().is_empty());
-}
-
-/// A copy of everything, as another process has it by its descriptors.
-fn support_copy(device: &ParkedDevice) -> ParkedDevice {
-    use pagetide_dpu::{InflightRecord, ParkedFrontEnd, Record, RingSettings, Runs};
-    use std::os::fd::{AsFd, OwnedFd};
-    let fd = |fd: &dyn AsFd| -> OwnedFd { fd.as_fd().try_clone_to_owned().unwrap() };
-    let front_end = device.front_end.as_ref().map(|front_end| {
-        let record = &front_end.record;
-        let rings = record.rings.iter().map(|ring| RingSettings {
-            size: ring.size,
-            addresses: ring.addresses,
-            base: ring.base,
-            kick: ring.kick.as_ref().map(|kick| Arc::new(fd(&**kick))),
-            call: ring.call.as_ref().map(|call| fd(call)),
-            error: ring.error.as_ref().map(|error| fd(error)),
-            enabled: ring.enabled,
-            runs: Runs::No,
-        });
-        ParkedFrontEnd {
-            connection: front_end.connection.try_clone().unwrap(),
-            record: Record {
-                features: record.features,
-                protocol_features: record.protocol_features,
-                memory: (record.memory.iter())
-                    .map(|(shape, file)| (*shape, fd(file)))
-                    .collect(),
-                inflight: record.inflight.as_ref().map(|inflight| InflightRecord {
-                    bytes: inflight.bytes,
-                    file_offset: inflight.file_offset,
-                    queues: inflight.queues,
-                    queue_size: inflight.queue_size,
-                    file: fd(&inflight.file),
-                }),
-                rings: rings.collect(),
-            },
-        }
-    });
-    ParkedDevice {
-        socket: device.socket.clone(),
-        listener: device.listener.try_clone().unwrap(),
-        front_end,
-        nic: None,
-    }
 }
 
 #[test]

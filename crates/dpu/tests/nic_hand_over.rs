@@ -266,6 +266,10 @@ fn no_frame_is_lost(link: &LinkConfig, from: &str) {
     let mut parked = rig.dpu.park();
     for _ in 0..4 {
         send(50);
+        // Another process begins with it and gives up, so that it is for somebody else after all.
+        let copies = parked.iter().map(copy_of).collect();
+        drop(Next::hold(rig.dir.path(), copies, &config));
+        send(10);
         let next = Next::hold(rig.dir.path(), parked, &config);
         let up_to = send(30);
         next.dpu.admit();

@@ -712,6 +712,28 @@ fn floor_keeps_the_next_buffers_wired_and_lets_them_go_with_their_use() {
     assert_eq!(f.rig.report(&f.socket).wired_bytes, 0);
 }
 
+#[test]
+fn ring_at_rest_after_a_stream_has_its_next_buffers_wired() {
+    for wiring in [Wiring::Floor { buffers: 8 }, Wiring::Fine] {
+        let receive = ReceiveConfig {
+            wiring,
+            ..receive(OnReceiveFault::OutOfOrder, Prefault::Off)
+        };
+        let mut f = fixture_of(Rig::new(1), receive, F_MRG_RXBUF);
+        let rings = wired(&f);
+        for _ in 0..32 {
+            f.post(2048);
+        }
+        for number in 0..300 {
+            f.send(number, 100);
+            assert_eq!(f.packet().0, number);
+            f.post(2048);
+        }
+        let buffers = if wiring == Wiring::Fine { 32 } else { 8 };
+        eventually("they are wired", || wired(&f) == rings + buffers * 4096);
+    }
+}
+
 fn wired(f: &Fixture) -> u64 {
     f.rig.report(&f.socket).wired_bytes
 }
@@ -777,11 +799,17 @@ fn static_wiring_brings_back_and_keeps_all_memory_of_the_guest() {
             .bitmap()
             .allows(everything, Access::Write)
     );
-    // No packet meets a fault.
-    for number in 0..20 {
+    // No packet meets a fault, and it stays so while the front end says anew what memory there is.
+    for number in 0..40 {
+        if number % 10 == 9 {
+            let regions = [region(&f.guest)];
+            f.connection.frontend.set_mem_table(&regions).unwrap();
+            assert_eq!(domain.attributes().wired_pages() * 4096, all);
+        }
         f.post(2048);
         f.send(number, 300);
         assert_eq!(f.packet().0, number);
+        assert_eq!(domain.attributes().wired_pages() * 4096, all);
     }
     assert_eq!(f.nic().fault_drops, 0);
     f.connection.frontend.get_vring_base(RX).unwrap();

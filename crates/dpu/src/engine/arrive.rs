@@ -241,7 +241,9 @@ impl Io {
         let mut view = View::new(memory, queue, &mut sight);
         view.look(chain);
         let mut pages = wanted(&mut view, chain, posted_ns);
+        let looks = view.looks;
         self.scratch.sight = sight;
+        self.charge(queue, looks * CHAIN_COST_BYTES);
         let mut course = RequestTimeline::popped(self.reports.now_ns);
         let held = queue.posted.as_mut().and_then(|posted| {
             let (_, demand) = posted.held.take_if(|(held, _)| *held == chain)?;
@@ -395,7 +397,7 @@ impl Io {
         let held = self.parked.held_of(queue.key);
         device.shared.injector.given_up(held);
         self.parked.abandon(queue.key);
-        let ended = match device.kind.is_leaving() {
+        let ended = match device.kind.is_anothers() {
             true => self.leave_all(device, queue),
             false => self.give_back_all(device, queue),
         };

@@ -25,6 +25,8 @@ use pagetide_addr::{Access, DomainId, FilePage};
 /// Chains before and behind one that are looked at. A page is covered by four of the shortest buffers that drivers
 /// post for packets of 1,500 bytes.
 const NEAR: u64 = 3;
+/// Most parts of a chain that is looked at with its neighbours. Those of drivers have a few: 17 for 64 KiB.
+pub(super) const NEAR_PARTS_MAX: usize = 32;
 
 /// The demands for the absent pages of `spans`, all writable parts of a chain that is not used. `posted_ns` is a time
 /// before it was read from the ring; `unused_parts` has the writable parts of another chain that is posted and unused.
@@ -43,11 +45,13 @@ pub(super) fn wanted_of_posted(
             .iter()
             .all(|(domain, page)| posted.has(*domain, *page))
     };
-    if !is_covered(&posted) {
+    if spans.len() <= NEAR_PARTS_MAX && !is_covered(&posted) {
         let near = chain.0.saturating_sub(NEAR)..=chain.0 + NEAR;
-        for other in near.filter(|other| *other != chain.0) {
-            posted.add(memory, &unused_parts(ChainNo(other)));
-        }
+        let others = near.filter(|other| *other != chain.0);
+        let parts: Vec<_> = others
+            .flat_map(|other| unused_parts(ChainNo(other)))
+            .collect();
+        posted.add(memory, &parts);
     }
     let demand = |(domain, page): (DomainId, FilePage)| PageDemand {
         domain,

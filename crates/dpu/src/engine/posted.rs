@@ -15,7 +15,7 @@
 //! 5.1.6.4).
 
 use super::{
-    blank::wanted_of_posted,
+    blank::{NEAR_PARTS_MAX, wanted_of_posted},
     held::{Held, descriptor},
     pages::wanted_of,
     queue::EngineQueue,
@@ -300,6 +300,8 @@ impl<'a> View<'a> {
     }
 
     /// The writable parts of a chain that is posted and not used, as far as they are known now.
+    ///
+    /// None of a chain of many parts: it would have to be walked for each chain beside it.
     pub(super) fn unused_parts(&mut self, chain: ChainNo) -> Vec<Span> {
         let Some(posted) = self.queue.posted.as_ref() else {
             return Vec::new();
@@ -309,9 +311,11 @@ impl<'a> View<'a> {
             false => true,
         };
         let head = is_unused.then(|| self.head(chain)).flatten();
+        self.looks += u64::from(head.is_some());
         let mut buffers = Buffers::default();
         match head.map(|head| walk(self.memory, self.queue.table, head, &mut buffers)) {
-            Some(Ok(())) => buffers.writable,
+            Some(Ok(())) if buffers.writable.len() <= NEAR_PARTS_MAX => buffers.writable,
+            Some(Ok(())) => Vec::new(),
             // If it is broken, that is reported when it is looked at for a packet.
             Some(Err(_)) | None => Vec::new(),
         }

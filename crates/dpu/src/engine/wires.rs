@@ -18,11 +18,13 @@ use pagetide_vpri::DmaDomain;
 use std::{
     collections::{BTreeMap, VecDeque},
     rc::Rc,
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 /// Most bytes of posted chains that are wired of a queue to their use: 1,024 buffers of a page.
 const TO_USE_BYTES_MAX: u64 = 4 << 20;
+/// Most wires that an engine unwires in one step: some hundred microseconds.
+const STEPS_MAX: u64 = 1024;
 /// Parts of memory whose pages are requested at a time: few, since others need the same host.
 const ASKED_MAX: usize = 4;
 
@@ -134,20 +136,29 @@ impl PostedWires {
         }
     }
 
-    /// Unwires all that is wired.
+    /// Unwires all that is wired; if that is much, on a thread of its own, since others need the engine.
     pub fn unwire_all(&mut self) {
-        let mut gone = 0;
-        match &mut self.how {
+        let gone = match &mut self.how {
             How::ToUse(chains) => {
                 let wires = std::mem::take(chains).into_values().flatten();
-                gone += wires.map(unwire).sum::<u64>();
+                wires.map(unwire).sum()
             }
             How::Cache { cache, used } => {
                 used.clear();
-                cache.clear(|wire| gone += unwire(wire));
+                let mut all = cache.take_all();
+                let bytes = all.len() * PAGE_BYTES;
+                apart(all.len(), move || all.clear(drop_wire));
+                bytes
             }
-            How::Everything(everything) => gone += everything.end(),
-        }
+            How::Everything(everything) => {
+                let wires = everything.end();
+                let bytes = wires.iter().map(|(_, pages)| pages.bytes()).sum();
+                apart(wires.len() as u64, move || {
+                    wires.into_iter().for_each(drop_wire);
+                });
+                bytes
+            }
+        };
         self.bytes = 0;
         self.news.1 += gone;
     }
@@ -163,10 +174,9 @@ impl PostedWires {
         let How::Everything(everything) = &mut self.how else {
             return None;
         };
-        let (more, less) = everything.begin(memory);
-        self.news.1 += less;
-        self.news.0 += more;
+        everything.begin(memory);
         let asked = everything.wire_more(tries);
+        self.news.1 += everything.forget(tries);
         self.news.0 += std::mem::take(&mut everything.wired_bytes);
         asked
     }
@@ -193,6 +203,32 @@ fn unwire((domain, pages): Wire) -> u64 {
     pages.bytes()
 }
 
+fn drop_wire(wire: Wire) {
+    unwire(wire);
+}
+
+/// Does what takes `steps` steps, on a thread of its own if they are many.
+fn apart(steps: u64, work: impl FnOnce() + Send + 'static) {
+    if steps <= STEPS_MAX {
+        return work();
+    }
+    // If there is no thread to be had, it is done here all the same.
+    let work = Arc::new(Mutex::new(Some(work)));
+    let theirs = Arc::clone(&work);
+    let thread = std::thread::Builder::new().name("unwire".to_owned());
+    if let Err(error) = thread.spawn(move || do_once(&theirs)) {
+        tracing::warn!(%error, "an engine unwires many pages itself: there is no thread for it");
+        do_once(&work);
+    }
+}
+
+fn do_once(work: &Mutex<Option<impl FnOnce()>>) {
+    let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(work) = work.take() {
+        work();
+    }
+}
+
 /// A part of memory whose pages are to be requested: at most a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Part {
@@ -206,7 +242,7 @@ pub(crate) struct Part {
 pub(crate) enum PartAnswer {
     /// They were present.
     Present,
-    /// Some have lost their content.
+    /// Some of them cannot be had.
     Lost,
 }
 
@@ -215,9 +251,11 @@ pub(crate) enum PartAnswer {
 /// ```text
 ///   parts ── wired at once, if present
 ///         └─ requested (few at a time) ── answered ─► tried again
-///                                      └─ lost ─────► page by page; the lost ones never
+///                                      └─ lost ─────► each half of it by itself; a page that is lost, never
 /// ```
-/// A part that was present and is evicted before it is wired is requested again.
+/// A part that was present and is evicted before it is wired is requested again. A few parts are tried at a time,
+/// since others need the engine: also when the device gets other memory, of which it may have had most before. What
+/// was wired then stays so until all parts of the new memory have been tried.
 #[derive(Debug, Default)]
 pub(crate) struct Everything {
     memory: Option<Rc<DeviceMemory>>,
@@ -228,18 +266,19 @@ pub(crate) struct Everything {
     left: VecDeque<u32>,
     asked: usize,
     wired: Vec<Wire>,
+    /// What is still wired of the memory before.
+    former: Vec<Wire>,
     /// Not told yet.
     wired_bytes: u64,
 }
 
 impl Everything {
-    /// Begins with `memory`, if that is another one than before; returns what is wired and unwired by that.
-    fn begin(&mut self, memory: &Rc<DeviceMemory>) -> (u64, u64) {
+    /// Begins with `memory`, if that is another one than before.
+    fn begin(&mut self, memory: &Rc<DeviceMemory>) {
         if self.is_of(memory) {
-            return (0, 0);
+            return;
         }
-        // What both have is wired again before it is unwired, so it stays.
-        let before = std::mem::take(&mut self.wired);
+        self.former.append(&mut self.wired);
         self.memory = Some(memory.clone());
         self.number += 1;
         self.parts.clear();
@@ -248,17 +287,17 @@ impl Everything {
             (self.parts).extend(sections.map(|(_, pages)| (domain.clone(), pages)));
         }
         self.left = (0..u32::try_from(self.parts.len()).unwrap_or(u32::MAX)).collect();
-        let mut again = VecDeque::new();
-        if !before.is_empty() {
-            while let Some(part) = self.left.pop_front() {
-                if !self.try_part(part) {
-                    again.push_back(part);
-                }
-            }
-            self.left = again;
+        // Answers to what was asked before are no longer for any part.
+        self.asked = 0;
+    }
+
+    /// Unwires up to `tries` parts of the memory before, once all parts have been tried; bytes that this was.
+    fn forget(&mut self, tries: usize) -> u64 {
+        if !self.left.is_empty() {
+            return 0;
         }
-        let more = std::mem::take(&mut self.wired_bytes);
-        (more, before.into_iter().map(unwire).sum())
+        let from = self.former.len().saturating_sub(tries);
+        self.former.drain(from..).map(unwire).sum()
     }
 
     fn try_part(&mut self, part: u32) -> bool {
@@ -278,7 +317,11 @@ impl Everything {
     }
 
     fn has_more(&self, memory: &Rc<DeviceMemory>) -> bool {
-        !self.is_of(memory) || (!self.left.is_empty() && self.asked < ASKED_MAX)
+        let is_due = match self.left.is_empty() {
+            true => !self.former.is_empty(),
+            false => self.asked < ASKED_MAX,
+        };
+        is_due || !self.is_of(memory)
     }
 
     fn wire_more(&mut self, tries: usize) -> Option<Part> {
@@ -305,28 +348,38 @@ impl Everything {
     }
 
     fn answered(&mut self, PartNo { memory, part }: PartNo, answer: PartAnswer) {
-        self.asked = self.asked.saturating_sub(1);
         if memory != self.number {
             return;
         }
+        self.asked = self.asked.saturating_sub(1);
         match answer {
             PartAnswer::Present => self.left.push_front(part),
-            PartAnswer::Lost => {
-                let Some((domain, pages)) = self.parts.get(part as usize).cloned() else {
-                    return;
-                };
-                for page in pages.iter() {
-                    if domain.attributes().wire(page.single()) {
-                        self.wired_bytes += PAGE_BYTES;
-                        self.wired.push((domain.clone(), page.single()));
-                    }
-                }
-            }
+            PartAnswer::Lost => self.halve(part),
         }
     }
 
-    fn end(&mut self) -> u64 {
-        let wired = std::mem::take(self).wired;
-        wired.into_iter().map(unwire).sum()
+    fn halve(&mut self, part: u32) {
+        let Some((domain, pages)) = self.parts.get(part as usize).cloned() else {
+            return;
+        };
+        let first = pages.len() / 2;
+        if first == 0 {
+            return;
+        }
+        let middle = pages.start.plus(first);
+        for half in [pages.start.run(first), middle.run(pages.len() - first)] {
+            self.left
+                .push_back(u32::try_from(self.parts.len()).unwrap_or(u32::MAX));
+            self.parts.push((domain.clone(), half));
+        }
+    }
+
+    /// All that is wired, for the caller to unwire.
+    fn end(&mut self) -> Vec<Wire> {
+        let Self {
+            mut wired, former, ..
+        } = std::mem::take(self);
+        wired.extend(former);
+        wired
     }
 }

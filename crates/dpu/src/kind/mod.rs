@@ -163,6 +163,14 @@ impl Kind {
         }
     }
 
+    /// The front end has gone, or is not the one that another process has left: what is kept for that one is lost.
+    pub fn forget_handed(&self) {
+        match self {
+            Self::Blk(_) => {}
+            Self::Net(nic) => nic.forget_handed(),
+        }
+    }
+
     /// Another process goes on with the device. Its queues stop next.
     pub fn begin_leaving(&self) {
         match self {
@@ -439,11 +447,11 @@ impl OnEngine {
         }
     }
 
-    /// True if another process goes on with the device: what its queues have is kept for that.
-    pub fn is_leaving(&self) -> bool {
+    /// True if another process goes on with the device: what its queues have is kept for that, or is that one's already.
+    pub fn is_anothers(&self) -> bool {
         match self {
             Self::Blk(_) => false,
-            Self::Net(nic) => nic.is_leaving(),
+            Self::Net(nic) => nic.is_anothers(),
         }
     }
 

@@ -28,7 +28,7 @@ pub struct PairReport {
     pub parked_total: Duration,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct Waits {
     fault_drops: u64,
     times: LatencyCounts,
@@ -56,7 +56,8 @@ impl PairAccount {
 
     /// What it has come to.
     pub fn report(&self) -> PairReport {
-        let waits = self.lock();
+        // Computed from a copy: an engine may wait for the lock.
+        let waits = self.lock().clone();
         let at = |of, in_all| {
             let ns = waits.times.quantile_ns(of, in_all).unwrap_or(0);
             // A bucket's upper end may exceed the longest wait that occurred.

@@ -168,6 +168,12 @@ impl Nic {
         lock(&self.handed).take(pair)
     }
 
+    /// Packets that another process has left are lost: the front end that they are for has gone.
+    pub fn forget_handed(&self) {
+        let gone = lock(&self.handed).take_all();
+        count_up(&self.counters.stop_drops, gone.len() as u64);
+    }
+
     /// True while nothing may be received.
     pub fn is_held(&self) -> bool {
         self.is_held.load(Ordering::Acquire)
@@ -185,9 +191,10 @@ impl Nic {
         *lock(&self.leaving) = Some(ByPair::new(self.pairs, handed));
     }
 
-    /// True once another process goes on with it.
-    pub fn is_leaving(&self) -> bool {
-        lock(&self.leaving).is_some()
+    /// True if another process goes on with it if this one stops now: one that it is left to, or the one that it comes
+    /// from, which has not been told to end. Nothing may be given back to the driver, or closed for good, then.
+    pub fn is_anothers(&self) -> bool {
+        self.is_held() || lock(&self.leaving).is_some()
     }
 
     /// Keeps packets of a pair for that process, behind those that it has.
@@ -220,7 +227,7 @@ impl Nic {
     /// A queue is about to run for a driver that has accepted `features`, or has ended. A pair runs
     /// while one of its queues does.
     pub fn set_running(&self, queue: u16, features: Option<u64>) {
-        if features.is_none() && self.is_leaving() {
+        if features.is_none() && self.is_anothers() {
             // The kernel keeps what comes for the process that goes on: a queue of a TAP that is detached loses it.
             return;
         }

@@ -197,11 +197,15 @@ impl NicOnEngine {
         }
     }
 
-    pub fn is_leaving(&self) -> bool {
-        self.nic.is_leaving()
+    pub fn is_anothers(&self) -> bool {
+        self.nic.is_anothers()
     }
 
     pub fn leaving(&mut self, queue: u16) -> PostedOrder {
+        if self.nic.is_held() {
+            // The process that goes on has all packets itself, and those in the kernel are for it.
+            return PostedOrder::Nothing;
+        }
         let Some(End {
             link,
             receiver: Some(receiver),

@@ -116,6 +116,8 @@ impl Receiver {
             }
             match link.receive(&mut self.staged) {
                 Received::Packet => self.stage = Stage::Full,
+                // A step of its own, so that nobody has the engine go on with such packets alone.
+                Received::Dropped => return PostedOrder::Done,
                 Received::Nothing => {
                     *readable = Readable::No;
                     return PostedOrder::Nothing;
@@ -290,8 +292,12 @@ impl Receiver {
             packets.push(self.staged.whole().into());
         }
         packets.extend(self.handed.drain(..));
-        while link.take_out(&mut self.staged) == Received::Packet {
-            packets.push(self.staged.whole().into());
+        loop {
+            match link.take_out(&mut self.staged) {
+                Received::Packet => packets.push(self.staged.whole().into()),
+                Received::Dropped => {}
+                Received::Nothing => break,
+            }
         }
         self.nic.leave(self.pair, packets);
     }

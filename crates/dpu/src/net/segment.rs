@@ -21,6 +21,8 @@ use std::collections::VecDeque;
 /// Most segments of a packet: of the least segments that every host takes (RFC 9293, 3.7.1: 536 bytes) the longest
 /// packet has 123. A driver that asks for shorter ones would have another guest's device do far more work.
 const SEGMENTS_MAX: usize = 128;
+/// Most bytes of IPv6 extension headers. They are repeated in each segment, so longer ones would make much of little.
+const EXTENSIONS_MAX: usize = 256;
 /// Bytes of a TCP header without options.
 const TCP_BYTES: usize = 20;
 /// Where its checksum is.
@@ -103,7 +105,7 @@ fn places(header: NetHeader, packet: &[u8]) -> Option<Places> {
             packet.get(ip + 9) == Some(&TCP) && said >= 20 && ip_bytes == said
         }
         // Extension headers, if there are any, are the same in each segment.
-        Version::Ip6 => ip_bytes >= 40,
+        Version::Ip6 => (40..=40 + EXTENSIONS_MAX).contains(&ip_bytes),
     };
     let tcp_bytes = usize::from(packet.get(tcp + 12)? >> 4) * 4;
     let payload = tcp + tcp_bytes;

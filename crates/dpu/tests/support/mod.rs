@@ -7,7 +7,8 @@ use pagetide_addr::{
     Access, FilePage, FilePageSet, PAGE_BYTES, PageRequest, PageResponse, ResponseCode,
 };
 use pagetide_dpu::{
-    BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, SocketAccess, Writes,
+    BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, ParkedDevice,
+    SocketAccess, Writes,
 };
 use pagetide_sys::{mapping::SharedMapping, memory_file::GuestFile};
 use pagetide_vpri::{DmaDomain, DomainTable, Doorbell, HostEnd, LookUp};
@@ -349,12 +350,6 @@ pub fn take_away(domain: &DmaDomain, at: u64, bytes: u64) {
             domain.attributes().unmap(section, &set)
         });
     }
-    assert!(
-        !domain
-            .attributes()
-            .bitmap()
-            .allows(FilePage::containing(at).single(), Access::Read)
-    );
 }
 
 /// A connected front end with its queues running.
@@ -726,3 +721,47 @@ pub const T_FLUSH: u32 = 4;
 pub const T_GET_ID: u32 = 8;
 pub const T_DISCARD: u32 = 11;
 pub const T_WRITE_ZEROES: u32 = 13;
+
+/// A copy of everything, as another process has it by its descriptors.
+pub fn copy_of(device: &ParkedDevice) -> ParkedDevice {
+    use pagetide_dpu::{InflightRecord, ParkedFrontEnd, Record, RingSettings, Runs};
+    use std::os::fd::OwnedFd;
+    let fd = |fd: &dyn AsFd| -> OwnedFd { fd.as_fd().try_clone_to_owned().unwrap() };
+    let front_end = device.front_end.as_ref().map(|front_end| {
+        let record = &front_end.record;
+        let rings = record.rings.iter().map(|ring| RingSettings {
+            size: ring.size,
+            addresses: ring.addresses,
+            base: ring.base,
+            kick: ring.kick.as_ref().map(|kick| Arc::new(fd(&**kick))),
+            call: ring.call.as_ref().map(|call| fd(call)),
+            error: ring.error.as_ref().map(|error| fd(error)),
+            enabled: ring.enabled,
+            runs: Runs::No,
+        });
+        ParkedFrontEnd {
+            connection: front_end.connection.try_clone().unwrap(),
+            record: Record {
+                features: record.features,
+                protocol_features: record.protocol_features,
+                memory: (record.memory.iter())
+                    .map(|(shape, file)| (*shape, fd(file)))
+                    .collect(),
+                inflight: record.inflight.as_ref().map(|inflight| InflightRecord {
+                    bytes: inflight.bytes,
+                    file_offset: inflight.file_offset,
+                    queues: inflight.queues,
+                    queue_size: inflight.queue_size,
+                    file: fd(&inflight.file),
+                }),
+                rings: rings.collect(),
+            },
+        }
+    });
+    ParkedDevice {
+        socket: device.socket.clone(),
+        listener: device.listener.try_clone().unwrap(),
+        front_end,
+        nic: device.nic.as_ref().map(|nic| nic.try_clone().unwrap()),
+    }
+}

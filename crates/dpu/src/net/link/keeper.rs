@@ -199,6 +199,10 @@ impl<I: Interface> Keeper<I> {
             return;
         };
         *place = receiving;
+        self.tell(&now);
+    }
+
+    fn tell(&self, now: &Now<I::Part>) {
         if let Err(error) = self.shared.interface.apply(&now.parts, &now.receiving) {
             // It was deleted: it is told again when it is back.
             tracing::debug!(%error, name = self.shared.interface.name(), "an interface is not told what is received");
@@ -207,12 +211,10 @@ impl<I: Interface> Keeper<I> {
 
     /// Of pairs that nobody has said anything about: they do not receive.
     pub fn settle(&self) {
-        let pairs = self.shared.lock().receiving.len();
-        for pair in 0..u16::try_from(pairs).unwrap_or(u16::MAX) {
-            let its = self.shared.lock().receiving.get(usize::from(pair)).copied();
-            if its == Some(Receives::AsBefore) {
-                self.set_receiving(pair, Receives::No);
-            }
+        let mut now = self.shared.lock();
+        let mut unsaid = (now.receiving.iter_mut()).filter(|its| **its == Receives::AsBefore);
+        if unsaid.by_ref().map(|its| *its = Receives::No).count() > 0 {
+            self.tell(&now);
         }
     }
 

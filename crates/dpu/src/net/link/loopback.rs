@@ -63,24 +63,25 @@ impl Loopback {
         if self.take_segment(into) {
             return Received::Packet;
         }
-        while let Some(packet) = self.packets.pop_front() {
-            self.bytes -= packet.len();
-            into.whole_mut()[..packet.len()].copy_from_slice(&packet);
-            into.set_packet_bytes(packet.len() - HEADER_LEN);
-            match NetHeader::for_receiver(into, self.offloads) {
-                Undone::Accepted => {
-                    count(&self.state.received, 1);
+        let Some(packet) = self.packets.pop_front() else {
+            return Received::Nothing;
+        };
+        self.bytes -= packet.len();
+        into.whole_mut()[..packet.len()].copy_from_slice(&packet);
+        into.set_packet_bytes(packet.len() - HEADER_LEN);
+        match NetHeader::for_receiver(into, self.offloads) {
+            Undone::Accepted => {
+                count(&self.state.received, 1);
+                return Received::Packet;
+            }
+            Undone::Refused if self.segments.cut(into) == Cut::Done => {
+                if self.take_segment(into) {
                     return Received::Packet;
                 }
-                Undone::Refused if self.segments.cut(into) == Cut::Done => {
-                    if self.take_segment(into) {
-                        return Received::Packet;
-                    }
-                }
-                Undone::Refused => count(&self.state.receive_drops, 1),
             }
+            Undone::Refused => count(&self.state.receive_drops, 1),
         }
-        Received::Nothing
+        Received::Dropped
     }
 
     /// The next segment of a packet that the driver does not take whole.

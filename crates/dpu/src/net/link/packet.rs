@@ -338,19 +338,27 @@ impl Packet {
         into: &mut PacketBuffer,
         mut next: impl FnMut(&mut Self, &mut PacketBuffer) -> Received,
     ) -> Received {
-        loop {
-            let is_segment = self.segments.take(into);
-            if !is_segment && next(self, into) == Received::Nothing {
+        if !self.segments.take(into) {
+            if next(self, into) == Received::Nothing {
                 return Received::Nothing;
             }
-            match NetHeader::for_receiver(into, self.offloads) {
-                Undone::Accepted => {
-                    count(&self.state.received, 1);
-                    return Received::Packet;
-                }
-                // Its segments are next.
-                Undone::Refused if !is_segment && self.segments.cut(into) == Cut::Done => {}
-                Undone::Refused => count(&self.state.receive_drops, 1),
+            if NetHeader::for_receiver(into, self.offloads) == Undone::Accepted {
+                count(&self.state.received, 1);
+                return Received::Packet;
+            }
+            if self.segments.cut(into) == Cut::Impossible || !self.segments.take(into) {
+                count(&self.state.receive_drops, 1);
+                return Received::Dropped;
+            }
+        }
+        match NetHeader::for_receiver(into, self.offloads) {
+            Undone::Accepted => {
+                count(&self.state.received, 1);
+                Received::Packet
+            }
+            Undone::Refused => {
+                count(&self.state.receive_drops, 1);
+                Received::Dropped
             }
         }
     }

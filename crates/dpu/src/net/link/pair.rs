@@ -267,26 +267,27 @@ impl PairEnd {
         if self.take_segment(into) {
             return Received::Packet;
         }
-        while let Some(packet) = self.lane().pop() {
-            into.whole_mut()[..packet.len()].copy_from_slice(&packet);
-            into.set_packet_bytes(packet.len() - HEADER_LEN);
-            if self.state.received.load(Ordering::Relaxed) == 0 {
-                self.state.set_error(None);
+        let Some(packet) = self.lane().pop() else {
+            return Received::Nothing;
+        };
+        into.whole_mut()[..packet.len()].copy_from_slice(&packet);
+        into.set_packet_bytes(packet.len() - HEADER_LEN);
+        if self.state.received.load(Ordering::Relaxed) == 0 {
+            self.state.set_error(None);
+        }
+        match NetHeader::for_receiver(into, self.offloads) {
+            Undone::Accepted => {
+                count(&self.state.received, 1);
+                return Received::Packet;
             }
-            match NetHeader::for_receiver(into, self.offloads) {
-                Undone::Accepted => {
-                    count(&self.state.received, 1);
+            Undone::Refused if self.segments.cut(into) == Cut::Done => {
+                if self.take_segment(into) {
                     return Received::Packet;
                 }
-                Undone::Refused if self.segments.cut(into) == Cut::Done => {
-                    if self.take_segment(into) {
-                        return Received::Packet;
-                    }
-                }
-                Undone::Refused => count(&self.state.receive_drops, 1),
             }
+            Undone::Refused => count(&self.state.receive_drops, 1),
         }
-        Received::Nothing
+        Received::Dropped
     }
 
     /// The next segment of a packet that the driver does not take whole.

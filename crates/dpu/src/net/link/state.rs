@@ -57,6 +57,8 @@ pub(crate) enum Sent {
 pub(crate) enum Received {
     /// The buffer has it, with its header.
     Packet,
+    /// There was one that the driver cannot take, and it was dropped. There may be more.
+    Dropped,
     /// None yet.
     Nothing,
 }
