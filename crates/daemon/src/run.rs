@@ -385,7 +385,7 @@ impl Serving<'_> {
             let drained = tokio::time::timeout(DRAIN_WAIT, self.drained(&mut server)).await;
             // From here on VMs and disks wait.
             let hurry = Hurry::begin();
-            match self.hand_over(drained) {
+            match self.hand_over(&prepared, drained) {
                 Ok(parts) => {
                     signals.put_back();
                     return Ok(End::HandedOver(prepared, parts, hurry));
@@ -479,14 +479,9 @@ impl Serving<'_> {
     ) -> Result<Prepared, ControlError> {
         self.control.may_hand_over()?;
         let (settings, ready_wait) = (upgrading.settings.to_owned(), upgrading.ready_wait);
-        let is_nic = |device: &DeviceReport| device.kind == "net";
-        // An older program goes on with everything else.
-        let requires = match self.control.devices().iter().any(is_nic) {
-            true => vec![message::POOLS, message::DISKS, message::NICS],
-            false => vec![message::POOLS, message::DISKS],
-        };
+        let requires = self.requires();
         let work =
-            tokio::task::spawn_blocking(move || prepare(&path, &settings, &requires, ready_wait));
+            tokio::task::spawn_blocking(move || prepare(&path, &settings, requires, ready_wait));
         work.await.unwrap_or_else(|gone| {
             Err(ControlError::failed(format!(
                 "the upgrade panicked: {gone}"
@@ -494,8 +489,21 @@ impl Serving<'_> {
         })
     }
 
-    /// Stops all work, if nothing stands against it; returns what is handed over.
-    fn hand_over(&self, drained: Result<(), Elapsed>) -> Result<Parts, String> {
+    /// What a successor must know. An older program goes on with everything but network devices.
+    fn requires(&self) -> &'static [&'static str] {
+        let is_nic = |device: &DeviceReport| device.kind == "net";
+        match self.control.devices().iter().any(is_nic) {
+            true => &[message::POOLS, message::DISKS, message::NICS],
+            false => &[message::POOLS, message::DISKS],
+        }
+    }
+
+    /// Stops all work, if nothing stands against it; returns what is handed over to the process that is `prepared`.
+    fn hand_over(
+        &self,
+        prepared: &Prepared,
+        drained: Result<(), Elapsed>,
+    ) -> Result<Parts, String> {
         let Some(upgrading) = &self.upgrading else {
             return Err("this process is not upgraded while it runs".to_owned());
         };
@@ -507,6 +515,11 @@ impl Serving<'_> {
         }
         let told = |error: ControlError| error.message;
         self.control.may_hand_over().map_err(told)?;
+        if !prepared.knows(self.requires()) {
+            return Err(
+                "a network device was added while the new program started: order the upgrade once more".to_owned(),
+            );
+        }
         let mut parts = Parts::of(upgrading.state_dir, self.socket, now_ns()).map_err(told)?;
         parts.handed.vms = self.control.vms().into_iter().map(|vm| vm.name).collect();
         parts.handed.devices = self.control.hand_over().map_err(told)?;

@@ -78,6 +78,7 @@ pub(crate) fn pass_on(
         channel,
         process,
         report,
+        ..
     } = prepared;
     let (go, fds) = parts.into_message();
     let numbers: Result<Vec<i32>, _> = fds.into_iter().map(inherited::pass_on).collect();

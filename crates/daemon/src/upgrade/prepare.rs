@@ -22,6 +22,8 @@ pub(crate) struct Prepared {
     pub(super) channel: Channel,
     pub(super) process: Successor,
     pub(super) report: UpgradeReport,
+    /// What it has said that it knows.
+    requires: Vec<String>,
 }
 
 /// Its process, killed and waited for when dropped.
@@ -50,6 +52,13 @@ impl Prepared {
         &self.report
     }
 
+    /// True if it has said that it knows what these are.
+    pub(crate) fn knows(&self, required: &[&str]) -> bool {
+        required
+            .iter()
+            .all(|what| self.requires.iter().any(|known| known == what))
+    }
+
     /// The process ends unused.
     pub(crate) fn give_up(self, reason: &str) -> UpgradeReport {
         tracing::warn!(reason, "an upgrade is given up; nothing has been stopped");
@@ -72,9 +81,10 @@ pub(crate) fn prepare(
     let program = Program::open(path).map_err(|error| ControlError::refused(error.to_string()))?;
     let (channel, process) = start(&program)?;
     let pid = process.0.as_ref().map_or(0, Child::id);
+    let requires: Vec<String> = requires.iter().map(|what| (*what).to_owned()).collect();
     let offer = Message::Offer(Offer {
         version: VERSION,
-        requires: requires.iter().map(|what| (*what).to_owned()).collect(),
+        requires: requires.clone(),
         program: env!("CARGO_PKG_VERSION").to_owned(),
         pid: std::process::id(),
         settings: settings.to_owned(),
@@ -109,6 +119,7 @@ pub(crate) fn prepare(
         channel,
         process,
         report,
+        requires,
     })
 }
 
