@@ -213,7 +213,8 @@ struct Naive {
 impl Naive {
     fn new(params: &VmParams, limit: u64) -> Self {
         let all = (0..params.sections).map(SectionNo);
-        let protector = Protector::new(&params.policy, params.sections);
+        let mut protector = Protector::new(&params.policy, params.sections);
+        protector.set_times(params.set_times);
         let mut selection = Selection::default();
         selection.spare(protector.protected().clone());
         selection.follow(all.clone());

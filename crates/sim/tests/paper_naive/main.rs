@@ -385,37 +385,41 @@ fn real(config: &Config, events: &[Event]) -> model::Result {
 fn random_runs_have_every_kind_of_page_fault() {
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let mut sums = std::collections::BTreeMap::new();
-    for _run in 0..2_000 {
+    let mut joins = std::collections::BTreeMap::new();
+    for _run in 0..4_000 {
         let (mut config, faults, events) = (config(), faults(), trace_with_page_outs())
             .new_tree(&mut runner)
             .unwrap()
             .current();
-        let name = format!(
-            "{:?} {:?} {:?}",
-            faults.discipline, faults.on_fault, faults.absent
-        );
+        let kind = format!("{:?} {:?}", faults.discipline, faults.on_fault);
+        let name = format!("{kind} {:?}", faults.absent);
         config.faults = faults;
         let Some(outcome) = real(&config, &events).faults else {
             continue;
         };
-        let sum = sums.entry(name).or_insert([0; 4]);
+        let sum = sums.entry(name).or_insert([0; 3]);
         sum[0] += outcome.waits;
         sum[1] += outcome.held_requests;
         sum[2] += outcome.page_outs;
         // A device that waits where it touches waits for one page at a time; another one may join it.
         if config.devices.count == 1 {
-            sum[3] += outcome.waits - outcome.page_requests;
+            let joined = outcome.waits - outcome.page_requests;
+            *joins.entry(kind).or_insert(0) += joined;
         }
     }
     assert_eq!(sums.len(), 4 * 2 * 3, "{sums:?}");
-    for (name, [waits, held, page_outs, joined]) in sums {
+    for (name, [waits, held, page_outs]) in sums {
         let is_fault = !name.starts_with("Pinned");
         let is_touch = name.starts_with("Touch");
         assert_eq!(waits > 50, is_fault, "{name}: {waits} waits");
         let pauses = is_fault && !is_touch && name.contains("Pause");
         assert_eq!(held > 20, pauses, "{name}: {held} waited behind");
         assert_eq!(page_outs > 50, is_fault, "{name}: {page_outs} page-outs");
-        assert_eq!(joined > 0, is_fault && !is_touch, "{name}: {joined} joined");
+    }
+    // Rare where a queue pauses, so these are not told apart by what is absent.
+    for (kind, joined) in joins {
+        let may_join = !kind.starts_with("Pinned") && !kind.starts_with("Touch");
+        assert_eq!(joined > 0, may_join, "{kind}: {joined} joined");
     }
 }
 

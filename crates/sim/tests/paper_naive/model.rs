@@ -236,6 +236,8 @@ impl<'a> Model<'a> {
                     self.devices[at].more = self.packet(at);
                 } else {
                     self.devices[at].idle += 1;
+                    // No packet was waiting.
+                    self.devices[at].tried = None;
                 }
             }
             if self.is_over() {
