@@ -16,7 +16,7 @@ soak: ## An hour of verified loads in a real guest, its daemon killed again and 
 test: packages ## What each change must pass: format, lints, rules, model checks, units, kernel tests, guests
 	scripts/test
 
-test-all: packages ## And what takes long: fuzz targets, AArch64, four guests under one budget, five minutes of soak
+test-all: packages ## And what takes long: fuzz targets, AArch64, four guests under one budget, a guest's guest, benches of networks, five minutes of soak
 	scripts/test --all
 
 test-aarch64: packages ## Build for AArch64, and the unit tests under qemu-user
@@ -30,7 +30,7 @@ bench: packages ## Every bench against its peer, in the same run; hours (BENCH_F
 	cargo build --release --package pagetide --package pagetide-guestkit
 	scripts/bench $(BENCH_FLAGS)
 
-reproduce: ## The papers: HyperTRIO's findings checked here, VPRI's and Taiji's figures beside those of `make bench`
+reproduce: ## The papers: HyperTRIO's findings checked here, figures of VPRI, Taiji and NPF beside those of `make bench`
 	cargo build --release --package pagetide
 	target/release/pagetide sim findings
 	target/release/pagetide sim figures --out target/figures

@@ -5,8 +5,9 @@
 //! ```text
 //!   the bench's thread, 10.99.0.1 ── TAP ── pagetide run ── QEMU, 10.99.0.2: redis, memcached, iperf3
 //! ```
-//! Further guests of the same daemon are on TAPs and in networks of their own, 10.99.1 and so on. A guest comes from the project's test kit: `network-guest`, of the crate `pagetide-guestkit`, lies beside this
-//! program when both were built, and becomes the QEMU.
+//! Further guests of the same daemon are on TAPs and in networks of their own, 10.99.1 and so on. A guest comes from
+//! the project's test kit: `network-guest`, of the crate `pagetide-guestkit`, lies beside this program when both were
+//! built, and becomes the QEMU.
 
 use crate::{
     daemon::{Daemon, VM, directory_in},
@@ -381,13 +382,18 @@ pub(crate) fn iperf3(words: &[&str]) -> Result<Value, String> {
             .map_err(|error| format!("iperf3 did not print JSON: {error}"))?;
         match told["error"].as_str() {
             None => return Ok(told),
-            // The server is at the end of its last run.
-            Some(error) if error.contains("busy") && begun.elapsed() < CONNECT_WAIT => {
+            // The server is at the end of its last run, or starts again.
+            Some(error) if is_passing(error) && begun.elapsed() < CONNECT_WAIT => {
                 std::thread::sleep(Duration::from_millis(200));
             }
             Some(error) => return Err(format!("iperf3: {error}")),
         }
     }
+}
+
+fn is_passing(error: &str) -> bool {
+    let passing = ["busy", "Connection refused", "Connection reset"];
+    passing.iter().any(|text| error.contains(text))
 }
 
 #[cfg(test)]

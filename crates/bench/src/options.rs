@@ -20,9 +20,7 @@ const BUDGET_VMS_MAX: usize = pagetide_policy::budget::VMS_MAX;
 /// VMs of a fleet: what remains of one takes some hundred bytes.
 const VMS_MAX: i64 = 1_000_000;
 
-/// Of crash, real-size, burst, guest-cost, overhead, overcommit, schedule, swap, tracker, pool and upgrade, the rounds
-/// also of fault, fault-parallel, iopf-scale, iopf-impact and remote, days, VMs and seeds of budget,
-/// VMs and seeds of iopf-daily; others take none.
+/// How large and how long. Each option names the benches that take it; others refuse it.
 #[derive(Args, Clone, PartialEq, Eq, Default, Debug)]
 pub struct SizeOptions {
     /// RAM of the stand-ins, such as 1G,4G,16G (real-size) or 2G (crash, guest-cost, tracker, pool, upgrade), of each
@@ -30,18 +28,21 @@ pub struct SizeOptions {
     #[arg(long, value_name = "SIZE,…", value_delimiter = ',')]
     pub ram: Vec<ByteSize>,
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
-    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20, neighbour: 10, cold-ring: 3, rnpf-rate: 6, pinning: 6, nic-impact: 3, net-guest: 4, memory-move: 2, adp-live: 8, of isolation iopf-scale: 5)
+    /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20,
+    /// neighbour: 10, cold-ring: 3, rnpf-rate: 6, pinning: 6, nic-impact: 3, net-guest: 4, memory-move: 2, adp-live:
+    /// 8, of isolation iopf-scale: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
-    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale: 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20), longest
+    /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale:
+    /// 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20), longest
     /// search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
-    /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out,
-    /// programs; upgrade: stand-ins, real-guests; crash: daemon, dpu, guest; net-pps:
-    /// transmit, receive, loop, _64, _1518; cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024, guest; memory-move: table-5, fig-7; nic-impact: redis, memcached, udp,
-    /// drop, out_of_order)
+    /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out, programs;
+    /// upgrade: stand-ins, real-guests; crash: daemon, dpu, guest; net-pps: transmit, receive, loop, _64, _1518;
+    /// cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024, guest; memory-move: table-5, fig-7;
+    /// nic-impact: redis, memcached, udp, drop, out_of_order)
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
     /// Setting of the daemon, as in its file; may be given again

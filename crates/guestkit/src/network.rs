@@ -114,7 +114,10 @@ impl Server {
             Self::Memcached(mib) => {
                 format!("/bin/memcached -u root -l 0.0.0.0 -p 11211 -U 0 -m {mib} -t 2")
             }
-            Self::Iperf3 => "/bin/iperf3 -s >/dev/null".to_owned(),
+            // It ends itself now and then, with several streams at a time.
+            Self::Iperf3 => {
+                "while :; do /bin/iperf3 -s >/dev/null; /bin/busybox sleep 1; done".to_owned()
+            }
         }
     }
 }
@@ -224,10 +227,14 @@ pub fn interface(back: Back<'_>, queues: u16, ring: u16, version: Version) -> Ve
                 format!("vhost-user,id=n0,chardev=net0,queues={queues}"),
             );
         }
-        Back::Qemu(number) => option(
-            "-netdev",
-            format!("tap,id=n0,ifname=pt{number},script=no,downscript=no,queues={queues}"),
-        ),
+        Back::Qemu(number) => {
+            // QEMU opens a TAP of several queues only if it is to have several itself. The device uses one with mq=off.
+            let queues = queues.max(2);
+            option(
+                "-netdev",
+                format!("tap,id=n0,ifname=pt{number},script=no,downscript=no,queues={queues}"),
+            );
+        }
     }
     // Without MSI-X: QEMU 7.2 dies with it under software emulation if the back end is another process.
     let mq = if queues > 1 { "on" } else { "off" };

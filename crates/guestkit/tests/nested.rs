@@ -23,7 +23,7 @@ use pagetide_guestkit::steps::{
     PATIENCE, VM, let_go, number, small, squeeze, take_turn, working_guest,
 };
 
-/// Starts a daemon, and a stand-in of 24 MiB with a disk of its; takes it over with a limit of 10 MiB, has it compare
+/// Starts a daemon, and a stand-in of 24 MiB with a disk of its; takes it over with a limit of 16 MiB, has it compare
 /// all of its pages again and again, and says how often it was sound, with what the daemon has done.
 const SCRIPT: &str = r#"
 b=/bin/busybox
@@ -46,7 +46,7 @@ exec 3>orders
 until $b grep -q ready answers; do
     $b sleep 0.2
 done
-/bin/pagetide attach --pid $vm --name inner --limit 10M >said 2>&1 || say "refused: $($b cat said)"
+/bin/pagetide attach --pid $vm --name inner --limit 16M >said 2>&1 || say "refused: $($b cat said)"
 figure() { $b sed -n "s/.*\"$1\": *\([0-9]*\).*/\1/p" said | $b head -n 1; }
 rounds=0
 while :; do

@@ -45,7 +45,7 @@ fn pings(guest: &Guest) -> Vec<String> {
     network::pings(&console).map(str::to_owned).collect()
 }
 
-/// Runs iperf3 against the guest's server, which may still be busy with the end of its last run.
+/// Runs iperf3 against the guest's server, which may still be busy with the end of its last run, or start again.
 fn iperf3(words: &[&str]) {
     let begun = Instant::now();
     loop {
@@ -57,7 +57,7 @@ fn iperf3(words: &[&str]) {
         }
         let said = [&ran.stdout[..], &ran.stderr[..]].concat();
         let said = String::from_utf8_lossy(&said).into_owned();
-        let is_busy = said.contains("busy running a test");
+        let is_busy = said.contains("busy running a test") || said.contains("Connection refused");
         assert!(is_busy && begun.elapsed() < PATIENCE, "{words:?}: {said}");
         thread::sleep(Duration::from_millis(200));
     }

@@ -7,16 +7,16 @@
 //!       adp     against none: Fig 18; the NIC of a working VM over an hour: Fig 17
 //! ```
 //! The VMs have been running for weeks when their day begins: each section is as old as it is after long. The fleet
-//! is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's
-//! statements it is to be fitted to, which is not done yet. Those will not be results, though the report has them beside
-//! the paper's; `figures.to_be_fitted` names them. The evictor, the policies and the choice of victims are the product's own. The mode is
-//! the paper's: the scan sees CPUs only.
+//! is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's statements it
+//! is to be fitted to, which is not done yet. Those will not be results, though the report has them beside the
+//! paper's; `figures.to_be_fitted` names them. The evictor, the policies and the choice of victims are the product's
+//! own. The mode is the paper's: the scan sees CPUs only.
 //!
 //! A host is replayed by one thread, under one arm after the other, and what remains of a VM is [`VmDay`]. So memory
 //! is that of a few hosts, however many there are.
 //!
-//! The one property of the fleet that decides what is saved of disks' faults is not stated by the paper: how much memory
-//! the disk of a sleeping VM uses. `figures.files` has the result for other values of it.
+//! The one property of the fleet that decides what is saved of disks' faults is not stated by the paper: how much
+//! memory the disk of a sleeping VM uses. `figures.files` has the result for other values of it.
 
 mod figures;
 mod plots;

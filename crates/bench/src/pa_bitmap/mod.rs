@@ -7,10 +7,10 @@
 //! `dram`, does the same in a plain array of the same size, with one load each.
 //!
 //! **Updates** ([`update`]) by one thread, while an engine on another CPU does DMA under leases all the
-//! time: bits cleared and the heavy fence passed, after which no further DMA begins. The rest, waiting for
-//! DMA under way, is `lease_wait_us` for sections without any and `lease_wait_engine_us` for those that the
-//! engine works on. These are stores in one process. An update is bits and fence: `bits_2mib_us` are a section's bits alone, `membarrier_us` is what asking engines saves, both
-//! measured in turns with the updates.
+//! time: bits cleared and the heavy fence passed, after which no further DMA begins. The rest, waiting for DMA under
+//! way, is `lease_wait_us` for sections without any and `lease_wait_engine_us` for those that the engine works on.
+//! These are stores in one process. An update is bits and fence: `bits_2mib_us` are a section's bits alone,
+//! `membarrier_us` is what asking engines saves, both measured in turns with the updates.
 //!
 //! **Round trips** ([`round_trip`]) are updates as the paper's: through the event queue of the VPRI function
 //! to the device and back, idle and `with_dma`.

@@ -9,7 +9,8 @@
 //! ```
 //! The strategies take turns: *none*, *floor* (the next 256 buffers), *fine* (each posted buffer), *coarse* (a pin-down
 //! cache of 16 MiB) and *static* (all RAM). What stays after the eviction is `kept_bytes`; all other RAM a
-//! neighbour can have. A strategy that the daemon refuses is null, with its reason.
+//! neighbour can have. A strategy that the daemon refuses has the reason
+//! instead of figures.
 //!
 //! The paper's table has crosses and ticks and no numbers; here they are numbers. Its last column, simple programming, is
 //! the same for all: no strategy is in the guest.
