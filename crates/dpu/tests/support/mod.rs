@@ -3,9 +3,7 @@
 //! messages; and a host that answers page requests as a test likes.
 #![expect(dead_code, reason = "each test file uses a part of it")]
 
-use pagetide_addr::{
-    Access, FilePage, FilePageSet, PAGE_BYTES, PageRequest, PageResponse, ResponseCode,
-};
+use pagetide_addr::{FilePageSet, PAGE_BYTES, PageRequest, PageResponse, ResponseCode};
 use pagetide_dpu::{
     BlkConfig, DeviceReport, DirectIo, Dpu, DpuConfig, ImageUse, OnFault, ParkedDevice,
     SocketAccess, Writes,
