@@ -112,10 +112,20 @@ pub(crate) fn evict_all(daemon: &Daemon, pages: u64) -> Result<VmReport, String>
 
 /// Adds a block device.
 pub(crate) fn add_blk(daemon: &Daemon, socket: &Path, image: &Path) -> Result<(), String> {
+    add_blk_of(daemon, socket, image, 1)
+}
+
+/// The same with so many queues.
+pub(crate) fn add_blk_of(
+    daemon: &Daemon,
+    socket: &Path,
+    image: &Path,
+    queues: u16,
+) -> Result<(), String> {
     let body = BlkRequest {
         socket: socket.to_owned(),
         image: image.to_owned(),
-        queues: 1,
+        queues,
         read_only: false,
         weight: pagetide_dpu::WEIGHT_DEFAULT,
         lookup: true,

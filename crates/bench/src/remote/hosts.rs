@@ -90,6 +90,7 @@ impl FarHost {
             .arg(&self.program)
             .args(["--bind", &self.address.to_string(), "--port"])
             .arg(PORT.to_string())
+            .args(["--protected-mode", "no"])
             .args(["--save", "", "--appendonly", "yes", "--appendfsync"])
             .args(["always", "--dir"])
             .arg(&self.folder)

@@ -6,7 +6,7 @@
 
 use crate::{
     daemon::{Daemon, directory_in},
-    fault::process::add_blk,
+    fault::process::add_blk_of,
     orders::{daemon_program, this_program},
     programs::Programs,
 };
@@ -116,9 +116,9 @@ impl Running {
         })
     }
 
-    /// Adds a disk.
+    /// Adds a disk, with as many queues as a stock guest wants.
     pub(super) fn add_disk(&self, (socket, image): &(PathBuf, PathBuf)) -> Result<(), String> {
-        add_blk(&self.daemon, socket, image)
+        add_blk_of(&self.daemon, socket, image, 2)
     }
 
     /// Takes a VMM over.
