@@ -820,6 +820,38 @@ fn static_wiring_brings_back_and_keeps_all_memory_of_the_guest() {
     assert_eq!(wired(&f), 0);
 }
 
+#[test]
+fn static_wiring_goes_without_a_page_that_cannot_be_had_and_no_other() {
+    const ABSENT: u64 = 2 << 20;
+    let receive = ReceiveConfig {
+        wiring: Wiring::Static,
+        ..receive(OnReceiveFault::Drop, Prefault::Off)
+    };
+    let rig = Rig::new(1);
+    let guest = Guest::new();
+    let domain = guest.early_domain(&rig);
+    take_away(&domain, RAM_BYTES - ABSENT, ABSENT);
+    rig.host.hold();
+    let f = connected(rig, receive, F_MRG_RXBUF, guest);
+    let lost = FilePage::containing(RAM_BYTES - ABSENT / 3);
+    eventually("all but that page is wired", || {
+        while let Some(request) = f.rig.host.request_at_hand() {
+            let code = match request.pages.iter().any(|page| page == lost) {
+                true => ResponseCode::InvalidRequest,
+                false => ResponseCode::Success,
+            };
+            f.rig.host.answer(code, 1);
+        }
+        f.domain.attributes().wired_pages() * 4096 == RAM_BYTES - 4096
+    });
+    assert!(
+        !f.domain
+            .attributes()
+            .bitmap()
+            .allows(lost.single(), Access::Read)
+    );
+}
+
 /// Two absent pages, and buffers in them; the requests for the first buffer, as kind and first page.
 fn requests_for(buffers: &[(u64, u32)], pages: u64) -> Vec<(RequestKind, u64, u64)> {
     let mut f = fixture(OnReceiveFault::Pause);

@@ -261,10 +261,12 @@ pub(crate) struct Everything {
     memory: Option<Rc<DeviceMemory>>,
     /// How many there were before it.
     number: u32,
-    parts: Vec<Wire>,
     /// Parts to be tried.
-    left: VecDeque<u32>,
-    asked: usize,
+    left: VecDeque<Wire>,
+    /// Parts that were requested, by number: at most [`ASKED_MAX`].
+    asked: BTreeMap<u32, Wire>,
+    /// How many were.
+    requests: u32,
     wired: Vec<Wire>,
     /// What is still wired of the memory before.
     former: Vec<Wire>,
@@ -281,14 +283,13 @@ impl Everything {
         self.former.append(&mut self.wired);
         self.memory = Some(memory.clone());
         self.number += 1;
-        self.parts.clear();
+        // Answers to what was asked before are no longer for any part.
+        self.asked.clear();
+        self.left.clear();
         for (domain, range) in memory.parts() {
             let sections = range.by_section();
-            (self.parts).extend(sections.map(|(_, pages)| (domain.clone(), pages)));
+            (self.left).extend(sections.map(|(_, pages)| (domain.clone(), pages)));
         }
-        self.left = (0..u32::try_from(self.parts.len()).unwrap_or(u32::MAX)).collect();
-        // Answers to what was asked before are no longer for any part.
-        self.asked = 0;
     }
 
     /// Unwires up to `tries` parts of the memory before, once all parts have been tried; bytes that this was.
@@ -300,18 +301,6 @@ impl Everything {
         self.former.drain(from..).map(unwire).sum()
     }
 
-    fn try_part(&mut self, part: u32) -> bool {
-        let Some((domain, pages)) = self.parts.get(part as usize) else {
-            return true;
-        };
-        let is_wired = domain.attributes().wire(*pages);
-        if is_wired {
-            self.wired_bytes += pages.bytes();
-            self.wired.push((domain.clone(), *pages));
-        }
-        is_wired
-    }
-
     fn is_of(&self, memory: &Rc<DeviceMemory>) -> bool {
         (self.memory.as_ref()).is_some_and(|known| Rc::ptr_eq(known, memory))
     }
@@ -319,30 +308,33 @@ impl Everything {
     fn has_more(&self, memory: &Rc<DeviceMemory>) -> bool {
         let is_due = match self.left.is_empty() {
             true => !self.former.is_empty(),
-            false => self.asked < ASKED_MAX,
+            false => self.asked.len() < ASKED_MAX,
         };
         is_due || !self.is_of(memory)
     }
 
     fn wire_more(&mut self, tries: usize) -> Option<Part> {
         for _ in 0..tries {
-            if self.asked >= ASKED_MAX {
+            if self.asked.len() >= ASKED_MAX {
                 return None;
             }
-            let part = self.left.pop_front()?;
-            if self.try_part(part) {
+            let (domain, pages) = self.left.pop_front()?;
+            if domain.attributes().wire(pages) {
+                self.wired_bytes += pages.bytes();
+                self.wired.push((domain, pages));
                 continue;
             }
-            let (domain, pages) = self.parts.get(part as usize)?;
-            self.asked += 1;
-            return Some(Part {
+            self.requests = self.requests.wrapping_add(1);
+            let asked = Part {
                 number: PartNo {
                     memory: self.number,
-                    part,
+                    part: self.requests,
                 },
                 domain: domain.id(),
-                pages: *pages,
-            });
+                pages,
+            };
+            self.asked.insert(self.requests, (domain, pages));
+            return Some(asked);
         }
         None
     }
@@ -351,26 +343,21 @@ impl Everything {
         if memory != self.number {
             return;
         }
-        self.asked = self.asked.saturating_sub(1);
-        match answer {
-            PartAnswer::Present => self.left.push_front(part),
-            PartAnswer::Lost => self.halve(part),
-        }
-    }
-
-    fn halve(&mut self, part: u32) {
-        let Some((domain, pages)) = self.parts.get(part as usize).cloned() else {
+        let Some((domain, pages)) = self.asked.remove(&part) else {
             return;
         };
-        let first = pages.len() / 2;
-        if first == 0 {
-            return;
-        }
-        let middle = pages.start.plus(first);
-        for half in [pages.start.run(first), middle.run(pages.len() - first)] {
-            self.left
-                .push_back(u32::try_from(self.parts.len()).unwrap_or(u32::MAX));
-            self.parts.push((domain.clone(), half));
+        match answer {
+            PartAnswer::Present => self.left.push_front((domain, pages)),
+            PartAnswer::Lost => {
+                let half = pages.len() / 2;
+                if half > 0 {
+                    let middle = pages.start.plus(half);
+                    // First of all, so that few halves wait at a time, however much is lost.
+                    self.left
+                        .push_front((domain.clone(), middle.run(pages.len() - half)));
+                    self.left.push_front((domain, pages.start.run(half)));
+                }
+            }
         }
     }
 
