@@ -114,10 +114,7 @@ impl Server {
             Self::Memcached(mib) => {
                 format!("/bin/memcached -u root -l 0.0.0.0 -p 11211 -U 0 -m {mib} -t 2")
             }
-            // It ends itself now and then, with several streams at a time.
-            Self::Iperf3 => {
-                "while :; do /bin/iperf3 -s >/dev/null; /bin/busybox sleep 1; done".to_owned()
-            }
+            Self::Iperf3 => "/bin/iperf3 -s >/dev/null".to_owned(),
         }
     }
 }
