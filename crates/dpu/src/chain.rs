@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reading a descriptor chain that a guest has written (virtio 1.2, 2.7).
 //!
-//! virtio-queue keeps the rings. The chain is walked here, for two reasons. Its iterator turns
+//! virtio-queue keeps the addresses of the rings. The chain is walked here, for two reasons. Its iterator turns
 //! every failure into 'end of chain', so an absent page inside an indirect table would look like a
 //! short request. And it starts only from the avail ring, while a chain that was parked, or that a
 //! predecessor left in the in-flight region, is known by its head alone.
@@ -21,7 +21,7 @@
 use crate::memory::{DeviceMemory, LeaseSet, OutsideMemory, Span};
 use pagetide_addr::{Access, Gpa};
 use virtio_queue::desc::split::Descriptor;
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::{Bytes, GuestAddress, VolatileMemory};
 
 /// Bytes of a descriptor.
 const DESCRIPTOR_BYTES: u32 = 16;
@@ -208,10 +208,7 @@ impl Walk<'_> {
                 return Err(ChainError::IndexOutOfRange { index, size });
             }
             let address = at.0 + u64::from(index) * u64::from(DESCRIPTOR_BYTES);
-            let descriptor: Descriptor = self
-                .memory
-                .read_obj(GuestAddress(address))
-                .map_err(|_| outside(address, DESCRIPTOR_BYTES))?;
+            let descriptor = self.descriptor(address)?;
             if descriptor.refers_to_indirect_table() {
                 if descriptor.has_next() {
                     return Err(ChainError::IndirectNotLast);
@@ -227,6 +224,19 @@ impl Walk<'_> {
                 return Ok(None);
             }
             index = descriptor.next();
+        }
+    }
+
+    fn descriptor(&self, address: u64) -> Result<Descriptor, ChainError> {
+        let slice = self.memory.contiguous(address, DESCRIPTOR_BYTES);
+        let whole = slice.and_then(|slice| Some(slice.get_ref::<Descriptor>(0).ok()?.load()));
+        match whole {
+            Some(descriptor) => Ok(descriptor),
+            // An indirect table need not be aligned, so the end of a region may cut it anywhere.
+            None => self
+                .memory
+                .read_obj(GuestAddress(address))
+                .map_err(|_| outside(address, DESCRIPTOR_BYTES).into()),
         }
     }
 

@@ -24,7 +24,8 @@
 //! After a death between the update of the used index and `finish`, `used_idx` differs from the
 //! ring's: the last batch (one head, here) was completed and is cleared. All other heads with
 //! `inflight = 1` are done again in the order of their counters. Block requests may be done twice:
-//! the same data to the same place, before their completion was announced.
+//! the same data to the same place, before their completion was announced. If memory is lost in between, `finish` is
+//! left out, and the device stops.
 
 use pagetide_sys::mapping::SharedMapping;
 use std::sync::{

@@ -25,10 +25,13 @@
 
 use pagetide_addr::{Access, FileRange, Gpa};
 use pagetide_vpri::{DmaDomain, EnginePort, Lease};
-use std::{cell::Cell, sync::Arc};
+use std::{
+    cell::Cell,
+    sync::{Arc, atomic::Ordering},
+};
 use vm_memory::{
-    GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions, VolatileSlice,
-    guest_memory::GuestMemorySliceIterator,
+    Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions,
+    VolatileMemory, VolatileSlice, guest_memory::GuestMemorySliceIterator,
 };
 
 /// An address that no region holds.
@@ -62,6 +65,14 @@ impl Span {
     /// The pages it touches. (Bounds were checked when the span was created, so nothing overflows.)
     pub fn pages(self) -> FileRange {
         FileRange::covering(self.offset, u64::from(self.len)).unwrap_or_default()
+    }
+
+    /// Both, if `next` begins where this one ends.
+    #[inline]
+    pub fn joined(self, next: Self) -> Option<Self> {
+        let follows = next.port == self.port && next.offset == self.offset + u64::from(self.len);
+        let len = self.len.checked_add(next.len)?;
+        follows.then_some(Self { len, ..self })
     }
 }
 
@@ -152,6 +163,65 @@ impl DeviceMemory {
                 gpa: Gpa(span.offset),
                 bytes: u64::from(span.len),
             })
+    }
+}
+
+/// Fields of rings, whose pages are wired. `GuestMemory` below is for any range, and takes longer.
+impl DeviceMemory {
+    /// The bytes at `gpa`, if they are contiguous in one file. They must be leased or wired.
+    #[inline]
+    pub fn contiguous(&self, gpa: u64, bytes: u32) -> Option<VolatileSlice<'_>> {
+        let span = self.first_span(gpa, bytes)?;
+        match span.len == bytes {
+            true => self.slice(span).ok(),
+            false => None,
+        }
+    }
+
+    /// Reads a little-endian field, which is aligned where its ring is (else it counts as outside).
+    ///
+    /// # Errors
+    /// It is not in guest memory.
+    #[inline]
+    pub fn load_u16(&self, gpa: u64, order: Ordering) -> Result<u16, OutsideMemory> {
+        let field = self.contiguous(gpa, 2);
+        let loaded = field.and_then(|field| field.load::<u16>(0, order).ok());
+        loaded.map(u16::from_le).ok_or_else(|| outside(gpa, 2))
+    }
+
+    /// Writes a little-endian field.
+    ///
+    /// # Errors
+    /// As of [`Self::load_u16`].
+    #[inline]
+    pub fn store_u16(&self, gpa: u64, word: u16, order: Ordering) -> Result<(), OutsideMemory> {
+        let field = self.contiguous(gpa, 2);
+        let stored = field.and_then(|field| field.store(word.to_le(), 0, order).ok());
+        stored.ok_or_else(|| outside(gpa, 2))
+    }
+
+    /// Writes a little-endian entry, in no order to anything else.
+    ///
+    /// # Errors
+    /// It is not in guest memory.
+    #[inline]
+    pub fn store_u64(&self, gpa: u64, word: u64) -> Result<(), OutsideMemory> {
+        let word = word.to_le();
+        let entry = self.contiguous(gpa, 8);
+        match entry.and_then(|entry| Some(entry.get_ref::<u64>(0).ok()?.store(word))) {
+            Some(()) => Ok(()),
+            // It is cut by the end of a region.
+            None => self
+                .write_obj(word, GuestAddress(gpa))
+                .map_err(|_| outside(gpa, 8)),
+        }
+    }
+}
+
+fn outside(gpa: u64, bytes: u64) -> OutsideMemory {
+    OutsideMemory {
+        gpa: Gpa(gpa),
+        bytes,
     }
 }
 
@@ -262,7 +332,6 @@ pub(crate) mod tests {
     use pagetide_vhost_backend::RegionShape;
     use pagetide_vpri::{DomainTable, LookUp};
     use std::os::fd::AsFd;
-    use vm_memory::Bytes;
 
     /// A memfd and the domains that contain it.
     pub(crate) struct Ram {

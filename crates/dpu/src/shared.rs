@@ -65,7 +65,7 @@ pub enum StopReason {
     Ring {
         /// Queue number.
         queue: u16,
-        /// The error of virtio-queue.
+        /// What is wrong with them.
         error: String,
     },
     /// Guest memory needed even for an answer is lost.

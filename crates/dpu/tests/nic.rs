@@ -13,6 +13,7 @@ use pagetide_vpri::LookUp;
 use std::path::PathBuf;
 use support::*;
 use vhost::VhostBackend;
+use vmm_sys_util::eventfd::EventFd;
 
 /// `struct virtio_net_hdr` before a packet.
 const HEADER: u32 = 12;
@@ -150,6 +151,66 @@ fn packet_whose_page_is_absent_pauses_its_queue_alone_and_names_its_pair() {
     assert_eq!(f.wait_used(3), (second, 0));
     let report = f.rig.report(&f.socket);
     assert_eq!((report.failed_requests, report.timed_out_requests), (0, 0));
+}
+
+#[test]
+fn packets_of_a_batch_are_done_up_to_the_cold_one_and_those_behind_it_stay_in_the_ring() {
+    const COLD: usize = 5;
+    let mut f = fixture(F_EVENT_IDX);
+    f.rig.host.hold();
+    let packets: Vec<_> = (0..10)
+        .map(|number| match number {
+            COLD => f.cold(1514),
+            _ => f.packet(60),
+        })
+        .collect();
+    // The engine is told of all of them at once.
+    let silent = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    let kick = std::mem::replace(&mut f.connection.queues[1].kick, silent);
+    let heads: Vec<u16> = packets.iter().map(|parts| f.submit(1, parts)).collect();
+    f.connection.queues[1].kick = kick;
+    f.connection.queues[1].kick.write(1).unwrap();
+    f.rig.host.next_request();
+    for head in &heads[..COLD] {
+        assert_eq!(f.wait_used(1), (*head, 0));
+    }
+    assert!(f.connection.queues[1].poll_used(&f.guest).is_none());
+    f.rig.host.let_go();
+    for head in &heads[COLD..] {
+        assert_eq!(f.wait_used(1), (*head, 0));
+    }
+    let report = f.rig.report(&f.socket);
+    assert_eq!((report.requests, report.failed_requests), (10, 0));
+}
+
+#[test]
+fn packets_before_a_broken_chain_of_a_batch_are_shown_and_the_device_stops() {
+    let mut f = fixture(0);
+    let packets: Vec<_> = (0..6).map(|_| f.packet(60)).collect();
+    let silent = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+    let queue = &mut f.connection.queues[1];
+    let kick = std::mem::replace(&mut queue.kick, silent);
+    let heads: Vec<u16> = (packets.iter().enumerate())
+        .map(|(number, parts)| {
+            let head = queue.submit(&f.guest, parts);
+            if number == 3 {
+                // The chain goes round.
+                let next = f.guest.get(queue.desc + 16 * u64::from(head) + 14, 2);
+                let next = u16::from_le_bytes([next[0], next[1]]);
+                let second = queue.desc + 16 * u64::from(next);
+                f.guest.put(second + 12, &NEXT.to_le_bytes());
+                f.guest.put(second + 14, &head.to_le_bytes());
+            }
+            head
+        })
+        .collect();
+    queue.kick = kick;
+    queue.kick.write(1).unwrap();
+    for head in &heads[..3] {
+        assert_eq!(f.wait_used(1), (*head, 0));
+    }
+    eventually("the device stops", || f.state() == DeviceState::Stopped);
+    assert!(f.connection.queues[1].poll_used(&f.guest).is_none());
 }
 
 #[test]

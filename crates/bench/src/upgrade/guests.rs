@@ -28,8 +28,8 @@ const STOCK_DISK_BYTES: u64 = 64 << 20;
 const STOCK_RAM_BYTES: u64 = 768 << 20;
 /// Evicted from a stock guest before each upgrade.
 const STOCK_EVICTED_BYTES: u64 = 64 << 20;
-/// A run of a stock guest's load.
-const STOCK_RUN: Duration = Duration::from_secs(5);
+/// A run of a stock guest's load: long enough for a pass of stress-ng over its memory, on a part of a CPU.
+const STOCK_RUN: Duration = Duration::from_secs(15);
 /// Of a vCPU's time, how long one looks whether it goes on.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -255,6 +255,12 @@ impl Stock {
 impl Drop for Stock {
     fn drop(&mut self) {
         self.shared.ends.store(true, Relaxed);
+        // Its VMM ends with the thread, after the run under way.
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            eprintln!("the thread of {} panicked", self.name);
+        }
     }
 }
 

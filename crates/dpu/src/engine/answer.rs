@@ -108,11 +108,12 @@ impl Io {
     ) -> Result<(), StopReason> {
         let told = self.answer(device, queue, memory, answer);
         leases.release(memory);
+        self.scratch.keep_leases(leases);
         told
     }
 
     /// Writes the answer and puts the chain into the used ring.
-    fn answer(
+    pub(super) fn answer(
         &mut self,
         device: &mut Device,
         queue: &mut EngineQueue,
@@ -142,17 +143,10 @@ impl Io {
         if let Some(inflight) = &queue.inflight {
             inflight.prepare(answer.head);
         }
-        queue
-            .queue
-            .add_used(memory, answer.head, written)
-            .map_err(|e| queue.broken(&e))?;
+        queue.put_used(memory, &[(answer.head, written)])?;
         if let Some(inflight) = &queue.inflight {
             inflight.finish(answer.head, queue.queue.next_used());
         }
-        if let Some(reason) = queue.lost(memory) {
-            return Err(reason);
-        }
-        queue.needs_call = true;
         self.reports
             .done(device, queue.key, to_guest + from_guest, &answer.course);
         Ok(())

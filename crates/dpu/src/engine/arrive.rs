@@ -55,6 +55,24 @@ impl Io {
         if !matches!(queue.state, QueueState::Running) {
             return Served::Nothing;
         }
+        queue.publish_later();
+        let served = self.serve_arrivals(device, queue, &memory);
+        match queue.publish_all(&memory) {
+            Ok(()) => served,
+            Err(reason) => {
+                device.shared.stop(reason);
+                queue.tell_error();
+                Served::Nothing
+            }
+        }
+    }
+
+    fn serve_arrivals(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+    ) -> Served {
         queue.credit.refill(QUEUE_COST_BYTES);
         if let Some(posted) = queue.posted.as_mut() {
             posted.saw_end = false;
@@ -62,7 +80,7 @@ impl Io {
         if device.kind.has_arrivals(queue.key.queue) {
             self.reports.look_at_clock();
         }
-        let mut served = self.wire_more(device, queue, &memory);
+        let mut served = self.wire_more(device, queue, memory);
         loop {
             match self.fair.may_step(queue.key.device) {
                 Verdict::Go if queue.credit.is_left() => {}
@@ -70,7 +88,7 @@ impl Io {
                 Verdict::NextTurn => return Served::Spent,
                 Verdict::Full => return Served::Full,
             }
-            match self.arrive(device, queue, &memory) {
+            match self.arrive(device, queue, memory) {
                 Ok(PostedOrder::Nothing) => return served,
                 Ok(_) => served = Served::InPart,
                 Err(reason) => {
@@ -127,7 +145,7 @@ impl Io {
             PostedOrder::Wire(chain) => self.wire_posted(device, queue, memory, chain),
             PostedOrder::GiveBack(chain) => {
                 let taken = queue.posted.as_mut().and_then(|posted| posted.take(chain));
-                queue.use_posted(memory, taken.as_slice())?;
+                queue.put_used(memory, taken.as_slice())?;
                 let counters = self.reports.counters(&device.shared);
                 add(&counters.errors, 1);
             }
@@ -199,7 +217,7 @@ impl Io {
         add(&counters.requests, 1);
         add(&counters.read_bytes, u64::from(bytes));
         if report == Report::Now {
-            queue.use_posted(memory, &entries)?;
+            queue.put_used(memory, &entries)?;
         }
         let key = queue.key;
         self.reports.done(device, key, bytes, &course);
@@ -221,7 +239,7 @@ impl Io {
             let chosen = device.kind.chosen(queue.key.queue).iter();
             entries.extend(chosen.filter_map(|chain| posted.take(*chain)));
         }
-        let used = queue.use_posted(memory, &entries);
+        let used = queue.put_used(memory, &entries);
         self.scratch.entries = entries;
         used
     }
@@ -454,9 +472,12 @@ impl Io {
         }
         let posted = queue.posted.as_mut();
         let heads = posted.map(|posted| posted.take_all()).unwrap_or_default();
-        let entries: Vec<(u16, u32)> = heads.into_iter().map(|head| (head, 0)).collect();
+        // One that names no descriptor was only read ahead. The driver cannot want it back.
+        let is_descriptor = |head: &u16| *head < queue.table.size;
+        let heads = heads.into_iter().filter(is_descriptor);
+        let entries: Vec<(u16, u32)> = heads.map(|head| (head, 0)).collect();
         if !entries.is_empty() {
-            queue.use_posted(&memory, &entries)?;
+            queue.put_used(&memory, &entries)?;
         }
         if let Some(record) = queue
             .posted

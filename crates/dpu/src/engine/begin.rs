@@ -117,7 +117,7 @@ impl Io {
     }
 
     /// Lets the kind do what needs no I/O.
-    fn act(&mut self, device: &mut Device, chain: Chain<'_>) -> Acted {
+    pub(super) fn act(&mut self, device: &mut Device, chain: Chain<'_>) -> Acted {
         let acted = device.kind.act(chain);
         if acted.from_guest_bytes > 0 {
             let spans = &chain.buffers.readable;

@@ -3,15 +3,16 @@
 //!
 //! Posted chains may be used in any order. Those that are passed over are *held*, and nothing in the
 //! rings says so ([`crate::net::record`]). They are recorded just before the first chain behind them
-//! is used, and no earlier: chains that were only looked at are still the ring's.
+//! is published in the used ring, and no earlier: chains that were only looked at are still the ring's.
 //!
 //! ```text
 //!   number of the chain   0 … frontier … reach … end of what was read
 //!                         │ used, or    │ passed  │ looked at
 //!                         │ recorded    │ by now  │
 //! ```
-//! A use is: the chains in between are recorded, the used index is stored, and what was recorded of
-//! the chains that are used is erased.
+//! A publication is: the chains in between are recorded, the used index is stored, and what was recorded of the chains
+//! that are published is erased. Chains of several packets are used before it, and to a successor they are still posted
+//! or held.
 
 use super::command::RecordSetup;
 use crate::{
@@ -30,14 +31,14 @@ pub(crate) struct Held {
     origin: u16,
     /// Chains before it are used or recorded.
     frontier: u64,
-    /// What the frontier becomes with the next use.
+    /// What the frontier becomes with the next publication.
     reach: u64,
-    /// Recorded chains that are used now.
+    /// Recorded chains that are published next.
     returned: Vec<u16>,
 }
 
 impl Held {
-    /// A chain is among those that are used next.
+    /// A chain is among those that are published next.
     pub fn uses(&mut self, number: u64, head: u16) {
         if number >= self.frontier {
             self.reach = self.reach.max(number + 1);

@@ -37,12 +37,13 @@
 //! | [`command`], [`request`], [`bounce::slots`] | plain types |
 //! | [`held`] | the record of posted chains that are held |
 //! | [`pin_down`], [`wires`] | what is wired for posted chains |
-//! | [`queue`], [`device`] | a queue and a device on an engine |
+//! | [`queue`] with [`rings`], [`device`] | a queue on an engine, and the entries of its rings; a device |
 //! | [`kicks`], [`reports`], [`scratch`] | kicks; counters, accounts, access log; reused memory |
 //! | [`pages`], [`bounce::plan`], [`bounce`] | which pages a chain needs; reads that need none |
 //! | [`io`] | what all chains of an engine share, and who owns what |
 //! | [`answer`], [`submit`] | a chain's end; a chain's steps to the kernel |
 //! | [`land`], [`begin`], [`finish`] | before the first step, and after each |
+//! | [`at_once`] | the short way of a chain that is done at once |
 //! | [`inject`], [`chain`], [`ahead`], [`faults`] | a chain until it has its pages; page requests |
 //! | [`posted`], [`blank`], [`arrive`] | posted chains; which of their pages need no content; what arrives for them |
 //! | [`start`], [`thread`], [`tenant`] | a queue's start; what the thread has; a tenant's turn |
@@ -52,6 +53,7 @@
 mod ahead;
 mod answer;
 mod arrive;
+mod at_once;
 mod begin;
 mod blank;
 mod bounce;
@@ -75,6 +77,7 @@ mod posted;
 mod queue;
 mod reports;
 mod request;
+mod rings;
 mod scratch;
 mod start;
 mod stop;

@@ -94,10 +94,20 @@ pub(super) fn lease_all(
         // Most drivers have header and answer in one structure. A writable page may be read, too.
         Some(answer) => frame.header.port == answer.port && frame.header.pages() == answer.pages(),
     };
-    if !together && !leases.take(memory, frame.header, Access::Read) {
+    let mut header = frame.header;
+    let mut readable = buffers.readable.as_slice();
+    // A packet mostly follows its header without a gap: one lease is enough.
+    if let [first, rest @ ..] = readable
+        && !together
+        && frame.header_rest.is_empty()
+        && let Some(whole) = header.joined(*first)
+    {
+        (header, readable) = (whole, rest);
+    }
+    if !together && !leases.take(memory, header, Access::Read) {
         return false;
     }
-    for span in frame.header_rest.iter().chain(&buffers.readable) {
+    for span in frame.header_rest.iter().chain(readable) {
         if !leases.take(memory, *span, Access::Read) {
             return false;
         }

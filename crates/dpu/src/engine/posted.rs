@@ -9,14 +9,10 @@
 //! A chain is read from the ring when its kind first looks at it. From then on its head is kept here
 //! until the chain is used, since chains may be used in any order. What a successor must know of that
 //! is in a record ([`super::held`]); when the queue stops, all of it goes back to the driver.
-//!
-//! The used ring is written here, not by virtio-queue: the entries of a packet must become visible
-//! together, because the driver looks for all of them when it has found the first (virtio 1.2,
-//! 5.1.6.4).
 
 use super::{
     blank::{NEAR_PARTS_MAX, wanted_of_posted},
-    held::{Held, descriptor},
+    held::Held,
     pages::wanted_of,
     queue::EngineQueue,
     wires::PostedWires,
@@ -33,16 +29,8 @@ use crate::{
     shared::StopReason,
 };
 use pagetide_addr::Access;
-use std::{
-    collections::VecDeque,
-    rc::Rc,
-    sync::atomic::{Ordering, fence},
-};
-use virtio_queue::{QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress};
-
-/// Bytes of an entry of the used ring.
-const USED_BYTES: u64 = 8;
+use std::{collections::VecDeque, rc::Rc};
+use virtio_queue::QueueT;
 
 /// What is known of a chain that was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +47,6 @@ pub(crate) struct Posted {
     read: VecDeque<Read>,
     /// The end of the ring was seen in the last turn: the driver is to kick when it posts more.
     pub saw_end: bool,
-    /// Entries of the used ring since the driver was last called.
-    pub added: u16,
     /// What is wired for them.
     pub wires: PostedWires,
     /// Fault injection: a page of this chain is to be treated as absent once.
@@ -84,7 +70,6 @@ impl Posted {
             first: 0,
             read: VecDeque::new(),
             saw_end: false,
-            added: 0,
             held: None,
             record: None,
         }
@@ -155,8 +140,8 @@ impl Posted {
         heads
     }
 
-    /// Records the chains that were passed over, before those are used that were taken.
-    fn record_passed(&mut self, descriptor: impl Fn(u16) -> [u8; 16]) {
+    /// Records the chains that were passed over, before those are published that were taken.
+    pub(super) fn record_passed(&mut self, descriptor: impl Fn(u16) -> [u8; 16]) {
         let Some(mut record) = self.record.take() else {
             return;
         };
@@ -271,25 +256,24 @@ impl<'a> View<'a> {
 
     /// The head of a chain, which is read from the ring if it is the next one.
     fn head(&mut self, chain: ChainNo) -> Option<u16> {
-        let posted = self.queue.posted.as_mut()?;
-        while posted.end() <= chain.0 {
-            let next = match self.queue.queue.iter(&**self.memory) {
-                Ok(mut chains) => chains.next().map(|chain| chain.head_index()),
-                Err(error) => {
-                    self.broken = Some(StopReason::Ring {
-                        queue: self.queue.key.queue,
-                        error: error.to_string(),
-                    });
+        while self.queue.posted.as_ref()?.end() <= chain.0 {
+            let next = self.queue.next_head(self.memory);
+            let posted = self.queue.posted.as_mut()?;
+            match next {
+                Ok(Some(head)) => posted.read.push_back(Read::Unused { head }),
+                Ok(None) => {
+                    posted.saw_end = true;
                     return None;
                 }
-            };
-            let Some(head) = next else {
-                posted.saw_end = true;
-                return None;
-            };
-            posted.read.push_back(Read::Unused { head });
+                Err(reason) => {
+                    self.broken = Some(reason);
+                    return None;
+                }
+            }
+            self.queue.took_head();
             self.queue.kicks_in_vain = 0;
         }
+        let posted = self.queue.posted.as_ref()?;
         match posted.at(chain)? {
             Read::Unused { head } => Some(head),
             Read::Filled { .. } | Read::Used => {
@@ -409,6 +393,10 @@ impl Ring for View<'_> {
         self.queue.table.size
     }
 
+    fn unreported(&self) -> usize {
+        usize::from(self.queue.unpublished)
+    }
+
     fn now_ns(&self) -> u64 {
         self.now_ns
     }
@@ -434,44 +422,6 @@ pub(crate) fn wanted(view: &mut View<'_>, chain: ChainNo, posted_ns: u64) -> Vec
 }
 
 impl EngineQueue {
-    /// Puts chains into the used ring, all at once.
-    pub fn use_posted(
-        &mut self,
-        memory: &DeviceMemory,
-        entries: &[(u16, u32)],
-    ) -> Result<(), StopReason> {
-        let size = self.table.size.max(1);
-        let mut next = self.queue.next_used();
-        let table = self.queue.desc_table();
-        if let Some(posted) = self.posted.as_mut() {
-            posted.record_passed(|head| descriptor(memory, table, head));
-        }
-        for (head, bytes) in entries {
-            let slot = u64::from(next % size);
-            let at = GuestAddress(self.queue.used_ring() + 4 + USED_BYTES * slot);
-            let entry = u64::from(*head) | u64::from(*bytes) << 32;
-            memory
-                .write_obj(entry.to_le(), at)
-                .map_err(|e| self.broken(&e))?;
-            next = next.wrapping_add(1);
-        }
-        let index = GuestAddress(self.queue.used_ring() + 2);
-        // Release: the driver reads the entries after the index.
-        memory
-            .store(next.to_le(), index, Ordering::Release)
-            .map_err(|e| self.broken(&e))?;
-        self.queue.set_next_used(next);
-        if let Some(posted) = self.posted.as_mut() {
-            let added = u16::try_from(entries.len()).unwrap_or(u16::MAX);
-            posted.added = posted.added.saturating_add(added);
-            if let Some(record) = posted.record.as_mut() {
-                record.settle(next);
-            }
-        }
-        self.needs_call = true;
-        Ok(())
-    }
-
     /// What was written into chains that are filled and not reported; `None` if some of it is absent now.
     pub(super) fn read_back(&self, memory: &DeviceMemory, chains: &[ChainNo]) -> Option<Vec<u8>> {
         let posted = self.posted.as_ref().filter(|_| self.queue.ready())?;
@@ -501,22 +451,6 @@ impl EngineQueue {
             }
         }
         Some(whole)
-    }
-
-    /// Whether the driver wants to be called for what was put into the used ring since the last
-    /// time, by its event index.
-    pub(super) fn wants_call_for_posted(&mut self, memory: &DeviceMemory) -> bool {
-        let Some(posted) = self.posted.as_mut() else {
-            return false;
-        };
-        let added = std::mem::take(&mut posted.added);
-        // Pairs with the driver's, between its event index and its look at the used index.
-        fence(Ordering::SeqCst);
-        let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.table.size);
-        let event: Result<u16, _> = memory.load(GuestAddress(at), Ordering::Relaxed);
-        let event = event.map(u16::from_le).unwrap_or_default();
-        // virtio 1.2, 2.7.7.2
-        self.queue.next_used().wrapping_sub(event).wrapping_sub(1) < added
     }
 }
 

@@ -66,14 +66,17 @@ use vm_memory::{Bytes, GuestAddress};
 
 /// Chains taken from one queue's ring at a time. Few, because each is begun, or waits for its first
 /// step with its pages leased.
-pub(super) const POP_BATCH: usize = 8;
+const POP_BATCH: usize = 8;
+/// The same for chains that are completed at once, and hold no lease when the next one is taken. Usually the share of
+/// the queue is spent before.
+const POP_BATCH_AT_ONCE: usize = 32;
 /// Most parked chains of one queue. At this many the queue takes no more, so that one guest with
 /// cold memory cannot fill the page fault queue of its engine.
 pub(crate) const PARKED_PER_QUEUE_MAX: usize = 64;
 /// The same for all queues of a device on an engine.
 pub(crate) const PARKED_PER_DEVICE_MAX: usize = 256;
 /// `VIRTQ_AVAIL_F_NO_INTERRUPT`
-const AVAIL_NO_INTERRUPT: u16 = 1;
+pub(super) const AVAIL_NO_INTERRUPT: u16 = 1;
 
 /// State of a queue.
 #[derive(Debug)]
@@ -139,6 +142,14 @@ pub(crate) struct EngineQueue {
     /// Chains next to begin whose pages have been requested already.
     pub looked_ahead: usize,
     pub needs_call: bool,
+    /// Chains up to this index of the avail ring are known to be there.
+    pub(super) avail_end: u16,
+    /// Entries of the used ring that its driver does not see yet.
+    pub(super) unpublished: u16,
+    /// Entries are published at the end of the queue's turn, all at once.
+    pub(super) publishes_later: bool,
+    /// Entries that were published since the driver was last called.
+    pub(super) added: u16,
     base: u16,
     error_told: bool,
 }
@@ -188,6 +199,10 @@ impl EngineQueue {
             paused: Paused::default(),
             looked_ahead: 0,
             needs_call: false,
+            avail_end: setup.next_avail,
+            unpublished: 0,
+            publishes_later: false,
+            added: 0,
             base: setup.next_avail,
             error_told: false,
         }
@@ -226,13 +241,18 @@ impl EngineQueue {
         self.on_fault == OnFault::Pause && self.faulting > 0
     }
 
-    /// Most chains that may be taken from the ring before the first of them begins. With pause,
-    /// chains behind a faulting one must stay in the ring.
+    /// Most chains that are taken from the ring at a time.
     pub fn batch(&self) -> usize {
-        match self.on_fault {
-            OnFault::Pause => 1,
-            OnFault::OutOfOrder => POP_BATCH,
+        match self.completes {
+            Completes::InAnyOrder => POP_BATCH,
+            Completes::InRingOrder => POP_BATCH_AT_ONCE,
         }
+    }
+
+    /// True if its chains are completed as they are taken, and may be shown to the driver several at a time. Those of an
+    /// in-flight region are shown one by one.
+    pub(super) fn completes_at_once(&self) -> bool {
+        self.completes == Completes::InRingOrder && self.inflight.is_none()
     }
 
     /// Counts a chain that was parked.
@@ -297,7 +317,7 @@ impl EngineQueue {
             // The driver wants an interrupt for one of the next completions, not for one long past.
             let at = self.queue.avail_ring() + 4 + 2 * u64::from(self.table.size);
             let used_event = load_u16(memory, at)?;
-            used_event.wrapping_sub(self.queue.next_used()) < self.table.size
+            used_event.wrapping_sub(self.published()) < self.table.size
         } else {
             load_u16(memory, self.queue.avail_ring())? & AVAIL_NO_INTERRUPT == 0
         };
@@ -375,18 +395,7 @@ impl EngineQueue {
     /// Signals the call descriptor if the driver wants to know of the completions.
     pub fn call_if_wanted(&mut self, memory: &DeviceMemory) -> Result<(), StopReason> {
         self.needs_call = false;
-        let mut wanted = self
-            .queue
-            .needs_notification(memory)
-            .map_err(|e| self.broken(&e))?;
-        if !self.queue.event_idx_enabled() {
-            // virtio-queue does not check the flag.
-            let flags: u16 = memory
-                .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
-                .map_err(|e| self.broken(&e))?;
-            wanted = u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0;
-        }
-        wanted |= self.queue.event_idx_enabled() && self.wants_call_for_posted(memory);
+        let wanted = self.wants_call(memory)?;
         if wanted || self.owes_call() {
             self.ring_call();
         }
@@ -484,7 +493,7 @@ impl EngineQueue {
             .map_err(|e| self.broken(&e))?
             .0;
         self.queue.set_next_used(used);
-        self.queue.set_next_avail(self.base);
+        self.take_from(self.base);
         if let Some(reason) = self.lost(memory) {
             return Err(reason);
         }
@@ -497,7 +506,7 @@ impl EngineQueue {
                     "resuming chains that were in flight"
                 );
             }
-            self.queue.set_next_avail(left.next_avail);
+            self.take_from(left.next_avail);
             self.resubmit = left.resubmit.into();
         }
         self.resume_posted(memory)?;
@@ -522,7 +531,7 @@ impl EngineQueue {
                 "resuming receive buffers that were held"
             );
         }
-        self.queue.set_next_avail(left.next_avail);
+        self.take_from(left.next_avail);
         if let Some(posted) = self.posted.as_mut() {
             posted.resume(record, &left.held);
         }
@@ -542,7 +551,7 @@ impl EngineQueue {
             (false, _) => self.base,
             (true, Completes::InAnyOrder) => self.queue.next_avail(),
             // What was taken and is not done is begun again.
-            (true, Completes::InRingOrder) => self.queue.next_used(),
+            (true, Completes::InRingOrder) => self.published(),
         };
         if let QueueState::Stopping { reply, .. } = &self.state {
             answer(reply, next);

@@ -160,11 +160,9 @@ impl Reports {
             return;
         };
         for span in spans {
-            let follows =
-                span.port == joined.port && span.offset == joined.offset + u64::from(joined.len);
-            match joined.len.checked_add(span.len) {
-                Some(len) if follows => joined.len = len,
-                _ => self.log_span(device, memory, std::mem::replace(&mut joined, span), access),
+            match joined.joined(span) {
+                Some(both) => joined = both,
+                None => self.log_span(device, memory, std::mem::replace(&mut joined, span), access),
             }
         }
         self.log_span(device, memory, joined, access);

@@ -3,7 +3,6 @@
 
 use super::{
     posted::Sight,
-    queue::POP_BATCH,
     request::{Request, Sample},
 };
 use crate::{
@@ -22,10 +21,11 @@ const SAMPLE_EVERY: u32 = 61;
 const LOOKUP_INTERRUPTED_NS: u64 = 5_000;
 /// Jobs kept for reuse.
 const POOL_MAX: usize = 512;
+/// Sets of leases kept for reuse.
+const LEASES_MAX: usize = 64;
 
 /// Reused buffers.
 pub(crate) struct Scratch {
-    pub heads: Vec<u16>,
     pub buffers: Buffers,
     /// Posted chains that a step has looked at.
     pub sight: Sight,
@@ -38,6 +38,8 @@ pub(crate) struct Scratch {
         reason = "jobs go to the ring in their boxes: keeping the box spares the allocation"
     )]
     pub pool: Vec<Box<Job<Request>>>,
+    /// Empty sets of leases.
+    leases: Vec<LeaseSet>,
     until_sample: u32,
     /// Time taken by the clock read itself, to be subtracted.
     clock_ns: u64,
@@ -50,12 +52,12 @@ impl Scratch {
             .min()
             .unwrap_or(0);
         Self {
-            heads: Vec::with_capacity(POP_BATCH),
             buffers: Buffers::default(),
             sight: Sight::default(),
             spans: Vec::new(),
             entries: Vec::new(),
             pool: Vec::new(),
+            leases: Vec::new(),
             until_sample: 0,
             clock_ns,
         }
@@ -97,11 +99,21 @@ impl Scratch {
 
     /// An empty set of leases.
     pub fn leases(&mut self) -> LeaseSet {
+        if let Some(leases) = self.leases.pop() {
+            return leases;
+        }
         // The set of a pooled job has capacity already; only the first few must allocate.
         self.pool
             .last_mut()
             .map(|job| std::mem::take(&mut job.request.leases))
             .unwrap_or_default()
+    }
+
+    /// Keeps a set whose leases were released.
+    pub fn keep_leases(&mut self, leases: LeaseSet) {
+        if self.leases.len() < LEASES_MAX {
+            self.leases.push(leases);
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 //! A tenant's turn: which of its queues begin work, and how much, until its share is spent.
 
 use super::{
+    at_once::Short,
     device::Device,
     fair::{CHAIN_COST_BYTES, QUEUE_COST_BYTES, Verdict},
     io::{Io, Progress},
@@ -9,9 +10,8 @@ use super::{
     request::{Origin, TakenChain},
     submit::Served,
 };
-use crate::{memory::DeviceMemory, shared::StopReason, slo::course::RequestTimeline};
+use crate::{memory::DeviceMemory, slo::course::RequestTimeline};
 use std::{io, rc::Rc};
-use virtio_queue::QueueOwnedT;
 
 impl Io {
     /// Begins work of a device until its share of this turn is spent. Its queues take turns. The
@@ -168,28 +168,91 @@ impl Io {
         queue: &mut EngineQueue,
         memory: &Rc<DeviceMemory>,
     ) -> io::Result<usize> {
-        let mut heads = std::mem::take(&mut self.scratch.heads);
-        heads.clear();
-        if let Err(reason) = self.pop_heads(device, queue, memory, &mut heads) {
+        if !queue.completes_at_once() {
+            return self.take_batch(device, queue, memory);
+        }
+        queue.publish_later();
+        let taken = self.take_batch(device, queue, memory);
+        if let Err(reason) = queue.publish_all(memory) {
             device.shared.stop(reason);
+            queue.tell_error();
         }
-        if !heads.is_empty() {
-            self.reports.look_at_clock();
-            queue.kicks_in_vain = 0;
-        }
-        queue.looked_ahead = queue.looked_ahead.saturating_sub(heads.len());
-        for head in &heads {
-            if let Some(inflight) = &mut queue.inflight {
-                inflight.fetched(*head);
+        taken
+    }
+
+    /// Each chain is served before the next one is taken: behind one that pauses the queue, all stay in the ring.
+    fn take_batch(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &Rc<DeviceMemory>,
+    ) -> io::Result<usize> {
+        let room = self.room_for_chains(device, queue);
+        let mut taken = 0;
+        while taken < room {
+            let head = match queue.next_head(memory) {
+                Ok(Some(head)) => head,
+                Ok(None) => break,
+                Err(reason) => {
+                    device.shared.stop(reason);
+                    break;
+                }
+            };
+            if taken == 0 {
+                self.reports.look_at_clock();
+                queue.kicks_in_vain = 0;
             }
-            self.charge(queue, CHAIN_COST_BYTES);
-            let origin = Origin::Fresh(queue.course_of_next(self.reports.now_ns));
-            let head = *head;
-            self.serve(device, queue, TakenChain { head, origin })?;
+            queue.took_head();
+            taken += 1;
+            self.take_chain(device, queue, memory, head)?;
+            let may_go_on = queue.credit.is_left()
+                && self.fair.may_take(queue.key.device) == Verdict::Go
+                && !queue.is_paused()
+                && !device.shared.is_stopped();
+            if !may_go_on {
+                break;
+            }
         }
-        let popped = heads.len();
-        self.scratch.heads = heads;
-        Ok(popped)
+        Ok(taken)
+    }
+
+    fn take_chain(
+        &mut self,
+        device: &mut Device,
+        queue: &mut EngineQueue,
+        memory: &DeviceMemory,
+        head: u16,
+    ) -> io::Result<()> {
+        queue.looked_ahead = queue.looked_ahead.saturating_sub(1);
+        if let Some(inflight) = &mut queue.inflight {
+            inflight.fetched(head);
+        }
+        self.charge(queue, CHAIN_COST_BYTES);
+        let course = queue.course_of_next(self.reports.now_ns);
+        if queue.completes_at_once() {
+            match self.serve_at_once(device, queue, memory, (head, &course)) {
+                Ok(Short::Served) => return Ok(()),
+                Ok(Short::NotServed) => {}
+                Err(reason) => {
+                    device.shared.stop(reason);
+                    queue.tell_error();
+                    return Ok(());
+                }
+            }
+        }
+        let origin = Origin::Fresh(course);
+        self.serve(device, queue, TakenChain { head, origin })
+    }
+
+    /// How many chains may be taken from the ring now. Each may be parked, so there must be room for it.
+    fn room_for_chains(&self, device: &Device, queue: &EngineQueue) -> usize {
+        if !queue.may_pop() || !self.may_park(&device.shared) {
+            return 0;
+        }
+        queue
+            .batch()
+            .min(PARKED_PER_QUEUE_MAX - queue.parked)
+            .min(usize::from(queue.table.size) - queue.in_flight - queue.parked)
     }
 
     fn resubmit_next(&self, device: &Device, queue: &mut EngineQueue) -> Option<u16> {
@@ -201,29 +264,5 @@ impl Io {
         }
         queue.looked_ahead = queue.looked_ahead.saturating_sub(1);
         queue.resubmit.pop_front()
-    }
-
-    fn pop_heads(
-        &self,
-        device: &Device,
-        queue: &mut EngineQueue,
-        memory: &Rc<DeviceMemory>,
-        heads: &mut Vec<u16>,
-    ) -> Result<(), StopReason> {
-        if !queue.may_pop() || !self.may_park(&device.shared) {
-            return Ok(());
-        }
-        // Each chain may be parked, so there must be room for it.
-        let room = queue
-            .batch()
-            .min(PARKED_PER_QUEUE_MAX - queue.parked)
-            .min(usize::from(queue.table.size) - queue.in_flight - queue.parked);
-        let chains = queue.queue.iter(&**memory);
-        let chains = match chains {
-            Ok(chains) => chains,
-            Err(error) => return Err(queue.broken(&error)),
-        };
-        heads.extend(chains.take(room).map(|chain| chain.head_index()));
-        Ok(())
     }
 }

@@ -47,6 +47,10 @@ pub(crate) trait Ring {
     fn look(&mut self, chain: ChainNo) -> Look;
     /// Most chains that can be posted at a time.
     fn size(&self) -> u16;
+    /// Chains that were used, and that the driver does not see in its used ring yet.
+    fn unreported(&self) -> usize {
+        0
+    }
     /// The time, in nanoseconds of the monotonic clock, as it was read last.
     fn now_ns(&self) -> u64 {
         0

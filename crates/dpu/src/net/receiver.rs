@@ -100,7 +100,8 @@ impl Receiver {
     ) -> PostedOrder {
         self.now_ns = ring.now_ns();
         let staged = usize::from(self.stage == Stage::Full);
-        link.set_in_hand(staged + self.policy.backlog() + self.handed.len());
+        let unreported = self.policy.backlog() + ring.unreported();
+        link.set_in_hand(staged + unreported + self.handed.len());
         if let Some(order) = self.policy.next(ring) {
             return self.carry_out(order);
         }

@@ -42,7 +42,10 @@ pub(crate) mod pause;
 
 use super::config::{OnReceiveFault, Prefault, ReceiveConfig, Wiring};
 pub(crate) use crate::kind::posted::{Answered, ChainNo, Look, Need, Report, Ring};
-use std::collections::{BTreeSet, VecDeque};
+use std::{
+    cmp::Ordering,
+    collections::{BTreeSet, VecDeque},
+};
 
 /// Number of a stored packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -291,10 +294,15 @@ impl Chains {
 
     /// No other packet gets this chain.
     fn reserve(&mut self, chain: ChainNo) {
-        if chain >= self.next {
-            self.taken.insert(chain);
+        // Mostly in order, and then nothing is to be remembered.
+        match chain.cmp(&self.next) {
+            Ordering::Less => return,
+            Ordering::Equal => self.next = chain.next(),
+            Ordering::Greater => {
+                self.taken.insert(chain);
+            }
         }
-        while self.taken.remove(&self.next) {
+        while !self.taken.is_empty() && self.taken.remove(&self.next) {
             self.next = self.next.next();
         }
     }

@@ -36,8 +36,8 @@
 //! * Death before or after *hold*: the buffer is posted, or held. Both are true.
 //! * Death after the used index and before *returned*: the window between the two in the used ring
 //!   names the buffers whose entries may be left. A successor frees them.
-//! * An engine takes several buffers for one packet, and may hold some between those. It publishes
-//!   all it has taken by one store of the used index, or one after the other in ring order; until
+//! * An engine takes several buffers, for one packet or for several, held ones among them, and may hold
+//!   some between those. It publishes all it has taken by one store of the used index; until
 //!   then the first unpublished one is where *next* is, and a buffer held behind it is found again
 //!   in the avail ring ([`next_of`]).
 //!
