@@ -228,16 +228,14 @@ impl Walk<'_> {
     }
 
     fn descriptor(&self, address: u64) -> Result<Descriptor, ChainError> {
-        let slice = self.memory.contiguous(address, DESCRIPTOR_BYTES);
-        let whole = slice.and_then(|slice| Some(slice.get_ref::<Descriptor>(0).ok()?.load()));
-        match whole {
-            Some(descriptor) => Ok(descriptor),
-            // An indirect table need not be aligned, so the end of a region may cut it anywhere.
-            None => self
-                .memory
-                .read_obj(GuestAddress(address))
-                .map_err(|_| outside(address, DESCRIPTOR_BYTES).into()),
+        if let Some(slice) = self.memory.contiguous(address, DESCRIPTOR_BYTES)
+            && let Ok(descriptor) = slice.get_ref::<Descriptor>(0)
+        {
+            return Ok(descriptor.load());
         }
+        // An indirect table need not be aligned, so the end of a region may cut it anywhere.
+        let read = self.memory.read_obj(GuestAddress(address));
+        read.map_err(|_| outside(address, DESCRIPTOR_BYTES).into())
     }
 
     fn indirect(&mut self, descriptor: &Descriptor) -> Result<(), WalkError> {

@@ -207,14 +207,15 @@ impl DeviceMemory {
     #[inline]
     pub fn store_u64(&self, gpa: u64, word: u64) -> Result<(), OutsideMemory> {
         let word = word.to_le();
-        let entry = self.contiguous(gpa, 8);
-        match entry.and_then(|entry| Some(entry.get_ref::<u64>(0).ok()?.store(word))) {
-            Some(()) => Ok(()),
-            // It is cut by the end of a region.
-            None => self
-                .write_obj(word, GuestAddress(gpa))
-                .map_err(|_| outside(gpa, 8)),
+        if let Some(entry) = self.contiguous(gpa, 8)
+            && let Ok(entry) = entry.get_ref::<u64>(0)
+        {
+            entry.store(word);
+            return Ok(());
         }
+        // It is cut by the end of a region.
+        let written = self.write_obj(word, GuestAddress(gpa));
+        written.map_err(|_| outside(gpa, 8))
     }
 }
 

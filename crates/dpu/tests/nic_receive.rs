@@ -696,13 +696,20 @@ fn floor_keeps_the_next_buffers_wired_and_lets_them_go_with_their_use() {
     }
     // The engine sees them at the latest when something wakes it.
     f.send(0, 100);
+    eventually("the first packet is received or lost", || {
+        f.rig.report(&f.socket).read_bytes > 0 || f.nic().fault_drops > 0
+    });
+    let lost = f.nic().fault_drops;
+    if lost == 0 {
+        assert_eq!(f.packet().0, 0);
+    }
     let wired = |f: &Fixture| f.rig.report(&f.socket).wired_bytes - rings;
     eventually("four buffers are wired", || wired(&f) == 4 * 4096);
-    let lost = f.nic().fault_drops;
+    // No more than are wired: the next one may be lost before its buffer is.
     for number in 1..5 {
         f.send(number, 100);
     }
-    for number in u32::try_from(lost).unwrap()..5 {
+    for number in 1..5 {
         assert_eq!(f.packet().0, number);
     }
     eventually("the next are wired", || wired(&f) == 4 * 4096);

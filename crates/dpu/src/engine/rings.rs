@@ -204,8 +204,15 @@ mod tests {
         _ram: Ram,
     }
 
+    /// How a driver says whether it is to be called.
+    #[derive(PartialEq, Eq)]
+    enum Says {
+        ByIndex,
+        ByFlag,
+    }
+
     /// Rings whose indices all begin at `index`.
-    fn fixture(index: u16, event_idx: bool) -> Fixture {
+    fn fixture(index: u16, says: &Says) -> Fixture {
         let ram = Ram::new(3);
         let mut table = RegionTable::default();
         table.add(ram.region(BASE, 3, 0)).unwrap();
@@ -215,7 +222,7 @@ mod tests {
         queue.set_desc_table_address(low(BASE), Some(0));
         queue.set_avail_ring_address(low(AVAIL), Some(0));
         queue.set_used_ring_address(low(USED), Some(0));
-        queue.set_event_idx(event_idx);
+        queue.set_event_idx(*says == Says::ByIndex);
         queue.set_ready(true);
         queue.set_next_used(index);
         let role = QueueRole {
@@ -286,7 +293,7 @@ mod tests {
         for seed in 0..200 {
             let mut random = SplitMix64::new(seed);
             let below = |random: &mut SplitMix64, n| u16::try_from(random.below(n)).unwrap();
-            let mut f = fixture(65_500, true);
+            let mut f = fixture(65_500, &Says::ByIndex);
             let (mut asked, mut shown) = (65_500_u16, 65_500_u16);
             for _ in 0..60 {
                 let entries: Vec<_> = (0..below(&mut random, 41)).map(|n| (n, 0)).collect();
@@ -313,7 +320,7 @@ mod tests {
 
     #[test]
     fn driver_without_the_event_index_is_called_unless_its_flag_says_no() {
-        let mut f = fixture(0, false);
+        let mut f = fixture(0, &Says::ByFlag);
         for (flag, wants) in [(0, true), (AVAIL_NO_INTERRUPT, false)] {
             f.put(AVAIL, flag);
             f.queue.put_used(&f.memory, &[(3, 7)]).unwrap();
@@ -324,7 +331,7 @@ mod tests {
 
     #[test]
     fn chains_are_taken_once_whatever_the_driver_does_to_its_index() {
-        let mut f = fixture(65_530, false);
+        let mut f = fixture(65_530, &Says::ByFlag);
         let at = |index: u16| AVAIL + 4 + 2 * u64::from(index % SIZE);
         for number in 0..3_u16 {
             f.put(at(65_530 + number), number + 40);
@@ -346,7 +353,7 @@ mod tests {
 
     #[test]
     fn entries_of_which_one_names_no_descriptor_are_not_written_at_all() {
-        let mut f = fixture(9, false);
+        let mut f = fixture(9, &Says::ByFlag);
         let refused = f.queue.put_used(&f.memory, &[(1, 0), (SIZE, 0)]);
         assert!(matches!(refused, Err(StopReason::Ring { queue: 1, .. })));
         assert_eq!((f.queue.unpublished, f.get(USED + 2)), (0, 9));
