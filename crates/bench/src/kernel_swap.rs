@@ -34,8 +34,8 @@ const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
 const PRIORITY: &str = "32767";
 /// Pages that the kernel may leave in memory, in thousandths: its per-CPU batches.
 const LEFT_PERMILLE_MAX: u64 = 5;
-/// Of the process itself, most likely: its stack and heap are taken away with the rest and touched again at once, so they are in
-/// memory and in the swap cache. (67 and 102 were seen.)
+/// Of the process itself, most likely: its stack and heap are taken away with the rest and touched again at once, so
+/// they are in memory and in the swap cache. (67 and 102 were seen.)
 const OWN_PAGES_MAX: u64 = 128;
 /// Longest wait for pages to leave memory.
 const LEAVE_WAIT: Duration = Duration::from_secs(30);

@@ -97,8 +97,9 @@ struct RingNow<'a> {
 
 impl RingNow<'_> {
     fn index(&self, ring: u64) -> u16 {
-        let loaded: Result<u16, _> = self.memory.load(GuestAddress(ring + 2), Ordering::Acquire);
-        loaded.map_or(0, u16::from_le)
+        self.memory
+            .load_u16(ring + 2, Ordering::Acquire)
+            .unwrap_or(0)
     }
 
     fn slot(&self, index: u16) -> u64 {

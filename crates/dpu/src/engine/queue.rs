@@ -62,7 +62,6 @@ use std::{
     sync::{Arc, atomic::Ordering, mpsc::Sender},
 };
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress};
 
 /// Chains taken from one queue's ring at a time. Few, because each is begun, or waits for its first
 /// step with its pages leased.
@@ -561,9 +560,8 @@ impl EngineQueue {
 
 /// Reads a 16-bit ring field; Acquire, so that earlier writes of the driver are visible.
 fn load_u16(memory: &DeviceMemory, at: u64) -> Option<u16> {
-    let loaded: Result<u16, _> = memory.load(GuestAddress(at), Ordering::Acquire);
-    match loaded {
-        Ok(word) => Some(u16::from_le(word)),
+    match memory.load_u16(at, Ordering::Acquire) {
+        Ok(word) => Some(word),
         Err(error) => {
             tracing::debug!(%error, "a wired ring cannot be read");
             None

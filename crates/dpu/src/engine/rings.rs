@@ -11,8 +11,8 @@
 //!   used ring:   … published │ entries written ── next_used │
 //!                            └ unpublished: the driver does not see them yet
 //! ```
-//! Entries are published at once, but within the turn of a queue that [publishes later](EngineQueue::publish_later):
-//! there, when so many wait that the driver might, and when the turn ends.
+//! Entries are published at once, unless the queue [publishes later](EngineQueue::publish_later): then at the end of its
+//! turn, or before that once so many wait that its driver may be short of them.
 
 use super::{
     held::descriptor,
