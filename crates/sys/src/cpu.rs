@@ -67,8 +67,11 @@ pub mod priority {
     pub const REMOTE_CALL: u8 = 4;
     /// Everything that a process does while guests wait for all of it: see [`crate::hurry`].
     pub const HURRY: u8 = 5;
+    /// A bench that is to disturb those in a hurry.
+    pub const DISTURBER: u8 = 6;
     const _: () = assert!(0 < RECLAIM && RECLAIM < IOPF_WORKER && IOPF_WORKER < IOPF_DISPATCHER);
-    const _: () = assert!(IOPF_DISPATCHER < REMOTE_CALL && REMOTE_CALL < HURRY);
+    const _: () =
+        assert!(IOPF_DISPATCHER < REMOTE_CALL && REMOTE_CALL < HURRY && HURRY < DISTURBER);
 }
 
 /// The CPU this thread runs on at this moment.

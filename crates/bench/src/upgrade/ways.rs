@@ -7,7 +7,11 @@ use super::{
 };
 use crate::orders::daemon_program;
 use pagetide_swap::Pool;
-use rustix::process::{Pid, Signal, kill_process};
+use pagetide_sys::cpu::{Urgency, priority, set_urgency};
+use rustix::{
+    io::Errno,
+    process::{Pid, Signal, kill_process},
+};
 use std::{
     fs,
     os::unix::fs::{FileExt as _, PermissionsExt as _},
@@ -140,8 +144,8 @@ impl NewerPool {
 }
 
 /// An upgrade to the right program, which gets this signal while it takes over. The old program stands still
-/// meanwhile, so that it cannot have committed. On a busy machine the bench may come too late; then once more, with
-/// the program that has become the daemon.
+/// meanwhile, so that it does not commit. On a busy machine the bench may come too late; then once more, with the
+/// program that has become the daemon.
 fn disturbed(place: &Place, running: &Running, signal: Signal) -> Result<(u32, Outcome), String> {
     for number in 0..TRIES {
         let tried = disturbed_once(&place.program(number), running, signal)?;
@@ -164,17 +168,67 @@ fn disturbed_once(
     signal: Signal,
 ) -> Result<(u32, Outcome), String> {
     let before = running.pid()?;
-    let old = pid_of(before)?;
     let client = running.begin_upgrade(program)?;
-    let told = |error: rustix::io::Errno| format!("signal: {error}");
-    if eventually(|| holds(before) || has_ended(before)) && holds(before) {
-        kill_process(old, Signal::STOP).map_err(told)?;
-        let successor = child_of(before).filter(|_| holds(before));
-        let disturbed = successor.map(|successor| kill_process(successor, signal));
-        kill_process(old, Signal::CONT).map_err(told)?;
-        disturbed.transpose().map_err(told)?;
+    let disturbed = disturb_first(before, signal);
+    if let Ok(Some(successor)) = disturbed
+        && signal == Signal::STOP
+        && eventually(|| has_ended(before) || goes_on(before))
+        && has_ended(before)
+    {
+        // It came too late: this is the daemon, and must not stay so.
+        send(successor, Signal::CONT).map_err(|error| format!("signal: {error}"))?;
     }
-    Ok((before, running.outcome(client)?))
+    // Also if it could not be disturbed, the upgrade is awaited.
+    let outcome = running.outcome(client)?;
+    disturbed?;
+    Ok((before, outcome))
+}
+
+/// Disturbs the upgrade of `old` with a priority beyond those of both programs. With its own, this thread runs when the
+/// others have done all, and stops the old program as it commits. Without the right to such a priority it must do.
+fn disturb_first(old: u32, signal: Signal) -> Result<Option<Pid>, String> {
+    let is_first = match set_urgency(Urgency::Preempting(priority::DISTURBER)) {
+        Ok(()) => true,
+        Err(error) => {
+            tracing::warn!(%error, "the bench may come too late to disturb an upgrade");
+            false
+        }
+    };
+    let disturbed = disturb(old, signal);
+    if is_first {
+        set_urgency(Urgency::Ordinary).map_err(|error| format!("priority: {error}"))?;
+    }
+    disturbed.map_err(|error| format!("signal: {error}"))
+}
+
+/// Waits until `old` holds everything, and gives its successor this signal while it stands still. Returns the
+/// successor, if it was not too late.
+fn disturb(old: u32, signal: Signal) -> Result<Option<Pid>, Errno> {
+    let known = pid_of(old)?;
+    if !eventually(|| holds(old) || has_ended(old)) || !holds(old) {
+        return Ok(None);
+    }
+    send(known, Signal::STOP)?;
+    // A signal that was sent has come to nothing yet.
+    let stands = eventually(|| is_stopped(old) || has_ended(old)) && holds(old);
+    let successor = child_of(old).filter(|_| stands);
+    let disturbed = successor.map(|successor| send(successor, signal));
+    if let (Some(successor), Some(Ok(()))) = (successor, &disturbed) {
+        // One that dies a little later would be told to go on.
+        let number = successor.as_raw_pid().cast_unsigned();
+        eventually(|| has_ended(number) || is_stopped(number));
+    }
+    send(known, Signal::CONT)?;
+    disturbed.transpose()?;
+    Ok(successor)
+}
+
+/// Sends a signal to a process, unless it has ended.
+fn send(process: Pid, signal: Signal) -> Result<(), Errno> {
+    match kill_process(process, signal) {
+        Err(Errno::SRCH) => Ok(()),
+        sent => sent,
+    }
 }
 
 /// Whether the process has ended. (In the middle of an `exec` it has no words.)
@@ -185,18 +239,37 @@ fn has_ended(process: u32) -> bool {
     }
 }
 
-fn pid_of(process: u32) -> Result<Pid, String> {
+/// Whether it stands still by a signal.
+fn is_stopped(process: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{process}/stat"));
+    stat.is_ok_and(|stat| fields_of(&stat).is_some_and(|fields| fields.starts_with('T')))
+}
+
+fn pid_of(process: u32) -> Result<Pid, Errno> {
     let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
-    pid.ok_or_else(|| format!("{process} is no process"))
+    pid.ok_or(Errno::SRCH)
 }
 
 /// Whether the process holds everything for a successor, and so has one thread. A daemon that has held and gone on
 /// has the same words.
 fn holds(process: u32) -> bool {
+    threads_of_holder(process) == Some(1)
+}
+
+/// Whether the process has held everything, and is the daemon again.
+fn goes_on(process: u32) -> bool {
+    threads_of_holder(process).is_some_and(|threads| threads > 1)
+}
+
+/// Threads of a process that holds or has held. One that is about to end has no words any more.
+fn threads_of_holder(process: u32) -> Option<usize> {
     let words = fs::read(format!("/proc/{process}/cmdline"));
+    let is_holder = words.is_ok_and(|words| words.ends_with(b"\0hold\0"));
     let threads = fs::read_dir(format!("/proc/{process}/task"));
-    words.is_ok_and(|words| words.ends_with(b"\0hold\0"))
-        && threads.is_ok_and(|threads| threads.count() == 1)
+    match (is_holder, threads) {
+        (true, Ok(threads)) => Some(threads.count()),
+        _ => None,
+    }
 }
 
 /// A process that `parent` has started and not waited for.
@@ -240,6 +313,10 @@ mod tests {
             .unwrap();
         assert!(child_of(std::process::id()).is_some());
         assert!(!has_ended(child.id()));
+        let id = pid_of(child.id()).unwrap();
+        assert!(!is_stopped(child.id()));
+        kill_process(id, Signal::STOP).unwrap();
+        assert!(eventually(|| is_stopped(child.id())));
         child.kill().unwrap();
         assert!(
             eventually(|| has_ended(child.id())),
