@@ -123,6 +123,8 @@ pub(crate) struct Buffers {
     pub outside: Option<OutsideMemory>,
     /// Whether the chain is longer than is served; if so, the lists are incomplete.
     pub length: Length,
+    /// Descriptors that were read, also of a walk that failed. The lists may have more parts, or none.
+    pub descriptors: u32,
 }
 
 /// Whether a chain is served.
@@ -140,6 +142,13 @@ impl Buffers {
         self.writable.clear();
         self.outside = None;
         self.length = Length::Served;
+        self.descriptors = 0;
+    }
+
+    /// Parts that were looked at: what a walk takes grows with them.
+    pub fn parts(&self) -> u64 {
+        let kept = self.readable.len() + self.writable.len();
+        (kept as u64).max(self.descriptors.into())
     }
 }
 
@@ -208,6 +217,7 @@ impl Walk<'_> {
                 return Err(ChainError::IndexOutOfRange { index, size });
             }
             let address = at.0 + u64::from(index) * u64::from(DESCRIPTOR_BYTES);
+            self.into.descriptors += 1;
             let descriptor = self.descriptor(address)?;
             if descriptor.refers_to_indirect_table() {
                 if descriptor.has_next() {

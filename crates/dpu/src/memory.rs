@@ -27,7 +27,10 @@ use pagetide_addr::{Access, FileRange, Gpa};
 use pagetide_vpri::{DmaDomain, EnginePort, Lease};
 use std::{
     cell::Cell,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 use vm_memory::{
     Bytes, GuestAddress, GuestMemory, GuestMemoryError, GuestMemoryMmap, Permissions,
@@ -76,9 +79,21 @@ impl Span {
     }
 }
 
+/// Tells a device's memory from that which it has had before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MemoryId(u64);
+
+impl MemoryId {
+    fn next() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
 /// A device's guest memory on one engine.
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
+    id: MemoryId,
     slots: Box<[Slot]>,
     ports: Box<[EnginePort]>,
     /// Slot of the last address: the next one is usually in it, too.
@@ -89,10 +104,16 @@ impl DeviceMemory {
     /// Memory of `slots`, sorted by address, whose ports are indices of `ports`.
     pub fn new(slots: Vec<Slot>, ports: Vec<EnginePort>) -> Self {
         Self {
+            id: MemoryId::next(),
             slots: slots.into(),
             ports: ports.into(),
             last: Cell::new(0),
         }
+    }
+
+    /// No other memory has it, and this has no other. Spans mean something in the memory that they are of only.
+    pub fn id(&self) -> MemoryId {
+        self.id
     }
 
     /// True once a file of it has lost memory. Data read since may be zeros that the guest has not
@@ -306,10 +327,26 @@ impl LeaseSet {
         }
     }
 
+    /// Leases that it has.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Keeps room for so many leases at most; all have been released.
+    pub fn shrink_to(&mut self, most: usize) {
+        self.0.shrink_to(most);
+    }
+
     /// Releases all leases.
     #[inline]
     pub fn release(&mut self, memory: &DeviceMemory) {
-        for (port, lease) in self.0.drain(..) {
+        self.release_from(memory, 0);
+    }
+
+    /// Releases those that were taken when it had `before` already.
+    #[inline]
+    pub fn release_from(&mut self, memory: &DeviceMemory, before: usize) {
+        for (port, lease) in self.0.drain(before.min(self.0.len())..) {
             memory.ports[port].release(lease);
         }
     }

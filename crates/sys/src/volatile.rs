@@ -16,6 +16,7 @@ impl SharedMapping {
     /// The `len` bytes at `offset`, or `None` if not all of them are mapped.
     ///
     /// The notes on holes and shrunken files at [`SharedMapping`] apply here, too.
+    #[inline]
     #[must_use]
     pub fn volatile(&self, offset: u64, len: u64) -> Option<VolatileSlice<'_>> {
         let start = self.ptr_at(offset, len)?;

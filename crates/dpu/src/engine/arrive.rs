@@ -2,7 +2,7 @@
 //! The turn of a queue with posted chains: what has arrived goes into them.
 //!
 //! ```text
-//!   the kind decides ◄── look: walk the chain, lease all its pages ── the ring
+//!   the kind decides ◄── look: walk the chain at first, lease all its pages ── the ring
 //!     │ an order
 //!     ├─ fill:      the kind writes into the chosen chains, which are leased ─► used ring
 //!     ├─ report:    chains that were filled earlier ─────────────────────────► used ring
@@ -12,12 +12,12 @@
 //! All leases end with the step. No chain is parked, so none of the limits on parked chains applies,
 //! and no request times out: pages of posted chains are awaited as long as their queue runs.
 //!
-//! A step costs its tenant the chains that were looked at, and the bytes that were moved. Whoever
-//! posts chains that are never present pays for each look.
+//! A step costs its tenant the chains that were looked at, the bytes that were moved, and the passage through the
+//! kernel if the link is there. Whoever posts chains that are never present pays for each look.
 
 use super::{
     device::Device,
-    fair::{CHAIN_COST_BYTES, FAULT_COST_BYTES, QUEUE_COST_BYTES, Verdict},
+    fair::{CHAIN_COST_BYTES, FAULT_COST_BYTES, LOOK_COST_BYTES, QUEUE_COST_BYTES, Verdict},
     io::Io,
     posted::{Posted, View, wanted},
     queue::{EngineQueue, QueueState},
@@ -109,23 +109,21 @@ impl Io {
         memory: &Rc<DeviceMemory>,
     ) -> Result<PostedOrder, StopReason> {
         let number = queue.key.queue;
-        let mut sight = std::mem::take(&mut self.scratch.sight);
-        let mut view = View::new(memory, queue, &mut sight);
+        let mut view = View::new(memory, queue);
         let injector = &device.shared.injector;
         view.injector = injector.may_be_due(self.reports.now_ns).then_some(injector);
         view.now_ns = self.reports.now_ns;
         let order = device.kind.arrive(number, &mut view);
-        let (looks, injected, broken) = (view.looks, view.injected, view.broken.take());
-        self.scratch.sight = sight;
-        self.charge(queue, looks * CHAIN_COST_BYTES);
+        let (cost_bytes, injected, broken) = (view.cost_bytes, view.injected, view.broken.take());
+        self.charge(queue, cost_bytes);
         let counters = self.reports.counters(&device.shared);
         add(&counters.injected_iopfs, injected);
         let done = match broken.or_else(|| queue.lost(memory)) {
             Some(reason) => Err(reason),
             None => self.obey_order(device, queue, memory, order),
         };
-        self.scratch.sight.close(memory);
         if let Some(posted) = queue.posted.as_mut() {
+            posted.end_step(memory);
             self.count_wired(device, posted);
         }
         done.map(|()| order)
@@ -146,6 +144,7 @@ impl Io {
             PostedOrder::GiveBack(chain) => {
                 let taken = queue.posted.as_mut().and_then(|posted| posted.take(chain));
                 queue.put_used(memory, taken.as_slice())?;
+                self.charge(queue, LOOK_COST_BYTES);
                 let counters = self.reports.counters(&device.shared);
                 add(&counters.errors, 1);
             }
@@ -182,7 +181,7 @@ impl Io {
         let mut rooms = 0;
         for chain in device.kind.chosen(number) {
             // Each was looked at in this step, and is leased.
-            let seen = self.scratch.sight.of(*chain);
+            let seen = queue.posted.as_ref().and_then(|posted| posted.seen(*chain));
             debug_assert!(seen.is_some(), "{chain:?} was chosen and not looked at");
             let before = spans.len();
             spans.extend(seen.into_iter().flat_map(|seen| &seen.buffers.writable));
@@ -212,7 +211,11 @@ impl Io {
                 }
             }
         }
-        self.charge(queue, u64::from(bytes));
+        let passage = match device.kind.enters_kernel(number) {
+            true => CHAIN_COST_BYTES,
+            false => 0,
+        };
+        self.charge(queue, passage + u64::from(bytes));
         let counters = self.reports.counters(&device.shared);
         add(&counters.requests, 1);
         add(&counters.read_bytes, u64::from(bytes));
@@ -253,15 +256,13 @@ impl Io {
         (chain, need): (ChainNo, Need),
     ) {
         // Usually it was looked at in an earlier step: the order waited for its turn.
-        let mut sight = std::mem::take(&mut self.scratch.sight);
         // Read before the ring is: see `blank`.
         let posted_ns = self.reports.now_ns;
-        let mut view = View::new(memory, queue, &mut sight);
+        let mut view = View::new(memory, queue);
         view.look(chain);
         let mut pages = wanted(&mut view, chain, posted_ns);
-        let looks = view.looks;
-        self.scratch.sight = sight;
-        self.charge(queue, looks * CHAIN_COST_BYTES);
+        let cost_bytes = view.cost_bytes;
+        self.charge(queue, cost_bytes);
         let mut course = RequestTimeline::popped(self.reports.now_ns);
         let held = queue.posted.as_mut().and_then(|posted| {
             let (_, demand) = posted.held.take_if(|(held, _)| *held == chain)?;
@@ -303,9 +304,8 @@ impl Io {
         memory: &DeviceMemory,
         chain: ChainNo,
     ) {
-        let seen = self.scratch.sight.of(chain);
-        if let (Some(seen), Some(posted)) = (seen, queue.posted.as_mut()) {
-            posted.wires.wire(memory, chain.0, &seen.buffers.writable);
+        if let Some(posted) = queue.posted.as_mut() {
+            posted.wire(memory, chain);
             self.count_wired(device, posted);
         }
     }

@@ -12,6 +12,7 @@
 use super::{
     answer::{Answer, Moved},
     device::Device,
+    fair::{CHAIN_COST_BYTES, LOOK_COST_BYTES, PART_COST_BYTES},
     io::Io,
     pages::{Located, lease_all, locate},
     queue::EngineQueue,
@@ -30,8 +31,8 @@ use std::time::Instant;
 /// Whether a chain was served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Short {
-    /// It is done; its entry in the used ring is published with those of its batch.
-    Served,
+    /// It is done, and costs its tenant so much; its entry in the used ring is published with those of its batch.
+    Served { cost_bytes: u64 },
     /// Nothing was done: it goes the long way.
     NotServed,
 }
@@ -96,8 +97,9 @@ impl Io {
                     moved: Moved::from_guest(acted.from_guest_bytes),
                     course: *course,
                 };
+                let cost_bytes = cost_bytes(device, queue, buffers, acted);
                 let told = self.answer(device, queue, memory, answer);
-                told.map(|()| Short::Served)
+                told.map(|()| Short::Served { cost_bytes })
             }
             None => Ok(Short::NotServed),
         };
@@ -130,4 +132,13 @@ impl Io {
             }
         }
     }
+}
+
+/// What it costs that a chain was done.
+fn cost_bytes(device: &Device, queue: &EngineQueue, buffers: &Buffers, acted: Acted) -> u64 {
+    let passage = match device.kind.enters_kernel(queue.key.queue) {
+        true => CHAIN_COST_BYTES,
+        false => LOOK_COST_BYTES,
+    };
+    passage + buffers.parts() * PART_COST_BYTES + u64::from(acted.from_guest_bytes)
 }

@@ -96,7 +96,11 @@ impl Io {
                 let onto = Onto::Guest(spans);
                 return self.start_task(device, queue, memory, ready, Transfer { task, onto });
             }
-            Decided::Act => self.act(device, chain),
+            Decided::Act => {
+                let acted = self.act(device, chain);
+                self.charge(queue, u64::from(acted.from_guest_bytes));
+                acted
+            }
             Decided::Answer(outcome) => Acted {
                 outcome,
                 from_guest_bytes: 0,

@@ -60,6 +60,11 @@ use crate::shared::WEIGHT_DEFAULT;
 /// Cost of a chain besides its bytes. The CPU time of a small request would copy about so many
 /// bytes; a disk's cost per request, in bytes, is of the same order.
 pub(crate) const CHAIN_COST_BYTES: u64 = 16 << 10;
+/// Cost of a chain that is looked at, or done, without anything that goes to the kernel: its descriptors are read, and
+/// its pages leased.
+pub(crate) const LOOK_COST_BYTES: u64 = 4 << 10;
+/// Additional cost of each part of such a chain.
+pub(crate) const PART_COST_BYTES: u64 = 512;
 /// Additional cost of a page request.
 pub(crate) const FAULT_COST_BYTES: u64 = 4 << 10;
 /// Cost of obeying a message of a front end: to start a ring takes longer than a request.

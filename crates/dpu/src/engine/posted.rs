@@ -9,9 +9,15 @@
 //! A chain is read from the ring when its kind first looks at it. From then on its head is kept here
 //! until the chain is used, since chains may be used in any order. What a successor must know of that
 //! is in a record ([`super::held`]); when the queue stops, all of it goes back to the driver.
+//!
+//! A kind looks at a chain twice or more: ahead, so that absent pages come before a packet does, and when a packet is
+//! there. Its descriptors are walked once, and only its pages are leased anew: a driver may not change what it has made
+//! available (virtio 1.2, 2.7.13), and one that does it all the same gets its packet where the chain lay at first (and
+//! may find zeros there: see [`super::blank`]). With other memory, chains are walked again.
 
 use super::{
     blank::{NEAR_PARTS_MAX, wanted_of_posted},
+    fair::{LOOK_COST_BYTES, PART_COST_BYTES},
     held::Held,
     pages::wanted_of,
     queue::EngineQueue,
@@ -24,7 +30,7 @@ use crate::{
         posted::{ChainNo, Look, Ring},
         work::Keeping,
     },
-    memory::{DeviceMemory, LeaseSet, Span},
+    memory::{DeviceMemory, LeaseSet, MemoryId, Span},
     page_demand::PageDemand,
     shared::StopReason,
 };
@@ -40,11 +46,44 @@ enum Read {
     Used,
 }
 
+/// Parts of a chain whose walk is kept until the chain is used; of a longer one it is kept for a step.
+const KEPT_PARTS_MAX: usize = 32;
+/// Leases for which there is room from one step to the next: as many as drivers need for a packet, and not as many as
+/// a hostile one can.
+const LEASES_KEPT_MAX: usize = 1024;
+/// Objects kept for the next walk.
+const SPARE_MAX: usize = 64;
+
+/// A chain that was read.
+#[derive(Debug)]
+struct Place {
+    read: Read,
+    /// What was seen of it, while it is unused.
+    seen: Option<Box<Seen>>,
+}
+
+impl Place {
+    fn unused(head: u16) -> Self {
+        Self {
+            read: Read::Unused { head },
+            seen: None,
+        }
+    }
+}
+
 /// The chains of a queue that were read.
 #[derive(Debug, Default)]
 pub(crate) struct Posted {
     first: u64,
-    read: VecDeque<Read>,
+    read: VecDeque<Place>,
+    /// Pages of the chains that were looked at in this step and are present.
+    leases: LeaseSet,
+    /// Number of this step.
+    step: u64,
+    /// Chains of this step whose walk is not kept.
+    long: Vec<ChainNo>,
+    #[expect(clippy::vec_box, reason = "boxes move from here to places and back")]
+    spare: Vec<Box<Seen>>,
     /// The end of the ring was seen in the last turn: the driver is to kick when it posts more.
     pub saw_end: bool,
     /// What is wired for them.
@@ -65,42 +104,108 @@ impl Drop for Posted {
 impl Posted {
     /// Nothing read yet.
     pub fn new(keeping: Keeping) -> Self {
-        Self {
-            wires: PostedWires::new(keeping),
-            first: 0,
-            read: VecDeque::new(),
-            saw_end: false,
-            held: None,
-            record: None,
-        }
+        // Not by `..`: what is dropped by hand cannot be taken apart.
+        let mut posted = Self::default();
+        posted.wires = PostedWires::new(keeping);
+        posted
     }
 
     /// Goes on with the chains of these heads, which a predecessor has read and not used.
     pub fn resume(&mut self, record: Held, heads: &[u16]) {
         self.record = Some(record);
-        let unused = |head: &u16| Read::Unused { head: *head };
-        self.read.extend(heads.iter().map(unused));
+        self.read
+            .extend(heads.iter().map(|head| Place::unused(*head)));
+    }
+
+    fn place(&self, chain: ChainNo) -> Option<&Place> {
+        self.read.get(index_of(self.first, chain))
+    }
+
+    fn place_mut(&mut self, chain: ChainNo) -> Option<&mut Place> {
+        self.read.get_mut(index_of(self.first, chain))
     }
 
     fn at(&self, chain: ChainNo) -> Option<Read> {
-        match usize::try_from(chain.0.checked_sub(self.first)?) {
-            Ok(at) => self.read.get(at).copied(),
-            Err(_) => None,
-        }
+        Some(self.place(chain)?.read)
     }
 
     fn set(&mut self, chain: ChainNo, to: Read) {
         if to == Read::Used {
             self.wires.used(chain.0);
         }
-        let at = chain.0.checked_sub(self.first);
-        let at = at.and_then(|at| usize::try_from(at).ok());
-        if let Some(place) = at.and_then(|at| self.read.get_mut(at)) {
-            *place = to;
+        if let Some(place) = self.place_mut(chain) {
+            place.read = to;
+            let seen = place.seen.take();
+            self.keep_spare(seen);
         }
-        while self.read.front() == Some(&Read::Used) {
+        while matches!(
+            self.read.front(),
+            Some(Place {
+                read: Read::Used,
+                ..
+            })
+        ) {
             self.read.pop_front();
             self.first += 1;
+        }
+    }
+
+    fn keep_spare(&mut self, seen: Option<Box<Seen>>) {
+        if let Some(seen) = seen
+            && self.spare.len() < SPARE_MAX
+            && seen.is_short()
+        {
+            self.spare.push(seen);
+        }
+    }
+
+    /// The chain, if it was looked at in this step.
+    pub fn seen(&self, chain: ChainNo) -> Option<&Seen> {
+        let seen = self.place(chain)?.seen.as_deref();
+        seen.filter(|seen| seen.step == self.step)
+    }
+
+    /// What is known of a chain that is looked at now; [`Self::put_seen`] puts it back.
+    fn take_seen(&mut self, chain: ChainNo) -> Box<Seen> {
+        let known = self
+            .place_mut(chain)
+            .and_then(|place| place.seen.take())
+            .or_else(|| {
+                let mut spare = self.spare.pop()?;
+                spare.walked = Walked::Not;
+                Some(spare)
+            });
+        known.unwrap_or_default()
+    }
+
+    fn put_seen(&mut self, chain: ChainNo, mut seen: Box<Seen>) {
+        seen.step = self.step;
+        if !seen.is_short() {
+            self.long.push(chain);
+        }
+        if let Some(place) = self.place_mut(chain) {
+            place.seen = Some(seen);
+        }
+    }
+
+    /// Wires the pages of a chain that was looked at in this step, until it is used.
+    pub fn wire(&mut self, memory: &DeviceMemory, chain: ChainNo) {
+        let place = self.read.get(index_of(self.first, chain));
+        let seen = place.and_then(|place| place.seen.as_deref());
+        if let Some(seen) = seen.filter(|seen| seen.step == self.step) {
+            self.wires.wire(memory, chain.0, &seen.buffers.writable);
+        }
+    }
+
+    /// Ends the step: releases all leases.
+    pub fn end_step(&mut self, memory: &DeviceMemory) {
+        self.leases.release(memory);
+        self.leases.shrink_to(LEASES_KEPT_MAX);
+        self.step += 1;
+        while let Some(chain) = self.long.pop() {
+            if let Some(place) = self.place_mut(chain) {
+                place.seen = None;
+            }
         }
     }
 
@@ -128,8 +233,8 @@ impl Posted {
     /// The heads of all chains that were read and not used, which are used now.
     pub fn take_all(&mut self) -> Vec<u16> {
         let mut heads = Vec::new();
-        for read in self.read.drain(..) {
-            if let Read::Unused { head } | Read::Filled { head, .. } = read {
+        for place in self.read.drain(..) {
+            if let Read::Unused { head } | Read::Filled { head, .. } = place.read {
                 heads.push(head);
                 if let Some(record) = &mut self.record {
                     record.uses(self.first, head);
@@ -158,56 +263,40 @@ impl Posted {
     }
 }
 
-/// A chain that was looked at in this step.
-#[derive(Debug)]
+/// Where a chain is among those from `first` on; far away for one before them.
+fn index_of(first: u64, chain: ChainNo) -> usize {
+    let at = chain.0.checked_sub(first);
+    at.and_then(|at| usize::try_from(at).ok())
+        .unwrap_or(usize::MAX)
+}
+
+/// What is known of the descriptors of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Walked {
+    /// Nothing.
+    #[default]
+    Not,
+    /// The buffers are those that they name in that memory; so many bytes fit, if a packet fits at all.
+    In(MemoryId, Option<u32>),
+}
+
+/// A chain that was looked at.
+#[derive(Debug, Default)]
 pub(crate) struct Seen {
-    chain: ChainNo,
+    /// The step that looked last, and what it has found.
+    step: u64,
     look: Look,
+    walked: Walked,
     pub buffers: Buffers,
     /// Parts of its table that are absent.
     table: Vec<Span>,
-    pub leases: LeaseSet,
 }
 
-/// Chains that were looked at, and objects to be used again.
-#[derive(Debug, Default)]
-pub(crate) struct Sight {
-    seen: Vec<Seen>,
-    spare: Vec<Seen>,
-}
-
-impl Sight {
-    /// The chain, if it was looked at.
-    pub fn of(&self, chain: ChainNo) -> Option<&Seen> {
-        // The chains of a packet are looked for in the order in which they were seen.
-        self.seen.iter().find(|seen| seen.chain == chain)
-    }
-
-    /// Releases all leases.
-    pub fn close(&mut self, memory: &DeviceMemory) {
-        for mut seen in self.seen.drain(..) {
-            seen.leases.release(memory);
-            if self.spare.len() < 64 {
-                self.spare.push(seen);
-            }
-        }
-    }
-
-    fn fresh(&mut self, chain: ChainNo) -> Seen {
-        match self.spare.pop() {
-            Some(mut seen) => {
-                seen.chain = chain;
-                seen.table.clear();
-                seen
-            }
-            None => Seen {
-                chain,
-                look: Look::Unfit,
-                buffers: Buffers::default(),
-                table: Vec::new(),
-                leases: LeaseSet::default(),
-            },
-        }
+impl Seen {
+    /// Whether it takes little memory.
+    fn is_short(&self) -> bool {
+        let parts = self.buffers.writable.capacity() + self.buffers.readable.capacity();
+        parts <= KEPT_PARTS_MAX && self.table.capacity() <= KEPT_PARTS_MAX
     }
 }
 
@@ -220,11 +309,10 @@ fn room(buffers: &Buffers) -> u64 {
 pub(crate) struct View<'a> {
     pub memory: &'a Rc<DeviceMemory>,
     pub queue: &'a mut EngineQueue,
-    pub sight: &'a mut Sight,
     /// Bytes that a chain must have room for.
     pub least_bytes: u32,
-    /// Chains that were looked at.
-    pub looks: u64,
+    /// What the looks cost.
+    pub cost_bytes: u64,
     /// Decides whether a present chain is to be treated as absent, if that may be due.
     pub injector: Option<&'a Injector>,
     pub now_ns: u64,
@@ -236,17 +324,12 @@ pub(crate) struct View<'a> {
 
 impl<'a> View<'a> {
     /// What a step of a queue sees, without injected faults.
-    pub fn new(
-        memory: &'a Rc<DeviceMemory>,
-        queue: &'a mut EngineQueue,
-        sight: &'a mut Sight,
-    ) -> Self {
+    pub fn new(memory: &'a Rc<DeviceMemory>, queue: &'a mut EngineQueue) -> Self {
         Self {
             memory,
             least_bytes: queue.table.layout.header_bytes,
             queue,
-            sight,
-            looks: 0,
+            cost_bytes: 0,
             injector: None,
             now_ns: 0,
             injected: 0,
@@ -260,7 +343,7 @@ impl<'a> View<'a> {
             let next = self.queue.next_head(self.memory);
             let posted = self.queue.posted.as_mut()?;
             match next {
-                Ok(Some(head)) => posted.read.push_back(Read::Unused { head }),
+                Ok(Some(head)) => posted.read.push_back(Place::unused(head)),
                 Ok(None) => {
                     posted.saw_end = true;
                     return None;
@@ -295,9 +378,12 @@ impl<'a> View<'a> {
             false => true,
         };
         let head = is_unused.then(|| self.head(chain)).flatten();
-        self.looks += u64::from(head.is_some());
         let mut buffers = Buffers::default();
-        match head.map(|head| walk(self.memory, self.queue.table, head, &mut buffers)) {
+        let walked = head.map(|head| walk(self.memory, self.queue.table, head, &mut buffers));
+        if head.is_some() {
+            self.cost_bytes += look_cost_bytes(&buffers);
+        }
+        match walked {
             Some(Ok(())) if buffers.writable.len() <= NEAR_PARTS_MAX => buffers.writable,
             Some(Ok(())) => Vec::new(),
             // If it is broken, that is reported when it is looked at for a packet.
@@ -306,7 +392,7 @@ impl<'a> View<'a> {
     }
 
     /// True if a fault was injected into that chain, or is now.
-    fn is_held(&mut self, seen: &Seen) -> bool {
+    fn is_held(&mut self, chain: ChainNo, seen: &Seen) -> bool {
         let Some(posted) = self.queue.posted.as_mut() else {
             return false;
         };
@@ -323,18 +409,47 @@ impl<'a> View<'a> {
                 hold_us: hold.hold_us,
                 posted_ns: 0,
             };
-            posted.held = Some((seen.chain, demand));
+            posted.held = Some((chain, demand));
         }
-        posted.held.is_some_and(|(chain, _)| chain == seen.chain)
+        posted.held.is_some_and(|(held, _)| held == chain)
     }
 
+    /// Finds the buffers of a chain, and leases its pages: all or none.
     fn examine(&mut self, head: u16, seen: &mut Seen) -> Look {
+        let memory = self.memory;
+        let room = match seen.walked {
+            Walked::In(id, room) if id == memory.id() => room,
+            Walked::In(..) | Walked::Not => match self.walk(head, seen) {
+                Ok(room) => room,
+                Err(look) => return look,
+            },
+        };
+        let Some(room) = room else {
+            return Look::Unfit;
+        };
+        let Some(posted) = self.queue.posted.as_mut() else {
+            return Look::Unposted;
+        };
+        let before = posted.leases.len();
+        let leases = &mut posted.leases;
+        let mut spans = seen.buffers.writable.iter();
+        if !spans.all(|span| leases.take(memory, *span, Access::Write)) {
+            leases.release_from(memory, before);
+            return Look::Absent { room };
+        }
+        Look::Present { room }
+    }
+
+    /// Walks the descriptors of a chain; returns the room in it, if a packet fits into it.
+    fn walk(&mut self, head: u16, seen: &mut Seen) -> Result<Option<u32>, Look> {
         let (memory, buffers) = (self.memory, &mut seen.buffers);
+        seen.walked = Walked::Not;
+        seen.table.clear();
         match walk(memory, self.queue.table, head, buffers) {
             Ok(()) => {}
             Err(WalkError::TableAbsent(spans)) => {
                 seen.table = spans;
-                return Look::Unknown;
+                return Err(Look::Unknown);
             }
             Err(WalkError::Broken(source)) => {
                 self.broken = Some(StopReason::Chain {
@@ -342,7 +457,7 @@ impl<'a> View<'a> {
                     head,
                     source,
                 });
-                return Look::Unposted;
+                return Err(Look::Unposted);
             }
         }
         let room = room(buffers);
@@ -350,18 +465,15 @@ impl<'a> View<'a> {
             && buffers.length == Length::Served
             && buffers.readable.is_empty()
             && room >= u64::from(self.least_bytes);
-        let Some(room) = u32::try_from(room).ok().filter(|_| is_fit) else {
-            return Look::Unfit;
-        };
-        let leases = &mut seen.leases;
-        let all_there =
-            (buffers.writable.iter()).all(|span| leases.take(memory, *span, Access::Write));
-        if !all_there {
-            leases.release(memory);
-            return Look::Absent { room };
-        }
-        Look::Present { room }
+        let room = u32::try_from(room).ok().filter(|_| is_fit);
+        seen.walked = Walked::In(memory.id(), room);
+        Ok(room)
     }
+}
+
+/// What a look at a chain costs its tenant.
+fn look_cost_bytes(buffers: &Buffers) -> u64 {
+    LOOK_COST_BYTES + buffers.parts() * PART_COST_BYTES
 }
 
 impl Ring for View<'_> {
@@ -369,23 +481,32 @@ impl Ring for View<'_> {
         if self.broken.is_some() {
             return Look::Unposted;
         }
-        if let Some(seen) = self.sight.of(chain) {
+        let posted = self.queue.posted.as_ref();
+        if let Some(seen) = posted.and_then(|posted| posted.seen(chain)) {
             return seen.look;
         }
         let Some(head) = self.head(chain) else {
             return Look::Unposted;
         };
-        self.looks += 1;
-        let mut seen = self.sight.fresh(chain);
+        let Some(posted) = self.queue.posted.as_mut() else {
+            return Look::Unposted;
+        };
+        let before = posted.leases.len();
+        let mut seen = posted.take_seen(chain);
         seen.look = self.examine(head, &mut seen);
-        if let Look::Present { room } = seen.look
-            && self.is_held(&seen)
-        {
-            seen.leases.release(self.memory);
-            seen.look = Look::Absent { room };
+        self.cost_bytes += look_cost_bytes(&seen.buffers);
+        let is_held = matches!(seen.look, Look::Present { .. }) && self.is_held(chain, &seen);
+        let look = match seen.look {
+            Look::Present { room } if is_held => Look::Absent { room },
+            look => look,
+        };
+        seen.look = look;
+        if let Some(posted) = self.queue.posted.as_mut() {
+            if is_held {
+                posted.leases.release_from(self.memory, before);
+            }
+            posted.put_seen(chain, seen);
         }
-        let look = seen.look;
-        self.sight.seen.push(seen);
         look
     }
 
@@ -404,7 +525,8 @@ impl Ring for View<'_> {
 
 /// The pages to be requested for a chain that was looked at after `posted_ns`.
 pub(crate) fn wanted(view: &mut View<'_>, chain: ChainNo, posted_ns: u64) -> Vec<PageDemand> {
-    let Some(seen) = view.sight.of(chain) else {
+    let posted = view.queue.posted.as_ref();
+    let Some(seen) = posted.and_then(|posted| posted.seen(chain)) else {
         return Vec::new();
     };
     if !seen.table.is_empty() {
@@ -456,9 +578,75 @@ impl EngineQueue {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{
+        super::rings::tests::{AVAIL, BASE, Fixture, Says, fixture_of},
+        *,
+    };
+    use crate::kind::work::Chains;
     use pagetide_random::SplitMix64;
     use std::collections::BTreeMap;
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+
+    /// Posts a chain of `parts` descriptors from `head` on, each with so many bytes.
+    fn describe(f: &Fixture, head: u16, parts: u16, bytes: u32) {
+        for part in 0..parts {
+            let flags = if part + 1 < parts {
+                NEXT | WRITE
+            } else {
+                WRITE
+            };
+            let at = BASE + 16 * u64::from(head + part);
+            f.memory.store_u64(at, BASE + 0x2800).unwrap();
+            let next = head + part + 1;
+            let rest = u64::from(bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
+            f.memory.store_u64(at + 8, rest).unwrap();
+        }
+    }
+
+    fn look_once(f: &mut Fixture, memory: &Rc<DeviceMemory>, chain: ChainNo) -> Look {
+        let mut view = View::new(memory, &mut f.queue);
+        let look = view.look(chain);
+        assert_eq!(view.look(chain), look);
+        let posted = f.queue.posted.as_mut().unwrap();
+        assert!(posted.seen(chain).is_some() && posted.leases.len() > 0);
+        posted.end_step(memory);
+        assert!(posted.seen(chain).is_none() && posted.leases.len() == 0);
+        look
+    }
+
+    #[test]
+    fn chain_is_walked_once_in_a_memory_unless_it_is_long() {
+        let long = u16::try_from(KEPT_PARTS_MAX + 1).unwrap();
+        let mut f = fixture_of(Chains::Posted, 0, &Says::ByFlag);
+        for (chain, head, parts) in [(0, 3, 2), (1, 8, long)] {
+            describe(&f, head, parts, 20);
+            f.put(AVAIL + 4 + 2 * chain, head);
+        }
+        f.put(AVAIL + 2, 2);
+        let room = |parts: u16, bytes: u32| Look::Present {
+            room: u32::from(parts) * bytes,
+        };
+        let memory = Rc::new(f.other_memory());
+        assert_eq!(look_once(&mut f, &memory, ChainNo(0)), room(2, 20));
+        assert_eq!(look_once(&mut f, &memory, ChainNo(1)), room(long, 20));
+        // No driver may do this.
+        describe(&f, 3, 2, 30);
+        describe(&f, 8, long, 30);
+        assert_eq!(look_once(&mut f, &memory, ChainNo(0)), room(2, 20));
+        assert_eq!(look_once(&mut f, &memory, ChainNo(1)), room(long, 30));
+        let other = Rc::new(f.other_memory());
+        assert_eq!(look_once(&mut f, &other, ChainNo(0)), room(2, 30));
+        // What is used leaves room for the next one, of which nothing is known.
+        let posted = f.queue.posted.as_mut().unwrap();
+        assert_eq!(posted.take(ChainNo(0)), Some((3, 0)));
+        assert_eq!(posted.spare.len(), 1);
+        f.put(AVAIL + 4 + 2 * 2, 3);
+        f.put(AVAIL + 2, 3);
+        describe(&f, 3, 1, 40);
+        assert_eq!(look_once(&mut f, &other, ChainNo(2)), room(1, 40));
+    }
 
     #[test]
     fn chains_are_kept_until_they_are_used_in_whatever_order_that_is() {
@@ -473,7 +661,7 @@ mod tests {
                 match (random.below(3), some) {
                     (0, _) => {
                         let head = u16::try_from(random.below(1024)).unwrap();
-                        posted.read.push_back(Read::Unused { head });
+                        posted.read.push_back(Place::unused(head));
                         model.insert(next, (head, 0));
                         next += 1;
                     }

@@ -178,7 +178,7 @@ impl EngineQueue {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::{
         chain::{AnswerPlace, Indirect, Layout},
@@ -193,30 +193,39 @@ mod tests {
     use virtio_queue::Queue;
 
     const SIZE: u16 = 64;
-    const BASE: u64 = 0x10_0000;
-    const AVAIL: u64 = BASE + 0x1000;
+    pub(in crate::engine) const BASE: u64 = 0x10_0000;
+    pub(in crate::engine) const AVAIL: u64 = BASE + 0x1000;
     const USED: u64 = BASE + 0x2000;
 
     /// Rings in a memory file.
-    struct Fixture {
-        memory: DeviceMemory,
-        queue: EngineQueue,
-        _ram: Ram,
+    pub(in crate::engine) struct Fixture {
+        pub memory: DeviceMemory,
+        pub queue: EngineQueue,
+        ram: Ram,
     }
 
     /// How a driver says whether it is to be called.
     #[derive(PartialEq, Eq)]
-    enum Says {
+    pub(in crate::engine) enum Says {
         ByIndex,
         ByFlag,
     }
 
-    /// Rings whose indices all begin at `index`.
-    fn fixture(index: u16, says: &Says) -> Fixture {
-        let ram = Ram::new(3);
+    fn memory_of(ram: &Ram) -> DeviceMemory {
         let mut table = RegionTable::default();
         table.add(ram.region(BASE, 3, 0)).unwrap();
-        let memory = table.for_engine(0, LookUp::On).unwrap();
+        table.for_engine(0, LookUp::On).unwrap()
+    }
+
+    /// Rings of requests whose indices all begin at `index`.
+    fn fixture(index: u16, says: &Says) -> Fixture {
+        fixture_of(Chains::Requests, index, says)
+    }
+
+    /// Rings of such chains.
+    pub(in crate::engine) fn fixture_of(chains: Chains, index: u16, says: &Says) -> Fixture {
+        let ram = Ram::new(3);
+        let memory = memory_of(&ram);
         let mut queue = Queue::new(SIZE).unwrap();
         let low = |at: u64| Some(u32::try_from(at).unwrap());
         queue.set_desc_table_address(low(BASE), Some(0));
@@ -231,7 +240,7 @@ mod tests {
                 answer: AnswerPlace::Nowhere,
                 data_bytes_max: 4096,
             },
-            chains: Chains::Requests,
+            chains,
             vector: 0,
             keeping: Keeping::ToUse,
             completes: Completes::InRingOrder,
@@ -255,18 +264,19 @@ mod tests {
             },
         );
         queue.take_from(index);
-        let fixture = Fixture {
-            memory,
-            queue,
-            _ram: ram,
-        };
+        let fixture = Fixture { memory, queue, ram };
         fixture.put(AVAIL + 2, index);
         fixture.put(USED + 2, index);
         fixture
     }
 
     impl Fixture {
-        fn put(&self, at: u64, word: u16) {
+        /// The same bytes as another memory.
+        pub(in crate::engine) fn other_memory(&self) -> DeviceMemory {
+            memory_of(&self.ram)
+        }
+
+        pub(in crate::engine) fn put(&self, at: u64, word: u16) {
             self.memory.store_u16(at, word, Ordering::SeqCst).unwrap();
         }
 

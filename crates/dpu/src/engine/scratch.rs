@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Objects that an engine reuses, so that a request costs no allocation.
 
-use super::{
-    posted::Sight,
-    request::{Request, Sample},
-};
+use super::request::{Request, Sample};
 use crate::{
     chain::Buffers,
     memory::{LeaseSet, Span},
@@ -27,8 +24,6 @@ const LEASES_MAX: usize = 64;
 /// Reused buffers.
 pub(crate) struct Scratch {
     pub buffers: Buffers,
-    /// Posted chains that a step has looked at.
-    pub sight: Sight,
     /// Spans of chosen chains.
     pub spans: Vec<Span>,
     /// Entries for the used ring.
@@ -53,7 +48,6 @@ impl Scratch {
             .unwrap_or(0);
         Self {
             buffers: Buffers::default(),
-            sight: Sight::default(),
             spans: Vec::new(),
             entries: Vec::new(),
             pool: Vec::new(),

@@ -227,11 +227,13 @@ impl Io {
         if let Some(inflight) = &mut queue.inflight {
             inflight.fetched(head);
         }
-        self.charge(queue, CHAIN_COST_BYTES);
         let course = queue.course_of_next(self.reports.now_ns);
         if queue.completes_at_once() {
             match self.serve_at_once(device, queue, memory, (head, &course)) {
-                Ok(Short::Served) => return Ok(()),
+                Ok(Short::Served { cost_bytes }) => {
+                    self.charge(queue, cost_bytes);
+                    return Ok(());
+                }
                 Ok(Short::NotServed) => {}
                 Err(reason) => {
                     device.shared.stop(reason);
@@ -240,6 +242,7 @@ impl Io {
                 }
             }
         }
+        self.charge(queue, CHAIN_COST_BYTES);
         let origin = Origin::Fresh(course);
         self.serve(device, queue, TakenChain { head, origin })
     }

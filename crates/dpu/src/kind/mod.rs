@@ -374,6 +374,14 @@ impl OnEngine {
         }
     }
 
+    /// Whether what is done at once for a queue, or arrives for it, passes through the kernel.
+    pub fn enters_kernel(&self, queue: u16) -> bool {
+        match self {
+            Self::Blk(_) => true,
+            Self::Net(nic) => nic.enters_kernel(queue),
+        }
+    }
+
     /// The descriptor that is readable when something has arrived for a queue, if there is one.
     pub fn readiness(&self, queue: u16) -> Option<BorrowedFd<'_>> {
         match self {

@@ -27,9 +27,10 @@ impl ChainNo {
 }
 
 /// A posted chain, as it is now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Look {
     /// There is none yet.
+    #[default]
     Unposted,
     /// All its pages are present; so many bytes fit, with the header.
     Present { room: u32 },

@@ -149,6 +149,12 @@ impl NicOnEngine {
         }
     }
 
+    /// Whether packets of that queue are sent and received by system calls.
+    pub fn enters_kernel(&self, queue: u16) -> bool {
+        self.end(queue)
+            .is_some_and(|end| end.link.readiness().is_some())
+    }
+
     pub fn readiness(&self, queue: u16) -> Option<BorrowedFd<'_>> {
         let end = self.end(queue).filter(|_| is_receiving(queue))?;
         end.link.readiness()
