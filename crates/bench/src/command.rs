@@ -109,7 +109,7 @@ pub enum BenchPart {
         /// Configuration of table IV
         #[arg(long)]
         preset: String,
-        /// Trace in the authors' format
+        /// A trace, in whatever format
         #[arg(long)]
         trace: PathBuf,
     },
@@ -238,7 +238,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::of(sizes)),
-        BenchName::Sim => sim::run(sizes.hypersio.as_deref()),
+        BenchName::Sim => sim::run(sizes.hypersio.as_deref(), sizes.recorded.as_deref()),
         BenchName::Overcommit => overcommit::run(sizes),
         BenchName::Pool => pool::run(sizes),
         BenchName::RealSize => real_size::run(sizes),

@@ -52,8 +52,17 @@ pub(crate) struct NetGuestOptions<'a> {
     pub ring: u16,
     /// What it runs.
     pub servers: &'a [&'a str],
+    pub pings: Pings,
     /// Ours, or QEMU's own.
     pub interface: Interface,
+}
+
+/// Whether it pings the host all the time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Pings {
+    /// As fast as answers come: each thousand are a line of its console.
+    Flood,
+    None,
 }
 
 /// Who serves the interface.
@@ -155,6 +164,9 @@ impl NetHost {
         for server in options.servers {
             command.args(["--server", server]);
         }
+        if options.pings == Pings::Flood {
+            command.arg("--pings");
+        }
         if let Interface::Ours(receives) = options.interface {
             add_device(&self.daemon, number, &socket, receives).map_err(failed)?;
             command.arg("--device").arg(&socket);
@@ -179,6 +191,11 @@ impl NetHost {
     /// Its daemon.
     pub(crate) fn daemon(&self) -> &Daemon {
         &self.daemon
+    }
+
+    /// The socket of its daemon's interface.
+    pub(crate) fn api(&self) -> PathBuf {
+        self.dir.path().join("state").join("api.sock")
     }
 }
 
@@ -248,8 +265,7 @@ impl NetGuest {
         let begun = Instant::now();
         while let Err(error) = TcpStream::connect_timeout(&address, Duration::from_secs(5)) {
             if begun.elapsed() > PATIENCE {
-                let console = std::fs::read_to_string(self.folder.join("console.log"));
-                let console = console.unwrap_or_default();
+                let console = self.console().unwrap_or_default();
                 let end: Vec<_> = console.lines().rev().take(5).collect();
                 return Err(format!(
                     "nothing listens at port {port} of the guest ({error}); its console ends with {:?}",
@@ -259,6 +275,22 @@ impl NetGuest {
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(address)
+    }
+
+    fn console(&self) -> std::io::Result<String> {
+        std::fs::read_to_string(self.folder.join("console.log"))
+    }
+
+    /// The lines in which its pings have told their loss.
+    ///
+    /// # Errors
+    /// It has no console.
+    pub(crate) fn pings(&self) -> Result<Vec<String>, String> {
+        let console = self
+            .console()
+            .map_err(|error| format!("console: {error}"))?;
+        let told = |line: &&str| line.contains("packet loss");
+        Ok(console.lines().filter(told).map(str::to_owned).collect())
     }
 
     /// What the daemon tells of the device.
@@ -303,14 +335,18 @@ impl NetGuest {
         Ok(())
     }
 
-    /// Runs `act` while `rate` faults a second are injected, each held for `hold`.
+    /// Runs `act`, and injects `rate` faults a second for `time` (whole seconds), each held for `hold`.
+    ///
+    /// No longer: the last connections of a load may be alone then. A fault that finds no packet when it is due waits
+    /// for the next one, so with *drop* each packet of a sender that tries again less often than faults are due would be
+    /// lost, for ever.
     ///
     /// # Errors
     /// The daemon refuses, or those of `act`.
     pub(crate) fn with_faults<R>(
         &self,
-        rate: f64,
-        hold: Duration,
+        (rate, hold): (f64, Duration),
+        time: Duration,
         act: impl FnOnce() -> Result<R, String>,
     ) -> Result<(R, InjectionReport), String> {
         let device = self.socket.to_string_lossy().into_owned();
@@ -320,7 +356,7 @@ impl NetGuest {
             rate,
             latency_us: u64::try_from(hold.as_micros()).unwrap_or(u64::MAX),
             burst: 1,
-            seconds: 3600,
+            seconds: time.as_secs().max(1),
         };
         let _begun: Value = self.daemon().send("/v1/injection", &request)?;
         let acted = act();

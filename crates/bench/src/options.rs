@@ -78,6 +78,9 @@ pub struct SizeOptions {
     /// The authors' simulator, a build of HyperSIO's `hypersio-perf`, as a peer (sim)
     #[arg(long, value_name = "PROGRAM")]
     pub hypersio: Option<PathBuf>,
+    /// A recorded log, such as `pagetide trace collect` makes, whose invalidations are to be measured (sim)
+    #[arg(long, value_name = "LOG")]
+    pub recorded: Option<PathBuf>,
     /// What of the guest does DMA (adp-live)
     #[arg(long, value_enum)]
     pub device: Option<LiveDevice>,
@@ -158,6 +161,7 @@ impl SizeOptions {
             ("--only", self.only.is_some()),
             ("--full", self.full),
             ("--hypersio", self.hypersio.is_some()),
+            ("--recorded", self.recorded.is_some()),
             ("--peer-setting", !self.peer_settings.is_empty()),
             ("--device", self.device.is_some()),
             ("--settle", self.settle.is_some()),
@@ -299,7 +303,7 @@ fn has_use_for(name: BenchName, flag: &str) -> bool {
         ),
         "--device" | "--settle" => name == AdpLive,
         "--full" => name == IopfImpact,
-        "--hypersio" => name == Sim,
+        "--hypersio" | "--recorded" => name == Sim,
         "--peer-setting" => name == Tracker,
         _ => false,
     }

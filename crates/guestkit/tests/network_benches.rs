@@ -9,6 +9,10 @@ use std::process::Command;
 
 /// The report of a bench, or `None` with the reason told where it cannot run.
 fn report(servers: &[Server], words: &[&str]) -> Option<Value> {
+    report_of(servers, &[words, &["--pairs", "1", "--json"]].concat())
+}
+
+fn report_of(servers: &[Server], words: &[&str]) -> Option<Value> {
     let binary = Product::to_take_over()?;
     for program in servers.iter().filter_map(|server| server.program()) {
         if let Err(error) = program.additions() {
@@ -17,10 +21,7 @@ fn report(servers: &[Server], words: &[&str]) -> Option<Value> {
         }
     }
     let mut command = Command::new(binary);
-    command
-        .arg("bench")
-        .args(words)
-        .args(["--pairs", "1", "--json"]);
+    command.arg("bench").args(words);
     let output = command.output().expect("the program starts");
     let said = String::from_utf8_lossy(&output.stderr);
     if said.contains("cannot run here") {
@@ -83,4 +84,31 @@ fn net_guest_compares_iperf3_with_qemus_own_interface() {
     }
     assert!(number(&report, "/ratios/ours_over_qemu_gbits") > 0.0);
     assert!(report["ratios"]["ours_over_vhost_net_gbits"].is_null());
+}
+
+#[test]
+fn upgrade_under_iperf3_and_pings_loses_no_packet() {
+    let words = [
+        "upgrade",
+        "--only",
+        "network-guest",
+        "--upgrades",
+        "2",
+        "--json",
+    ];
+    let Some(report) = report_of(&[Server::Iperf3], &words) else {
+        return;
+    };
+    let network = "/figures/network_guest";
+    assert!((number(&report, &format!("{network}/upgrades")) - 2.0).abs() < 0.1);
+    for lost in [
+        "lost_datagrams",
+        "datagrams_out_of_order",
+        "lost_to_faults",
+        "failed_requests",
+        "lossy_thousands_of_pings",
+    ] {
+        let lost = format!("{network}/{lost}");
+        assert!(number(&report, &lost) < 0.5, "{lost}: {report}");
+    }
 }

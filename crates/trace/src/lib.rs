@@ -35,6 +35,7 @@ pub use hypertrace::{
 };
 pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
+pub use pagetide_access_log::TraceError;
 pub use params::TraceParams;
 pub use parquet::{
     EventRow, ParquetReader, ParquetWriter, REQUESTS_PER_PACKET, ROW_GROUP_EVENTS, TraceMeta,

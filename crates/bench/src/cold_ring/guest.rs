@@ -15,7 +15,7 @@
 
 use super::super::{
     SizeOptions,
-    guest_net::{Interface, NetGuest, NetGuestOptions, Receives, in_own_network},
+    guest_net::{Interface, NetGuest, NetGuestOptions, Pings, Receives, in_own_network},
     harness::{
         figures::{median, rounded},
         report::{BenchError, BenchReport, failed},
@@ -174,6 +174,7 @@ fn one(on_fault: &'static str, ring: u16, wired: Wired) -> Result<Shown, BenchEr
         ram_mib: RAM_MIB,
         ring,
         servers: &["memcached"],
+        pings: Pings::None,
         interface: Interface::Ours(Receives {
             on_fault,
             wire: wired.wire(),

@@ -6,7 +6,7 @@
 //! ```text
 //!   client: gets (90%) and sets of 1 KB, 16 under way ── TCP ── pair of interfaces ── TCP ── server
 //!                                                                             its ring: 16 to 1024 buffers
-//!   2,000 operations ─► the pages of all its buffers are taken away, 5 ms each ─► 10,000 operations, timed
+//!   2,000 operations ─► the pages of all its buffers are taken away, 5 ms each ─► 10,000 operations, timed ─► more, to 2 s
 //! ```
 //! *Pinned* is the same without taking pages away. A cell is a policy and a size of ring. Of each: operations a second
 //! over the last half (`steady`), the time until 50 ms at 90% of the pinned rate (`recovery_s`), the packets that were
@@ -48,6 +48,8 @@ const TIMED: usize = 10_000;
 const UNDER_WAY: usize = 16;
 /// Time that a page takes.
 const PAGE_TIME: Duration = Duration::from_millis(5);
+/// They go on for so long at least, so that a recovery can be seen.
+const LEAST: Duration = Duration::from_secs(2);
 /// Longest that is waited for the operations. *Drop* may need more; then what was done is told.
 const LONGEST: Duration = Duration::from_secs(10);
 /// A rate is looked at over so long.
@@ -83,6 +85,12 @@ impl Shown {
         };
         let count = self.done.len() - self.done.len() / 2;
         to_f64(count as u64) / (*end - *middle).as_secs_f64().max(1e-9)
+    }
+
+    /// Time that the timed operations took, or as many of them as were done.
+    fn took(&self) -> Duration {
+        let last = self.done.get(TIMED - 1).or(self.done.last());
+        last.copied().unwrap_or_default()
     }
 
     /// When operations were first done at `rate` a second for a whole [`BIN`].
@@ -159,8 +167,8 @@ fn describe(runs: &[(Shown, f64, f64)]) -> serde_json::Value {
         "pinned_per_s": of(|run| run.1),
         "steady_per_s": of(|run| run.0.steady()),
         "recovery_s": of(|run| run.2),
-        "operations": runs.iter().map(|run| run.0.done.len()).min(),
-        "took_s": of(|run| run.0.done.last().map_or(0.0, Duration::as_secs_f64)),
+        "operations": runs.iter().map(|run| run.0.done.len().min(TIMED)).min(),
+        "took_s": of(|run| run.0.took().as_secs_f64()),
         "lost_packets": runs.iter().map(|run| run.0.lost_packets).sum::<u64>(),
         "stored_packets": runs.iter().map(|run| run.0.stored_packets).sum::<u64>(),
     })
@@ -204,7 +212,7 @@ fn one(
         unanswered: VecDeque::new(),
         request: Vec::new(),
     };
-    let warm = talk.operate(WARM)?;
+    let warm = talk.operate(WARM, Duration::ZERO)?;
     if warm.len() < WARM {
         return Err("the two stacks do not talk".into());
     }
@@ -212,7 +220,7 @@ fn one(
     if begins == Begins::Cold {
         talk.server.interface().cool();
     }
-    let done = talk.operate(TIMED)?;
+    let done = talk.operate(TIMED, LEAST)?;
     let after = rig.report(talk.server.interface())?;
     let more = |count: fn(&DeviceReport) -> u64| count(&after) - count(&before);
     Ok(Shown {
@@ -253,13 +261,19 @@ struct Talk {
 }
 
 impl Talk {
-    /// Does so many operations, or as many as [`LONGEST`] allows; when each was done.
-    fn operate(&mut self, count: usize) -> Result<Vec<Duration>, String> {
+    /// Does so many operations and goes on until `least` is over, or does as many as [`LONGEST`] allows; when each was
+    /// done.
+    fn operate(&mut self, count: usize, least: Duration) -> Result<Vec<Duration>, String> {
         let begun = Instant::now();
         let mut done = Vec::with_capacity(count);
         let mut asked = 0;
-        while done.len() < count && begun.elapsed() < LONGEST {
-            while self.awaited.len() < UNDER_WAY && asked < count {
+        loop {
+            let now = begun.elapsed();
+            let goes_on = |asked| asked < count || now < least;
+            if now >= LONGEST || (!goes_on(asked) && self.awaited.is_empty()) {
+                break;
+            }
+            while goes_on(asked) && self.awaited.len() < UNDER_WAY {
                 self.ask();
                 asked += 1;
             }

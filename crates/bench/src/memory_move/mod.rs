@@ -18,7 +18,7 @@
 
 use super::{
     SizeOptions,
-    guest_net::{Interface, NetGuest, NetGuestOptions, NetHost, Receives, in_own_network},
+    guest_net::{Interface, NetGuest, NetGuestOptions, NetHost, Pings, Receives, in_own_network},
     harness::{
         figures::{median, median_ratio, rounded, to_f64},
         report::{BenchError, BenchReport, failed},
@@ -239,6 +239,7 @@ impl Guests {
                     ram_mib: RAM_MIB,
                     ring: RING,
                     servers: &[server],
+                    pings: Pings::None,
                     interface: Interface::Ours(Receives {
                         on_fault: "out-of-order",
                         wire: "none",

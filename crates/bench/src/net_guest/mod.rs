@@ -13,7 +13,7 @@
 
 use super::{
     SizeOptions,
-    guest_net::{Interface, NetGuest, NetGuestOptions, Receives, in_own_network, iperf3},
+    guest_net::{Interface, NetGuest, NetGuestOptions, Pings, Receives, in_own_network, iperf3},
     harness::{
         figures::{median, rounded},
         ratios::PairedRatios,
@@ -73,6 +73,7 @@ fn one(interface: Interface, time: Duration) -> Result<Runs, BenchError> {
         ram_mib: RAM_MIB,
         ring: RING,
         servers: &["iperf3"],
+        pings: Pings::None,
         interface,
     })?;
     if interface == OURS {

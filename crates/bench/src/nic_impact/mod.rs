@@ -17,7 +17,7 @@
 
 use super::{
     SizeOptions,
-    guest_net::{Interface, NetGuest, NetGuestOptions, Receives, in_own_network, iperf3},
+    guest_net::{Interface, NetGuest, NetGuestOptions, Pings, Receives, in_own_network, iperf3},
     harness::{
         figures::{at_permille, median, median_ratio, rounded, to_f64},
         report::{BenchError, BenchReport, failed},
@@ -138,6 +138,7 @@ fn measure(sizes: &SizeOptions, rows: &mut [Row]) -> Result<(), BenchError> {
         ram_mib: RAM_MIB,
         ring: RING,
         servers: &servers,
+        pings: Pings::None,
         interface: Interface::Ours(receives(POLICIES[0].1)),
     })?;
     guest.attach().map_err(failed)?;
@@ -209,7 +210,7 @@ impl Client {
         let (mut slice, injected) = match faults {
             None => (self.run(time)?, 0),
             Some(rate) => {
-                let ran = guest.with_faults(f64::from(rate), HOLD, || self.run(time));
+                let ran = guest.with_faults((f64::from(rate), HOLD), time, || self.run(time));
                 let (slice, report) = ran?;
                 (slice, report.injected_iopfs)
             }

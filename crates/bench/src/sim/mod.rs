@@ -7,10 +7,12 @@
 //! the machine affects all of them.
 //!
 //! With the authors' program ([`hypersio`]) as a peer, its runs are among the turns, and flavour *paper* beside
-//! *hypersio*: the model that people use, over the authors' answer to the same question.
+//! *hypersio*: the model that people use, over the authors' answer to the same question. With a recorded log, what its
+//! invalidations cost is told ([`recorded`]).
 
 mod hypersio;
 pub mod part;
+mod recorded;
 
 use std::path::Path;
 use std::process::Command;
@@ -47,11 +49,11 @@ struct Runs {
     theirs: Vec<(&'static str, u32, PeerRun)>,
 }
 
-/// Runs the bench, with the authors' program as a peer where it is given.
+/// Runs the bench, with the authors' program as a peer and a recorded log where they are given.
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn run(hypersio: Option<&Path>) -> Result<BenchReport, BenchError> {
+pub fn run(hypersio: Option<&Path>, log: Option<&Path>) -> Result<BenchReport, BenchError> {
     let home = tempfile::tempdir().map_err(failed)?;
     let peer = hypersio.map(|path| Program::new(path, home.path()));
     let peer = peer.transpose()?;
@@ -80,6 +82,9 @@ pub fn run(hypersio: Option<&Path>) -> Result<BenchReport, BenchError> {
     let mut report = report(&runs.ours);
     if peer.is_some() {
         compare(&mut report, &runs);
+    }
+    if let Some(log) = log {
+        recorded::measure(log, home.path(), &mut report)?;
     }
     Ok(report)
 }
@@ -221,12 +226,17 @@ fn write_trace(directory: &Path, tenants: u32) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// Runs one configuration in its own process.
+/// Runs one configuration over the made trace of so many tenants.
 fn run_apart(directory: &Path, config: &str, tenants: u32) -> Result<RunFigures, BenchError> {
+    run_trace(&part::trace_path(directory, tenants), config)
+}
+
+/// Runs one configuration in its own process.
+fn run_trace(trace: &Path, config: &str) -> Result<RunFigures, BenchError> {
     let program = std::env::current_exe().map_err(failed)?;
     let output = Command::new(program)
         .args(["bench-part", "sim-run", "--preset", config, "--trace"])
-        .arg(part::trace_path(directory, tenants))
+        .arg(trace)
         .output()
         .map_err(failed)?;
     if !output.status.success() {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use pagetide_sim::config::Flavour;
 use pagetide_sim::{Config, SimError, TraceInput};
 use pagetide_sys::cpu::process_time;
-use pagetide_trace::HypersioReader;
+use pagetide_trace::{FormatChoice, open};
 use serde::{Deserialize, Serialize};
 
 /// The figures that a run reports to its bench.
@@ -69,9 +69,9 @@ pub fn run(preset: &str, trace: &Path) -> Result<RunFigures, String> {
     };
     let tell = |error: SimError| error.to_string();
     let (begin, cpu) = (Instant::now(), process_time());
-    let mut events = HypersioReader::open(trace).map_err(|error| error.to_string())?;
+    let mut events = open(trace, FormatChoice::Detect).map_err(|error| error.to_string())?;
     let input = TraceInput {
-        events: &mut events,
+        events: &mut *events,
         next_uses: None,
     };
     let outcome = pagetide_sim::run(&config, input).map_err(tell)?;

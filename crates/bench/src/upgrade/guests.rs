@@ -148,7 +148,8 @@ impl StandIn {
 
     /// Compares every block, releases it and compares every byte. Returns what was wrong.
     pub(super) fn end(mut self, running: &Running) -> Result<Seen, String> {
-        let disk = self.disk(&Order::VerifyDisk)?;
+        let verified = self.disk(&Order::VerifyDisk);
+        let disk = verified.map_err(|reason| running.with_log(reason))?;
         running.detach(&self.name)?;
         self.guest.obey(&Order::Pause)?;
         self.guest.obey(&Order::VerifyAll)?;

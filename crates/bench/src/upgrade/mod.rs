@@ -9,6 +9,7 @@
 //! | part | guests | upgrades |
 //! |---|---|---|
 //! | `stand-ins` | two dense stand-ins ([`super::busy`]) with a disk each | 100, then 20 broken ones |
+//! | `network-guest` | a stock guest whose network interface the daemon serves, under iperf3 and pings ([`network`]) | 20 |
 //! | `real-guests` | two stock guests under QEMU, one that verifies its memory (stress-ng) and one that verifies its disk (fio), and a stand-in with a disk that times the waits | 100 |
 //!
 //! Before each upgrade most memory is evicted and no limit holds, so vCPUs fault all the time, and what they wait for
@@ -21,16 +22,19 @@
 
 pub mod broken;
 mod guests;
+mod network;
 mod rig;
 mod ways;
 
 use self::{
     guests::{Seen, StandIn, Stock},
+    network::Network,
     rig::{Place, Running},
     ways::Broken,
 };
 use super::{
     busy::stock::Load,
+    guest_net::in_own_network,
     harness::{
         figures::to_f64,
         report::{BenchError, BenchReport, failed, unable},
@@ -101,8 +105,12 @@ pub fn run(options: &SizeOptions) -> Result<BenchReport, BenchError> {
             }
         }
     }
+    let network = match options.includes("network-guest") {
+        true => plan.network_guest(options, &mut report)?,
+        false => None,
+    };
     report.figures.insert("smaller".into(), json!(smaller));
-    sum_up(&all, &mut report.figures);
+    sum_up(&all, network.as_ref(), &mut report.figures);
     Ok(report)
 }
 
@@ -126,9 +134,14 @@ impl Plan {
         for (number, way) in ways.into_iter().take(count).enumerate() {
             self.interrupted.check()?;
             progress(NAME, format_args!("broken {}: {}", number + 1, way.name()));
-            part.broken
-                .push((way.name(), lost_by(way, &place, &running, &mut guests)?));
+            let seen = lost_by(way, &place, &running, &mut guests)?;
+            if let Err(reason) = &seen {
+                progress(NAME, format_args!("lost by {}: {reason}", way.name()));
+            }
+            part.broken.push((way.name(), seen));
         }
+        // Without a daemon, no guest would ever come to its end.
+        running.pid()?;
         for guest in guests {
             part.seen = part.seen.and(guest.end(&running)?);
         }
@@ -155,6 +168,27 @@ impl Plan {
         let [meter] = meter;
         part.seen = part.seen.and(meter.end(&running)?);
         Ok(Ok(part))
+    }
+
+    /// `None` if there is no such guest here; the report says why.
+    fn network_guest(
+        &self,
+        options: &SizeOptions,
+        report: &mut BenchReport,
+    ) -> Result<Option<Network>, BenchError> {
+        let upgrades = options.upgrades.unwrap_or(network::UPGRADES);
+        progress(NAME, "a stock guest with a network interface boots");
+        let ran = in_own_network(1, || network::run(upgrades, &self.interrupted));
+        let (told, network) = match ran {
+            Ok(network) => (network.figures(), Some(network)),
+            Err(BenchError::Unable { reason }) => {
+                progress(NAME, &reason);
+                (json!(reason), None)
+            }
+            Err(error) => return Err(error),
+        };
+        report.figures.insert("network_guest".into(), told);
+        Ok(network)
     }
 
     /// All upgrades, one after the other.
@@ -276,17 +310,23 @@ impl Part {
     }
 }
 
-fn sum_up(parts: &[Part], figures: &mut Map<String, Value>) {
+fn sum_up(parts: &[Part], network: Option<&Network>, figures: &mut Map<String, Value>) {
     let sum = |of: fn(&Part) -> u64| parts.iter().map(of).sum::<u64>();
     let stalls = parts.iter().flat_map(|part| &part.stalls_us);
     let stall_max_us = stalls.copied().fold(0.0, f64::max).round();
     for (name, value) in [
-        ("upgrades", json!(sum(|part| part.upgrades))),
+        (
+            "upgrades",
+            json!(sum(|part| part.upgrades) + network.map_or(0, Network::upgrades)),
+        ),
         ("stall_max_us", json!(stall_max_us)),
         (
             "failed_requests",
-            json!(sum(|part| part.seen.failed_requests)),
+            json!(
+                sum(|part| part.seen.failed_requests) + network.map_or(0, Network::failed_requests)
+            ),
         ),
+        ("lost_packets", json!(network.map(Network::lost_packets))),
         ("wrong_bytes", json!(sum(|part| part.seen.wrong_bytes))),
         (
             "broken_upgrades",
@@ -319,7 +359,7 @@ mod tests {
             ..Part::default()
         };
         let mut figures = Map::new();
-        sum_up(&[part, Part::default()], &mut figures);
+        sum_up(&[part, Part::default()], None, &mut figures);
         let of = |name: &str| figures[name].as_f64().unwrap();
         assert_eq!((of("upgrades"), of("stall_max_us")), (3.0, 9.0));
         assert_eq!((of("broken_upgrades"), of("broken_lost")), (2.0, 1.0));

@@ -160,68 +160,83 @@ impl Running {
 
     /// Its process.
     pub(super) fn pid(&self) -> Result<u32, String> {
-        let health: Health = self.daemon.ask(Method::GET, "/v1/health")?;
-        Ok(health.pid)
+        pid(&self.daemon)
     }
 
-    /// Asks for an upgrade as an operator does.
+    /// See [`begin_upgrade`].
     pub(super) fn begin_upgrade(&self, program: &Path) -> Result<Child, String> {
-        Command::new(daemon_program()?)
-            .arg("upgrade")
-            .arg(program)
-            .arg("--json")
-            .arg("--api")
-            .arg(&self.socket)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .map_err(|error| format!("`pagetide upgrade` cannot be started: {error}"))
+        begin_upgrade(program, &self.socket)
     }
 
-    /// Waits for how it comes out; `Err` if it is not done, with what the command says.
-    ///
-    /// # Errors
-    /// The command cannot be waited for.
+    /// See [`outcome`].
     pub(super) fn outcome(&self, client: Child) -> Result<Outcome, String> {
-        let output = client
-            .wait_with_output()
-            .map_err(|error| error.to_string())?;
-        if !output.status.success() {
-            let told = String::from_utf8_lossy(&output.stderr);
-            return Ok(Err(told.trim().to_owned()));
-        }
-        let report = serde_json::from_slice(&output.stdout);
-        report.map(Ok).map_err(|error| self.daemon.with_log(error))
+        outcome(&self.daemon, client)
     }
 
     /// An error with the end of the log.
     pub(super) fn with_log(&self, error: impl std::fmt::Display) -> String {
         self.daemon.with_log(error)
     }
-
-    /// Ends it if it is not the child that is ended with the rest.
-    fn end_successor(&self) -> Result<(), String> {
-        let pid = self.pid()?;
-        if pid == self.daemon.pid() {
-            return Ok(());
-        }
-        let told = |error: pagetide_sys::process::ProcessError| error.to_string();
-        let process = ProcessFd::open(pid).map_err(told)?;
-        process.signal(Signal::TERM).map_err(told)?;
-        if !process.ends_within(PATIENCE).map_err(told)? {
-            process.signal(Signal::KILL).map_err(told)?;
-        }
-        Ok(())
-    }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
-        if let Err(error) = self.end_successor() {
+        if let Err(error) = end_successor(&self.daemon) {
             tracing::error!(error, "the daemon of the bench could not be ended");
         }
     }
+}
+
+/// The process that is the daemon now.
+pub(super) fn pid(daemon: &Daemon) -> Result<u32, String> {
+    let health: Health = daemon.ask(Method::GET, "/v1/health")?;
+    Ok(health.pid)
+}
+
+/// Asks for an upgrade as an operator does, by the socket of the daemon's interface.
+pub(super) fn begin_upgrade(program: &Path, api: &Path) -> Result<Child, String> {
+    Command::new(daemon_program()?)
+        .arg("upgrade")
+        .arg(program)
+        .arg("--json")
+        .arg("--api")
+        .arg(api)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|error| format!("`pagetide upgrade` cannot be started: {error}"))
+}
+
+/// Waits for how it comes out; `Err` if it is not done, with what the command says.
+///
+/// # Errors
+/// The command cannot be waited for.
+pub(super) fn outcome(daemon: &Daemon, client: Child) -> Result<Outcome, String> {
+    let output = client
+        .wait_with_output()
+        .map_err(|error| error.to_string())?;
+    if !output.status.success() {
+        let told = String::from_utf8_lossy(&output.stderr);
+        return Ok(Err(told.trim().to_owned()));
+    }
+    let report = serde_json::from_slice(&output.stdout);
+    report.map(Ok).map_err(|error| daemon.with_log(error))
+}
+
+/// Ends the daemon if it is not the child that is ended with the rest.
+pub(super) fn end_successor(daemon: &Daemon) -> Result<(), String> {
+    let pid = pid(daemon)?;
+    if pid == daemon.pid() {
+        return Ok(());
+    }
+    let told = |error: pagetide_sys::process::ProcessError| error.to_string();
+    let process = ProcessFd::open(pid).map_err(told)?;
+    process.signal(Signal::TERM).map_err(told)?;
+    if !process.ends_within(PATIENCE).map_err(told)? {
+        process.signal(Signal::KILL).map_err(told)?;
+    }
+    Ok(())
 }
 
 /// Waits until `condition` holds; false if it does not within [`PATIENCE`].

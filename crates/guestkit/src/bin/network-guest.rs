@@ -45,6 +45,9 @@ struct Arguments {
     /// A server that begins with it: echo, redis, memcached, memcached:MIB, iperf3; may be given again
     #[arg(long = "server")]
     servers: Vec<Server>,
+    /// It pings the host all the time, as fast as answers come
+    #[arg(long)]
+    pings: bool,
 }
 
 fn main() -> ExitCode {
@@ -57,10 +60,17 @@ fn main() -> ExitCode {
 }
 
 fn become_qemu(given: &Arguments) -> Result<Infallible, Box<dyn Error>> {
-    let names: Vec<_> = given.servers.iter().map(ToString::to_string).collect();
+    let mut names: Vec<_> = given.servers.iter().map(ToString::to_string).collect();
+    let pings = match given.pings {
+        true => Pings::Flood,
+        false => Pings::None,
+    };
+    if given.pings {
+        names.push("pings".to_owned());
+    }
     let image = image::prepare_with(&Extras {
         suffix: &format!("-network-{}-{}", given.number, names.join("-")),
-        additions: &network::additions_of(given.number, &given.servers, Pings::None)?,
+        additions: &network::additions_of(given.number, &given.servers, pings)?,
         ..Extras::default()
     })?;
     let version = Version::installed()?;
