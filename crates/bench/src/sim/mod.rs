@@ -55,6 +55,10 @@ struct Runs {
 /// [`BenchError`].
 pub fn run(hypersio: Option<&Path>, log: Option<&Path>) -> Result<BenchReport, BenchError> {
     let home = tempfile::tempdir().map_err(failed)?;
+    // First: it takes the shortest time, and a log may be broken.
+    let cost = log
+        .map(|log| recorded::measure(log, home.path()))
+        .transpose()?;
     let peer = hypersio.map(|path| Program::new(path, home.path()));
     let peer = peer.transpose()?;
     let traces = match peer {
@@ -83,8 +87,8 @@ pub fn run(hypersio: Option<&Path>, log: Option<&Path>) -> Result<BenchReport, B
     if peer.is_some() {
         compare(&mut report, &runs);
     }
-    if let Some(log) = log {
-        recorded::measure(log, home.path(), &mut report)?;
+    if let Some(cost) = cost {
+        cost.tell(&mut report);
     }
     Ok(report)
 }
