@@ -154,8 +154,8 @@ mod tests {
         all
     }
 
-    /// A log of one source that uses a page and has it unmapped, again and again.
-    fn log(path: &Path, unmaps: bool) {
+    /// A log of one source that uses five pages in turn, and has one unmapped after every so many uses, or never.
+    fn log(path: &Path, uses_before_unmap: Option<u64>) {
         let mut sink = ParquetWriter::create(path, &TraceMeta::default()).unwrap();
         for number in 0..300_u64 {
             let of = |kind| Event {
@@ -167,7 +167,7 @@ mod tests {
                 ..Event::default()
             };
             sink.write(&[of(EventKind::Translate)]).unwrap();
-            if unmaps && number % 3 == 2 {
+            if uses_before_unmap.is_some_and(|uses| (number + 1).is_multiple_of(uses)) {
                 sink.write(&[of(EventKind::InvalidatePages)]).unwrap();
             }
         }
@@ -179,14 +179,14 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let [path, whole, without] = ["log.parquet", "whole.parquet", "without.parquet"].map(at);
-        log(&path, true);
+        log(&path, Some(3));
         let left_out = write(&path, 200, [&whole, &without]).unwrap();
         let (all, fewer) = (events_of(&whole), events_of(&without));
         assert!(left_out > 0);
         assert_eq!((all.len() - fewer.len()) as u64, left_out);
         let stay = |event: &&Event| !is_invalidation(event);
         assert!(all.iter().filter(stay).eq(&fewer));
-        log(&path, false);
+        log(&path, None);
         assert_eq!(write(&path, 200, [&whole, &without]).unwrap(), 0);
     }
 }
