@@ -60,13 +60,11 @@ impl SetTimes {
         }
     }
 
-    /// A section that was just used is not Cold before so much time has passed: a scan for each of the two sets above
-    /// Cool at least, and the time of Cool.
+    /// A section that was just used is not Cold before so much time has passed. One that was Cold and stayed in
+    /// memory, because it was protected or nothing was wanted, is only Cool after one touch; the others take longer.
     #[must_use]
-    pub fn cold_after(&self) -> Duration {
-        let step = |time: Duration| time.max(self.scan);
-        let steps = step(self.active).saturating_add(step(self.inactive));
-        steps.saturating_add(self.cool)
+    pub const fn cold_after(&self) -> Duration {
+        self.cool
     }
 
     fn fields(&mut self) -> [(&'static str, &mut Duration, Duration); 6] {

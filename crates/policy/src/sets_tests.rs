@@ -448,3 +448,31 @@ fn sets_equal_those_that_visit_every_section_over_random_scans() {
         }
     }
 }
+
+#[test]
+fn nothing_that_was_used_is_cold_before_the_time_that_is_told_and_something_is_then() {
+    for seed in 1..=20 {
+        let mut random = SplitMix64::new(seed);
+        let times = some_times(&mut random);
+        let mut sets = HotColdSets::new(8);
+        sets.set_times(times);
+        let mut used = [None; 8];
+        let mut soonest = Duration::MAX;
+        let mut now = Duration::ZERO;
+        for _ in 0..4_000 {
+            now += TIME_MIN / 2;
+            let touched: Vec<u64> = (0..8).filter(|_| random.below(40) == 0).collect();
+            for section in &touched {
+                used[usize::try_from(*section).unwrap()] = Some(now);
+            }
+            sets.scanned(now, named(&touched));
+            let colds = (0..8).filter(|at| sets.level(SectionNo(*at)) == Some(Level::Cold));
+            for at in colds {
+                if let Some(used) = used[usize::try_from(at).unwrap()] {
+                    soonest = soonest.min(now - used);
+                }
+            }
+        }
+        assert_eq!(soonest, times.cold_after(), "seed {seed}, {times}");
+    }
+}

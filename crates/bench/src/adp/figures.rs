@@ -348,6 +348,7 @@ pub(super) fn points(points: &[Point]) -> Value {
             "division": match point.division {
                 Division::InTurn => "in_turn",
                 Division::ByNeed => "by_need",
+                Division::FirstFirst => "first_first",
             },
             "cold_after_s": point.cold_after.as_secs(),
             "other_periodic_share": point.periodic,

@@ -170,12 +170,11 @@ pub(super) fn days(report: &mut BenchReport, options: &IopfDailyOptions, seeds: 
         let all: Vec<&VmDay> = seeds.iter().flat_map(|arms| &arms[at]).collect();
         report.figures["fig18"][*arm] = causes(&all);
     }
-    let fitted = ["nic_faults_mean", "nic_faults_p99", "block_faults_mean"];
-    let fitted = fitted
-        .into_iter()
-        .chain(["block_faults_p99", "burst_share"]);
-    let fitted: Vec<String> = fitted.map(|name| format!("fig7.{name}")).collect();
-    report.figures.insert("to_be_fitted".into(), json!(fitted));
+    let fitted: Vec<String> = ["nic", "block"]
+        .iter()
+        .flat_map(|device| ["mean", "p99"].map(|of| format!("fig7.{device}_faults_{of}")))
+        .collect();
+    report.figures.insert("fitted".into(), json!(fitted));
     lines(report, seeds);
 }
 

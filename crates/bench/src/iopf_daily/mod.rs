@@ -8,8 +8,7 @@
 //! ```
 //! The VMs have been running for weeks when their day begins: each section is as old as it is after long. The fleet
 //! is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's statements it
-//! is to be fitted to, which is not done yet. Those will not be results, though the report has them beside the
-//! paper's; `figures.to_be_fitted` names them. The evictor, the policies and the choice of victims are the product's
+//! was fitted to. Those are no results, though the report has them beside the paper's; `figures.fitted` names them. The evictor, the policies and the choice of victims are the product's
 //! own. The mode is the paper's: the scan sees CPUs only.
 //!
 //! A host is replayed by one thread, under one arm after the other, and what remains of a VM is [`VmDay`]. So memory
@@ -343,6 +342,7 @@ mod tests {
         let often = Wakings {
             per_day: 120.0,
             seconds: 15.0,
+            spread: 1.0,
         };
         IopfDailyOptions {
             fleet: Fleet {

@@ -21,15 +21,13 @@ pub(super) const SQUEEZE_FROM: Duration = Duration::from_secs(480);
 /// How often it is decided how much each gives.
 const BALANCE_EVERY: Duration = Duration::from_secs(2);
 
-/// Sets whose coldest has what was left alone for `time` and up to four scans more, however hot it was before:
-/// the other sets are passed as fast as scans allow, two of them at least.
+/// Sets whose coldest has what was left alone for `time` and a few scans more. A section that was Cold and is touched
+/// once is Cool, so it stays there for the whole time; the other sets are passed as fast as scans allow.
 pub(super) fn cold_after(time: Duration, scan: Duration) -> SetTimes {
-    let quick = SetTimes::QUICK;
-    let before = scan * 2;
     SetTimes {
         scan,
-        cool: time.saturating_sub(before).max(TIME_MIN),
-        ..quick
+        cool: time.max(TIME_MIN),
+        ..SetTimes::QUICK
     }
 }
 

@@ -33,6 +33,9 @@ pub enum Division {
     /// As few as can: VMs are chosen in the order they were given while what they may give at most fits into what
     /// is wanted. Each of these gives what is in its coldest set; the others divide the rest by need.
     InTurn,
+    /// Those that were given first: each gives what is in its coldest set, as long as something is wanted, and those
+    /// after them nothing. Where balancing by pressure comes to if only the first have memory that they can spare.
+    FirstFirst,
 }
 
 /// Cold sections that one fault subtracts.
@@ -101,6 +104,24 @@ pub fn in_turn(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
     }
     // The others are not enough.
     let left = wanted - taken.iter().sum::<u64>();
+    pour(needs, &mut taken, left, most_permille);
+    taken
+}
+
+/// Like [`balance`], for [`Division::FirstFirst`].
+#[must_use]
+pub fn first_first(needs: &[Need], wanted: u64, most_permille: u64) -> Vec<u64> {
+    let mut left = wanted;
+    let mut taken = Vec::with_capacity(needs.len());
+    for need in needs {
+        let gives = need
+            .givable_sections
+            .min(need.most(most_permille))
+            .min(left);
+        left -= gives;
+        taken.push(gives);
+    }
+    // What is cold in all of them is not enough.
     pour(needs, &mut taken, left, most_permille);
     taken
 }
@@ -190,6 +211,21 @@ mod tests {
         let taken = in_turn(&needs, 1900, 500);
         assert_eq!(taken.iter().sum::<u64>(), 1900);
         assert!(taken[0] > 300 && taken[2] > 400, "{taken:?}");
+    }
+
+    #[test]
+    fn first_give_what_is_cold_and_those_after_them_nothing() {
+        let needs = [
+            need(1000, 0, 300, 0),
+            need(1000, 0, 900, 0),
+            need(1000, 0, 400, 0),
+        ];
+        assert_eq!(first_first(&needs, 600, 500), [300, 300, 0]);
+        assert_eq!(first_first(&needs, 1000, 500), [300, 500, 200]);
+        // More than is cold, and more than anybody may give.
+        let taken = first_first(&needs, 1400, 500);
+        assert_eq!(taken.iter().sum::<u64>(), 1400);
+        assert_eq!(first_first(&needs, 2000, 500), [500; 3]);
     }
 
     #[test]

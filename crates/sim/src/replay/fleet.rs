@@ -7,7 +7,7 @@
 
 use super::{
     AccessStream, Division, ReplayError, VmAccount, VmParams, VmReplay,
-    balance::{balance, in_turn},
+    balance::{balance, first_first, in_turn},
 };
 use std::{
     num::NonZeroUsize,
@@ -182,6 +182,7 @@ impl FleetReplay {
         let divide = match self.params.division {
             Division::ByNeed => balance,
             Division::InTurn => in_turn,
+            Division::FirstFirst => first_first,
         };
         let taken = divide(&needs, self.wanted, self.params.taken_max_permille);
         for ((vm, need), taken) in self.vms.iter_mut().zip(&needs).zip(taken) {
