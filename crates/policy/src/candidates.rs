@@ -23,7 +23,8 @@
 
 use crate::victims::UNMAPPED_MIN;
 use pagetide_addr::SectionNo;
-use std::{collections::HashMap, ops::Range, time::Duration};
+use rustc_hash::FxHashMap;
+use std::{ops::Range, time::Duration};
 
 /// How long a section stays ready before it is looked at again.
 pub const READY_MAX: Duration = Duration::from_secs(10);
@@ -71,7 +72,7 @@ enum Stand {
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Candidates {
-    stands: HashMap<SectionNo, Stand>,
+    stands: FxHashMap<SectionNo, Stand>,
     unmapped: u64,
 }
 
@@ -113,6 +114,17 @@ impl Candidates {
     pub fn bytes(&self) -> u64 {
         let entry = size_of::<(SectionNo, Stand)>() + 1;
         (self.stands.capacity() * entry) as u64
+    }
+
+    /// The sections kept unmapped.
+    pub fn standing(&self) -> impl Iterator<Item = SectionNo> {
+        // All others were tried in this reclaim, or there are none at all.
+        let stands = (self.unmapped > 0).then_some(&self.stands);
+        let unmapped = stands
+            .into_iter()
+            .flatten()
+            .filter(|(_, stand)| matches!(stand, Stand::Unmapped { .. }));
+        unmapped.map(|(section, _)| *section)
     }
 
     /// Number of sections kept unmapped.
@@ -213,11 +225,12 @@ mod tests {
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Tried);
         assert!(!all.stands(A) && all.stands(B));
         assert_eq!(all.unmapped_sections(), 1);
+        assert!(all.standing().eq([B]));
         all.try_again();
         assert_eq!(all.readiness(A, AT + UNMAPPED_MIN), Readiness::Mapped);
         assert_eq!(all.readiness(B, AT + UNMAPPED_MIN), Readiness::Ready);
         all.keep(|section| section != B);
-        assert_eq!(all.unmapped_sections(), 0);
+        assert_eq!((all.unmapped_sections(), all.standing().count()), (0, 0));
         assert_eq!(all.readiness(B, AT + UNMAPPED_MIN), Readiness::Mapped);
         all.unmapped(A, AT);
         all.forget(A);

@@ -61,7 +61,8 @@ impl SetTimes {
     }
 
     /// A section that was just used is not Cold before so much time has passed. One that was Cold and stayed in
-    /// memory, because it was protected or nothing was wanted, is only Cool after one touch; the others take longer.
+    /// memory, because it was protected or nothing was wanted, is only Cool after one touch; the others take longer,
+    /// and so do all where scans are rarer than that.
     #[must_use]
     pub const fn cold_after(&self) -> Duration {
         self.cool

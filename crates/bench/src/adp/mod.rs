@@ -93,7 +93,7 @@ impl AdpBenchOptions {
             cold_after_s: vec![60, 90, 120, 150, 180, 200, 220, 240, 300, 420, 600, 900],
             fleet_vms: 500,
             fleet_sections: 8_192,
-            steady_seconds: 24 * 3_600,
+            steady_seconds: 2 * 3_600,
             guest_seconds: 1_200,
             plots,
         }

@@ -8,14 +8,15 @@
 //! ```
 //! The VMs have been running for weeks when their day begins: each section is as old as it is after long. The fleet
 //! is [`pagetide_sim::fleet::Fleet`]: its documentation says what a VM does, and which of the paper's statements it
-//! was fitted to. Those are no results, though the report has them beside the paper's; `figures.fitted` names them. The evictor, the policies and the choice of victims are the product's
-//! own. The mode is the paper's: the scan sees CPUs only.
+//! was fitted to. Those are no results, though the report has them beside the paper's; `figures.fitted` names them.
+//! The evictor, the policies and the choice of victims are the product's own. The mode is the paper's: the scan sees
+//! CPUs only.
 //!
 //! A host is replayed by one thread, under one arm after the other, and what remains of a VM is [`VmDay`]. So memory
 //! is that of a few hosts, however many there are.
 //!
-//! The one property of the fleet that decides what is saved of disks' faults is not stated by the paper: how much
-//! memory the disk of a sleeping VM uses. `figures.files` has the result for other values of it.
+//! What is saved of disks' faults depends on something that the paper does not state: how much memory the disks of
+//! sleeping VMs use. `figures.files` has the result for where they use less.
 
 mod figures;
 mod plots;

@@ -37,7 +37,7 @@
 //! evicted. The interval of scans and the delay of demotion keep their proportion to it where it is shorter; the
 //! delay is never less than a round of the evictor's samples. With `follow=0` all times stay as they are written:
 //! the paper's policy. By default ([`AdpParams::beside`]) they are fixed where the evictor's own times say that
-//! nothing is evicted before it is promoted, and follow it elsewhere.
+//! nothing is cold before it is promoted, and follow it elsewhere.
 //!
 //! # Where the paper is silent
 //! - *Order of the inactive block.* "Metadata in each block is sorted by the last access interval":

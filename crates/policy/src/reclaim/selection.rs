@@ -31,6 +31,7 @@ use crate::{
     victims::{Need, Reach, Taken, Then, Victims},
 };
 use pagetide_addr::SectionNo;
+use rustc_hash::FxHashSet;
 use std::{sync::Arc, time::Duration};
 
 /// Largest multiple of the wanted pages that is unmapped ahead, if little of it can be evicted.
@@ -467,11 +468,11 @@ impl Selection {
         let (mut warm, mut gone, mut offered) = (Vec::new(), Vec::new(), 0_u64);
         let mut plan = Plan::new(pages.saturating_mul(self.ahead_factor));
         let protected = |section| self.protected.contains(section);
+        let mut standing = self.standing_within(reach);
         let candidates = &mut self.candidates;
-        let mut standing = candidates.unmapped_sections();
         let evict = |section, left| {
             let readiness = candidates.readiness(section, now);
-            standing -= u64::from(candidates.stands(section));
+            standing.remove(&section);
             let mut taken = Taken {
                 pages: 0,
                 then: Then::Next,
@@ -498,7 +499,7 @@ impl Selection {
                 Attempt::NotNow => plan.take(section, readiness, memory.present_pages(section)),
             }
             // Once enough sections are to be unmapped, only those that are ready matter.
-            if plan.is_full() && standing == 0 && taken.then == Then::Next {
+            if plan.is_full() && standing.is_empty() && taken.then == Then::Next {
                 taken.then = Then::Stop;
             }
             taken
@@ -538,17 +539,35 @@ impl Selection {
         Ok(())
     }
 
+    /// The sections kept unmapped that a pass with this reach comes to. If it looked for others, too, it would go
+    /// through all sections, each time.
+    fn standing_within(&self, reach: Reach) -> FxHashSet<SectionNo> {
+        let sets = self.victims.sets();
+        let is_within = |section: &SectionNo| {
+            let level = sets.level(*section);
+            let is_protected = || self.protected.contains(*section);
+            match reach {
+                Reach::ColdOnly => {
+                    level.is_some_and(|level| !level.is_warm_side()) && !is_protected()
+                }
+                Reach::AllResting => level.is_some() && !is_protected(),
+                Reach::Protected => level.is_some() && is_protected(),
+            }
+        };
+        self.candidates.standing().filter(is_within).collect()
+    }
+
     /// Offers unmapped sections to fills that need room.
     fn offer(&self, memory: &mut impl Sections) {
-        let standing = usize::try_from(self.candidates.unmapped_sections()).unwrap_or(usize::MAX);
+        let free = self.standing_within(Reach::AllResting);
         let ready = |section| {
             let within = self.candidates.ready_within(section)?;
             Some(Ready { section, within })
         };
         let coldest = self.victims.sets().coldest_first();
-        let ready = coldest.filter_map(ready).take(standing);
-        let free = ready.filter(|ready| !self.protected.contains(ready.section));
-        memory.offer(free.take(OFFERED_MAX).collect());
+        let coldest = coldest.filter(|section| free.contains(section));
+        let ready = coldest.take(free.len().min(OFFERED_MAX)).filter_map(ready);
+        memory.offer(ready.collect());
     }
 
     fn look_at_empty(&mut self, memory: &mut impl Sections) {

@@ -361,3 +361,33 @@ fn section_found_touched_scan_after_scan_gets_back_what_was_evicted_of_it() {
     selection.swap_in(NOW + 3 * TIME_MIN, Wanted::Ahead, 100, &mut memory);
     assert_eq!(memory.swapped_in, [0]);
 }
+
+#[test]
+fn pass_looks_for_those_unmapped_sections_alone_that_it_comes_to() {
+    let mut memory = Memory::default();
+    let mut selection = selection(&mut memory);
+    // Section 4 is new, so it is Active.
+    selection.follow((0..5).map(SectionNo));
+    let within = |selection: &Selection, reach| {
+        let mut within: Vec<u64> = selection
+            .standing_within(reach)
+            .iter()
+            .map(|section| section.0)
+            .collect();
+        within.sort_unstable();
+        within
+    };
+    assert!(within(&selection, Reach::AllResting).is_empty());
+    for section in (0..5).map(SectionNo) {
+        selection.candidates.unmapped(section, NOW);
+    }
+    assert_eq!(within(&selection, Reach::ColdOnly), [0, 2]);
+    assert_eq!(within(&selection, Reach::AllResting), [0, 2, 4]);
+    assert_eq!(within(&selection, Reach::Protected), [1, 3]);
+    selection.emptied(SectionNo(0));
+    assert_eq!(within(&selection, Reach::ColdOnly), [2]);
+    assert_eq!(within(&selection, Reach::AllResting), [2, 4]);
+    // Fills are offered what is not protected, coldest first.
+    selection.offer(&mut memory);
+    assert_eq!(memory.offered, [2, 4]);
+}

@@ -23,10 +23,11 @@
 //!
 //! # What was fitted
 //! To the mean faults a day of NICs and of disks without a protector (Fig 7) how often each wakes ([`Wakings`]); to
-//! their 99th percentiles the spreads, which came out small, for that only a quarter of the VMs is squeezed and that
-//! few use much make most of the tail; the share of VMs with a burst needed nothing. How much a protector saves is a
-//! result. What is saved of disks' faults, and what is protected for it, depends on something that the paper does not
-//! state: how many VMs use how much of their disks ([`Fleet::files_share`], [`Fleet::files_power`]).
+//! their 99th percentiles the spreads. These came out small: only a quarter of the VMs is squeezed, and few use much
+//! of their disks, which makes most of the tail. The share of VMs with a burst needed nothing. How long a waking
+//! lasts, that only the first are squeezed, and how many use how much of their disks ([`Fleet::files_share`],
+//! [`Fleet::files_power`]) were chosen: the paper does not state them. How much a protector saves is a result, for
+//! disks one of the last choice.
 
 use super::{
     activity::Pace,

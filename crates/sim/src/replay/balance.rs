@@ -23,7 +23,7 @@ pub struct Need {
 }
 
 /// Which VMs give the memory that the host lacks. The paper says that the ratios go from 0 to 50 % of a VM
-/// and are balanced by pressure (VPRI 3.4, 7.3), and no more; which of these two it is decides how old
+/// and are balanced by pressure (VPRI 3.4, 7.3), and no more; which of these it is decides how old
 /// sections are when they are evicted.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Division {
