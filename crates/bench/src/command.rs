@@ -235,7 +235,7 @@ pub fn run(name: BenchName, sizes: &SizeOptions) -> Result<BenchReport, BenchErr
         BenchName::MemoryMove => memory_move::run(sizes),
         BenchName::NetGuest => net_guest::run(sizes),
         BenchName::SingleFault => single_fault::run(sizes),
-        BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::default()),
+        BenchName::HeadOfLine => head_of_line::run(&head_of_line::HeadOfLineOptions::of(sizes)),
         BenchName::IopfRtt => iopf_rtt::run(&iopf_rtt::IopfRttBenchOptions::default()),
         BenchName::IopfScale => iopf_scale::run(&iopf_scale::IopfScaleOptions::of(sizes)),
         BenchName::Sim => sim::run(sizes.hypersio.as_deref(), sizes.recorded.as_deref()),

@@ -30,11 +30,12 @@ pub struct SizeOptions {
     /// Alternations of each cell (burst: 3, guest-cost: 30, overhead: 20, schedule: 6), rounds (overcommit: 4,
     /// real-size: 3, fault: 6, fault-parallel: 8, remote: 4, swap: 6, iopf-impact: 1, net-pps: 9, single-fault: 20,
     /// neighbour: 10, cold-ring: 3, rnpf-rate: 6, pinning: 6, nic-impact: 3, net-guest: 4, memory-move: 2, adp-live:
-    /// 8, of isolation iopf-scale: 5)
+    /// 8, head-of-line: 5, of isolation iopf-scale: 5)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=ROUNDS_MAX))]
     pub pairs: Option<u64>,
     /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale:
-    /// 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20), longest
+    /// 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20,
+    /// head-of-line: 4), longest
     /// search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
@@ -249,9 +250,9 @@ fn is_of_networks(name: BenchName) -> bool {
 /// True if bench `name` has use for an option.
 fn has_use_for(name: BenchName, flag: &str) -> bool {
     use BenchName::{
-        Adp, AdpLive, Budget, Burst, ColdRing, Crash, Fault, FaultParallel, GuestCost, IopfDaily,
-        IopfImpact, IopfScale, MemoryMove, NetGuest, NetPps, NicImpact, Overcommit, Overhead,
-        Remote, RnpfRate, Schedule, Sim, Swap, Tracker, Upgrade,
+        Adp, AdpLive, Budget, Burst, ColdRing, Crash, Fault, FaultParallel, GuestCost, HeadOfLine,
+        IopfDaily, IopfImpact, IopfScale, MemoryMove, NetGuest, NetPps, NicImpact, Overcommit,
+        Overhead, Remote, RnpfRate, Schedule, Sim, Swap, Tracker, Upgrade,
     };
     match flag {
         "--ram" => is_sized(name) || name == Swap,
@@ -259,7 +260,7 @@ fn has_use_for(name: BenchName, flag: &str) -> bool {
         "--pairs" => {
             let faults = matches!(
                 name,
-                Fault | FaultParallel | Remote | IopfImpact | IopfScale
+                Fault | FaultParallel | Remote | HeadOfLine | IopfImpact | IopfScale
             );
             let is_alternated = is_sized(name) && !is_plain(name) || is_of_networks(name);
             faults || is_alternated || matches!(name, Overhead | Swap | AdpLive)
@@ -274,6 +275,7 @@ fn has_use_for(name: BenchName, flag: &str) -> bool {
                 | Overcommit
                 | Schedule
                 | Burst
+                | HeadOfLine
                 | IopfImpact
                 | IopfScale
                 | AdpLive

@@ -45,6 +45,7 @@ mod tier;
 pub mod wakes;
 
 use super::{
+    SizeOptions,
     blk::process::{Part, PartError, SideCpus},
     harness::{
         figures::{median, median_ratio},
@@ -121,11 +122,13 @@ pub struct HeadOfLineOptions {
     pub hold: Duration,
 }
 
-impl Default for HeadOfLineOptions {
-    fn default() -> Self {
+impl HeadOfLineOptions {
+    /// What the command line asks for.
+    #[must_use]
+    pub fn of(sizes: &SizeOptions) -> Self {
         Self {
-            pairs: 5,
-            time: Duration::from_secs(4),
+            pairs: sizes.pairs(5),
+            time: sizes.time(4),
             requests_per_s: 4000,
             faults_per_s: 10,
             hold: Duration::from_millis(5),

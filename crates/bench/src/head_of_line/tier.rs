@@ -175,7 +175,14 @@ impl ServedTier {
             return Err("no memory is known".into());
         };
         self.disk_ns.store(0, Ordering::Relaxed);
-        for page in (0..served.pages).map(PageNo) {
+        // What the client has filled would be in the way of what comes back: nobody else supplies this memory's pages.
+        let all = PageNo(0).run(served.pages);
+        let emptied = served
+            .memory
+            .file()
+            .punch(all.start.byte_offset(), all.bytes());
+        emptied.map_err(|e| failed("A's memory")(&e))?;
+        for page in all.iter() {
             served.bring(page)?;
             let content = [0x11; PAGE];
             let written = served.memory.file().write_at(page.byte_offset(), &content);

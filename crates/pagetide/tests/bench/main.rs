@@ -143,6 +143,35 @@ fn pinning_measures_each_strategy_that_the_daemon_has_and_names_those_that_it_re
     assert!(share > 0.0 && share < 0.1, "{report}");
 }
 
+/// Two alternations, so that pages are to be present after they were absent.
+#[test]
+fn head_of_line_makes_pages_absent_and_present_again_on_each_engine() {
+    let words = ["head-of-line", "--pairs", "2", "--seconds", "1", "--json"];
+    let Some(report) = report(&words) else {
+        return;
+    };
+    for (side, ratio) in [("", "ours"), ("touching_", "touching"), ("stock_", "stock")] {
+        // A userfaultfd cannot be made inside each.
+        if report["peers"][ratio].is_string() {
+            assert_ne!(ratio, "ours", "{report}");
+            continue;
+        }
+        let of = |figures: &str| number(&report, &format!("/{figures}"));
+        let at = match side {
+            "" => "figures",
+            _ => "peers",
+        };
+        assert!(
+            of(&format!("{at}/{side}pages_waited_for")) > 0.0,
+            "{report}"
+        );
+        for percentile in ["p99", "p999"] {
+            let name = format!("ratios/{ratio}_{percentile}_over_quiet");
+            assert!(of(&name) > 0.0, "{report}");
+        }
+    }
+}
+
 #[test]
 fn budget_runs_the_same_days_again_by_the_same_seeds_and_keeps_what_it_promises() {
     let words = [
