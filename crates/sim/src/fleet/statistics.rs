@@ -79,7 +79,7 @@ impl Cold {
 /// None that a recipe can cause except by too many sections.
 pub fn statistics(guest: &GuestRecipe, seconds: u64) -> Result<GuestStatistics, ReplayError> {
     let stream = GuestStream::new(guest, seconds);
-    statistics_of(stream, guest.sections, guest.busy_sections())
+    statistics_of(stream, guest.sections, guest.busy_sections(), seconds)
 }
 
 /// The same of a VM in production.
@@ -90,13 +90,15 @@ pub fn production_statistics(
     guest: &ProductionGuest,
     seconds: u64,
 ) -> Result<GuestStatistics, ReplayError> {
-    statistics_of(guest.stream(seconds), guest.sections, guest.busy_sections())
+    let stream = guest.stream(seconds);
+    statistics_of(stream, guest.sections, guest.busy_sections(), seconds)
 }
 
 fn statistics_of(
     mut stream: GuestStream,
     sections: u64,
     busy_sections: u64,
+    seconds: u64,
 ) -> Result<GuestStatistics, ReplayError> {
     let mut analysis = Analysis::new(AnalysisParams {
         memory_bytes: sections.checked_mul(SECTION_BYTES),
@@ -123,6 +125,8 @@ fn statistics_of(
             })
             .map_err(|error| ReplayError::Asked(error.to_string()))?;
     }
+    // A guest that sleeps touches nothing any more, and all of it is cold.
+    cold.count_until(PROLOGUE + Duration::from_secs(seconds));
     Ok(GuestStatistics {
         dma: analysis.finish(),
         cold: cold.shares(sections),
@@ -183,6 +187,26 @@ mod tests {
         }
         for (made, paper) in shares.into_iter().zip([0.45, 0.42, 0.39]) {
             assert!((made - paper).abs() < 0.025, "{shares:?}");
+        }
+    }
+
+    /// The same of VMs in production, most of which do nothing in the time looked at.
+    #[test]
+    fn what_a_sleeping_vm_does_not_use_is_cold_also_if_it_does_nothing_at_all() {
+        let fleet = super::super::Fleet {
+            vm_sections: Some(1_024),
+            sleeping_share: 1.0,
+            ..Default::default()
+        };
+        let hosts = fleet.hosts(1, 20);
+        let guests = &hosts[0].guests;
+        for guest in guests {
+            let cold = production_statistics(guest, 1_800).unwrap().cold;
+            let not_busy = 1_024 - guest.busy_sections();
+            let share = super::super::random::number(not_busy) / 1_024.0;
+            for made in cold.0 {
+                assert!(made <= share && made > share - 0.03, "{made} of {share}");
+            }
         }
     }
 }
