@@ -35,8 +35,7 @@ pub struct SizeOptions {
     pub pairs: Option<u64>,
     /// Length of a slice (burst: 10 after the burst, guest-cost, overhead: 5, overcommit: 8, schedule: 6, iopf-scale:
     /// 30, iopf-impact: 20, adp-live: 90, rnpf-rate: 2, nic-impact: 10, net-guest: 5, memory-move: 20,
-    /// head-of-line: 4), longest
-    /// search for cold pages (tracker: 300)
+    /// head-of-line: 4), longest search for cold pages (tracker: 300)
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=SECONDS_MAX))]
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
