@@ -15,7 +15,7 @@ use std::thread;
 
 /// A read of so many bytes or more has a page in it, mostly.
 const LONG_BYTES: usize = 128;
-/// Of so many long replies one is spoilt: a page that is asked for again must come through in the end.
+/// After a long reply that was spoilt, this many less one are not: a page that is asked for again must come through.
 const FLIP_EVERY: u64 = 16;
 
 #[derive(Debug, Default)]
@@ -23,9 +23,26 @@ struct State {
     server: AtomicU16,
     flips: AtomicU64,
     long_replies: AtomicU64,
+    /// The first long reply that may be spoilt next.
+    spoilt_again_from: AtomicU64,
     flipped: AtomicU64,
     is_cut: AtomicBool,
     ends: Mutex<Vec<TcpStream>>,
+}
+
+impl State {
+    /// Whether the long reply of this number is; it counts as one of those ordered then.
+    fn is_to_be_spoilt(&self, number: u64) -> bool {
+        let due = |from: u64| (number >= from).then_some(number + FLIP_EVERY);
+        let take = |left: u64| left.checked_sub(1);
+        // An order that is not there would else hold back the next one.
+        self.flips.load(Relaxed) > 0
+            && self
+                .spoilt_again_from
+                .fetch_update(Relaxed, Relaxed, due)
+                .is_ok()
+            && self.flips.fetch_update(Relaxed, Relaxed, take).is_ok()
+    }
 }
 
 /// A port of this machine that leads to a server.
@@ -116,14 +133,11 @@ fn connect(state: &Arc<State>, client: TcpStream) -> io::Result<()> {
 }
 
 fn spoil(state: &State, bytes: &mut [u8]) {
-    let take = |left: u64| left.checked_sub(1);
     if bytes.len() < LONG_BYTES {
         return;
     }
     let number = state.long_replies.fetch_add(1, Relaxed);
-    if !number.is_multiple_of(FLIP_EVERY)
-        || state.flips.fetch_update(Relaxed, Relaxed, take).is_err()
-    {
+    if !state.is_to_be_spoilt(number) {
         return;
     }
     let middle = bytes.len() / 2;
@@ -146,5 +160,40 @@ fn pump(mut from: TcpStream, mut to: TcpStream, mut spoil: impl FnMut(&mut [u8])
         {
             eprintln!("the wire: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spoilt(state: &State, replies: usize) -> Vec<usize> {
+        let is_spoilt = |_: &usize| {
+            let mut bytes = [0; LONG_BYTES];
+            spoil(state, &mut bytes);
+            bytes != [0; LONG_BYTES]
+        };
+        (0..replies).filter(is_spoilt).collect()
+    }
+
+    #[test]
+    fn the_next_long_reply_is_spoilt_and_none_soon_after() {
+        let state = State::default();
+        assert!(spoilt(&state, 5).is_empty());
+        state.flips.store(2, Relaxed);
+        assert_eq!(spoilt(&state, 40), [0, 16]);
+        assert_eq!(state.flipped.load(Relaxed), 2);
+        state.flips.store(1, Relaxed);
+        assert_eq!(spoilt(&state, 1), [0]);
+    }
+
+    #[test]
+    fn short_replies_come_through() {
+        let state = State::default();
+        state.flips.store(1, Relaxed);
+        let mut bytes = [0; LONG_BYTES - 1];
+        spoil(&state, &mut bytes);
+        assert_eq!(bytes, [0; LONG_BYTES - 1]);
+        assert_eq!(spoilt(&state, 1), [0]);
     }
 }

@@ -134,8 +134,8 @@ impl Below {
                 say(&format!("a tier cannot be made to fail: {error}"));
             }
             self.look();
-            let all_had_pages = self.seen.empty_tiers().next().is_none();
-            board.tier_is_awaited.store(!all_had_pages, Relaxed);
+            let is_awaited = !self.seen.lacking().is_empty();
+            board.tier_is_awaited.store(is_awaited, Relaxed);
             board.rest(Duration::from_millis(
                 self.random.between(REST_MS.0, REST_MS.1),
             ));

@@ -84,7 +84,7 @@ pub struct Options {
 #[derive(Debug, Default)]
 pub(super) struct Board {
     pub(super) over: AtomicBool,
-    /// A tier has not had a page yet.
+    /// A tier has not had a page yet, or has not failed in each way.
     pub(super) tier_is_awaited: AtomicBool,
     pub(super) kills: AtomicU64,
     pub(super) own_deaths: AtomicU64,

@@ -59,14 +59,15 @@ pub struct TiersSeen {
 
 impl TiersSeen {
     /// Tiers in which no page was seen.
-    pub(super) fn empty_tiers(&self) -> impl Iterator<Item = &'static str> {
+    fn empty_tiers(&self) -> impl Iterator<Item = &'static str> {
         TIERS.into_iter().filter(|tier| {
             let most = self.most_pages.get(*tier);
             most.is_none_or(|most| *most == 0)
         })
     }
 
-    fn failures(&self) -> Vec<String> {
+    /// What is to happen in any soak, and has not yet: it goes on until it has.
+    pub(super) fn lacking(&self) -> Vec<String> {
         let done = [
             (
                 "the server of the other host was never killed",
@@ -77,9 +78,14 @@ impl TiersSeen {
             ("the disk was never filled up", self.disk_fills),
         ];
         let done = done.into_iter().filter(|(_, count)| *count == 0);
-        let mut failures: Vec<String> = done.map(|(sentence, _)| sentence.to_owned()).collect();
+        let mut lacking: Vec<String> = done.map(|(sentence, _)| sentence.to_owned()).collect();
         let empty = self.empty_tiers();
-        failures.extend(empty.map(|tier| format!("no page was seen in {tier}")));
+        lacking.extend(empty.map(|tier| format!("no page was seen in {tier}")));
+        lacking
+    }
+
+    fn failures(&self) -> Vec<String> {
+        let mut failures = self.lacking();
         if self.lost_pages > 0 {
             failures.push(format!("{} pages were lost, not 0", self.lost_pages));
         }
