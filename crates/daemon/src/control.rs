@@ -459,7 +459,7 @@ report! {
         fault_dropped_packets: Option<u64> => counter,
         /// Packets lost because they were longer than the driver's buffers.
         unfit_dropped_packets: Option<u64> => counter,
-        /// Packets that waited in the store and were lost because their queue stopped.
+        /// Packets that waited and were lost because their queue stopped, or their front end went.
         stop_dropped_packets: Option<u64> => counter,
         /// Buffers that went back to the driver empty.
         returned_buffers: Option<u64> => counter,

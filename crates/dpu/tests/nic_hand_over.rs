@@ -196,6 +196,51 @@ fn packets_that_wait_for_buffers_or_are_not_reported_reach_the_guest_in_order_af
     }
 }
 
+#[test]
+fn packets_between_two_guests_arrive_in_order_over_a_hand_over_of_both() {
+    let rig = Rig::new(1);
+    let link = LinkConfig::Pair { name: "p".into() };
+    let configs = ["a.sock", "b.sock"].map(|name| NicConfig {
+        socket: rig.dir.path().join(name),
+        ..config(&rig, link.clone(), 2, OnReceiveFault::OutOfOrder)
+    });
+    let mut drivers = Vec::new();
+    for config in &configs {
+        rig.dpu.add_nic(config).unwrap();
+        let driver = Driver::connect(config);
+        driver.guest.domain(&rig);
+        drivers.push(driver);
+    }
+    let mut b = drivers.pop().unwrap();
+    let mut a = drivers.pop().unwrap();
+    // A flow stays in the lane of the pair on which it is sent, here the second one.
+    b.send(1, &frame(99));
+    for number in 0..6 {
+        a.send(1, &frame(number));
+    }
+    rig.dpu.hush(Duration::from_secs(20)).unwrap();
+    let parked = rig.dpu.park();
+    let next = Next::after(rig.dir.path());
+    for (device, config) in parked.into_iter().zip(&configs) {
+        next.dpu.add_parked_nic(config, &mut Some(device)).unwrap();
+    }
+    // Of the sender nothing is held back.
+    a.send(1, &frame(6));
+    next.dpu.admit();
+    a.send(1, &frame(7));
+    for pair in [0, 1].into_iter().cycle().take(16) {
+        let buffer = b.guest.room(u64::from(BUFFER));
+        b.post(pair, buffer);
+    }
+    let mut got = Vec::new();
+    eventually("all have come", || {
+        got.extend([0, 1].into_iter().filter_map(|pair| b.poll(pair)));
+        got.len() == 8
+    });
+    let numbers: Vec<u32> = got.iter().map(|packet| number_of(packet)).collect();
+    assert_eq!(numbers, [0, 1, 2, 3, 4, 5, 6, 7]);
+}
+
 /// Runs `test` in a network of its own; skips loudly where that cannot be.
 fn in_network(test: impl FnOnce() + Send + 'static) {
     let thread = std::thread::spawn(move || {

@@ -74,15 +74,20 @@ fn fixture_of_cold(rig: Rig, receive: ReceiveConfig, features: u64) -> Fixture {
     connected(rig, receive, features, guest)
 }
 
-fn connected(rig: Rig, receive: ReceiveConfig, features: u64, mut guest: Guest) -> Fixture {
+fn connected(rig: Rig, receive: ReceiveConfig, features: u64, guest: Guest) -> Fixture {
     let config = config(&rig, receive);
     rig.dpu.add_nic(&config).unwrap();
-    let connection = Connection::open_nic(&config.socket, &mut guest, 1, features | F_MQ);
+    connected_again(rig, config.socket, features, guest)
+}
+
+/// The same to a device that is there.
+fn connected_again(rig: Rig, socket: PathBuf, features: u64, mut guest: Guest) -> Fixture {
+    let connection = Connection::open_nic(&socket, &mut guest, 1, features | F_MQ);
     let domain = guest.domain(&rig);
     let sending = guest.room(2048);
     Fixture {
         rig,
-        socket: config.socket,
+        socket,
         guest,
         connection,
         domain,
@@ -617,6 +622,29 @@ fn packets_of_a_source_come_as_long_as_there_are_buffers() {
     }
     // With nothing posted the engine sleeps.
     eventually("the engine sleeps", || rig.dpu.engine_sleeps() > 0);
+}
+
+#[test]
+fn what_waits_for_a_front_end_that_goes_is_lost_and_not_given_to_the_next_one() {
+    let mut f = fixture(OnReceiveFault::OutOfOrder);
+    // Nothing is posted: they wait in the link, but for one that was taken from it.
+    for number in 0..8 {
+        f.send(number, 100);
+    }
+    let _rings = f.connection.hang_up();
+    let (rig, socket) = (f.rig, f.socket);
+    eventually("the front end has gone", || {
+        rig.report(&socket).state == DeviceState::Listening
+    });
+    let mut f = connected_again(rig, socket, F_MRG_RXBUF, Guest::new());
+    for number in 100..104 {
+        f.post(2048);
+        f.send(number, 100);
+    }
+    for number in 100..104 {
+        assert_eq!(f.packet().0, number);
+    }
+    assert_eq!(f.nic().stop_drops, 8);
 }
 
 #[test]

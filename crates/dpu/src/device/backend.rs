@@ -341,7 +341,7 @@ impl Backend for DeviceBackend {
         // Also if an engine that is gone could not be told: the front end's memory goes with it.
         self.regions = RegionTable::default();
         self.inflight = None;
-        self.control.shared.kind.forget_handed();
+        self.control.shared.kind.front_end_gone();
     }
 }
 

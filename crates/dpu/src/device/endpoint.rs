@@ -191,7 +191,7 @@ impl Endpoint {
             Err(error @ ReplayError::Refused { .. }) => {
                 // The process that was replaced has the connection, too, so it stays until that has ended.
                 tracing::warn!(socket = %control.socket.display(), %error, "a front end is hung up on");
-                control.shared.kind.forget_handed();
+                control.shared.kind.front_end_gone();
                 Ok(Tenancy::Nobody)
             }
             Err(error) => Err(error),

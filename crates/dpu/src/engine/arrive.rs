@@ -10,7 +10,8 @@
 //!     └─ ask:       page requests, whose answer is told to the kind
 //! ```
 //! All leases end with the step. No chain is parked, so none of the limits on parked chains applies,
-//! and no request times out: pages of posted chains are awaited as long as their queue runs.
+//! and no request times out: pages of posted chains are awaited as long as their queue runs, though a kind may do
+//! without a chain meanwhile.
 //!
 //! A step costs its tenant the chains that were looked at, the bytes that were moved, and the passage through the
 //! kernel if the link is there. Whoever posts chains that are never present pays for each look.

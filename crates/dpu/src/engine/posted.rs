@@ -53,6 +53,9 @@ const KEPT_PARTS_MAX: usize = 32;
 const LEASES_KEPT_MAX: usize = 1024;
 /// Objects kept for the next walk.
 const SPARE_MAX: usize = 64;
+/// What the looks of a step cost at most, but for the last one: more than the longest packet needs in the smallest
+/// buffers that drivers post. A driver can post a thousand chains of a thousand descriptors each.
+const LOOKS_COST_MAX_BYTES: u64 = 8 << 20;
 
 /// A chain that was read.
 #[derive(Debug)]
@@ -485,6 +488,9 @@ impl Ring for View<'_> {
         if let Some(seen) = posted.and_then(|posted| posted.seen(chain)) {
             return seen.look;
         }
+        if self.cost_bytes >= LOOKS_COST_MAX_BYTES {
+            return Look::Later;
+        }
         let Some(head) = self.head(chain) else {
             return Look::Unposted;
         };
@@ -646,6 +652,26 @@ mod tests {
         f.put(AVAIL + 2, 3);
         describe(&f, 3, 1, 40);
         assert_eq!(look_once(&mut f, &other, ChainNo(2)), room(1, 40));
+    }
+
+    #[test]
+    fn step_that_has_looked_at_enough_looks_at_no_other_chain() {
+        let mut f = fixture_of(Chains::Posted, 0, &Says::ByFlag);
+        for (chain, head) in [(0, 3), (1, 8)] {
+            describe(&f, head, 2, 20);
+            f.put(AVAIL + 4 + 2 * chain, head);
+        }
+        f.put(AVAIL + 2, 2);
+        let memory = Rc::new(f.other_memory());
+        let mut view = View::new(&memory, &mut f.queue);
+        let room = Look::Present { room: 40 };
+        assert_eq!(view.look(ChainNo(0)), room);
+        view.cost_bytes = LOOKS_COST_MAX_BYTES;
+        assert_eq!(view.look(ChainNo(1)), Look::Later);
+        assert_eq!(view.look(ChainNo(0)), room);
+        let posted = f.queue.posted.as_mut().unwrap();
+        posted.end_step(&memory);
+        assert_eq!(look_once(&mut f, &memory, ChainNo(1)), room);
     }
 
     #[test]

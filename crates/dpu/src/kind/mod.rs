@@ -164,10 +164,10 @@ impl Kind {
     }
 
     /// The front end has gone, or is not the one that another process has left: what is kept for that one is lost.
-    pub fn forget_handed(&self) {
+    pub fn front_end_gone(&self) {
         match self {
             Self::Blk(_) => {}
-            Self::Net(nic) => nic.forget_handed(),
+            Self::Net(nic) => nic.front_end_gone(),
         }
     }
 

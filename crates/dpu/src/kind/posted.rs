@@ -40,6 +40,8 @@ pub(crate) enum Look {
     Unknown,
     /// No packet can be put into it.
     Unfit,
+    /// Not looked at: this step has looked at enough.
+    Later,
 }
 
 /// The posted chains of a queue. See the module documentation.

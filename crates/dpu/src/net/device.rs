@@ -40,7 +40,7 @@ pub struct NicReport {
     pub fault_drops: u64,
     /// Packets that were lost because they were longer than the driver's buffers.
     pub unfit_drops: u64,
-    /// Packets that waited in the store and were lost because their queue has stopped.
+    /// Packets that waited in the store and were lost because their queue has stopped, or in a link for a front end that has gone.
     pub stop_drops: u64,
     /// Buffers that went back to the driver empty, because their content was lost or they could
     /// not be used.
@@ -87,6 +87,8 @@ pub(crate) struct Nic {
     accounts: Box<[PairAccount]>,
     /// Packets that another process has left, until the queues of their pairs run.
     handed: Mutex<ByPair>,
+    /// Front ends that have gone.
+    front_ends_gone: AtomicU64,
     /// Nothing is received yet: another process may go on with the device after all.
     is_held: AtomicBool,
     /// Packets for another process, once that goes on with the device.
@@ -125,6 +127,7 @@ impl Nic {
                     .map(|handed| handed.packets.clone())
                     .unwrap_or_default(),
             )),
+            front_ends_gone: AtomicU64::new(0),
             is_held: AtomicBool::new(handed.is_some()),
             leaving: Mutex::new(None),
         })
@@ -168,10 +171,21 @@ impl Nic {
         lock(&self.handed).take(pair)
     }
 
-    /// Packets that another process has left are lost: the front end that they are for has gone.
-    pub fn forget_handed(&self) {
+    /// The front end has gone. Packets that another process has left for it are lost.
+    pub fn front_end_gone(&self) {
+        self.front_ends_gone.fetch_add(1, Ordering::Release);
         let gone = lock(&self.handed).take_all();
-        count_up(&self.counters.stop_drops, gone.len() as u64);
+        self.count_stop_drops(gone.len() as u64);
+    }
+
+    /// Number of the front end, from 0.
+    pub fn front_end(&self) -> u64 {
+        self.front_ends_gone.load(Ordering::Acquire)
+    }
+
+    /// So many packets were lost because a queue has stopped, or its front end has gone.
+    pub fn count_stop_drops(&self, packets: u64) {
+        count_up(&self.counters.stop_drops, packets);
     }
 
     /// True while nothing may be received.

@@ -36,6 +36,8 @@ struct End {
     /// While its receiving queue runs.
     receiver: Option<Receiver>,
     readable: Readable,
+    /// Number of the front end whose driver has begun to receive last.
+    front_end: u64,
 }
 
 impl End {
@@ -61,6 +63,7 @@ impl NicOnEngine {
                 link,
                 receiver: None,
                 readable: Readable::Perhaps,
+                front_end: nic.front_end(),
             })
         };
         Self {
@@ -133,8 +136,14 @@ impl NicOnEngine {
         if !is_receiving(queue) {
             return;
         }
-        let receiver = Receiver::new(&self.nic, pair_of(queue), features);
+        let nic = self.nic.clone();
         if let Some(end) = self.end_mut(queue) {
+            if end.front_end != nic.front_end() {
+                end.front_end = nic.front_end();
+                nic.count_stop_drops(end.link.clear());
+            }
+            end.link.begin();
+            let receiver = Receiver::new(&nic, pair_of(queue), features);
             end.link.set_offloads(Offloads::of_features(features));
             end.receiver = Some(receiver);
             end.readable = Readable::Perhaps;
@@ -142,10 +151,15 @@ impl NicOnEngine {
     }
 
     pub fn stopped(&mut self, queue: u16) {
+        let nic = self.nic.clone();
         if is_receiving(queue)
             && let Some(end) = self.end_mut(queue)
         {
             end.receiver = None;
+            match nic.is_anothers() {
+                true => end.link.leave(),
+                false => end.link.end(),
+            }
         }
     }
 

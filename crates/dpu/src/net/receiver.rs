@@ -307,7 +307,7 @@ impl Receiver {
 impl Drop for Receiver {
     fn drop(&mut self) {
         let staged = u64::from(self.stage == Stage::Full) + self.handed.len() as u64;
-        count_up(&self.nic.counters.stop_drops, self.stored + staged);
+        self.nic.count_stop_drops(self.stored + staged);
     }
 }
 

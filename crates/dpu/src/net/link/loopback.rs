@@ -84,6 +84,14 @@ impl Loopback {
         Received::Dropped
     }
 
+    pub fn clear(&mut self) -> u64 {
+        let lost = self.packets.len() as u64 + u64::from(!self.segments.is_empty());
+        self.packets.clear();
+        self.bytes = 0;
+        self.segments = Segments::default();
+        lost
+    }
+
     /// The next segment of a packet that the driver does not take whole.
     fn take_segment(&mut self, into: &mut PacketBuffer) -> bool {
         let is_there = self.segments.take(into)

@@ -39,7 +39,7 @@ use loopback::Loopback;
 use null::Null;
 use packet::{Packet, PacketKeeper};
 use pagetide_vpri::Doorbell;
-use pair::{PairEnd, Pairs};
+use pair::{Begun, Joined, PairEnd, PairKeeper, Pairs};
 use std::{
     io,
     os::fd::{BorrowedFd, OwnedFd},
@@ -74,6 +74,7 @@ pub(crate) enum Kept {
     Nothing,
     Tap(Arc<TapKeeper>),
     Packet(Arc<PacketKeeper>),
+    Pair(PairKeeper),
 }
 
 fn receives(running: Option<Offloads>) -> Receives {
@@ -85,7 +86,8 @@ impl Kept {
     /// ended.
     pub fn set_running(&self, pair: u16, running: Option<Offloads>) {
         match self {
-            Self::Nothing => {}
+            // Its engines say so themselves.
+            Self::Nothing | Self::Pair(_) => {}
             Self::Tap(keeper) => keeper.set_receiving(pair, receives(running)),
             Self::Packet(keeper) => keeper.set_receiving(pair, receives(running)),
         }
@@ -97,6 +99,7 @@ impl Kept {
             Self::Nothing => {}
             Self::Tap(keeper) => keeper.settle(),
             Self::Packet(keeper) => keeper.settle(),
+            Self::Pair(keeper) => keeper.settle(),
         }
     }
 
@@ -106,7 +109,7 @@ impl Kept {
     /// There are no descriptors left.
     pub fn hand_over(&self) -> io::Result<(Vec<OwnedFd>, u32)> {
         match self {
-            Self::Nothing => Ok((Vec::new(), 0)),
+            Self::Nothing | Self::Pair(_) => Ok((Vec::new(), 0)),
             Self::Tap(keeper) => keeper.hand_over(),
             Self::Packet(keeper) => keeper.hand_over(),
         }
@@ -115,7 +118,7 @@ impl Kept {
     /// Gives the host's interface back. No link uses it any more.
     pub fn close(&self) {
         match self {
-            Self::Nothing => {}
+            Self::Nothing | Self::Pair(_) => {}
             Self::Tap(keeper) => keeper.close(),
             Self::Packet(keeper) => keeper.close(),
         }
@@ -149,8 +152,10 @@ impl Link {
                 Kept::Nothing,
             ),
             LinkConfig::Pair { name } => {
-                let ends = known.join(name, pairs)?.into_iter().map(Self::Pair);
-                (ends.collect(), Kept::Nothing)
+                let begun = handed.map_or(Begun::Anew, |_| Begun::Handed);
+                let Joined { ends, keeper } = known.join(name, pairs, begun)?;
+                let links = ends.into_iter().map(Self::Pair);
+                (links.collect(), Kept::Pair(keeper))
             }
             LinkConfig::Tap { name } => {
                 let (links, keeper) = Tap::open(name, pairs, handed)?;
@@ -186,6 +191,37 @@ impl Link {
             // They have descriptors.
             Self::Tap(_) | Self::Packet(_) => {}
             Self::Pair(link) => link.attach(bell),
+        }
+    }
+
+    /// Told when a driver begins to receive. What is there already is for it.
+    pub fn begin(&self) {
+        if let Self::Pair(link) = self {
+            link.begin();
+        }
+    }
+
+    /// Told when it has ended.
+    pub fn end(&self) {
+        if let Self::Pair(link) = self {
+            link.end();
+        }
+    }
+
+    /// Told when another process goes on with it.
+    pub fn leave(&self) {
+        if let Self::Pair(link) = self {
+            link.leave();
+        }
+    }
+
+    /// Drops what waits in memory of ours: it was for another front end. Returns how many packets that were.
+    pub fn clear(&mut self) -> u64 {
+        match self {
+            Self::Null(_) | Self::Tap(_) => 0,
+            Self::Loop(link) => link.clear(),
+            Self::Pair(link) => link.clear(),
+            Self::Packet(link) => link.clear(),
         }
     }
 

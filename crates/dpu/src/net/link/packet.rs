@@ -152,16 +152,32 @@ impl Queue {
         inside.bytes -= packet.len();
         self.count.store(inside.packets.len(), Ordering::Release);
         if inside.packets.is_empty() {
-            let mut calls = [0_u8; 8];
-            if let Err(error) = rustix::io::read(&self.filled, &mut calls) {
-                // Nobody has called since.
-                tracing::trace!(%error, "an eventfd is not read");
-            }
+            self.hang_up();
         }
         drop(inside);
         into.whole_mut()[..packet.len()].copy_from_slice(&packet);
         into.set_packet_bytes(packet.len() - HEADER_LEN);
         true
+    }
+
+    /// Drops all of them; returns how many.
+    fn clear(&self) -> u64 {
+        let mut inside = self.lock();
+        let lost = inside.packets.len() as u64;
+        inside.packets.clear();
+        inside.bytes = 0;
+        self.count.store(0, Ordering::Release);
+        self.hang_up();
+        lost
+    }
+
+    /// Nobody need look.
+    fn hang_up(&self) {
+        let mut calls = [0_u8; 8];
+        if let Err(error) = rustix::io::read(&self.filled, &mut calls) {
+            // Nobody has called since.
+            tracing::trace!(%error, "an eventfd is not read");
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inside> {
@@ -380,6 +396,13 @@ impl Packet {
         received
     }
 
+    /// Drops what has left the socket. What is in it is the interface's, and nobody's yet.
+    pub fn clear(&mut self) -> u64 {
+        let lost = u64::from(!self.segments.is_empty());
+        self.segments = Segments::default();
+        lost + self.own_queue().clear()
+    }
+
     /// So many packets were received and are not reported to the driver: their flows stay on this pair.
     pub fn set_in_hand(&self, packets: usize) {
         let packets = packets + usize::from(!self.segments.is_empty());
@@ -401,8 +424,12 @@ impl Packet {
                 Ok(Some(bytes)) => into.set_packet_bytes(bytes),
                 Ok(None) => return Received::Nothing,
                 Err(error) => {
-                    self.see(&error);
-                    return Received::Nothing;
+                    // It took a packet with it that the kernel cannot describe, or tells once that the interface is
+                    // down. What is behind it nobody tells again.
+                    if !self.see(&error) {
+                        count(&self.state.receive_drops, 1);
+                    }
+                    continue;
                 }
             }
             if !has_sound_header(into) {
@@ -422,9 +449,9 @@ impl Packet {
         Received::Nothing
     }
 
-    /// Looks at an error of the socket. That an interface is down is told once, and when it is up again
-    /// the socket goes on by itself.
-    fn see(&self, error: &io::Error) {
+    /// Looks at an error of the socket, which is true if the interface is down. That is told once, and when it is up
+    /// again the socket goes on by itself.
+    fn see(&self, error: &io::Error) -> bool {
         let is_down = matches!(
             error.raw_os_error(),
             Some(libc::ENETDOWN | libc::ENXIO | libc::ENODEV)
@@ -432,6 +459,7 @@ impl Packet {
         if is_down {
             self.port.suspect();
         }
+        is_down
     }
 
     fn own_queue(&self) -> &Queue {

@@ -124,7 +124,7 @@ impl BackupRing {
                 Arrival::Store
             }
             Front::Short if self.pending.is_empty() => Arrival::Keep,
-            Front::Short => Arrival::Store,
+            Front::Short | Front::Later => Arrival::Store,
             Front::TooLong => Arrival::Drop(Loss::TooLong),
         }
     }
@@ -264,7 +264,7 @@ impl BackupRing {
                 self.chains.orders.pop_front()
             }
             // The driver has changed them.
-            Front::Short | Front::TooLong => {
+            Front::Short | Front::Later | Front::TooLong => {
                 self.evict(number, chains);
                 self.chains.orders.pop_front()
             }
@@ -298,7 +298,7 @@ impl BackupRing {
                 self.waits = Waits::ForAnswer;
                 None
             }
-            Front::Short => None,
+            Front::Short | Front::Later => None,
             Front::TooLong => {
                 self.homeless.remove(&number);
                 self.pending_mut(number)?.state = State::Gone;

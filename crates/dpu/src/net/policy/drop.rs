@@ -37,7 +37,7 @@ impl DropPolicy {
                 self.chains.use_chosen();
                 Arrival::Fill(Report::Now)
             }
-            Front::Absent | Front::Unknown => Arrival::Drop(Loss::Fault),
+            Front::Absent | Front::Unknown | Front::Later => Arrival::Drop(Loss::Fault),
             Front::Short => Arrival::Keep,
             Front::TooLong => Arrival::Drop(Loss::TooLong),
         }

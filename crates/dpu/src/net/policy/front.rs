@@ -13,6 +13,8 @@ pub(super) enum Front {
     /// They are not known before an answer comes: the table that describes one is absent, or no
     /// more pages may be requested now.
     Unknown,
+    /// They are not known in this step.
+    Later,
     /// Not enough is posted.
     Short,
     /// The packet does not fit, whatever else is posted.
@@ -23,6 +25,7 @@ impl Chains {
     /// Chooses the chains that a packet of `bytes` gets in the order of the ring.
     pub(super) fn choose(&mut self, bytes: u32, ring: &mut impl Ring) -> Front {
         self.chosen.clear();
+        let orders = self.orders.len();
         let (mut chain, mut left, mut is_absent) = (self.next, bytes, false);
         loop {
             if self.is_taken(chain) {
@@ -44,6 +47,9 @@ impl Chains {
                     self.give_back(chain);
                     continue;
                 }
+                // All that a step may look at is not enough for this packet.
+                Look::Later if self.orders.len() == orders => return Front::TooLong,
+                Look::Later => return Front::Later,
                 // A driver that has posted all it can will not post more.
                 Look::Unposted if self.chosen.len() >= usize::from(ring.size()) => {
                     return Front::TooLong;
@@ -90,7 +96,7 @@ impl Chains {
                         false => Front::Unknown,
                     };
                 }
-                Look::Unfit | Look::Unposted => return Front::TooLong,
+                Look::Unfit | Look::Unposted | Look::Later => return Front::TooLong,
             }
         }
         match left {

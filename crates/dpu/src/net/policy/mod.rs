@@ -51,8 +51,8 @@ use std::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct PacketId(pub u32);
 
-/// Most chains of a queue whose pages are requested at a time. Half of what a device may have
-/// outstanding on an engine, so that the queue that sends finds room.
+/// Most chains of a queue whose pages are requested at a time, those included that were used meanwhile. Half of what a
+/// device may have outstanding on an engine, so that the queue that sends finds room.
 pub(crate) const ASKED_MAX: usize = 64;
 /// Most posted chains whose pages are requested ahead. They are used next, and pages that come much
 /// earlier may be evicted again.
@@ -227,10 +227,14 @@ pub(crate) struct Chains {
     late: BTreeSet<ChainNo>,
     /// The first chain that is free.
     next: ChainNo,
+    /// Of *out of order*: chains before it are used, absent and requested, or have come back.
+    cursor: ChainNo,
     /// Chains after it that are not: used, or reserved for a stored packet.
     taken: BTreeSet<ChainNo>,
     /// Chains whose pages were requested.
     asked: BTreeSet<ChainNo>,
+    /// Chains that were used since. Their answers mean nothing, but their requests are outstanding until then.
+    void: BTreeSet<ChainNo>,
     /// Chains before it were looked at ahead.
     ahead: ChainNo,
     orders: VecDeque<Order>,
@@ -253,8 +257,10 @@ impl Chains {
             floored: ChainNo(0),
             late: BTreeSet::new(),
             next: ChainNo(0),
+            cursor: ChainNo(0),
             taken: BTreeSet::new(),
             asked: BTreeSet::new(),
+            void: BTreeSet::new(),
             ahead: ChainNo(0),
             orders: VecDeque::new(),
             chosen: Vec::new(),
@@ -270,7 +276,7 @@ impl Chains {
     }
 
     fn may_ask(&self) -> bool {
-        self.asked.len() < ASKED_MAX
+        self.asked.len() + self.void.len() < ASKED_MAX
     }
 
     /// Orders that the pages of a chain be requested, unless they were already; false if as many
@@ -289,7 +295,16 @@ impl Chains {
 
     /// Takes an answer; false if it means nothing any more, because the chain went back.
     fn take_answer(&mut self, chain: ChainNo) -> bool {
-        self.asked.remove(&chain)
+        let is_asked = self.asked.remove(&chain);
+        if !is_asked {
+            self.void.remove(&chain);
+        }
+        is_asked
+    }
+
+    /// The first chain that a packet may be put into before others have come back.
+    fn begin(&self) -> ChainNo {
+        self.next.max(self.cursor)
     }
 
     /// No other packet gets this chain.
@@ -309,7 +324,9 @@ impl Chains {
 
     /// A chain is used. The answer to a request of its pages will mean nothing.
     fn set_used(&mut self, chain: ChainNo) {
-        self.asked.remove(&chain);
+        if !self.asked.is_empty() && self.asked.remove(&chain) {
+            self.void.insert(chain);
+        }
         self.reserve(chain);
     }
 
@@ -331,22 +348,28 @@ impl Chains {
         if self.floor == 0 {
             return None;
         }
-        while let Some(chain) = self.late.pop_first() {
-            if !self.is_taken(chain) && self.is_wirable(chain, ring) {
+        while let Some(chain) = self.late.first().copied() {
+            let is_taken = self.is_taken(chain);
+            if !is_taken && ring.look(chain) == Look::Later {
+                return None;
+            }
+            self.late.remove(&chain);
+            if !is_taken && self.is_wirable(chain, ring) {
                 return Some(chain);
             }
         }
-        self.floored = self.floored.max(self.next);
+        let begin = self.begin();
+        self.floored = self.floored.max(begin);
         for _ in 0..AHEAD_STEP {
             let chain = self.floored;
-            if chain.0 >= self.next.0 + self.floor {
+            if chain.0 >= begin.0 + self.floor {
                 return None;
             }
             if self.is_taken(chain) || self.is_asked(chain) {
                 self.floored = chain.next();
                 continue;
             }
-            if !self.may_ask() || ring.look(chain) == Look::Unposted {
+            if !self.may_ask() || matches!(ring.look(chain), Look::Unposted | Look::Later) {
                 return None;
             }
             self.floored = chain.next();
@@ -365,7 +388,7 @@ impl Chains {
                 false
             }
             // A packet will find out.
-            Look::Unfit | Look::Unposted => false,
+            Look::Unfit | Look::Unposted | Look::Later => false,
         }
     }
 
@@ -381,13 +404,14 @@ impl Chains {
         if self.prefault == Prefault::Off {
             return;
         }
-        self.ahead = self.ahead.max(self.next);
-        let end = ChainNo((self.ahead.0 + AHEAD_STEP).min(self.next.0 + AHEAD_MAX));
+        let begin = self.begin();
+        self.ahead = self.ahead.max(begin);
+        let end = ChainNo((self.ahead.0 + AHEAD_STEP).min(begin.0 + AHEAD_MAX));
         while self.ahead < end && self.may_ask() {
             let chain = self.ahead;
             if !self.is_taken(chain) && !self.is_asked(chain) {
                 match ring.look(chain) {
-                    Look::Unposted => return,
+                    Look::Unposted | Look::Later => return,
                     Look::Absent { .. } | Look::Unknown => {
                         self.ask(chain, Need::Ahead);
                     }

@@ -13,6 +13,8 @@
 //! buffers back in any order (virtio 1.2, 2.7.8), unless `VIRTIO_F_IN_ORDER` was accepted, which is
 //! not offered.
 //!
+//! A buffer whose pages do not come is passed over, [`ROUNDS_MAX`] times round the ring; then it goes back empty.
+//!
 //! # Finding the next present buffer
 //! Each chain is looked at once when it is next. If it is absent, its pages are requested, and the
 //! answer puts it among the *back* ones, which are used before all later chains. So a packet costs a
@@ -24,15 +26,16 @@ use super::{
 };
 use std::collections::{BTreeSet, VecDeque};
 
+/// Lengths of the ring that are used before a chain whose pages do not come is given up.
+const ROUNDS_MAX: u64 = 16;
+
 /// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct OutOfOrder {
     chains: Chains,
     stored: VecDeque<(PacketId, u32)>,
-    /// Chains before [`Self::cursor`] that were absent, and whose pages have come.
+    /// Chains before the cursor that were absent, and whose pages have come.
     back: BTreeSet<ChainNo>,
-    /// Chains before it are used, absent and requested, or in `back`.
-    cursor: ChainNo,
 }
 
 /// What a packet would get.
@@ -54,7 +57,6 @@ impl OutOfOrder {
             chains,
             stored: VecDeque::new(),
             back: BTreeSet::new(),
-            cursor: ChainNo(0),
         }
     }
 
@@ -114,6 +116,7 @@ impl OutOfOrder {
             }
         }
         if self.chains.orders.is_empty() {
+            self.give_up_oldest(ring);
             self.chains.look_ahead(ring);
         }
         self.chains.orders.pop_front()
@@ -125,7 +128,7 @@ impl OutOfOrder {
         }
         match answer {
             Answered::Lost => self.chains.give_back(chain),
-            Answered::Present if chain < self.cursor => {
+            Answered::Present if chain < self.chains.cursor => {
                 self.back.insert(chain);
             }
             // Its turn comes.
@@ -133,9 +136,20 @@ impl OutOfOrder {
         }
     }
 
+    /// A chain whose pages do not come goes back to the driver when the ring has gone round many times without it:
+    /// whatever was used since is remembered until then.
+    fn give_up_oldest(&mut self, ring: &impl Ring) {
+        let oldest = self.chains.next;
+        let passed = self.chains.cursor.0.saturating_sub(oldest.0);
+        if passed > ROUNDS_MAX * u64::from(ring.size()) && self.chains.is_asked(oldest) {
+            self.chains.give_back(oldest);
+        }
+    }
+
     /// Chooses the first present chains for a packet of `bytes`.
     fn find(&mut self, bytes: u32, ring: &mut impl Ring) -> Found {
         self.chains.chosen.clear();
+        let orders = self.chains.orders.len();
         let mut left = bytes;
         let mut at = ChainNo(0);
         while let Some(chain) = self.back.range(at..).next().copied() {
@@ -152,11 +166,11 @@ impl OutOfOrder {
                 Considered::Out => {
                     self.back.remove(&chain);
                 }
-                Considered::Later => return Found::Absent,
+                Considered::Later => return self.later(orders),
                 Considered::End => break,
             }
         }
-        let mut chain = self.cursor;
+        let mut chain = self.chains.cursor;
         loop {
             if self.chains.is_taken(chain) || self.chains.is_asked(chain) {
                 self.pass(chain);
@@ -167,7 +181,7 @@ impl OutOfOrder {
                 Considered::Chosen => {}
                 Considered::Done(found) => return found,
                 Considered::Out => self.pass(chain),
-                Considered::Later => return Found::Absent,
+                Considered::Later => return self.later(orders),
                 Considered::End => return self.at_end(ring),
             }
             chain = chain.next();
@@ -176,8 +190,8 @@ impl OutOfOrder {
 
     /// The cursor passes a chain that is not to be looked at, if it has come to it.
     fn pass(&mut self, chain: ChainNo) {
-        if chain == self.cursor {
-            self.cursor = chain.next();
+        if chain == self.chains.cursor {
+            self.chains.cursor = chain.next();
         }
     }
 
@@ -200,7 +214,17 @@ impl OutOfOrder {
                 self.chains.give_back(chain);
                 Considered::Out
             }
+            Look::Later => Considered::Later,
             Look::Unposted => Considered::End,
+        }
+    }
+
+    /// No more chains can be considered now. `orders` is how many there were before.
+    fn later(&self, orders: usize) -> Found {
+        // Where all that a step may look at was chosen, it is not enough for this packet.
+        match self.chains.orders.len() == orders && self.chains.may_ask() {
+            true => Found::TooLong,
+            false => Found::Absent,
         }
     }
 
@@ -235,7 +259,7 @@ enum Considered {
     Done(Found),
     /// It is not to be considered again before it is answered.
     Out,
-    /// Its pages cannot be requested now.
+    /// It cannot be looked at, or its pages not be requested, now.
     Later,
     /// It does not exist yet.
     End,

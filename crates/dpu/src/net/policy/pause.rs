@@ -61,7 +61,7 @@ impl Pause {
                 self.chains.use_chosen();
                 Arrival::Fill(Report::Now)
             }
-            Front::Absent | Front::Unknown => Arrival::Store,
+            Front::Absent | Front::Unknown | Front::Later => Arrival::Store,
             Front::Short => Arrival::Keep,
             Front::TooLong => Arrival::Drop(Loss::TooLong),
         }
@@ -99,7 +99,7 @@ impl Pause {
                     self.stored.pop_front();
                     return Some(Order::Forget(packet, Loss::TooLong));
                 }
-                Front::Short => {}
+                Front::Short | Front::Later => {}
             }
         }
         if self.chains.orders.is_empty() {

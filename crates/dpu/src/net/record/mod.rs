@@ -68,6 +68,7 @@ mod model;
 pub use format::{RECORD_WORDS_MAX, record_words};
 
 use format::{Entry, HEADER_WORDS, RETURNED_WORD, entry_at};
+use std::sync::atomic::{Ordering, fence};
 
 /// Words of 8 bytes, read and written whole. All loads are Acquire and all stores Release.
 pub trait Words {
@@ -338,11 +339,10 @@ fn check_held(
     if usize::from(posted) < held.len() || posted > size {
         return Err(Refusal::Another("the avail index"));
     }
-    let end = returned + u64::from(posted);
     for (entry, head) in held {
-        // Later entries of the avail ring may have replaced that of a buffer held for long.
-        let is_there = end - entry.sequence <= u64::from(size);
-        if is_there && ring.avail_head(low(entry.sequence)) != *head {
+        if ring.avail_head(low(entry.sequence)) != *head
+            && is_unreplaced(entry.sequence, returned, ring, size)
+        {
             return Err(Refusal::Another("the avail ring"));
         }
         if !entry.is_for(&ring.descriptor(*head)) {
@@ -350,6 +350,18 @@ fn check_held(
         }
     }
     Ok(())
+}
+
+/// Whether the avail ring's entry with that number, which was read before, is sure to have been read as the driver wrote
+/// it. Later entries replace that of a buffer held for long; the driver posts meanwhile, and writes an entry before
+/// the index that counts it.
+fn is_unreplaced(sequence: u64, returned: u64, ring: &impl Ring, size: u16) -> bool {
+    // The index is read after the entry.
+    fence(Ordering::Acquire);
+    let posted = ring.avail_index().wrapping_sub(low(returned));
+    // An index that runs backwards is a driver's that does anything.
+    let ahead = (returned + u64::from(posted)).checked_sub(sequence);
+    ahead.is_some_and(|ahead| ahead < u64::from(size))
 }
 
 /// The index of a ring at which the entry with that number is.

@@ -6,6 +6,8 @@
 //! A successor then takes over by what is there, and may itself die while it does. The truth is the
 //! driver's: it knows which buffers it has posted and not got back.
 
+mod at_work;
+
 use super::{HeldRecord, Left, Refusal, Ring, Tie, Words, record_words};
 use pagetide_random::SplitMix64;
 use std::{
