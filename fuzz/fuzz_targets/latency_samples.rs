@@ -3,7 +3,8 @@
 
 #![no_main]
 
-#[path = "../../crates/sim/tests/samples_fuzz/bodies.rs"]
+#[expect(dead_code, reason = "a target runs one of the functions")]
+#[path = "../../crates/sim/tests/readers_fuzz/bodies.rs"]
 mod bodies;
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| bodies::latency_samples(bytes));

@@ -60,13 +60,13 @@ impl Ledger {
     fn new(py: Python<'_>, study: &Study, out: Option<PathBuf>) -> PyResult<Self> {
         let study = Arc::clone(&study.points);
         let build = this_build()?;
+        let stop = Stop::default();
         let work = || {
-            let traces = Traces::of(&study)?;
+            let traces = Traces::until(&study, &stop)?;
             let points = Points::open(&study, &traces, &build, out.as_deref())?;
             Ok::<_, pagetide_sim::study::StudyError>((traces, points))
         };
-        let (traces, points) =
-            interruptible(py, &Stop::default(), |_| Ok(()), work)?.map_err(error)?;
+        let (traces, points) = interruptible(py, &stop, |_| Ok(()), work)?.map_err(error)?;
         Ok(Self {
             study,
             traces,
@@ -155,6 +155,8 @@ impl Ledger {
 #[pyclass(module = "pagetide._pagetide", frozen)]
 pub struct Jobs {
     traces: Traces,
+    /// Ends what they do, for good.
+    stop: Stop,
     build: Build,
 }
 
@@ -170,11 +172,17 @@ impl Jobs {
             source: Value::Null,
             file: None,
         };
-        let traces = py.detach(|| Traces::of(&study)).map_err(error)?;
+        let stop = Stop::default();
+        let look = || Traces::until(&study, &stop);
+        let traces = interruptible(py, &stop, |_| Ok(()), look)?.map_err(error)?;
         // Which points will come is not known here: what they share stays as long as this does.
         traces.keep_futures();
         let build = this_build()?;
-        Ok(Self { traces, build })
+        Ok(Self {
+            traces,
+            stop,
+            build,
+        })
     }
 
     /// Runs a job, and gives its record as JSON.
@@ -205,7 +213,7 @@ impl Jobs {
             trace: 0,
         };
         let work = || run_point(&self.traces, &point, &self.build, &host());
-        let (run, _) = interruptible(py, &Stop::default(), |_| Ok(()), work)?.map_err(error)?;
+        let (run, _) = interruptible(py, &self.stop, |_| Ok(()), work)?.map_err(error)?;
         to_json(&run)
     }
 }

@@ -10,10 +10,10 @@ use std::time::Instant;
 
 use pagetide_sim::policy::OwnPolicies;
 use pagetide_sim::study::{
-    Build, Draft, Point, Study as Points, StudyError, SweepOptions, SweepProgress, Traces, cells,
-    sweep as sweep_study,
+    Build, Draft, Point, PointId, Study as Points, StudyError, SweepOptions, SweepProgress, Traces,
+    cells, sweep as sweep_study,
 };
-use pagetide_sim::{Outcome, Stop, TraceInput, run_own};
+use pagetide_sim::{NextUses, Outcome, Stop, TraceInput, run_own};
 use pyo3::prelude::*;
 use serde_json::{Map, Value, json};
 
@@ -126,13 +126,15 @@ pub fn run(
     let began = Instant::now();
     let (id, outcome) = if policies.is_empty() {
         let run = || -> Result<_, StudyError> {
-            let traces = Traces::of(&points)?.until(&stop);
-            Ok((traces.id(point), traces.run(point)?))
+            let traces = Traces::until(&points, &stop)?;
+            Ok((Some(traces.id(point)), traces.run(point)?))
         };
         interruptible(py, &stop, |_| Ok(()), run)?.map_err(error)?
     } else {
         let policies = Policies::of(policies)?;
-        contained(|| with_policies(&points, point, policies))??
+        let prepare = || Prepared::of(&points, point, &stop);
+        let prepared = interruptible(py, &stop, |_| Ok(()), prepare)?.map_err(error)?;
+        contained(|| with_policies(&prepared, point, policies))??
     };
     to_json(&json!({
         "id": id,
@@ -143,29 +145,45 @@ pub fn run(
     }))
 }
 
-/// Runs a point with policies of Python's, in the calling thread.
+/// What a point needs before its first event: files hashed, logs split, the future read.
+struct Prepared {
+    traces: Traces,
+    future: Option<Arc<NextUses>>,
+}
+
+impl Prepared {
+    fn of(points: &Points, point: &Point, stop: &Stop) -> Result<Self, StudyError> {
+        let traces = Traces::until(points, stop)?;
+        // Opening splits the logs, whether or not there is a future to be read.
+        drop(traces.open(point.trace)?);
+        let future = traces.future(point)?;
+        Ok(Self { traces, future })
+    }
+}
+
+/// Runs a point with policies of Python's, in the calling thread, which keeps the interpreter's lock.
+///
+/// It has no identity: what a policy does is not known from its name.
 fn with_policies(
-    points: &Points,
+    prepared: &Prepared,
     point: &Point,
     policies: Policies,
-) -> PyResult<(pagetide_sim::study::PointId, Outcome)> {
-    let traces = Traces::of(points).map_err(error)?;
-    let future = traces.future(point).map_err(error)?;
+) -> PyResult<(Option<PointId>, Outcome)> {
     let raised = Mutex::new(None);
     let mut events = UntilSignal {
-        source: traces.open(point.trace).map_err(error)?,
+        source: prepared.traces.open(point.trace).map_err(error)?,
         raised: &raised,
     };
     let input = TraceInput {
         events: &mut events,
-        next_uses: future.as_deref(),
+        next_uses: prepared.future.as_deref(),
     };
     let (own, failures): (OwnPolicies, _) = policies.own();
     let outcome = run_own(&point.config, input, own);
     let signal = raised.lock().unwrap_or_else(PoisonError::into_inner).take();
     match (outcome, signal) {
         (_, Some(exception)) => Err(exception),
-        (Ok(outcome), None) => Ok((traces.id(point), outcome)),
+        (Ok(outcome), None) => Ok((None, outcome)),
         (Err(reason), None) => Err(failures.exception(reason)),
     }
 }
@@ -236,7 +254,7 @@ pub fn sweep(
     let at = Progress::default();
     let work = || -> Result<_, StudyError> {
         let swept = sweep_study(&points, &options, &|progress| at.tell(progress))?;
-        let traces = Traces::of(&points)?;
+        let traces = Traces::until(&points, &options.stop)?;
         Ok((rows(&points, &traces, &swept.rows), swept.summary))
     };
     let swept = interruptible(py, &options.stop, at.between(&progress), work)?;

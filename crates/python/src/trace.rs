@@ -9,8 +9,8 @@ use pagetide_sim::study::{MemoryTrace, Recipe, Trace as StudyTrace};
 use pagetide_sim::{Stop, UntilStopped};
 use pagetide_trace::{
     BATCH_EVENTS, Event, EventSink, EventSource, FormatChoice, HyperTrace, HypersioWriter, Input,
-    OpenTrace, ParquetWriter, SourceRule, TraceFormat, TraceMeta, TraceParams, info, open,
-    open_trace,
+    OpenTrace, ParquetWriter, SourceRule, TraceFormat, TraceInfo, TraceMeta, TraceParams, info_of,
+    open, open_trace,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
@@ -224,12 +224,13 @@ impl Trace {
         let StudyTrace::File(path) = &self.0 else {
             return Err(error("only a file has been counted; write the trace first"));
         };
-        let info = interruptible(
-            py,
-            &Stop::default(),
-            |_| Ok(()),
-            || info(path, FormatChoice::Detect),
-        )?;
+        let stop = Stop::default();
+        let count = || -> Result<TraceInfo, TraceError> {
+            let mut trace = open_trace(path, FormatChoice::Detect)?;
+            trace.source = Box::new(UntilStopped::new(trace.source, &stop));
+            info_of(trace)
+        };
+        let info = interruptible(py, &stop, |_| Ok(()), count)?;
         to_json(&info.map_err(error)?)
     }
 

@@ -60,6 +60,7 @@ def test_fifo_of_one_method_less_is_another_policy(small):
 
     fifo = run(small, {"devtlb": Fifo()})
     assert fifo.requests == 6000 and not same(fifo, run(small))
+    assert fifo.id is None and run(small).id is not None
 
 
 def failing(method, action):

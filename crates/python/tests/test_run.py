@@ -154,6 +154,9 @@ class Slow:
 work = {
     "run": lambda: pagetide.run(trace, preset="hypertrio"),
     "policy": lambda: pagetide.run(trace, preset="hypertrio", policies={"predictor": Slow()}),
+    "future": lambda: pagetide.run(
+        trace, preset="hypertrio", settings={"devtlb.replacement": "oracle"}, policies={"predictor": Slow()}
+    ),
     "sweep": lambda: pagetide.sweep({"seed": [1, 2, 3]}, traces=[trace]),
     "write": lambda: trace.write(sys.argv[2]),
 }[sys.argv[1]]
@@ -169,7 +172,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("what", ["run", "policy", "sweep", "write"])
+@pytest.mark.parametrize("what", ["run", "policy", "future", "sweep", "write"])
 def test_interrupt_ends_what_would_take_hours(what, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, what, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True
@@ -200,3 +203,10 @@ def test_rows_are_those_of_the_command_line(tmp_path):
     assert figures["points"] == 32
     assert figures["rows_equal_cli"] and figures["own_lru_equal"] and figures["own_predictor_equal"]
     assert check.main(["--cli", "/nowhere/pagetide"]) == 2
+
+
+def test_what_is_to_be_equal_and_is_not_is_named():
+    from pagetide.check import differences
+
+    assert differences({"points": 3, "rows_equal": False, "lost_points": 2}) == ["rows_equal", "lost_points"]
+    assert differences({"points": 3, "rows_equal": True, "lost_points": 0}) == []

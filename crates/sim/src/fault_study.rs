@@ -39,6 +39,8 @@ pub const LADDER_PPM: [u32; 9] = [
 const PACKETS: u64 = 102_400;
 /// Share of the goodput that is lost at the break-even.
 const LOST: f64 = 0.05;
+/// Fewest points of the ladder, that of nothing absent included, over which neighbours are compared.
+const COMPARED_LEAST: usize = 3;
 /// Handling of the experiment of VPRI 7.2.
 pub const STORM_HANDLING_NS: u64 = 5_000_000;
 /// Tenants of that experiment.
@@ -198,10 +200,12 @@ fn report(outcomes: &[Outcome]) -> Result<FaultStudy, SimError> {
     let p999 = |outcome: &Outcome| faults(outcome).neighbours.p999_ns as f64;
     // Where the handlers are overloaded, whoever shares the link waits, whatever the queues do.
     let is_loaded = |rung: &usize| arms[OUT_OF_ORDER][*rung].link_share < pinned * (1.0 - LOST);
+    let rungs = (0..LADDER_PPM.len()).take_while(|rung| !is_loaded(rung));
+    let compared = rungs.count();
+    figures.insert("neighbour_p999_rungs".to_owned(), compared.into());
     let worst = |arm: usize| {
-        let rungs = (0..LADDER_PPM.len()).take_while(|rung| !is_loaded(rung));
-        let of_rungs = rungs.map(|rung| p999(&arms[arm][rung]) / p999(&arms[0][rung]));
-        of_rungs.fold(0.0, f64::max)
+        let of_rungs = (0..compared).map(|rung| p999(&arms[arm][rung]) / p999(&arms[0][rung]));
+        (compared >= COMPARED_LEAST).then(|| of_rungs.fold(0.0, f64::max))
     };
     let serialized_ms = storm_mean_ms(Handlers::Serialized)?;
     let affined_ms = storm_mean_ms(Handlers::Affined)?;
@@ -211,13 +215,16 @@ fn report(outcomes: &[Outcome]) -> Result<FaultStudy, SimError> {
     for (name, ratio) in [
         (
             "vpri_over_pinned_nothing_absent",
-            arms[1][0].link_share / pinned,
+            Some(arms[1][0].link_share / pinned),
         ),
         ("neighbour_p999_pause", worst(1)),
         ("neighbour_p999_out_of_order", worst(OUT_OF_ORDER)),
         ("neighbour_p999_ats_pri", worst(3)),
         ("neighbour_p999_touch", worst(5)),
-        ("serialized_over_affined_16", serialized_ms / affined_ms),
+        (
+            "serialized_over_affined_16",
+            Some(serialized_ms / affined_ms),
+        ),
     ] {
         ratios.insert(name.to_owned(), json!(ratio));
     }

@@ -12,7 +12,7 @@
 //!
 //! A preset for a faster link is HyperTRIO with everything that holds translations, and the distance of its
 //! prefetches, as many times larger as the link is faster, so that what scales is seen apart from what was left
-//! as it is; `sources` says of each value where it is from.
+//! as it is; `sources` says where each value is from that differs from HyperTRIO's.
 
 use pagetide_trace::{HyperSpec, HyperTrace, TenantShape, Workload};
 use serde::Serialize;

@@ -25,6 +25,14 @@ impl Stop {
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
+
+    /// An error once they are to end.
+    pub(crate) fn check(&self) -> Result<(), TraceError> {
+        match self.is_set() {
+            true => Err(TraceError::Asked("the run was interrupted".to_owned())),
+            false => Ok(()),
+        }
+    }
 }
 
 /// Events of a trace until a flag is set.
@@ -44,9 +52,7 @@ impl<'a> UntilStopped<'a> {
 
 impl EventSource for UntilStopped<'_> {
     fn next_batch(&mut self, batch: &mut Vec<Event>) -> Result<usize, TraceError> {
-        if self.stop.is_set() {
-            return Err(TraceError::Asked("the run was interrupted".to_owned()));
-        }
+        self.stop.check()?;
         self.source.next_batch(batch)
     }
 }

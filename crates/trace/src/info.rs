@@ -82,11 +82,19 @@ pub struct TraceInfo {
 /// # Errors
 /// If it cannot be opened, or is broken anywhere.
 pub fn info(path: &Path, choice: FormatChoice) -> Result<TraceInfo, TraceError> {
+    info_of(open_trace(path, choice)?)
+}
+
+/// The same of an open trace.
+///
+/// # Errors
+/// If it is broken anywhere.
+pub fn info_of(trace: OpenTrace) -> Result<TraceInfo, TraceError> {
     let OpenTrace {
         format,
         meta,
         mut source,
-    } = open_trace(path, choice)?;
+    } = trace;
     let mut census = Census::default();
     let mut batch = Vec::with_capacity(BATCH_EVENTS);
     while source.next_batch(&mut batch)? != 0 {

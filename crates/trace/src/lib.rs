@@ -33,7 +33,7 @@ pub use hypertrace::{
     MAX_WEIGHT, Membership, OpenLog, Order, Progress, RecordedInput, RecordedSource, Recordings,
     Reuse, SourceRule, build,
 };
-pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info};
+pub use info::{Distinct, PageSizes, RequestsPerSource, TraceInfo, convert, info, info_of};
 pub use open::{FormatChoice, OpenTrace, TraceFormat, detect, open, open_trace};
 pub use pagetide_access_log::TraceError;
 pub use params::TraceParams;

@@ -7,7 +7,7 @@ use pagetide_bench::iopf_scale::{self, IopfScaleOptions};
 use pagetide_report::outcome::{CommandError, print_report};
 use pagetide_report::progress::Progress;
 use pagetide_sim::{SamplesError, ServiceSamples, read_samples, run_fault_study};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::args::FaultStudyArgs;
 use super::{all_cores, of_sim, of_trace};
@@ -38,6 +38,7 @@ pub fn run(args: &FaultStudyArgs) -> Result<(), CommandError> {
         }
         Err(error) => {
             peers.insert("bench_serialized_16_ms".into(), error.to_string().into());
+            (report.ratios).insert("model_over_bench_serialized_16".into(), Value::Null);
         }
     }
     print_report(&report, args.json.into())

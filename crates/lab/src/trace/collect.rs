@@ -73,15 +73,16 @@ pub fn run(args: &CollectArgs) -> Result<(), CommandError> {
         last = Some(recorded);
     }
     let last = last.ok_or_else(|| CommandError::failed("there was no run"))?;
-    let accel = last.accel.clone();
-    write_beside(args, logs, last)?;
-    let mut report = sums.report(&accel);
+    let mut report = sums.report(&last.accel);
     let wall_seconds = began.elapsed().as_secs_f64();
     report
         .figures
         .insert("wall_seconds".to_owned(), json!(wall_seconds));
     print_report(&report, args.json.into())?;
-    sums.judge(args)
+    write_recipe(args, &logs)?;
+    sums.judge(args.nics, &args.mode)?;
+    // Only what has passed is for studies.
+    write_collection(args, logs, last)
 }
 
 /// Refuses devices that cannot do the workload.
@@ -164,12 +165,8 @@ fn failed(path: &Path) -> impl Fn(std::io::Error) -> CommandError + '_ {
     move |error| CommandError::failed(format!("{}: {error}", path.display()))
 }
 
-/// Writes what was recorded, and the recipe for a trace of it.
-fn write_beside(
-    args: &CollectArgs,
-    logs: Vec<PathBuf>,
-    last: Recorded,
-) -> Result<(), CommandError> {
+/// Writes the recipe for a trace of what was recorded.
+fn write_recipe(args: &CollectArgs, logs: &[PathBuf]) -> Result<(), CommandError> {
     let recipe = format!(
         "# The tenants of this collection, one after the other. `pagetide trace build` makes a trace of it.\n\
          tenants = {}\n\n[input.recorded]\nrequests_per_packet = 3\nlogs = {}\n",
@@ -177,7 +174,15 @@ fn write_beside(
         json!(logs)
     );
     let path = args.out.join("recipe.toml");
-    fs::write(&path, recipe).map_err(failed(&path))?;
+    fs::write(&path, recipe).map_err(failed(&path))
+}
+
+/// Says what was recorded, for studies.
+fn write_collection(
+    args: &CollectArgs,
+    logs: Vec<PathBuf>,
+    last: Recorded,
+) -> Result<(), CommandError> {
     let collection = Collection {
         device: args.device.clone(),
         workload: args.workload.clone(),
@@ -253,12 +258,12 @@ impl Sums {
         report
     }
 
-    /// Fails if the two witnesses do not agree, or a device did nothing.
-    fn judge(&self, args: &CollectArgs) -> Result<(), CommandError> {
-        if self.sources != u64::from(args.nics) {
+    /// Fails if the two witnesses do not agree, a device did nothing, or the guest was not of this mode.
+    fn judge(&self, devices: u32, mode: &str) -> Result<(), CommandError> {
+        if self.sources != u64::from(devices) {
             return Err(CommandError::failed(format!(
-                "{} of {} devices made requests",
-                self.sources, args.nics
+                "{} of {devices} devices made requests",
+                self.sources
             )));
         }
         if let Some(first) = &self.check.first_unmapped {
@@ -266,12 +271,24 @@ impl Sums {
                 "a request is not in the guest's maps: {first}"
             )));
         }
-        let least = share(self.check.invalidations_unmapped, self.check.invalidations);
-        let agrees = least
-            .as_f64()
-            .is_none_or(|share| share >= INVALIDATIONS_LEAST);
+        match mode {
+            "strict" => self.judge_strict(),
+            "passthrough" if self.requests_2m == 0 => Err(CommandError::failed(
+                "no request is to a page of 2 MiB: the guest's memory is not of huge pages",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn judge_strict(&self) -> Result<(), CommandError> {
+        let agreeing = share(self.check.invalidations_unmapped, self.check.invalidations);
+        let Some(agreeing) = agreeing.as_f64() else {
+            return Err(CommandError::failed(
+                "no page was invalidated: the guest's kernel is not strict",
+            ));
+        };
         match &self.check.first_without_unmap {
-            Some(first) if args.mode == "strict" && !agrees => Err(CommandError::failed(format!(
+            Some(first) if agreeing < INVALIDATIONS_LEAST => Err(CommandError::failed(format!(
                 "an invalidation has no unmap in the guest's records: {first}"
             ))),
             _ => Ok(()),
@@ -303,6 +320,42 @@ fn share(part: u64, whole: u64) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Two devices, and two invalidations of which so many have an unmap.
+    fn sums(invalidations: u64, unmapped: u64) -> Sums {
+        Sums {
+            sources: 2,
+            requests: 100,
+            check: MapCheck {
+                requests: 100,
+                requests_mapped: 100,
+                invalidations,
+                invalidations_unmapped: unmapped,
+                first_without_unmap: (unmapped < invalidations).then(|| "line 7".to_owned()),
+                ..MapCheck::default()
+            },
+            ..Sums::default()
+        }
+    }
+
+    #[test]
+    fn strict_guest_invalidates_what_it_unmaps() {
+        assert!(sums(200, 200).judge(2, "strict").is_ok());
+        let refused = |sums: &Sums| sums.judge(2, "strict").unwrap_err().to_string();
+        assert!(refused(&sums(0, 0)).contains("no page was invalidated"));
+        assert!(refused(&sums(200, 100)).contains("line 7"));
+        assert!(sums(0, 0).judge(2, "lazy").is_ok());
+    }
+
+    #[test]
+    fn huge_pages_are_expected_by_passthrough_and_all_devices_always() {
+        let mut sums = sums(0, 0);
+        assert!(sums.judge(2, "passthrough").is_err());
+        sums.requests_2m = 100;
+        assert!(sums.judge(2, "passthrough").is_ok());
+        let refused = sums.judge(3, "passthrough").unwrap_err().to_string();
+        assert!(refused.contains("2 of 3 devices"), "{refused}");
+    }
 
     #[test]
     fn runs_have_as_many_devices_as_fit_and_about_the_same() {

@@ -98,8 +98,8 @@ class Device:
 class Outcome:
     """What one run gave."""
 
-    #: Identity of configuration and trace; runs of one identity give the same.
-    id: str
+    #: Identity of configuration and trace; runs of one identity give the same. None with policies of one's own.
+    id: str | None
     #: The preset that the configuration was derived from.
     preset: str
     #: The complete configuration.

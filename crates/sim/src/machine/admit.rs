@@ -2,7 +2,7 @@
 //! How packets enter: at a slot of the link, if the PTB has room; and requests the agent, if it knows their address
 //! space.
 
-use pagetide_trace::{Event, EventKind, IOVA_BITS};
+use pagetide_trace::{Event, EventKind, IOVA_BITS, SourceId};
 
 use super::device::{Device, DeviceSet};
 use super::input::Supply;
@@ -83,7 +83,7 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
         let device = self.devices.get_mut(at);
         device.link.take();
         let tried_ns = std::mem::replace(&mut device.tried_ns, device.link.next_ns());
-        if F::Devices::MANY && self.is_idle(at)? {
+        if F::Devices::MANY && self.is_idle(now_ns, at)? {
             return Ok(true);
         }
         let waited_ns = now_ns - tried_ns;
@@ -123,19 +123,21 @@ impl<F: Flavour, O: Observer> Machine<'_, F, O> {
     }
 
     /// True if device `at` has no packet yet, because others have to catch up in the trace first: its slot is
-    /// empty.
-    fn is_idle(&mut self, at: usize) -> Result<bool, SimError> {
+    /// empty. What is before its next request takes effect, so that a device without tenants keeps nothing.
+    fn is_idle(&mut self, now_ns: u64, at: usize) -> Result<bool, SimError> {
         let per_packet = self.config.link.requests_per_packet.into();
         let most = self.config.devices.ahead_packets.into();
         let devices = &self.devices;
-        let device_of = |event: &Event| devices.of(event.source.0);
+        let device_of = |source: SourceId| devices.of(source.0);
         let supply = self.input.supply(at, per_packet, most, device_of)?;
         let device: &mut Device<F> = self.devices.get_mut(at);
-        if supply == Supply::Idle {
-            device.idle_slots += 1;
-            device.admits_ns = device.link.next_ns();
+        if supply == Supply::Ready {
+            return Ok(false);
         }
-        Ok(supply == Supply::Idle)
+        device.idle_slots += 1;
+        device.admits_ns = device.link.next_ns();
+        self.goes_to_translation(now_ns, at)?;
+        Ok(true)
     }
 
     /// Advances to the next translation request of device `at`, if there is one; the events before it take effect.

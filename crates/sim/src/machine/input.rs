@@ -2,13 +2,16 @@
 //! The trace as the model reads it: a batch of events and a position in it; with several devices, a queue of
 //! events for each, read ahead.
 //!
-//! An event belongs to the device of its source, and takes effect when that device has come to it. A device that
-//! needs a packet reads the trace until it has one. That may leave packets for the others, and their number is
-//! limited: no device gets ahead of another one in the trace by more than that.
+//! An event belongs to the device of its source, and takes effect when that device has come to it. One about a domain
+//! names no source: it belongs to the device that has asked for the domain last. One about everything, or about a
+//! domain that nobody has asked for, belongs to the device that reads it. A device that needs a packet reads the
+//! trace until it has one. That may leave packets for the others, and their number is limited: no device gets ahead
+//! of another one in the trace by more than that.
 
 use std::collections::VecDeque;
 
-use pagetide_trace::{Event, EventKind, EventSource};
+use pagetide_trace::{Event, EventKind, EventSource, IommuDomain, SourceId};
+use rustc_hash::FxHashMap;
 
 use crate::error::SimError;
 use crate::next_use::NextUses;
@@ -22,6 +25,8 @@ pub(super) struct Input<'a> {
     pub(super) ended: bool,
     /// What was read ahead for each of several devices.
     pub(super) ahead: Vec<Ahead>,
+    /// With several devices, the one that has asked for each domain last.
+    device_of_domain: FxHashMap<IommuDomain, usize>,
     /// Requests that were read, with several devices.
     read: u64,
 }
@@ -58,6 +63,7 @@ impl<'a> Input<'a> {
             at: 0,
             ended: false,
             ahead: (0..many).map(|_| Ahead::default()).collect(),
+            device_of_domain: FxHashMap::default(),
             read: 0,
         }
     }
@@ -74,13 +80,13 @@ impl<'a> Input<'a> {
     }
 
     /// Reads ahead until `device` has a packet of `per_packet` requests, the trace ends, or some device has
-    /// `most` packets waiting. `device_of` says which device an event is for.
+    /// `most` packets waiting. `device_of` says which device a source is a part of.
     pub(super) fn supply(
         &mut self,
         device: usize,
         per_packet: u64,
         most: u64,
-        device_of: impl Fn(&Event) -> usize,
+        device_of: impl Fn(SourceId) -> usize,
     ) -> Result<Supply, SimError> {
         while self.ahead[device].requests < per_packet {
             let is_full = |ahead: &Ahead| ahead.requests / per_packet >= most;
@@ -91,7 +97,8 @@ impl<'a> Input<'a> {
                 return Ok(Supply::Ready);
             };
             self.at += 1;
-            let ahead = &mut self.ahead[device_of(&event)];
+            let of = self.device_of(&event, device, &device_of);
+            let ahead = &mut self.ahead[of];
             ahead.events.push_back((self.read, event));
             if event.kind == EventKind::Translate {
                 ahead.requests += 1;
@@ -99,6 +106,33 @@ impl<'a> Input<'a> {
             }
         }
         Ok(Supply::Ready)
+    }
+
+    /// The device that an event is for, which `reader` has read.
+    fn device_of(
+        &mut self,
+        event: &Event,
+        reader: usize,
+        device_of: impl Fn(SourceId) -> usize,
+    ) -> usize {
+        match event.kind {
+            EventKind::Translate => {
+                let device = device_of(event.source);
+                self.device_of_domain.insert(event.domain, device);
+                device
+            }
+            EventKind::InvalidateSource | EventKind::Join | EventKind::Leave => {
+                device_of(event.source)
+            }
+            EventKind::InvalidatePages
+            | EventKind::InvalidateDomain
+            | EventKind::InvalidateContextsOfDomain
+            | EventKind::PageOut => {
+                let asked = self.device_of_domain.get(&event.domain);
+                asked.copied().unwrap_or(reader)
+            }
+            EventKind::InvalidateAll | EventKind::InvalidateContexts => reader,
+        }
     }
 
     /// The next event of `device`, with its number if it is a request.

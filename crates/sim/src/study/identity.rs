@@ -21,6 +21,7 @@ use sha2::{Digest, Sha256};
 
 use super::columns;
 use crate::config::Config;
+use crate::stop::Stop;
 
 /// Identity of a point: 32 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
@@ -62,8 +63,8 @@ pub struct Content {
 }
 
 impl Content {
-    /// Reads all of the file at `path`; it has to be a regular one.
-    pub(super) fn of(path: &Path) -> Result<Self, TraceError> {
+    /// Reads all of the file at `path`, unless `stop` is set meanwhile; it has to be a regular one.
+    pub(super) fn of(path: &Path, stop: &Stop) -> Result<Self, TraceError> {
         let io = |source| TraceError::Io {
             path: path.to_owned(),
             source,
@@ -73,6 +74,7 @@ impl Content {
         let mut buffer = vec![0; 1 << 20];
         let mut bytes = 0;
         loop {
+            stop.check()?;
             let read = file.read(&mut buffer).map_err(io)?;
             if read == 0 {
                 break;
@@ -135,7 +137,7 @@ mod tests {
             (pipe.as_path(), "copy it into a file"),
             (dir.path(), "give the name of a file"),
         ] {
-            let error = Content::of(path).unwrap_err().to_string();
+            let error = Content::of(path, &Stop::default()).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
         }
     }
@@ -145,7 +147,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "abc").unwrap();
-        let content = Content::of(&file).unwrap();
+        let content = Content::of(&file, &Stop::default()).unwrap();
         assert_eq!(content.bytes, 3);
         assert!(content.sha256.starts_with("ba7816bf"));
     }

@@ -20,6 +20,7 @@ use super::build_id::build_id;
 use super::columns;
 use super::error::StudyError;
 use super::identity::{Content, PointId, sha256};
+use crate::stop::Stop;
 
 /// Version at the start of lines of this layout.
 const VERSION: u32 = 1;
@@ -60,7 +61,7 @@ impl Build {
             git_commit: commit.map(str::to_owned),
             program_sha256: match id {
                 Some(id) => sha256(&id),
-                None => Content::of(path)?.sha256,
+                None => Content::of(path, &Stop::default())?.sha256,
             },
         })
     }

@@ -93,7 +93,7 @@ pub fn sweep(
     told: &(dyn Fn(SweepProgress) + Sync),
 ) -> Result<Sweep, StudyError> {
     let began = Instant::now();
-    let traces = Traces::of(study)?.until(&options.stop);
+    let traces = Traces::until(study, &options.stop)?;
     let ledger = Ledger::open(study, &traces, &options.build, options.out.as_deref())?;
     let open = ledger.open_points().to_vec();
     let (run, journal) = (open.len(), ledger.journal());

@@ -36,8 +36,8 @@ pub struct TraceFile {
 }
 
 impl TraceFile {
-    fn of(path: &Path) -> Result<Self, TraceError> {
-        let Content { sha256, bytes } = Content::of(path)?;
+    fn of(path: &Path, stop: &Stop) -> Result<Self, TraceError> {
+        let Content { sha256, bytes } = Content::of(path, stop)?;
         Ok(Self {
             path: path.to_owned(),
             sha256,
@@ -82,8 +82,16 @@ impl Traces {
     /// # Errors
     /// If a file cannot be read.
     pub fn of(study: &Study) -> Result<Self, TraceError> {
+        Self::until(study, &Stop::default())
+    }
+
+    /// The same; reading ends with an error when `stop` is set, now and in runs.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or `stop` is set.
+    pub fn until(study: &Study, stop: &Stop) -> Result<Self, TraceError> {
         let looked = study.traces.iter().map(|trace| {
-            let files = files_of(trace)?;
+            let files = files_of(trace, stop)?;
             Ok(Looked {
                 identity: identity(trace, &files),
                 trace: trace.clone(),
@@ -94,15 +102,8 @@ impl Traces {
         });
         Ok(Self {
             looked: looked.collect::<Result<_, _>>()?,
-            stop: Stop::default(),
+            stop: stop.clone(),
         })
-    }
-
-    /// The same, whose runs end with an error when `stop` is set.
-    #[must_use]
-    pub fn until(mut self, stop: &Stop) -> Self {
-        self.stop = stop.clone();
-        self
     }
 
     /// Identity of a point of that study.
@@ -169,7 +170,7 @@ impl Traces {
     /// # Errors
     /// If it cannot be opened.
     pub fn open(&self, trace: usize) -> Result<Box<dyn EventSource + '_>, TraceError> {
-        let source = self.looked[trace].open()?;
+        let source = self.looked[trace].open(&self.stop)?;
         Ok(Box::new(UntilStopped::new(source, &self.stop)))
     }
 
@@ -189,28 +190,28 @@ impl Traces {
 
 impl Looked {
     /// Opens it at its start.
-    fn open(&self) -> Result<Box<dyn EventSource + '_>, TraceError> {
+    fn open(&self, stop: &Stop) -> Result<Box<dyn EventSource + '_>, TraceError> {
         match &self.trace {
             Trace::File(path) => open_file(path),
             Trace::Memory(memory) => Ok(Box::new(memory.events())),
             Trace::Made(spec) => match &spec.input {
                 Input::Synthetic(_) => Ok(Box::new(HyperTrace::synthetic(spec)?)),
                 Input::Recorded(input) => {
-                    let recordings = self.recordings(&input.logs)?;
+                    let recordings = self.recordings(&input.logs, stop)?;
                     Ok(Box::new(HyperTrace::recorded(spec, recordings)?))
                 }
             },
         }
     }
 
-    fn recordings(&self, logs: &[PathBuf]) -> Result<&Recordings, TraceError> {
+    fn recordings(&self, logs: &[PathBuf], stop: &Stop) -> Result<&Recordings, TraceError> {
         let _making = lock(&self.making);
         if let Some(made) = self.recordings.get() {
             return Ok(made);
         }
         let mut recordings = Recordings::new()?;
         for log in logs {
-            recordings.add(&mut *open_file(log)?)?;
+            recordings.add(&mut UntilStopped::new(open_file(log)?, stop))?;
         }
         Ok(self.recordings.get_or_init(|| recordings))
     }
@@ -237,13 +238,16 @@ fn open_file(path: &Path) -> Result<Box<dyn EventSource>, TraceError> {
     pagetide_trace::open(path, FormatChoice::Detect)
 }
 
-fn files_of(trace: &Trace) -> Result<Vec<TraceFile>, TraceError> {
+fn files_of(trace: &Trace, stop: &Stop) -> Result<Vec<TraceFile>, TraceError> {
     match trace {
-        Trace::File(path) => Ok(vec![TraceFile::of(path)?]),
+        Trace::File(path) => Ok(vec![TraceFile::of(path, stop)?]),
         Trace::Memory(_) => Ok(Vec::new()),
         Trace::Made(spec) => match &spec.input {
             Input::Synthetic(_) => Ok(Vec::new()),
-            Input::Recorded(input) => input.logs.iter().map(|log| TraceFile::of(log)).collect(),
+            Input::Recorded(input) => {
+                let logs = input.logs.iter();
+                logs.map(|log| TraceFile::of(log, stop)).collect()
+            }
         },
     }
 }

@@ -267,6 +267,13 @@ fn iova() -> impl Strategy<Value = u64> {
         .prop_map(|(l4, l3, l2, l1)| l4 << 39 | l3 << 30 | l2 << 21 | l1 << 12 | 0x10)
 }
 
+fn is_about_a_source(kind: EventKind) -> bool {
+    matches!(
+        kind,
+        EventKind::Translate | EventKind::InvalidateSource | EventKind::Join | EventKind::Leave
+    )
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let sizes = vec![
         None,
@@ -292,16 +299,18 @@ fn event() -> impl Strategy<Value = Event> {
     ];
     let sources = vec![16, 17, 24, 32, 40, 48, 1 << 20];
     let kind = prop_oneof![20 => Just(EventKind::Translate), 1 => select(others)];
-    (select(sources), 0..8_u32, iova(), select(sizes), kind).prop_map(
-        |(source, domain, iova, size, kind)| {
-            // Most sources have a domain of their own, and some share one.
-            let domain = if domain < 6 { source % 7 } else { domain };
-            let mut event =
-                Event::translate(SourceId(source), IommuDomain(domain), Iova(iova), size);
-            event.kind = kind;
-            event
-        },
-    )
+    let what = (select(sources), 0..8_u32, iova(), select(sizes), kind);
+    (what, any::<bool>()).prop_map(|((source, domain, iova, size, kind), names_source)| {
+        // Most sources have a domain of their own, and some share one.
+        let domain = if domain < 6 { source % 7 } else { domain };
+        let mut event = Event::translate(SourceId(source), IommuDomain(domain), Iova(iova), size);
+        event.kind = kind;
+        // Logs name no source where the event is not about one; made traces do.
+        if !names_source && !is_about_a_source(kind) {
+            event.source = SourceId(0);
+        }
+        event
+    })
 }
 
 /// A few events, many times over: caches are of use only if pages come again.

@@ -215,6 +215,24 @@ impl<'a> Model<'a> {
         ((source >> devices.source_low_bit) % devices.count) as usize
     }
 
+    /// Of an event that the device `reader` has read, the last of the trace so far.
+    fn device_of_event(&self, reader: usize, event: &Event) -> usize {
+        let before = &self.events[..self.at - 1];
+        let mut asked = before
+            .iter()
+            .filter(|other| other.kind == EventKind::Translate && other.domain == event.domain);
+        match event.kind {
+            EventKind::Translate
+            | EventKind::InvalidateSource
+            | EventKind::Join
+            | EventKind::Leave => self.device_of(event.source.0),
+            EventKind::InvalidateAll | EventKind::InvalidateContexts => reader,
+            _ => asked
+                .next_back()
+                .map_or(reader, |other| self.device_of(other.source.0)),
+        }
+    }
+
     fn is_over(&self) -> bool {
         let idle = |at: usize| !self.devices[at].more && self.in_use(at) == 0;
         (0..self.devices.len()).all(idle) && self.faults.parked() == 0
@@ -238,6 +256,7 @@ impl<'a> Model<'a> {
                     self.devices[at].idle += 1;
                     // No packet was waiting.
                     self.devices[at].tried = None;
+                    self.leading(at);
                 }
             }
             if self.is_over() {
@@ -304,7 +323,7 @@ impl<'a> Model<'a> {
                 break;
             };
             self.at += 1;
-            let of = self.device_of(event.source.0);
+            let of = self.device_of_event(at, event);
             self.devices[of].ahead.push((self.read, *event));
             self.read += usize::from(event.kind == EventKind::Translate);
         }
@@ -393,14 +412,18 @@ impl<'a> Model<'a> {
     }
 
     fn event(&mut self, at: usize) -> Option<(usize, Event)> {
-        while !self.devices[at].ahead.is_empty() {
-            let (index, event) = self.devices[at].ahead.remove(0);
-            if event.kind == EventKind::Translate {
-                return Some((index, event));
-            }
+        self.leading(at);
+        let ahead = &mut self.devices[at].ahead;
+        (!ahead.is_empty()).then(|| ahead.remove(0))
+    }
+
+    /// What is before the device's next request takes effect.
+    fn leading(&mut self, at: usize) {
+        let is_other = |(_, event): &(usize, Event)| event.kind != EventKind::Translate;
+        while self.devices[at].ahead.first().is_some_and(is_other) {
+            let (_, event) = self.devices[at].ahead.remove(0);
             self.apply(&event);
         }
-        None
     }
 
     fn issue(&mut self, at: usize, index: usize, event: &Event) {

@@ -45,6 +45,8 @@ pub const MAX_DOMAINS_PER_SOURCE: usize = 64;
 pub const MAX_RECORDS_PER_EVENT: u64 = 32;
 /// Records that any log may be split into, however short it is.
 const RECORDS_FREE: u64 = 1 << 20;
+/// Most page-outs of a log that are kept in memory because nobody has asked for their domains yet: 60 MiB.
+const EARLY_MAX: usize = 1 << 20;
 const NO_TIME: u64 = u64::MAX;
 
 /// One source of one log.
@@ -109,6 +111,8 @@ impl Recordings {
             open: Vec::new(),
             by_source: HashMap::new(),
             by_domain: HashMap::new(),
+            early: HashMap::new(),
+            early_count: 0,
         };
         let mut batch = Vec::with_capacity(BATCH_EVENTS);
         loop {
@@ -149,6 +153,9 @@ struct Split<'a> {
     by_source: HashMap<SourceId, usize>,
     /// Sources seen with a domain, each with the domain's place in its list.
     by_domain: HashMap<IommuDomain, Vec<(usize, u32)>>,
+    /// What was paged out of domains that no source has been seen with yet.
+    early: HashMap<IommuDomain, Vec<Event>>,
+    early_count: usize,
 }
 
 impl Split<'_> {
@@ -173,24 +180,37 @@ impl Split<'_> {
             | EventKind::InvalidateContextsOfDomain
             | EventKind::PageOut => {
                 let reached = self.by_domain.get(&event.domain).cloned();
+                if reached.is_none() && event.kind == EventKind::PageOut {
+                    return self.keep_early(event);
+                }
                 for (at, domain) in reached.unwrap_or_default() {
                     self.push(at, event, domain)?;
                 }
                 Ok(())
             }
-            EventKind::InvalidateAll => self.push_to_all(event, EventKind::InvalidateDomain),
-            EventKind::InvalidateContexts => {
-                self.push_to_all(event, EventKind::InvalidateContextsOfDomain)
-            }
+            EventKind::InvalidateAll | EventKind::InvalidateContexts => self.push_to_all(event),
             EventKind::Join | EventKind::Leave => Ok(()),
         }
     }
 
-    fn push_to_all(&mut self, event: &Event, kind: EventKind) -> Result<(), TraceError> {
-        let event = Event { kind, ..*event };
+    /// Keeps a page-out until a source is seen with its domain. Invalidations void nothing before that, and are not
+    /// kept.
+    fn keep_early(&mut self, event: &Event) -> Result<(), TraceError> {
+        if self.early_count == EARLY_MAX {
+            return Err(TraceError::Asked(format!(
+                "log {} has more than {EARLY_MAX} page-outs of domains that no source has asked for yet",
+                self.log
+            )));
+        }
+        self.early_count += 1;
+        self.early.entry(event.domain).or_default().push(*event);
+        Ok(())
+    }
+
+    fn push_to_all(&mut self, event: &Event) -> Result<(), TraceError> {
         for at in 0..self.open.len() {
             for domain in (0..).take(self.open[at].summary.domains.len()) {
-                self.push(at, &event, domain)?;
+                self.push(at, event, domain)?;
             }
         }
         Ok(())
@@ -241,10 +261,17 @@ impl Split<'_> {
         let place = summary.domains.len() as u32;
         summary.domains.push(domain);
         self.by_domain.entry(domain).or_default().push((at, place));
+        for event in self.early.remove(&domain).unwrap_or_default() {
+            self.early_count -= 1;
+            self.push(at, &event, place)?;
+        }
         Ok(place)
     }
 
     fn push(&mut self, at: usize, event: &Event, domain: u32) -> Result<(), TraceError> {
+        let Some(record) = record(event, domain) else {
+            return Ok(());
+        };
         self.records += 1;
         if self.records > RECORDS_FREE + self.events.saturating_mul(MAX_RECORDS_PER_EVENT) {
             return Err(TraceError::Asked(format!(
@@ -260,7 +287,7 @@ impl Split<'_> {
         if open.bytes.is_empty() {
             open.bytes.extend_from_slice(&[0; 8]);
         }
-        open.bytes.extend_from_slice(&record(event, domain));
+        open.bytes.extend_from_slice(&record);
         open.summary.records += 1;
         open.summary.timed &= event.time_ns.is_some();
         Ok(())
@@ -360,7 +387,7 @@ impl Cursor {
     }
 
     /// Appends the requests of the next packet, and before each the
-    /// invalidations that came before it.
+    /// invalidations and page-outs that came before it.
     pub(super) fn next_packet(&mut self, out: &mut Vec<Event>) -> Result<(), TraceError> {
         let mut requests = 0;
         while requests < self.requests_per_packet {
@@ -434,12 +461,13 @@ impl Cursor {
 }
 
 /// Kinds as numbered in a record.
-const KINDS: [EventKind; 5] = [
+const KINDS: [EventKind; 6] = [
     EventKind::Translate,
     EventKind::InvalidatePages,
     EventKind::InvalidateDomain,
     EventKind::InvalidateSource,
     EventKind::InvalidateContextsOfDomain,
+    EventKind::PageOut,
 ];
 
 const _: () = assert!(
@@ -448,13 +476,17 @@ const _: () = assert!(
 );
 
 /// 24 bytes: address, time, then kind, access, log2 of the page size (0: unknown) and domain, a byte each.
-fn record(event: &Event, domain: u32) -> [u8; RECORD_BYTES] {
+///
+/// What is void everywhere is recorded as void in this domain; `None` for what a source's tenant does not repeat.
+fn record(event: &Event, domain: u32) -> Option<[u8; RECORD_BYTES]> {
     let kind = match event.kind {
+        EventKind::Translate => 0,
         EventKind::InvalidatePages => 1,
-        EventKind::InvalidateDomain => 2,
+        EventKind::InvalidateDomain | EventKind::InvalidateAll => 2,
         EventKind::InvalidateSource => 3,
-        EventKind::InvalidateContextsOfDomain => 4,
-        _ => 0,
+        EventKind::InvalidateContextsOfDomain | EventKind::InvalidateContexts => 4,
+        EventKind::PageOut => 5,
+        EventKind::Join | EventKind::Leave => return None,
     };
     let access = match event.access {
         TraceAccess::Unknown => 0,
@@ -467,7 +499,7 @@ fn record(event: &Event, domain: u32) -> [u8; RECORD_BYTES] {
     bytes[..8].copy_from_slice(&event.iova.0.to_le_bytes());
     bytes[8..16].copy_from_slice(&event.time_ns.unwrap_or(NO_TIME).to_le_bytes());
     bytes[16..].copy_from_slice(&tail.to_le_bytes());
-    bytes
+    Some(bytes)
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {

@@ -139,6 +139,37 @@ fn invalidations_ride_before_the_tenants_next_request() {
 }
 
 #[test]
+fn pages_that_were_paged_out_are_so_before_the_tenants_next_request() {
+    let paged_out = |domain| Event {
+        iova: Iova(0x4000),
+        page_size: PageSize::from_bytes(0x2000),
+        ..event(EventKind::PageOut, 0, domain)
+    };
+    let log = [
+        // Also before anybody has asked for the domain.
+        paged_out(10),
+        request(1, 10, 0x1000),
+        paged_out(10),
+        paged_out(11),
+        request(1, 10, 0x2000),
+        request(1, 10, 0x3000),
+    ];
+    let trace = constructed(&recorded(1, 1, Reuse::Never), &[&log]);
+    let (request, out) = (EventKind::Translate, EventKind::PageOut);
+    assert_eq!(
+        brief(&trace),
+        [
+            (out, 0, 0x4000),
+            (request, 0, 0x1000),
+            (out, 0, 0x4000),
+            (request, 0, 0x2000),
+            (request, 0, 0x3000),
+        ]
+    );
+    assert_eq!(trace[2].page_size, PageSize::from_bytes(0x2000));
+}
+
+#[test]
 fn global_invalidations_reach_the_tenants_of_their_log_alone() {
     let flushed = [
         request(1, 10, 1),
