@@ -40,7 +40,7 @@ pub struct SizeOptions {
     pub seconds: Option<u64>,
     /// Only cells or loads whose names contain this (guest-cost, overhead, tracker; overcommit: four-vms, two-vms,
     /// four-guests; swap: zero, same, lz4, paper, zstd, disk, remote, paper_in_tiers, retouch, swap-out, programs;
-    /// upgrade: stand-ins, real-guests; crash: daemon, dpu, guest; net-pps: transmit, receive, loop, _64, _1518;
+    /// upgrade: stand-ins, network-guest, real-guests; crash: daemon, dpu, guest; net-pps: transmit, receive, loop, _64, _1518;
     /// cold-ring: drop, pause, backup_ring, out_of_order, _16, _64, _256, _1024, guest; memory-move: table-5, fig-7;
     /// nic-impact: redis, memcached, udp, drop, out_of_order)
     #[arg(long, value_name = "TEXT")]

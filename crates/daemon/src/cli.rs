@@ -41,7 +41,7 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Take over the RAM of a running VMM
     Attach(AttachArgs),
-    /// Replace the running daemon by another program, without a pause that its VMs or disks notice
+    /// Replace the running daemon by another program while its VMs and devices run
     Upgrade(UpgradeArgs),
     /// Show and control VMs
     #[command(subcommand)]
