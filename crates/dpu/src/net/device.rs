@@ -40,7 +40,8 @@ pub struct NicReport {
     pub fault_drops: u64,
     /// Packets that were lost because they were longer than the driver's buffers.
     pub unfit_drops: u64,
-    /// Packets that waited in the store and were lost because their queue has stopped, or in a link for a front end that has gone.
+    /// Packets that waited and were lost: in the store when their queue stopped, or in the link when their front end
+    /// went.
     pub stop_drops: u64,
     /// Buffers that went back to the driver empty, because their content was lost or they could
     /// not be used.

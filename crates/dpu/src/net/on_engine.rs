@@ -137,9 +137,10 @@ impl NicOnEngine {
             return;
         }
         let nic = self.nic.clone();
+        let front_end = nic.front_end();
         if let Some(end) = self.end_mut(queue) {
-            if end.front_end != nic.front_end() {
-                end.front_end = nic.front_end();
+            if end.front_end != front_end {
+                end.front_end = front_end;
                 nic.count_stop_drops(end.link.clear());
             }
             end.link.begin();

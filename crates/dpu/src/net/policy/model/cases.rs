@@ -114,12 +114,7 @@ fn chains_that_are_used_before_their_answer_count_as_asked_until_then() {
 
 #[test]
 fn prefault_requests_pages_before_any_packet_and_no_more_than_its_limit() {
-    for on_fault in [
-        OnReceiveFault::Drop,
-        OnReceiveFault::Pause,
-        OnReceiveFault::BackupRing,
-        OnReceiveFault::OutOfOrder,
-    ] {
+    for on_fault in ALL {
         let mut run = one_absent(on_fault);
         run.policy = policy(on_fault, Prefault::Posted);
         for _ in 0..100 {
@@ -138,12 +133,7 @@ fn prefault_requests_pages_before_any_packet_and_no_more_than_its_limit() {
 
 #[test]
 fn floor_wires_the_next_buffers_and_a_burst_of_as_many_waits_for_nothing() {
-    for on_fault in [
-        OnReceiveFault::Drop,
-        OnReceiveFault::Pause,
-        OnReceiveFault::BackupRing,
-        OnReceiveFault::OutOfOrder,
-    ] {
+    for on_fault in ALL {
         let mut run = one_absent(on_fault);
         let config = ReceiveConfig {
             on_fault,

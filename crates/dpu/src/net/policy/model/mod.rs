@@ -8,6 +8,12 @@ use super::*;
 use pagetide_random::SplitMix64;
 use std::collections::{BTreeMap, BTreeSet};
 
+const ALL: [OnReceiveFault; 4] = [
+    OnReceiveFault::Drop,
+    OnReceiveFault::Pause,
+    OnReceiveFault::BackupRing,
+    OnReceiveFault::OutOfOrder,
+];
 const RING: u16 = 32;
 const STORE_MAX: usize = 24;
 /// More than a packet needs, unless some are unfit.
@@ -125,12 +131,7 @@ struct Run {
 impl Run {
     fn new(seed: u64) -> Self {
         let mut random = SplitMix64::new(seed);
-        let on_fault = [
-            OnReceiveFault::Drop,
-            OnReceiveFault::Pause,
-            OnReceiveFault::BackupRing,
-            OnReceiveFault::OutOfOrder,
-        ][usize::try_from(seed % 4).unwrap()];
+        let on_fault = ALL[usize::try_from(seed % 4).unwrap()];
         let prefault = match random.below(2) {
             0 => Prefault::Off,
             _ => Prefault::Posted,
